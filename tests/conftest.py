@@ -1,4 +1,4 @@
-"""What every test relies on: one thread, nothing compiled, and no GPU test without a GPU.
+"""Common setup of all tests: one thread, no compilation, and GPU tests only with a GPU.
 
 This folder is on the import path of all tests: `ranks`, `small_run`, `tolerances`.
 """
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from megafp8.mcore.cpu_patches import KNOWN_WARNINGS
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and what tests start would ignore it, too
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup SIGHUP is ignored, also by child processes
 
-# Said at import by torch.jit and by megatron-core itself.
+# Emitted at import by torch.jit and by megatron-core itself.
 IMPORT_WARNINGS = (
     (DeprecationWarning, r"`torch\.jit\.script.*` is deprecated", r"torch\.jit\..*"),
     (DeprecationWarning, r"The following imports from `dynamic_context.py`", r"megatron\.core\..*"),
@@ -34,7 +34,8 @@ IMPORT_WARNINGS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave out of the summary what megatron-core says on every run (pytest sets the process's filters aside)."""
+    """Leave the warnings that megatron-core emits on every run out of the summary (pytest overrides the process's
+    filters)."""
     for category, message, module in (*KNOWN_WARNINGS, *IMPORT_WARNINGS):
         config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}:{module}")
 
@@ -55,13 +56,13 @@ def no_gloo_in_this_process() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The tests that are too long for every day, and what generated files are compared with."""
+    """Options for the long tests and for the snapshots of generated files."""
     parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
     parser.addoption("--write-snapshots", action="store_true", help="take the scripts that come out for right")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what was not asked for, and GPU tests on a machine without one."""
+    """Skip the long tests without their option, and GPU tests on a machine without a GPU."""
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --long"))
@@ -74,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say last what a green run has not tested: programs and machines may not be there, and nobody looks for an s."""
+    """List what a successful run did not test, at the end. Programs and machines may be missing."""
     reasons = Counter(skipped.longrepr[2] for skipped in terminalreporter.stats.get("skipped", ()))
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"NOT TESTED ({count}): {reason.removeprefix('Skipped: ')}")

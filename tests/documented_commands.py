@@ -15,7 +15,7 @@ COMMENT = re.compile(r"(^|\s+)#.*$")
 
 @dataclass(frozen=True)
 class Command:
-    """One command, its continued lines joined and its comment left out.
+    """One command, with its continued lines joined and its comment removed.
 
     Attributes:
         block: number of its block in the document, from 1.
@@ -27,7 +27,7 @@ class Command:
 
 
 def commands_in(document: Path) -> Iterator[Command]:
-    """The commands of a document, in its order."""
+    """The commands of a document, in order."""
     for number, block in enumerate(BASH_BLOCK.findall(document.read_text(encoding="utf-8")), 1):
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             if text := COMMENT.sub("", line).strip():

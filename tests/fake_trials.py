@@ -1,4 +1,4 @@
-"""Stand-ins for the processes that try micro-batch sizes: they import no torch, and do what a test asks for."""
+"""Stand-ins for the processes that try micro-batch sizes. They import no torch and behave as a test requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FITS = 8
 
 
 def serve(setup: TrialSetup, pipe: Connection) -> None:
-    """Measured up to `FITS` x (rank + 1) sequences; beyond, rank 0 ends in one of several ways, others wait for it."""
+    """Sizes up to `FITS` x (rank + 1) succeed. Beyond, rank 0 ends in one of several ways, and others wait for it."""
     rank = int(os.environ["RANK"])
     while (size := pipe.recv()) is not None:
         if size <= FITS:
@@ -22,7 +22,7 @@ def serve(setup: TrialSetup, pipe: Connection) -> None:
         elif rank > 0 and setup.implementation == "breaks":
             pipe.send(Failed("RuntimeError: Connection closed by peer"))
         elif rank > 0:
-            time.sleep(60)  # in a collective that rank 0 never comes to
+            time.sleep(60)  # in a collective that rank 0 never joins
         elif setup.implementation == "raises":
             pipe.send(TooLarge("CUDA out of memory"))
             os._exit(0)

@@ -1,8 +1,8 @@
-"""A `python` that forks: for shell scripts, and for commands that start others, without the seconds of their imports.
+"""A `python` that forks, for shell scripts and commands that start others: it saves the seconds of their imports.
 
-A server process, forked from this one with everything imported, listens on a socket. The program `python` in its folder
-hands its words, folder, environment and streams to it, and ends with the status of the process that the server forks.
-What is no script and no module (`python -c`, `python -S`) runs in a new interpreter, as ever.
+A server process, forked from this one with all imports done, listens on a socket. The program `python` in its folder
+passes its arguments, folder, environment and streams to the server, and exits with the status of the process that the
+server forks. Anything other than a script or a module (`python -c`, `python -S`) runs in a new interpreter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TORCHRUN = '#!/bin/sh\nexec python -m torch.distributed.run "$@"\n'
 
 @contextlib.contextmanager
 def forked_python(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment in which `python` and `torchrun` fork; nothing that they started outlives the block.
+    """The environment in which `python` and `torchrun` fork. No process started by them outlives the block.
 
     Args:
         folder: for the two programs. Its path is short (a socket's name has 108 bytes at most).
@@ -64,14 +64,14 @@ def forked_python(folder: Path) -> Iterator[dict[str, str]]:
             "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
     finally:
-        server.kill()  # and with it whoever it forked
+        server.kill()  # and with it every process that it forked
         server.join()
 
 
 def serve(listener: socket.socket, python: str) -> None:
-    """The life of the server: a process for each request, which answers it."""
+    """Main loop of the server: a process for each request, which answers it."""
     become_child()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
     while True:
         connection, _ = listener.accept()
         multiprocessing.get_context("fork").Process(target=handle, args=(listener, connection, python)).start()
@@ -79,7 +79,7 @@ def serve(listener: socket.socket, python: str) -> None:
 
 
 def handle(listener: socket.socket, connection: socket.socket, python: str) -> None:
-    """The life of the process that answers one client."""
+    """Entry point of the process that answers one client."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     listener.close()
     become_child()
@@ -88,7 +88,7 @@ def handle(listener: socket.socket, connection: socket.socket, python: str) -> N
 
 
 def answer(connection: socket.socket, python: str) -> None:
-    """Run what a client asks for, and end it when the client is killed."""
+    """Run what a client requests, and end it when the client is killed."""
     head, streams, _, _ = socket.recv_fds(connection, HEAD_BYTES, 3)
     with connection.makefile("rb") as stream:
         words, folder, environment = json.loads(stream.read(int.from_bytes(head, "big")))
@@ -107,7 +107,7 @@ def answer(connection: socket.socket, python: str) -> None:
 
 
 def be_python(words: list[str], folder: str, environment: Mapping[str, str], streams: list[int], python: str) -> None:
-    """The life of a forked interpreter."""
+    """Entry point of a forked interpreter."""
     become_child()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)

@@ -1,6 +1,6 @@
-"""`pretrain_gpt.py` on forked ranks that may be killed: the real command, without the seconds that its imports take.
+"""`pretrain_gpt.py` on forked ranks that may be killed: the real command, without the seconds of its imports.
 
-`ranks.py` is for functions that answer; here ranks end with a status, and whoever started them looks at what they left.
+`ranks.py` is for functions that return a result. Here ranks exit with a status, and the test inspects their files.
 A test process that starts them imports everything first (`prepare`), and joins no process group itself.
 """
 
@@ -41,7 +41,8 @@ class Ended:
     """How a start of a run ended.
 
     Attributes:
-        statuses: exit status of each rank, by rank; below zero: the signal that killed it; `HUNG` if it had to be.
+        statuses: exit status of each rank, by rank; below zero: the signal that killed it; `HUNG` if the test killed
+        it.
         seconds: from the start to the end of the last rank.
         seconds_after_first: from the end of the first rank to that of the last.
         num_orphans: processes of ranks that outlived them.
@@ -54,14 +55,14 @@ class Ended:
     num_orphans: int
     output: tuple[str, ...]
 
-    def told(self) -> str:
-        """For the message of an assertion."""
+    def report(self) -> str:
+        """The message of a failed assertion."""
         ends = (f"rank {rank}: {text[-2000:]}" for rank, text in enumerate(self.output))
         return f"statuses {self.statuses}\n" + "\n".join(ends)
 
 
 def prepare() -> None:
-    """Import in this process what ranks would import each."""
+    """Import everything that the ranks need in this process."""
     cpu_patches.install()
     for name in ("megafp8.cli.pretrain", "megafp8.training.pretrain", "megafp8.training.checks"):
         importlib.import_module(name)
@@ -70,11 +71,11 @@ def prepare() -> None:
 def run_forked(
     world_size: int, flags: str, plan: str = "", fired: Optional[Path] = None, timeout_s: float = 60.0
 ) -> Ended:
-    """Run the command with these flags on so many gloo ranks until all have ended.
+    """Run the command with these flags on this many gloo ranks until all have ended.
 
     Args:
         plan: of faults (`megafp8/resilience/fault_injection.py`).
-        fired: folder that remembers those which have struck.
+        fired: folder that records the faults which have been triggered.
         timeout_s: seconds after which the ranks are killed and reported as `HUNG`.
     """
     with started(world_size, flags, plan, fired) as run:
@@ -83,7 +84,7 @@ def run_forked(
 
 @contextlib.contextmanager
 def started(world_size: int, flags: str, plan: str = "", fired: Optional[Path] = None) -> Iterator[ForkedRun]:
-    """The ranks of one start of a run; none of them, nor their children, outlives the block."""
+    """The ranks of one start of a run. Neither they nor their children outlive the block."""
     with tempfile.TemporaryDirectory(prefix="run_") as name:
         run = ForkedRun(world_size, flags, plan, fired, Path(name))
         try:
@@ -119,14 +120,14 @@ class ForkedRun:
             process.start()
 
     def wait(self, timeout_s: float, grace_s: float = math.inf) -> Ended:
-        """Wait until all ranks have ended, and kill them when the time is over.
+        """Wait until all ranks have ended, and kill them at the timeout.
 
         Args:
-            grace_s: seconds that the others have when one has failed.
+            grace_s: seconds that the others have after one has failed.
         """
         deadline, hung = self._began + timeout_s, set[int]()
         while len(self._ends) < len(self.processes):
-            ended = self.look(max(0.0, deadline - time.monotonic()))
+            ended = self.poll(max(0.0, deadline - time.monotonic()))
             if any(self.processes[rank].exitcode for rank in ended):
                 deadline = min(deadline, self._ends[ended[0]] + grace_s)
             if not ended:
@@ -145,8 +146,8 @@ class ForkedRun:
             output=tuple(self.output(rank) for rank in range(len(self.processes))),
         )
 
-    def look(self, timeout_s: float = 0.0) -> list[int]:
-        """The ranks that have ended since the last look; one waits so long for the next of them."""
+    def poll(self, timeout_s: float = 0.0) -> list[int]:
+        """The ranks that have ended since the last call; waits at most this long for the next of them."""
         waiting = {p.sentinel: rank for rank, p in enumerate(self.processes) if rank not in self._ends}
         ended = [waiting[sentinel] for sentinel in wait(list(waiting), timeout_s)]
         for rank in ended:
@@ -155,8 +156,8 @@ class ForkedRun:
         return ended
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether all ranks have ended, or had this time to. Then `wait` answers at once."""
-        self.look()
+        """Whether all ranks have ended, or had this time to. Then `wait` returns immediately."""
+        self.poll()
         return len(self._ends) == len(self.processes) or time.monotonic() > self._began + timeout_s
 
     def output(self, rank: int) -> str:
@@ -165,7 +166,7 @@ class ForkedRun:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def kill(self) -> None:
-        """End every rank and its children."""
+        """Kill every rank and its children."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -177,7 +178,7 @@ class ForkedRun:
 def is_group_alive(group: Optional[int]) -> bool:
     """Whether any process of a process group is left, a moment after its leader has ended.
 
-    One that has ended stays as a zombie until whoever inherited it asks for its status.
+    A process that has ended stays a zombie until the process that inherited it asks for its status.
     """
     deadline = time.monotonic() + PATIENCE_S
     while any(members(group)):
@@ -191,22 +192,22 @@ def members(group: Optional[int]) -> list[int]:
     """The processes of a process group that have not ended."""
     found = []
     for pid in psutil.pids():
-        with contextlib.suppress(ProcessLookupError):  # it may end between two looks
+        with contextlib.suppress(ProcessLookupError):  # it may end between two polls
             if os.getpgid(pid) == group and (read_proc_stat(pid) or ENDED_STATES)[0] not in ENDED_STATES:
                 found.append(pid)
     return found
 
 
 def be_command(rank: int, world_size: int, folder: Path, flags: list[str], variables: dict[str, str]) -> None:
-    """The life of a rank: the command, and its exit status."""
+    """Entry point of a rank: the command, and its exit status."""
     output = open(folder / f"output{rank}", "a", buffering=1)  # noqa: SIM115, for as long as the process lives
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
-    sys.stdout = sys.stderr = output  # pytest has put files of its own there
+    sys.stdout = sys.stderr = output  # pytest has put its own files there
     become_rank(rank, world_size, folder)
     os.environ |= variables
     importlib.reload(fault_injection)
-    if "MASTER_ADDR" not in variables:  # with an address the command joins by itself, as under torchrun
+    if "MASTER_ADDR" not in variables:  # with an address the command joins the group itself, as under torchrun
         join_gloo(rank, world_size, folder)
     command = importlib.import_module("megafp8.cli.pretrain")
     sys.exit(command.main(flags))

@@ -1,6 +1,6 @@
-"""A script of the project in a forked process: the whole command, without the seconds that its imports take.
+"""A script of the project in a forked process: the complete command, without the seconds of its imports.
 
-Each command has a test that starts it as a user does; this is for the others.
+Each command also has one test that starts it as a user does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ranks import become_child
 
 
 def run_script(script: str, *arguments: object, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """`python SCRIPT ARGUMENTS`, to its end: its exit status and what it wrote.
+    """Run `python SCRIPT ARGUMENTS` to its end; returns its exit status and its output.
 
     Args:
         script: its path in the project.
@@ -49,11 +49,11 @@ def run_script(script: str, *arguments: object, timeout_s: float = 120.0) -> sub
 
 
 def be_script(words: list[str], output: IO[str], errors: IO[str]) -> None:
-    """The life of the process."""
+    """Entry point of the process."""
     become_child()
     for number, stream in ((1, output), (2, errors)):
         os.dup2(stream.fileno(), number)
-    sys.stdout, sys.stderr = output, errors  # pytest has put files of its own there
+    sys.stdout, sys.stderr = output, errors  # pytest has put its own files there
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended: where there is no GPU, kernels run in it with TRITON_INTERPRET=1."""
+"""Triton's interpreter with fixes. Where there is no GPU, kernels run in it with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 
 
 def skip_without_kernels() -> None:
-    """Skip the module that calls this as it is imported, where no kernel can run: before it imports Triton."""
+    """Skip the importing test module where no kernel can run, before it imports Triton."""
     if not HAS_KERNELS:
         pytest.skip(NO_KERNELS, allow_module_level=True)
 
 
 def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cuts FP32 off where a GPU rounds it to BF16, loses BF16's subnormals, and takes BF16 for integers
-    in products."""
+    """The interpreter truncates FP32 where a GPU rounds it to BF16, loses BF16's subnormals, and treats BF16 as
+    integers in products."""
     import numpy
     from triton.language import bfloat16 as bf16
     from triton.language import float32 as fp32
@@ -52,8 +52,8 @@ def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def constants_before_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`constant - tensor` is a tensor, as it is to the compiler; the interpreter of Triton 3.9 makes a constant of it,
-    which its functions then refuse."""
+    """`constant - tensor` is a tensor for the compiler. The interpreter of Triton 3.9 makes it a constant, which its
+    functions then refuse."""
     from triton.language import constexpr, tensor
 
     for name in ("__add__", "__sub__", "__mul__"):

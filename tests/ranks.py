@@ -1,9 +1,9 @@
 """Run a function on several gloo ranks, forked from this process.
 
-A forked rank inherits every import, so that a test on four ranks takes about a second where spawned ones take ten. What
-makes forking safe: this process computes on one thread (`conftest.py` sees to it before anything else), since a forked
-child inherits the locks of a thread pool but not its threads; and it never joins a process group itself, so that even
-tests of one rank run in a child.
+A forked rank inherits every import, so a test on four ranks takes about a second. With spawned ranks it takes ten. Two
+rules make forking safe. This process computes on one thread (`conftest.py` sets this first), because a forked child
+inherits the locks of a thread pool but not its threads. And it never joins a process group itself, so even tests of one
+rank run in a child.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from megafp8.utils.process import set_worker_death_signal
 
-# Once a rank has failed, the others hang in a collective or fail too: what they say in this time is reported.
+# Once a rank has failed, the others hang in a collective or fail too. Their errors within this time are reported.
 GRACE_S = 1.0
 SET_NUM_THREADS = torch.set_num_threads
 
@@ -42,7 +42,7 @@ class RankFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank sends back: a pickled result, or an exception (pickled if it can be) with its traceback."""
+    """What a rank sends back: a pickled result, or an exception (pickled if possible) with its traceback."""
 
     result: Optional[bytes] = None
     error: Optional[bytes] = None
@@ -77,7 +77,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 def forked(
     world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    """The ranks' processes, and the pipe of each; none outlives the block, nor do their own children."""
+    """The ranks' processes and the pipe of each. Neither they nor their own children outlive the block."""
     context, ranks = multiprocessing.get_context("fork"), []
     try:
         for rank in range(world_size):
@@ -102,7 +102,7 @@ def forked(
 def be_rank(
     rank: int, world_size: int, folder: Path, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """The life of one rank."""
+    """Entry point of one rank."""
     become_rank(rank, world_size, folder)
     try:
         join_gloo(rank, world_size, folder)
@@ -116,10 +116,10 @@ def become_rank(rank: int, world_size: int, folder: Path) -> None:
     """Make a forked child a rank, with a launcher's variables.
 
     Args:
-        folder: where its stack goes on SIGUSR1.
+        folder: where its stack is written on SIGUSR1.
     """
     become_child()
-    # multiprocessing imports and inherits; the file stays open for as long as the process lives.
+    # multiprocessing imports and inherits; the file stays open as long as the process lives.
     faulthandler.register(signal.SIGUSR1, file=(folder / f"stack{rank}").open("w"), all_threads=False)
     os.environ |= {
         "RANK": str(rank),
@@ -134,22 +134,22 @@ SET_NUM_THREADS = torch.set_num_threads
 
 
 def become_child() -> None:
-    """What every forked child does first: a process group of its own, which dies with its parent, and one thread."""
-    # A pool of threads hangs here if the test process ever had one: set_num_threads has no effect in ranks. The call
-    # itself has to reach torch in a child's child too: the first one after a fork replaces the inherited pool, and two
-    # threads that make it at once fail an assertion of torch.
+    """First action of a forked child: its own process group, which dies with the parent, and one thread."""
+    # A pool of threads hangs here if the test process ever had one: set_num_threads has no effect in ranks.
+    # Grandchildren must also make the call: the first one after a fork replaces the inherited pool, and two threads
+    # that make it at the same time fail an assertion of torch.
     SET_NUM_THREADS(1)
     torch.set_num_threads = lambda threads: None
-    gc.freeze()  # what it inherits is no garbage: every collection would walk all of it, and so copy it
-    os.setpgid(0, 0)  # with its children it is one group, which can be killed as a whole
-    set_worker_death_signal(signal.SIGKILL)  # a killed test run leaves nobody behind
+    gc.freeze()  # inherited objects are excluded from collection, which would traverse and so copy them
+    os.setpgid(0, 0)  # with its children it is one group, which can be killed together
+    set_worker_death_signal(signal.SIGKILL)  # a killed test run leaves no process behind
 
 
 def join_gloo(rank: int, world_size: int, folder: Path) -> None:
     """Join the ranks that meet in a folder, and wait until all have."""
     store = dist.FileStore(str(folder / "rendezvous"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    dist.barrier()  # a rank with nothing to do would leave while another one still connects to it
+    dist.barrier()  # otherwise a rank with nothing to do would leave while another one still connects to it
 
 
 def pickled(error: BaseException) -> Optional[bytes]:
@@ -163,7 +163,7 @@ def pickled(error: BaseException) -> Optional[bytes]:
 
 
 def collect(pipes: list[Connection], timeout_s: float) -> tuple[dict[int, Answer], list[int]]:
-    """Answers by rank in order of arrival, and the ranks that gave none. After a failure it soon stops waiting."""
+    """Answers by rank in order of arrival, and the ranks that gave none. After a failure it waits only shortly."""
     answers: dict[int, Answer] = {}
     deadline = time.monotonic() + timeout_s
     while len(answers) < len(pipes):
@@ -183,7 +183,7 @@ def collect(pipes: list[Connection], timeout_s: float) -> tuple[dict[int, Answer
 
 
 def failure_of(failures: list[tuple[int, Answer]]) -> RankFailed:
-    """One exception for all failed ranks; the first to fail is the cause, the others may be its consequence."""
+    """One exception for all failed ranks. The first to fail is the cause; the others may be its consequence."""
     text = "\n".join(f"rank {rank} failed:\n{answer.trace}" for rank, answer in failures)
     first = failures[0][1].error
     failed = RankFailed(text)
@@ -192,7 +192,7 @@ def failure_of(failures: list[tuple[int, Answer]]) -> RankFailed:
 
 
 def stack_of(rank: int, process: BaseProcess, folder: Path) -> str:
-    """Where a silent rank is, from its own mouth."""
+    """The stack of a silent rank, written by itself."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)
     path = folder / f"stack{rank}"

@@ -1,4 +1,4 @@
-"""A small model in a checkpoint, as a run leaves it, without training."""
+"""A small model in a checkpoint as a run leaves it, without training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megafp8.mcore.process_groups import build_process_groups
 from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
 from megafp8.optimizer.schedules import build_schedule
 
-# The seed is not the default one, so that weights which nobody loaded are other weights.
+# The seed is not the default one, so weights that were not loaded differ.
 RUN = (
     "--seed 4321 --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --lr-warmup-iters 0 "
     "--init-method-std 0.2"
@@ -34,13 +34,13 @@ STEP = 7
 
 
 def configure(text: str, tokenizer_model: str | Path | None = None) -> RunConfig:
-    """The configuration of a command line; with a SentencePiece model or without a tokenizer's file."""
+    """The configuration of a command line, with a SentencePiece model or without a tokenizer file."""
     kind = "NullTokenizer" if tokenizer_model is None else f"SentencePieceTokenizer --tokenizer-model {tokenizer_model}"
     return flags.parse(f"{RUN} {text} --tokenizer-type {kind}".split()).config
 
 
 def build_initial(config: RunConfig) -> TrainingState:
-    """Step 0 of a run, on this rank."""
+    """Step 0 of a run on this rank."""
     build_process_groups(config)
     world_size = dist.get_world_size()
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
@@ -53,7 +53,7 @@ def build_initial(config: RunConfig) -> TrainingState:
 
 
 def copy_as_step(path: Path, folder: Path, step: int) -> None:
-    """Give a folder the files of a checkpoint as the checkpoint of another step. (Its progress stays what it was.)"""
+    """Give a folder the files of a checkpoint as the checkpoint of another step. Its progress is unchanged."""
     manifest = dataclasses.replace(read_manifest(path), step=step)
     make_unfinished_folder(folder, step)
     for name in manifest.files:

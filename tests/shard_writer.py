@@ -1,4 +1,4 @@
-"""Shards that tests write document by document; the package itself joins them from parts."""
+"""Shards that tests write document by document. The package itself joins them from parts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megafp8.utils.files import HashedStream, sync, temporary_name
 
 
 class ShardWriter:
-    """Writes one shard; use as a context manager. Nothing has its name before `finish`; without it nothing is left.
+    """Writes one shard; use as a context manager. The files get their names in `finish`. Without it nothing is left.
 
-    Memory: 4 bytes a document, 32 while the index is written.
+    Memory: 4 bytes per document, 32 while the index is written.
 
     Args:
         prefix: path without suffix.

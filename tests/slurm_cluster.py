@@ -1,7 +1,7 @@
-"""A real Slurm on this machine for as long as a test wants it: a controller and two nodes, in a folder of their own.
+"""A real Slurm on this machine for the duration of a test: a controller and two nodes, in a folder of their own.
 
-Nothing of a Slurm or munge that may be installed is touched: configuration, key, socket, state, logs and ports are the
-test's. Nodes have names that nothing resolves but Slurm, and addresses of their own on this machine.
+An installed Slurm or munge is not touched: configuration, key, socket, state, logs and ports belong to the test. Nodes
+have names that only Slurm resolves, and addresses of their own on this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.ports import free_ports
 from megafp8.utils.process import set_parent_death_signal
 
 NODES, ADDRESSES = ("megafp8-node1", "megafp8-node2"), ("127.0.0.1", "127.0.0.2")
-# For what this Slurm is asked; it starts in a second, but on a busy machine not at once.
+# Timeout of Slurm's commands. It starts in a second, but a busy machine may take longer.
 PATIENCE_S = 120.0
 CONFIGURATION = """
 ClusterName=test
@@ -59,7 +59,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10
 
 
 def why_not() -> Optional[str]:
-    """Why there can be no Slurm here; None when there can."""
+    """Why Slurm cannot run here; None if it can."""
     missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed (Debian: munge slurm-wlm)"
@@ -68,7 +68,7 @@ def why_not() -> Optional[str]:
 
 @contextlib.contextmanager
 def slurm_cluster(folder: Path) -> Iterator[Cluster]:
-    """A cluster; none of its processes outlives the block."""
+    """A cluster. None of its processes outlives the block."""
     cluster = Cluster(folder)
     try:
         cluster.start()
@@ -81,7 +81,7 @@ class Cluster:
     """A controller and two nodes.
 
     Args:
-        folder: empty, for everything; its path must be short enough for a socket.
+        folder: empty, for all files; its path must be short enough for a socket.
     """
 
     def __init__(self, folder: Path):
@@ -90,7 +90,7 @@ class Cluster:
         self.environment = inherited | {"SLURM_CONF": str(self.configuration)}
 
     def start(self) -> None:
-        """Start everything, and wait until both nodes take jobs."""
+        """Start everything, and wait until both nodes accept jobs."""
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
@@ -113,12 +113,12 @@ class Cluster:
             self.boot(node)
 
     def boot(self, node: str) -> None:
-        """Start a node's daemon, and wait until it takes jobs."""
+        """Start a node's daemon, and wait until it accepts jobs."""
         self.launch("slurmd", "-D", "-N", node)
         wait_until(lambda: self.ask("sinfo", "-h", "-n", node, "-o", "%t") in ("idle", "mix", "alloc"), f"node {node}")
 
     def launch(self, *command: str) -> None:
-        """Start a daemon in the foreground, which the end of this process ends too."""
+        """Start a daemon in the foreground, which ends with this process."""
         with open(self.folder / "daemons.log", "a") as log:
             subprocess.Popen(
                 command, env=self.environment, stdout=log, stderr=log, start_new_session=True,
@@ -126,11 +126,11 @@ class Cluster:
             )  # fmt: skip
 
     def ask(self, *command: str) -> str:
-        """What one of Slurm's commands prints."""
+        """The output of one of Slurm's commands."""
         return subprocess.run(command, env=self.environment, capture_output=True, text=True).stdout.strip()
 
     def job(self, number: int) -> dict[str, str]:
-        """A job's fields by scontrol."""
+        """The fields of a job by scontrol."""
         words = self.ask("scontrol", "show", "job", str(number), "--oneliner").split()
         return dict(word.partition("=")[::2] for word in words)
 
@@ -141,9 +141,9 @@ class Cluster:
         return self.job(number)["JobState"]
 
     def wait_for_requeue(self, number: int, restarts: int = 1) -> None:
-        """Until a job is in the queue again; then the two minutes are over that Slurm lets it wait there.
+        """Wait until a job is in the queue again. Then end the two minutes that Slurm lets it wait there.
 
-        A start within the second of the requeue would be refused: to a node the job is one that was killed.
+        A start within the second of the requeue would be refused: for a node the job is one that was killed.
         """
         wait_until(lambda: (job := self.job(number)).get("JobState") == "PENDING" and job["Restarts"] == str(restarts),
                    f"job {number} to be requeued", lambda: f"{self.job(number)}\n{self.output(number)}")  # fmt: skip
@@ -155,15 +155,15 @@ class Cluster:
         return path.read_text() if path.is_file() else ""
 
     def processes(self, node: Optional[str] = None) -> Iterator[psutil.Process]:
-        """All that belong to the cluster, or those of one node: its daemon and what it started."""
+        """All processes of the cluster, or of one node: its daemon and what it started."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if self.owns(process, node):
                     yield process
 
     def owns(self, process: psutil.Process, node: Optional[str]) -> bool:
-        """Whether a process is one of the cluster's, and of this node if one is named."""
-        if process.name() == "slurmstepd":  # it has written its title over its environment, but has a log open
+        """Whether a process belongs to the cluster, and to this node if one is named."""
+        if process.name() == "slurmstepd":  # its title overwrote its environment, but it has a log open
             logs = {Path(file.path) for file in process.open_files()}
             return bool(logs & {self.folder / f"slurmd-{name}.log" for name in ([node] if node else NODES)})
         environment = process.environ()
@@ -172,7 +172,7 @@ class Cluster:
         return node is None or environment.get("SLURMD_NODENAME") == node or node in process.cmdline()
 
     def cut_power(self, node: str) -> None:
-        """Kill a node's daemon and everything that it started, all at once."""
+        """Kill a node's daemon and everything that it started, all together."""
         victims = list(self.processes(node))
         for process in victims:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -180,7 +180,7 @@ class Cluster:
         psutil.wait_procs(victims, timeout=10)
 
     def end(self) -> None:
-        """Kill what is left of it, daemons first, so that nothing new is started."""
+        """Kill what is left, daemons first, so that nothing new is started."""
         for _ in range(3):
             left = list(self.processes())
             for process in sorted(left, key=lambda process: not process.name().startswith("slurm")):
@@ -190,7 +190,7 @@ class Cluster:
 
 
 def wait_until(is_true: Callable[[], bool], what: str, told: Callable[[], str] = str) -> None:
-    """Look again and again, with patience."""
+    """Poll a condition until it holds, with a generous timeout."""
     deadline = time.monotonic() + PATIENCE_S
     while not is_true():
         assert time.monotonic() < deadline, f"waited {PATIENCE_S:.0f} s for {what}\n{told()}"

@@ -1,6 +1,6 @@
-"""A run small enough for tests: a model of four layers on bytes of Python source, from flags, on any layout.
+"""A run small enough for tests: a model of four layers on bytes of Python source, from flags, in any layout.
 
-Everything is the product's own code except for where tokens come from: there are no shards.
+Everything is the package's own code except the source of the tokens: there are no shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megafp8.training.run import Run
 from megafp8.training.setup import build_training_run
 from megafp8.training.step import Batches, StepResult, train_step
 
-# Bytes 0 to 254, and the tokenizer's end of document on 255, which no source has: 256 rows under every layout.
+# Bytes 0 to 254, and the tokenizer's end of document on 255, which no source has: 256 rows in every layout.
 COMMON = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 255 "
     "--make-vocab-size-divisible-by 16 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer "
@@ -54,14 +54,14 @@ STYLES = {
     "gpt2": "--position-embedding-type learned_absolute --max-position-embeddings 32",
 }
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"
-# Layers without any quantization: megatron-core's own linears.
+# Layers without quantization: megatron-core's own linears.
 PLAIN = "--transformer-impl local"
 SOURCES = (argparse, copy, inspect, tempfile, textwrap, typing)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a few steps gave, the same on every rank."""
+    """The results of a few steps, equal on every rank."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -76,22 +76,23 @@ def small_config(style: str, extra: str = "", world_size: int = 1) -> RunConfig:
 
 
 def build_run(config: RunConfig) -> Run:
-    """The run of this rank, on samples of Python source; torch.distributed runs already."""
+    """The run of this rank, on samples of Python source. torch.distributed is already initialized."""
     here = platform.detect_platform()
     implementation = capability.resolve_implementation(config, capability.detect_target())
     run = build_training_run(
         config, here, implementation, has_data=False
-    )  # most of the time would go into made-up tokens
+    )  # otherwise most of the time would go into mock tokens
     samples = SourceSamples(config.data.seq_length)
     return dataclasses.replace(run, datasets=(samples, samples, None))
 
 
 class SourceSamples:
-    """Sample i is a piece of Python source as bytes, the same under every layout.
+    """Sample i is a piece of Python source as bytes, equal in every layout.
 
     Args:
         length: tokens in a sample.
-        is_masked: sample i then loses the first i % 8 eighths of its tokens, so that no two of a batch count alike.
+        is_masked: sample i then loses the first i % 8 eighths of its tokens, so that samples have different numbers of
+        tokens.
     """
 
     def __init__(self, length: int, is_masked: bool = False):
@@ -116,7 +117,7 @@ class SourceSamples:
 
 
 def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False) -> Curve:
-    """Some steps of training; the samples before `first_step` count as consumed."""
+    """Some steps of training. The samples before `first_step` count as consumed."""
     samples, batch = SourceSamples(run.config.data.seq_length, is_masked), run.global_batch_size
     last_step = first_step + num_steps - 1
     batches = build_batches(run, samples, (first_step - 1) * batch, last_step * batch, num_workers=0)
@@ -124,7 +125,9 @@ def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False
     return Curve([result.loss for result in results], [result.grad_norm for result in results])
 
 
-def look_of(run: Run, step: int = 1, collector: Optional[StatisticsCollector] = None) -> Optional[QuantizationRecord]:
+def statistics_record_of(
+    run: Run, step: int = 1, collector: Optional[StatisticsCollector] = None
+) -> Optional[QuantizationRecord]:
     """One step of training, and rank 0's record of it if it is a statistics step."""
     batch = run.global_batch_size
     batches = build_batches(run, SourceSamples(run.config.data.seq_length), (step - 1) * batch, step * batch, 0)
@@ -143,13 +146,13 @@ def statistics_step(
 
 
 def curve_of(config: RunConfig, num_steps: int, is_masked: bool = False) -> Curve:
-    """Build and train: one rank's part of a whole run."""
+    """Build and train: one rank's results of a complete run."""
     return train(build_run(config), num_steps, is_masked=is_masked)
 
 
 @torch.no_grad()
 def nudge(run: Run, seed: int) -> None:
-    """Move every other weight, at random, to the next number above it: a change that rounding alone could make."""
+    """Move every other weight, at random, to the next larger number: a change that rounding alone could make."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in (parameter for chunk in run.trainee.chunks for parameter in chunk.parameters()):
         is_moved = torch.rand(parameter.shape, generator=generator) < 0.5
@@ -159,7 +162,7 @@ def nudge(run: Run, seed: int) -> None:
 
 
 def weights(run: Run) -> dict[str, Tensor]:
-    """Copies of this rank's weights by name, the chunk's number in front; gathers that are under way are waited for."""
+    """Copies of this rank's weights by name, prefixed with the chunk's number. Waits for pending gathers."""
     finish_param_gather(run.config, run.trainee)
     return {
         f"{index}.{name}": parameter.detach().clone()

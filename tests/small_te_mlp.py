@@ -14,7 +14,7 @@ HIDDEN, FFN, EPS = 32, 48, 1e-5
 
 
 def small_mlp(returns_input: bool = False) -> SwiGLUFusedMLP:
-    """Two linears, HIDDEN to twice FFN to HIDDEN, with the same weights every time."""
+    """Two linears, HIDDEN to twice FFN to HIDDEN, with the same weights each time."""
     torch.manual_seed(0)
     mlp = SwiGLUFusedMLP.__new__(SwiGLUFusedMLP)
     torch.nn.Module.__init__(mlp)

@@ -1,4 +1,4 @@
-"""In the place of pretrain_gpt.py: a run as launchers see it, which is over at once, or waits for SIGTERM."""
+"""Stand-in for pretrain_gpt.py: for launchers it is a run, which ends immediately or waits for SIGTERM."""
 
 from __future__ import annotations
 

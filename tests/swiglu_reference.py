@@ -1,4 +1,4 @@
-"""SwiGLU and its gradient by autograd in FP64: what kernels are held against."""
+"""SwiGLU and its gradient by autograd in FP64: the reference for kernels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def swiglu_both_ways(inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """silu(a) b [T, W] of inputs [T, 2 W], whose halves a and b are, and the gradient of the inputs [T, 2 W], FP64.
+def swiglu_with_gradient(inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(a) b [T, W] of inputs [T, 2 W] = [a, b], and the gradient of the inputs [T, 2 W], FP64.
 
     Args:
         gradients: of the result, [T, W].

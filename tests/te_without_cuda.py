@@ -1,8 +1,8 @@
 """Transformer Engine's Python on a machine without a GPU: its modules are real, its compiled library is not.
 
-Import it first, in a process of its own: it puts the package into `sys.modules` from the wheel that `run.sh` keeps as a
-file, with stand-ins for what is compiled. Modules and operations can be built and asked for their state; they cannot
-compute.
+Import it first, in a separate process. It adds the package to `sys.modules` from the wheel that `run.sh` keeps as a
+file, with stand-ins for the compiled parts. Modules and operations can be built and their state can be read. They
+cannot compute.
 """
 
 import enum
@@ -16,16 +16,16 @@ from typing import Any, Optional
 from unittest.mock import MagicMock
 
 import torch
-import torch.utils.flop_counter  # looks for Triton too
+import torch.utils.flop_counter  # searches for Triton too
 from torch.utils._triton import has_triton_package
 
 ORACLES = Path(os.environ.get("MEGAFP8_ORACLES", Path(__file__).parents[1] / ".venv" / "oracles"))
-# Imported by Transformer Engine, used by none of what is tested.
+# Imported by Transformer Engine, but not used by the tested code.
 UNUSED = ("einops", "onnx", "onnxscript", "triton")
 
 
 class Anything(types.ModuleType):
-    """A module that has every name."""
+    """A module in which every name exists."""
 
     __version__ = "9.0"
 
@@ -50,7 +50,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def wheel() -> Path:
-    """The file; FileNotFoundError without it."""
+    """The file; raises FileNotFoundError without it."""
     found = sorted(ORACLES.glob("transformer_engine-*.whl"))
     if not found:
         raise FileNotFoundError(f"no wheel of Transformer Engine in {ORACLES}")
@@ -68,7 +68,7 @@ def compiled_library() -> Anything:
 
 
 def install() -> None:
-    """Let `import transformer_engine.pytorch` work, on a machine that seems to have a GPU and allocates on the CPU."""
+    """Let `import transformer_engine.pytorch` work as on a machine with a GPU, with allocation on the CPU."""
     has_triton_package()  # torch remembers the answer
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no search for compiled libraries
     package = Anything("transformer_engine")
@@ -80,7 +80,7 @@ def install() -> None:
     import transformer_engine.common
 
     transformer_engine.common.load_framework_extension = lambda framework: None
-    torch.compile = lambda function=None, **_: function or (lambda function: function)  # would look for Triton again
+    torch.compile = lambda function=None, **_: function or (lambda function: function)  # would search for Triton again
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.is_current_stream_capturing = lambda: False

@@ -1,4 +1,4 @@
-"""The `python` that forks is one to those who start it: status, streams, folder, environment, and its end."""
+"""The `python` that forks behaves like the real one: status, streams, folder, environment, and its end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def environment() -> Iterator[dict[str, str]]:
         yield found
 
 
-def test_it_is_a_python(environment: dict[str, str], tmp_path: Path) -> None:
+def test_forked_python_behaves_like_python(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         ["python", "script.py"], env=environment | {"WORD": "word"}, cwd=tmp_path, input="input", capture_output=True,
@@ -42,7 +42,7 @@ def test_it_is_a_python(environment: dict[str, str], tmp_path: Path) -> None:
         assert subprocess.run(["python", *words], env=environment, capture_output=True).returncode == status
 
 
-def test_it_ends_with_its_client(environment: dict[str, str], tmp_path: Path) -> None:
+def test_forked_python_ends_with_its_client(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     client = subprocess.Popen(
         ["python", "script.py", "sleep"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True

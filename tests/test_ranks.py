@@ -1,4 +1,4 @@
-"""The harness that forks ranks: results in order, failures with rank and traceback, nobody left behind."""
+"""The harness that forks ranks: results in order, failures with rank and traceback, no process left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import RankFailed, run_ranks
 
 
-def test_results_come_by_rank() -> None:
+def test_results_are_ordered_by_rank() -> None:
     def add(number: int) -> tuple[int, int, str]:
         total = torch.tensor(dist.get_rank() + number)
         dist.all_reduce(total)
@@ -23,7 +23,7 @@ def test_results_come_by_rank() -> None:
     assert run_ranks(3, add, 10) == [(0, 33, "0"), (1, 33, "1"), (2, 33, "2")]
 
 
-def test_large_results_pass() -> None:
+def test_large_results_are_returned() -> None:
     def fill() -> torch.Tensor:
         return torch.full((1 << 18,), float(dist.get_rank()))
 
@@ -54,7 +54,7 @@ def test_an_exception_arrives_with_rank_and_traceback() -> None:
     assert time.monotonic() - began < 10, "the rank in the barrier is not waited for"
 
 
-def test_a_rank_that_dies_is_told() -> None:
+def test_a_dying_rank_is_reported() -> None:
     def die() -> None:
         if dist.get_rank() == 0:
             os._exit(1)
@@ -64,7 +64,7 @@ def test_a_rank_that_dies_is_told() -> None:
         run_ranks(2, die)
 
 
-def test_a_rank_that_hangs_says_where_and_is_killed_with_its_children() -> None:
+def test_a_hanging_rank_reports_its_stack_and_is_killed_with_its_children() -> None:
     marker = f"{time.time_ns()}"
 
     def hang() -> None:
@@ -89,6 +89,6 @@ def commands() -> str:
     return "\n".join(found)
 
 
-def test_one_rank_is_a_group_too() -> None:
+def test_one_rank_is_a_process_group() -> None:
     assert run_ranks(1, lambda: (dist.get_world_size(), dist.get_backend())) == [(1, "gloo")]
     assert not dist.is_initialized(), "the parent never joins one"

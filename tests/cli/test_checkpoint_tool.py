@@ -1,4 +1,4 @@
-"""tools/checkpoint.py, as a person uses it."""
+"""tools/checkpoint.py as a user runs it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_only_verify_reads_every_byte(tool, run: Path, capsys) -> None:
     assert not state["is_whole"] and state["step"] == 7
 
 
-def test_what_is_not_there(tool, run: Path, tmp_path: Path, capsys) -> None:
+def test_a_missing_checkpoint_is_an_error(tool, run: Path, tmp_path: Path, capsys) -> None:
     assert tool.main(["verify", str(tmp_path / "none")]) == 74
     assert tool.main(["show", str(run), "--ckpt-step", "8"]) == 74
     assert "--ckpt-step 8" in capsys.readouterr().err
@@ -84,13 +84,13 @@ def test_what_is_not_there(tool, run: Path, tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     "command", [["list"], ["verify"], ["show"], ["hash"], ["seal"], ["prune", "--ckpt-keep", "1"]], ids=lambda c: c[0]
 )
-def test_a_folder_that_is_not_there(command: list[str], tool, tmp_path: Path, capsys) -> None:
+def test_a_missing_folder_is_an_error(command: list[str], tool, tmp_path: Path, capsys) -> None:
     for name in ("none", "iter_0000020"):
         assert tool.main([*command, str(tmp_path / name)]) == 74
         assert "there is no such folder" in capsys.readouterr().err
 
 
-def test_a_checkpoints_own_folder_has_one_step(tool, saved: Path, capsys) -> None:
+def test_the_folder_of_one_checkpoint_has_one_step(tool, saved: Path, capsys) -> None:
     own = str(saved / "iter_0000007")
     assert tool.main(["verify", own]) == 0
     for command in ("verify", "show", "hash"):
@@ -99,15 +99,15 @@ def test_a_checkpoints_own_folder_has_one_step(tool, saved: Path, capsys) -> Non
     assert tool.main(["prune", own, "--ckpt-keep", "1"]) == 64
 
 
-def test_list_tells_what_lacks_bytes(tool, run: Path, capsys) -> None:
+def test_list_names_checkpoints_with_missing_bytes(tool, run: Path, capsys) -> None:
     largest = max((run / "iter_0000007").iterdir(), key=lambda each: each.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
     assert tool.main(["list", str(run)]) == 74
     assert capsys.readouterr().out.startswith("DAMAGED")
 
 
-def test_the_second_series_is_seen(tool, run: Path, capsys) -> None:
-    """In the folder that runs write it to."""
+def test_temporary_checkpoints_are_listed(tool, run: Path, capsys) -> None:
+    """In the folder where runs write it."""
     config = configure(f"{FLAGS} --save {run} --non-persistent-save-interval 1")
     second = non_persistent_folder(config)
     for step in (7, 9):
@@ -128,7 +128,7 @@ def test_the_second_series_is_seen(tool, run: Path, capsys) -> None:
     assert tool.main(["verify", str(run)]) == 74
 
 
-def test_a_checkpoint_under_the_name_of_another_step(tool, run: Path, capsys) -> None:
+def test_a_checkpoint_with_the_name_of_another_step_is_an_error(tool, run: Path, capsys) -> None:
     shutil.copytree(run / "iter_0000007", run / "iter_0000009")
     assert tool.main(["verify", str(run), "--ckpt-step", "7"]) == 0
     assert tool.main(["verify", str(run)]) == 74
@@ -149,7 +149,7 @@ def test_show(tool, saved: Path, capsys) -> None:
     assert shown["num_parameters"] > 256 * 32
 
 
-def test_prune_keeps_the_newest_if_they_are_whole(tool, run: Path, capsys) -> None:
+def test_prune_keeps_the_newest_complete_checkpoints(tool, run: Path, capsys) -> None:
     for step in (8, 9, 10):
         copy_as_step(run / "iter_0000007", run, step)
     (run / "iter_0000003.corrupt").mkdir()
@@ -166,7 +166,7 @@ def test_prune_keeps_the_newest_if_they_are_whole(tool, run: Path, capsys) -> No
     assert tool.main(["prune", str(run), "--ckpt-keep", "0"]) == 64
 
 
-def test_seal_makes_a_manifest_where_there_is_none(tool, run: Path, capsys) -> None:
+def test_seal_writes_a_missing_manifest(tool, run: Path, capsys) -> None:
     path = run / "iter_0000007"
     before = read_manifest(path)
     assert tool.main(["seal", str(path)]) == 74

@@ -1,4 +1,4 @@
-"""The command line of tools/compare_runs.py, as a user starts it."""
+"""The command line of tools/compare_runs.py as a user starts it."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_json_and_baseline(folders) -> None:
     assert content["rows"][0]["relative_gap_fraction"] == pytest.approx(-0.3 / 3.3)
 
 
-def test_bad_input_is_one_clear_line_and_status_66(folders, tmp_path) -> None:
+def test_bad_input_is_a_one_line_error_with_status_66(folders, tmp_path) -> None:
     result = compare(folders[0], tmp_path / "absent")
     assert result.returncode == 66
     assert result.stdout == ""
@@ -69,7 +69,7 @@ def test_bad_input_is_one_clear_line_and_status_66(folders, tmp_path) -> None:
         (["a", "--warmup-steps", "-3"], "--warmup-steps -3 must be at least 0"),
     ],
 )
-def test_wrong_flags_are_named_with_their_values_and_give_64(words: list[str], said: str) -> None:
+def test_wrong_flags_are_named_with_status_64(words: list[str], said: str) -> None:
     result = compare(*words)
     assert result.returncode == 64 and said in result.stderr
     assert result.stderr.count(" must be ") == said.count(" must be ")

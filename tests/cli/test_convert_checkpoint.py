@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py, as a person uses it."""
+"""tools/convert_checkpoint.py as a user runs it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from forked_script import run_script
-from ranks import run_ranks
-from saved_run import build_initial, configure, save_initial
-from their_folders import (
+from hf_folders import (
     GPT2,
     LLAMA,
     MODELS,
@@ -21,8 +19,10 @@ from their_folders import (
     same,
     settings_of,
     weights_in,
-    write_their_folder,
+    write_hf_folder,
 )
+from ranks import run_ranks
+from saved_run import build_initial, configure, save_initial
 
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.manifest import find_damage
@@ -61,18 +61,19 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def first_rows(weights: dict[str, torch.Tensor], num_tokens: int) -> dict[str, torch.Tensor]:
-    """The same without the vocabulary's padding."""
+    """The same without the padding of the vocabulary."""
     return {name: weight[:num_tokens] if name in IN_ROWS else weight for name, weight in weights.items()}
 
 
-# --- exact both ways --------------------------------------------------------------------------------------------------
+# --- exact in both directions
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
-def test_theirs_come_back_to_the_bit(tool: ModuleType, name: str, dtype: str, tmp_path: Path) -> None:
+def test_import_then_export_is_bit_equal(tool: ModuleType, name: str, dtype: str, tmp_path: Path) -> None:
     weights = random_weights(MODELS[name], DTYPES[dtype])
-    theirs = write_their_folder(tmp_path / "theirs", MODELS[name], weights)
+    theirs = write_hf_folder(tmp_path / "theirs", MODELS[name], weights)
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     assert find_damage(tmp_path / "ours" / STEP_0) == []
     assert tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back"), "--max-shard-size", "50KB"]) == 0
@@ -85,7 +86,7 @@ def test_theirs_come_back_to_the_bit(tool: ModuleType, name: str, dtype: str, tm
 
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
 @pytest.mark.parametrize(("run", "tokens"), [(f"{LLAMA_RUN} --bf16", 128), (GPT2_RUN, 100)], ids=["llama", "gpt2"])
-def test_ours_come_back_to_the_bit(tool: ModuleType, run: str, tokens: int, layout: str, tmp_path: Path) -> None:
+def test_export_then_import_is_bit_equal(tool: ModuleType, run: str, tokens: int, layout: str, tmp_path: Path) -> None:
     save_initial(tmp_path / "run", configure(f"{run} {layout}"), world_size=2)
     assert tool.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "theirs"), "--ckpt-step", "7"]) == 0
     assert tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")]) == 0
@@ -95,9 +96,9 @@ def test_ours_come_back_to_the_bit(tool: ModuleType, run: str, tokens: int, layo
 
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
 @pytest.mark.parametrize("fields", [LLAMA, TIED_LLAMA, GPT2], ids=MODELS)
-def test_a_run_of_two_ranks_starts_from_theirs(tool: ModuleType, fields: dict, layout: str, tmp_path: Path) -> None:
+def test_a_run_of_two_ranks_starts_from_an_import(tool: ModuleType, fields: dict, layout: str, tmp_path: Path) -> None:
     fields = fields | {"num_hidden_layers" if fields["model_type"] == "llama" else "n_layer": 2}
-    theirs = write_their_folder(tmp_path / "theirs", fields, random_weights(fields, torch.float32))
+    theirs = write_hf_folder(tmp_path / "theirs", fields, random_weights(fields, torch.float32))
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     run = "--tokenizer-type NullTokenizer --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --finetune"
     config = flags.parse(["--config", str(tmp_path / "ours/config.json"), *f"{run} {layout}".split()]).config
@@ -111,30 +112,30 @@ def test_a_run_of_two_ranks_starts_from_theirs(tool: ModuleType, fields: dict, l
     tokens = fields["vocab_size"]
     ran, ours = weights_of(tmp_path / "run" / STEP_7), weights_of(tmp_path / "ours" / STEP_0)
     assert same(first_rows(ran, tokens), first_rows(ours, tokens))
-    for name in IN_ROWS & ran.keys():  # 256 with NullTokenizer's one token more, and with two tensor-parallel ranks
+    for name in IN_ROWS & ran.keys():  # 256 plus NullTokenizer's one token, and with two tensor-parallel ranks
         mean = ours[name].mean(dim=0).expand(256 - len(ours[name]), -1)
         assert torch.allclose(ran[name][len(ours[name]) :], mean, rtol=0, atol=1e-7)
 
 
-# --- a run and a text from theirs -------------------------------------------------------------------------------------
+# --- a run and a text from converted checkpoints ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of theirs with a tokenizer of 300 tokens."""
+    """A Llama of transformers with a tokenizer of 300 tokens."""
     folder = tmp_path_factory.mktemp("with_tokenizer")
     (folder / "corpus.jsonl").write_text(
         json.dumps({"text": Path(convert.__file__).read_text(encoding="utf-8")}) + "\n"
     )
     train_byte_bpe([str(folder / "corpus.jsonl")], str(folder / "tokenizer"), vocab_size=300)
     fields = LLAMA | {"vocab_size": 300, "num_hidden_layers": 1}
-    theirs = write_their_folder(folder / "theirs", fields, random_weights(fields, torch.bfloat16))
+    theirs = write_hf_folder(folder / "theirs", fields, random_weights(fields, torch.bfloat16))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "tokenizer" / name, theirs)
     return theirs
 
 
-def test_a_run_starts_from_theirs_as_the_documents_have_it(
+def test_a_run_starts_from_an_import_as_documented(
     tool: ModuleType, with_tokenizer: Path, tmp_path: Path, capsys
 ) -> None:
     ours = tmp_path / "models/llama"
@@ -160,10 +161,10 @@ def test_a_run_starts_from_theirs_as_the_documents_have_it(
     assert {weight.dtype for weight in weights_in(tmp_path / "theirs").values()} == {torch.float32}
 
 
-def test_theirs_are_tried_on_made_up_data(tool: ModuleType, tmp_path: Path) -> None:
-    """NullTokenizer adds an id, so that a vocabulary of 256 is --vocab-size 255, as in Megatron-LM."""
+def test_an_import_runs_on_mock_data(tool: ModuleType, tmp_path: Path) -> None:
+    """NullTokenizer adds an id: a vocabulary of 256 is --vocab-size 255, as in Megatron-LM."""
     fields = LLAMA | {"vocab_size": 256, "num_hidden_layers": 1}
-    theirs = write_their_folder(tmp_path / "theirs", fields, random_weights(fields, torch.float32))
+    theirs = write_hf_folder(tmp_path / "theirs", fields, random_weights(fields, torch.float32))
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     run = (
         f"--config {tmp_path}/ours/config.json --pretrained-checkpoint {tmp_path}/ours --mock-data --seq-length 32 "
@@ -176,7 +177,7 @@ def test_theirs_are_tried_on_made_up_data(tool: ModuleType, tmp_path: Path) -> N
     assert trained.returncode == 0, trained.stderr
 
 
-def test_text_from_theirs(tool: ModuleType, with_tokenizer: Path, tmp_path: Path) -> None:
+def test_text_from_an_import(tool: ModuleType, with_tokenizer: Path, tmp_path: Path) -> None:
     assert tool.main(["from-hf", str(with_tokenizer), str(tmp_path / "ours")]) == 0
 
     def text() -> str:
@@ -186,7 +187,7 @@ def test_text_from_theirs(tool: ModuleType, with_tokenizer: Path, tmp_path: Path
     assert run_ranks(1, text)[0] != ""
 
 
-def test_a_dry_run_tells_and_writes_nothing(tool: ModuleType, with_tokenizer: Path, tmp_path: Path, capsys) -> None:
+def test_a_dry_run_writes_nothing(tool: ModuleType, with_tokenizer: Path, tmp_path: Path, capsys) -> None:
     assert tool.main(["from-hf", str(with_tokenizer), str(tmp_path / "ours"), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "decoder.layers.0.mlp.linear_fc2.weight [64, 96]  =  model.layers.0.mlp.down_proj.weight [64, 96]" in out
@@ -196,7 +197,7 @@ def test_a_dry_run_tells_and_writes_nothing(tool: ModuleType, with_tokenizer: Pa
 # --- FP8 --------------------------------------------------------------------------------------------------------------
 
 
-def test_fp8_weights_there_and_back(tool: ModuleType, tmp_path: Path, capsys) -> None:
+def test_fp8_weights_exported_and_imported(tool: ModuleType, tmp_path: Path, capsys) -> None:
     run = LLAMA_RUN.replace("--num-layers 4", "--num-layers 3")
     config = configure(f"{run} --bf16 --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16")
     save_initial(tmp_path / "run", config)
@@ -222,21 +223,21 @@ def test_fp8_weights_there_and_back(tool: ModuleType, tmp_path: Path, capsys) ->
 
 
 def refused(tool: ModuleType, capsys, tmp_path: Path, *words: object, status: int = 74) -> str:
-    """What is said; and nothing may have been made."""
+    """The error message. The conversion must not have created anything."""
     there = set(tmp_path.iterdir())
     assert tool.main([str(word) for word in words]) == status
     assert set(tmp_path.iterdir()) == there
     return capsys.readouterr().err
 
 
-def test_tensors_that_do_not_fit_are_told_at_once(tool: ModuleType, tmp_path: Path, capsys) -> None:
+def test_all_tensors_that_do_not_fit_are_reported_together(tool: ModuleType, tmp_path: Path, capsys) -> None:
     weights = random_weights(LLAMA, torch.float32)
     del weights["model.norm.weight"]
     weights["model.layers.3.mlp.up_proj.weight"] = torch.zeros(96, 64)
     weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(96, 64)
     weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(64, 64).to(torch.float8_e4m3fn)
-    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # an old file's buffer: made anew here
-    theirs = write_their_folder(tmp_path / "theirs", LLAMA, weights)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # an old file's buffer, not imported
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, weights)
     text = refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "ours")
     assert "model.norm.weight is missing" in text
     assert "model.layers.3.mlp.up_proj.weight is not part of a LlamaForCausalLM" in text
@@ -245,19 +246,19 @@ def test_tensors_that_do_not_fit_are_told_at_once(tool: ModuleType, tmp_path: Pa
     assert len(text.splitlines()) == 5
 
 
-def test_a_tied_output_layer_has_to_be_the_embedding(tool: ModuleType, tmp_path: Path, capsys) -> None:
+def test_a_tied_output_layer_must_equal_the_embedding(tool: ModuleType, tmp_path: Path, capsys) -> None:
     weights = random_weights(TIED_LLAMA, torch.float32)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    theirs = write_their_folder(tmp_path / "theirs", TIED_LLAMA, weights)
+    theirs = write_hf_folder(tmp_path / "theirs", TIED_LLAMA, weights)
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     weights["lm_head.weight"][3, 4] += 1
-    other = write_their_folder(tmp_path / "other", TIED_LLAMA, weights)
+    other = write_hf_folder(tmp_path / "other", TIED_LLAMA, weights)
     text = refused(tool, capsys, tmp_path, "from-hf", other, tmp_path / "ours2")
     assert "lm_head.weight differs from the embedding" in text
 
 
-def test_numbers_that_are_not_finite_are_refused(tool: ModuleType, tmp_path: Path, capsys) -> None:
-    """Those that rounding makes of large ones, and FP8 codes that stand for NaN, too; every tensor is named."""
+def test_nonfinite_numbers_are_refused(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    """Also numbers that overflow when rounded, and FP8 codes of NaN. Every tensor is named."""
     nan, inf, up, q = float("nan"), float("inf"), "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj"
     weights = random_weights(LLAMA, torch.float32)
     weights[up][0, :3], weights[up][5, 5], weights["model.norm.weight"][7] = nan, -inf, inf
@@ -265,7 +266,7 @@ def test_numbers_that_are_not_finite_are_refused(tool: ModuleType, tmp_path: Pat
     weights[f"{q}.weight"] = weights[f"{q}.weight"].to(torch.float8_e4m3fn)
     weights[f"{q}.weight"].view(torch.uint8)[2, 2] = 0x7F
     weights[f"{q}.weight_scale"] = torch.tensor(0.5)
-    theirs = write_their_folder(tmp_path / "theirs", LLAMA, weights)
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, weights)
     text = refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "ours", "--dtype", "bf16")
     assert f"{theirs} holds numbers that are not finite" in text
     for named in (
@@ -279,20 +280,20 @@ def test_numbers_that_are_not_finite_are_refused(tool: ModuleType, tmp_path: Pat
 
 
 def test_names_without_prefix_and_buffers(tool: ModuleType, tmp_path: Path) -> None:
-    """As the files of GPT-2 itself have it."""
+    """As in the files of GPT-2 itself."""
     weights = random_weights(GPT2, torch.float32)
     bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 48, 48) for layer in range(3)}
-    theirs = write_their_folder(tmp_path / "theirs", GPT2, bare)
+    theirs = write_hf_folder(tmp_path / "theirs", GPT2, bare)
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     assert tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
     assert same(weights_in(tmp_path / "back"), weights)
 
 
-def test_types_are_rounded_where_it_is_asked_for_or_said(tool: ModuleType, tmp_path: Path, capsys) -> None:
+def test_types_are_rounded_on_request_or_with_a_notice(tool: ModuleType, tmp_path: Path, capsys) -> None:
     weights = random_weights(LLAMA, torch.bfloat16)
     weights["model.norm.weight"] = torch.full((64,), 1 + 2.0**-20)
-    theirs = write_their_folder(tmp_path / "theirs", LLAMA, weights)
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, weights)
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     assert "note: 1 tensors of another type are rounded to bf16" in capsys.readouterr().out
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours32"), "--dtype", "fp32"]) == 0
@@ -303,7 +304,7 @@ def test_types_are_rounded_where_it_is_asked_for_or_said(tool: ModuleType, tmp_p
     assert "note: FP32 weights are rounded to bfloat16" in capsys.readouterr().out
 
 
-def test_a_model_that_they_do_not_have(tool: ModuleType, tmp_path: Path, capsys) -> None:
+def test_a_model_without_a_transformers_equivalent_is_refused(tool: ModuleType, tmp_path: Path, capsys) -> None:
     override = "transformer.test_mode=True"
     run = save_initial(tmp_path / "run", configure(f"{LLAMA_RUN} --qk-layernorm --override {override}"))
     text = refused(tool, capsys, tmp_path, "to-hf", run, tmp_path / "theirs")
@@ -312,7 +313,7 @@ def test_a_model_that_they_do_not_have(tool: ModuleType, tmp_path: Path, capsys)
     assert "--override" not in text
 
 
-def test_fp8_that_others_would_not_read(tool: ModuleType, tmp_path: Path, capsys) -> None:
+def test_fp8_exports_that_no_loader_reads_are_refused(tool: ModuleType, tmp_path: Path, capsys) -> None:
     gpt2 = save_initial(tmp_path / "gpt2", configure(GPT2_RUN))
     assert "gpt2 has Conv1D" in refused(tool, capsys, tmp_path, "to-hf", gpt2, tmp_path / "theirs", "--fp8")
     llama = save_initial(tmp_path / "llama", configure(LLAMA_RUN.replace("size 96", "size 160")))
@@ -340,9 +341,9 @@ def test_flags_that_are_wrong(tool: ModuleType, tmp_path: Path, capsys) -> None:
     assert "there is no such folder" in text and "hf download some/model" in text
 
 
-def test_nothing_is_left_of_a_conversion_that_fails(tool: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_failed_conversion_leaves_nothing(tool: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
     run = save_initial(tmp_path / "run", configure(LLAMA_RUN))
-    theirs = write_their_folder(tmp_path / "theirs", LLAMA, random_weights(LLAMA, torch.float32))
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, random_weights(LLAMA, torch.float32))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""The data tools as a person runs them: corpus, tokenizer, shards; again; and wrong."""
+"""The data tools as a user runs them: corpus, tokenizer, shards; a second time; and with wrong input."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ def test_help(tool):
     assert "python tools/" in run(tool, "--help")
 
 
-def test_from_nothing_to_shards_and_again(tmp_path):
+def test_corpus_tokenizer_and_shards_twice(tmp_path):
     corpus = ("build_stdlib_corpus", "--output", tmp_path / "c.jsonl", "--max-bytes", 300_000)
     text = ("--input", tmp_path / "c.jsonl")
     tokenizer = ("train_tokenizer", *text, "--vocab-size", 600, "--model-prefix", tmp_path / "t")
@@ -47,8 +47,8 @@ def test_from_nothing_to_shards_and_again(tmp_path):
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == files
 
 
-def test_one_folder_holds_text_tokenizers_and_shards(tmp_path):
-    """And every command does nothing when it is given once more."""
+def test_text_tokenizers_and_shards_share_a_folder(tmp_path):
+    """A repeated command does nothing."""
     run("build_stdlib_corpus", "--output", tmp_path / "c.jsonl", "--max-bytes", 100_000)
     train = ("--input", tmp_path, "--vocab-size", 400, "--model-prefix")
     commands = (
@@ -68,7 +68,7 @@ def test_one_folder_holds_text_tokenizers_and_shards(tmp_path):
 
 
 def preprocess_ids(tmp_path, lines, *arguments, status=0):
-    """Preprocess text that is ids already; return what is printed."""
+    """Preprocess text that consists of ids; returns the output."""
     (tmp_path / "a.jsonl").write_text("".join(lines))
     return run(
         *("preprocess_data", "--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "a", "--workers", 1),
@@ -77,7 +77,7 @@ def preprocess_ids(tmp_path, lines, *arguments, status=0):
     )
 
 
-def test_megatrons_other_flags_are_answered(tmp_path):
+def test_other_megatron_flags_are_handled(tmp_path):
     output = preprocess_ids(tmp_path, ['{"text": "1 2 3"}\n'], "--partitions", 1, "--keep-sequential-samples")
     assert "--partitions has no effect" in output
     assert "--keep-sequential-samples has no effect" in output
@@ -100,7 +100,7 @@ def test_bad_documents_stop_or_are_listed(tmp_path):
 
 
 def test_a_long_document_is_refused_until_the_limit_is_raised(tmp_path):
-    """In a compressed file that is small; and the job goes on where it stopped."""
+    """In a compressed file that is small. The job resumes where it stopped."""
     lines = ['{"text": "1 2 3"}\n', json.dumps({"text": "1 " * 5000}) + "\n", '{"text": "4"}\n']
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
     bomb = (
@@ -115,14 +115,14 @@ def test_a_long_document_is_refused_until_the_limit_is_raised(tmp_path):
     assert "1000 bytes" in run(*tokenizer, "--vocab-size", 600, "--max-document-bytes", 1000, status=66)
 
 
-def test_progress_where_there_is_no_terminal(tmp_path):
+def test_progress_without_a_terminal(tmp_path):
     output = preprocess_ids(tmp_path, ['{"text": "1 2 3"}\n'] * 100, "--log-interval", 50)
     assert "tokenizing with NullTokenizer's own library: the input is small" in output
     assert "100.0% of 0.0 MB, 100 documents, " in output
     assert "0:00:00 left" in output
 
 
-def test_a_full_disk_and_ctrl_c_are_one_message(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_and_ctrl_c_are_one_line_errors(tmp_path, monkeypatch, capsys):
     from megafp8.cli import preprocess
 
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
@@ -152,11 +152,11 @@ def test_separators_are_unescaped(tmp_path):
         ("preprocess_data", "--output-prefix", "/tmp/s", "--tokenizer-type", "NullTokenizer", "--vocab-size", 5),
     ],
 )
-def test_bad_input_is_one_clear_error(arguments):
+def test_bad_input_is_one_error(arguments):
     assert "--input /none.jsonl: there is no such file" in run(*arguments, "--input", "/none.jsonl", status=66)
 
 
-def test_build_index_and_again(tmp_path, capsys):
+def test_build_index_twice(tmp_path, capsys):
     pytest.importorskip("megatron.core")
     from megafp8.cli import build_index
 

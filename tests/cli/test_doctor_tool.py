@@ -1,4 +1,4 @@
-"""The doctor as a person runs it, here and where packages are hidden or broken."""
+"""The doctor as a user runs it, here and where packages are hidden or broken."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_this_machine_can_train() -> None:
     assert {finding["level"] for finding in data["findings"]} <= {"ok", "warning"}
 
 
-def test_without_any_package_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_without_any_package_all_problems_are_reported_together(tmp_path: Path) -> None:
     """`python -S` hides site-packages."""
     result = run("--folder", str(tmp_path), flags=("-S",), PYTHONPATH="")
     assert result.returncode == 64, result.stdout + result.stderr

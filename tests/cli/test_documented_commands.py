@@ -1,7 +1,7 @@
 """Every command of README, CONTRIBUTING and docs/ runs in the order of its page, or is listed here with the reason.
 
-A page is read as a person follows it: in one folder, from its first block to its last, each in a shell of its own.
-Commands are shortened by words that replace theirs or stand behind them, where the last one wins.
+A page runs as a user follows it: in one folder, from the first block to the last, each block in its own shell.
+Commands are shortened by words that replace theirs or are appended, where the last one wins.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from documented_commands import PAGES, Command, commands_in
 from forked_python import forked_python
 from forked_runs import ROOT
+from hf_folders import LLAMA, random_weights, write_hf_folder
 from small_run import SourceSamples
-from their_folders import LLAMA, random_weights, write_their_folder
 
 from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
 
 TIMEOUT_S = 600
 
-# ---- what is shortened ----------------------------------------------------------------------------------------------
+# ---- shortened commands ---------------------------------------------------------------------------------------------
 
 BEFORE, END = "before", "end"
 """In a change: commands in front, which make what a reader has already, and words behind. The rest is replaced."""
@@ -154,7 +154,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
 }  # fmt: skip
 
-# ---- what is not run ------------------------------------------------------------------------------------------------
+# ---- commands that do not run ----------------------------------------------------------------------------------------
 
 RUN_BY = "run by "
 TESTS = "the tests themselves"
@@ -189,7 +189,8 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/telemetry.md": {"bash examples/quickstart.sh": f"{RUN_BY}tests/cli/test_quickstart.py"},
 }
 
-# ---- what a reader has ----------------------------------------------------------------------------------------------
+# ---- files of the reader
+# ----------------------------------------------------------------------------------------------
 
 
 def write_text(path: Path) -> None:
@@ -201,7 +202,7 @@ def write_text(path: Path) -> None:
 
 
 def give_texts(folder: Path) -> None:
-    """What docs/data.md reads."""
+    """The text that docs/data.md reads."""
     write_text(folder / "data/text.jsonl")
     write_text(folder / "more/text.jsonl")
     subprocess.run(["gzip", str(folder / "more/text.jsonl")], check=True)
@@ -210,7 +211,7 @@ def give_texts(folder: Path) -> None:
 def give_llama(folder: Path) -> None:
     """A model of transformers under the name that docs/checkpoints.md converts, and text."""
     write_text(folder / "data/mine.jsonl")
-    theirs = write_their_folder(folder / "Meta-Llama-3-8B", ONE_LLAMA, random_weights(ONE_LLAMA, torch.bfloat16))
+    theirs = write_hf_folder(folder / "Meta-Llama-3-8B", ONE_LLAMA, random_weights(ONE_LLAMA, torch.bfloat16))
     train_byte_bpe([str(folder / "data/mine.jsonl")], str(folder / "bpe"), vocab_size=300)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "bpe" / name, theirs)
@@ -240,13 +241,13 @@ GIVEN: Mapping[str, Callable[[Path], None]] = {
 
 
 def entry_of(command: Command, entries: Mapping[str, object]) -> str | None:
-    """The longest key that the command begins with, as whole words."""
+    """The longest key that is a prefix of the command, in complete words."""
     found = [key for key in entries if f"{command.text} ".startswith(f"{key} ")]
     return max(found, key=len, default=None)
 
 
 def shortened(text: str, change: Mapping[str, str], free_port: int) -> str:
-    """The command with its change; every part of the change has to act."""
+    """The command with its changes. Every change must have an effect."""
     for old, new in change.items():
         if old not in (BEFORE, END):
             assert old in text, f"{old!r} is not in: {text}"
@@ -256,7 +257,7 @@ def shortened(text: str, change: Mapping[str, str], free_port: int) -> str:
 
 
 def script_of(page: str) -> str:
-    """What a reader of a page types, block by block, shortened."""
+    """The commands of a page, block by block, shortened."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -268,19 +269,19 @@ def script_of(page: str) -> str:
             if entry_of(command, not_run) is None
         ]
         blocks.append("(\n" + "\n".join(lines or [":"]) + "\n)\n")
-    # The console command of an installation; tests/cli/test_wheel.py has the real one.
+    # The console command of an installation. tests/cli/test_wheel.py tests the real one.
     return 'set -ex\nmegafp8() { python -m megafp8.cli.main "$@"; }\n' + "".join(blocks)
 
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[dict[str, str]]:
-    """In which `python` forks."""
+    """An environment in which `python` forks."""
     with tempfile.TemporaryDirectory(prefix="docs_") as name, forked_python(Path(name)) as found:
         yield found
 
 
 def lay_out(folder: Path) -> None:
-    """The project's folder as commands name it; set-up finds that the machine has all it needs."""
+    """The project's folder as commands name it, with everything that the setup needs."""
     for name in ("examples", "launcher", "benchmarks", "pretrain_gpt.py"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "tools").mkdir()
@@ -309,7 +310,7 @@ def test_the_tables_are_not_stale(table: Mapping[str, Mapping[str, object]]) -> 
         assert set(entries) <= used, page
 
 
-def test_what_another_test_runs_is_run_there() -> None:
+def test_commands_left_to_another_test_are_in_it() -> None:
     for page, entries in NOT_RUN.items():
         for start, reason in entries.items():
             if reason.startswith(RUN_BY):

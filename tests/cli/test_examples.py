@@ -1,4 +1,4 @@
-"""Every example plans a run on any machine, and starts what its comments promise."""
+"""Every example plans a run on any machine, and starts what its comments document."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megafp8.config.model_shapes import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ("pretrain_llama_1b", "pretrain_gpt2_124m", "pretrain_llama3_8b_multinode")
-# Files that the examples take from the environment; the same one serves for all.
+# Files that the examples take from the environment. One file serves for all.
 FILES = ("TOKENIZER_MODEL", "VOCAB_FILE", "MERGE_FILE")
 CLUSTER = ("NNODES", "NODE_RANK", "MASTER_ADDR", "SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_NODELIST")
 
 
 def run_example(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run an example in an environment that sets nothing which it reads, but for what is given."""
+    """Run an example in an environment with only the given variables."""
     removed = {"DATA_PATH", "TOKENIZER_TYPE", "SAVE", "GPUS_PER_NODE", "MASTER_PORT", "PYTHON", *FILES, *CLUSTER}
     removed |= {"HF_MODEL", "CONVERTED"}
     inherited = {key: value for key, value in os.environ.items() if key not in removed}
@@ -36,7 +36,7 @@ def run_example(name: str, *arguments: str, **environment: str) -> subprocess.Co
 
 @pytest.fixture(scope="module")
 def stub_python(tmp_path_factory) -> str:
-    """A program in Python's place that prints its arguments, one shell word each."""
+    """A program in place of Python that prints its arguments, one shell word each."""
     path = tmp_path_factory.mktemp("bin") / "python"
     path.write_text("#!/usr/bin/env bash\nprintf '%q ' \"$@\"\n", encoding="utf-8")
     path.chmod(0o755)
@@ -45,7 +45,7 @@ def stub_python(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, str]:
-    """The environment of a run on shards; rules ask only whether the files are there."""
+    """The environment of a run on shards. Rules only check that the files exist."""
     folder = tmp_path_factory.mktemp("data")
     for name in ("text.bin", "text.idx", "tokenizer"):
         (folder / name).touch()
@@ -60,7 +60,7 @@ def words_of(result: subprocess.CompletedProcess) -> tuple[list[str], list[str]]
     return words[:place], words[place + 1 :]
 
 
-def test_there_is_no_other_example() -> None:
+def test_every_example_is_tested() -> None:
     names = {path.stem for path in (ROOT / "examples").glob("*.sh")}
     assert names == {*EXAMPLES, "finetune_llama3_8b", "quickstart", "compare_recipes", "compare_recipes_h200"}
 
@@ -85,7 +85,7 @@ def test_a_model_of_transformers_is_converted_once_and_trained(data, stub_python
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_dry_run_plans_a_cluster_on_this_machine(name: str, stub_python: str) -> None:
-    """One as a person starts it; of the others pretrain_gpt.py gets the words in a process that has its imports."""
+    """One runs as a user starts it. For the others, pretrain_gpt.py runs in a process that has its imports."""
     arguments = ("--dry-run", "--world-size", "64", "--target", "h200")
     if name == EXAMPLES[0]:
         result = run_example(name, *arguments, PYTHON=sys.executable)
@@ -108,7 +108,7 @@ def test_a_run_on_shards_breaks_no_rule(name: str, world_size: int, data, stub_p
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_arguments_win_over_the_examples_own(name: str, data, stub_python) -> None:
+def test_arguments_override_the_examples_flags(name: str, data, stub_python) -> None:
     arguments = ("--train-iters", "10", "--fp8-format", "e4m3", "--fp8-recipe", "tensorwise")
     _, words = words_of(run_example(name, *arguments, PYTHON=stub_python, GPUS_PER_NODE="8", **data))
     config = flags.parse(words).config
@@ -124,7 +124,7 @@ def test_a_blend_of_shards(name: str, data, stub_python) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_nothing_is_saved_from_made_up_tokens(name: str, stub_python) -> None:
+def test_runs_on_mock_data_save_nothing(name: str, stub_python) -> None:
     _, words = words_of(run_example(name, PYTHON=stub_python, GPUS_PER_NODE="8"))
     config = flags.parse(words).config
     assert config.data.mock_data
@@ -132,7 +132,7 @@ def test_nothing_is_saved_from_made_up_tokens(name: str, stub_python) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_shards_without_a_tokenizer_are_one_clear_error(name: str, data, stub_python) -> None:
+def test_shards_without_a_tokenizer_are_one_error(name: str, data, stub_python) -> None:
     result = run_example(name, PYTHON=stub_python, DATA_PATH=data["DATA_PATH"])
     assert result.returncode != 0
     assert "is not set" in result.stderr and not result.stdout
@@ -166,7 +166,7 @@ def test_torchrun_need_not_warn_that_it_sets_the_threads(name: str, data: dict[s
         {"SLURM_NNODES": "8", "SLURM_NODEID": "3", "MASTER_ADDR": "first"},
     ],
 )
-def test_machines_find_each_other(environment: dict[str, str], stub_python) -> None:
+def test_machines_rendezvous(environment: dict[str, str], stub_python) -> None:
     launcher, _ = words_of(run_example("pretrain_llama3_8b_multinode", PYTHON=stub_python, **environment))
     found = dict(zip(launcher[2::2], launcher[3::2], strict=True))
     assert found == {

@@ -19,7 +19,7 @@ pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 pytest.importorskip("tokenizers")
 
-# The model and the machine of a test; the recipe stays the example's.
+# The model and the machine of the test. The recipe is the example's.
 TINY = (
     "--model-preset tiny --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --save-interval 2 "
     "--eval-iters 1 --eval-interval 2 --num-workers 0 --num-threads 1 --transformer-impl emulated "
@@ -34,7 +34,7 @@ def texts() -> list[str]:
 
 
 def run_example(out: Path, *arguments: str, **environment: str) -> str:
-    """Standard output of one start."""
+    """The standard output of one start."""
     done = subprocess.run(
         ["bash", str(EXAMPLE / "run.sh"), *arguments],
         env={**os.environ, "OUT": str(out), "PYTHON": sys.executable, "GPUS_PER_NODE": "1", **environment},
@@ -45,9 +45,9 @@ def run_example(out: Path, *arguments: str, **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_from_parquet_to_a_model_and_again(tmp_path: Path, texts: list[str]) -> None:
+def test_from_parquet_to_a_model_twice(tmp_path: Path, texts: list[str]) -> None:
     (tmp_path / "text").mkdir()
-    # FineWeb-Edu's columns, some of them.
+    # some of FineWeb-Edu's columns
     table = {"text": texts, "id": [str(n) for n in range(len(texts))], "score": [3.5] * len(texts)}
     parquet.write_table(pyarrow.table(table), tmp_path / "text" / "000_00000.parquet", row_group_size=50)
     data = {"TEXT": str(tmp_path / "text"), "VOCAB_SIZE": "500"}
@@ -83,7 +83,7 @@ def test_slurm_script_starts_the_example(tmp_path: Path) -> None:
 
 
 class Stream:
-    """A streamed dataset, as far as the download uses it; it remembers what was read."""
+    """A streamed dataset, as far as the download uses it. It records what was read."""
 
     def __init__(self, texts: list[str]):
         self.texts, self.num_read = texts, 0
@@ -103,7 +103,7 @@ class Stream:
             yield {"text": batch}
 
 
-def test_download_goes_on_and_stops(tmp_path: Path, texts: list[str], monkeypatch) -> None:
+def test_download_resumes_and_stops(tmp_path: Path, texts: list[str], monkeypatch) -> None:
     sys.path.insert(0, str(EXAMPLE))
     import download
 

@@ -1,4 +1,4 @@
-"""The command line of tools/generate_text.py, as a user starts it."""
+"""The command line of tools/generate_text.py as a user starts it."""
 
 import functools
 import json
@@ -60,7 +60,7 @@ def test_samples_on_the_terminal_and_in_the_file(folder, tmp_path) -> None:
     assert samples[0]["ended_by"] in ("eod", "length")
 
 
-def test_greedy_text_in_a_text_file_is_what_the_terminal_shows(folder, tmp_path) -> None:
+def test_greedy_text_file_equals_the_terminal_output(folder, tmp_path) -> None:
     result = generate(
         "--load", folder / "run", "--tokenizer-model", folder / "tokenizer.model", "--ckpt-step", 7, "--greedy",
         "--prompt", PROMPT, "--max-new-tokens", 5, "--precision", "high", "--output", tmp_path / "sample.txt",
@@ -107,7 +107,7 @@ def test_a_tokenizer_of_another_size_is_refused(folder, tmp_path) -> None:
 
 
 def test_the_type_of_the_tokenizer_may_be_given(folder) -> None:
-    """A converted checkpoint may have come without any."""
+    """A converted checkpoint may have no tokenizer type."""
     result = generate("--load", folder / "run", "--tokenizer-type", "ByteLevelTokenizer")
     assert result.returncode == 66
     assert "has 512 tokens and the embedding" in result.stderr
@@ -121,7 +121,7 @@ def test_a_folder_without_a_checkpoint_is_status_74(tmp_path) -> None:
     )
 
 
-def test_wrong_flags_are_all_named_at_once_with_status_64(folder, tmp_path) -> None:
+def test_all_wrong_flags_are_named_with_status_64(folder, tmp_path) -> None:
     result = generate(
         "--load", folder / "run", "--temperature", 0, "--top-p", 2, "--num-samples", 0,
         "--output", tmp_path / "absent" / "samples.jsonl",

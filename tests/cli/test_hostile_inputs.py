@@ -1,4 +1,4 @@
-"""Commands given files that nobody can read and paths that no file can have: a named error at once, no traceback."""
+"""Commands given unreadable files and impossible paths: a named error immediately, no traceback."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BIG_LAYERS = b'{"model_type": "gpt2", "vocab_size": 100, "n_layer": 1e12}'
 
 
 def given(*words: str) -> Callable[[Path], tuple[Path, tuple[object, ...]]]:
-    """The file is an argument itself, after these words."""
+    """The file itself is an argument, after these words."""
     return lambda folder: (folder / "file", (*words, folder / "file"))
 
 
 def inside(name: str, *words: str) -> Callable[[Path], tuple[Path, tuple[object, ...]]]:
-    """The folder that the file is in is an argument, in the place of "{}"."""
+    """The folder that contains the file is an argument, in the place of "{}"."""
 
     def place(folder: Path) -> tuple[Path, tuple[object, ...]]:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ def test_files(command: str, hostile: str, tmp_path: Path) -> None:
     said = ended.stderr + ended.stdout
     assert ended.returncode == status, said
     assert "Traceback" not in said and len(said) < 3000
-    assert hostile != "fifo" or "a named pipe" in said or command == "points.json"  # what is no file is a folder there
+    assert hostile != "fifo" or "a named pipe" in said or command == "points.json"  # a folder there
 
 
 @pytest.mark.parametrize("line", ["deep lists", "long integer", "NaN", "overflow"])
@@ -87,7 +87,7 @@ def test_a_line_of_records(line: str, tmp_path: Path) -> None:
         (BIG_LAYERS.replace(b"1e12", b'2, "n_embd": 1e12'), "--hidden-size 1000000000000 must be at most 1,048,576"),
     ],
 )
-def test_a_shape_that_nobody_has(content: bytes, text: str, tmp_path: Path) -> None:
+def test_an_impossible_shape_is_refused(content: bytes, text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     ended = run_script("tools/convert_checkpoint.py", "from-hf", tmp_path, tmp_path / "out")
     assert ended.returncode == 74 and text in ended.stderr, ended.stderr
@@ -141,13 +141,13 @@ def test_paths(script: str, capsys, monkeypatch) -> None:
             assert is_named, f"{words}: {said}"
 
 
-def test_every_command_is_here() -> None:
+def test_every_command_is_tested() -> None:
     found = {f"{folder}/{name}" for folder in ("tools", "launcher") for name in os.listdir(ROOT / folder)}
     assert {name for name in found if name.endswith(".py")} | {"pretrain_gpt.py"} == set(ARGUMENTS)
 
 
 def main_of(script: str) -> Callable[[list[str]], object]:
-    """The function of a script that takes its words."""
+    """The main function of a script, which takes its words."""
     spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # dataclasses look their module up

@@ -1,4 +1,4 @@
-"""The command line of tools/inspect_quantization.py, as a user starts it."""
+"""The command line of tools/inspect_quantization.py as a user starts it."""
 
 import json
 import subprocess
@@ -39,8 +39,8 @@ def test_help_names_every_flag() -> None:
         assert flag in result.stdout
 
 
-def test_choices_are_what_the_library_knows() -> None:
-    """The tool has lists of its own, so that --help needs no torch."""
+def test_choices_equal_those_of_the_library() -> None:
+    """The tool has its own lists, so that --help needs no torch."""
     from megafp8.metrics import recipe_comparison
     from megafp8.recipes.base import Operand
 
@@ -48,7 +48,7 @@ def test_choices_are_what_the_library_knows() -> None:
     assert [operand.value for operand in Operand] == list(inspect_quantization.OPERANDS)
 
 
-def test_table_and_files_of_a_made_up_tensor(tmp_path) -> None:
+def test_table_and_files_of_a_generated_tensor(tmp_path) -> None:
     result = inspect("normal:256x512", "--output-dir", tmp_path / "out")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -61,7 +61,7 @@ def test_table_and_files_of_a_made_up_tensor(tmp_path) -> None:
     assert (tmp_path / "out" / "quantization.png").stat().st_size > 10_000
 
 
-def test_json_of_a_file_has_no_number_that_json_lacks(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_only_standard_numbers(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "zeros.npy", np.zeros((4, 4), dtype=np.float32))
     torch.save({"w": torch.ones(4, 4)}, tmp_path / "ones.pt")
     assert here([str(tmp_path / "zeros.npy"), "--json", "--recipes", "tensorwise"]) == 0
@@ -73,7 +73,7 @@ def test_json_of_a_file_has_no_number_that_json_lacks(tmp_path, capsys: pytest.C
     assert row["stats"]["max_abs_error"] == 0
 
 
-def test_weights_of_a_run_are_whole_and_named_by_layer(folder) -> None:
+def test_weights_of_a_run_are_complete_and_named_by_layer(folder) -> None:
     result = run_script(SCRIPT, folder, "--recipes", "tensorwise", "blockwise", "--formats", "e4m3")
     assert result.returncode == 0, result.stderr
     for layer in (0, 1):
@@ -82,7 +82,7 @@ def test_weights_of_a_run_are_whole_and_named_by_layer(folder) -> None:
     assert "all 8 tensors, as weight" in result.stdout
 
 
-def test_values_of_a_checkpoint_are_the_ones_that_were_saved(folder) -> None:
+def test_values_of_a_checkpoint_equal_the_saved_ones(folder) -> None:
     """Layer by layer, against megatron-core's own reading of the stacked tensor."""
     pattern = "decoder.layers.1.*linear_fc2.weight"
     result = run_script(SCRIPT, folder / "iter_0000007", "--parameter", pattern, "--json", "--recipes", "mxfp8")
@@ -107,7 +107,7 @@ def test_values_of_a_checkpoint_are_the_ones_that_were_saved(folder) -> None:
         (["normal:4x4", "--recipes", "nvfp5"], 2, "invalid choice"),
     ],
 )
-def test_bad_input_is_told_in_words(
+def test_bad_input_is_reported_without_a_traceback(
     arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert here(arguments) == status
@@ -117,14 +117,14 @@ def test_bad_input_is_told_in_words(
 
 
 def here(arguments: list[str]) -> int:
-    """The exit status of a start in this process, which imports nothing anew."""
+    """The exit status of a start in this process, without new imports."""
     try:
         return inspect_quantization.main(arguments)
     except SystemExit as ended:
         return ended.code
 
 
-def test_folders_without_what_is_asked_for(folder, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_the_requested_data(folder, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here([str(tmp_path)]) == 74
     assert "holds no checkpoint" in capsys.readouterr().err
     assert here([str(folder), "--ckpt-step", "8"]) == 74

@@ -1,5 +1,5 @@
-"""The launchers as a person runs them: every example of a job as a script and as a plan, what is wrong with a job, and
-a run by torchrun.sh. What Slurm makes of the scripts is in tests/faults/test_slurm.py."""
+"""The launchers as a user runs them: every example job as a script and as a plan, wrong jobs, and a run by torchrun.sh.
+What Slurm does with the scripts is in tests/faults/test_slurm.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_there_is_an_example_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_a_sound_script_and_a_plan_that_fits(example: Path, launcher, tmp_path: Path, capsys) -> None:
+def test_an_example_is_a_valid_script_and_a_plan_that_fits(example: Path, launcher, tmp_path: Path, capsys) -> None:
     from megafp8.training.checks import check
     from megafp8.training.dry_run import describe_run
 
@@ -63,7 +63,7 @@ def test_an_example_is_a_sound_script_and_a_plan_that_fits(example: Path, launch
         assert needed and max(needed) < 0.8 * (180 if target == "b200" else 141)
 
 
-def test_every_field_of_a_job_is_an_option_and_in_the_document(launcher) -> None:
+def test_every_job_field_is_an_option_and_documented(launcher) -> None:
     fields = {field.name for field in dataclasses.fields(Job)}
     options = {action.dest for action in launcher.build_parser()._actions}
     assert fields - options == {"training", "runs"}
@@ -96,13 +96,13 @@ def test_a_script_is_written_and_submitted(launcher, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("arguments", [["nowhere.yaml"], ["--name", "a b"], []])
-def test_what_is_wrong_is_told_without_a_traceback(arguments: list[str], launcher, capsys) -> None:
+def test_wrong_jobs_are_reported_without_a_traceback(arguments: list[str], launcher, capsys) -> None:
     assert launcher.main(arguments) == 64
     assert capsys.readouterr().err.startswith("ConfigError: ")
 
 
 def start_torchrun_sh(project: Path, *options: str) -> subprocess.Popen:
-    """Two ranks of a stand-in for training, in a checkout of its own."""
+    """Two ranks of a stand-in for training, in its own checkout."""
     for name, target in (("launcher", "launcher"), ("pretrain_gpt.py", "tests/standin_training.py")):
         if not (project / name).exists():
             (project / name).symlink_to(ROOT / target)
@@ -116,13 +116,13 @@ def start_torchrun_sh(project: Path, *options: str) -> subprocess.Popen:
 
 
 def seen(project: Path) -> list[dict]:
-    """What each rank of it saw."""
+    """What each rank recorded."""
     return [json.loads(path.read_text()) for path in sorted((project / "run").glob("seen*"))]
 
 
 @pytest.mark.long
 def test_torchrun_sh_on_two_machines(tmp_path: Path) -> None:
-    """Here both are this one; they meet at the endpoint."""
+    """Both are this machine here. They meet at the endpoint."""
     options = ["--nodes", "2", "--endpoint", f"localhost:{free_ports(1)[0]}"]
     both = [start_torchrun_sh(tmp_path, *options) for _ in range(2)]
     told = [process.communicate(timeout=120) for process in both]
@@ -141,7 +141,7 @@ def test_torchrun_sh_runs_each_rank_with_a_log_of_its_own(tmp_path: Path) -> Non
     assert [path.read_text() for path in logs] == ["rank 0 of 2\n", "rank 1 of 2\n"]
 
 
-def test_torchrun_says_which_fields_only_slurm_has(launcher, capsys) -> None:
+def test_torchrun_names_fields_of_slurm_only(launcher, capsys) -> None:
     own = ["--name", "a", "--gpus-per-node", "0", "--dry-run"]
     slurms = ["--time", "1:00:00", "--partition", "gpu", "--sbatch", "qos=high", "--shared-nodes"]
     training = ["--", *RUN.split(), "--save", "runs/a", "--load", "runs/a"]
@@ -172,7 +172,7 @@ def test_torchrun_starts_a_rank_on_each_gpu_of_this_machine(
         (["--", "--dry-run"], "--dry-run among the flags of training"),
     ],
 )
-def test_what_would_do_something_else_than_it_says_is_refused(words: list[str], told: str, launcher, capsys) -> None:
+def test_misleading_jobs_are_refused(words: list[str], told: str, launcher, capsys) -> None:
     training = [*RUN.split(), "--global-batch-size", "8", "--save", "runs/a", "--load", "runs/a"]
     assert launcher.main(["--name", "a", "--dry-run", *words, *training]) == 64
     assert told in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The `megafp8` command: its subcommands, and what it says of others."""
+"""The `megafp8` command: its subcommands, and its message for unknown ones."""
 
 from __future__ import annotations
 

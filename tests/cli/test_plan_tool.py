@@ -1,4 +1,4 @@
-"""The planner as a person runs it: its flags are ones that pretrain_gpt.py takes."""
+"""The planner as a user runs it: its flags are flags of pretrain_gpt.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_flags_of_the_best_layout_pass_a_dry_run(planned) -> None:
     assert "layout: 512 x h200, transformer_engine layers: tensor" in result.stdout
 
 
-def test_text_a_picture_and_no_torch(tmp_path: Path) -> None:
+def test_text_and_picture_without_torch(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     code = (
         "import sys; from megafp8.cli import plan; status = plan.main(sys.argv[1:]); "
@@ -76,21 +76,21 @@ def test_wrong_flags_are_status_64_with_the_reason(arguments, reason) -> None:
         ),
     ],
 )  # fmt: skip
-def test_numbers_that_no_plan_can_be_made_for_are_refused(flag, value, range_of_it, capsys) -> None:
+def test_numbers_that_cannot_be_planned_are_refused(flag, value, range_of_it, capsys) -> None:
     assert plan.main(["--model-preset", "llama3-8b", "--gpus", "8", f"{flag}={value}"]) == 64
     captured = capsys.readouterr()
     shown = value if flag != "--network-gbit-per-s" else f"{float(value):g}"
     assert captured.out == "" and f"{flag} {shown}: must be {range_of_it}" in captured.err
 
 
-def test_without_a_model_only_the_model_is_asked_for() -> None:
+def test_without_a_model_only_the_model_is_requested() -> None:
     result = run("tools/plan.py", "--gpus", "8")
     assert result.returncode == 64
     problem = result.stderr.splitlines()[1:]
     assert len(problem) == 1 and problem[0].endswith("give them, or a shape by name with --model-preset")
 
 
-def test_what_does_not_fit_is_status_64_and_says_what_it_needs() -> None:
+def test_a_model_that_does_not_fit_is_status_64_with_the_needed_memory() -> None:
     result = run("tools/plan.py", "--gpus", "8", "--model-preset", "llama3-70b", "--scaling")
     assert result.returncode == 64
     assert "the smallest needs" in result.stdout

@@ -1,4 +1,4 @@
-"""The command line of tools/plot_lr_schedule.py: what it shows is what a run would do."""
+"""The command line of tools/plot_lr_schedule.py: it shows what a run would do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rates(tool, capsys: pytest.CaptureFixture[str], *words: str) -> dict[int, fl
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_every_style_has_a_table_and_a_picture(tool, style: str, tmp_path: Path, capsys) -> None:
+def test_every_decay_style_has_a_table_and_a_picture(tool, style: str, tmp_path: Path, capsys) -> None:
     picture = tmp_path / "new" / "schedule.png"
     words = [*RUN, *STYLES[style].split(), "--lr-warmup-iters", "10", "--output", str(picture)]
     assert tool.main(words) == 0
@@ -45,7 +45,7 @@ def test_every_style_has_a_table_and_a_picture(tool, style: str, tmp_path: Path,
 
 
 def test_wsd_by_hand(tool, capsys) -> None:
-    """Up over ten steps, flat until twenty before the end, then down in a line; step n sees n - 1 steps' samples."""
+    """Up over ten steps, constant until twenty before the end, then linearly down. Step n follows n - 1 steps."""
     found = rates(tool, capsys, *STYLES["WSD"].split(), "--lr-warmup-iters", "10")
     assert found[1] == 0.0
     assert found[11] == found[81] == pytest.approx(1e-3)
@@ -68,7 +68,7 @@ def test_embedding_and_output_have_their_own_column(tool, capsys) -> None:
         ("--no-such-flag", "--no-such-flag"),
     ],
 )
-def test_what_a_run_refuses_is_refused(tool, capsys, words: str, said: str) -> None:
+def test_schedules_that_a_run_refuses_are_refused(tool, capsys, words: str, said: str) -> None:
     assert tool.main([*RUN, *words.split()]) == 64
     captured = capsys.readouterr()
     assert said in captured.err and captured.out == ""
@@ -76,7 +76,7 @@ def test_what_a_run_refuses_is_refused(tool, capsys, words: str, said: str) -> N
     assert any(said in text for text in problems + rules.setting_problems(invocation.config, 1))
 
 
-def test_a_run_within_its_warmup_is_named(tool, capsys) -> None:
+def test_a_run_within_its_warmup_gives_a_notice(tool, capsys) -> None:
     assert tool.main([*RUN, "--lr-warmup-fraction", "0.6", "--lr-decay-iters", "200"]) == 0
     captured = capsys.readouterr()
     assert "notice: the warm-up of 120 steps is not shorter than the run of 100" in captured.err
@@ -88,7 +88,7 @@ def test_a_short_run_of_a_long_schedule_may_warm_up(tool, capsys) -> None:
     assert found[100] == pytest.approx(1e-3)
 
 
-def test_a_picture_that_cannot_be_written_is_told(tool, tmp_path: Path, capsys) -> None:
+def test_a_picture_that_cannot_be_written_is_an_error(tool, tmp_path: Path, capsys) -> None:
     assert tool.main([*RUN, "--output", str(tmp_path / "x.xyz")]) == 64
     (tmp_path / "file").touch()
     assert tool.main([*RUN, "--output", str(tmp_path / "file" / "x.png")]) == 66

@@ -14,7 +14,7 @@ from megafp8.metrics.sinks import JsonlSink
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A folder with one look and one finding."""
+    """A folder with one statistics record and one finding."""
     stats = TensorStats(format="e5m2", num_values=4, num_non_finite=0, amax=1.0, underflow_fraction=0.1)
     sink = JsonlSink(tmp_path / "records.jsonl")
     sink.write(RunRecord(config_hash="0", config={}, world_size=1, layout={}, recipe="fp8", device_name="cpu"))
@@ -35,5 +35,5 @@ def test_a_recipe_that_was_not_tried(run: Path, capsys: pytest.CaptureFixture[st
     assert "has nothing of nvfp4" in capsys.readouterr().err
 
 
-def test_the_tool_offers_the_fields_that_there_are() -> None:
+def test_the_tool_offers_the_existing_fields() -> None:
     assert plot_statistics.FIELDS == plot_quantization.FIELDS

@@ -1,4 +1,4 @@
-"""The command line of pretrain_gpt.py: help at once, all problems at once, plans for machines that are not here."""
+"""The command line of pretrain_gpt.py: fast help, all errors reported together, plans for other machines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megafp8.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = sorted(f"{folder}/{path.name}" for folder in ("tools", "launcher") for path in (ROOT / folder).glob("*.py"))
-# Of CPU time: other work on the machine only adds to the wall clock's. Importing torch alone takes 1.4.
+# Of CPU time: other work on the machine only adds to the wall clock's. Importing torch alone takes 1.4 s.
 HELP_LIMIT_S = 0.5
 TOOL_HELP_LIMIT_S = 1.0
 TRAINING = "--micro-batch-size 1 --global-batch-size 512 --train-iters 1000 --lr 1e-4 --bf16"
@@ -39,7 +39,7 @@ def start(script: str, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def cpu_seconds(script: str, *arguments: str) -> float:
-    """What the whole process takes of a processor."""
+    """The CPU time of the complete process."""
     before = os.times()
     assert start(script, *arguments).returncode == 0
     after = os.times()
@@ -47,7 +47,7 @@ def cpu_seconds(script: str, *arguments: str) -> float:
 
 
 def problems_of(capsys: pytest.CaptureFixture, arguments: str) -> list[str]:
-    """What a wrong command line is told, one text a problem."""
+    """The errors of a wrong command line, one text each."""
     assert pretrain.main(arguments.split()) == 64
     output = capsys.readouterr()
     assert output.out == ""
@@ -66,12 +66,12 @@ def plan_of(capsys: pytest.CaptureFixture, arguments: str) -> str:
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version", "--list-presets"])
-def test_help_comes_at_once(flag: str) -> None:
+def test_help_is_fast(flag: str) -> None:
     assert cpu_seconds("pretrain_gpt.py", flag) < HELP_LIMIT_S
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_the_help_of_every_tool_comes_at_once(tool: str) -> None:
+def test_the_help_of_every_tool_is_fast(tool: str) -> None:
     assert cpu_seconds(tool, "--help") < TOOL_HELP_LIMIT_S
 
 
@@ -107,7 +107,7 @@ def test_a_wrong_command_line_ends_with_status_64_and_no_traceback() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_wrong_overrides_are_told_with_the_rest_and_before_any_work(capsys) -> None:
+def test_wrong_overrides_are_reported_with_all_errors_before_any_work(capsys) -> None:
     overrides = "transformer.num_layer=3 ddp.suggested_communication_unit_size=many optimizer.muon_momentum=small"
     problems = problems_of(capsys, f"{TINY} --min-lr 1 --override {overrides}")
     for part in ("--min-lr 1", "has no field num_layer", "'many' is not of type", "'small' is not of type"):
@@ -115,7 +115,7 @@ def test_wrong_overrides_are_told_with_the_rest_and_before_any_work(capsys) -> N
 
 
 @pytest.mark.parametrize(("local_rank", "is_said"), [("0", True), ("1", False)])
-def test_one_rank_of_every_machine_says_what_is_wrong(capsys, monkeypatch, local_rank: str, is_said: bool) -> None:
+def test_one_rank_of_every_machine_reports_its_errors(capsys, monkeypatch, local_rank: str, is_said: bool) -> None:
     """The second machine may lack a path that the first one has."""
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -133,7 +133,7 @@ def test_one_rank_of_every_machine_says_what_is_wrong(capsys, monkeypatch, local
     ],
     ids=["the same on both", "each its own", "one alone"],
 )
-def test_what_is_wrong_with_a_checkpoint_is_said_once(ends: tuple[str | None, ...], saying: list[bool]) -> None:
+def test_a_checkpoint_error_is_reported_once(ends: tuple[str | None, ...], saying: list[bool]) -> None:
     import megafp8.training.pretrain  # noqa: F401  once, before ranks are forked
 
     def start() -> tuple[int, bool]:
@@ -155,8 +155,8 @@ def test_what_is_wrong_with_a_checkpoint_is_said_once(ends: tuple[str | None, ..
     assert run_ranks(2, start) == [(74 if end else 0, is_saying) for end, is_saying in zip(ends, saying, strict=True)]
 
 
-def test_problems_of_every_kind_are_told_at_once(capsys, monkeypatch) -> None:
-    """Flags, layout, model, batch, length, paths and device: nobody should have to mend one to see the next."""
+def test_problems_of_every_kind_are_reported_together(capsys, monkeypatch) -> None:
+    """Flags, layout, model, batch, length, paths and device: no error hides another one."""
     monkeypatch.setenv("WORLD_SIZE", "6")
     problems = problems_of(
         capsys,
@@ -187,7 +187,7 @@ def test_paths_of_a_cluster_are_notices_in_its_dry_run(capsys) -> None:
         assert any(line.startswith("notice: on this machine: ") and path in line for line in plan.splitlines())
 
 
-def test_batch_that_does_not_divide_names_the_next_that_does(capsys) -> None:
+def test_an_indivisible_batch_names_the_next_divisible_one(capsys) -> None:
     (problem,) = problems_of(capsys, f"{TINY} --dry-run --world-size 5")
     assert "use --global-batch-size 515" in problem
 
@@ -199,15 +199,13 @@ def test_batch_that_does_not_divide_names_the_next_that_does(capsys) -> None:
         ("delayed", "cpu", "no recipe is native here"),
     ],
 )
-def test_a_recipe_that_the_device_lacks_is_refused_with_what_it_has(
-    capsys, recipe: str, target: str, part: str
-) -> None:
+def test_an_unsupported_recipe_is_refused_with_the_supported_ones(capsys, recipe: str, target: str, part: str) -> None:
     arguments = f"{TINY} --fp8-format e4m3 --fp8-recipe {recipe} --no-emulation --dry-run --target {target}"
     (problem,) = problems_of(capsys, arguments)
     assert f"--fp8-recipe {recipe}" in problem and part in problem
 
 
-def test_a_cluster_that_is_not_there_is_for_dry_runs(capsys) -> None:
+def test_a_named_gpu_is_for_dry_runs_only(capsys) -> None:
     (problem,) = problems_of(capsys, f"{TINY} --world-size 8")
     assert "--dry-run" in problem
 
@@ -215,7 +213,7 @@ def test_a_cluster_that_is_not_there_is_for_dry_runs(capsys) -> None:
 # ---- dry runs -----------------------------------------------------------------------------------------------------
 
 
-def test_dry_run_tells_settings_layout_size_memory_and_precision(capsys) -> None:
+def test_dry_run_shows_settings_layout_size_memory_and_precision(capsys) -> None:
     plan = plan_of(capsys, f"{TINY} --target cpu --fp8-format hybrid --fp8-recipe tensorwise --use-flash-attn")
     for part in (
         "notice: --use-flash-attn", "* model.model_preset = tiny", "  model.hidden_size = 128",
@@ -225,7 +223,7 @@ def test_dry_run_tells_settings_layout_size_memory_and_precision(capsys) -> None
         assert part in plan, plan
 
 
-def test_dry_run_tells_what_an_automatic_size_would_try(capsys) -> None:
+def test_dry_run_shows_the_sizes_of_an_automatic_search(capsys) -> None:
     flags = f"{TINY} --micro-batch-size auto --global-batch-size 24 --world-size 2"
     plan = plan_of(capsys, f"{flags} --target h200")
     assert "* training.micro_batch_size = auto" in plan
@@ -254,7 +252,7 @@ def test_dry_run_of_70b_on_512_gpus(capsys) -> None:
         assert part in plan, plan
 
 
-def test_dry_run_knows_less_optimizer_state_where_transformer_engine_is_elsewhere(capsys) -> None:
+def test_dry_run_for_a_gpu_machine_plans_transformer_engines_optimizer_state(capsys) -> None:
     flags = f"{TINY} --bf16 --use-distributed-optimizer --transformer-impl transformer_engine"
     low = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     text = plan_of(capsys, f"{flags} {low} --world-size 1 --target h200")
@@ -278,7 +276,7 @@ def test_dry_run_writes_nothing(capsys, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_configuration_file_is_where_flags_start_from(capsys, tmp_path) -> None:
+def test_flags_override_a_configuration_file(capsys, tmp_path) -> None:
     path = tmp_path / "config.json"
     path.write_text(settings.to_json(config_flags.parse(TINY.split()).config), encoding="utf-8")
     plan = plan_of(capsys, f"--config {path} --lr 0.5")

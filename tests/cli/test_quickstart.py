@@ -1,4 +1,4 @@
-"""The quickstart from end to end, with a handful of steps: it finishes, and a second start does nothing again."""
+"""The quickstart from end to end with a few steps: it finishes, and a second start does nothing."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_quickstart(out: Path) -> str:
-    """Standard output of one start."""
+    """The standard output of one start."""
     environment = os.environ | {"STEPS": "4"}
     done = subprocess.run(
         ["bash", str(ROOT / "examples" / "quickstart.sh"), str(out)],
@@ -26,7 +26,7 @@ def run_quickstart(out: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="sets up .venv: tests/run.sh has done so")
-def test_it_finishes_and_picks_up_what_is_done(tmp_path: Path) -> None:
+def test_quickstart_finishes_and_reuses_finished_runs(tmp_path: Path) -> None:
     out = tmp_path / "quick"
     first = run_quickstart(out)
     for name in ("comparison/loss_curves.png", "comparison/comparison.md", "sample.txt", "fp8/tensorboard"):

@@ -27,7 +27,7 @@ STUDY_POINTS = Path(__file__).resolve().parents[2] / "docs/reports/stdlib_cpu/po
 
 @dataclass(frozen=True)
 class Seen:
-    """What a browser made of the page."""
+    """The page as the browser rendered it."""
 
     page: Any
     requests: list[str]
@@ -35,7 +35,7 @@ class Seen:
 
 
 def write_run(folder: Path, recipe: str, seed: int) -> Path:
-    """The records of a run that learns; its gap is that of the recipe and a little noise."""
+    """The records of a run that learns. Its gap is that of the recipe plus some noise."""
     noise = np.random.default_rng([seed, *map(ord, recipe)]).normal(0, 0.0004, STEPS)
     sink = JsonlSink(folder / recipe / f"seed{seed}" / "records.jsonl")
     text = recipe if recipe.startswith("bf16") else f"fp8 hybrid {recipe}, emulated, on bf16"
@@ -63,7 +63,7 @@ def write_run(folder: Path, recipe: str, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of all recipes, three seeds each."""
+    """The page of all recipes, with three seeds each."""
     folder = tmp_path_factory.mktemp("report")
     runs = [write_run(folder, recipe, seed) for seed in (1, 2, 3) for recipe in RECIPES]
     publish_comparison(runs, output_folder=folder / "out", title="Six <recipes> & three seeds")
@@ -83,19 +83,19 @@ def open_page(browser: Any, report: Path, scheme: str, width: int = 1100) -> See
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium; without one the tests here are skipped."""
+    """A headless Chromium. Without one, the tests here are skipped."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
     with playwright.sync_playwright() as driver:
-        sandbox = [] if os.getuid() else ["--no-sandbox"]  # Chromium's does not run as root
+        sandbox = [] if os.getuid() else ["--no-sandbox"]  # Chromium's sandbox does not run as root
         yield driver.chromium.launch(executable_path=path, args=sandbox)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_whole_and_asks_nobody(browser: Any, report: Path, scheme: str, tmp_path: Path) -> None:
+def test_the_page_is_complete_and_self_contained(browser: Any, report: Path, scheme: str, tmp_path: Path) -> None:
     seen = open_page(browser, report, scheme)
     assert seen.complaints == []
     assert [url for url in seen.requests if not url.startswith(("file:", "data:"))] == []
@@ -113,7 +113,7 @@ def test_the_page_is_whole_and_asks_nobody(browser: Any, report: Path, scheme: s
 
 
 def check_is_not_blank(content: bytes, folder: Path, scheme: str) -> None:
-    """A page of the scheme's brightness, with lettering and curves in many colours all over."""
+    """A page of the scheme's brightness, with text and curves in many colours everywhere."""
     from matplotlib.image import imread
 
     assert len(content) > 50_000
@@ -127,8 +127,8 @@ def check_is_not_blank(content: bytes, folder: Path, scheme: str) -> None:
 
 
 @pytest.mark.slow
-def test_lettering_can_be_read_in_both_schemes(browser: Any, report: Path) -> None:
-    """Colours of the pictures' lettering follow the page's: dark on light, light on dark."""
+def test_text_is_readable_in_both_schemes(browser: Any, report: Path) -> None:
+    """The text colours of the pictures follow the page's: dark on light, light on dark."""
     brightness = {}
     for scheme in ("light", "dark"):
         seen = open_page(browser, report, scheme)
@@ -169,8 +169,8 @@ def test_frames_scroll_and_not_the_page_and_labels_are_legible(
 
 
 @pytest.mark.slow
-def test_paper_cuts_nothing_off(browser: Any, report: Path) -> None:
-    """In print, on A4 with margins, every table fits; the colours are those for paper on a dark screen, too."""
+def test_print_cuts_nothing_off(browser: Any, report: Path) -> None:
+    """In print, on A4 with margins, every table fits. The colours are those for paper, also with a dark screen."""
     seen = open_page(browser, report, "dark", width=680)
     seen.page.emulate_media(media="print")
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= 680
@@ -191,7 +191,7 @@ def test_verdicts_and_notes_are_in_the_text(report: Path) -> None:
 
 
 def test_the_same_runs_give_the_same_page(report: Path) -> None:
-    """To the byte, so that a committed report changes only with its runs."""
+    """Bitwise, so that a committed report changes only with its runs."""
     folder = report.parents[1]
     runs = [folder / recipe / f"seed{seed}" for seed in (1, 2, 3) for recipe in RECIPES]
     publish_comparison(runs, output_folder=folder / "again", title="Six <recipes> & three seeds")

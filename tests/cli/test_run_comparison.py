@@ -1,4 +1,4 @@
-"""The command line of tools/run_comparison.py: real runs of a few steps, in two recipes at once, and the report."""
+"""The command line of tools/run_comparison.py: real concurrent runs of a few steps in two recipes, and the report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAGS = [*COMMON.split(), *STYLES["llama"].split(), "--train-iters", "4", "--no-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
-    """Two recipes, both at once, by the command."""
+    """Two concurrent runs in two recipes, by the command."""
     folder = tmp_path_factory.mktemp("comparison")
     command = [sys.executable, str(TOOL), "--output-dir", str(folder), "--recipes", "bf16,mxfp8", "--parallel", "2"]
     return folder, subprocess.run([*command, "--", *FLAGS], capture_output=True, text=True, timeout=240)
@@ -38,7 +38,7 @@ def tool() -> ModuleType:
 
 @pytest.fixture
 def compare(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs the tool's main here, which spares its imports; exit status, standard output and error."""
+    """Runs the tool's main in this process, which saves its imports. Returns exit status, standard output and error."""
 
     def run(folder: Path, *words: str, flags: Sequence[str] = FLAGS) -> tuple[int, str, str]:
         status = tool.main(["--output-dir", str(folder), *words, "--", *flags])
@@ -48,14 +48,14 @@ def compare(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..
 
 
 @pytest.mark.slow
-def test_runs_are_pairs_and_the_report_has_them(finished: tuple[Path, subprocess.CompletedProcess]) -> None:
+def test_runs_are_paired_in_the_report(finished: tuple[Path, subprocess.CompletedProcess]) -> None:
     folder, ended = finished
     assert ended.returncode == 0, ended.stderr
     runs = [load_run(folder / name / "seed7") for name in ("bf16", "mxfp8")]
     for run in runs:
         assert len(run.steps) == 4 and run.info.config["training"]["seed"] == 7
         assert (folder / run.folder.parent.name / "seed7" / "output.log").stat().st_size > 100
-    # The same weights and the same samples: before any update only rounding lies between the losses.
+    # The same weights and the same samples: before any update the losses differ only by rounding.
     assert runs[0].steps[0].loss == pytest.approx(runs[1].steps[0].loss, rel=1e-2)
     assert runs[0].steps[0].loss != runs[1].steps[0].loss
     content = json.loads((folder / "report" / "comparison.json").read_text())
@@ -65,7 +65,7 @@ def test_runs_are_pairs_and_the_report_has_them(finished: tuple[Path, subprocess
 
 
 @pytest.mark.slow
-def test_the_preview_of_the_schedule_is_what_the_run_recorded(finished) -> None:
+def test_the_schedule_preview_equals_the_recorded_run(finished) -> None:
     from megafp8.config import flags
 
     run = load_run(finished[0] / "bf16" / "seed7")
@@ -74,7 +74,7 @@ def test_the_preview_of_the_schedule_is_what_the_run_recorded(finished) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_done_is_not_made_again_and_other_settings_are_refused(finished, compare) -> None:
+def test_finished_runs_are_reused_and_other_settings_are_refused(finished, compare) -> None:
     folder, _ = finished
     before = (folder / "bf16" / "seed7" / RUN_STATE_FILE).read_bytes()
     shared = ("--recipes", "bf16,mxfp8")
@@ -86,14 +86,14 @@ def test_what_is_done_is_not_made_again_and_other_settings_are_refused(finished,
     assert (folder / "bf16" / "seed7" / RUN_STATE_FILE).read_bytes() == before
 
 
-def test_wrong_flags_of_the_tool_give_64_too(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_of_the_tool_are_status_64(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (([], "required: --output-dir"), (["--output-dir", "a", "--seeds", "x"], "int value: 'x'")):
         with pytest.raises(SystemExit) as ended:
             tool.main(words)
         assert ended.value.code == 64 and said in capsys.readouterr().err
 
 
-def test_wrong_flags_are_told_before_anything_starts(compare, tmp_path: Path) -> None:
+def test_wrong_flags_are_reported_before_any_start(compare, tmp_path: Path) -> None:
     status, _, told = compare(tmp_path / "out", "--recipes", "bf16,mxfp8,fp6", "--seeds", "2")
     assert status == 64 and "recipe fp6: known are bf16" in told
     narrow = [*FLAGS, "--hidden-size", "48", "--num-attention-heads", "4"]
@@ -109,7 +109,7 @@ def test_wrong_flags_are_told_before_anything_starts(compare, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_a_baseline_that_failed_is_no_baseline(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_failed_baseline_is_an_error(tool: ModuleType, tmp_path: Path) -> None:
     runs = [PooledRun(name=name, command=(), folder=tmp_path / name / "seed1") for name in ("bf16", "mxfp8")]
     with pytest.raises(DataError, match="nothing to compare: bf16/seed1 is not done .*: it never began; mxfp8/seed1"):
         tool.report(runs, tool.build_parser().parse_args(["--output-dir", str(tmp_path)]))

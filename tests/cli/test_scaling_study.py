@@ -1,4 +1,4 @@
-"""A study as a person runs it: refused as a whole, shown, run, and run again after the grid has grown."""
+"""A study as a user runs it: refused completely, shown, run, and run again after the grid has grown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(script: str, *arguments: object, timeout: float = 200) -> subprocess.Com
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, Path, str]:
-    """The file of a study, its folder after one call, and what the call printed."""
+    """The file of a study, its folder after one call, and the output of the call."""
     folder = tmp_path_factory.mktemp("study")
     path = folder / "tiny.yaml"
     path.write_text(STUDY, encoding="utf-8")
@@ -56,7 +56,7 @@ def test_all_runs_are_trained(finished) -> None:
 
 
 @pytest.mark.slow
-def test_again_starts_nothing_and_a_grown_grid_what_is_new(finished) -> None:
+def test_a_second_start_runs_only_new_grid_points(finished) -> None:
     path, folder, _ = finished
     again = run("launcher/scaling_study.py", path, "--folder", folder, "--local")
     assert again.returncode == 0 and "4 runs, 0 to start" in again.stdout
@@ -69,7 +69,7 @@ def test_again_starts_nothing_and_a_grown_grid_what_is_new(finished) -> None:
 
 
 @pytest.mark.slow
-def test_a_report_is_made_of_it_and_made_again(finished, tmp_path: Path) -> None:
+def test_the_report_can_be_written_twice(finished, tmp_path: Path) -> None:
     _, folder, _ = finished
     first = run("tools/scaling_report.py", folder, "--output-dir", tmp_path)
     assert first.returncode == 0, first.stderr
@@ -122,7 +122,7 @@ def test_one_wrong_run_refuses_the_study(tmp_path: Path, before: str, after: str
         (("--parallel", "2", "--slurm"), "--parallel 2: is for runs on this machine"),
     ],
 )
-def test_wrong_flags_of_its_own(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+def test_wrong_flags_of_the_study(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(STUDY, encoding="utf-8")
     result = run("launcher/scaling_study.py", path, *arguments)
@@ -130,6 +130,6 @@ def test_wrong_flags_of_its_own(tmp_path: Path, arguments: tuple[str, ...], told
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/studies").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_example_is_sound(path: Path) -> None:
+def test_the_example_is_valid(path: Path) -> None:
     result = run("launcher/scaling_study.py", path, "--dry-run", "--slurm")
     assert result.returncode == 0 and "case $SLURM_ARRAY_TASK_ID in" in result.stdout, result.stderr

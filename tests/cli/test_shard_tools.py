@@ -1,4 +1,4 @@
-"""The tools that look at, join and divide shards, as a person runs them."""
+"""The tools that inspect, merge and split shards, as a user runs them."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def test_inspect_prints_json(shard, capsys):
     assert {finding["passed"] for finding in report["findings"]} == {True}
 
 
-def test_inspect_draws(shard, tmp_path, capsys):
+def test_inspect_writes_a_picture(shard, tmp_path, capsys):
     assert inspect_shards.main([shard, "--plot", str(tmp_path / "pictures" / "lengths.png")]) == 0
     assert (tmp_path / "pictures" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_inspect_tells_what_is_wrong(shard, tmp_path, capsys):
+def test_inspect_reports_damage(shard, tmp_path, capsys):
     with open(f"{shard}.bin", "r+b") as stream:
         stream.write(b"\7")
-    assert inspect_shards.main([shard]) == 0  # the index is sound, and nothing more was asked
+    assert inspect_shards.main([shard]) == 0  # the index is valid, and nothing more was requested
     assert inspect_shards.main([shard, "--verify"]) == 66
     assert "WRONG  SHA-256 of the tokens" in capsys.readouterr().out
     assert inspect_shards.main([shard, str(tmp_path / "none"), "--json"]) == 66
@@ -69,7 +69,7 @@ def test_inspect_tells_what_is_wrong(shard, tmp_path, capsys):
     assert reports[0]["summary"]["num_documents"] == 3
 
 
-def test_inspect_shows_documents_through_the_flags_or_not_at_all(shard, capsys):
+def test_inspect_decodes_documents_only_with_a_tokenizer(shard, capsys):
     Path(f"{shard}.manifest.json").unlink()
     assert inspect_shards.main([shard]) == 0
     told = capsys.readouterr()
@@ -85,7 +85,7 @@ def test_inspect_refuses_another_tokenizer_than_the_manifests(shard, capsys):
     assert "vocab_size 101, eod 100, which is not NullTokenizer" in capsys.readouterr().err
 
 
-def test_merge_divides_and_joins(shard, tmp_path, capsys):
+def test_merge_and_split(shard, tmp_path, capsys):
     divide = ["--input", shard, "--output-prefix", str(tmp_path / "parts" / "p"), "--documents-per-part", "2"]
     assert merge_shards.main(divide) == 0
     assert "p_00001-of-00002: 1 documents, 5 tokens" in capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_merge_divides_and_joins(shard, tmp_path, capsys):
         (["--input", "SHARD", "--output-prefix", "/dev/null/x"], 74, "failed"),
     ],
 )
-def test_merge_says_what_is_wrong(shard, tmp_path, capsys, arguments, status, message):
+def test_merge_reports_errors(shard, tmp_path, capsys, arguments, status, message):
     places = {"SHARD": shard, "OUT": str(tmp_path / "out"), "OUT2": str(tmp_path / "out2")}
     assert merge_shards.main([places.get(word, word) for word in arguments]) == status
     assert message in capsys.readouterr().err

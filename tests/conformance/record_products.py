@@ -1,7 +1,7 @@
-"""Record what a GPU makes of FP8 products: `python record_products.py FILE.npz` where Transformer Engine is.
+"""Record a GPU's results of FP8 products: `python record_products.py FILE.npz` where Transformer Engine is.
 
-For each case the codes of a few rows of both operands, their scales, and the corner of the product that they make, in
-FP32 and, with a bias, in BF16. Keys are `product/CASE/NAME`.
+For each case: the codes of a few rows of both operands, their scales, and the corner of the product that they
+determine, in FP32 and, with a bias, in BF16. Keys are `product/CASE/NAME`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def numbers(rows: int, length: int, distribution: str, generator: torch.Generato
     return (normal * factor).bfloat16()
 
 
-# Distributions of both operands where they differ: an exponent of the smallest normal would cut more of these.
+# Distributions of both operands where they differ. An exponent of the smallest normal would cut more of these.
 FAINT = ("wide", "subnormal")
 
 

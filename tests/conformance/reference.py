@@ -1,8 +1,8 @@
-"""Low-precision quantization as slowly and plainly as it can be written. Read it from top to bottom.
+"""Low-precision quantization, as slow and simple as possible. Read it from top to bottom.
 
-Nothing here is shared with the package: the formats come from the OCP 8-bit Floating Point Specification (OFP8) 1.0
-and the OCP Microscaling Formats (MX) Specification 1.0, the scale rules from Transformer Engine's kernels. numpy
-only; every step is exact or one IEEE FP32 operation.
+It shares nothing with the package. The formats come from the OCP 8-bit Floating Point Specification (OFP8) 1.0 and the
+OCP Microscaling Formats (MX) Specification 1.0, the scale rules from Transformer Engine's kernels. It uses numpy only.
+Every step is exact or one IEEE FP32 operation.
 """
 
 import bisect
@@ -22,7 +22,7 @@ FORMATS = {
     "e5m2": {"mantissa_bits": 2, "bias": 15, "largest_code": 0x7B, "sign": 0x80},
     "e2m1": {"mantissa_bits": 1, "bias": 1, "largest_code": 0x7, "sign": 0x8},
 }
-NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x7}  # the one that hardware writes
+NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x7}  # the code that hardware writes
 
 
 def positive_value(code: int, fmt: str) -> float:
@@ -66,7 +66,7 @@ def round_to_code(x: float, fmt: str) -> int:
 
 # --- 3. Scales -----------------------------------------------------------------------------------------------------
 def amax(x: np.ndarray) -> np.float32:
-    """The largest magnitude. NaN is passed over; infinity is not."""
+    """The largest magnitude. NaN is ignored, infinity is not."""
     largest = 0.0
     for element in x.ravel():
         if not math.isnan(element):
@@ -77,7 +77,7 @@ def amax(x: np.ndarray) -> np.float32:
 def quant_scale(
     largest: np.float32, fmt: str, power_of_two: bool, on_overflow: float = np.finfo(np.float32).max
 ) -> np.float32:
-    """What to multiply by so that `largest` lands on the format's maximum."""
+    """The factor that scales `largest` to the format's maximum."""
     if largest == 0 or np.isinf(largest):
         return np.float32(1)
     with np.errstate(over="ignore"):
@@ -108,7 +108,7 @@ def quantize_tensorwise(x: np.ndarray, fmt: str, power_of_two: bool) -> tuple[np
 def delayed_update(
     history: list[np.float32], scale: np.float32, largest: np.float32, fmt: str, take_max: bool, margin: int
 ) -> tuple[list[np.float32], np.float32]:
-    """The history and the scale for the next use of a tensor that now had the amax `largest` over all ranks."""
+    """The history, and the scale for the next use of a tensor whose amax over all ranks was `largest`."""
     if largest == 0:
         return history, scale
     rolled = history[1:] + [largest]
@@ -121,7 +121,7 @@ def delayed_update(
 
 
 # --- 6. Blocks -------------------------------------------------------------------------------------------------------
-# A block of r rows and c columns has a scale of its own. At a ragged edge a block is what is there of it.
+# A block of r rows and c columns has its own scale. At a ragged edge a block is the part that exists.
 #     blockwise   1 x 128 for what is summed along a row, 128 x 1 along a column, 128 x 128 for weights
 #     mxfp8       1 x 32 and 32 x 1
 #     nvfp4       1 x 16, 16 x 1, and 16 x 16 for weights
@@ -155,7 +155,7 @@ def as_matrix(entries: dict[tuple[int, int], object], dtype: type) -> np.ndarray
 
 
 # --- 7. MXFP8 --------------------------------------------------------------------------------------------------------
-# A scale is a power of two, kept as the byte of its exponent: byte e is 2^(e - 127), 255 is NaN (E8M0).
+# A scale is a power of two, stored as the byte of its exponent: byte e is 2^(e - 127), 255 is NaN (E8M0).
 POWERS_OF_TWO = [2.0 ** (exponent - 127) for exponent in range(255)]
 
 
@@ -181,7 +181,7 @@ def quantize_mxfp8(x: np.ndarray, block: tuple[int, int], fmt: str) -> tuple[np.
 # Two levels of scales: one FP32 number for the tensor, so that the largest block's scale is E4M3's maximum, and one
 # E4M3 number a block. Every step is one FP32 operation, in this order.
 def quantize_nvfp4(x: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Codes (one a byte), E4M3 bytes [block rows, block columns], and the tensor's amax."""
+    """Codes (one per byte), E4M3 bytes [block rows, block columns], and the tensor's amax."""
     largest_fp32, one = np.finfo(np.float32).max, np.float32(1)
     tensor_amax = amax(x)
     codes, scales = np.zeros(x.shape, dtype=np.uint8), {}
@@ -199,7 +199,7 @@ def quantize_nvfp4(x: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, n
 
 
 def value_nvfp4(code: int, block_scale: int, tensor_amax: np.float32) -> float:
-    """What a code stands for."""
+    """The value of a code."""
     return value(code, "e2m1") * value(block_scale, "e4m3") * float(tensor_amax) / (448 * 6)
 
 
@@ -208,7 +208,7 @@ HADAMARD_SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 
 
 def hadamard_entry(i: int, j: int) -> float:
-    """How much the i-th of 16 values adds to the j-th transformed one."""
+    """The contribution of the i-th of 16 values to the j-th transformed one."""
     return HADAMARD_SIGNS[i] * (-1) ** bin(i & j).count("1") / 4
 
 
@@ -223,7 +223,7 @@ def hadamard_columns(x: np.ndarray) -> np.ndarray:
 
 
 def stochastic_neighbours(x: float, fmt: str) -> tuple[float, float, float]:
-    """The two values that x lies between, and the probability of the upper one that makes the mean x."""
+    """The two neighbours of x, and the probability of the upper one that makes the mean x."""
     magnitudes = MAGNITUDES[fmt]
     grid = sorted({-magnitude for magnitude in magnitudes} | set(magnitudes))
     x = min(max(x, grid[0]), grid[-1])

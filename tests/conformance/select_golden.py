@@ -1,7 +1,7 @@
-"""Carry a small part of a folder of golden vectors into the repository: `python select_golden.py FOLDER`.
+"""Copy a small part of a folder of golden vectors into the repository: `python select_golden.py FOLDER`.
 
-Whole tensors are too large. A per-tensor scale depends on all of a tensor through its amax only, so rows (or columns)
-that include the one with the amax keep their codes; blocks along a row or a column depend on nothing else; for a
+Complete tensors are too large. A per-tensor scale depends on the tensor through its amax only, so rows (or columns)
+that include the one with the amax keep their codes. Blocks along a row or a column depend on nothing else. For a
 product, a few rows of one operand times a few of the other give a corner of the result.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 TARGET = Path(__file__).parent / "golden.npz"
 ROWS = 2
 BLOCK = 128
-SPECIAL = ("nan", "inf", "denormal")  # distributions that try the corners of the scale rules
+SPECIAL = ("nan", "inf", "denormal")  # distributions that test the corners of the scale rules
 
 UPDATES = (
     "max-len1-margin0-e4m3", "max-len4-margin1-e5m2", "max-len16-margin0-e4m3", "most_recent-len1-margin0-e5m2",
@@ -35,8 +35,8 @@ def magnitudes(raw: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(absolute), np.float32(-1), absolute)
 
 
-def telling(raw: np.ndarray, axis: int = 0) -> np.ndarray:
-    """Indices of ROWS rows (axis 0) or columns: the one with the amax, one with NaN if there is any, others spread."""
+def informative(raw: np.ndarray, axis: int = 0) -> np.ndarray:
+    """Indices of ROWS rows (axis 0) or columns: the one with the amax, one with NaN if there is any, and others."""
     values = magnitudes(raw)
     chosen = [int(np.unravel_index(values.argmax(), values.shape)[axis])]
     chosen += [int(place[axis]) for place in np.argwhere(values < 0)[:1]]
@@ -46,7 +46,7 @@ def telling(raw: np.ndarray, axis: int = 0) -> np.ndarray:
 
 
 def covering(raw: np.ndarray, axis: int) -> np.ndarray:
-    """Indices along an axis, out of its first square blocks, with the largest magnitude of each of these blocks."""
+    """Indices along an axis, from its first square blocks, with the largest magnitude of each of these blocks."""
     values = magnitudes(raw if axis == 0 else raw.T)[:BLOCK]
     blocks = np.split(values, range(BLOCK, values.shape[1], BLOCK), axis=1)
     return np.unique([int(np.unravel_index(block.argmax(), block.shape)[0]) for block in blocks])
@@ -60,7 +60,7 @@ def select_tensors(source: dict, kept: dict) -> None:
         if not wanted and (shape, distribution) != ("200x272", "nan"):
             continue
         base, raw = key[: -len("/x")], source[key]
-        rows, columns = np.union1d(telling(raw), covering(raw, axis=0)), telling(raw, axis=1)
+        rows, columns = np.union1d(informative(raw), covering(raw, axis=0)), informative(raw, axis=1)
         kept[key], kept[f"{base}/x_columns"] = raw[rows], raw[:, columns]
         select_tensor_casts(source, kept, base, rows)
         casts = ("e4m3-pow2", "e4m3-fp32", "e5m2-pow2") if distribution in SPECIAL else ("e4m3-pow2",)
@@ -70,7 +70,7 @@ def select_tensors(source: dict, kept: dict) -> None:
 
 
 def select_tensor_casts(source: dict, kept: dict, base: str, rows: np.ndarray) -> None:
-    """The codes of some rows: under all casts with one scale where that tries a corner, else under some."""
+    """The codes of some rows: under all per-tensor casts where they test a corner, else under some."""
     tries_corner = base.split("/")[1] in SPECIAL
     casts = ("tensorwise-", "delayed-") if tries_corner else ("tensorwise-e4m3-fp32", "tensorwise-e5m2-fp32")
     for key in [key for key in source if key.startswith(tuple(f"{base}/{cast}" for cast in casts))]:
@@ -86,7 +86,7 @@ def select_blocks(source: dict, kept: dict, casts: list[str], rows: np.ndarray, 
 
 
 def select_squares(source: dict, kept: dict, casts: list[str], rows: np.ndarray) -> None:
-    """Some rows of squares that have their largest magnitudes there; the second orientation is the transposed one."""
+    """Some rows of squares with the squares' largest magnitudes. The second orientation is the transposed one."""
     for cast in casts:
         kept[f"{cast}/row_codes"] = source[f"{cast}/row_codes"][rows]
         kept[f"{cast}/row_scale_inv"] = source[f"{cast}/row_scale_inv"]
@@ -95,27 +95,27 @@ def select_squares(source: dict, kept: dict, casts: list[str], rows: np.ndarray)
 
 
 def select_linear(source: dict, kept: dict, recipe: str, step: int = 0) -> None:
-    """For the GEMMs of a linear: two operands cut down, and the corner of the result they give."""
+    """For the GEMMs of a linear: two reduced operands, and the corner of the result that they determine."""
     base = f"linear/{recipe}/step{step}"
-    choose = covering if recipe.startswith("blockwise") else telling  # of the weight
+    choose = covering if recipe.startswith("blockwise") else informative  # of the weight
     x, w, b, dy, y, dx, dw = (source[f"{base}/{name}"] for name in ("x", "w", "b", "dy", "y", "dx", "dw"))
-    tokens, outputs = telling(x), choose(w, axis=0)
+    tokens, outputs = informative(x), choose(w, axis=0)
     corners = {"fprop/x": x[tokens], "fprop/w": w[outputs], "fprop/b": b[outputs]}
     corners["fprop/y"] = y[np.ix_(tokens, outputs)]
-    tokens, inputs = telling(dy), choose(w, axis=1)
+    tokens, inputs = informative(dy), choose(w, axis=1)
     corners |= {"dgrad/dy": dy[tokens], "dgrad/w": w[:, inputs], "dgrad/dx": dx[np.ix_(tokens, inputs)]}
     if step == 0:
-        outputs, inputs = telling(dy, axis=1), telling(x, axis=1)
+        outputs, inputs = informative(dy, axis=1), informative(x, axis=1)
         corners |= {"wgrad/dy": dy[:, outputs], "wgrad/x": x[:, inputs], "wgrad/dw": dw[np.ix_(outputs, inputs)]}
     kept |= {f"{base}/{name}": corner for name, corner in corners.items()}
 
 
 def select_products(source: dict, kept: dict) -> None:
-    """Of the products that try the most, every other row of both operands, and the corner of the result they give."""
+    """Of the products that test the most, every other row of both operands, and the corner of the result."""
     for case in PRODUCTS:
         base = f"product/{case}"
         for key in [key for key in source if key.startswith(f"{base}/")]:
-            array = source[key] if source[key].shape == (1,) else source[key][::2]  # one scale of all
+            array = source[key] if source[key].shape == (1,) else source[key][::2]  # one scale per tensor
             kept[key] = array[:, ::2] if key.endswith(("/sums", "/results")) else array
 
 

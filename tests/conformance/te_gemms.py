@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megafp8.recipes.base import Gemm, Operand
 
-# By the layout that a product has in cuBLAS: which it is, and which side of which operand comes first and second.
+# By the product's cuBLAS layout: its GEMM, and the sides of the first and the second operand.
 PRODUCTS = {
     "TN": (Gemm.FPROP, ((Operand.WEIGHT, "row"), (Operand.INPUT, "row"))),
     "NN": (Gemm.DGRAD, ((Operand.WEIGHT, "col"), (Operand.GRAD_OUTPUT, "row"))),
@@ -28,7 +28,7 @@ class RecordedGemm:
 
     Attributes:
         operands: stored codes and scales, and their side.
-        result: as the layer got it.
+        result: as the layer received it.
         sums: the same product without bias, in FP32.
     """
 
@@ -39,7 +39,7 @@ class RecordedGemm:
 
 @contextlib.contextmanager
 def recorded_gemms() -> Iterator[dict[Gemm, RecordedGemm]]:
-    """What a `Linear` or `LayerNormLinear` multiplies inside the block, the last time of each kind."""
+    """The GEMMs of a `Linear` or `LayerNormLinear` inside the block, the last one of each kind."""
     records: dict[Gemm, RecordedGemm] = {}
     with gemms_through(functools.partial(_record, records)):
         yield records

@@ -1,8 +1,8 @@
 """Transformer Engine's references in Python, without its compiled libraries.
 
-Where Transformer Engine is not installed, its wheel will do: `run.sh` puts it into `.venv/oracles` as a file, since
-megatron-core refuses to be imported beside an installed half. Two modules are read out of it; the three that they
-import from have stand-ins here, which are gone from `sys.modules` afterwards.
+Where Transformer Engine is not installed, its wheel is sufficient. `run.sh` puts it into `.venv/oracles` as a file,
+because megatron-core cannot be imported beside an incomplete installation. Two modules are read from it. The three
+modules that they import from have stand-ins here, which are removed from `sys.modules` afterwards.
 """
 
 import importlib
@@ -20,14 +20,14 @@ RECIPES = "transformer_engine.pytorch.custom_recipes"
 
 
 class _Quantizer:
-    """What a reference takes from `Quantizer`."""
+    """What a reference uses of `Quantizer`."""
 
     def __init__(self, *, rowwise: bool, columnwise: bool):
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
 
 
 class _Storage:
-    """What it takes from `QuantizedTensorStorage`."""
+    """What it uses of `QuantizedTensorStorage`."""
 
 
 def _stand_in(name: str, **contents: object) -> ModuleType:

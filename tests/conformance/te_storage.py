@@ -1,8 +1,8 @@
-"""How Transformer Engine stores what it quantized, so that ours can be laid beside it.
+"""How Transformer Engine stores quantized tensors, for comparison with ours.
 
-Codes for a sum over columns ("row") lie as the tensor does, codes for a sum over rows ("col") as the transposed tensor
-does. Scales of rows' blocks have the block along the sum first, those of columns' blocks too; scales of squares lie as
-their codes do. Scales may have padding behind them.
+Codes for a sum over columns ("row") have the tensor's layout, codes for a sum over rows ("col") that of the transposed
+tensor. Scales of row blocks and of column blocks have the block along the sum first. Scales of squares have the layout
+of their codes. Scales may be padded.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ NEEDS_TRANSFORMER_ENGINE = [
 
 
 def as_stored(ours: Quantized, side: str) -> tuple[Tensor, Tensor]:
-    """Our codes (bytes) and dequantization scales in the places where Transformer Engine has them.
+    """Our codes (bytes) and dequantization scales in Transformer Engine's layout.
 
     Args:
         ours: of a tensor [rows, columns].
@@ -40,7 +40,7 @@ def as_stored(ours: Quantized, side: str) -> tuple[Tensor, Tensor]:
 
 
 def check_stored(ours: Quantized, side: str, codes: Tensor, scale_inv: Tensor) -> None:
-    """Every code and every bit of the scales."""
+    """Compare every code and every bit of the scales."""
     our_codes, our_scales = as_stored(ours, side)
     np.testing.assert_array_equal(our_codes.numpy(), codes.numpy())
     if our_scales.ndim:

@@ -1,16 +1,16 @@
-"""How Hopper multiplies FP8 matrices, bit by bit: a model of its tensor cores, far too slow to compute with.
+"""How Hopper multiplies FP8 matrices, bit by bit: a model of its tensor cores, too slow for computation.
 
-One step adds 32 products to a running sum. A product's exponent is that of its factors' added up, although its mantissa
-may be 2 or more. All addends are shifted to the largest exponent, and bits more than 13 places below it are cut off,
-towards zero; so are they once more in the sum of them all. (That about 14 bits remain is known from DeepSeek-V3,
-arXiv:2412.19437, section 3.5.2; the rest was found by trying what gives Transformer Engine's results on an H200.)
+One step adds 32 products to a running sum. A product's exponent is the sum of its factors' exponents, although its
+mantissa may be 2 or more. All addends are shifted to the largest exponent, and bits more than 13 places below it are
+truncated. The sum of all addends is truncated again in the same way. (That about 14 bits remain is known from
+DeepSeek-V3, arXiv:2412.19437, section 3.5.2. The rest was found by matching Transformer Engine's results on an H200.)
 
 With fast accumulation, which is Transformer Engine's choice for fprop under tensorwise and delayed scaling, the running
-sum stays there to the end. With the split accumulator, and always with scales of blocks, an FP32 register takes it over
-after every 128 products; scales of blocks are multiplied with one another in FP32, then in a fused multiply-add.
+sum stays there to the end. With the split accumulator, and always with block scales, an FP32 register takes over the
+sum after every 128 products. Block scales are multiplied with each other in FP32, then in a fused multiply-add.
 
-An H200's FP32 sums equal this to the bit (`record_products.py`, test_tensor_core.py). What they do not tell is whether
-a subnormal factor has an exponent of its own or, as is assumed here, that of the smallest normal.
+An H200's FP32 sums equal this bitwise (`record_products.py`, test_tensor_core.py). They do not determine whether a
+subnormal factor has its own exponent or, as is assumed here, that of the smallest normal.
 """
 
 from typing import Optional
@@ -35,7 +35,7 @@ def floor_log2(values: Tensor) -> Tensor:
 
 
 def exponents_of(values: Tensor, fmt: Format) -> Tensor:
-    """Exponent fields of codes' values without the bias: subnormal ones have that of the smallest normal."""
+    """Exponent fields of the codes' values without the bias. Subnormals have that of the smallest normal."""
     return torch.where(values == 0, NO_EXPONENT, floor_log2(values).clamp_(min=1 - fmt.exponent_bias))
 
 
@@ -63,7 +63,7 @@ def hopper_product(
         a, b: values of codes, FP64 [M, K] and [N, K].
         formats: of their codes.
         promoted_after: products after which the sum goes to FP32; None: at the end.
-        scales: with blocks, FP32 in the shapes of a and b, the same over every 128 of K.
+        scales: with blocks, FP32 in the shapes of a and b, constant over every 128 of K.
     """
     exponents = [exponents_of(values, fmt) for values, fmt in zip((a, b), formats, strict=True)]
     total = torch.zeros(len(a), len(b), device=a.device)
@@ -97,7 +97,7 @@ def hopper_gemm(gemm: Gemm, first: Quantized, second: Quantized, bias: Optional[
 
 
 def _values_and_scales(quantized: Quantized) -> tuple[Tensor, Tensor]:
-    """Of each element; a scale of all comes after the sum."""
+    """Of each element. A per-tensor scale is applied after the sum."""
     values = decode(quantized.codes, quantized.rule.format, torch.float32)
     if quantized.rule.block is None:
         return values.double(), torch.ones_like(values)

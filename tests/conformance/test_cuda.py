@@ -1,4 +1,4 @@
-"""A GPU makes the bytes that a CPU makes, and the same products within the order of summation."""
+"""A GPU produces the same bytes as a CPU, and the same products up to the summation order."""
 
 import dataclasses
 
@@ -101,7 +101,7 @@ def plan_of(recipe: LinearRecipe, device: str, fuse_wgrad: bool) -> LinearPlan:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("fuse_wgrad", [False, True])
 def test_linear(dtype: torch.dtype, tolerance: float, recipe: LinearRecipe, fuse_wgrad: bool) -> None:
-    if recipe.name == "nvfp4":  # the transform's last bit decides now and then between two codes
+    if recipe.name == "nvfp4":  # the transform's last bit sometimes decides between two codes
         tolerance = 2.0**-5
     tensors = [torch.randn(shape).to(dtype) for shape in ((8, 16, 64), (96, 64), (96,), (8, 16, 96))]
     results = []

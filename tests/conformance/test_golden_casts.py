@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from golden import Arrays, carried, everything, needs_all, tensor
+from golden import Arrays, everything, needs_all, selected, tensor
 from te_storage import check_stored
 
 from megafp8.quantization.delayed_scaling import DelayedScale, update_scales
@@ -22,16 +22,16 @@ DISTRIBUTIONS = {
 }  # fmt: skip
 
 
-ARRAYS = carried()
+ARRAYS = selected()
 
 
 def casts_of(arrays: Arrays, recipe: str) -> list[str]:
-    """Keys of the codes that a kind of cast made."""
+    """Keys of the codes that a kind of cast produced."""
     return [key for key in arrays if f"/{recipe}" in key and key.endswith(CODES)]
 
 
 def check_cast(arrays: Arrays, key: str) -> None:
-    """Our codes and scales for one key of codes."""
+    """Compare our codes and scales for one key of codes."""
     base, cast, name = key.rsplit("/", 2)
     kind, fmt, scale_rule = cast.split("-")
     orientation = name.removesuffix("codes").removesuffix("_")
@@ -45,7 +45,7 @@ def check_cast(arrays: Arrays, key: str) -> None:
 
 
 def check_delayed_cast(arrays: Arrays, key: str) -> None:
-    """Codes under a given scale, and the amax that is noted."""
+    """Codes under a given scale, and the recorded amax."""
     base, cast, _ = key.rsplit("/", 2)
     _, fmt, scale = cast.split("-")
     noted = torch.zeros(())
@@ -58,16 +58,16 @@ def check_delayed_cast(arrays: Arrays, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", casts_of(ARRAYS, "delayed"))
-def test_carried_delayed_casts(key: str) -> None:
+def test_selected_delayed_casts(key: str) -> None:
     check_delayed_cast(ARRAYS, key)
 
 
 @pytest.mark.parametrize("key", casts_of(ARRAYS, "tensorwise") + casts_of(ARRAYS, "block"))
-def test_carried_casts(key: str) -> None:
+def test_selected_casts(key: str) -> None:
     check_cast(ARRAYS, key)
 
 
-def test_carried_casts_are_of_every_kind() -> None:
+def test_selected_casts_are_of_every_kind() -> None:
     formats, rules = ("e4m3", "e5m2"), ("fp32", "pow2")
     keys = [key.split("/") for key in casts_of(ARRAYS, "tensorwise")]
     assert {cast for *_, cast, _ in keys} == {f"tensorwise-{f}-{s}" for f in formats for s in rules}
@@ -119,7 +119,7 @@ def updates_of(arrays: Arrays) -> list[str]:
 
 
 @pytest.mark.parametrize("name", updates_of(ARRAYS))
-def test_carried_updates(name: str) -> None:
+def test_selected_updates(name: str) -> None:
     check_updates(ARRAYS, name)
 
 

@@ -1,11 +1,11 @@
-"""A linear's outputs and gradients are those of Transformer Engine's on an H200.
+"""A linear's outputs and gradients equal those of Transformer Engine on an H200.
 
-Within what its tensor cores drop, since ours are summed in FP32; and to the bit by a model of these units.
+Within the bits that its tensor cores drop, since ours are summed in FP32; and bitwise by a model of these units.
 """
 
 import pytest
 import torch
-from golden import carried, everything, needs_all, tensor
+from golden import everything, needs_all, selected, tensor
 from tensor_core import hopper_gemm
 from tolerances import LINEAR_EQUAL_FRACTION, LINEAR_ROUNDING, TENSOR_CORE_PEAK
 
@@ -22,7 +22,7 @@ RECIPES = {
     "blockwise-hybrid": blockwise.build("hybrid"),
 }
 
-# Transformer Engine's defaults, by which its linear was run.
+# Transformer Engine's defaults, with which its linear was run.
 DELAYED = delayed.build("hybrid", fp8_amax_history_len=1024, fp8_amax_compute_algo="max")
 
 
@@ -40,13 +40,13 @@ def run_gemm(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor]) -> tupl
 
 
 def modelled(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What a model of Hopper's tensor cores makes of our operands."""
+    """The result of a model of Hopper's tensor cores for our operands."""
     quantized = [plan.quantize(part[NAMES[each]], each, Gemm(gemm)) for each in dict(OPERANDS_OF)[Gemm(gemm)]]
     return hopper_gemm(Gemm(gemm), *quantized, part["b"] if gemm == "fprop" else None).bfloat16()
 
 
 def check_gemm(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor], theirs: torch.Tensor) -> float:
-    """One GEMM: theirs equals the model to the bit, ours is within the bound. Returns the fraction of ours equal."""
+    """One GEMM: TE's result equals the model, ours is within the bound. Returns our fraction of equal results."""
     assert torch.equal(modelled(gemm, plan, part), theirs)
     ours, magnitude = run_gemm(gemm, plan, part)
     difference = (ours.detach().double() - theirs.double()).abs()
@@ -68,8 +68,8 @@ def parts(arrays: dict, prefix: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("gemm", RESULT_OF)
-def test_carried_linears(gemm: str, recipe: str) -> None:
-    part = parts(carried(), f"linear/{recipe}/step0/{gemm}/")
+def test_selected_linears(gemm: str, recipe: str) -> None:
+    part = parts(selected(), f"linear/{recipe}/step0/{gemm}/")
     check_gemm(gemm, LinearPlan(recipe=RECIPES[recipe]), part, part.pop(RESULT_OF[gemm]))
 
 
@@ -87,7 +87,7 @@ def test_all_linears(recipe: str) -> None:
 
 
 def check_delayed_steps(gemm: str, arrays: dict, prefix: str) -> list[float]:
-    """Three steps of one GEMM with the scales that the steps before left; returns the fractions of equal results."""
+    """Three steps of one GEMM with the scales of the previous steps; returns the fractions of equal results."""
     state, exchange = DelayedState(DELAYED), AmaxExchange()
     exchange.join(state, None)
     equal = []
@@ -103,8 +103,8 @@ def check_delayed_steps(gemm: str, arrays: dict, prefix: str) -> list[float]:
 
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
-def test_carried_delayed_steps(gemm: str) -> None:
-    check_delayed_steps(gemm, carried(), f"linear/delayed/step{{step}}/{gemm}/")
+def test_selected_delayed_steps(gemm: str) -> None:
+    check_delayed_steps(gemm, selected(), f"linear/delayed/step{{step}}/{gemm}/")
 
 
 @needs_all

@@ -1,6 +1,6 @@
 """NVFP4 against the slow reference in `reference.py`.
 
-No GPU here has it (it takes compute capability 10.0), so there are no golden vectors.
+It needs compute capability 10.0, so there are no golden vectors.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ def rule(block: tuple[int, int], **options: bool) -> OperandRule:
 
 
 def codes_of(quantized: Quantized) -> np.ndarray:
-    """One code a byte."""
+    """One code per byte."""
     return (nvfp4.unpack(quantized.codes) >> 4).numpy()
 
 
@@ -40,7 +40,7 @@ def test_cast_of_every_bf16_value() -> None:
 
 
 def test_cast_at_every_fp32_boundary() -> None:
-    """Ties and values, and their FP32 neighbours: where one more rounding would show."""
+    """Ties and values, and their FP32 neighbours, where a second rounding would show."""
     magnitudes = np.array(reference.MAGNITUDES["e2m1"], dtype=np.float32)
     places = np.concatenate([magnitudes, (magnitudes[1:] + magnitudes[:-1]) / 2])
     places = np.concatenate([places, np.nextafter(places, np.float32(-1)), np.nextafter(places, np.float32(9))])
@@ -53,7 +53,7 @@ def test_cast_at_every_fp32_boundary() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_decode_of_every_byte(dtype: torch.dtype) -> None:
-    """The even element is in the low half."""
+    """The even element is in the lower four bits."""
     values = decode(torch.arange(256, dtype=torch.int32).to(torch.uint8), E2M1, dtype)
     expected = [reference.value(half, "e2m1") for byte in range(256) for half in (byte & 15, byte >> 4)]
     assert values.tolist() == expected
@@ -87,7 +87,7 @@ def test_adversarial(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("shape", [(32, 64), (48, 18), (5, 40), (17, 2)])
 def test_blocks_of_16(block: tuple[int, int], shape: tuple[int, int]) -> None:
-    """Blocks of so different a size that some scales are subnormal in E4M3, and zero."""
+    """Blocks whose sizes differ so much that some scales are subnormal in E4M3, or zero."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(shape, generator=generator) * torch.exp(5 * torch.randn(shape, generator=generator))
     check_against_reference(x.bfloat16(), block)
@@ -95,7 +95,7 @@ def test_blocks_of_16(block: tuple[int, int], shape: tuple[int, int]) -> None:
 
 
 def test_ties_of_block_scales() -> None:
-    """Amaxes in BF16 often lie halfway between two scales; one more rounding on the way shows there."""
+    """Amaxes in BF16 often lie in the middle between two scales, where a second rounding shows."""
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(96, 160, generator=generator) * torch.exp(2 * torch.randn(96, 160, generator=generator))
     check_against_reference(x.bfloat16(), (1, 16))
@@ -110,7 +110,7 @@ def test_the_transform_is_orthogonal() -> None:
     assert (matrix.abs() == 0.25).all()
 
 
-def test_the_transform_is_that_of_the_reference() -> None:
+def test_the_transform_equals_the_reference() -> None:
     x = torch.randn(48, 5, generator=torch.Generator().manual_seed(5))
     expected = reference.hadamard_columns(x.numpy())
     np.testing.assert_allclose(hadamard_transform(x).numpy(), expected, rtol=1e-6, atol=1e-6)
@@ -119,7 +119,7 @@ def test_the_transform_is_that_of_the_reference() -> None:
     assert torch.equal(hadamard_transform(x), expected), "rounded once"
 
 
-def test_the_transform_drops_out_of_a_product() -> None:
+def test_the_transform_cancels_in_a_product() -> None:
     generator = torch.Generator().manual_seed(6)
     x, dy = (torch.randn(64, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     torch.testing.assert_close(hadamard_transform(dy).t() @ hadamard_transform(x), dy.t() @ x)
@@ -131,14 +131,14 @@ def test_the_transform_spreads_an_outlier() -> None:
     assert (hadamard_transform(x)[:, 0].abs() == 2.0).all()
 
 
-def test_rows_that_make_no_groups_are_refused() -> None:
+def test_rows_that_are_no_multiple_of_16_are_refused() -> None:
     with pytest.raises(ValueError, match="groups of 16, here are 24: choose --seq-length"):
         hadamard_transform(torch.zeros(24, 2))
 
 
 # --- stochastic rounding ----------------------------------------------------------------------------------------------
 
-NOISE_UNIT = 1 / 256  # eight random bits: a probability is off by at most half of that
+NOISE_UNIT = 1 / 256  # eight random bits: a probability is off by at most 2^-9
 
 
 @pytest.mark.parametrize("x", [0.0, 0.1, 0.25, 0.5, 0.6, 1.2, 1.99, 2.01, 2.7, 3.9, 4.5, 5.9, 6.0, 7.0, -0.3, -4.7])
@@ -153,8 +153,8 @@ def test_stochastic_rounding_is_adjacent_and_unbiased(x: float) -> None:
     assert abs(found - probability) <= NOISE_UNIT / 2 + 4 * deviation
 
 
-def test_every_noise_byte_moves_a_value_by_its_share() -> None:
-    """Of 256 bytes, as many round up as there are 256ths of the way; what E2M1 holds never moves."""
+def test_rounding_probability_follows_the_noise_bytes() -> None:
+    """Of 256 bytes, k round up where a value is at k/256 between its neighbours. Values of E2M1 never change."""
     noise = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     for numerator in range(257):
         for below, above in ((0.0, 0.5), (1.5, 2.0), (2.0, 3.0), (4.0, 6.0)):
@@ -165,8 +165,8 @@ def test_every_noise_byte_moves_a_value_by_its_share() -> None:
                 assert (rounded == (above if numerator else below)).all()
 
 
-def test_mean_of_many_quantizations_is_the_tensor() -> None:
-    """But for values beyond six times their block's scale, which saturate: that scale is rounded, down too."""
+def test_mean_of_many_quantizations_equals_the_tensor() -> None:
+    """Except for values beyond six times their block's scale, which saturate: that scale is rounded, also down."""
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(8))
     noise, stochastic = RoundingNoise("test"), rule((1, 16), is_stochastic=True)
     draws = [dequantize(quantize(x, stochastic, generator=noise.next_generator(x.device))) for _ in range(400)]
@@ -190,7 +190,7 @@ def test_noise_is_a_function_of_name_and_count() -> None:
     assert len(distinct) == 6
 
 
-def test_noise_is_even() -> None:
+def test_noise_is_uniform() -> None:
     counts = torch.bincount(random_bytes(1 << 18, torch.Generator().manual_seed(9)).int(), minlength=256)
     expected = (1 << 18) / 256
     assert ((counts - expected).abs() < 6 * expected**0.5).all()

@@ -1,6 +1,6 @@
-"""Implementations of others, where they are installed: torchao's, and Transformer Engine's references in Python.
+"""Other implementations, where they are installed: torchao's, and Transformer Engine's references in Python.
 
-Corners in which they differ from Transformer Engine's kernels stay out, and are named.
+Corner cases in which they differ from Transformer Engine's kernels are left out and named.
 """
 
 import numpy as np
@@ -35,9 +35,9 @@ def every_finite_bf16() -> torch.Tensor:
 
 
 def check_mxfp8_of_torchao(x: torch.Tensor, fmt: str) -> None:
-    """Rows' blocks, and columns' blocks as the rows' of the transposed tensor.
+    """Row blocks, and column blocks as the row blocks of the transposed tensor.
 
-    Under its smallest scale, 2^-127, torchao multiplies by 1, Transformer Engine by 2^127: there the codes differ.
+    Below its smallest scale, 2^-127, torchao multiplies by 1, Transformer Engine by 2^127. The codes differ there.
     """
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", exc_type=ImportError)
     for block, given in (((1, 32), x), ((32, 1), x.t().contiguous())):
@@ -53,14 +53,14 @@ def check_mxfp8_of_torchao(x: torch.Tensor, fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", FP8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mxfp8_of_torchao(fmt: str, dtype: torch.dtype) -> None:
+def test_mxfp8_equals_torchao(fmt: str, dtype: torch.dtype) -> None:
     """Its NaN and infinity differ."""
     x = spread(96, 256, deviation=4)
     check_mxfp8_of_torchao(torch.cat([x, x[:16] * 1e-30, x[:16] * 1e30]).to(dtype), fmt)
 
 
 @pytest.mark.parametrize("fmt", FP8)
-def test_mxfp8_of_torchao_for_every_bf16_amax(fmt: str) -> None:
+def test_mxfp8_equals_torchao_for_every_bf16_amax(fmt: str) -> None:
     values = every_finite_bf16()
     fractions = torch.linspace(1, -1, 32)
     check_mxfp8_of_torchao((values.float()[:, None] * fractions).bfloat16(), fmt)
@@ -69,7 +69,7 @@ def test_mxfp8_of_torchao_for_every_bf16_amax(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", FP8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [-1, 0], ids=["rows", "columns"])
-def test_rowwise_of_torchao(fmt: str, dtype: torch.dtype, dim: int) -> None:
+def test_rowwise_equals_torchao(fmt: str, dtype: torch.dtype, dim: int) -> None:
     """Rows and columns that are not all zero: it divides by at least 1e-12."""
     utils = pytest.importorskip("torchao.float8.float8_utils", exc_type=ImportError)
     config = pytest.importorskip("torchao.float8.config", exc_type=ImportError)
@@ -85,7 +85,7 @@ def test_rowwise_of_torchao(fmt: str, dtype: torch.dtype, dim: int) -> None:
     np.testing.assert_array_equal(ours.codes.view(torch.uint8).numpy(), codes.view(torch.uint8).numpy())
 
 
-def test_fp4_rounding_of_torchao() -> None:
+def test_fp4_rounding_equals_torchao() -> None:
     kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels", exc_type=ImportError)
     values = every_finite_bf16().float()
     np.testing.assert_array_equal(
@@ -99,8 +99,8 @@ def test_fp4_rounding_of_torchao() -> None:
 @pytest.mark.parametrize("fmt", FP8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", "power of two"])
-def test_current_scaling_of_transformer_engine(fmt: str, dtype: torch.dtype, power_of_two: bool) -> None:
-    """Its infinities, its NaN and a scale that overflows differ from those of its kernels."""
+def test_current_scaling_equals_te_reference(fmt: str, dtype: torch.dtype, power_of_two: bool) -> None:
+    """Its infinities, its NaN and an overflowing scale differ from those of the kernels."""
     module = reference_module("reference_current_scaling")
     reference = module.CurrentScalingQuantizerRef(dtype=CODE_DTYPES[fmt], pow_2_scales=power_of_two)
     scale_rule = ScaleRule.POWER_OF_TWO if power_of_two else ScaleRule.FP32
@@ -114,7 +114,7 @@ def test_current_scaling_of_transformer_engine(fmt: str, dtype: torch.dtype, pow
 
 @pytest.mark.parametrize("block, transforms", [((1, 16), False), ((1, 16), True), ((16, 16), False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nvfp4_of_transformer_engine(block: tuple[int, int], transforms: bool, dtype: torch.dtype) -> None:
+def test_nvfp4_equals_te_reference(block: tuple[int, int], transforms: bool, dtype: torch.dtype) -> None:
     module, utils = reference_module("reference_nvfp4"), reference_module("reference_utils")
     x = spread(96, 160, deviation=2).to(dtype)
     reference = module.NVFP4QuantizerRef(

@@ -28,7 +28,7 @@ def test_cast_of_every_bf16_value(fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", FP8)
 def test_cast_at_every_fp32_boundary(fmt: str) -> None:
-    """The midpoint of each two neighbouring magnitudes and its FP32 neighbours: where one more rounding would show."""
+    """The midpoint of each two neighbouring magnitudes and its FP32 neighbours, where a second rounding would show."""
     magnitudes = np.array(reference.MAGNITUDES[fmt], dtype=np.float32)
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
     values = np.concatenate([magnitudes, middles, np.nextafter(middles, 0), np.nextafter(middles, np.inf)])
@@ -85,7 +85,7 @@ def test_tensorwise(case: str, fmt: str, scale_rule: ScaleRule, dtype: torch.dty
     np.testing.assert_array_equal(dequantize(ours).numpy(), values * dequant_scale)
 
 
-# Blocks short enough for a slow reference, and of each orientation; 13 columns and 7 rows leave ragged edges.
+# Blocks short enough for a slow reference, in each orientation; 13 columns and 7 rows leave ragged edges.
 BLOCKS = [(1, 4), (1, 13), (3, 1), (4, 4), (128, 128)]
 
 
@@ -139,7 +139,7 @@ def test_mxfp8(case: str, fmt: str, dtype: torch.dtype) -> None:
 
 
 def exponent_boundaries() -> np.ndarray:
-    """FP32 numbers around each place where a scale's exponent changes, random ones, and all that BF16 has."""
+    """FP32 numbers around each change of a scale's exponent, random ones, and all of BF16."""
     mantissas = np.array([0, 1, 2, 0x5FFFFF, 0x600000, 0x600001, 0x600002, 0x7FFFFF], dtype=np.int64)
     bits = (np.arange(255, dtype=np.int64)[:, None] << 23) | mantissas
     random = np.random.default_rng(0).integers(0, 0x7F800000, 1000)
@@ -158,8 +158,8 @@ def test_e8m0_of_every_exponent(fmt: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", FP8)
-def test_scales_that_are_powers_of_two_agree(fmt: str) -> None:
-    """Blockwise and MXFP8 give every amax the same exponent, but for 0, infinity and the one number in E8M0's rule."""
+def test_power_of_two_scales_agree(fmt: str) -> None:
+    """Blockwise and MXFP8 give every amax the same exponent, except 0, infinity and one number of E8M0's rule."""
     largest = torch.from_numpy(exponent_boundaries())
     power = quant_scale_of(largest, FORMATS[fmt], ScaleRule.POWER_OF_TWO)
     differs = power != e8m0_scales(largest, FORMATS[fmt]).quant

@@ -1,4 +1,4 @@
-"""Delayed scaling beside Transformer Engine's own, over 20 microbatches: every code, scale, amax and history."""
+"""Delayed scaling compared with Transformer Engine's, over 20 microbatches: every code, scale, amax and history."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ TOKENS, INPUTS, OUTPUTS = 96, 160, 128
 
 
 def data(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and gradient of a microbatch, BF16: growing and shrinking, and now and then with a corner in it."""
+    """Input and gradient of a microbatch, BF16: growing and shrinking, with occasional special values."""
     generator = torch.Generator().manual_seed(index)
     x = torch.randn(TOKENS, INPUTS, generator=generator) * 3.0 ** ((index * 7) % 11 - 5)
     dy = torch.randn(TOKENS, OUTPUTS, generator=generator) * 5.0 ** ((index * 3) % 7 - 8)
@@ -41,7 +41,7 @@ def weight(step: int) -> torch.Tensor:
 
 
 def check_operands(index: int, gemms: dict[Gemm, RecordedGemm], ours: dict[Operand, Quantized]) -> None:
-    """Codes and scales in all three products."""
+    """Codes and scales in all three GEMMs."""
     for gemm, record in gemms.items():
         for operand, theirs in record.operands.items():
             try:
@@ -54,7 +54,7 @@ def check_operands(index: int, gemms: dict[Gemm, RecordedGemm], ours: dict[Opera
 @pytest.mark.parametrize("algorithm, history_len, margin", [
     ("max", 1024, 0), ("max", 5, 1), ("max", 1, 0), ("most_recent", 1, 0), ("most_recent", 4, 2),
 ])  # fmt: skip
-def test_twenty_microbatches(algorithm: str, history_len: int, margin: int, fmt: str) -> None:
+def test_twenty_microbatches_equal_transformer_engine(algorithm: str, history_len: int, margin: int, fmt: str) -> None:
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Format
     from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx

@@ -1,7 +1,7 @@
-"""One linear, forward and backward, beside Transformer Engine's on this GPU, emulated on the CPU and on the GPU.
+"""One linear, forward and backward, compared with Transformer Engine's on this GPU, emulated on the CPU and the GPU.
 
-Operands are equal to the byte, results within what Hopper's tensor cores drop, and theirs equal to the bit what a model
-of these makes of our operands.
+Operands are equal bitwise. Results differ by at most what Hopper's tensor cores drop, and Transformer Engine's equal a
+model of these for our operands bitwise.
 """
 
 from typing import Any, Optional
@@ -22,7 +22,7 @@ from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe, Operand
 
 pytestmark = NEEDS_TRANSFORMER_ENGINE
 
-# Transformer Engine's default history, although one step does not see it.
+# Transformer Engine's default history, although a single step does not use it.
 OPTIONS = {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
 RECIPES = {
     "tensorwise-hybrid": tensorwise.build("hybrid"),
@@ -47,7 +47,7 @@ def their_recipe(name: str) -> Any:
 
 
 def tensors(tokens: int, inputs: int, outputs: int) -> tuple[torch.Tensor, ...]:
-    """x, w, b and dy in BF16; the columns of x differ in size by up to 16 times, as those of activations do."""
+    """x, w, b and dy in BF16. The columns of x differ in size by up to 16 times, as those of activations do."""
     generator = torch.Generator().manual_seed(tokens + inputs + outputs)
     x = torch.randn(tokens, inputs, generator=generator) * torch.exp2(4 * torch.rand(inputs, generator=generator))
     w = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
@@ -59,7 +59,7 @@ def tensors(tokens: int, inputs: int, outputs: int) -> tuple[torch.Tensor, ...]:
 def run_theirs(
     layer: Any, name: str, x: torch.Tensor, w: torch.Tensor, b: Optional[torch.Tensor], dy: torch.Tensor
 ) -> tuple[dict[Gemm, RecordedGemm], Any]:
-    """Forward and backward of one of their layers: its products, and what it returned."""
+    """Forward and backward of a layer of Transformer Engine: its GEMMs, and what it returned."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -95,7 +95,7 @@ def run_ours(
 
 
 def quantized_operands(plan: LinearPlan, gemm: Gemm, tensors: dict[Operand, torch.Tensor]) -> dict[Operand, Any]:
-    """Both operands of a product."""
+    """Both operands of a GEMM."""
     return {operand: plan.quantize(tensors[operand], operand, gemm) for operand in dict(OPERANDS_OF)[gemm]}
 
 
@@ -119,7 +119,7 @@ def exact_product(plan: LinearPlan, gemm: Gemm, tensors: dict[Operand, torch.Ten
 def modelled_product(
     recipe: LinearRecipe, gemm: Gemm, tensors: dict[Operand, torch.Tensor], bias: Optional[torch.Tensor] = None
 ) -> torch.Tensor:
-    """The product as the model of the tensor cores has it, FP32."""
+    """The product by the model of the tensor cores, FP32."""
     on_gpu = {operand: tensor.detach().cuda() for operand, tensor in tensors.items()}
     operands = quantized_operands(plan_of(recipe, "cuda"), gemm, on_gpu)
     bias = bias.cuda() if bias is not None and gemm is Gemm.FPROP else None
@@ -129,7 +129,7 @@ def modelled_product(
 def check_sums(
     name: str, recipe: LinearRecipe, gemms: dict[Gemm, RecordedGemm], tensors: dict[Operand, torch.Tensor]
 ) -> None:
-    """Their FP32 results: what the tensor cores drop, and that the model drops the same."""
+    """Transformer Engine's FP32 results: what the tensor cores drop, and that the model drops the same."""
     for gemm, record in gemms.items():
         exact, magnitude = exact_product(plan_of(recipe, "cpu"), gemm, tensors)
         error = (record.sums.double() - exact) / magnitude
@@ -207,8 +207,8 @@ def test_linear_after_norm(name: str, has_bias: bool) -> None:
     if has_bias:
         check_bias_gradient(ours[None], layer.bias.grad, dy)
 
-    # As a model has it, the norm quantizes by itself: from BF16, but under delayed scaling from FP32 that was never
-    # rounded to BF16. With scale 1, one in 16 of the BF16 values lies halfway between two E4M3 values, and half of
+    # In a model the norm quantizes by itself: from BF16, but under delayed scaling from FP32 without the rounding to
+    # BF16. With scale 1, one in 16 of the BF16 values lies in the middle between two E4M3 values, and one in two of
     # these came from the other side: 1/32 of the codes change (3.08% on an H200), by one.
     fused, _ = run_theirs(te.LayerNormLinear(INPUTS, OUTPUTS, **options), name, x, w, b, dy)
     side, codes, scale_inv = fused[Gemm.FPROP].operands[Operand.INPUT]
@@ -224,7 +224,7 @@ def test_linear_after_norm(name: str, has_bias: bool) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_long_sums(name: str) -> None:
-    """What is dropped does not grow with the length of a sum, relative to the sum of the magnitudes."""
+    """The dropped part does not grow with the length of a sum, relative to the sum of the magnitudes."""
     import transformer_engine.pytorch as te
 
     tokens, inputs, outputs = 1024, 4096, 512
@@ -238,8 +238,8 @@ def test_long_sums(name: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("delayed")])
-def test_gradients_of_two_microbatches_add_up(name: str, device: str) -> None:
-    """In FP32 `main_grad`; a CPU rounds each product to BF16 before."""
+def test_gradients_of_two_microbatches_are_summed(name: str, device: str) -> None:
+    """In FP32 `main_grad`. A CPU rounds each product to BF16 first."""
     import transformer_engine.pytorch as te
 
     x, w, _, dy = tensors(TOKENS, INPUTS, OUTPUTS)

@@ -1,4 +1,4 @@
-"""Transformer Engine's own quantizers on this GPU against ours, on fresh tensors: every byte and every scale."""
+"""Transformer Engine's own quantizers on this GPU compared with ours, on new tensors: every byte and every scale."""
 
 import itertools
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def te_casts(base: str, x: torch.Tensor, dtype: str) -> Arrays:
-    """What Transformer Engine makes of a tensor, under the keys of the golden vectors."""
+    """Transformer Engine's casts of a tensor, under the keys of the golden vectors."""
     import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer

@@ -1,8 +1,8 @@
-"""The model of Hopper's FP8 units: its corners, and the tolerances that follow from it."""
+"""The model of Hopper's FP8 units: its corner cases, and the tolerances that follow from it."""
 
 import pytest
 import torch
-from golden import carried
+from golden import selected
 from tensor_core import PROMOTED_AFTER, STEP, hopper_product
 from tolerances import LINEAR_EQUAL_FRACTION, TENSOR_CORE_PEAK, TENSOR_CORE_RMS
 
@@ -15,45 +15,45 @@ from megafp8.recipes.formats import E4M3, E5M2, Format
 def product(
     a: list[float], b: list[float], formats: tuple[Format, Format] = (E4M3, E4M3), promoted_after: int | None = None
 ) -> float:
-    """Of two rows, filled up with zeros to 64."""
+    """Of two rows, padded with zeros to 64."""
     rows = (torch.tensor([each + [0.0] * (64 - len(each))], dtype=torch.float64) for each in (a, b))
     return hopper_product(*rows, formats, promoted_after).item()
 
 
-def test_short_sums_lose_nothing() -> None:
+def test_short_sums_are_exact() -> None:
     a = torch.arange(-32, 32, dtype=torch.float64).view(2, 32)
     assert torch.equal(hopper_product(a, a, (E4M3, E5M2), None), (a @ a.t()).float())
 
 
-def test_what_is_far_below_the_largest_addend_is_cut_towards_zero() -> None:
+def test_bits_far_below_the_largest_addend_are_truncated() -> None:
     tiny = 2.0**-7  # squared 2^-14
     assert product([1, tiny], [1, tiny]) == 1
     assert product([-1, -tiny], [1, tiny]) == -1
     assert product([1, 1.5 * tiny], [1, 1.5 * tiny]) == 1 + 2.0**-13
 
 
-def test_fp32_keeps_what_a_step_cannot() -> None:
+def test_fp32_keeps_bits_that_a_step_truncates() -> None:
     row = [1, *[0.0] * 31, 2.0**-7]
     assert product(row, row) == 1
     assert product(row, row, promoted_after=STEP) == 1 + 2.0**-14
 
 
-def test_the_exponent_of_a_product_is_its_factors() -> None:
-    """1.5 x 1.5 = 2.25 counts as 2^0 among the addends; the sum is cut by its own exponent, 1."""
+def test_the_exponent_of_a_product_is_that_of_its_factors() -> None:
+    """1.5 x 1.5 = 2.25 counts as 2^0 among the addends. The sum is cut by its own exponent, 1."""
     assert product([1.5, 2.0**-7], [1.5, 2.0**-6]) == 2.25
     assert product([1.5, 1, 2.0**-7], [1.5, -1, 2.0**-6]) == 1.25 + 2.0**-13
 
 
 def test_subnormal_factors_have_the_exponent_of_the_smallest_normal() -> None:
-    """Assumed: 2^-9 counts as 2^-6 in E4M3, 13 places below which 2^-20 is cut."""
+    """Assumed: 2^-9 counts as 2^-6 in E4M3. 2^-20 is more than 13 places below it and is cut."""
     assert product([2.0**-9, 2.0**-6], [1, 2.0**-14], (E4M3, E5M2)) == 2.0**-9
 
 
-RECORDED = carried()
+RECORDED = selected()
 
 
 @pytest.mark.parametrize("case", sorted({key.split("/")[1] for key in RECORDED if key.startswith("product/")}))
-def test_sums_of_an_h200(case: str) -> None:
+def test_sums_equal_an_h200(case: str) -> None:
     """In FP32, and in BF16 with a bias."""
     names = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "sums", "results")
     arrays = (torch.from_numpy(RECORDED[f"product/{case}/{each}"]) for each in names)

@@ -1,4 +1,4 @@
-"""The Triton kernels make the bytes that torch operations make: on a GPU, or in Triton's interpreter.
+"""The Triton kernels produce the bytes of the torch operations, on a GPU or in Triton's interpreter.
 
 On a machine without a GPU: `pip install triton 'numpy<2.3'`, then
 
@@ -50,7 +50,7 @@ TENSOR_RULES = [
 
 
 def pair(fmt: Format, side: int, scale_rule: ScaleRule, **column_options: bool) -> list[OperandRule]:
-    """Rows' blocks and columns' blocks, as an operand of two GEMMs has them."""
+    """Row blocks and column blocks, as for an operand of two GEMMs."""
     rows = OperandRule(format=fmt, block=(1, side), scale_rule=scale_rule)
     return [rows, OperandRule(format=fmt, block=(side, 1), scale_rule=scale_rule, **column_options)]
 
@@ -85,7 +85,7 @@ def spoiled(shape: tuple[int, ...], *values: float) -> Tensor:
 
 
 def ties(shape: tuple[int, ...]) -> Tensor:
-    """Numbers of few digits, many of them halfway between two codes, under an amax that scales by a power of two."""
+    """Numbers of few digits, many of them in the middle between two codes, under an amax with a power-of-two scale."""
     x = torch.randint(-64, 65, shape) / 64.0 * 2.0 ** torch.randint(-8, 3, shape)
     x.view(-1)[::16] = 448.0
     return x
@@ -139,7 +139,7 @@ def check_bits(ours: Optional[Tensor], theirs: Optional[Tensor], what: str = "")
 
 
 def check_uses(x: Tensor, uses: list[Use], generators: Optional[list[torch.Generator]] = None) -> None:
-    """All uses together equal each by itself in torch operations."""
+    """All uses together equal each one computed by torch operations."""
     seeds = [None if generators is None else generator.initial_seed() for generator in generators or uses]
     results = triton_quantize.quantize_for(x, uses, generators=generators or ())
     for use, seed, result in zip(uses, seeds, results, strict=True):
@@ -168,7 +168,7 @@ def inputs(dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def transformable(shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """All kinds of input in BF16, but for subnormals on a CPU: its BF16 products take them for zero."""
+    """All kinds of input in BF16, without subnormals on a CPU, whose BF16 products flush them to zero."""
     for kind in INPUTS:
         x = INPUTS[kind](shape).bfloat16().to(DEVICE)
         is_subnormal = (x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)
@@ -191,7 +191,7 @@ def test_blocks(rules: list[OperandRule], dtype: torch.dtype) -> None:
         check_uses(x, [Use(rule, gemm_dtype(rule)) for rule in rules])
 
 
-def test_one_read_or_two() -> None:
+def test_one_or_two_kernel_reads_give_equal_codes() -> None:
     x = plain((64, 256)).bfloat16().to(DEVICE)
     rows, columns = pair(E4M3, 32, ScaleRule.E8M0)
     other = square(E4M3, 128, ScaleRule.POWER_OF_TWO)[0]
@@ -226,7 +226,7 @@ def test_delayed() -> None:
 
 @pytest.mark.parametrize("transforms", [False, True])
 def test_stochastic_rounding(transforms: bool) -> None:
-    """The same random bytes are put to the same use."""
+    """The same random bytes are used for the same elements."""
     rows, columns = (
         OperandRule(format=E2M1, block=block, scale_rule=ScaleRule.TWO_LEVEL, is_stochastic=True, is_transformed=last)
         for block, last in (((1, 16), False), ((16, 1), transforms))
@@ -268,7 +268,7 @@ def test_every_code_is_decoded(fmt: Format) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_product_is_finished_in_one_pass(dtype: torch.dtype, has_bias: bool) -> None:
+def test_gemm_epilogue_is_one_kernel(dtype: torch.dtype, has_bias: bool) -> None:
     product, factor = plain((37, 130)).to(DEVICE), torch.tensor(0.37, device=DEVICE)
     bias = torch.randn(130, device=DEVICE).to(dtype) if has_bias else None
     expected = product * factor if bias is None else product * factor + bias
@@ -283,7 +283,7 @@ def test_product_is_finished_in_one_pass(dtype: torch.dtype, has_bias: bool) -> 
 def test_linear_with_and_without_kernels(
     recipe: LinearRecipe, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same output, gradients and main_grad to the bit: the GEMMs between them are the same."""
+    """The same output, gradients and main_grad bitwise, since the GEMMs between them are the same."""
     shapes = ((8, 32, 128), (256, 128), (256,), (8, 32, 256))
     tensors = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
     results = []

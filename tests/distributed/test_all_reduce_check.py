@@ -1,4 +1,4 @@
-"""All-reduces among nodes, one of which is not there: processes on this machine are the nodes."""
+"""All-reduces among nodes of which one is missing. Processes on this machine stand in for the nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_NODES, ABSENT = 4, 2
 
 
 def be_node(place: NodeRank, output: Path) -> None:
-    """The life of a node's only rank."""
+    """Entry point of a node's only rank."""
     set_parent_death_signal(signal.SIGKILL)
     with open(output, "w") as stream, contextlib.redirect_stdout(stream):
         all_reduce_check.main(json.dumps(dataclasses.asdict(place)))
@@ -33,8 +33,8 @@ def report(node: int, output: Path) -> NodeReport:
     return NodeReport(node=f"n{node}", problems=(), software="", gpus=(), clock_s=0.0, groups=groups)
 
 
-def test_a_node_that_is_not_there_is_blamed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its neighbours wait for it in vain, and must meet their other neighbours afterwards."""
+def test_only_the_missing_node_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbours wait for it without success, and must then reach their other neighbours."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     port = free_ports(NUM_NODES + 1)[0]
     nodes = [node for node in range(NUM_NODES) if node != ABSENT]

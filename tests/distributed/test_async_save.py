@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on are those that would have been written instead of it."""
+"""Checkpoints written while training continues equal those written in the foreground."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def begin(run: Run, folder: Path, step: int, timeout_s: float = 60.0) -> Any:
 
 
 def files_of(path: Path) -> dict[str, str]:
-    """What a checkpoint's tensors are: hashes of the files that ranks write, by name."""
+    """The tensors of a checkpoint: hashes of the files that ranks write, by name."""
     return {name: entry.sha256 for name, entry in read_manifest(path).files.items() if name.endswith(".distcp")}
 
 
@@ -59,8 +59,8 @@ def files_of(path: Path) -> dict[str, str]:
         ),
     ],
 )
-def test_it_is_the_state_at_its_step(world_size: int, flags: str, tmp_path: Path) -> None:
-    """To the byte, although the copy is held up until the next update wants to begin, and the write until two more."""
+def test_async_checkpoint_has_the_state_of_its_step(world_size: int, flags: str, tmp_path: Path) -> None:
+    """Bitwise, although the copy is delayed until the next update is due, and the write by two more steps."""
     config = small_config("llama", flags, world_size)
 
     def save_both_ways() -> tuple[str, str]:
@@ -93,16 +93,16 @@ def test_it_is_the_state_at_its_step(world_size: int, flags: str, tmp_path: Path
         assert files_of(path) == expected
         return fingerprint(weights(run))
 
-    def straight() -> str:
+    def unbroken() -> str:
         run = build_run(config)
         train(run, 4)
         return fingerprint(weights(run))
 
-    assert run_ranks(world_size, save_both_ways) == run_ranks(world_size, straight)
+    assert run_ranks(world_size, save_both_ways) == run_ranks(world_size, unbroken)
 
 
-def test_the_next_save_takes_its_plan_and_memory_again(tmp_path: Path) -> None:
-    """Only if it has the same tensors: a reused plan of others would leave some out or misplace them."""
+def test_next_save_reuses_plan_and_memory(tmp_path: Path) -> None:
+    """Only if it has the same tensors. A reused plan of other tensors would omit or misplace some."""
     config = small_config("llama", f"--transformer-impl local {DISTRIBUTED}", 2)
 
     def save_twice() -> int:
@@ -144,11 +144,11 @@ def details(folder: Path, name: str) -> list[str]:
     return [f"{event.step}: {event.detail}" for event in load_run(folder).events if event.name == name]
 
 
-def test_a_run_saves_and_goes_on_from_what_it_saved(tmp_path: Path) -> None:
-    progress, digest = run_loop(tmp_path / "straight")
+def test_run_resumes_from_an_async_checkpoint(tmp_path: Path) -> None:
+    progress, digest = run_loop(tmp_path / "unbroken")
     assert progress == Progress(6, 48)
-    assert complete_steps(tmp_path / "straight") == [2, 4, 6]
-    assert [line.split(":")[0] for line in details(tmp_path / "straight", "checkpoint saved")] == ["2", "4", "6"]
+    assert complete_steps(tmp_path / "unbroken") == [2, 4, 6]
+    assert [line.split(":")[0] for line in details(tmp_path / "unbroken", "checkpoint saved")] == ["2", "4", "6"]
     assert run_loop(tmp_path / "parts", "--exit-interval 3 --ckpt-keep 1")[0] == Progress(3, 24)
     assert complete_steps(tmp_path / "parts") == [3], "the last one is there when the run ends"
     assert run_loop(tmp_path / "parts") == (progress, digest)
@@ -166,15 +166,15 @@ def slow(seconds_of_step: dict[int, float]) -> Any:
     return mock.patch.object(saving.PreparedSave, "write", slow_write)
 
 
-def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_a_save_waits_for_the_previous_one(tmp_path: Path) -> None:
     with slow({2: 2.0}):
         assert run_loop(tmp_path, "--save-interval 1 --train-iters 4")[0] == Progress(4, 32)
     assert complete_steps(tmp_path) == [1, 2, 3, 4]
     assert any("for the checkpoint of step 2" in line for line in details(tmp_path, "checkpoint late"))
 
 
-def test_a_writer_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
-    """Training goes on, the next saves work, and nothing keeps the ranks from ending."""
+def test_a_hanging_writer_is_a_failed_save(tmp_path: Path) -> None:
+    """Training continues, the next saves succeed, and nothing keeps the ranks from exiting."""
     began = time.monotonic()
     with slow({2: 1000.0}):
         assert run_loop(tmp_path, "--async-save-timeout 2")[0] == Progress(6, 48)
@@ -187,7 +187,7 @@ def test_a_writer_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["save.before_rename", "save.before_pointer", "save.after_pointer"])
-def test_a_save_that_was_given_up_publishes_and_deletes_nothing_later(place: str, tmp_path: Path) -> None:
+def test_an_abandoned_save_publishes_and_deletes_nothing(place: str, tmp_path: Path) -> None:
     config, point = small_config("llama", PLAIN), fault_injection.point
     is_there, may_go_on = threading.Event(), threading.Event()
 
@@ -219,8 +219,8 @@ def test_a_save_that_was_given_up_publishes_and_deletes_nothing_later(place: str
     run_ranks(1, save)
 
 
-def test_a_copy_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
-    """The update goes on after the time is over, so what was half copied must not become a checkpoint."""
+def test_a_hanging_copy_is_a_failed_save(tmp_path: Path) -> None:
+    """The update proceeds after the timeout, so the partial copy must not become a checkpoint."""
     config, make = small_config("llama", PLAIN), HostCopy.make
     may_copy = threading.Event()
 
@@ -243,7 +243,7 @@ def test_a_copy_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["", "--async-save"])
-def test_so_many_failures_in_a_row_stop_the_run(mode: str, tmp_path: Path) -> None:
+def test_consecutive_failed_saves_stop_the_run(mode: str, tmp_path: Path) -> None:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -258,15 +258,15 @@ def test_so_many_failures_in_a_row_stop_the_run(mode: str, tmp_path: Path) -> No
     assert complete_steps(tmp_path) == []
 
 
-def test_no_room_for_a_copy_is_told(tmp_path: Path) -> None:
+def test_no_memory_for_a_copy_is_reported(tmp_path: Path) -> None:
     with mock.patch("psutil.virtual_memory", return_value=mock.Mock(available=10)):
         value = torch.zeros(1000)
         with pytest.raises(CheckpointError, match=r"--async-save copies 0\.000 GB to host memory"):
             HostBuffers().allocate({"index": value})
 
 
-def test_a_loaded_state_is_not_copied(tmp_path: Path) -> None:
-    """Loading changes the weights, so it waits for copies of them as an update does."""
+def test_a_load_waits_for_pending_copies(tmp_path: Path) -> None:
+    """Loading changes the weights, so it waits for the copies as an update does."""
     config = small_config("llama", PLAIN)
 
     def go_back() -> bool:

@@ -1,4 +1,4 @@
-"""Delayed scaling starts with scales: from the first batch, in any layout, once, and without a trace elsewhere."""
+"""Delayed scaling starts with calibrated scales: from the first batch, in any layout, once, without other effects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --micro-batch-s
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What a rank has after a calibration, and whether all but the scales is as before."""
+    """What a rank has after a calibration, and whether everything except the scales is unchanged."""
 
     scales: dict[str, Tensor]
     is_unchanged: bool
@@ -64,7 +64,7 @@ def calibrated(config: RunConfig) -> Calibrated:
         pytest.param(2, f"{VIRTUAL} {DROPOUT}", id="pp2-virtual2"),
     ],
 )
-def test_every_scale_is_set_and_nothing_else(world_size: int, flags: str) -> None:
+def test_calibration_sets_every_scale_and_nothing_else(world_size: int, flags: str) -> None:
     config = small_config("llama", f"{DELAYED} {flags} --lr-warmup-iters 0", world_size)
     ranks = run_ranks(world_size, calibrated, config)
     for rank in ranks:
@@ -77,8 +77,8 @@ def test_every_scale_is_set_and_nothing_else(world_size: int, flags: str) -> Non
         assert all(torch.equal(scale, ranks[-1].scales[name]) for name, scale in ranks[0].scales.items())
 
 
-def test_stages_find_the_scales_of_one_rank() -> None:
-    """Microbatches are the same, in the same order, whatever the schedule."""
+def test_pipeline_stages_calibrate_to_the_scales_of_one_rank() -> None:
+    """Microbatches are the same and in the same order under every schedule."""
     whole = run_ranks(1, calibrated, small_config("llama", DELAYED))[0].scales
     stages = run_ranks(2, calibrated, small_config("llama", f"{DELAYED} {VIRTUAL}", 2))
     in_parts = [torch.stack(list(rank.scales.values())) for rank in stages]
@@ -97,8 +97,8 @@ def first_gradient(config: RunConfig) -> Tensor:
     return torch.cat([parameter.main_grad.flatten() for parameter in run.trainee.chunks[0].parameters()])
 
 
-def test_first_gradient_is_as_good_as_with_scales_of_the_tensor_at_hand() -> None:
-    """One microbatch: from the second on, Transformer Engine's start has scales too."""
+def test_first_gradient_error_matches_current_scaling() -> None:
+    """One microbatch: from the second one on, Transformer Engine's start also has scales."""
     shape = "--hidden-size 128 --init-method-std 0.006 --micro-batch-size 8"
     exact = run_ranks(1, first_gradient, small_config("llama", f"--bf16 {shape}"))[0]
 
@@ -112,26 +112,26 @@ def test_first_gradient_is_as_good_as_with_scales_of_the_tensor_at_hand() -> Non
 
 
 def calibrations(folder: Path) -> list[int]:
-    """After how many steps a run was calibrated."""
+    """The steps after which a run was calibrated."""
     return [event.step for event in load_run(folder).events if event.name == "calibrated"]
 
 
-def test_a_resumed_run_has_its_scales(tmp_path: Path) -> None:
+def test_a_resumed_run_is_not_calibrated_again(tmp_path: Path) -> None:
     flags = f"{DELAYED} {DROPOUT}"
-    run_loop(tmp_path / "straight", flags, 1)
+    run_loop(tmp_path / "unbroken", flags, 1)
     run_loop(tmp_path / "parts", f"{flags} --exit-interval 4", 1)
     run_loop(tmp_path / "parts", flags, 1)
-    assert calibrations(tmp_path / "straight") == calibrations(tmp_path / "parts") == [0]
-    assert curves(load_run(tmp_path / "parts")) == curves(load_run(tmp_path / "straight"))
+    assert calibrations(tmp_path / "unbroken") == calibrations(tmp_path / "parts") == [0]
+    assert curves(load_run(tmp_path / "parts")) == curves(load_run(tmp_path / "unbroken"))
 
 
-def test_a_run_that_goes_on_in_delayed_scaling_is_calibrated_where_it_does(tmp_path: Path) -> None:
+def test_resuming_with_delayed_scaling_calibrates_at_the_resumed_step(tmp_path: Path) -> None:
     run_loop(tmp_path, "--bf16 --micro-batch-size 2 --exit-interval 4", 1)
     run_loop(tmp_path, f"{DELAYED} --override-precision", 1)
     assert calibrations(tmp_path) == [4]
 
 
 @pytest.mark.parametrize("flags", [f"{DELAYED} {TE_START}", TENSORWISE], ids=["te", "tensorwise"])
-def test_others_are_not_calibrated(flags: str, tmp_path: Path) -> None:
+def test_other_recipes_are_not_calibrated(flags: str, tmp_path: Path) -> None:
     run_loop(tmp_path, f"{flags} --train-iters 2", 1)
     assert calibrations(tmp_path) == []

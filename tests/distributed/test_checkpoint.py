@@ -1,4 +1,4 @@
-"""A run that stops and resumes is the run that did not: bit for bit in the same layout, to rounding in another."""
+"""A resumed run equals the unbroken run: bitwise in the same layout, up to rounding in another one."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ BF16_FP8 = f"--bf16 {FP8}"
 
 @dataclass(frozen=True)
 class Leg:
-    """What a rank saw of some steps, and its weights afterwards."""
+    """What a rank recorded in some steps, and its weights afterwards."""
 
     curve: Curve
     weights: str
 
 
 def run_leg(config: RunConfig, num_steps: int, load: Optional[Path], save: Optional[Path]) -> Leg:
-    """Load, train, save: a run from its start or its resumption to its end."""
+    """Load, train, save: one start of a run."""
     run, progress = build_run(config), Progress()
     if load is not None:
         progress = load_newest(run, load)
@@ -86,17 +86,17 @@ def load_newest(run: Run, folder: Path, weights_only: bool = False) -> Progress:
 )
 def test_resume_is_bit_equal(style: str, world_size: int, flags: str, tmp_path: Path) -> None:
     config = small_config(style, flags, world_size)
-    straight = run_ranks(world_size, run_leg, config, 2 * STEPS, None, None)
+    unbroken = run_ranks(world_size, run_leg, config, 2 * STEPS, None, None)
     first = run_ranks(world_size, run_leg, config, STEPS, None, tmp_path)
     second = run_ranks(world_size, run_leg, config, STEPS, tmp_path, None)
-    for whole, before, after in zip(straight, first, second, strict=True):
+    for whole, before, after in zip(unbroken, first, second, strict=True):
         assert before.curve.losses + after.curve.losses == whole.curve.losses
         assert before.curve.grad_norms + after.curve.grad_norms == whole.curve.grad_norms
         assert after.weights == whole.weights
 
 
-def test_saving_changes_nothing(tmp_path: Path) -> None:
-    """Training goes on after a save as if there had been none."""
+def test_saving_does_not_change_training(tmp_path: Path) -> None:
+    """Training continues after a save as if there had been none."""
     config = small_config("llama", f"--bf16 {OVERLAP} {DROPOUT}", 2)
 
     def save_between() -> Leg:
@@ -115,7 +115,7 @@ def generators() -> dict[str, torch.Tensor]:
     return {"cpu": state["cpu"], "device": state["device"], **state["tracker"]}
 
 
-# Bytes of the state of a CUDA generator, where a CPU's has 5056.
+# The size in bytes of a CUDA generator's state. A CPU's has 5056.
 OF_CUDA = 16
 
 
@@ -127,8 +127,8 @@ OF_CUDA = 16
         pytest.param("--bf16 --fp4-format e2m1 --no-fp4-stochastic-rounding", "", id="nothing"),
     ],
 )
-def test_generators_of_another_kind_of_device_are_left_out(flags: str, drawn: str, tmp_path: Path) -> None:
-    """The run goes on with those that it seeded, and says what draws from them. The CPU's own are taken over."""
+def test_generators_of_another_device_type_are_not_loaded(flags: str, drawn: str, tmp_path: Path) -> None:
+    """The run keeps the generators that it seeded, and reports what draws from them. The CPU's own are loaded."""
     config = small_config("llama", flags)
 
     def save(folder: Path, num_bytes: Optional[int] = None) -> Path:
@@ -164,7 +164,7 @@ def test_generators_of_another_kind_of_device_are_left_out(flags: str, drawn: st
     ],
 )
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_another_layout_goes_on(style: str, legs: list[tuple[int, str]], tmp_path: Path) -> None:
+def test_resume_in_another_layout_follows_one_rank(style: str, legs: list[tuple[int, str]], tmp_path: Path) -> None:
     """One training over three layouts follows the training on one rank."""
     reference = run_ranks(1, curve_of, small_config(style, PLAIN), STEPS * len(legs))[0]
     losses, norms = [], []
@@ -178,8 +178,8 @@ def test_another_layout_goes_on(style: str, legs: list[tuple[int, str]], tmp_pat
 
 
 @pytest.mark.parametrize(("before", "after"), [("--bf16", BF16_FP8), (BF16_FP8, "--bf16"), (PLAIN, "--bf16")])
-def test_another_precision_goes_on(before: str, after: str, tmp_path: Path) -> None:
-    """With the distributed optimizer weights come back rounded to the run's own format, and then to the next one's."""
+def test_resume_in_another_precision(before: str, after: str, tmp_path: Path) -> None:
+    """With the distributed optimizer, weights are loaded in the saved run's format, and then rounded to the next."""
     saved = small_config("llama", f"{before} {DISTRIBUTED}")
     run_ranks(1, run_leg, saved, STEPS, None, tmp_path)
 
@@ -195,22 +195,22 @@ def test_another_precision_goes_on(before: str, after: str, tmp_path: Path) -> N
         assert torch.equal(weight, old[name].to(weight.dtype)), name
 
 
-# ---- what a checkpoint says -----------------------------------------------------------------------------------------
+# ---- the content of a checkpoint -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunConfig, Leg]:
-    """A checkpoint at step 3, its configuration and its last leg. Tests must not write to it."""
+    """A checkpoint at step 3, its configuration and its last steps. Tests must not write to it."""
     folder, config = tmp_path_factory.mktemp("saved"), small_config("llama", PLAIN)
     return folder, config, run_ranks(1, run_leg, config, STEPS, None, folder)[0]
 
 
-def test_the_configuration_is_in_it(saved: tuple[Path, RunConfig, Leg]) -> None:
+def test_checkpoint_contains_the_configuration(saved: tuple[Path, RunConfig, Leg]) -> None:
     folder, config, _ = saved
     assert run_ranks(1, lambda: read_config(find_checkpoint(folder)[1]) == config) == [True]
 
 
-def test_a_half_written_checkpoint_is_passed_over(saved: tuple[Path, RunConfig, Leg]) -> None:
+def test_incomplete_checkpoint_is_ignored(saved: tuple[Path, RunConfig, Leg]) -> None:
     folder, config, leg = saved
     half = folder / "iter_0000009"
     half.mkdir()
@@ -223,8 +223,8 @@ def test_a_half_written_checkpoint_is_passed_over(saved: tuple[Path, RunConfig, 
     assert again.curve.losses[0] < leg.curve.losses[0]
 
 
-def test_weights_only(saved: tuple[Path, RunConfig, Leg]) -> None:
-    """`--finetune`: the weights of the checkpoint, and everything else as at the start."""
+def test_finetune_loads_only_the_weights(saved: tuple[Path, RunConfig, Leg]) -> None:
+    """`--finetune` loads the weights of the checkpoint. Everything else is as at the start."""
     folder, config, leg = saved
 
     def finetune() -> tuple[str, Progress, float, int]:
@@ -243,8 +243,8 @@ def test_weights_only(saved: tuple[Path, RunConfig, Leg]) -> None:
     [("--override-opt_param-scheduler", 2e-4), ("--use-checkpoint-opt_param-scheduler", 1e-3)],
     ids=["override", "use-checkpoint"],
 )
-def test_optimizer_settings_are_the_flags(distributed: str, flag: str, expected: float, tmp_path: Path) -> None:
-    """A state dictionary brings the settings of the run that was saved, too."""
+def test_optimizer_settings_come_from_the_flags(distributed: str, flag: str, expected: float, tmp_path: Path) -> None:
+    """A state dictionary also contains the settings of the run that was saved."""
     shape = f"{PLAIN} {distributed} --lr-decay-style constant --lr-warmup-iters 0"
     run_ranks(1, run_leg, small_config("llama", f"{shape} --lr 1e-3"), 1, None, tmp_path)
     flags = f"{shape} --lr 2e-4 --adam-beta1 0.5 --adam-beta2 0.25 --adam-eps 1e-3 --load {tmp_path} {flag}"
@@ -257,7 +257,7 @@ def test_optimizer_settings_are_the_flags(distributed: str, flag: str, expected:
     assert set(run_ranks(1, load)[0]) == {(expected, (0.5, 0.25), 1e-3)}
 
 
-def test_a_saved_schedule_that_ends_before_the_run_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_schedule_shorter_than_the_run_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(1, run_leg, small_config("llama", f"{PLAIN} --lr-decay-iters 4 --min-lr 1e-5"), 1, None, tmp_path)
     flag = f"{PLAIN} --min-lr 1e-5 --load {tmp_path} --use-checkpoint-opt_param-scheduler"
 
@@ -271,14 +271,14 @@ def test_a_saved_schedule_that_ends_before_the_run_is_told(tmp_path: Path, capfd
 
 
 def optimizer_moments(run: Run) -> list[torch.Tensor]:
-    """Adam's moments that are not zero."""
+    """Adam's nonzero moments."""
     states = run.trainee.optimizer.optimizer.state.values()
     return [moment for state in states for moment in (state["exp_avg"], state["exp_avg_sq"]) if moment.any()]
 
 
 @pytest.mark.parametrize("flags", ["--bf16", f"--bf16 {DISTRIBUTED}"])
-def test_master_weights_follow_when_only_weights_are_loaded(flags: str, tmp_path: Path) -> None:
-    """Else the first update would bring the untrained model back."""
+def test_master_weights_are_set_from_loaded_weights(flags: str, tmp_path: Path) -> None:
+    """Otherwise the first update would restore the untrained model."""
     config = small_config("llama", f"{flags} --lr-warmup-iters 0 --lr 1e-5")
     leg = run_ranks(1, run_leg, config, STEPS, None, tmp_path)[0]
 
@@ -308,8 +308,8 @@ def test_master_weights_follow_when_only_weights_are_loaded(flags: str, tmp_path
         pytest.param("gpt2", f"{PLAIN} {DISTRIBUTED}", id="fp32-tied-distributed"),
     ],
 )
-def test_rows_that_another_layout_pads_with_begin_as_the_mean(style: str, flags: str, tmp_path: Path) -> None:
-    """300 rows become 400, of which the second rank has the last 100: zeros would take part in the softmax as such."""
+def test_new_vocabulary_padding_rows_start_as_the_mean(style: str, flags: str, tmp_path: Path) -> None:
+    """300 rows become 400. The second rank has the last 100. Zeros would take part in the softmax."""
     flags += " --make-vocab-size-divisible-by 100"
     run_ranks(1, run_leg, small_config(style, flags), STEPS, None, tmp_path)
     config = small_config(style, f"{flags} {TENSOR}", 2)
@@ -369,8 +369,8 @@ def test_a_damaged_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
     assert "cannot be read as a checkpoint" in run_ranks(1, load)[0]
 
 
-def test_a_rank_that_fails_is_told_apart(tmp_path: Path) -> None:
-    """The harness of these tests: what a rank raises reaches the parent with rank and traceback."""
+def test_a_failing_rank_is_named(tmp_path: Path) -> None:
+    """The test harness: an exception in a rank reaches the parent with rank and traceback."""
 
     def fail() -> None:
         if torch.distributed.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""Validation gives the loss of one rank on every layout, and training does not notice it."""
+"""Validation computes the loss of one rank in every layout, and does not affect training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUTS = [
 
 
 def validate_after(config: RunConfig, num_steps: int) -> EvalRecord:
-    """Train a little, then take the loss on samples that count differently."""
+    """Train a few steps, then compute the loss on samples with different numbers of counted tokens."""
     run = build_run(config)
     train(run, num_steps)
     return evaluate(run, "valid", SourceSamples(run.config.data.seq_length, is_masked=True), num_steps, 0)
@@ -49,8 +49,8 @@ def test_every_layout_gives_the_same_loss(world_size: int, flags: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "flags"), LAYOUTS)
-def test_training_goes_on_as_if_nothing_had_been(world_size: int, flags: str) -> None:
-    """Bit for bit: dropout's streams, gathers under way and weight codes are as they were."""
+def test_validation_does_not_change_training(world_size: int, flags: str) -> None:
+    """Bitwise: dropout generators, pending gathers and weight codes are unchanged."""
     precision = f"--bf16 {FP8} {DROPOUT}" if "context" not in flags else f"{PLAIN} {DROPOUT}"
     config = small_config("gpt2", f"{precision} {flags}", world_size)
 
@@ -66,7 +66,7 @@ def test_training_goes_on_as_if_nothing_had_been(world_size: int, flags: str) ->
 
 
 class Replays:
-    """What the host sees of a graph: replays gather weights where the captured passes did, and note nothing of it."""
+    """A graph as the host sees it: replays gather weights like the captured steps, and record nothing."""
 
     def __init__(self, chunks: list[Any], warm_up_steps: int):
         self.groups = [group for chunk in chunks for group in chunk.bucket_groups]
@@ -90,9 +90,9 @@ class Replays:
             group.param_gather_dispatched = is_gathered
 
 
-def test_steps_as_a_graph_gather_the_weights_after_validations_and_looks() -> None:
-    """Both gather weights at once, after which megatron-core's next forward pass does not."""
-    validated = (2, 4, 6)  # before the capture, and before a look
+def test_graph_steps_gather_weights_after_validation_and_statistics() -> None:
+    """Both gather weights immediately. megatron-core's next forward pass then does not gather."""
+    validated = (2, 4, 6)  # before the capture, and before a statistics step
     config = small_config("llama", f"--bf16 {FP8} {OVERLAP} --fp8-log-interval 4", 2)
 
     def losses(has_graph: bool) -> list[float]:
@@ -111,8 +111,8 @@ def test_steps_as_a_graph_gather_the_weights_after_validations_and_looks() -> No
     assert run_ranks(2, losses, True) == run_ranks(2, losses, False)
 
 
-def test_dropout_is_off() -> None:
-    """The validation loss of the same weights is a number, not a draw."""
+def test_validation_disables_dropout() -> None:
+    """The validation loss of the same weights is deterministic."""
     config = small_config("gpt2", f"{PLAIN} {DROPOUT}")
 
     def twice() -> tuple[float, float]:

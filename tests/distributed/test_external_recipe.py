@@ -1,4 +1,4 @@
-"""A recipe that the package has never heard of: it trains, resumes, plans, is described and exported like its own."""
+"""A recipe from outside the package trains, resumes, plans, is described and is exported like a built-in one."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def run(tmp_path_factory: pytest.TempPathFactory, registered: None) -> Path:
     folder = tmp_path_factory.mktemp("run")
     places = f"--data-cache-path {folder / 'cache'} --save {folder / 'run'} --load {folder / 'run'} --save-interval 2"
     first = run_forked(2, f"{RUN} {LAYOUT} {places} --train-iters 3 --exit-interval 2")
-    assert first.statuses == (0, 0), first.told()
+    assert first.statuses == (0, 0), first.report()
     second = run_forked(2, f"{RUN} {LAYOUT} {places} --train-iters 3 --fp8-param-gather")
-    assert second.statuses == (0, 0), second.told()
+    assert second.statuses == (0, 0), second.report()
     return folder / "run"
 
 
-def test_it_trains_and_resumes_on_tensor_and_sequence_parallel_ranks(run: Path) -> None:
+def test_external_recipe_trains_and_resumes_with_tensor_and_sequence_parallelism(run: Path) -> None:
     records = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record.get("kind") == "step"]
     assert len(losses) == 3 and all(loss < 10 for loss in losses)
 
 
-def test_weights_are_exported_by_its_form(run: Path, tmp_path: Path) -> None:
+def test_export_uses_the_recipes_form(run: Path, tmp_path: Path) -> None:
     done = run_script("tools/convert_checkpoint.py", "to-hf", run, tmp_path / "theirs", "--fp8")
     assert done.returncode == 0, done.stderr
     with safe_open(tmp_path / "theirs" / "model.safetensors", "pt") as file:
@@ -80,13 +80,13 @@ def test_weights_are_exported_by_its_form(run: Path, tmp_path: Path) -> None:
     assert back.returncode == 0, back.stderr
 
 
-def test_it_is_planned() -> None:
+def test_external_recipe_is_planned() -> None:
     done = run_script("tools/plan.py", *MODEL.split(), "--gpus", "8", "--gpu", "h200", "--fp8-recipe", "channels")
     assert done.returncode == 0, done.stderr
     assert "--fp8-recipe channels" in done.stdout
 
 
-def test_a_new_process_describes_it_and_offers_it_in_its_help() -> None:
+def test_dry_run_and_help_list_the_external_recipe() -> None:
     """From the environment alone."""
     command = [sys.executable, "pretrain_gpt.py", "--dry-run", *RUN.split(), "--train-iters", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

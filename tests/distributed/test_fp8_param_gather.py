@@ -1,4 +1,4 @@
-"""Weights kept and gathered as FP8 codes: the codes that a gather in BF16 leads to, and the run that it is."""
+"""Weights kept and gathered as FP8 codes: the same codes and the same run as with a gather in BF16."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 ENDS_IN_BF16 = "--num-layers 3 --first-last-layers-bf16"
 ACCUMULATE = "--micro-batch-size 2 --global-batch-size 8"
-# Rows and columns that 128 does not divide, and ends of ranks' parts within rows and blocks.
+# Rows and columns that 128 does not divide, and rank boundaries within rows and blocks.
 RAGGED = "--hidden-size 144 --num-attention-heads 3 --group-query-attention --num-query-groups 1"
 
 
@@ -53,7 +53,7 @@ def curves(flags: str, world_size: int, num_steps: int) -> tuple[Curve, Curve]:
 
 
 def curve_of(config: RunConfig, num_steps: int) -> Curve:
-    """Train, from calibrated scales where there are any; with the flag there is something quantized to train."""
+    """Train, from calibrated scales with delayed scaling. With the flag, some weight must be quantized."""
     run = build_run(config)
     assert bool(quantized_parameters(run.trainee.chunks)) == config.precision.fp8_param_gather
     if needs_calibration(run):
@@ -71,15 +71,15 @@ def curve_of(config: RunConfig, num_steps: int) -> Curve:
         pytest.param(f"{BLOCKWISE} {OVERLAP} {VIRTUAL} --num-layers 4", 4, id="blockwise-pp2-virtual2-dp2-overlap"),
     ],
 )
-def test_it_is_the_run_that_gathers_in_bf16(flags: str, world_size: int) -> None:
-    """Bit for bit. (Gradients of two ranks have one sum; of more, it depends on where they lie in a buffer.)"""
+def test_fp8_gather_equals_bf16_gather(flags: str, world_size: int) -> None:
+    """Bitwise. Gradients of two ranks have one possible sum; with more ranks it depends on their place in a buffer."""
     plain, gathered = curves(flags, world_size, 6)
     assert gathered == plain
     assert len(set(plain.losses)) == 6
 
 
-def whole_master_weights(run: Run) -> Iterator[tuple[QuantizedParameter, Tensor]]:
-    """Each quantized weight of this rank, and in BF16 what it should be quantized from."""
+def full_master_weights(run: Run) -> Iterator[tuple[QuantizedParameter, Tensor]]:
+    """Each quantized weight of this rank, and the BF16 tensor that it should be quantized from."""
     (optimizer,) = chained_optimizers(run.trainee.optimizer)
     for weight in quantized_parameters(run.trainee.chunks):
         pieces: list[Any] = [None] * dist.get_world_size(optimizer.data_parallel_group)
@@ -95,15 +95,15 @@ def whole_master_weights(run: Run) -> Iterator[tuple[QuantizedParameter, Tensor]
 
 
 @pytest.mark.parametrize("flags", [TENSORWISE, DELAYED, BLOCKWISE], ids=["tensorwise", "delayed", "blockwise"])
-def test_codes_and_scales_are_those_of_the_whole_weight(flags: str) -> None:
-    """Quantized by parts on four ranks, after every one of many steps, and the same on all ranks."""
+def test_sharded_quantization_equals_that_of_the_full_weight(flags: str) -> None:
+    """Quantized by shards on four ranks, after each of many steps, and equal on all ranks."""
     config = small_config("llama", f"{flags} {RAGGED} {GATHER} --lr 1e-2 --micro-batch-size 1 --global-batch-size 4", 4)
 
     def steps() -> list[list[int]]:
         run, seen = build_run(config), []
         for step in range(1, 9):
             train(run, 1, step)
-            for weight, master in whole_master_weights(run):
+            for weight, master in full_master_weights(run):
                 codes, delayed = weight.codes, None
                 if codes.delayed is not None:
                     delayed = DelayedScale(codes.delayed.quant_scale[WEIGHT], torch.zeros(()))
@@ -125,7 +125,7 @@ def test_codes_and_scales_are_those_of_the_whole_weight(flags: str) -> None:
 
 
 def gathered_in_a_step(config: RunConfig) -> tuple[int, int, Run]:
-    """Bytes of the second step: as the run counts them, and from what megatron-core hands to the collective."""
+    """Bytes of the second step: as the run counts them, and from what megatron-core passes to the collective."""
     run, seen = build_run(config), []
     train(run, 1)
     plain = dist.all_gather_into_tensor
@@ -144,8 +144,8 @@ def gathered_in_a_step(config: RunConfig) -> tuple[int, int, Run]:
 @pytest.mark.parametrize(
     ("recipe", "side"), [(TENSORWISE, 10**9), (f"{BLOCKWISE} {OVERLAP}", 128)], ids=["tensorwise", "blockwise-overlap"]
 )
-def test_half_the_bytes(recipe: str, side: int) -> None:
-    """A weight's codes are half of it in BF16; a scale, an FP32 number of a weight or a block, takes no more."""
+def test_fp8_gather_halves_the_bytes(recipe: str, side: int) -> None:
+    """Codes take half the bytes of BF16. A scale, one FP32 number per weight or block, takes at most as much."""
 
     def count(flags: str) -> tuple[int, int, list[torch.Size]]:
         counted, seen, run = gathered_in_a_step(small_config("llama", f"{recipe} {flags}", 2))
@@ -162,7 +162,7 @@ def test_half_the_bytes(recipe: str, side: int) -> None:
 
 
 def held_bytes(dtype: torch.dtype) -> int:
-    """Bytes of all memory that tensors of a type lie in, but for random states."""
+    """Bytes of all memory that tensors of a type occupy, except random states."""
     gc.collect()
     random_state = torch.get_rng_state().nbytes
     tensors = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter) and each.dtype == dtype]
@@ -171,8 +171,8 @@ def held_bytes(dtype: torch.dtype) -> int:
     return sum(size for size in sizes.values() if size != random_state)
 
 
-def test_a_weight_is_a_byte_an_element() -> None:
-    """Nothing is in BF16 but what is gathered in BF16, and the codes are there once. The plan knows."""
+def test_a_weight_takes_one_byte_per_element() -> None:
+    """Only what is gathered in BF16 is stored in BF16, and codes are stored once. The memory plan agrees."""
 
     def hold() -> tuple[list[int], list[int], int]:
         before = [held_bytes(dtype) for dtype in (torch.bfloat16, torch.uint8)]
@@ -207,23 +207,23 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
         pytest.param(f"{BLOCKWISE} {TENSOR}", 2, id="blockwise-tp2"),
     ],
 )
-def test_checkpoints_serve_runs_with_and_without(flags: str, world_size: int, tmp_path: Path) -> None:
-    """The same tensors are saved, and either kind of run goes on from them as if it had never stopped."""
+def test_checkpoints_load_with_and_without_fp8_weights(flags: str, world_size: int, tmp_path: Path) -> None:
+    """The same tensors are saved, and both kinds of run resume from them as if they had not stopped."""
     without, gathers = (small_config("llama", f"{flags} {gather}", world_size) for gather in ("", GATHER))
-    straight = run_ranks(world_size, run_leg, without, 2 * STEPS, None, None)[0].curve
+    unbroken = run_ranks(world_size, run_leg, without, 2 * STEPS, None, None)[0].curve
     for config, name in ((without, "plain"), (gathers, "gathers")):
         run_ranks(world_size, run_leg, config, STEPS, None, tmp_path / name)
     for config in (without, gathers):
         leg = run_ranks(world_size, run_leg, config, STEPS, tmp_path / "gathers", None)[0]
-        assert leg.curve.losses == straight.losses[STEPS:]
-        assert leg.curve.grad_norms == straight.grad_norms[STEPS:]
+        assert leg.curve.losses == unbroken.losses[STEPS:]
+        assert leg.curve.grad_norms == unbroken.grad_norms[STEPS:]
     expected, found = (run_ranks(1, saved_tensors, tmp_path / name)[0] for name in ("plain", "gathers"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_saving_and_looking_change_nothing(tmp_path: Path) -> None:
-    """Training goes on after a save, an evaluation and a look at the norm as if there had been none of them."""
+def test_saving_and_reading_weights_do_not_change_training(tmp_path: Path) -> None:
+    """Training continues after a save, a validation and a norm computation as if there had been none."""
     config = small_config("llama", f"{DELAYED} {OVERLAP} {GATHER}", 2)
 
     def steps(is_disturbed: bool) -> tuple[Curve, Curve]:
@@ -239,22 +239,22 @@ def test_saving_and_looking_change_nothing(tmp_path: Path) -> None:
     assert run_ranks(2, steps, True) == run_ranks(2, steps, False)
 
 
-def test_what_is_reported_is_that_of_the_bf16_weights() -> None:
-    """Validation loss, and the norm of the weights, whose squares are added up in another order."""
+def test_reported_loss_and_norm_equal_those_of_bf16_weights() -> None:
+    """The validation loss, and the norm of the weights, whose squares are summed in another order."""
 
-    def look(flags: str) -> tuple[float, float]:
+    def loss_and_norm(flags: str) -> tuple[float, float]:
         run = build_run(small_config("llama", f"{TENSORWISE} {TENSOR} --micro-batch-size 1 {flags}", 4))
         train(run, 2)
         loss = evaluate(run, "valid", SourceSamples(run.config.data.seq_length), 2, 0).loss
         return loss, params_norm(run)
 
-    (loss, norm), (gathered_loss, gathered_norm) = (run_ranks(4, look, flags)[0] for flags in ("", GATHER))
+    (loss, norm), (gathered_loss, gathered_norm) = (run_ranks(4, loss_and_norm, flags)[0] for flags in ("", GATHER))
     assert gathered_loss == loss
     assert gathered_norm == pytest.approx(norm, rel=1e-6)
 
 
-def test_weights_alone_make_new_master_weights(tmp_path: Path) -> None:
-    """`--finetune` from a run with FP8 weights: as from one without, and not from what the codes stand for."""
+def test_finetune_creates_new_master_weights(tmp_path: Path) -> None:
+    """`--finetune` from a run with FP8 weights equals one from a run without, and does not start from decoded codes."""
     config = small_config("llama", f"{BLOCKWISE} {GATHER}", 2)
     run_ranks(2, run_leg, config, STEPS, None, tmp_path)
 

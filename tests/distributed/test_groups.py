@@ -1,4 +1,4 @@
-"""The groups of a layout end with it."""
+"""The process groups of a layout are destroyed with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megafp8.mcore.process_groups import build_process_groups, destroy_process_g
 
 
 def known_groups() -> tuple[bool, bool]:
-    """Whether torch.distributed knows a group of the layout before and after it is left; all ranks' group goes on."""
+    """Whether torch.distributed has a group of the layout before and after it is left; the world group remains."""
     build_process_groups(small_config("llama", PLAIN))
     group = parallel_state.get_data_parallel_group()
     before = is_known(group)
@@ -27,5 +27,5 @@ def is_known(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def test_left_groups_are_destroyed() -> None:
+def test_process_groups_are_destroyed_with_their_layout() -> None:
     assert run_ranks(1, known_groups) == [(True, False)]

@@ -1,4 +1,4 @@
-"""The training loop as a whole: records, validation, checkpoints, reasons to stop, resumption."""
+"""The complete training loop: records, validation, checkpoints, reasons to stop, resumption."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 -
 
 
 def run_loop(folder: Path, flags: str, world_size: int) -> tuple[Progress, str]:
-    """One start of a run, on every rank; how far it came, and rank 0's weights."""
+    """One start of a run on every rank: its last step, and rank 0's weights."""
     config = small_config("llama", f"{LENGTH} --save {folder} --load {folder} {flags}", world_size)
 
     def start() -> tuple[Progress, str]:
@@ -45,10 +45,10 @@ def curves(run: Recorded) -> tuple[list[float], list[float]]:
         pytest.param(2, f"{PLAIN} {VIRTUAL}", id="pp2-virtual2"),
     ],
 )
-def test_a_run_in_two_parts_records_what_one_in_one_does(world_size: int, flags: str, tmp_path: Path) -> None:
-    progress, straight_weights = run_loop(tmp_path / "straight", flags, world_size)
+def test_a_resumed_run_has_the_records_of_the_unbroken_run(world_size: int, flags: str, tmp_path: Path) -> None:
+    progress, unbroken_weights = run_loop(tmp_path / "unbroken", flags, world_size)
     assert progress == Progress(6, 48)
-    straight = load_run(tmp_path / "straight")
+    unbroken = load_run(tmp_path / "unbroken")
 
     stopped, _ = run_loop(tmp_path / "parts", f"{flags} --exit-interval 4", world_size)
     assert stopped == Progress(4, 32)
@@ -59,8 +59,8 @@ def test_a_run_in_two_parts_records_what_one_in_one_does(world_size: int, flags:
     parts = load_run(tmp_path / "parts")
 
     assert finished == progress
-    assert resumed_weights == straight_weights
-    assert curves(parts) == curves(straight)
+    assert resumed_weights == unbroken_weights
+    assert curves(parts) == curves(unbroken)
     assert [record.step for record in parts.steps] == [1, 2, 3, 4, 5, 6]
     assert [record.consumed_samples for record in parts.steps] == [8, 16, 24, 32, 40, 48]
     assert [record.step for record in parts.evals_of("valid")] == [2, 4, 6]
@@ -74,7 +74,7 @@ def test_checkpoints_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     assert {event.name for event in load_run(tmp_path).events} >= {"checkpoint saved", "attention"}
 
 
-def test_everything_that_can_be_recorded_reads_back(tmp_path: Path) -> None:
+def test_all_records_read_back(tmp_path: Path) -> None:
     run_loop(tmp_path, f"{PLAIN} --log-interval 1 --log-num-zeros-in-grad --log-params-norm", 1)
     for record in load_run(tmp_path).steps:
         assert isinstance(record.num_zeros_in_grad, int)
@@ -82,7 +82,7 @@ def test_everything_that_can_be_recorded_reads_back(tmp_path: Path) -> None:
         assert record.memory_peak_bytes is not None and record.memory_peak_bytes > 0
 
 
-def test_a_run_that_is_done_does_nothing_more(tmp_path: Path) -> None:
+def test_a_finished_run_does_nothing(tmp_path: Path) -> None:
     _, before = run_loop(tmp_path, PLAIN, 1)
     again, after = run_loop(tmp_path, PLAIN, 1)
     assert again == Progress(6, 48)
@@ -90,8 +90,8 @@ def test_a_run_that_is_done_does_nothing_more(tmp_path: Path) -> None:
     assert len(load_run(tmp_path).steps) == 6
 
 
-def test_a_run_does_not_save_beside_newer_checkpoints(tmp_path: Path) -> None:
-    """The next start would go on from those: a run that forgot --load would be lost without a word."""
+def test_saving_into_a_folder_with_newer_checkpoints_is_refused(tmp_path: Path) -> None:
+    """The next start would resume from those, and a run without --load would be lost silently."""
     run_loop(tmp_path, PLAIN, 1)
 
     def start() -> str:
@@ -104,8 +104,8 @@ def test_a_run_does_not_save_beside_newer_checkpoints(tmp_path: Path) -> None:
     assert complete_steps(tmp_path) == [6]
 
 
-def test_ranks_that_see_other_checkpoints_stop_together(tmp_path: Path) -> None:
-    """A folder that is not shared: the first machine has a checkpoint, the second has none."""
+def test_ranks_with_different_checkpoints_stop_together(tmp_path: Path) -> None:
+    """A folder that is not shared: the first machine has a checkpoint, the second one has none."""
     run_loop(tmp_path / "0", PLAIN, 1)
     (tmp_path / "1").mkdir()
 
@@ -119,7 +119,7 @@ def test_ranks_that_see_other_checkpoints_stop_together(tmp_path: Path) -> None:
         assert "rank 0 finds 6, rank 1 finds none" in message
 
 
-def test_finetuning_starts_at_step_one(tmp_path: Path) -> None:
+def test_finetune_starts_at_step_one(tmp_path: Path) -> None:
     run_loop(tmp_path / "base", PLAIN, 1)
     folders = f"--load {tmp_path / 'base'} --finetune --save {tmp_path / 'tuned'}"
     config = small_config("llama", f"{LENGTH} {PLAIN} {folders}")

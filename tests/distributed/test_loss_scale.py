@@ -1,4 +1,4 @@
-"""Loss scales: found by trying in FP16, fixed in any precision, in records and checkpoints, and at their end."""
+"""Loss scales: dynamic in FP16, constant in any precision, in records and checkpoints, and at their limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
-from small_run import FP8, PLAIN, Curve, build_run, fingerprint, look_of, small_config, train, weights
+from small_run import FP8, PLAIN, Curve, build_run, fingerprint, small_config, statistics_record_of, train, weights
 
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.progress import Progress
@@ -17,7 +17,7 @@ from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.errors import NumericsError
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale, get_grad_scaler
-from megafp8.training.pretrain import train as train_whole
+from megafp8.training.pretrain import train as train_run
 from megafp8.training.resume import resume
 from megafp8.training.run import Run
 
@@ -37,7 +37,7 @@ def optimizer_hash(run: Run) -> str:
 
 
 @pytest.mark.parametrize("optimizer", ["", SHARDED])
-def test_an_overflow_halves_the_scale_and_changes_nothing_else(optimizer: str) -> None:
+def test_overflow_halves_the_loss_scale_and_changes_nothing_else(optimizer: str) -> None:
     flags = "--fp16 --initial-loss-scale 64 --hysteresis 1 --spike-policy skip --max-skipped-steps 1"
     config = small_config("llama", f"{flags} {optimizer}", 2)
 
@@ -55,12 +55,11 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(optimizer: str) -
     assert run_ranks(2, step) == [([False, False, True, True], True, HIGH / 2)] * 2
 
 
-def test_hysteresis_bears_overflows_and_the_window_doubles(tmp_path: Path) -> None:
-    """Two overflows before the scale halves; then each two good steps double it. Records have the scale of each step,
-    and count."""
+def test_loss_scale_hysteresis_and_growth_window(tmp_path: Path) -> None:
+    """Two overflows halve the scale. Then every two good steps double it. Records have scale and counters."""
     flags = "--fp16 --initial-loss-scale 4096 --hysteresis 2 --loss-scale-window 2 --train-iters 9 --eval-iters 0"
     config = small_config("llama", f"{flags} --no-progress-bar --lr 1e-4 --save {tmp_path}")
-    progress = run_ranks(1, lambda: train_whole(build_run(config)))[0]
+    progress = run_ranks(1, lambda: train_run(build_run(config)))[0]
     records = load_run(tmp_path)
     scales = [step.loss_scale for step in records.steps]
     skipped = [step.is_skipped for step in records.steps]
@@ -80,8 +79,8 @@ def test_hysteresis_bears_overflows_and_the_window_doubles(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("flags", [f"{PLAIN} {SHARDED}", "--bf16", f"--bf16 {FP8}", f"--bf16 {SHARDED}"])
-def test_a_fixed_power_of_two_changes_no_bit(flags: str) -> None:
-    """Multiplying by 2^k is exact where exponents reach; scales of FP8 take it up, and the division takes it back."""
+def test_constant_power_of_two_loss_scale_is_bit_equal(flags: str) -> None:
+    """Multiplication by 2^k is exact within the exponent range. FP8 scales absorb it, and the division removes it."""
 
     def run_with(scale: str) -> tuple[Curve, str]:
         run = build_run(small_config("llama", f"{flags} {scale}"))
@@ -92,8 +91,8 @@ def test_a_fixed_power_of_two_changes_no_bit(flags: str) -> None:
     assert run_ranks(1, run_with, "--loss-scale 1000")[0][1] != plain[1], "the scale acts"
 
 
-def test_a_fixed_scale_in_fp16_follows_the_unscaled_run() -> None:
-    """What FP16 rounds away depends on the scale, so curves are near, not equal."""
+def test_constant_loss_scale_in_fp16_follows_the_unscaled_run() -> None:
+    """The rounding of FP16 depends on the scale, so the curves are close but not equal."""
     one, many = (
         run_ranks(1, lambda flags=flags: train(build_run(small_config("llama", flags)), 4))[0]
         for flags in ("--fp16 --loss-scale 1", "--fp16 --loss-scale 64")
@@ -103,7 +102,7 @@ def test_a_fixed_scale_in_fp16_follows_the_unscaled_run() -> None:
 
 
 def constant_gradient(run: Run, value: float) -> None:
-    """From now on the gradient of a norm weight of this rank is so large."""
+    """Set the gradient of a norm weight of this rank to this value, from now on."""
     layer = unwrap_model(run.trainee.chunks)[-1].decoder.layers[-1]
     layer.pre_mlp_layernorm.weight.register_hook(lambda gradient: torch.full_like(gradient, value))
 
@@ -116,8 +115,8 @@ def constant_gradient(run: Run, value: float) -> None:
         ("--loss-scale 8", 40000.0, "gradients overflow when those of all ranks are added up"),
     ],
 )
-def test_an_overflow_that_no_lower_scale_mends_is_a_bad_number(flags: str, value: float, says: str) -> None:
-    """All ranks stop before the update, or leave it out where that is allowed."""
+def test_overflow_at_the_minimum_loss_scale_is_a_nonfinite_gradient(flags: str, value: float, says: str) -> None:
+    """All ranks stop before the update, or skip it where that is allowed."""
 
     def stop() -> tuple[str, bool]:
         run = build_run(small_config("llama", f"--fp16 {flags}", 2))
@@ -132,8 +131,8 @@ def test_an_overflow_that_no_lower_scale_mends_is_a_bad_number(flags: str, value
         assert is_unchanged
 
 
-def test_fp16_gradients_whose_norm_is_beyond_fp16_are_good() -> None:
-    """Their squares add up in FP32: a norm above 65504 is no overflow."""
+def test_gradient_norm_above_fp16_range_is_not_an_overflow() -> None:
+    """Squares are summed in FP32: a norm above 65504 is no overflow."""
 
     def step() -> Curve:
         run = build_run(small_config("llama", "--fp16 --loss-scale 1"))
@@ -145,14 +144,14 @@ def test_fp16_gradients_whose_norm_is_beyond_fp16_are_good() -> None:
 
 @dataclass(frozen=True)
 class End:
-    """A run's end: weights, and what its scaler remembers."""
+    """The end of a run: weights, and the state of its loss scaler."""
 
     weights: str
     scaler: dict[str, float]
 
 
 @pytest.mark.parametrize(("world_size", "optimizer"), [(1, ""), (2, SHARDED)])
-def test_the_scaler_goes_on_in_the_middle_of_its_window(world_size: int, optimizer: str, tmp_path: Path) -> None:
+def test_resume_continues_the_loss_scale_window(world_size: int, optimizer: str, tmp_path: Path) -> None:
     flags = f"--fp16 --initial-loss-scale 1024 --loss-scale-window 4 --lr 1e-4 {optimizer}"
     config = small_config("llama", f"{flags} --load {tmp_path} --save {tmp_path}", world_size)
 
@@ -166,15 +165,15 @@ def test_the_scaler_goes_on_in_the_middle_of_its_window(world_size: int, optimiz
         state = get_grad_scaler(run.trainee.optimizer).state_dict()
         return End(fingerprint(weights(run)), {name: float(value) for name, value in state.items()})
 
-    straight = run_ranks(world_size, leg, 1, 7, False)
+    unbroken = run_ranks(world_size, leg, 1, 7, False)
     middle = run_ranks(world_size, leg, 1, 4, True)
     assert middle[0].scaler["growth_tracker"] > 0 and middle[0].scaler["hysteresis_tracker"] != 2
-    assert run_ranks(world_size, leg, 5, 3, False) == straight
+    assert run_ranks(world_size, leg, 5, 3, False) == unbroken
 
 
 @pytest.mark.parametrize(("before", "after"), [("--loss-scale 64", ""), ("", "--loss-scale 64")])
-def test_a_fixed_scale_and_a_dynamic_one_can_follow_each_other(before: str, after: str, tmp_path: Path) -> None:
-    """The new run's own scale holds."""
+def test_resume_between_constant_and_dynamic_loss_scale(before: str, after: str, tmp_path: Path) -> None:
+    """The new run's own scale is used."""
 
     def leg(flags: str) -> float:
         flags = f"--fp16 --initial-loss-scale 256 {flags} --load {tmp_path} --save {tmp_path}"
@@ -189,10 +188,12 @@ def test_a_fixed_scale_and_a_dynamic_one_can_follow_each_other(before: str, afte
     assert run_ranks(1, leg, after)[0] == (64 if after else 256)
 
 
-def test_gradient_noise_is_that_of_the_gradients_without_the_scale() -> None:
-    look = "--bf16 --fp8-log-interval 1 --fp8-what-if tensorwise --micro-batch-size 2"
+def test_gradient_noise_is_of_unscaled_gradients() -> None:
+    statistics = "--bf16 --fp8-log-interval 1 --fp8-what-if tensorwise --micro-batch-size 2"
     records = [
-        run_ranks(1, lambda flags=flags: look_of(build_run(small_config("llama", f"{look} {flags}"))))[0]
+        run_ranks(
+            1, lambda flags=flags: statistics_record_of(build_run(small_config("llama", f"{statistics} {flags}")))
+        )[0]
         for flags in ("", "--loss-scale 1024")
     ]
     assert records[0].gradient_signal is not None
@@ -202,7 +203,7 @@ def test_gradient_noise_is_that_of_the_gradients_without_the_scale() -> None:
     )
 
 
-def test_only_a_dynamic_scale_above_its_minimum_can_fall() -> None:
+def test_only_a_dynamic_loss_scale_above_its_minimum_can_decrease() -> None:
     def answer(flags: str) -> bool:
         return can_lower_loss_scale(build_run(small_config("llama", flags)).trainee.optimizer)
 

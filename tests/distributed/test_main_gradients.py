@@ -1,4 +1,4 @@
-"""The weight gradients of a step are summed over its microbatches in FP32, in layers without any quantization too."""
+"""The weight gradients of a step are summed over its microbatches in FP32, also in layers without quantization."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RELATIVE = 1e-6
 
 
 def errors_of_sums(config: RunConfig) -> dict[str, float]:
-    """By linear: how far its main gradient is from the same sum in FP64, as a fraction of that."""
+    """By linear: the relative error of its main gradient against the same sum in FP64."""
     run = build_run(config)
     assert run.num_microbatches == NUM_MICROBATCHES
     (chunk,) = run.trainee.chunks
@@ -46,7 +46,7 @@ def errors_of_sums(config: RunConfig) -> dict[str, float]:
     clear_gradients(run)
     batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
     forward_backward(run, batches, run.num_microbatches, forward_only=False)
-    num_tokens = run.global_batch_size * config.data.seq_length  # a power of two: dividing by it rounds nothing
+    num_tokens = run.global_batch_size * config.data.seq_length  # a power of two: dividing by it is exact
     return {
         weights[weight]: float((weight.main_grad * num_tokens - expected).norm() / expected.norm())
         for weight, expected in sums.items()
@@ -55,7 +55,7 @@ def errors_of_sums(config: RunConfig) -> dict[str, float]:
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_plain_layers_sum_weight_gradients_in_fp32(style: str) -> None:
-    """In gpt2's style the output layer's weight is the embedding's, whose own gradients autograd rounds to BF16."""
+    """In gpt2's style the output layer shares the embedding's weight, whose own gradients autograd rounds to BF16."""
     batch = f"--micro-batch-size 1 --global-batch-size {NUM_MICROBATCHES}"
     (errors,) = run_ranks(1, errors_of_sums, small_config(style, f"{PLAIN} --bf16 --num-layers 2 {batch}"))
     assert len(errors) == 2 * 4 + 1, "four linears in a layer, and the output layer"

@@ -1,4 +1,4 @@
-"""`--micro-batch-size auto`: what a trial measures, how a choice is found, kept and used again, and whole runs."""
+"""`--micro-batch-size auto`: what a trial measures, how a size is chosen, stored and reused, and complete runs."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def auto_config(extra: str = "") -> RunConfig:
         (2, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     ],
 )
-def test_a_trial_measures_steps_of_the_run(world_size: int, extra: str) -> None:
-    """In sizes up and down, in one process, with updates."""
+def test_a_trial_measures_training_steps(world_size: int, extra: str) -> None:
+    """For growing and shrinking sizes in one process, with updates."""
     setup = TrialSetup(config=auto_config(extra), implementation="emulated", limit_bytes=1 << 50)
 
     def measure() -> tuple[list[TrialResult], bool]:
@@ -87,8 +87,8 @@ def test_a_trial_measures_steps_of_the_run(world_size: int, extra: str) -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("second", [4.0, 0.1, 0.001])
 @pytest.mark.parametrize("size", [1, 2, 16])
-def test_long_steps_are_put_together_from_short_ones(stages: int, second: float, size: int) -> None:
-    """A step takes half a second (or so) and a quarter a microbatch, of a batch of 32: two counts tell both parts."""
+def test_long_steps_are_extrapolated_from_short_ones(stages: int, second: float, size: int) -> None:
+    """A step takes about 0.5 s plus 0.25 s per microbatch, of 32. Two microbatch counts determine both parts."""
     counts: list[int] = []
 
     def step(_: int, num_microbatches: int, number: int, has_statistics: bool = False) -> float:
@@ -112,7 +112,7 @@ def test_long_steps_are_put_together_from_short_ones(stages: int, second: float,
     [("", [1]), ("--fp8-schedule bf16:2,fp8", [3, 1]), ("--fp8-schedule fp8:2,bf16:1000,fp8", [3, 1])],
 )
 def test_every_precision_of_a_schedule_is_tried(schedule: str, expected: list[int]) -> None:
-    """That of most of a thousand steps first, which is timed."""
+    """The precision of most of a thousand steps comes first, and is timed."""
     config = auto_config(f"--bf16 {FP8} {schedule} --train-iters 1000")
     assert step_kinds(config) == expected
     seen: list[int] = []
@@ -130,8 +130,8 @@ def test_every_precision_of_a_schedule_is_tried(schedule: str, expected: list[in
     assert set(seen) == set(expected) and seen[-1] == expected[0]
 
 
-def test_a_peak_beyond_the_limit_does_not_fit() -> None:
-    """Also one so short that nobody saw the process above it."""
+def test_a_peak_above_the_limit_does_not_fit() -> None:
+    """Also one that is too short for the process to be observed above the limit."""
     parallel = SimpleNamespace(pipeline_model_parallel_size=1)
     run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
     setup = TrialSetup(config=auto_config(), implementation="emulated", limit_bytes=MIB)
@@ -141,13 +141,13 @@ def test_a_peak_beyond_the_limit_does_not_fit() -> None:
     assert isinstance(answer, TooLarge) and answer.reason.startswith("took ")
 
 
-def test_trials_have_no_loss_scale_to_find() -> None:
+def test_trials_use_a_constant_loss_scale() -> None:
     config = trial_config(auto_config("--fp16"), 2)
     assert (config.optimizer.loss_scale, config.training.micro_batch_size) == (1.0, 2)
     assert trial_config(auto_config("--bf16"), 2).optimizer.loss_scale is None
 
 
-def test_a_process_that_grows_beyond_the_limit_ends() -> None:
+def test_a_process_above_the_memory_limit_ends() -> None:
     def grow(by_bytes: int) -> None:
         limit_memory(CPU, resident_bytes() + 200 * MIB)
         kept = torch.ones(by_bytes // 4)
@@ -163,7 +163,7 @@ def test_a_process_that_grows_beyond_the_limit_ends() -> None:
     assert (status(400 * MIB), status(100 * MIB)) == (MEMORY_EXCEEDED_STATUS, 0)
 
 
-def test_the_peak_of_memory_can_be_forgotten() -> None:
+def test_the_memory_peak_can_be_reset() -> None:
     much = torch.ones(100 * MIB)
     high = peak_resident_bytes()
     del much
@@ -173,7 +173,7 @@ def test_the_peak_of_memory_can_be_forgotten() -> None:
     assert CPU.peak_memory_bytes() == peak_resident_bytes()
 
 
-def test_out_of_memory_is_told_from_other_errors() -> None:
+def test_out_of_memory_is_distinguished_from_other_errors() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
     assert is_out_of_memory(RuntimeError("NCCL error: ... Cuda failure 2 'out of memory'"))
@@ -185,7 +185,7 @@ def test_out_of_memory_is_told_from_other_errors() -> None:
 
 
 class FakeProcess:
-    """Answers as a machine with room for two sequences, on which one is faster than two by `one_ms` to 5 ms."""
+    """Answers like a machine with room for two sequences, where one takes `one_ms` and two take 5 ms."""
 
     def __init__(self, one_ms: float):
         self.one_ms, self.asked = one_ms, []
@@ -201,7 +201,7 @@ class FakeProcess:
 def choose(
     config: RunConfig, one_ms: float = 8.0, answer: Callable[[int], TrialResult] | None = None
 ) -> tuple[int, str, list[int]]:
-    """The size, what is told of it, and the sizes that were asked for; on one rank."""
+    """The size, the notices about it, and the sizes that were tried, on one rank."""
     process = FakeProcess(one_ms)
     if answer is not None:
         process.measure = answer
@@ -210,7 +210,7 @@ def choose(
     return config.training.micro_batch_size, told, process.asked
 
 
-def test_the_fastest_that_fits_is_chosen_and_kept(tmp_path: Path) -> None:
+def test_the_fastest_size_that_fits_is_chosen_and_stored(tmp_path: Path) -> None:
     config = auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2")
     assert run_ranks(1, choose, config)[0][0] == 2
     size, told, asked = run_ranks(1, choose, config)[0]
@@ -224,7 +224,7 @@ def test_the_fastest_that_fits_is_chosen_and_kept(tmp_path: Path) -> None:
     assert "(1: 1.00 GiB 3 ms/sample, 2: 2.00 GiB 5 ms/sample, 4: does not fit: no room" in told
 
 
-def test_the_search_begins_with_what_it_leaves_out() -> None:
+def test_the_search_reports_excluded_sizes_first() -> None:
     config = auto_config("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --seq-length 8")
     lines = introduction(config, [4], 2 * GIB, 4).splitlines()
     assert "divisors of the 8 sequences" in lines[0] and "(4) below 2.00 GiB" in lines[0]
@@ -252,8 +252,8 @@ def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
     assert not (tmp_path / CHOICE_FILE).exists()
 
 
-def test_a_choice_follows_from_the_linears_that_are_looked_at() -> None:
-    """A look keeps copies of their master weights."""
+def test_the_choice_depends_on_the_linears_with_statistics() -> None:
+    """A statistics step keeps copies of their master weights."""
     looks = f"--bf16 {FP8} --fp8-log-interval 2"
     of_all = search.relevant_settings(auto_config(looks))
     of_some = search.relevant_settings(auto_config(f"{looks} --fp8-log-layers layers.0.*"))
@@ -261,8 +261,8 @@ def test_a_choice_follows_from_the_linears_that_are_looked_at() -> None:
     assert changed == {"logging.fp8_log_layers"}
 
 
-def test_a_choice_of_an_earlier_version_is_known(tmp_path: Path) -> None:
-    """A setting that it did not record had its default."""
+def test_a_choice_of_an_earlier_version_is_reused(tmp_path: Path) -> None:
+    """A setting that the record lacks had its default."""
     run_ranks(1, choose, auto_config(f"--save {tmp_path}"))
     path = tmp_path / CHOICE_FILE
     content = json.loads(path.read_text())
@@ -273,21 +273,21 @@ def test_a_choice_of_an_earlier_version_is_known(tmp_path: Path) -> None:
     assert run_ranks(1, choose, auto_config(looks))[0][2]
 
 
-def test_a_choice_beyond_another_limit_is_made_again(tmp_path: Path) -> None:
+def test_a_choice_above_a_new_memory_limit_is_repeated(tmp_path: Path) -> None:
     run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2"))
     told, asked = run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 3"))[0][1:]
     assert not asked and "found below 2.00 GiB, and also below --micro-batch-size-memory-limit 3" in told
     assert run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 1.5"))[0][2]
 
 
-def test_a_choice_of_another_run_is_none(tmp_path: Path) -> None:
+def test_a_choice_of_another_run_is_not_reused(tmp_path: Path) -> None:
     run_ranks(1, choose, auto_config(f"--save {tmp_path}"))
     other = auto_config(f"--save {tmp_path} --global-batch-size 4 --lr 1e-4")
-    assert run_ranks(1, choose, other)[0][2], "another batch: tried anew"
+    assert run_ranks(1, choose, other)[0][2], "another batch: tried again"
     assert not run_ranks(1, choose, auto_config(f"--save {tmp_path} --global-batch-size 4 --lr 1e-5"))[0][2]
 
 
-def test_a_choice_of_another_machine_is_kept_and_said(tmp_path: Path) -> None:
+def test_a_choice_of_another_machine_is_reused_and_reported(tmp_path: Path) -> None:
     config = auto_config(f"--save {tmp_path / 'new'} --load {tmp_path}")
     run_ranks(1, choose, auto_config(f"--save {tmp_path}"))
     path = tmp_path / CHOICE_FILE
@@ -306,7 +306,7 @@ def test_a_choice_of_another_machine_is_kept_and_said(tmp_path: Path) -> None:
     assert isinstance(failed.value.__cause__, CheckpointError)
 
 
-def test_a_model_that_fits_in_no_size_is_an_error() -> None:
+def test_a_model_that_fits_at_no_size_is_an_error() -> None:
     with pytest.raises(AssertionError) as failed:
         run_ranks(1, choose, auto_config(), 1.0, lambda size: TooLarge("no room"))
     assert isinstance(failed.value.__cause__, ConfigError)
@@ -315,9 +315,9 @@ def test_a_model_that_fits_in_no_size_is_an_error() -> None:
         run_ranks(1, choose, auto_config(), 1.0, lambda size: Failed("ValueError: no"))
 
 
-# ---- whole runs ---------------------------------------------------------------------------------------------------
+# ---- complete runs -------------------------------------------------------------------------------------------------
 
-# Logits of 1,024 tokens x 8,192 ids in FP32, so that sequences count.
+# Logits of 1,024 tokens x 8,192 ids in FP32, so that the number of sequences matters.
 WHOLE = (
     "--model-preset tiny --seq-length 256 --vocab-size 8000 --mock-data --tokenizer-type NullTokenizer --num-workers 0 "
     "--global-batch-size 8 --train-iters 2 --lr 1e-3 --lr-decay-style constant --attention-dropout 0.1 "
@@ -332,14 +332,14 @@ def losses(folder: Path) -> list[tuple[float, float | None]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_tight", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_run_is_to_the_bit_the_one_with_that_size(is_tight: bool, tmp_path: Path) -> None:
-    """Trials leave nothing in weights, scales, random state and order of samples; a later start takes the size."""
+def test_automatic_size_is_bit_equal_to_that_size_given(is_tight: bool, tmp_path: Path) -> None:
+    """Trials change no weights, scales, random states or sample order. A later start reuses the size."""
     prepare()
     auto, given = tmp_path / "auto", tmp_path / "given"
     limit = resident_bytes() / GIB + (0.2 if is_tight else 4)
     found = f"{WHOLE} --micro-batch-size auto --micro-batch-size-memory-limit {limit:.2f} --save {auto} --load {auto}"
     ended = run_forked(1, found, timeout_s=300)
-    assert ended.statuses == (0,), ended.told()
+    assert ended.statuses == (0,), ended.report()
     choice = read_choice(auto / CHOICE_FILE)
     size = choice.micro_batch_size
     fitting = [trial for trial in choice.trials if trial.ms_per_sample is not None]
@@ -363,9 +363,9 @@ def test_a_run_is_to_the_bit_the_one_with_that_size(is_tight: bool, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_ranks_of_a_run_agree_on_a_size(tmp_path: Path) -> None:
+def test_ranks_agree_on_a_size(tmp_path: Path) -> None:
     prepare()
     run = f"{WHOLE} --micro-batch-size auto --save {tmp_path}"
     ended = run_forked(2, run + " --pipeline-model-parallel-size 2", timeout_s=500)
-    assert ended.statuses == (0, 0), ended.told()
+    assert ended.statuses == (0, 0), ended.report()
     assert read_choice(tmp_path / CHOICE_FILE).world_size == 2

@@ -1,4 +1,4 @@
-"""What a recipe remembers from step to step: in checkpoints, under recomputation, over ranks."""
+"""Quantizer state that persists between steps: in checkpoints, under recomputation, across ranks."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ each_case = pytest.mark.parametrize(
 @each_case
 def test_resume_is_bit_equal(recipe: str, world_size: int, flags: str, tmp_path: Path) -> None:
     config = small_config("llama", f"{recipe} {flags}", world_size)
-    straight = run_ranks(world_size, run_leg, config, 2 * STEPS, None, None)
+    unbroken = run_ranks(world_size, run_leg, config, 2 * STEPS, None, None)
     first = run_ranks(world_size, run_leg, config, STEPS, None, tmp_path)
     second = run_ranks(world_size, run_leg, config, STEPS, tmp_path, None)
-    for whole, before, after in zip(straight, first, second, strict=True):
+    for whole, before, after in zip(unbroken, first, second, strict=True):
         assert before.curve.losses + after.curve.losses == whole.curve.losses
         assert after.weights == whole.weights
 
 
 @each_case
 def test_recomputation_is_bit_equal(recipe: str, world_size: int, flags: str) -> None:
-    """Each layer runs twice forward, between them other microbatches and updates of the scales."""
+    """Each layer runs forward twice. Other microbatches and scale updates lie between the two runs."""
     plain = run_ranks(world_size, curve_of, small_config("llama", f"{recipe} {flags}", world_size), STEPS)
     config = small_config("llama", f"{recipe} {flags} {RECOMPUTE}", world_size)
     assert run_ranks(world_size, curve_of, config, STEPS) == plain
@@ -85,7 +85,7 @@ def test_ranks_agree_on_scales(flags: str) -> None:
         assert (state != 1).all() if name.endswith("quant_scale") else state[-1].all()
 
 
-def test_data_ranks_may_keep_their_own_amaxes() -> None:
+def test_amaxes_may_stay_local_to_data_parallel_ranks() -> None:
     config = small_config("llama", f"{DELAYED} --tp-only-amax-red", 2)
     ours, theirs = run_ranks(2, states_after, config, 2)
     differing = [name for name, state in ours.items() if not torch.equal(state, theirs[name])]
@@ -105,7 +105,7 @@ def save(config: RunConfig, folder: Path) -> dict[str, Tensor]:
     return quantizer_states(run)
 
 
-def test_another_layout_has_the_same_scales(tmp_path: Path) -> None:
+def test_resume_in_another_layout_keeps_the_scales(tmp_path: Path) -> None:
     saved = run_ranks(2, save, small_config("llama", f"{DELAYED} {TENSOR}", 2), tmp_path)[0]
     there = run_ranks(2, states_after_load, small_config("llama", f"{DELAYED} {PIPELINE}", 2), tmp_path)
     here = run_ranks(1, states_after_load, small_config("llama", DELAYED), tmp_path)[0]
@@ -118,8 +118,8 @@ TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 
 
 @pytest.mark.parametrize("before, after", [(TENSORWISE, DELAYED), (DELAYED, TENSORWISE), ("--bf16", DELAYED)])
-def test_recipes_take_each_others_checkpoints(before: str, after: str, tmp_path: Path) -> None:
-    """Scales that a checkpoint does not have start anew."""
+def test_resume_with_another_recipe(before: str, after: str, tmp_path: Path) -> None:
+    """Scales that a checkpoint does not have start from their defaults."""
     run_ranks(1, save, small_config("llama", before), tmp_path)
     states = run_ranks(1, states_after_load, small_config("llama", after), tmp_path)[0]
     for name, state in states.items():
@@ -138,12 +138,12 @@ def evaluated_between(config: RunConfig, evaluates: bool) -> Curve:
     run = build_run(config)
     first = train(run, 1)
     if evaluates:
-        look_without_training(run)
+        validate_and_read_states(run)
     second = train(run, 1, first_step=2)
     return Curve(first.losses + second.losses, first.grad_norms + second.grad_norms)
 
 
-def look_without_training(run: Run) -> None:
+def validate_and_read_states(run: Run) -> None:
     chunk: Any = run.trainee.chunks[0]
     chunk.eval()
     tokens = torch.randint(0, 255, (1, 32), generator=torch.Generator().manual_seed(0))
@@ -153,12 +153,12 @@ def look_without_training(run: Run) -> None:
     chunk.train()
 
 
-def test_evaluation_leaves_no_trace() -> None:
+def test_validation_does_not_change_quantizer_state() -> None:
     config = small_config("llama", DELAYED)
     assert run_ranks(1, evaluated_between, config, True) == run_ranks(1, evaluated_between, config, False)
 
 
-def validated_by_layers_that_enter_amaxes() -> bool:
+def validated_with_recording_layers() -> bool:
     run = build_run(small_config("llama", DELAYED))
     train(run, 2)
     state = delayed_scaling_tensors(run.trainee.chunks[0], run.implementation)
@@ -170,8 +170,8 @@ def validated_by_layers_that_enter_amaxes() -> bool:
     return all(torch.equal(*pair) for pair in zip(state, before, strict=True))
 
 
-def test_a_validation_takes_back_what_layers_enter() -> None:
-    assert run_ranks(1, validated_by_layers_that_enter_amaxes) == [True]
+def test_validation_restores_amaxes_that_layers_record() -> None:
+    assert run_ranks(1, validated_with_recording_layers) == [True]
 
 
 def test_amaxes_are_reduced_over_the_right_ranks() -> None:

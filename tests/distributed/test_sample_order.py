@@ -1,4 +1,4 @@
-"""A resumed run goes on where it stopped, on any ranks, or says what changed."""
+"""A resumed run continues where it stopped, in any layout, or reports what changed."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def write(prefix: Path, seed: int, num_documents: int = 30) -> str:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> tuple[str, str]:
-    """The first is read several times over in six steps."""
+    """The first shard is read several times in six steps."""
     return write(tmp_path / "a", 1, 10), write(tmp_path / "b", 2, 90)
 
 
 def start(folder: Path, data_path: tuple[str, ...], steps: int, flags: str = "", world_size: int = 1) -> Progress:
-    """Start a run, or resume it, to a step."""
+    """Start or resume a run, up to a step."""
     text = f"{FLAGS} --train-iters {steps} --save {folder} --load {folder} {flags}"
     config = small_config("llama", text, world_size)
     data = dataclasses.replace(config.data, mock_data=False, data_path=data_path, split=config.data.split or "1")
@@ -65,21 +65,21 @@ def refusal(*args: Any, **options: Any) -> str:
     return str(raised.value.__cause__)
 
 
-def test_parts_on_other_ranks_read_what_a_straight_run_reads(tmp_path: Path, shards: tuple[str, str]) -> None:
+def test_resume_in_other_layouts_reads_the_samples_of_the_unbroken_run(tmp_path: Path, shards: tuple[str, str]) -> None:
     blend = ("1", shards[0], "2", shards[1])
-    start(tmp_path / "straight", blend, 6)
+    start(tmp_path / "unbroken", blend, 6)
     start(tmp_path / "parts", blend, 2, world_size=2)
     start(tmp_path / "parts", blend, 4, "--num-workers 2")
     start(tmp_path / "parts", blend, 6, "--micro-batch-size 1 --num-workers 1", world_size=2)
-    straight, parts = mark(tmp_path / "straight", 6), mark(tmp_path / "parts", 6)
-    assert straight == parts
-    assert straight.num_samples == 48
-    assert mark(tmp_path / "straight", 4) == mark(tmp_path / "parts", 4) != straight
+    unbroken, parts = mark(tmp_path / "unbroken", 6), mark(tmp_path / "parts", 6)
+    assert unbroken == parts
+    assert unbroken.num_samples == 48
+    assert mark(tmp_path / "unbroken", 4) == mark(tmp_path / "parts", 4) != unbroken
     notes = [event.detail for event in load_run(tmp_path / "parts").events if event.name == "checkpoint"]
     assert not any("order" in note or "not checked" in note for note in notes)
 
 
-def test_a_changed_order_is_refused_with_what_changed(tmp_path: Path, shards: tuple[str, str]) -> None:
+def test_a_changed_sample_order_is_refused(tmp_path: Path, shards: tuple[str, str]) -> None:
     blend = ("1", shards[0], "2", shards[1])
     start(tmp_path / "run", blend, 2)
     seed = refusal(tmp_path / "run", blend, 4, "--seed 77")
@@ -98,16 +98,14 @@ def test_a_changed_order_is_refused_with_what_changed(tmp_path: Path, shards: tu
     assert start(tmp_path / "run", blend, 6) == Progress(6, 48), "from then on the new order is the run's"
 
 
-def test_a_moved_shard_is_the_same_shard(tmp_path: Path, shards: tuple[str, str]) -> None:
+def test_a_moved_shard_is_accepted(tmp_path: Path, shards: tuple[str, str]) -> None:
     start(tmp_path / "run", shards[:1], 2)
     for suffix in (".bin", ".idx"):
         Path(shards[0] + suffix).rename(tmp_path / f"moved{suffix}")
     assert start(tmp_path / "run", (str(tmp_path / "moved"),), 4) == Progress(4, 32)
 
 
-def test_a_run_that_is_cut_short_or_only_starts_from_the_weights_asks_nothing(
-    tmp_path: Path, shards: tuple[str, str]
-) -> None:
+def test_shorter_and_finetune_runs_skip_the_sample_check(tmp_path: Path, shards: tuple[str, str]) -> None:
     start(tmp_path / "run", shards[1:], 4)
     assert start(tmp_path / "run", shards[1:], 2) == Progress(4, 32), "nothing is left to read"
     assert start(tmp_path / "run", shards[:1], 2, f"--finetune --save {tmp_path / 'tuned'}") == Progress(2, 16)

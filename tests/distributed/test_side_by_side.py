@@ -1,4 +1,4 @@
-"""How the tests on several GPUs start their runs, on CPU ranks: the same program, files and tests of what they left."""
+"""How the tests on several GPUs start their runs, tested on CPU ranks: the same program, files and results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def losses(folder: Path, ends: dict[str, End], name: str) -> list[float]:
     return [step.loss for step in load_run(run_folder(folder, name)).steps]
 
 
-def test_each_run_is_a_run_of_its_own(folder: Path, ends: dict[str, End]) -> None:
+def test_runs_are_independent(folder: Path, ends: dict[str, End]) -> None:
     one, two = (losses(folder, ends, name) for name in ("1 rank", "DP 2"))
     assert len(one) == STEPS and two == pytest.approx(one, rel=1e-4)
     assert load_run(run_folder(folder, "DP 2")).info.world_size == 2

@@ -1,4 +1,4 @@
-"""Looks at quantization in whole runs: the same from every layout, equal to slow references, and without a trace."""
+"""Quantization statistics of complete runs: equal in every layout, equal to slow references, no effect on training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_run import build_run, fingerprint, look_of, small_config, statistics_step, weights
+from small_run import build_run, fingerprint, small_config, statistics_record_of, statistics_step, weights
 
 from megafp8.analysis.runs import load_run
 from megafp8.errors import NumericsError
@@ -35,20 +35,20 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 LENGTH = "--lr-warmup-iters 0 --eval-iters 0 --no-progress-bar"
 E5M2_STEP = 0.25  # gradients are rounded to such steps on their way, and other scales round otherwise
-SCALE_DB = 1.0  # rounding errors depend on where values lie between powers of two, which another scale changes
-LOOK = "--fp8-log-interval 1"
+SCALE_DB = 1.0  # rounding errors depend on the position of values between powers of two, which another scale changes
+STATISTICS = "--fp8-log-interval 1"
 
 
-def look_at_first_step(flags: str, world_size: int = 1) -> QuantizationRecord:
-    """The look of rank 0."""
-    config = small_config("llama", f"{LENGTH} {LOOK} {flags}", world_size)
-    found = run_ranks(world_size, lambda: look_of(build_run(config)))
+def first_step_statistics(flags: str, world_size: int = 1) -> QuantizationRecord:
+    """Rank 0's quantization statistics."""
+    config = small_config("llama", f"{LENGTH} {STATISTICS} {flags}", world_size)
+    found = run_ranks(world_size, lambda: statistics_record_of(build_run(config)))
     assert not any(found[1:]), "rank 0 has it all"
     assert found[0] is not None
     return found[0]
 
 
-# --- without a trace --------------------------------------------------------------------------------------------------
+# --- no effect on training --------------------------------------------------------------------------------------------
 
 
 def run_loop(folder: Path, flags: str, world_size: int) -> str:
@@ -75,23 +75,25 @@ def run_loop(folder: Path, flags: str, world_size: int) -> str:
         pytest.param(1, PLAIN, "mxfp8,nvfp4", id="high-precision"),
     ],
 )
-def test_looking_changes_nothing(world_size: int, flags: str, tried: str, tmp_path: Path) -> None:
+def test_statistics_do_not_change_training(world_size: int, flags: str, tried: str, tmp_path: Path) -> None:
     plain = run_loop(tmp_path / "plain", flags, world_size)
-    looked = run_loop(tmp_path / "looked", f"{flags} --fp8-log-interval 2 --fp8-what-if {tried}", world_size)
-    runs = load_run(tmp_path / "plain"), load_run(tmp_path / "looked")
+    with_statistics = run_loop(
+        tmp_path / "statistics", f"{flags} --fp8-log-interval 2 --fp8-what-if {tried}", world_size
+    )
+    runs = load_run(tmp_path / "plain"), load_run(tmp_path / "statistics")
     assert [step.loss for step in runs[0].steps] == [step.loss for step in runs[1].steps]
-    assert looked == plain
-    assert not runs[0].quantization_records and [look.step for look in runs[1].quantization_records] == [2, 4]
-    for look in runs[1].quantization_records:
-        assert set(look.what_if) == set(tried.split(","))
-        assert bool(look.tensors) == ("local" not in flags)
-        assert look.update_to_weight > 0
+    assert with_statistics == plain
+    assert not runs[0].quantization_records and [record.step for record in runs[1].quantization_records] == [2, 4]
+    for record in runs[1].quantization_records:
+        assert set(record.what_if) == set(tried.split(","))
+        assert bool(record.tensors) == ("local" not in flags)
+        assert record.update_to_weight > 0
     last = runs[1].events[-1]
     assert last.name == "health" and last.detail.startswith("2 statistics steps, ")
 
 
-def test_steps_between_looks_know_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No linear shows anything, no table is made and nothing is entered."""
+def test_other_steps_do_no_statistics_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No linear calls an observer, no table is created and nothing is recorded."""
     config = small_config("llama", f"{LENGTH} {TENSORWISE} --fp8-log-interval 3")
     shown: list[int] = []
     now = [0]
@@ -107,7 +109,7 @@ def test_steps_between_looks_know_nothing_of_them(monkeypatch: pytest.MonkeyPatc
         collector = StatisticsCollector(run)
         for step in range(1, 5):
             now[0] = step
-            look_of(run, step, collector)
+            statistics_record_of(run, step, collector)
         return shown
 
     monkeypatch.setattr(LinearPlan, "quantize_for", counted)
@@ -115,11 +117,11 @@ def test_steps_between_looks_know_nothing_of_them(monkeypatch: pytest.MonkeyPatc
     assert set(found) == {3}
 
 
-def test_a_rank_may_have_no_gradient_of_what_is_watched() -> None:
-    """One pass has a factor of gradients, on the GPU; its stand-in here is a device that no number gets to unseen."""
-    config = small_config("llama", f"{LENGTH} {TENSORWISE} {LOOK}")
+def test_a_rank_may_have_no_gradient_of_the_observed_linears() -> None:
+    """The fused optimizer's gradient factor is on the GPU, here on the meta device, which cannot be read."""
+    config = small_config("llama", f"{LENGTH} {TENSORWISE} {STATISTICS}")
 
-    def look() -> list[float]:
+    def gradient_factors() -> list[float]:
         run = build_run(config)
         optimizer = FusedAdamOptimizer.__new__(FusedAdamOptimizer)
         optimizer.grad_factor = torch.ones(1, device="meta")
@@ -130,14 +132,14 @@ def test_a_rank_may_have_no_gradient_of_what_is_watched() -> None:
         table, linears = collector.current.table, collector.plan.linears
         return [table.total(linears, field) for field in ("few_gradient", "all_gradient")]
 
-    assert run_ranks(1, look) == [[0.0, 0.0]]
+    assert run_ranks(1, gradient_factors) == [[0.0, 0.0]]
 
 
-# --- the same from every layout ---------------------------------------------------------------------------------------
+# --- equal in every layout --------------------------------------------------------------------------------------------
 
 
 def check_close(found: QuantizationRecord, expected: QuantizationRecord, names: str = "") -> None:
-    """Tensors agree up to what another order of sums does to values."""
+    """Tensors agree up to the effect of another summation order."""
     assert list(found.tensors) == list(expected.tensors)
     for name, stats in expected.tensors.items():
         if names in name:
@@ -149,16 +151,16 @@ def check_close(found: QuantizationRecord, expected: QuantizationRecord, names: 
             assert other.mean_local_sqnr_db == pytest.approx(stats.mean_local_sqnr_db, abs=SCALE_DB), name
 
 
-def test_stages_see_what_one_rank_sees() -> None:
-    one = look_at_first_step(f"{TENSORWISE} --micro-batch-size 2")
-    two = look_at_first_step(f"{TENSORWISE} --micro-batch-size 2 --pipeline-model-parallel-size 2", 2)
+def test_pipeline_parallel_statistics_equal_one_rank() -> None:
+    one = first_step_statistics(f"{TENSORWISE} --micro-batch-size 2")
+    two = first_step_statistics(f"{TENSORWISE} --micro-batch-size 2 --pipeline-model-parallel-size 2", 2)
     assert two.tensors == one.tensors
     assert two.gradient_noise == pytest.approx(one.gradient_noise, rel=1e-6)
     assert len(one.tensors) == 4 * 4 * 3
 
 
-def test_tensor_ranks_see_what_one_rank_sees() -> None:
-    one, two = look_at_first_step(TENSORWISE), look_at_first_step(f"{TENSORWISE} {TENSOR}", 2)
+def test_tensor_parallel_statistics_equal_one_rank() -> None:
+    one, two = first_step_statistics(TENSORWISE), first_step_statistics(f"{TENSORWISE} {TENSOR}", 2)
     check_close(two, one, "weight")
     for name, stats in one.tensors.items():
         if name.endswith("weight"):
@@ -175,10 +177,10 @@ def test_tensor_ranks_see_what_one_rank_sees() -> None:
 
 
 @pytest.mark.parametrize("flags", ["", OVERLAP], ids=["plain", "sharded-optimizer"])
-def test_data_ranks_see_what_one_rank_sees(flags: str) -> None:
-    """One microbatch of the whole batch on one rank, or its halves on two. Scales are each rank's own."""
-    one = look_at_first_step(f"{TENSORWISE} --micro-batch-size 8")
-    two = look_at_first_step(f"{TENSORWISE} --micro-batch-size 4 {flags}", 2)
+def test_data_parallel_statistics_equal_one_rank(flags: str) -> None:
+    """One microbatch of the complete batch on one rank, or its two parts on two ranks. Each rank has its own scales."""
+    one = first_step_statistics(f"{TENSORWISE} --micro-batch-size 8")
+    two = first_step_statistics(f"{TENSORWISE} --micro-batch-size 4 {flags}", 2)
     assert one.gradient_noise is None, "there is no smaller batch"
     assert two.gradient_noise > 0
     for name, stats in one.tensors.items():
@@ -199,8 +201,7 @@ def linear_weights(run: Run) -> list[torch.Tensor]:
 
 
 def slow_norms(run: Run, *num_microbatches: int) -> list[float]:
-    """Squared norms of the mean gradients of the linears over some microbatches of the first batch, and over the next
-    ones."""
+    """Squared norms of the linears' mean gradients over the first microbatches of a batch, and over the next ones."""
     batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
     found = []
     for count in num_microbatches:
@@ -211,37 +212,37 @@ def slow_norms(run: Run, *num_microbatches: int) -> list[float]:
 
 
 @pytest.mark.parametrize("flags", [TENSORWISE, f"{TENSORWISE} --no-gradient-accumulation-fusion", PLAIN])
-def test_gradient_noise_is_that_of_two_batch_sizes(flags: str) -> None:
-    config = small_config("llama", f"{LENGTH} {LOOK} {flags} --fp8-what-if mxfp8 --micro-batch-size 2")
+def test_gradient_noise_follows_from_two_batch_sizes(flags: str) -> None:
+    config = small_config("llama", f"{LENGTH} {STATISTICS} {flags} --fp8-what-if mxfp8 --micro-batch-size 2")
 
     def both() -> tuple[QuantizationRecord, float, float]:
         run = build_run(config)
         (few,), (all,) = slow_norms(run, 1), slow_norms(run, 4)
-        return look_of(run), few, all
+        return statistics_record_of(run), few, all
 
-    ((look, few, all),) = run_ranks(1, both)
+    ((record, few, all),) = run_ranks(1, both)
     signal, noise = signal_and_noise(few, all, 2, 8)
-    assert look.gradient_signal == pytest.approx(signal, rel=1e-4)
-    assert look.gradient_noise == pytest.approx(noise, rel=1e-4)
+    assert record.gradient_signal == pytest.approx(signal, rel=1e-4)
+    assert record.gradient_noise == pytest.approx(noise, rel=1e-4)
     if signal > 0:
-        assert look.gradient_noise_scale == pytest.approx(noise / signal, rel=1e-4)
-        assert look.gradient_snr == pytest.approx(8 * signal / noise, rel=1e-4)
+        assert record.gradient_noise_scale == pytest.approx(noise / signal, rel=1e-4)
+        assert record.gradient_snr == pytest.approx(8 * signal / noise, rel=1e-4)
 
 
 @pytest.mark.parametrize("flags", ["", OVERLAP], ids=["plain", "sharded-optimizer"])
 def test_gradient_noise_is_averaged_over_data_ranks(flags: str) -> None:
-    """One microbatch a rank: its own gradient is seen before it is reduced."""
+    """One microbatch per rank: its own gradient is measured before the reduction."""
     half = "--bf16 --transformer-impl local --fp8-what-if mxfp8 --micro-batch-size 4"
 
     def slow() -> tuple[float, float]:
-        run = build_run(small_config("llama", f"{LENGTH} {LOOK} {half}"))
+        run = build_run(small_config("llama", f"{LENGTH} {STATISTICS} {half}"))
         return sum(slow_norms(run, 1, 1)) / 2, *slow_norms(run, 2)
 
     ((few, all),) = run_ranks(1, slow)
-    look = look_at_first_step(f"{half} {flags}", 2)
+    record = first_step_statistics(f"{half} {flags}", 2)
     signal, noise = signal_and_noise(few, all, 4, 8)
-    assert look.gradient_signal == pytest.approx(signal, rel=1e-2)
-    assert look.gradient_noise == pytest.approx(noise, rel=1e-2)
+    assert record.gradient_signal == pytest.approx(signal, rel=1e-2)
+    assert record.gradient_noise == pytest.approx(noise, rel=1e-2)
 
 
 def test_signal_and_noise_of_known_gradients() -> None:
@@ -249,72 +250,72 @@ def test_signal_and_noise_of_known_gradients() -> None:
     assert signal_and_noise(3 + 20 / 2, 3 + 20 / 16, 2, 16) == pytest.approx((3, 20))
 
 
-def test_updates_are_those_of_the_master_weights() -> None:
-    config = small_config("llama", f"{LENGTH} {LOOK} {TENSORWISE}")
+def test_update_statistics_are_of_the_master_weights() -> None:
+    config = small_config("llama", f"{LENGTH} {STATISTICS} {TENSORWISE}")
 
     def both() -> tuple[QuantizationRecord, float, float]:
         run = build_run(config)
         before = [weight.main_param.clone() for weight in linear_weights(run)]
         collector = StatisticsCollector(run)
         codes = [linear.weight_codes() for linear in collector.linears]
-        look = look_of(run, 1, collector)
+        record = statistics_record_of(run, 1, collector)
         after = [weight.main_param for weight in linear_weights(run)]
         update = sum((new - old).double().square().sum() for new, old in zip(after, before, strict=True))
         size = sum(old.double().square().sum() for old in before)
         now = [linear.weight_codes() for linear in collector.linears]
         changed = sum((old != new).sum().item() for old, new in zip(codes, now, strict=True))
-        return look, math.sqrt(update / size), changed / sum(each.numel() for each in codes)
+        return record, math.sqrt(update / size), changed / sum(each.numel() for each in codes)
 
-    ((look, ratio, changed),) = run_ranks(1, both)
-    assert look.update_to_weight == pytest.approx(ratio, rel=1e-5)
-    assert look.codes_changed_fraction == changed
+    ((record, ratio, changed),) = run_ranks(1, both)
+    assert record.update_to_weight == pytest.approx(ratio, rel=1e-5)
+    assert record.codes_changed_fraction == changed
     assert 0 < changed < 1
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
-def test_watching_from_outside_sees_what_layers_show(recipe: str) -> None:
-    """What is done with Transformer Engine's layers, done with emulated ones."""
+def test_hook_statistics_equal_those_of_emulated_layers(recipe: str) -> None:
+    """The hooks on Transformer Engine's layers, applied to emulated layers."""
     flags = f"--bf16 --fp8-format e4m3 --fp8-recipe {recipe} --fp8-what-if nvfp4 --hidden-size 128"
-    config = small_config("llama", f"{LENGTH} {LOOK} {flags}")
+    config = small_config("llama", f"{LENGTH} {STATISTICS} {flags}")
 
-    def look(hooked: bool) -> QuantizationRecord:
+    def statistics(hooked: bool) -> QuantizationRecord:
         run = build_run(config)
         collector = StatisticsCollector(run)
         if hooked:
             collector.linears = [HookedLinear(each.name, each.module, each.recipe) for each in collector.linears]
-        return look_of(run, 1, collector)
+        return statistics_record_of(run, 1, collector)
 
-    (shown,), (hooked,) = (run_ranks(1, look, hooked) for hooked in (False, True))
+    (shown,), (hooked,) = (run_ranks(1, statistics, hooked) for hooked in (False, True))
     assert hooked.tensors == shown.tensors and hooked.what_if == shown.what_if
     assert hooked.gradient_noise == shown.gradient_noise
 
 
-# --- health, in real runs ---------------------------------------------------------------------------------------------
+# --- health of real runs ----------------------------------------------------------------------------------------------
 
 
 def health_of(folder: Path, flags: str, steps: int = 4) -> list[str]:
-    """What is said of a run that looks at every step."""
-    config = small_config("llama", f"{LENGTH} {LOOK} --train-iters {steps} --save {folder} {flags}")
+    """The health findings of a run in which every step is a statistics step."""
+    config = small_config("llama", f"{LENGTH} {STATISTICS} --train-iters {steps} --save {folder} {flags}")
     run_ranks(1, lambda: train(build_run(config)) and None)
     return [event.detail for event in load_run(folder).events if event.name == "health"]
 
 
 @pytest.mark.parametrize("flags", [TENSORWISE, DELAYED, BLOCKWISE, MXFP8, NVFP4], ids=lambda flags: flags.split()[-1])
-def test_a_healthy_run_has_nothing_to_report(flags: str, tmp_path: Path) -> None:
+def test_a_healthy_run_has_no_findings(flags: str, tmp_path: Path) -> None:
     (summary,) = health_of(tmp_path, flags)
     assert re.fullmatch(r"4 statistics steps, \d+ tensors: nothing to report", summary)
 
 
-def test_a_learning_rate_of_nothing_stalls_weights(tmp_path: Path) -> None:
+def test_a_tiny_learning_rate_stalls_weights(tmp_path: Path) -> None:
     told, summary = health_of(tmp_path, f"{TENSORWISE} --lr 1e-10 --min-lr 0")
     assert told.startswith("stalled weights: layers.0.linear_qkv.weight: a step moves it by ")
     assert "stalled weights (16 tensors, first at step 2)" in summary
 
 
-def test_a_scale_that_nothing_updates_is_stale(tmp_path: Path) -> None:
-    """Scales of 1 without calibration, and amaxes that leave no trace, as if histories were lost."""
+def test_a_scale_without_updates_is_stale(tmp_path: Path) -> None:
+    """Scales of 1 without calibration, and amaxes that are not recorded, as if histories were lost."""
     flags = f"{DELAYED} --fp8-delayed-start te --train-iters 3 --save {tmp_path}"
-    config = small_config("llama", f"{LENGTH} {LOOK} {flags}")
+    config = small_config("llama", f"{LENGTH} {STATISTICS} {flags}")
 
     def start() -> None:
         run = build_run(config)
@@ -328,7 +329,7 @@ def test_a_scale_that_nothing_updates_is_stale(tmp_path: Path) -> None:
 
 
 def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
-    config = small_config("llama", f"{LENGTH} {LOOK} {TENSORWISE} --no-check-for-nan-in-loss-and-grad")
+    config = small_config("llama", f"{LENGTH} {STATISTICS} {TENSORWISE} --no-check-for-nan-in-loss-and-grad")
 
     def start() -> list[str]:
         run = build_run(config)
@@ -344,16 +345,16 @@ def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
     assert any(each.startswith(expected) for each in told)
 
 
-def test_a_run_without_a_look_says_why(tmp_path: Path) -> None:
+def test_a_run_without_statistics_reports_why(tmp_path: Path) -> None:
     (summary,) = health_of(tmp_path, f"{TENSORWISE} --fp8-log-interval 5")
     assert summary.startswith(
         "no quantization statistics: none of the steps 1 to 4 is a multiple of --fp8-log-interval 5"
     )
 
 
-@pytest.mark.parametrize("flags", ["--fp8-log-interval 100 --fp8-what-if mxfp8", ""], ids=["tried", "not-looked-at"])
-def test_bad_numbers_in_high_precision_have_one_story(flags: str, tmp_path: Path) -> None:
-    """Weights so large that the next forward pass overflows: no gradient is the first, and what helps is said."""
+@pytest.mark.parametrize("flags", ["--fp8-log-interval 100 --fp8-what-if mxfp8", ""], ids=["what-if", "no-statistics"])
+def test_nonfinite_values_in_high_precision_give_one_finding(flags: str, tmp_path: Path) -> None:
+    """The weights are so large that the next forward pass overflows. The report has a fix."""
     large = "--lr 1e16 --clip-grad 0 --train-iters 3"
     config = small_config("llama", f"{LENGTH} {PLAIN} {large} --save {tmp_path} {flags}")
 
@@ -372,9 +373,9 @@ def test_bad_numbers_in_high_precision_have_one_story(flags: str, tmp_path: Path
     assert all(re.match(first, each) for each in told)
 
 
-@pytest.mark.parametrize("interval", [1, 100], ids=["looked-at", "not-looked-at"])
-def test_a_run_that_bad_numbers_stop_says_where_they_came_from(interval: int, tmp_path: Path) -> None:
-    """The step runs once more if it was not looked at: a weight of layer 1 is NaN, first met by its own linear."""
+@pytest.mark.parametrize("interval", [1, 100], ids=["statistics-step", "plain-step"])
+def test_a_run_stopped_by_nonfinite_values_names_their_source(interval: int, tmp_path: Path) -> None:
+    """A step without statistics runs again. A weight of layer 1 is NaN, and its own linear is the first to meet it."""
     flags = f"{TENSORWISE} --pipeline-model-parallel-size 2 --fp8-log-interval {interval}"
     config = small_config("llama", f"{LENGTH} {flags} --train-iters 3 --save {tmp_path}", 2)
 
@@ -392,6 +393,6 @@ def test_a_run_that_bad_numbers_stop_says_where_they_came_from(interval: int, tm
     run = load_run(tmp_path)
     (told,) = (event for event in run.events if event.name == "health")
     assert told.step == 1 and "layers.1.linear_fc2.weight: 1 values are not finite" in told.detail
-    (look,) = run.quantization_records
-    assert look.tensors["layers.1.linear_fc2.input"].num_non_finite == 0
-    assert look.tensors["layers.2.linear_qkv.input"].num_non_finite > 0
+    (record,) = run.quantization_records
+    assert record.tensors["layers.1.linear_fc2.input"].num_non_finite == 0
+    assert record.tensors["layers.2.linear_qkv.input"].num_non_finite > 0

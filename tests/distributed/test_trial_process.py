@@ -1,4 +1,4 @@
-"""Ranks that try micro-batch sizes agree, whatever becomes of one rank's trial."""
+"""Ranks that try micro-batch sizes agree, also when the trial of one rank fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megafp8.training.micro_batch_search.processes import TrialProcess
 
 
 def answers(sizes: list[int], end: str, timeout_s: float = 30.0) -> list[TrialResult]:
-    """What this rank hears of the sizes."""
+    """What this rank learns about the sizes."""
     setup = TrialSetup(config=small_config("llama", world_size=2), implementation=end, limit_bytes=0)
     process = TrialProcess(setup, fake_trials.serve, timeout_s)
     try:
@@ -31,28 +31,28 @@ def answers(sizes: list[int], end: str, timeout_s: float = 30.0) -> list[TrialRe
         ("raises", "CUDA out of memory"),
         ("killed", "the process was killed, as the system does when memory is short"),
         ("grows", "the process grew beyond the limit"),
-        ("breaks", "the process grew beyond the limit"),  # and the other rank's sees a broken connection first
+        ("breaks", "the process grew beyond the limit"),  # and the other rank's process sees a broken connection first
     ],
 )
-def test_one_rank_out_of_memory_makes_a_size_too_large_for_all(end: str, reason: str) -> None:
-    """The other rank's process, which waits for it, is ended; new ones try the next size. The worst rank counts."""
+def test_out_of_memory_on_one_rank_rejects_the_size_on_all(end: str, reason: str) -> None:
+    """The other rank's waiting process is terminated, and new processes try the next size. The worst rank counts."""
     began = time.monotonic()
     heard = run_ranks(2, answers, [4, 16, 8], end)
     assert heard[0] == heard[1] == [Measured(4001, 3.5), TooLarge(reason), Measured(8001, 2.25)]
-    assert time.monotonic() - began < 30, "nobody waits for a trial that is over"
+    assert time.monotonic() - began < 30, "no rank waits for a finished trial"
 
 
 @pytest.mark.parametrize(
     ("end", "reason"),
     [("crashes", "the process ended with status 3"), ("errs", "ValueError: no"), ("hangs", "no answer in 2 s")],
 )
-def test_another_failure_is_told_on_all_ranks(end: str, reason: str) -> None:
+def test_other_failures_are_reported_on_all_ranks(end: str, reason: str) -> None:
     heard = run_ranks(2, answers, [16], end, 2.0 if end == "hangs" else 30.0)
     assert heard == [[Failed(reason)]] * 2
 
 
-def test_a_process_that_cannot_be_started_is_told_on_all_ranks() -> None:
-    """One rank's cannot be pickled; neither waits, and both can close what they have."""
+def test_a_process_that_cannot_start_is_reported_on_all_ranks() -> None:
+    """The process of one rank cannot be pickled. Neither rank waits, and both can close what they have."""
 
     def start() -> str:
         setup = TrialSetup(config=small_config("llama", world_size=2), implementation="raises", limit_bytes=0)
@@ -69,7 +69,7 @@ def test_a_process_that_cannot_be_started_is_told_on_all_ranks() -> None:
     assert told[0] == told[1] and told[0].startswith("rank 0: ") and "pickle" in told[0]
 
 
-def test_a_lone_rank_needs_no_meeting() -> None:
+def test_a_single_rank_needs_no_collective() -> None:
     def one() -> tuple[list[TrialResult], bool]:
         setup = TrialSetup(config=small_config("llama"), implementation="raises", limit_bytes=0)
         process = TrialProcess(setup, fake_trials.serve, 30.0)

@@ -1,4 +1,4 @@
-"""What the fault tests share: every import before the first fork, and runs that nothing hit."""
+"""Common parts of the fault tests: every import before the first fork, and runs without faults."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def imported() -> None:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For indices of the data, which all runs here have in common."""
+    """Data indices, which all runs here share."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, FaultyRun]:
-    """By layout, a run that came to its end at the first start. Tests must not write to its folder."""
+    """By layout, a run that finished at its first start. Tests must not write to its folder."""
     runs = {layout: FaultyRun(layout, tmp_path_factory.mktemp("unbroken") / layout, cache) for layout in LAYOUTS}
     for run in runs.values():
         ended = run.start()
-        assert set(ended.statuses) == {0}, ended.told()
+        assert set(ended.statuses) == {0}, ended.report()
         assert run.newest == STEPS
     return runs

@@ -1,4 +1,4 @@
-"""The run that the fault tests hit: small, in FP8 with memory (delayed scaling), with dropout and evaluation."""
+"""The run of the fault tests: small, in FP8 with state (delayed scaling), with dropout and evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUTS = {
     "dp2": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "tp2-pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
 }
-# A run that loses a rank is over in this time: the others notice.
+# A run that loses a rank ends within this time, because the others detect it.
 SOON_S = 15.0
 
 
@@ -42,21 +42,21 @@ class FaultyRun:
         return LAYOUTS[self.layout][0]
 
     def start(self, plan: str = "", flags: str | None = None) -> Ended:
-        """Start it, or go on with it (unless `flags` say something else), under a plan of faults."""
+        """Start or resume it (unless `flags` say otherwise) under a plan of faults."""
         return run_forked(self.world_size, self.text(flags), plan, self.fired)
 
     def started(self, plan: str = "", flags: str | None = None) -> contextlib.AbstractContextManager[ForkedRun]:
-        """The same, for a test that does something to its ranks while they run."""
+        """The same, for a test that acts on its ranks while they run."""
         return started(self.world_size, self.text(flags), plan, self.fired)
 
     def text(self, flags: str | None) -> str:
-        """The whole command line."""
+        """The complete command line."""
         folders = f"--save {self.folder} --load {self.folder}" if flags is None else flags
         return f"{COMMON} {LAYOUTS[self.layout][1]} --data-cache-path {self.cache} {folders}"
 
     @property
     def fired(self) -> Path:
-        """Where faults are remembered."""
+        """Folder that records triggered faults."""
         return self.folder.with_name(self.folder.name + "_fired")
 
     @property
@@ -65,17 +65,17 @@ class FaultyRun:
         return max(complete_steps(self.folder), default=0)
 
     def fingerprint(self, step: int) -> dict[str, str]:
-        """What a checkpoint holds."""
+        """Hash of a checkpoint's content."""
         return fingerprint(checkpoint_path(self.folder, step))
 
     def losses(self) -> dict[int, float]:
-        """The loss of each step, the last time that it was trained."""
+        """The loss of each step from the last time it was trained."""
         return {record.step: record.loss for record in load_run(self.folder).steps}
 
 
 def assert_died(ended: Ended) -> None:
-    """A rank was killed; all ended by themselves, soon, with an error, and left no process behind."""
-    assert -9 in ended.statuses, ended.told()
-    assert all(status not in (0, 124) for status in ended.statuses), ended.told()
-    assert ended.seconds_after_first < SOON_S, ended.told()
-    assert ended.num_orphans == 0, ended.told()
+    """A rank was killed. All ended by themselves in time, with an error, and left no process behind."""
+    assert -9 in ended.statuses, ended.report()
+    assert all(status not in (0, 124) for status in ended.statuses), ended.report()
+    assert ended.seconds_after_first < SOON_S, ended.report()
+    assert ended.num_orphans == 0, ended.report()

@@ -1,4 +1,4 @@
-"""Kills and full disks while checkpoints are written beside training, in threads and at later steps."""
+"""Kills and full disks while checkpoints are written asynchronously, in threads and at later steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import checkpoint_path, complete_steps
 from megafp8.checkpoint.manifest import find_damage
 
-# The step is that of the checkpoint, also where threads come by later. Those that have a name by then need one each.
+# The step is that of the checkpoint, also in threads that run later. Faults after the rename need one step each.
 KILLS = (
     "kill:rank=1,at=save.begin,step=2", "kill:rank=1,at=save.mid_shard,step=2",
     "kill:rank=0,at=step.before_update,step=3",
@@ -31,19 +31,19 @@ class AsyncRun(FaultyRun):
 
 @pytest.mark.slow
 def test_killed_beside_training(tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]) -> None:
-    """In the end everything is as in the run that saved in the foreground and was never hit."""
+    """The final state equals that of the run without faults that saved in the foreground."""
     run = AsyncRun("dp2", tmp_path / "run", cache)
     run_through(run, list(KILLS))
     assert_equal(run, unbroken["dp2"])
 
 
-def test_what_was_told_to_be_saved_is_there(tmp_path: Path, cache: Path) -> None:
-    """A disk is full in two saves; the run goes on, and every other checkpoint that it tells of is whole."""
+def test_reported_checkpoints_exist(tmp_path: Path, cache: Path) -> None:
+    """A disk is full in two saves. The run continues, and every other checkpoint that it reports is complete."""
     run = AsyncRun("dp2", tmp_path / "run", cache)
     ended = run.start("full:rank=1,at=save.mid_shard,step=4;full:rank=0,at=save.before_rename,step=6", flags=(
         f"--save {run.folder} --ckpt-keep {STEPS}"
     ))  # fmt: skip
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     events = load_run(run.folder).events
     failed = {event.step: event.detail for event in events if event.name == "checkpoint failed"}
     assert sorted(failed) == [4, 6]

@@ -1,4 +1,4 @@
-"""A supervised run that everything happens to ends as one in peace does. The long form is a benchmark."""
+"""A supervised run with many faults ends as one without. The long form is a benchmark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megafp8.resilience.fault_injection import POINTS, POISONS, read_plan
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_faults_are_drawn(seed: int) -> None:
-    """As many as asked for, of every kind, each in a step of its own; the same for the same seed."""
+    """The requested number of faults, of every kind, each at a step of its own; equal for equal seeds."""
     drawn = chaos_soak.draw_faults(seed, 2000, 200)
     plan = read_plan(";".join(entry for _, entry in drawn))
     assert drawn == chaos_soak.draw_faults(seed, 2000, 200) != chaos_soak.draw_faults(seed + 1, 2000, 200)
@@ -29,8 +29,8 @@ def test_faults_are_drawn(seed: int) -> None:
             assert fault.step is not None and fault.step % chaos_soak.EVAL_INTERVAL == 0
 
 
-def test_recovery_is_counted_from_the_fault() -> None:
-    """Over a start that did no step, too; a slow rank ends nothing."""
+def test_recovery_time_starts_at_the_fault() -> None:
+    """Also across a start that made no step. A slow rank ends nothing."""
     starts = [
         {"started_at": 0.0, "ended_at": 10.0, "recovery_s": None},
         {"started_at": 11.0, "ended_at": 12.0, "recovery_s": None},
@@ -43,7 +43,7 @@ def test_recovery_is_counted_from_the_fault() -> None:
 
 @pytest.mark.slow
 def test_a_short_soak(tmp_path: Path) -> None:
-    """In a child, which may end all processes that descend from it."""
+    """In a child process, which may end all of its descendants."""
     path = tmp_path / "figures.json"
     arguments = f"--seed 3 --steps 60 --faults 12 --fork --folder {tmp_path / 'runs'} --json {path}"
     child = multiprocessing.get_context("fork").Process(

@@ -1,4 +1,4 @@
-"""One bit of one rank's copy differs: it is found, and the rank and the tensor are named."""
+"""One bit of one rank's replica differs: it is detected, and the rank and the tensor are named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
-from numbers_runs import run_loop
+from nonfinite_runs import run_loop
 from ranks import run_ranks
 from small_run import FP8, PLAIN, build_run, small_config, train
 from torch import Tensor
@@ -63,13 +63,13 @@ def delayed_scale(run: Run) -> Tensor:
 
 
 def compared(flags: str, world_size: int, bad_rank: int | None, find: Callable[[Run], Tensor]) -> list[str]:
-    """What each rank says after two steps, once one bit of a rank was flipped."""
+    """What each rank reports after two steps, once one bit of a rank was flipped."""
     config = small_config("llama", flags, world_size)
 
     def compare() -> str:
         run = build_run(config)
         train(run, 2)
-        check_replicas(run, 2)  # the change is found, and not anything else
+        check_replicas(run, 2)  # the change is found, and nothing else
         if dist.get_rank() == bad_rank:
             flip(find(run))
         try:
@@ -99,7 +99,7 @@ FC2, NORM = "decoder.layers.3.mlp.linear_fc2.weight", "decoder.layers.3.pre_mlp_
     ],
     ids=["weight-dp2", "weight-dp4", "master", "norm-tp2", "codes", "scales", "delayed"],
 )  # fmt: skip
-def test_one_bit_is_found(
+def test_one_flipped_bit_is_detected(
     world_size: int, flags: str, bad_rank: int, find: Callable[[Run], Tensor], words: str
 ) -> None:
     texts = compared(flags, world_size, bad_rank, find)
@@ -119,8 +119,8 @@ def test_equal_copies_pass_in_every_layout(world_size: int, flags: str) -> None:
     assert compared(flags, world_size, None, weight) == [""] * world_size
 
 
-def test_a_run_stops_at_the_next_comparison_and_saves_nothing(tmp_path: Path) -> None:
-    """One unit in the last place, in step 3; weights are compared in steps 2 and 4."""
+def test_a_run_stops_at_the_next_replica_check_without_a_save(tmp_path: Path) -> None:
+    """One unit in the last place, in step 3. Weights are compared in steps 2 and 4."""
     flags = f"{PLAIN} --check-weight-hash-across-dp-replicas-interval 2 --save-interval 2 --train-iters 6"
     ended = run_loop(tmp_path, "ulp:rank=1,step=3,at=step.weights", flags)
     assert ended.error.startswith("step 4: ranks that hold the same weights differ")

@@ -1,4 +1,4 @@
-"""What stops stops in time: a rank that sleeps, one that was stopped, one that is gone, C code that lets nobody run."""
+"""Hangs end in time: a rank that sleeps, one that is stopped, one that is gone, C code that blocks all threads."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def stacks(run: FaultyRun, rank: int) -> str:
     return (run.folder / STACKS_FOLDER / f"rank{rank}.txt").read_text()
 
 
-def test_a_rank_that_sleeps(tmp_path: Path, cache: Path) -> None:
-    """Every rank ends with the status of a hang, and leaves its stacks: the one that sleeps is seen there."""
+def test_a_sleeping_rank_is_a_hang(tmp_path: Path, cache: Path) -> None:
+    """Every rank exits with the status of a hang and writes its stacks, which show the sleeping rank."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     flags = f"--save {run.folder} --load {run.folder} {LIMITS}"
     ended = run.start("sleep:rank=1,seconds=600,step=2,at=save.mid_shard", flags)
-    assert set(ended.statuses) == {71}, ended.told()
+    assert set(ended.statuses) == {71}, ended.report()
     assert ended.num_orphans == 0
-    assert ended.seconds_after_first < SPARE_S, ended.told()
+    assert ended.seconds_after_first < SPARE_S, ended.report()
     state = current_state(run.folder)
     assert state is not None and (state.state, state.exit_status) == ("failed", 71)
     assert "hangs in save at step 2, for " in state.reason and f"(limit {LIMIT_S:g} s)" in state.reason
@@ -44,21 +44,21 @@ def test_a_rank_that_sleeps(tmp_path: Path, cache: Path) -> None:
     assert "hangs in" in stacks(run, 0) and "most recent call first" in stacks(run, 0)
 
 
-def test_a_rank_that_is_stopped(tmp_path: Path, cache: Path) -> None:
-    """It cannot end itself, so the others name it, and wake it up to end."""
+def test_a_stopped_rank_is_named_and_ended(tmp_path: Path, cache: Path) -> None:
+    """It cannot exit by itself, so the others name it and continue it to exit."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     ended = run.start("stop:rank=1,step=3,at=step.begin", f"--save {run.folder} --load {run.folder} {LIMITS}")
-    assert ended.statuses[0] == 71 and ended.statuses[1] in (70, 71), ended.told()
+    assert ended.statuses[0] == 71 and ended.statuses[1] in (70, 71), ended.report()
     assert ended.num_orphans == 0
     state = current_state(run.folder)
     assert state is not None and "rank 1 (process " in state.reason and "is stopped" in state.reason
 
 
 def test_four_ranks_end_when_one_is_killed(tmp_path: Path, cache: Path) -> None:
-    """Also those that wait for others than the dead one."""
+    """Also those that wait for ranks other than the dead one."""
     run = FaultyRun("tp2-pp2", tmp_path / "run", cache)
     ended = run.start("kill:rank=3,step=2,at=step.begin")
-    assert ended.statuses[3] == -signal.SIGKILL and set(ended.statuses[:3]) == {70}, ended.told()
+    assert ended.statuses[3] == -signal.SIGKILL and set(ended.statuses[:3]) == {70}, ended.report()
     assert ended.seconds_after_first < SPARE_S
     state = current_state(run.folder)
     assert state is not None and "rank 3 (process " in state.reason and "has ended" in state.reason
@@ -67,7 +67,7 @@ def test_four_ranks_end_when_one_is_killed(tmp_path: Path, cache: Path) -> None:
 def test_an_error_of_one_rank_ends_the_others(tmp_path: Path, cache: Path) -> None:
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     ended = run.start("raise:rank=1,step=3,at=step.before_update")
-    assert ended.statuses == (70, 70), ended.told()
+    assert ended.statuses == (70, 70), ended.report()
     state = current_state(run.folder)
     assert state is not None and state.exit_status == 70
     assert state.reason.startswith("rank 1: OSError: ") and "injected" in state.reason
@@ -75,14 +75,14 @@ def test_an_error_of_one_rank_ends_the_others(tmp_path: Path, cache: Path) -> No
 
 
 def forked(function: Callable[[], None]) -> BaseProcess:
-    """A process of its own, which inherits the imports."""
+    """A separate process, which inherits the imports."""
     process = multiprocessing.get_context("fork").Process(target=function)
     process.start()
     return process
 
 
-class Looks:
-    """How often a guard has looked around."""
+class GuardChecks:
+    """Counts the checks of a guard."""
 
     def __init__(self, guard: Watchdog):
         self.count, check_peers = 0, guard.check_peers
@@ -94,7 +94,7 @@ class Looks:
         guard.check_peers = check_and_count
 
     def wait(self) -> None:
-        """For one that begins after this: one may be under way."""
+        """Wait for a check that starts after this call. One may be running."""
         seen, deadline = self.count, time.monotonic() + 30
         while self.count < seen + 2:
             assert time.monotonic() < deadline
@@ -103,24 +103,24 @@ class Looks:
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards look around ten times a second, and give others less time."""
+    """Guards check ten times a second, and allow the others less time."""
     for name, seconds in (("TICK_S", 0.1), ("LOST_PEER_S", 1.0), ("PEER_STACKS_S", 0.5)):
         monkeypatch.setattr(watchdog, name, seconds)
 
 
-def test_a_rank_that_waits_in_c_code_sees_a_dead_one(tmp_path: Path, often: None) -> None:
-    """In a collective that the death does not end, as with NCCL; here in a sleep without the interpreter's lock."""
+def test_a_rank_blocked_in_c_code_detects_a_dead_peer(tmp_path: Path, often: None) -> None:
+    """In a collective that the death does not end, as with NCCL. Here it is a sleep without the GIL."""
     peer = forked(lambda: time.sleep(60))
 
     def wait_for_peer() -> None:
         os.dup2(os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())
         guard = Watchdog(rank=0)
         guard.start()
-        looks = Looks(guard)
+        checks = GuardChecks(guard)
         guard.attach(
             None, None, {1: dataclasses.replace(current_process(), pid=peer.pid, started=read_proc_stat(peer.pid)[1])}
         )
-        looks.wait()
+        checks.wait()
         (tmp_path / "waits").touch()
         ctypes.CDLL(None).sleep(60)
 
@@ -132,25 +132,25 @@ def test_a_rank_that_waits_in_c_code_sees_a_dead_one(tmp_path: Path, often: None
     assert f"rank 0: rank 1 (process {peer.pid} on " in (tmp_path / "output").read_text()
 
 
-def in_second_step(guard: Watchdog) -> Looks:
-    """Start a guard, let it know the limit of a step, and look around once."""
-    looks = Looks(guard)
+def in_second_step(guard: Watchdog) -> GuardChecks:
+    """Start a guard, set the limit of a step, and check once."""
+    checks = GuardChecks(guard)
     guard.start()
     guard.enter(STEP, 1)
     guard.enter(STEP, 2)
-    looks.wait()
-    return looks
+    checks.wait()
+    return checks
 
 
 def wait_until(is_so: Callable[[], bool], process: BaseProcess) -> None:
-    """For as long as the process lives."""
+    """Poll as long as the process lives."""
     while not is_so():
         assert process.is_alive()
         time.sleep(0.02)
 
 
-def test_c_code_that_lets_no_thread_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None) -> None:
-    """A PyDLL keeps the interpreter's lock while it sleeps. The timer in C ends the process, with its stacks."""
+def test_c_code_that_holds_the_gil_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None) -> None:
+    """A PyDLL holds the GIL while it sleeps. The timer in C ends the process, with its stacks."""
     monkeypatch.setattr(watchdog, "TIMER_MARGIN_S", 0.5)
 
     def hold_the_lock() -> None:
@@ -166,16 +166,16 @@ def test_c_code_that_lets_no_thread_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert "Timeout" in text and "in hold_the_lock" in text
 
 
-def test_a_pause_of_the_whole_process_is_no_hang(monkeypatch: pytest.MonkeyPatch, often: None) -> None:
-    """It is stopped for longer than its limit, and goes on."""
+def test_a_paused_process_is_not_a_hang(monkeypatch: pytest.MonkeyPatch, often: None) -> None:
+    """It is stopped for longer than its limit, and continues."""
     limit_s = 2.0
     monkeypatch.setattr(watchdog, "PAUSED_S", 1.0)
 
     def pause() -> None:
         guard = Watchdog(PhaseClock(limit_s, 0.0))
-        looks = in_second_step(guard)
+        checks = in_second_step(guard)
         os.kill(os.getpid(), signal.SIGSTOP)
-        looks.wait()
+        checks.wait()
         guard.close()
 
     process = forked(pause)

@@ -1,8 +1,8 @@
-"""Kill any rank anywhere: the others end, nothing is left behind, and the next start goes on as if nothing had been.
+"""Kill any rank anywhere: the others end, no process is left, and the next start resumes without a difference.
 
-One run is killed at every point in turn, and started again each time until it is done. Whatever a kill or a start
-made different would last, since every later step depends on it: in the end, weights, optimizer, scales, random states
-and samples are those of the run that nobody hit, bit for bit.
+One run is killed at each point and restarted each time until it finishes. Any difference that a kill or a start caused
+would persist, because every later step depends on it. The final weights, optimizer state, scales, random states and
+samples must equal those of the run without faults, bitwise.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from faulty_run import EVAL_INTERVAL, LAYOUTS, SAVE_INTERVAL, STEPS, FaultyRun, 
 
 from megafp8.resilience.fault_injection import POINTS, POINTS_BEFORE_STEPS
 
-# Only while a checkpoint replaces another of its step, which no unbroken run does: see test_half_checkpoints.py.
+# Passed only when a checkpoint replaces another of its step, as in test_incomplete_checkpoints.py.
 ELSEWHERE = {"save.between_renames"}
-# Rank 0 alone comes by here.
+# Passed by rank 0 only.
 ON_RANK_0 = {
     "save.before_manifest", "save.before_rename", "save.after_rename", "save.before_pointer", "save.after_pointer",
     "save.in_prune",
 }  # fmt: skip
-# Here the checkpoint has its name, so that no start comes by its step again: each has to have a step of its own.
+# The checkpoint has its final name here, so no start passes this step again: each point needs a step of its own.
 NAMED = ("save.after_rename", "save.before_pointer", "save.after_pointer", "save.end", "save.in_prune")
 KEPT = 2
 HIT = [point for point in POINTS if point not in ELSEWHERE]
@@ -30,7 +30,7 @@ SEEDS = (1, 2, 3)
 
 
 def kills(seed: int, ranks: dict[str, int]) -> list[str]:
-    """A kill at each point, of the rank given for it, at a step drawn from those at which it is passed."""
+    """A kill at each point, of the given rank, at a step drawn from those that pass it."""
     draw = random.Random(seed)
     saves = list(range(SAVE_INTERVAL, STEPS, SAVE_INTERVAL))
     pruning = draw.choice(saves[KEPT:])
@@ -51,7 +51,7 @@ def kills(seed: int, ranks: dict[str, int]) -> list[str]:
 
 
 def run_through(run: FaultyRun, plan: list[str]) -> None:
-    """Start a run until it is done; every kill of the plan happens on the way, now and then two in one start."""
+    """Start a run until it finishes. Every kill of the plan happens, sometimes two in one start."""
     newest = 0
     for _ in range(len(plan) + 1):
         ended = run.start(";".join(plan))
@@ -60,26 +60,28 @@ def run_through(run: FaultyRun, plan: list[str]) -> None:
         assert_died(ended)
         assert run.newest >= newest, "a checkpoint that was there is there"
         newest = run.newest
-    assert set(ended.statuses) == {0}, ended.told()
-    assert len(list(run.fired.iterdir())) == len(plan), ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
+    assert len(list(run.fired.iterdir())) == len(plan), ended.report()
 
 
 def assert_equal(run: FaultyRun, unbroken: FaultyRun) -> None:
-    """The end is that of the run that nobody hit, and the way there, too."""
+    """The final state and the recorded curves equal those of the run without faults."""
     assert run.fingerprint(STEPS) == unbroken.fingerprint(STEPS)
     assert run.losses() == unbroken.losses()
 
 
 def some_rank(seed: int, points: list[str], world_size: int) -> dict[str, int]:
-    """For each point one of the ranks that come by there."""
+    """For each point one of the ranks that pass it."""
     draw = random.Random(seed)
     return {point: 0 if point in ON_RANK_0 else draw.randrange(world_size) for point in points}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_killed_at_every_point(layout: str, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]) -> None:
-    """The short form: at each point some rank; on four ranks, whose starts cost more, at every other point."""
+def test_a_run_killed_at_every_point_ends_equal(
+    layout: str, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
+) -> None:
+    """The short form: at each point one rank; on four ranks, whose starts cost more, at every other point."""
     world_size = LAYOUTS[layout][0]
     points = HIT if world_size == 2 else HIT[::2]
     run = FaultyRun(layout, tmp_path / "run", cache)
@@ -95,7 +97,7 @@ EVERY = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "rank", "seed"), EVERY)
-def test_every_rank_killed_at_every_point(
+def test_a_run_with_every_rank_killed_at_every_point_ends_equal(
     layout: str, rank: int, seed: int, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
 ) -> None:
     """The long form."""

@@ -1,4 +1,4 @@
-"""torchrun is killed while its ranks start: no rank may be left behind, whatever it was doing."""
+"""torchrun is killed while its ranks start: no rank may be left, whatever it was doing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megafp8.launch.supervisor import PR_SET_CHILD_SUBREAPER
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
-# Generous: a rank that is killed is gone at once, one that was only just started finds that out by itself.
+# Generous: a killed rank is gone immediately; one that was just started detects the loss by itself.
 BOUND_S = 60.0
-# In the place of torch: an import that never ends.
+# Replaces torch: an import that never ends.
 ENDLESS = """
 import os, time
 open(os.path.join({folder!r}, "importing" + os.environ["RANK"]), "w").close()
@@ -37,7 +37,7 @@ FLAGS = (
 
 
 def be_agent(output: Path, python_path: str) -> None:
-    """`torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS`, without the seconds that torchrun's own imports take."""
+    """`torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS`, without the seconds of torchrun's own imports."""
     from torch.distributed.run import main
 
     stream = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -48,9 +48,9 @@ def be_agent(output: Path, python_path: str) -> None:
 
 
 def kill_the_agent(killed: Event, output: Path, python_path: str, is_time: Callable[[], bool], delay_s: float) -> None:
-    """Start torchrun, kill it when its ranks run and it is time, and end when its last descendant has ended.
+    """Start torchrun, kill it when its ranks run and the delay has passed, and end with its last descendant.
 
-    What torchrun leaves behind becomes a child of this process, as it does under the supervisor.
+    Processes that torchrun leaves behind become children of this process, as under the supervisor.
     """
     become_child()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -68,8 +68,8 @@ def kill_the_agent(killed: Event, output: Path, python_path: str, is_time: Calla
 
 
 def num_started(agent: int) -> int:
-    """Ranks that are programs of their own. Until then one holds what torchrun has open, its listening socket, too, and
-    to the others torchrun seems to be there."""
+    """Ranks that have executed their own program. Until then a rank holds torchrun's open files, including its
+    listening socket, and for the others torchrun seems to be alive."""
     count = 0
     for child in psutil.Process(agent).children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -80,7 +80,7 @@ def num_started(agent: int) -> int:
 def left_after_kill(
     output: Path, python_path: str, is_time: Callable[[], bool] = lambda: True, delay_s: float = 0.0
 ) -> list[str]:
-    """Command lines of what is left of a torchrun that was killed, after `BOUND_S`; then that is killed, too."""
+    """Command lines of what remains of a killed torchrun after `BOUND_S`. They are then killed too."""
     import torch.distributed.run  # noqa: F401, the forked agent has it then
 
     context = multiprocessing.get_context("fork")
@@ -113,8 +113,8 @@ def test_ranks_that_import_end_with_torchrun(tmp_path: Path, endless: str) -> No
     assert all(mark.exists() for mark in marks), (tmp_path / "output").read_text()
 
 
-def test_no_moment_of_the_start_leaves_a_rank(tmp_path: Path, endless: str) -> None:
-    """While Python starts in them, before and after they have asked the kernel."""
+def test_a_kill_at_any_time_of_the_start_leaves_no_rank(tmp_path: Path, endless: str) -> None:
+    """While Python starts in them, before and after the request to the kernel."""
     drawn = random.Random(17)
     for number, delay_s in enumerate([0.0, *(drawn.uniform(0.0, 0.3) for _ in range(3))]):
         assert left_after_kill(tmp_path / f"output{number}", endless, delay_s=delay_s) == [], delay_s

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that did not, in every recipe: to the bit, with dropout, in new processes."""
+"""A resumed run equals the unbroken run in every recipe: bitwise, with dropout, in new processes."""
 
 from __future__ import annotations
 
@@ -42,33 +42,33 @@ def start(folder: Path, cache: Path, flags: str) -> Ended:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_resume_is_bit_equal(recipe: str, tmp_path: Path, cache: Path) -> None:
-    """The second half again, from the checkpoint between: everything that a checkpoint holds, and the losses."""
+    """The last steps again, from the checkpoint in the middle: the complete checkpoint and the losses are equal."""
     ended = start(tmp_path, cache, RECIPES[recipe])
-    assert set(ended.statuses) == {0}, ended.told()
-    straight, losses = fingerprint(checkpoint_path(tmp_path, STEPS)), [each.loss for each in load_run(tmp_path).steps]
+    assert set(ended.statuses) == {0}, ended.report()
+    unbroken, losses = fingerprint(checkpoint_path(tmp_path, STEPS)), [each.loss for each in load_run(tmp_path).steps]
     shutil.rmtree(checkpoint_path(tmp_path, STEPS))
     again = start(tmp_path, cache, RECIPES[recipe])
-    assert set(again.statuses) == {0}, again.told()
+    assert set(again.statuses) == {0}, again.report()
     run = load_run(tmp_path)
     assert run.runs[-1].resumed_from_step == SAVED
-    assert fingerprint(checkpoint_path(tmp_path, STEPS)) == straight
+    assert fingerprint(checkpoint_path(tmp_path, STEPS)) == unbroken
     assert [each.loss for each in run.steps] == losses
     assert len(set(losses)) == STEPS
 
 
 @pytest.mark.slow
-def test_from_bf16_to_fp8_and_back(tmp_path: Path, cache: Path) -> None:
-    """A run that ends, or begins, in BF16: refused without the flag, with what differs."""
+def test_resume_from_bf16_to_fp8_and_back(tmp_path: Path, cache: Path) -> None:
+    """A run that ends or starts in BF16. Without the flag it is refused, with the differences."""
     for flags, stop in (("", SAVED), (RECIPES["tensorwise"], SAVED + 1), ("", STEPS)):
         if stop > SAVED:
             refused = start(tmp_path, cache, flags)
-            assert set(refused.statuses) == {74}, refused.told()
+            assert set(refused.statuses) == {74}, refused.report()
             assert "precision.fp8_format: " in refused.output[0] and "--override-precision" in refused.output[0]
         ended = start(tmp_path, cache, f"{flags} --override-precision --exit-interval {stop}")
-        assert set(ended.statuses) == {0}, ended.told()
+        assert set(ended.statuses) == {0}, ended.report()
     run = load_run(tmp_path)
     assert [each.step for each in run.steps] == [1, 2, 3, 4]
-    # The first step of each process and the last of all, in runs far shorter than the interval of the log.
+    # The first step of each process and the last step, in runs far shorter than the logging interval.
     assert [each.memory_peak_bytes is not None for each in run.steps] == [True, False, True, True]
     assert [start.resumed_from_step for start in run.runs] == [None, 2, 3]
     assert sum("continues in other number formats" in event.detail for event in run.events) == 2

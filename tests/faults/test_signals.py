@@ -1,4 +1,4 @@
-"""A signal, whenever and to whomever it comes: all ranks stop at one step and save, and the run goes on exactly."""
+"""A signal at any time to any process: all ranks stop at one step and save, and the run resumes bitwise."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megafp8.resilience import watchdog
 from megafp8.resilience.run_state import RunState, current_state, last_recorded_step, read_run_state
 
 LAYOUT = "dp2"
-# When a signal comes, and after which step all stop. Steps that are not even are saved because of it. After the last
-# one an evaluation is still to be made.
+# When a signal arrives, and the step after which all ranks stop. Odd steps are saved only because of it. After the last
+# one, an evaluation remains.
 MOMENTS = {
     "rank=0,at=run.start": 1,
     "rank=1,at=load.begin": 2,
@@ -37,17 +37,17 @@ MOMENTS = {
 
 
 def assert_preempted(run: FaultyRun, ended: Ended) -> RunState:
-    """All ranks say so with their status, the folder says so, and what was done is saved."""
-    assert set(ended.statuses) == {75}, ended.told()
-    assert ended.num_orphans == 0, ended.told()
+    """All ranks exit with the status, the folder records it, and the completed steps are saved."""
+    assert set(ended.statuses) == {75}, ended.report()
+    assert ended.num_orphans == 0, ended.report()
     state = current_state(run.folder)
     assert state is not None and (state.state, state.exit_status) == ("preempted", 75), state
-    assert state.step == state.saved_step == run.newest, ended.told()
+    assert state.step == state.saved_step == run.newest, ended.report()
     return state
 
 
 def assert_done(run: FaultyRun, unbroken: FaultyRun) -> None:
-    """It ends as the run that was never stopped: to the bit, with every loss and every evaluation on the way."""
+    """It ends like the run that was never stopped: bitwise, with every loss and every evaluation."""
     assert run.fingerprint(STEPS) == unbroken.fingerprint(STEPS)
     assert run.losses() == unbroken.losses()
     evaluations = [
@@ -58,8 +58,8 @@ def assert_done(run: FaultyRun, unbroken: FaultyRun) -> None:
     assert state is not None and (state.state, state.exit_status, state.step) == ("done", 0, STEPS)
 
 
-def test_at_every_moment(tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]) -> None:
-    """One run that is stopped at one moment after the other, by each of the signals."""
+def test_a_signal_at_every_point_saves_and_resumes(tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]) -> None:
+    """One run that is stopped at each of the points, by each of the signals."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     for number, (moment, step) in enumerate(MOMENTS.items()):
         kind, name = (("term", "SIGTERM"), ("usr1", "SIGUSR1"), ("int", "SIGINT"), ("hup", "SIGHUP"))[number % 4]
@@ -71,22 +71,22 @@ def test_at_every_moment(tmp_path: Path, cache: Path, unbroken: dict[str, Faulty
     stops = [event.detail for event in load_run(run.folder).events if event.name == "stopped"]
     assert stops[4:7] == [
         "SIGTERM to rank 1, saved at step 6",
-        "SIGUSR1 to rank 0, nothing new is saved",  # before the evaluation that was left
-        "SIGINT to rank 1, saved at step 8",  # by the save that it met
+        "SIGUSR1 to rank 0, nothing new is saved",  # before the remaining evaluation
+        "SIGINT to rank 1, saved at step 8",  # by the save that was running
     ]
     ended = run.start()
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     assert_done(run, unbroken[LAYOUT])
 
 
 def test_without_the_handler_a_signal_kills(tmp_path: Path, cache: Path) -> None:
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     ended = run.start("term:rank=1,step=3,at=step.begin", f"--save {run.folder} --no-exit-signal-handler")
-    assert ended.statuses == (70, -signal.SIGTERM), ended.told()
+    assert ended.statuses == (70, -signal.SIGTERM), ended.report()
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
-    """For as long as a small run may take."""
+    """As long as a small run may take."""
     deadline = time.monotonic() + 30
     while not is_so():
         assert time.monotonic() < deadline
@@ -100,11 +100,11 @@ def send(process_ids: list[int | None], number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_to_all_ranks_and_their_loader_processes(
+def test_a_signal_to_all_ranks_and_loader_processes(
     number: signal.Signals, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
 ) -> None:
-    """As a job's end sends it: the loader processes, which the last step still needs, get it too. What torchrun then
-    sends a second time is no second signal."""
+    """As at a job's end: the loader processes, which the last step still needs, also receive it. The repeated signal
+    from torchrun does not count as a second signal."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     flags = f"--save {run.folder} --load {run.folder} --num-workers 2 --log-interval 1"
     with run.started("sleep:rank=1,seconds=0.5,at=step.begin,times=99", flags) as forked:
@@ -121,8 +121,8 @@ def test_to_all_ranks_and_their_loader_processes(
     assert_done(run, unbroken[LAYOUT])
 
 
-def test_a_rank_whose_data_do_not_come_gives_up_when_the_grace_ends(tmp_path: Path, cache: Path) -> None:
-    """The checkpoint before counts, and the stacks tell where it was."""
+def test_a_rank_without_data_exits_after_the_grace_period(tmp_path: Path, cache: Path) -> None:
+    """The previous checkpoint is used, and the stacks show where it was."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     flags = f"--save {run.folder} --load {run.folder} --exit-signal-grace-s 3"
     with run.started("sleep:rank=1,seconds=600,step=3,at=data.wait", flags) as forked:
@@ -131,15 +131,15 @@ def test_a_rank_whose_data_do_not_come_gives_up_when_the_grace_ends(tmp_path: Pa
         send([process.pid for process in forked.processes], signal.SIGTERM)
         ended = forked.wait(60)
     assert time.monotonic() - began < 20, "not the default's 30"
-    assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.told()
+    assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.report()
     state = current_state(run.folder)
     assert state is not None and state.state == "preempted" and state.saved_step == run.newest == 2
     assert "3 s after a signal still in " in state.reason
     assert "fault_injection.py" in (run.folder / "logs/watchdog/rank1.txt").read_text()
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes later than any echo. The checkpoint that was being written has no name."""
+def test_a_second_signal_exits_immediately(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that arrives later than any repetition. The checkpoint that was being written has no final name."""
     monkeypatch.setattr(watchdog, "DUPLICATE_SIGNAL_S", 0.5)
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     flags = f"--save {run.folder} --load {run.folder} --exit-signal-grace-s 60"
@@ -149,7 +149,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path, monkeypatc
             send([process.pid for process in forked.processes], signal.SIGINT)
             time.sleep(watchdog.DUPLICATE_SIGNAL_S + 1.0)
         ended = forked.wait(60)
-    assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.told()
+    assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.report()
     state = current_state(run.folder)
     assert state is not None and "a second SIGINT" in state.reason
     assert run.newest == 2
@@ -158,7 +158,9 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path, monkeypatc
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("to", ["one", "all"])
-def test_at_random_times(to: str, seed: int, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]) -> None:
+def test_signals_at_random_times(
+    to: str, seed: int, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
+) -> None:
     """The long form."""
     draw = random.Random(f"{to} {seed}")
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)

@@ -1,4 +1,4 @@
-"""Bad numbers on one rank: all ranks leave out the same update, and what they leave behind is as it was, to the bit."""
+"""Non-finite values on one rank: all ranks skip the same update, and their state is unchanged, bitwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from forked_runs import run_forked
 from megatron.core.utils import unwrap_model
-from numbers_runs import inject, run_loop
+from nonfinite_runs import inject, run_loop
 from ranks import run_ranks
 from small_run import COMMON, FP8, PLAIN, STYLES, SourceSamples, build_run, fingerprint, small_config, weights
 from torch import Tensor
@@ -41,7 +41,7 @@ LENGTH = f"{PLAIN} --train-iters 6"
 
 
 def poison_embedding(run: Run, bad_rank: int) -> None:
-    """One element of what the embedding gives is infinite, in the first microbatch of the bad step."""
+    """One element of the embedding's output is infinite, in the first microbatch of the bad step."""
     embedding = getattr(unwrap_model(run.trainee.chunks[0]), "embedding", None)
     if embedding is None or dist.get_rank() != bad_rank:
         return
@@ -60,11 +60,11 @@ def poison_embedding(run: Run, bad_rank: int) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank has after some steps.
+    """The state of a rank after some steps.
 
     Attributes:
         states: hash of weights, master weights, moments, histories, scales and schedule after each step.
-        texts: what was found in steps that were left out.
+        texts: the findings of skipped steps.
         progress: at the end.
     """
 
@@ -73,8 +73,8 @@ class Seen:
     progress: Progress
 
 
-def whole_state(run: Run) -> dict[str, Tensor]:
-    """All that a step changes on this rank."""
+def full_state(run: Run) -> dict[str, Tensor]:
+    """Everything that a step changes on this rank."""
     state = weights(run)
     for index, part in enumerate(run.trainee.optimizer.chained_optimizers):
         for number, values in enumerate(part.optimizer.state.values()):
@@ -88,7 +88,7 @@ def whole_state(run: Run) -> dict[str, Tensor]:
 
 
 def steps(flags: str, world_size: int, prepare: Callable[[Run], None], left_out: tuple[int, ...] = ()) -> Seen:
-    """Train some steps; of those that are left out, the samples are passed over."""
+    """Train some steps. The samples of skipped steps are consumed."""
     run = build_run(small_config("llama", flags, world_size))
     prepare(run)
     states, texts, progress = [], [], Progress()
@@ -99,7 +99,7 @@ def steps(flags: str, world_size: int, prepare: Callable[[Run], None], left_out:
         batches = build_batches(run, SourceSamples(32), (step - 1) * BATCH, step * BATCH, num_workers=0)
         result = train_step(run, batches, progress)
         progress = progress_after_step(run, progress, result.bad_step, (result.loss, result.grad_norm or 0.0))
-        states.append(fingerprint(whole_state(run)))
+        states.append(fingerprint(full_state(run)))
         texts += [] if result.bad_step is None else [result.bad_step.text]
     return Seen(states, texts, progress)
 
@@ -115,8 +115,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world_size", "flags", "fault"), CASES)
-def test_a_step_left_out_changes_nothing(world_size: int, flags: str, fault: str) -> None:
-    """And what follows is what would follow if its samples were not there."""
+def test_a_skipped_step_changes_nothing(world_size: int, flags: str, fault: str) -> None:
+    """The next steps equal those of a run without its samples."""
 
     def spoiled() -> Seen:
         if fault == "embedding":
@@ -141,7 +141,7 @@ def test_a_step_left_out_changes_nothing(world_size: int, flags: str, fault: str
 
 
 def test_every_skip_is_recorded_and_in_the_checkpoint(tmp_path: Path) -> None:
-    """Steps 2 and 3 are bad, the run stops after 3 and goes on; then 5 is bad, and one more may be."""
+    """Steps 2 and 3 are bad, the run stops after 3 and resumes; then 5 is bad, and one more may be skipped."""
     plan = "nan:rank=1,step=2,at=step.gradients;inf:rank=0,step=3,at=step.loss;nan:rank=1,step=5,at=step.loss"
     assert run_loop(tmp_path, plan, f"{LENGTH} {SKIP} --exit-interval 3").progress.history.num_in_row == 2
     finished = run_loop(tmp_path, plan, f"{LENGTH} {SKIP}").progress
@@ -162,8 +162,8 @@ def test_every_skip_is_recorded_and_in_the_checkpoint(tmp_path: Path) -> None:
     assert read_contents(checkpoint_path(tmp_path, 6)).history == finished.history
 
 
-def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
-    """Two may be left out, and the third is not; also when the run was stopped between them."""
+def test_too_many_consecutive_skips_stop_the_run(tmp_path: Path) -> None:
+    """Two may be skipped; the third is an error, also when the run was stopped between them."""
     plan = "".join(f"nan:rank=1,step={step},at=step.loss;" for step in (1, 3, 4, 5))
     assert run_loop(tmp_path, plan, f"{LENGTH} {SKIP} --exit-interval 4").progress.history.num_in_row == 2
     text = run_loop(tmp_path, plan, f"{LENGTH} {SKIP}").error
@@ -173,20 +173,20 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     assert (event.step, event.detail) == (5, text)
 
 
-def test_the_command_ends_with_65(tmp_path: Path) -> None:
-    """On every rank, and one of them says why."""
-    flags = f"{COMMON} {STYLES['llama']} {LENGTH} --num-workers 2"  # the error must not hold the loader's processes
+def test_nonfinite_values_exit_with_status_65(tmp_path: Path) -> None:
+    """On every rank, and one of them reports why."""
+    flags = f"{COMMON} {STYLES['llama']} {LENGTH} --num-workers 2"  # the error must end the loader's processes
     flags += f" --data-cache-path {tmp_path} --save {tmp_path / 'run'}"
     ended = run_forked(2, flags, "nan:rank=1,step=2,at=step.gradients")
-    assert set(ended.statuses) == {65}, ended.told()
+    assert set(ended.statuses) == {65}, ended.report()
     assert "NumericsError: step 2: loss or gradients are not finite (samples 8-15):" in ended.output[0]
     assert "NumericsError" not in ended.output[1]
     state = read_run_state(tmp_path / "run")
     assert (state.state, state.exit_status, state.step) == ("failed", 65, 1)
 
 
-def test_a_loss_scale_that_overflows_is_no_bad_number(tmp_path: Path) -> None:
-    """FP16 finds its scale by trying, and no step may be skipped here; a loss that is not finite still counts."""
+def test_loss_scale_overflow_does_not_count_as_skipped_step(tmp_path: Path) -> None:
+    """FP16 finds its loss scale by trial, and no step may be skipped here. A non-finite loss still counts."""
     flags = f"{LENGTH} --fp16 --initial-loss-scale 4294967296 --hysteresis 1 --exit-interval 2"
     assert run_loop(tmp_path / "overflow", "", flags, 1).progress == Progress(2, 16, SkipHistory(num_overflows=2))
     assert [record.is_skipped for record in load_run(tmp_path / "overflow").steps] == [True, True]
@@ -194,8 +194,8 @@ def test_a_loss_scale_that_overflows_is_no_bad_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_scales_go_on_after_an_amax_that_is_no_number(kind: str) -> None:
-    """Loss and gradients are finite, and the step is made. NaN leaves no trace, infinity for as long as the history."""
+def test_delayed_scales_recover_from_a_nonfinite_amax(kind: str) -> None:
+    """Loss and gradients are finite, and the step is made. NaN has no effect, infinity lasts as long as the history."""
 
     def scales() -> list[list[float]]:
         inject(f"{kind}:step=2,rank=1,times=2,at=step.amax")  # forward, then backward

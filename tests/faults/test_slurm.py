@@ -1,5 +1,5 @@
-"""A real Slurm of two nodes on this machine: jobs that the launcher made are preempted, lose a node, run out of time.
-Each comes to its end by itself, and to the end of a run that nobody hit, bit for bit."""
+"""A real Slurm of two nodes on this machine: jobs of the launcher are preempted, lose a node, or exceed their time.
+Each finishes by itself, with the result of a run without faults, bitwise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def submit(cluster: Cluster, options: str, words: list[str], **variables: str) -> int:
-    """Hand a job to Slurm through the launcher; its number."""
+    """Submit a job to Slurm through the launcher; returns its number."""
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     command = [
         sys.executable, "launcher/slurm.py", *options.split(), "--gpus-per-node", "0", "--time-to-save-s", "20",
@@ -47,7 +47,7 @@ def submit(cluster: Cluster, options: str, words: list[str], **variables: str) -
 
 
 class SlurmRun:
-    """A run of two ranks as a job of two nodes, slow enough to be hit."""
+    """A run of two ranks as a job of two nodes, slow enough to be interrupted."""
 
     def __init__(self, cluster: Cluster, folder: Path, cache: Path, options: str = "--no-check-nodes", pause_s=0.3):
         self.cluster, self.run = cluster, FaultyRun("dp2", folder / "run", cache)
@@ -61,7 +61,7 @@ class SlurmRun:
                    lambda: self.cluster.output(self.job))  # fmt: skip
 
     def ends(self) -> list[str]:
-        """The states in which the starts ended whose supervisor lived to tell."""
+        """The final states of the starts whose supervisor could record them."""
         lines = (self.run.folder / RESTARTS_FILE).read_text().splitlines()
         return [json.loads(line)["state"] for line in lines]
 
@@ -76,10 +76,10 @@ class SlurmRun:
 
 
 @pytest.mark.slow
-def test_a_preempted_job_goes_on_bit_for_bit(
+def test_a_preempted_job_resumes_bitwise(
     cluster: Cluster, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
 ) -> None:
-    """Slurm sends SIGTERM to what srun started, on both nodes; the job saves and comes out of the queue again."""
+    """Slurm sends SIGTERM to srun's processes on both nodes. The job saves and is requeued."""
     hit = SlurmRun(cluster, tmp_path, cache)
     hit.wait_for_step(3)
     cluster.ask("scancel", "--signal=TERM", str(hit.job))
@@ -94,7 +94,7 @@ def test_a_preempted_job_goes_on_bit_for_bit(
 
 
 @pytest.mark.long
-def test_a_node_that_dies_takes_no_more_than_the_last_steps(
+def test_a_dead_node_loses_only_the_last_steps(
     cluster: Cluster, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
 ) -> None:
     hit = SlurmRun(cluster, tmp_path, cache)
@@ -106,10 +106,10 @@ def test_a_node_that_dies_takes_no_more_than_the_last_steps(
 
 
 @pytest.mark.long
-def test_a_job_saves_before_its_time_is_over(
+def test_a_job_saves_before_its_time_limit(
     cluster: Cluster, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
 ) -> None:
-    """Three minutes, of which it hears 80 to 140 s before their end; nine of its steps take ten seconds."""
+    """Its limit is three minutes. The warning comes 80 to 140 s before the end; nine of its steps take ten seconds."""
     hit = SlurmRun(cluster, tmp_path, cache, "--no-check-nodes --time 3", pause_s=10)
     cluster.wait_for_requeue(hit.job)
     assert hit.ends() == ["preempted"] and STEPS > hit.run.newest > 0
@@ -117,7 +117,7 @@ def test_a_job_saves_before_its_time_is_over(
 
 
 @pytest.mark.long
-def test_nodes_are_looked_at_first(cluster: Cluster, tmp_path: Path, cache: Path) -> None:
+def test_nodes_are_checked_first(cluster: Cluster, tmp_path: Path, cache: Path) -> None:
     hit = SlurmRun(cluster, tmp_path, cache, "", pause_s=0)
     assert cluster.wait_for_state(hit.job, "COMPLETED", "FAILED") == "COMPLETED"
     assert "nodes: 2 nodes are well" in cluster.output(hit.job)
@@ -155,12 +155,12 @@ slurm:
     assert launch("--status")[-1] == "4 done"
 
 
-# ---- runs that do not train: what Slurm and the scripts do between them ---------------------------------------------
+# ---- runs that do not train: Slurm and the scripts -----------------------------------------------------------------
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A checkout whose training is over at once."""
+    """A checkout whose training ends immediately."""
     (tmp_path / "launcher").symlink_to(ROOT / "launcher")
     (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "tests/standin_training.py")
     return tmp_path
@@ -175,7 +175,7 @@ def job_of(project: Path, **fields) -> Job:
 
 
 def seen(folder: Path) -> dict:
-    """What rank 0 of a stand-in saw."""
+    """What rank 0 of a stand-in recorded."""
     return json.loads((folder / "seen0").read_text())
 
 
@@ -202,10 +202,10 @@ def test_an_array_runs_each_of_its_runs(cluster: Cluster, project: Path, monkeyp
 
 
 @pytest.mark.long
-def test_a_job_comes_again_without_a_node_that_is_bad(
+def test_a_job_is_requeued_without_its_bad_node(
     cluster: Cluster, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first node's GPU has errors of its memory."""
+    """The first node's GPU has memory errors."""
     tool = project / "bad/nvidia-smi"
     tool.parent.mkdir()
     errors = "case $1 in --query-gpu=index,*) echo '0, H200, 9, 0, 2, Not Active' ;; *) exit 1 ;; esac"
@@ -225,7 +225,7 @@ def test_a_job_comes_again_without_a_node_that_is_bad(
 
 
 @pytest.mark.long
-def test_a_more_urgent_partition_takes_the_nodes_and_gives_them_back(
+def test_a_preempting_partition_takes_and_returns_the_nodes(
     cluster: Cluster, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = {"PYTHONPATH": str(ROOT), "STANDIN_WAITS": "1"}
@@ -245,7 +245,7 @@ def test_a_more_urgent_partition_takes_the_nodes_and_gives_them_back(
 
 @pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(cluster: Cluster, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the run a cancellation looks like a preemption."""
+    """For the run a cancellation is the same as a preemption."""
     environment = {"PYTHONPATH": str(ROOT), "STANDIN_WAITS": "1"}
     job = job_of(project, training=("--save", "run", "--load", "run"), environment=environment)
     number = submit_job(cluster, job, monkeypatch)

@@ -1,4 +1,4 @@
-"""The real thing: ranks under torchrun, under the supervisor; whoever is hit, the run comes to its end by itself."""
+"""Ranks under a real torchrun, under the supervisor: whichever process is killed, the run finishes by itself."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Supervised:
             )
 
     def wait_for_step(self, step: int) -> list[psutil.Process]:
-        """Until a step is recorded; torchrun, and its ranks."""
+        """Wait until a step is recorded; returns torchrun and its ranks."""
         deadline = time.monotonic() + 90
         while last_recorded_step(self.run.folder) < step:
             assert time.monotonic() < deadline and self.process.is_running(), self.output.read_text()
@@ -52,7 +52,7 @@ class Supervised:
         return [torchrun, *torchrun.children()]
 
     def end(self) -> int:
-        """The exit status, when nothing of it is left."""
+        """The exit status, when no process is left."""
         everybody = self.process.children(recursive=True)
         status = self.process.wait(120)
         _, left = psutil.wait_procs(everybody, timeout=PATIENCE_S)
@@ -60,7 +60,7 @@ class Supervised:
         return status
 
     def ends(self) -> list[str]:
-        """The states in which the starts ended."""
+        """The final states of the starts."""
         lines = (self.run.folder / RESTARTS_FILE).read_text().splitlines()
         return [json.loads(line)["state"] for line in lines]
 
@@ -73,7 +73,7 @@ def assert_done(run: FaultyRun, unbroken: FaultyRun) -> None:
 
 
 def hit_one(supervised: Supervised, victim: int, number: int) -> None:
-    """A signal to torchrun (0) or to a rank of it."""
+    """Send a signal to torchrun (0) or to one of its ranks."""
     supervised.wait_for_step(3)[victim].send_signal(number)
 
 
@@ -90,7 +90,7 @@ TORCHRUN, RANK_1 = 0, 2
         pytest.param(RANK_1, signal.SIGKILL, "failed", id="rank-kill", marks=pytest.mark.long),
     ],
 )
-def test_the_run_comes_to_its_end(
+def test_a_supervised_run_finishes_after_a_kill(
     victim: int, number: int, ended: str, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
 ) -> None:
     supervised = Supervised(FaultyRun(LAYOUT, tmp_path / "run", cache))
@@ -101,7 +101,7 @@ def test_the_run_comes_to_its_end(
 
 
 @pytest.mark.long
-def test_a_signal_for_the_supervisor_ends_all(tmp_path: Path, cache: Path) -> None:
+def test_a_signal_to_the_supervisor_stops_the_run(tmp_path: Path, cache: Path) -> None:
     supervised = Supervised(FaultyRun(LAYOUT, tmp_path / "run", cache))
     supervised.wait_for_step(3)
     supervised.process.send_signal(signal.SIGTERM)

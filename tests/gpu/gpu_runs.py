@@ -1,4 +1,4 @@
-"""Small runs on one GPU, one after the other in this process."""
+"""Small runs on one GPU, one after another in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megafp8.config.schema.model import ParallelConfig
 from megafp8.device import capability, platform
 from megafp8.mcore import cpu_patches
 
-__all__ = ["FP8_RECIPES", "RECIPES", "SIZES", "gpu_run", "straight_and_resumed"]
+__all__ = ["FP8_RECIPES", "RECIPES", "SIZES", "gpu_run", "unbroken_and_resumed"]
 cpu_patches.install()
 platform.enable_determinism()  # equal runs give equal bits
 
@@ -30,7 +30,7 @@ from megafp8.training.run import Run
 
 @contextmanager
 def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
-    """A run on Python source; its groups, and what Transformer Engine keeps for the process, end with it."""
+    """A run on Python source. Its process groups and Transformer Engine's global state end with it."""
     config = flags.parse(f"{SIZES} {precision} {extra}".split()).config
     found = [*rules.problems(config, 1), *capability.capability_problems(config, capability.detect_target())]
     assert not found, found
@@ -41,7 +41,7 @@ def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
     try:
         yield build_run(config)
     finally:
-        # megatron-core sets what Transformer Engine's attention may use, and refuses another choice later.
+        # megatron-core sets the attention backends that Transformer Engine may use, and refuses another choice later.
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         destroy_process_groups()
@@ -49,12 +49,12 @@ def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
         torch.cuda.empty_cache()
 
 
-def straight_and_resumed(extra: str, steps: int, folder: Path) -> tuple[Curve, Curve]:
-    """The second half of a run of twice so many steps, and of one that went on from a checkpoint of its middle."""
+def unbroken_and_resumed(extra: str, steps: int, folder: Path) -> tuple[Curve, Curve]:
+    """The last steps of an unbroken run, and of one that resumed from a checkpoint in the middle."""
     with gpu_run(extra) as run:
         train(run, steps)
         path = save_checkpoint(folder, run.config, run.trainee, Progress(steps, steps * run.global_batch_size))
-        straight = train(run, steps, first_step=steps + 1)
+        unbroken = train(run, steps, first_step=steps + 1)
     with gpu_run(extra) as run:
         load_checkpoint(path, run.config, run.trainee)
-        return straight, train(run, steps, first_step=steps + 1)
+        return unbroken, train(run, steps, first_step=steps + 1)

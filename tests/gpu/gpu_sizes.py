@@ -1,6 +1,6 @@
-"""The small model of the GPU tests, and the recipes that a Hopper GPU has."""
+"""The small model of the GPU tests, and the recipes of a Hopper GPU."""
 
-# Wide enough for fused attention and for every recipe's blocks. Tests that want fused operations ask for them.
+# Wide enough for fused attention and for every recipe's blocks. Tests of fused operations enable them.
 SIZES = (
     "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 128 --vocab-size 255 "
     "--make-vocab-size-divisible-by 128 --position-embedding-type rope --normalization RMSNorm --swiglu "

@@ -1,9 +1,9 @@
-"""Many small runs of `pretrain_gpt.py` at once, their ranks forked from one process that has imported everything.
+"""Many small concurrent runs of `pretrain_gpt.py`, their ranks forked from one process with all imports done.
 
-`run_all` starts it with FOLDER and NUM_GPUS. FOLDER/launches.json says what to start; how each ended goes to
-FOLDER/ends.json. The ranks of a run have GPUs of their own among themselves, and meet at an address as torchrun's do,
-so that they speak NCCL; several runs share a GPU, since most of their time goes into starting. Without GPUs they are
-CPU ranks. It is a program because whoever forks ranks for GPUs must not have touched one, as a test process has.
+`run_all` starts it with FOLDER and NUM_GPUS. FOLDER/launches.json lists the runs, and FOLDER/ends.json gets their
+results. The ranks of a run have different GPUs and meet at an address as torchrun's do, so they use NCCL. Several runs
+share a GPU, since most of their time is startup. Without GPUs they are CPU ranks. It is a separate program because a
+process that forks GPU ranks must not have used a GPU, as a test process has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Optional
 
 from benchmarks.ports import free_ports
 
-# Also without GPUs, on as many places as the largest run has ranks.
+# Also without GPUs, with as many places as the largest run has ranks.
 RUNS_ON_A_GPU = 3
 RUN_S = 120.0
 HERE = Path(__file__).resolve()
@@ -34,7 +34,7 @@ class Launch:
 
     Attributes:
         flags: without `--save`, which becomes `run_folder`.
-        after: name of a launch that must have ended before.
+        after: name of a launch that must have ended first.
         plan: of faults (`megafp8/resilience/fault_injection.py`).
     """
 
@@ -56,7 +56,7 @@ class End:
 
 
 def run_all(folder: Path, launches: list[Launch], num_gpus: int) -> dict[str, End]:
-    """Start them all in a process of its own, and wait. By name how each ended."""
+    """Start all of them in a separate process, and wait. Returns by name how each one ended."""
     (folder / "launches.json").write_text(json.dumps([dataclasses.asdict(launch) for launch in launches]))
     paths = os.pathsep.join((str(HERE.parents[2]), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -72,18 +72,18 @@ def run_all(folder: Path, launches: list[Launch], num_gpus: int) -> dict[str, En
 
 
 def run_folder(folder: Path, name: str) -> Path:
-    """Where a run saves."""
+    """The folder where a run saves."""
     return folder / name.replace(" ", "_").replace(",", "") / "saved"
 
 
 class Gpus:
-    """How many runs each GPU has."""
+    """The number of runs on each GPU."""
 
     def __init__(self, names: list[str]):
         self.names, self.runs = names, [0] * len(names)
 
     def take(self, num_ranks: int) -> Optional[list[int]]:
-        """The least busy GPUs, side by side, a GPU for each rank; None if they are all as busy as they may be."""
+        """The least busy GPUs, adjacent, one for each rank; None if all have their maximum number of runs."""
         blocks = [range(i, i + num_ranks) for i in range(0, len(self.names) - num_ranks + 1, num_ranks)]
         busy = {block: max(self.runs[gpu] for gpu in block) for block in blocks}
         block = min(blocks, key=busy.__getitem__)
@@ -94,13 +94,13 @@ class Gpus:
         return list(block)
 
     def give_back(self, taken: list[int]) -> None:
-        """When a run has ended."""
+        """Free the GPUs of a run that has ended."""
         for gpu in taken:
             self.runs[gpu] -= 1
 
 
 def start_and_wait(folder: Path, num_gpus: int) -> None:
-    """In the process that forks: start what GPUs are free for until everything has ended."""
+    """In the process that forks: start runs as GPUs become free until all have ended."""
     import forked_runs
 
     forked_runs.prepare()
@@ -142,11 +142,11 @@ def start(folder: Path, launch: Launch, devices: str):  # noqa: ANN201 - forked_
 
 
 def end_of(run) -> End:  # noqa: ANN001
-    """A run that is over."""
+    """The result of a finished run."""
     ended = run.wait(RUN_S)
     return End(
         statuses=ended.statuses, seconds=ended.seconds, seconds_after_first=ended.seconds_after_first,
-        output=ended.told(),
+        output=ended.report(),
     )  # fmt: skip
 
 

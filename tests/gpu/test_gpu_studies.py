@@ -1,4 +1,4 @@
-"""A study on the GPUs of one machine: each run has one of its own, and none is idle."""
+"""A study on the GPUs of one machine: each run has its own GPU, and no GPU is idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--micro-batch-size auto` on a GPU: what does not fit is told by CUDA's own allocator, and nothing of it is left."""
+"""`--micro-batch-size auto` on a GPU: CUDA's own allocator decides what fits, and a failed trial leaves nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megafp8.training.micro_batch_search.search import CHOICE_FILE, SizeChoice, 
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
-# Some 30M parameters, and logits of 250 MiB a sequence in FP32: a few GiB hold some sequences and not all.
+# Some 30M parameters, and logits of 250 MiB per sequence in FP32: a few GiB hold some sequences but not all.
 RUN = (
     "--model-preset tiny --hidden-size 512 --num-attention-heads 8 --num-query-groups 8 --ffn-hidden-size 1024 "
     "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 63000 --mock-data --tokenizer-type NullTokenizer "
@@ -28,12 +28,13 @@ RUN = (
     "--lr-decay-style constant --eval-iters 0 --deterministic-mode --no-progress-bar "
     "--attention-dropout 0 --hidden-dropout 0"
 )
-# In every layout below one size is predicted to fit, and its double to take 1.3 to 1.5 times the limit: it is tried.
+# In every layout below, one size is predicted to fit, and twice that size to take 1.3 to 1.5 times the limit. It is
+# tried.
 LIMIT_GIB = 7
 
 
 def train(flags: str, num_ranks: int = 1) -> str:
-    """What a run prints; its ranks are started as a person starts them."""
+    """The output of a run whose ranks are started as a user starts them."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [*(launcher if num_ranks > 1 else ()), str(ROOT / "pretrain_gpt.py"), *RUN.split(), *flags.split()]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=540)
@@ -42,7 +43,7 @@ def train(flags: str, num_ranks: int = 1) -> str:
 
 
 def check_choice(choice: SizeChoice) -> None:
-    """Some sizes fit below the limit, the next one ran out of CUDA's memory, and the fastest was taken."""
+    """Some sizes fit below the limit, the next one ran out of CUDA's memory, and the fastest was chosen."""
     fits = {each.size: each for each in choice.trials if each.ms_per_sample is not None}
     out = [each for each in choice.trials if each.note.startswith("does not fit: ")]
     assert fits and out, choice.describe()
@@ -57,7 +58,7 @@ def losses(folder: Path) -> list[tuple[float, float | None]]:
 
 
 @pytest.mark.parametrize("recipe", ["", "--fp8-format hybrid --fp8-recipe delayed"])
-def test_a_run_is_to_the_bit_the_one_with_that_size(recipe: str, tmp_path: Path) -> None:
+def test_automatic_size_is_bit_equal_to_that_size_given(recipe: str, tmp_path: Path) -> None:
     auto, given = tmp_path / "auto", tmp_path / "given"
     flags = f"{recipe} --micro-batch-size auto --micro-batch-size-memory-limit {LIMIT_GIB} --save {auto} --load {auto}"
     print(train(flags))
@@ -69,12 +70,12 @@ def test_a_run_is_to_the_bit_the_one_with_that_size(recipe: str, tmp_path: Path)
         assert (auto / "iter_0000003" / path.name).read_bytes() == path.read_bytes(), path.name
     content = json.loads((auto / CHOICE_FILE).read_text())
     (auto / CHOICE_FILE).write_text(json.dumps(content | {"memory_bytes": 80 * GIB, "device": "another"}))
-    assert "found on another with 80.00 GiB" in train(flags), "a start that goes on keeps the size"
+    assert "found on another with 80.00 GiB" in train(flags), "a resumed start keeps the size"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("layout", ["--overlap-grad-reduce", "--tensor-model-parallel-size 2 --sequence-parallel"])
-def test_ranks_that_wait_for_one_out_of_memory_are_ended(layout: str, tmp_path: Path) -> None:
+def test_ranks_waiting_for_an_out_of_memory_rank_are_ended(layout: str, tmp_path: Path) -> None:
     """NCCL's collectives of a trial that ran out of memory never end by themselves."""
     limit = f"--micro-batch-size auto --micro-batch-size-memory-limit {LIMIT_GIB}"
     print(train(f"{layout} {limit} --save {tmp_path}", num_ranks=2))

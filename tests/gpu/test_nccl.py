@@ -1,7 +1,7 @@
-"""Two and four ranks under NCCL: they follow one rank, resume exactly, stop together, and end when one is lost.
+"""Two and four ranks under NCCL: they follow one rank, resume bitwise, stop together, and end when one is lost.
 
-All runs of this file are started once, side by side (`side_by_side.py`); the tests look at what they left. Each start
-is the command itself, `pretrain_gpt.py`; one more under torchrun shows that the two ways of starting are one.
+All runs of this file are started once, concurrently (`side_by_side.py`), and the tests inspect their results. Each
+start is the command itself, `pretrain_gpt.py`. One more start under torchrun shows that both ways are equivalent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if importlib.util.find_spec("transformer_engine") is None or NUM_GPUS < 2:
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
-# Microbatches of two sequences under every layout: scales are of the same tensors unless a rank has a part of them.
+# Microbatches of two sequences in every layout: scales are of the same tensors unless a rank has a part of them.
 RUN = (
     f"{SIZES} --bf16 --micro-batch-size 2 --train-iters {STEPS} --eval-iters 0 --no-save-optim --no-save-rng "
     "--log-interval 1"
@@ -47,14 +47,14 @@ LAYOUTS = {
     "TP 2 PP 2": (4, f"{TP2} --pipeline-model-parallel-size 2"),
 }
 FITTING = {name: layout for name, layout in LAYOUTS.items() if layout[0] <= NUM_GPUS}
-FUSED = ("bf16", "tensorwise", "blockwise")  # where operations are fused unless a flag says otherwise
+FUSED = ("bf16", "tensorwise", "blockwise")  # where operations are fused by default
 FP8_WEIGHTS = [name for name in ("DP 2", "TP 2", "DP 4") if name in FITTING]
 EXACTLY = {"": "", " FP8 weights": W}
-# Relative, of any of six losses. BF16 has eight bits, and ranks sum in another order; six steps at 1e-3 carry that on.
+# Relative, of any of six losses. BF16 has eight bits, and ranks sum in another order; six steps at 1e-3 propagate that.
 # A code more or less, 6% to 12% apart in FP8, moves a loss as `tests/tolerances.py` says; with tensor parallelism so do
-# scales, which are of a rank's part. Delayed scaling remembers microbatches, of which a data-parallel rank has fewer.
+# scales, which are of a rank's part. Delayed scaling records microbatches, of which a data-parallel rank has fewer.
 # Four H200s had at most 2.0e-4, 2.0e-3, 6.1e-4 and 3.0e-3; pipelines were equal to the bit. Fused operations round
-# elsewhere: two H200s had 2.8e-4, 2.1e-3, 3.2e-4 and 2.3e-3.
+# differently: two H200s had 2.8e-4, 2.1e-3, 3.2e-4 and 2.3e-3.
 TOLERANCES = {"bf16": 1e-3, "tensorwise": 5e-3, "blockwise": 5e-3, "delayed": 1e-2}
 
 GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
@@ -74,7 +74,7 @@ KILLED_SOON_S = 15.0
 
 
 def launches(folder: Path) -> list[Launch]:
-    """Everything that the tests look at."""
+    """All runs that the tests inspect."""
     found = [Launch(name=f"{ONE} {recipe}", num_ranks=1, flags=f"{RUN} {flags}") for recipe, flags in RECIPES.items()]
     for name, (num_ranks, layout) in FITTING.items():
         for recipe, flags in RECIPES.items():
@@ -119,13 +119,13 @@ def launches(folder: Path) -> list[Launch]:
 
 
 class Runs:
-    """What was started, how it ended, and what it recorded."""
+    """The runs, how they ended, and what they recorded."""
 
     def __init__(self, folder: Path, ends: Mapping[str, End]):
         self.folder, self.ends = folder, ends
 
     def losses(self, name: str) -> list[float]:
-        """Of every step, of a run that ended well."""
+        """The loss of every step of a run that succeeded."""
         end = self.ends[name]
         assert set(end.statuses) == {0}, end.output
         return [step.loss for step in load_run(run_folder(self.folder, name)).steps]
@@ -169,23 +169,23 @@ def test_ranks_that_gather_fp8_weights_follow_one_rank(runs: Runs, layout: str, 
 
 
 @pytest.mark.parametrize(("layout", "flags"), WITH_GRAPH)
-def test_ranks_whose_steps_are_graphs_follow_one_rank_without(runs: Runs, layout: str, flags: str) -> None:
+def test_ranks_with_cuda_graphs_follow_one_rank_without(runs: Runs, layout: str, flags: str) -> None:
     for recipe in ("bf16", "delayed") if not flags else ("delayed",):
         assert_follows(runs, f"{layout} {recipe}{flags} graph", recipe)
 
 
-def test_graphs_of_two_ranks_compute_what_their_kernels_do(runs: Runs) -> None:
+def test_cuda_graphs_of_two_ranks_equal_launched_kernels(runs: Runs) -> None:
     assert runs.losses("whole graph") == runs.losses("whole")
 
 
 @pytest.mark.parametrize("graph", ["", " graph"])
-def test_evaluations_and_looks_of_two_ranks_change_nothing(runs: Runs, graph: str) -> None:
-    """Both gather the FP8 weights of all layers at once, and a graph that is captured later gathers as before."""
+def test_validation_and_statistics_steps_of_two_ranks_do_not_change_training(runs: Runs, graph: str) -> None:
+    """Both gather the FP8 weights of all layers immediately, and a graph that is captured later gathers as before."""
     assert runs.losses(f"looks{graph}") == runs.losses("whole FP8 weights")
 
 
-def test_fp8_weights_halve_what_is_gathered(runs: Runs) -> None:
-    """Of what stays BF16 the embedding and the output layer are most: 787,712 bytes instead of 1,443,072."""
+def test_fp8_weights_halve_the_gathered_bytes(runs: Runs) -> None:
+    """Most of what stays BF16 is the embedding and the output layer: 787,712 bytes instead of 1,443,072."""
     runs.losses("DP 2 tensorwise FP8 weights")
     plain, fp8 = (
         load_run(run_folder(runs.folder, f"DP 2 tensorwise{extra}")).steps[-1].param_gather_bytes
@@ -196,7 +196,7 @@ def test_fp8_weights_halve_what_is_gathered(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("label", EXACTLY)
-def test_two_ranks_resume_exactly(runs: Runs, label: str) -> None:
+def test_two_ranks_resume_bitwise(runs: Runs, label: str) -> None:
     assert runs.losses(f"resumed{label}") == runs.losses(f"whole{label}")[HALF:]
 
 
@@ -211,7 +211,7 @@ def test_ranks_end_when_one_is_killed(runs: Runs) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_with_bad_gradients_is_named(runs: Runs, rank: int) -> None:
-    """Told from what NCCL left after reducing them. The bad numbers lie in the shards of rank 0."""
+    """Derived from the reduced gradients that NCCL left. The non-finite values lie in the shards of rank 0."""
     end = runs.ends[f"bad {rank}"]
     assert end.statuses == (65, 65), end.output
     assert f"  rank {rank}: first bad tensor: gradient of " in end.output
@@ -225,7 +225,7 @@ def test_a_signal_to_one_rank_stops_and_saves_all(runs: Runs) -> None:
     assert state is not None and state.state == "preempted" and state.saved_step == state.step == 3, state
 
 
-def test_torchrun_starts_the_same(runs: Runs, tmp_path: Path) -> None:
+def test_torchrun_start_equals_a_direct_start(runs: Runs, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "pretrain_gpt.py", *EXACT.split(), "--save", str(tmp_path / "run")]
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Looking at a node that has GPUs: what nvidia-smi says of them, and all-reduces by NCCL."""
+"""The check of a node with GPUs: the output of nvidia-smi, and all-reduces by NCCL."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_a_node_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, for two nodes")
-def test_two_nodes_reach_each_other(tmp_path: Path) -> None:
-    """A node is half of this machine's GPUs."""
+def test_two_nodes_complete_an_all_reduce(tmp_path: Path) -> None:
+    """Each node has one of two equal sets of this machine's GPUs."""
     nodes, half = ("localhost", "127.0.0.1"), torch.cuda.device_count() // 2
     words = [sys.executable, "launcher/check_nodes.py", "measure", str(tmp_path), "--gpus", str(half)]
     words += ["--port", str(free_ports(1)[0]), "--nodes", *nodes]

@@ -1,4 +1,4 @@
-"""A step captured as a CUDA graph: the losses of its kernels launched one by one, to the bit."""
+"""A step captured as a CUDA graph has the losses of separately launched kernels, bitwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, unbroken_and_resumed
 from small_run import SourceSamples, statistics_step, train, weights
 
 from megafp8.training.evaluation import build_batches, evaluate
@@ -33,7 +33,7 @@ def variants() -> Iterator[str]:
         if recipe in FP8_RECIPES:
             yield f"{flags} --fp8-param-gather"
             yield f"{flags} {FUSER} --fp8-param-gather"
-    for recipe in FP8_RECIPES:  # what is the default with a graph, and what is not
+    for recipe in FP8_RECIPES:  # the default with a graph, and a setting that is not
         for kernels in ("triton", "te"):
             yield f"{RECIPES[recipe]} {FUSER} --quantize-kernels {kernels}"
     yield f"{RECIPES['delayed']} {FUSER} --residual-norm-fusion"
@@ -45,7 +45,7 @@ def variants() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("extra", variants())
-def test_a_graph_computes_what_its_kernels_do(extra: str) -> None:
+def test_cuda_graph_equals_launched_kernels(extra: str) -> None:
     found = []
     for graph in ("", GRAPH):
         with gpu_run(f"{extra} {graph}") as run:
@@ -57,8 +57,8 @@ def test_a_graph_computes_what_its_kernels_do(extra: str) -> None:
     assert not [name for name in plain_weights if not torch.equal(plain_weights[name], captured_weights[name])]
 
 
-def eventful(run: Run) -> list[float]:
-    """Losses of steps between which the model is evaluated, and some of which are looked at."""
+def losses_with_validation_and_statistics(run: Run) -> list[float]:
+    """Losses of steps with validations between them, some of them statistics steps."""
     samples, batch, losses = SourceSamples(run.config.data.seq_length), run.global_batch_size, []
     batches = build_batches(run, samples, 0, 12 * batch, num_workers=0)
     collector = StatisticsCollector(run)
@@ -72,15 +72,15 @@ def eventful(run: Run) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_evaluations_and_looks_between_steps_change_nothing(recipe: str) -> None:
+def test_validation_and_statistics_steps_do_not_change_training(recipe: str) -> None:
     found = []
     for graph in ("", GRAPH):
         with gpu_run(f"{RECIPES[recipe]} --fp8-log-interval 5 --eval-iters 2 {graph}") as run:
-            found.append(eventful(run))
+            found.append(losses_with_validation_and_statistics(run))
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_resuming_is_going_on(recipe: str, tmp_path: Path) -> None:
-    straight, resumed = straight_and_resumed(f"{RECIPES[recipe]} {GRAPH}", 4, tmp_path)
-    assert resumed == straight
+def test_resume_equals_the_unbroken_run(recipe: str, tmp_path: Path) -> None:
+    unbroken, resumed = unbroken_and_resumed(f"{RECIPES[recipe]} {GRAPH}", 4, tmp_path)
+    assert resumed == unbroken

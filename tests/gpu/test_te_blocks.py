@@ -54,7 +54,7 @@ def quantizer_of(recipe: str, kind: str, is_power_of_two: bool, columnwise: bool
 
 
 def check(ours: Any, theirs: Any, recipe: str, share: float) -> None:
-    """All parts there are, with at most this share of their bytes or scales different."""
+    """Compare all existing parts. At most this fraction of their bytes or scales may differ."""
     for name in PARTS[recipe]:
         one, other = getattr(ours, name), getattr(theirs, name)
         assert (one is None) == (other is None), name
@@ -65,7 +65,7 @@ def check(ours: Any, theirs: Any, recipe: str, share: float) -> None:
 
 
 @every_kind
-def test_casts_have_the_bytes(recipe: str, kind: str, is_power_of_two: bool, columnwise: bool) -> None:
+def test_casts_equal_transformer_engine(recipe: str, kind: str, is_power_of_two: bool, columnwise: bool) -> None:
     how = quantizer_of(recipe, kind, is_power_of_two, columnwise)
     inputs = torch.randn(2, 128, 384, device="cuda") * torch.logspace(-6, 5, 384, device="cuda")
     inputs[0, :, 128:256] = 0
@@ -76,7 +76,7 @@ def test_casts_have_the_bytes(recipe: str, kind: str, is_power_of_two: bool, col
 
 
 @every_kind
-def test_swiglu_differs_in_last_bits_of_the_exponential(
+def test_swiglu_differs_only_by_last_bits_of_the_exponential(
     recipe: str, kind: str, is_power_of_two: bool, columnwise: bool
 ) -> None:
     how, share = quantizer_of(recipe, kind, is_power_of_two, columnwise), 1e-3
@@ -91,7 +91,7 @@ def test_swiglu_differs_in_last_bits_of_the_exponential(
 
 @pytest.mark.parametrize("columnwise", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_delayed_casts_have_the_bytes_and_the_amax(kind: str, columnwise: bool) -> None:
+def test_delayed_casts_and_amax_equal_transformer_engine(kind: str, columnwise: bool) -> None:
     inputs = torch.randn(2, 128, 384, device="cuda") * torch.logspace(-6, 5, 384, device="cuda")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         scale, *amaxes = torch.tensor([[16.0], [0.0], [0.0]], device="cuda")
@@ -103,7 +103,7 @@ def test_delayed_casts_have_the_bytes_and_the_amax(kind: str, columnwise: bool) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_delayed_swiglu_differs_in_last_bits_of_the_exponential(kind: str) -> None:
+def test_delayed_swiglu_differs_only_by_last_bits_of_the_exponential(kind: str) -> None:
     (scale, *amaxes), share = torch.tensor([[16.0], [0.0], [0.0]], device="cuda"), 1e-3
     how, their_how = (te.Float8Quantizer(scale, amax, KINDS[kind]) for amax in amaxes)
     inputs = torch.randn(2, 128, 2 * 384, device="cuda").bfloat16()
@@ -117,7 +117,7 @@ def test_delayed_swiglu_differs_in_last_bits_of_the_exponential(kind: str) -> No
         torch.testing.assert_close(*amaxes, rtol=1e-6, atol=0)
 
 
-def test_layers_cast_by_the_kernels_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_cast_with_the_chosen_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     quantizers = {recipe: quantizer_of(recipe, "e4m3", True, True) for recipe in ("blockwise", "tensorwise")}
     quantizers["delayed"] = te.Float8Quantizer(*torch.tensor([[1.0], [0.0]], device="cuda"), KINDS["e4m3"])
     inputs = torch.randn(128, 256, device="cuda").bfloat16()
@@ -131,8 +131,8 @@ def test_layers_cast_by_the_kernels_that_were_chosen(monkeypatch: pytest.MonkeyP
             assert len(calls) == (recipe in recipes)
 
 
-def test_a_joined_gradient_with_its_amax_noted_gives_the_bytes_without_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the backward pass of the linear before."""
+def test_a_recorded_amax_saves_a_pass_with_equal_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the backward pass of the preceding linear."""
     heads, groups, dim, sizes = 6, 3, 32, (64, 4)
     linear = te.LayerNormLinear(256, (heads + 2 * groups) * dim, bias=False, params_dtype=torch.bfloat16)
     inputs = torch.randn(*sizes, 256, device="cuda").bfloat16().requires_grad_()
@@ -154,8 +154,8 @@ def test_a_joined_gradient_with_its_amax_noted_gives_the_bytes_without_a_pass(mo
 
 
 @pytest.mark.parametrize("are_used", [True, False])
-def test_the_fused_mlp_hands_factors_to_its_backward_pass(are_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are not taken, gradients are the same."""
+def test_the_fused_mlp_passes_factors_to_its_backward_pass(are_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are not used, gradients are the same."""
     found, plain = [], tensorwise.annotation
 
     def noted(tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
@@ -174,7 +174,7 @@ def test_the_fused_mlp_hands_factors_to_its_backward_pass(are_used: bool, monkey
     assert torch.equal(*gradients)
 
 
-def test_what_has_no_whole_tiles_goes_the_usual_way() -> None:
+def test_shapes_without_full_tiles_use_transformer_engine() -> None:
     blocks, whole = (quantizer_of(recipe, "e4m3", True, True) for recipe in ("blockwise", "tensorwise"))
     scaled = te.Float8Quantizer(*torch.tensor([[1.0], [0.0]], device="cuda"), KINDS["e4m3"])
     weights = te.Float8BlockQuantizer(KINDS["e4m3"], rowwise=True, columnwise=True, block_scaling_dim=2)

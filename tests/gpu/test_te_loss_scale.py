@@ -1,4 +1,4 @@
-"""FP16 with Transformer Engine's layers: the scale is found by trying, and a fixed one changes nothing in BF16."""
+"""FP16 with Transformer Engine's layers: the loss scale is dynamic, and a constant one changes nothing in BF16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megafp8.optimizer.schedules import current_loss_scale
 
 
 @pytest.mark.parametrize("optimizer", ["", "--overlap-grad-reduce --overlap-param-gather"])
-def test_an_overflow_halves_the_scale_and_leaves_the_weights(optimizer: str) -> None:
+def test_overflow_halves_the_loss_scale_and_keeps_the_weights(optimizer: str) -> None:
     with gpu_run(f"--initial-loss-scale 4294967296 --hysteresis 1 {optimizer}", precision="--fp16") as run:
         before = weights(run)
         assert train(run, 1).grad_norms == [None]
@@ -31,7 +31,7 @@ def test_an_overflow_halves_the_scale_and_leaves_the_weights(optimizer: str) -> 
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
-def test_a_fixed_power_of_two_changes_no_bit(recipe: str) -> None:
+def test_constant_power_of_two_loss_scale_is_bit_equal(recipe: str) -> None:
     def ends(extra: str) -> tuple[Curve, dict[str, torch.Tensor]]:
         with gpu_run(f"{RECIPES[recipe]} {extra} --no-one-pass-optimizer") as run:
             return train(run, 3), weights(run)

@@ -1,4 +1,4 @@
-"""The patches of Transformer Engine: each still needed, each doing what it says."""
+"""The patches of Transformer Engine: each is still needed and does what it documents."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_transformer_engine_still_needs_the_patch(name: str, file: str, text: st
 
 
 @pytest.mark.parametrize("zeros", ["first", "second", "both"])
-def test_moments_that_are_zero_stay_numbers(zeros: str) -> None:
-    """A shard without gradients, or with gradients whose squares vanish."""
+def test_zero_moments_stay_finite(zeros: str) -> None:
+    """A shard without gradients, or with gradients whose squares underflow."""
     size = {"first": 0.0, "second": 1e-30, "both": 0.0}[zeros]
     weight = torch.nn.Parameter(torch.randn(1024, device="cuda", dtype=torch.bfloat16))
     optimizer = FusedAdam(
@@ -48,7 +48,7 @@ def test_moments_that_are_zero_stay_numbers(zeros: str) -> None:
 
 
 def test_moments_are_stored_as_they_were_read() -> None:
-    """In FP8 and FP16, after a step; and FP8 codes are kept once."""
+    """In FP8 and FP16, after a step. FP8 codes are stored once."""
     weights = [torch.nn.Parameter(torch.randn(1000, device="cuda", dtype=torch.bfloat16)) for _ in range(50)]
     optimizer = FusedAdam(
         weights, lr=1e-3, master_weights=True, use_decoupled_grad=True,
@@ -73,7 +73,7 @@ def test_tensors_survive_being_packed() -> None:
     assert all(torch.equal(unpacked[name], tensor.cpu()) for name, tensor in tensors.items())
 
 
-def test_other_states_are_left_to_transformer_engine() -> None:
+def test_other_states_use_transformer_engine() -> None:
     assert patches.deserialize_tensors(None) is None
     assert patches.deserialize_tensors(torch.empty(0, dtype=torch.uint8)) is None
     assert patches.deserialize_tensors(torch.frombuffer(bytearray(b"\x80\x04N."), dtype=torch.uint8)) is None

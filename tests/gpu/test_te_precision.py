@@ -20,7 +20,7 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
 from gpu_runs import RECIPES, gpu_run
-from small_run import Curve, look_of, train, weights
+from small_run import Curve, statistics_record_of, train, weights
 from transformer_engine.common import recipe as te_recipe
 
 from megafp8.checkpoint.directory import find_checkpoint
@@ -34,7 +34,7 @@ from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.extensions.precision_schedule import changes_at
 
 TENSORWISE, BLOCKWISE, DELAYED = RECIPES["tensorwise"], RECIPES["blockwise"], RECIPES["delayed"]
-LAYERS = "--no-use-transformer-engine-op-fuser"  # which runs with a mapped MLP or a schedule do without in any case
+LAYERS = "--no-use-transformer-engine-op-fuser"  # runs with a mapped MLP or a schedule do not use them in any case
 STEPS = 6
 
 
@@ -44,7 +44,7 @@ def curve(extra: str, num_steps: int = STEPS) -> Curve:
         return train(run, num_steps)
 
 
-def test_recipes_are_transformer_engines() -> None:
+def test_recipes_run_with_transformer_engine() -> None:
     tensor, block = GemmChoice("tensorwise", "hybrid"), GemmChoice("blockwise", "e4m3")
     assert build_te_recipe(LinearChoice()) is None
     plain = build_te_recipe(LinearChoice(block, block, block))
@@ -58,19 +58,19 @@ def test_recipes_are_transformer_engines() -> None:
 @pytest.mark.parametrize(
     ("mapped", "plain"),
     [
-        ("--precision layers.*=tensorwise/hybrid", TENSORWISE),  # on BF16: codes of weights must not grow old
+        ("--precision layers.*=tensorwise/hybrid", TENSORWISE),  # on BF16: codes of weights must be updated
         ("--precision layers.*=blockwise/e4m3", BLOCKWISE),
         (f"{TENSORWISE} --precision layers.*=bf16", ""),
         (f"{TENSORWISE} --precision layers.*=blockwise/e4m3", BLOCKWISE),
         (f"{TENSORWISE} --precision layers.0.*=bf16 layers.1.*=bf16", f"{TENSORWISE} --precision *=bf16"),
     ],
 )
-def test_a_map_of_all_linears_is_the_recipe(mapped: str, plain: str) -> None:
+def test_a_map_of_all_linears_equals_the_recipe(mapped: str, plain: str) -> None:
     assert curve(mapped).losses == curve(plain).losses
 
 
-def test_first_and_last_layers_are_those_of_the_map() -> None:
-    """Four layers, so that some are left."""
+def test_first_and_last_layers_flag_equals_a_map() -> None:
+    """Four layers, so that some middle layers exist."""
     both = "--num-layers 4"
     flag = curve(f"{both} {TENSORWISE} --first-last-layers-bf16")
     mapped = curve(f"{both} {TENSORWISE} --precision layers.0.*=bf16 layers.3.*=bf16")
@@ -81,7 +81,7 @@ MAP = "--precision *.linear_fc2=blockwise/e4m3 layers.1.*:dgrad,wgrad=bf16 outpu
 
 
 @pytest.mark.parametrize("entries", [MAP, "--precision *:dgrad,wgrad=bf16", "--precision output_layer=tensorwise"])
-def test_a_map_follows_the_emulated_one(entries: str) -> None:
+def test_a_map_follows_its_emulation(entries: str) -> None:
     ours = curve(f"{TENSORWISE} {entries}")
     theirs = curve(f"{TENSORWISE} {entries} --transformer-impl emulated")
     gap = max(abs(a - b) / b for a, b in zip(ours.losses, theirs.losses, strict=True))
@@ -92,8 +92,8 @@ def test_a_map_follows_the_emulated_one(entries: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [LAYERS, "--use-transformer-engine-op-fuser"])
-def test_an_output_layer_of_another_recipe_leaves_delayed_scales_alone(layers: str) -> None:
-    """In the first step the layers' forward pass is the same without it, and so are its amaxes, noted once."""
+def test_an_output_layer_of_another_recipe_keeps_delayed_scales(layers: str) -> None:
+    """In the first step, the layers' forward pass equals that without it, and so do its amaxes, recorded once."""
     histories = []
     for entries in ("", "--precision output_layer=tensorwise"):
         with gpu_run(f"{DELAYED} {entries} {layers}") as run:
@@ -109,17 +109,17 @@ def test_an_output_layer_of_another_recipe_leaves_delayed_scales_alone(layers: s
     assert all(torch.equal(a > 0, b > 0) for a, b in zip(backward, mapped_backward, strict=True))
 
 
-def test_the_forward_pass_alone_is_quantized() -> None:
-    """The first loss is FP8's, the first gradient another."""
+def test_only_the_forward_pass_is_quantized() -> None:
+    """The first loss is FP8's; the first gradient differs."""
     mapped = f"{TENSORWISE} --precision layers.*:dgrad,wgrad=bf16"
     fprop, fp8, bf16 = (curve(extra) for extra in (mapped, TENSORWISE, ""))
     assert fprop.losses[0] == fp8.losses[0] != bf16.losses[0]
     assert fprop.grad_norms[0] != fp8.grad_norms[0]
 
 
-def test_looks_show_each_linears_recipe() -> None:
+def test_statistics_have_each_linears_recipe() -> None:
     with gpu_run(f"{TENSORWISE} {MAP} --fp8-log-interval 1") as run:
-        found = look_of(run)
+        found = statistics_record_of(run)
     assert found is not None and found.recipes["layers.0.linear_fc2"] == "blockwise"
     assert found.recipes["layers.1.linear_fc1"] == "tensorwise/high/high"
     assert "layers.0.linear_fc2.input.column" in found.tensors and "output_layer.input" in found.tensors
@@ -130,7 +130,7 @@ def test_looks_show_each_linears_recipe() -> None:
 
 
 def steps(extra: str, num_steps: int, first: int = 1, load: Path | None = None, save: Path | None = None) -> list:
-    """Losses, and the weights at the end, with calibration where the loop has it."""
+    """Losses, and the final weights, with calibration at the loop's place."""
     losses: list[float] = []
     with gpu_run(f"{extra} {LAYERS}") as run:
         if load is not None:
@@ -147,7 +147,7 @@ def steps(extra: str, num_steps: int, first: int = 1, load: Path | None = None, 
 
 
 @pytest.mark.parametrize("entries", ["", "--precision *.linear_fc2=blockwise/e4m3 output_layer=tensorwise"])
-def test_stretches_begin_at_exactly_their_steps(entries: str) -> None:
+def test_precision_schedule_entries_start_at_their_steps(entries: str) -> None:
     fp8 = f"{TENSORWISE} {entries}"
     # In high precision the output layer of a map is Transformer Engine's linear, whose GEMMs may round other sums.
     high, low = curve(f"{fp8} --fp8-schedule bf16:99,fp8" if entries else ""), curve(fp8)
@@ -174,11 +174,11 @@ def test_delayed_scales_survive_high_precision(layers: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("at", [1, 3, 5])
-def test_resume_within_each_stretch_is_bit_equal(at: int, recipe: str, tmp_path: Path) -> None:
+def test_resume_within_each_schedule_entry_is_bit_equal(at: int, recipe: str, tmp_path: Path) -> None:
     flags = f"{RECIPES[recipe]} --fp8-schedule bf16:2,fp8:4,bf16:6,fp8"
-    straight = steps(flags, 8)
+    unbroken = steps(flags, 8)
     before = steps(flags, at, save=tmp_path)
     after = steps(flags, 8 - at, first=at + 1, load=find_checkpoint(tmp_path)[1])
-    assert before[0] + after[0] == straight[0]
-    for name, weight in straight[1].items():
+    assert before[0] + after[0] == unbroken[0]
+    for name, weight in unbroken[1].items():
         assert torch.equal(weight, after[1][name]), name

@@ -21,7 +21,7 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
 
 import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
 import transformer_engine_torch as tex
-from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, unbroken_and_resumed
 from small_run import Curve, SourceSamples, train, weights
 
 from megafp8.checkpoint.load import load_checkpoint
@@ -37,11 +37,11 @@ PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"
 FUSER = "--use-transformer-engine-op-fuser"
 OURS, THEIRS = "--quantize-kernels triton", "--quantize-kernels te"
 LOW_PRECISION = "--use-precision-aware-optimizer"
-HEADS = "--num-attention-heads 2"  # of 128 channels, as attention in FP8 wants them
+HEADS = "--num-attention-heads 2"  # of 128 channels, as attention in FP8 requires
 FP8_ATTENTION = f"{HEADS} --fp8-dot-product-attention"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 STEPS = 12
-COMPARED = 6  # losses; later ones drift apart
+COMPARED = 6  # losses; later ones diverge
 
 
 @functools.cache
@@ -62,8 +62,8 @@ def test_every_recipe_learns(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_fast_settings_change_the_order_of_one_sum(recipe: str) -> None:
-    """The first step is the same to the bit, norm and all but the last bits of it; then rounding has its way."""
+def test_fast_settings_change_one_summation_order(recipe: str) -> None:
+    """The first step is equal, the norm except for its last bits. Later steps differ by rounding."""
     plain, fast = curve(f"{RECIPES[recipe]} {PLAIN}"), curve(RECIPES[recipe])
     print(f"\n{recipe}: gap {gap(fast, plain):.2e}, norms {plain.grad_norms[0]!r} {fast.grad_norms[0]!r}")
     assert fast.losses[0] == plain.losses[0]
@@ -72,7 +72,7 @@ def test_fast_settings_change_the_order_of_one_sum(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_fused_operations_follow_layers(recipe: str) -> None:
+def test_fused_operations_follow_separate_layers(recipe: str) -> None:
     fusion = "--no-swiglu-quantize-fusion" if recipe in ("delayed", "blockwise") else ""
     layers, fused = curve(RECIPES[recipe]), curve(f"{RECIPES[recipe]} {FUSER} {fusion}")
     print(f"\n{recipe}: gap {gap(fused, layers):.2e}, norms {layers.grad_norms[:3]} {fused.grad_norms[:3]}")
@@ -81,8 +81,10 @@ def test_fused_operations_follow_layers(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_residual_gradients_added_by_the_norm_follow(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sum is rounded once instead of twice; nothing changes forward."""
+def test_residual_gradients_added_by_the_norm_follow_separate_adds(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum is rounded once instead of twice. The forward pass is unchanged."""
     calls, kernel = [], tex.rmsnorm_bwd_add
     monkeypatch.setattr(tex, "rmsnorm_bwd_add", lambda *given: calls.append(given) or kernel(*given))
     fused = f"{RECIPES[recipe]} {FUSER}"
@@ -107,10 +109,10 @@ def test_swiglu_in_one_pass_follows_fused_operations(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_our_casts_train_as_transformer_engine(recipe: str) -> None:
-    """Layers without fused operations have casts only: the same bytes, and so the same losses to the bit.
+def test_our_casts_train_like_transformer_engine(recipe: str) -> None:
+    """Layers without fused operations have casts only: the same bytes, and so bitwise equal losses.
 
-    Tensorwise, one of them is by the amax that the rotation noted.
+    Under tensorwise scaling, one of them uses the amax that the rotation recorded.
     """
     assert curve(f"{RECIPES[recipe]} {OURS}") == curve(f"{RECIPES[recipe]} {THEIRS}")
 
@@ -133,12 +135,12 @@ def test_attention_in_fp8_follows_bf16() -> None:
     assert gap(fp8, plain) < 2e-2
 
 
-def test_attention_in_fp8_is_recomputed_as_it_was() -> None:
+def test_fp8_attention_recomputation_is_bit_equal() -> None:
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     assert curve(f"{RECIPES['delayed']} {FP8_ATTENTION} {full}") == curve(f"{RECIPES['delayed']} {FP8_ATTENTION}")
 
 
-def test_attention_in_fp8_is_what_runs() -> None:
+def test_fp8_attention_kernel_runs() -> None:
     with gpu_run(f"{RECIPES['delayed']} {FP8_ATTENTION}") as run:
         train(run, 1)
         chosen = te_layers.selected_attention_backend()
@@ -147,8 +149,8 @@ def test_attention_in_fp8_is_what_runs() -> None:
         assert len(scales) == 2 and all((scale != 1).any() for scale in scales)
 
 
-def test_one_pass_updates_as_transformer_engine() -> None:
-    """Without clipping the norm has no part in the update; FP32 roundings rarely change how a weight rounds to BF16."""
+def test_fused_optimizer_updates_like_transformer_engine() -> None:
+    """Without clipping the norm does not enter the update. FP32 roundings rarely change how a weight rounds to BF16."""
     found = []
     for extra in ("--clip-grad 0 --no-one-pass-optimizer", "--clip-grad 0"):
         with gpu_run(extra) as run:
@@ -160,7 +162,7 @@ def test_one_pass_updates_as_transformer_engine() -> None:
 
 
 @pytest.mark.parametrize("fuser", ["", FUSER])
-def test_overwriting_gradients_is_adding_them_to_zero(fuser: str) -> None:
+def test_overwriting_gradients_equals_adding_to_zero(fuser: str) -> None:
     found = []
     for extra in ("--no-gradient-overwrite", ""):
         with gpu_run(f"{fuser} {extra}") as run:
@@ -172,8 +174,8 @@ def test_overwriting_gradients_is_adding_them_to_zero(fuser: str) -> None:
     assert not [name for name, gradient in plain.items() if not torch.equal(gradient, overwritten[name])]
 
 
-# Fused operations quantize BF16 weights anew in every microbatch, by scales that the one before has moved; FP8 weights
-# keep their codes. So each step has one microbatch.
+# Fused operations quantize BF16 weights again in every microbatch, by scales that the previous one has changed. FP8
+# weights keep their codes. So each step has one microbatch.
 FUSED = f"{FUSER} --global-batch-size 4"
 
 
@@ -190,16 +192,16 @@ def test_fp8_weights_follow_bf16_weights(recipe: str, fuser: str) -> None:
         f"{plain.grad_norms[0]!r} {fp8.grad_norms[0]!r}"
     )
     assert sizes[torch.uint8] > sizes[torch.bfloat16], sizes
-    # The weights that it starts with are the same, quantized once instead of in every forward pass.
+    # The initial weights are the same, quantized once instead of in every forward pass.
     assert fp8.losses[0] == pytest.approx(plain.losses[0], rel=1e-4)
     assert fp8.grad_norms[0] == pytest.approx(plain.grad_norms[0], rel=2e-2)
-    # Scales of delayed scaling come a step later for weights that are cast right after their update.
+    # Scales of delayed scaling are one step later for weights that are cast right after their update.
     assert gap(fp8, plain) < (2e-2 if recipe == "delayed" else 2e-3)
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_row_wise_cast_of_shards_changes_no_weight(recipe: str) -> None:
-    """The codes after an update are those of the whole weights cast at once."""
+def test_rowwise_cast_of_shards_changes_no_weight(recipe: str) -> None:
+    """The codes after an update are those of the complete weights cast together."""
     with gpu_run(f"{RECIPES[recipe]} --fp8-param-gather") as run:
         train(run, 2)
         for chunk in run.trainee.chunks:
@@ -231,18 +233,18 @@ def test_row_wise_cast_of_shards_changes_no_weight(recipe: str) -> None:
         ("tensorwise", f"{LOW_PRECISION} --main-params-dtype fp16"),
     ],
 )
-def test_resuming_is_going_on(recipe: str, extra: str, tmp_path: Path) -> None:
-    straight, resumed = straight_and_resumed(f"{RECIPES[recipe]} {extra}", 3, tmp_path)
-    assert resumed.losses == straight.losses
+def test_resume_equals_the_unbroken_run(recipe: str, extra: str, tmp_path: Path) -> None:
+    unbroken, resumed = unbroken_and_resumed(f"{RECIPES[recipe]} {extra}", 3, tmp_path)
+    assert resumed.losses == unbroken.losses
 
 
 @pytest.mark.parametrize(("before", "after"), [("", FUSER), (FUSER, "")])
-def test_fused_operations_go_on_with_the_scales_of_linears_and_back(before: str, after: str, tmp_path: Path) -> None:
+def test_fused_operations_and_linears_resume_each_others_scales(before: str, after: str, tmp_path: Path) -> None:
     with gpu_run(f"{RECIPES['delayed']} {before}") as run:
         train(run, 3)
         path = save_checkpoint(tmp_path, run.config, run.trainee, Progress(3, 3 * run.global_batch_size))
         saved = [tensor.clone() for tensor in te_layers.delayed_state(run.trainee.chunks[0])]
-        straight = train(run, 1, first_step=4)
+        unbroken = train(run, 1, first_step=4)
     with gpu_run(f"{RECIPES['delayed']} {after}") as run:
         load_checkpoint(path, run.config, run.trainee)
         loaded = [tensor.clone() for tensor in te_layers.delayed_state(run.trainee.chunks[0])]
@@ -251,12 +253,12 @@ def test_fused_operations_go_on_with_the_scales_of_linears_and_back(before: str,
     assert len(saved) == len(loaded) == len(now) > 0
     assert all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(loaded, now, strict=True))
-    # With scales of 1 it would be off by more: this is how far fused operations are from linears.
-    assert resumed.losses[0] == pytest.approx(straight.losses[0], rel=2e-4)
+    # With scales of 1 the difference would be larger. This is the distance of fused operations from linears.
+    assert resumed.losses[0] == pytest.approx(unbroken.losses[0], rel=2e-4)
 
 
-def test_a_validation_leaves_no_trace_in_delayed_scaling() -> None:
-    """Of samples that no step saw, whose amaxes Transformer Engine enters."""
+def test_validation_does_not_change_delayed_scaling() -> None:
+    """Validation reads samples of no training step. Transformer Engine records their amaxes."""
     with gpu_run(RECIPES["delayed"]) as run:
         train(run, 2)
         state = te_layers.delayed_state(run.trainee.chunks[0])
@@ -272,7 +274,7 @@ def test_a_validation_leaves_no_trace_in_delayed_scaling() -> None:
 @pytest.mark.parametrize("is_evaluated", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_weights_gathered_early_have_their_transposes(recipe: str, is_evaluated: bool) -> None:
-    """As before a checkpoint or in an evaluation: the next backward pass reads the transposes."""
+    """As before a checkpoint or in a validation: the next backward pass reads the transposes."""
     with gpu_run(f"{RECIPES[recipe]} {OVERLAP} --fp8-param-gather") as run:
         train(run, 2)
         if is_evaluated:
@@ -293,8 +295,8 @@ def with_states(states: str) -> str:
 
 
 @pytest.mark.parametrize("states", ["fp8 fp16", "fp16 fp16", "fp8 bf16"])
-def test_scaled_moments_are_transformer_engines(states: str) -> None:
-    """After one step all but a few numbers are the same, and those a code apart; losses stay together."""
+def test_scaled_moments_equal_transformer_engine(states: str) -> None:
+    """After one step all but a few values are the same, and those are one code apart. Losses stay close."""
     found = []
     for extra in ("--no-one-pass-optimizer", ""):
         with gpu_run(f"--clip-grad 0 {with_states(states)} {extra}") as run:
@@ -308,7 +310,7 @@ def test_scaled_moments_are_transformer_engines(states: str) -> None:
     for index, (theirs, ours) in enumerate(zip(*found, strict=True)):
         apart = (ours - theirs).abs()
         largest = torch.maximum(ours.abs(), theirs.abs())
-        # Below the normal numbers steps are as long as there: for FP8 2^-9 of 448.
+        # Below the normal numbers the steps have constant length: for FP8 2^-9 of 448.
         bound = step[states.split()[index % 2]] * largest + 2**-17 * largest.max()
         assert (apart <= bound).all()
         assert (apart > 2**-18 * largest).float().mean() < 2e-3

@@ -1,4 +1,4 @@
-"""Looks at Transformer Engine's layers on a GPU: without a trace, and equal to those at emulated layers."""
+"""Statistics of Transformer Engine's layers on a GPU: no effect on training, and equal to those of emulated layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run
-from small_run import look_of, train
+from small_run import statistics_record_of, train
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -30,23 +30,23 @@ from megafp8.recipes.base import Gemm, Operand
 from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.extensions.statistics_hooks import HookedLinear
 
-LOOK = "--fp8-log-interval 1 --fp8-what-if mxfp8,nvfp4"
-# More than in tests/distributed/test_cost_of_looks.py: a sum may be two kernels, and norms are taken before.
-OPERATIONS_A_TENSOR, OPERATIONS_A_LOOK, WAITS = 20, 200, 3
+STATISTICS = "--fp8-log-interval 1 --fp8-what-if mxfp8,nvfp4"
+# More than in tests/distributed/test_statistics_cost.py: a sum may be two kernels, and norms are taken before.
+OPERATIONS_PER_TENSOR, OPERATIONS_PER_RECORD, WAITS = 20, 200, 3
 
 
-def look(extra: str, step: int = 1) -> QuantizationRecord:
-    with gpu_run(f"{extra} {LOOK}") as run:
+def first_record(extra: str, step: int = 1) -> QuantizationRecord:
+    with gpu_run(f"{extra} {STATISTICS}") as run:
         if step > 1:
             train(run, step - 1)
-        found = look_of(run, step)
+        found = statistics_record_of(run, step)
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("extra", ["", "--fp8-param-gather"])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_looking_changes_nothing(recipe: str, extra: str) -> None:
+def test_statistics_do_not_change_training(recipe: str, extra: str) -> None:
     losses = []
     for looking in ("", "--fp8-log-interval 2"):
         with gpu_run(f"{RECIPES[recipe]} {extra} {looking}") as run:
@@ -55,10 +55,10 @@ def test_looking_changes_nothing(recipe: str, extra: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_transformer_engine_and_emulation_show_the_same(recipe: str) -> None:
-    """Same weights and samples, the first step: tensors differ by roundings of the layers before, weights are equal."""
-    engine = look(RECIPES[recipe])
-    emulated = look(f"{RECIPES[recipe]} --transformer-impl emulated")
+def test_transformer_engine_and_emulation_have_equal_statistics(recipe: str) -> None:
+    """Same weights and samples, first step: tensors differ by roundings of previous layers, weights are equal."""
+    engine = first_record(RECIPES[recipe])
+    emulated = first_record(f"{RECIPES[recipe]} --transformer-impl emulated")
     assert list(engine.tensors) == list(emulated.tensors)
     for name, stats in emulated.tensors.items():
         other = engine.tensors[name]
@@ -75,11 +75,11 @@ def test_transformer_engine_and_emulation_show_the_same(recipe: str) -> None:
     assert engine.update_to_weight == pytest.approx(emulated.update_to_weight, rel=0.05)
 
 
-def test_codes_from_outside_are_those_of_transformer_engine() -> None:
-    """Its own quantizers on a linear's weight. What it multiplies is in tests/conformance/test_te_looks.py."""
-    with gpu_run(f"{RECIPES['tensorwise']} {LOOK}") as run:
+def test_observed_codes_equal_transformer_engine() -> None:
+    """Compared with its quantizers on a linear's weight. test_te_statistics.py compares the GEMM operands."""
+    with gpu_run(f"{RECIPES['tensorwise']} {STATISTICS}") as run:
         collector = StatisticsCollector(run)
-        look_of(run, 1, collector)
+        statistics_record_of(run, 1, collector)
         for linear in collector.linears:
             assert isinstance(linear, HookedLinear)
             quantizer = linear.module.quantizers["scaling_fwd"][1].copy()
@@ -89,31 +89,35 @@ def test_codes_from_outside_are_those_of_transformer_engine() -> None:
             assert torch.equal(ours, theirs), linear.name
 
 
-def test_delayed_scales_are_as_old_as_those_of_emulation() -> None:
-    """Gradients of a few steps fall by octaves, and the history remembers larger ones."""
-    engine, emulated = (look(f"{RECIPES['delayed']} {extra}", step=4) for extra in ("", "--transformer-impl emulated"))
+def test_observed_delayed_scales_equal_those_of_emulation() -> None:
+    """Gradients of a few steps fall by octaves, and the history still has larger ones."""
+    engine, emulated = (
+        first_record(f"{RECIPES['delayed']} {extra}", step=4) for extra in ("", "--transformer-impl emulated")
+    )
     ages = {name: stats.staleness_octaves for name, stats in emulated.tensors.items()}
     assert None not in ages.values() and max(abs(age) for age in ages.values()) > 1, ages
     for name, stats in engine.tensors.items():
         assert stats.staleness_octaves == pytest.approx(ages[name], abs=0.75), name
 
 
-def test_weights_kept_in_fp8_have_no_error() -> None:
-    found = look(f"{RECIPES['tensorwise']} --fp8-param-gather")
+def test_fp8_weights_have_no_quantization_error() -> None:
+    found = first_record(f"{RECIPES['tensorwise']} --fp8-param-gather")
     for name, stats in found.tensors.items():
         assert (stats.sqnr_db is None) == name.endswith("weight"), name
         assert stats.num_values > 0
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_a_look_launches_few_operations_and_hardly_waits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # which users do not have
+def test_statistics_launch_few_kernels_and_rarely_synchronize(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # users do not have them
     with gpu_run(f"{RECIPES[recipe]} --fp8-log-interval 2") as run:
         collector = StatisticsCollector(run)
         for step in (1, 2):  # kernels are compiled
-            look_of(run, step, collector)
-        plain, looked = [count_operations(lambda step=step: look_of(run, step, collector)) for step in (3, 4)]
+            statistics_record_of(run, step, collector)
+        plain, with_statistics = [
+            count_operations(lambda step=step: statistics_record_of(run, step, collector)) for step in (3, 4)
+        ]
         num_tensors = len(list(collector.plan.tensors()))
-    cost = looked - plain
+    cost = with_statistics - plain
     assert cost.waits <= WAITS, cost
-    assert num_tensors < cost.launched < OPERATIONS_A_TENSOR * num_tensors + OPERATIONS_A_LOOK, cost
+    assert num_tensors < cost.launched < OPERATIONS_PER_TENSOR * num_tensors + OPERATIONS_PER_RECORD, cost

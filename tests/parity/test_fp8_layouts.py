@@ -1,8 +1,8 @@
 """FP8 and FP4 under every layout, with scales that do not depend on the layout (`--fp8-amax-reduction all`).
 
 Rounding to few bits turns last-bit differences into visible ones, so the bound comes from the model: how far its curve
-moves when its weights move by one unit in the last place. Tensorwise scaling is tried in every layout, the other
-recipes in those that split matrices or layers. At the end, what the default reduction of amaxes costs.
+moves when its weights move by one unit in the last place. Tensorwise scaling is tested in every layout, the other
+recipes in layouts that split matrices or layers. The last tests measure the cost of the default amax reduction.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tolerances import FP8_LAYOUT_LOSS, LAYOUT_GRAD_NORM, LAYOUT_LOSS, OTHER_SCA
 
 from megafp8.config.schema import RunConfig
 
-# One micro-batch for all layouts: a tensor has one scale, so FP8 depends on what is in it.
+# One micro-batch size for all layouts: a tensor has one scale, so FP8 depends on its content.
 FP8 = f"{small_run.FP8} --micro-batch-size 2"
 TE_SCALES = "--micro-batch-size 4 --fp8-amax-reduction te"
-# Blocks of 128 are whole on each of two ranks in a model of this shape.
+# With this shape, blocks of 128 do not cross the boundary of two ranks.
 BLOCKS_OF_128 = "--num-layers 2 --hidden-size 128 --kv-channels 64 --ffn-hidden-size 256 --micro-batch-size 8"
 RECIPES = {
     "delayed": "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
@@ -36,7 +36,7 @@ Nudged = tuple[Curve, list[Curve]]
 
 
 def nudged_curves(config: RunConfig, num_steps: int, num_nudges: int = 4) -> Nudged:
-    """The training as it is, and from weights that differ by one unit in the last place."""
+    """The unchanged training, and trainings from weights that differ by one unit in the last place."""
 
     def nudged(seed: int) -> Curve:
         run = build_run(config)
@@ -49,7 +49,7 @@ def nudged_curves(config: RunConfig, num_steps: int, num_nudges: int = 4) -> Nud
 
 @pytest.fixture(scope="module")
 def fp8_on_one_rank() -> Callable[..., Nudged]:
-    """By style and flags, which decide alone."""
+    """By style and flags only."""
     curves: dict[tuple[str, str], Nudged] = {}
 
     def nudged(style: str, flags: str = FP8, num_nudges: int = 4) -> Nudged:
@@ -72,7 +72,7 @@ def largest(differences: Iterable[float]) -> float:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_bound_is_the_models_own_sensitivity(style: str, fp8_on_one_rank: Callable[..., Nudged]) -> None:
+def test_fp8_bound_matches_the_sensitivity_of_the_model(style: str, fp8_on_one_rank: Callable[..., Nudged]) -> None:
     curve, nudged = fp8_on_one_rank(style)
     sensitivity = max(distance(other, curve) for other in nudged)
     bound = FP8_LAYOUT_LOSS["tensorwise"]
@@ -80,7 +80,7 @@ def test_bound_is_the_models_own_sensitivity(style: str, fp8_on_one_rank: Callab
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_plain_bounds_are_the_models_own_sensitivity(style: str) -> None:
+def test_plain_bounds_match_the_sensitivity_of_the_model(style: str) -> None:
     """The same for the bounds of the layouts without FP8, over their 20 steps."""
     curve, nudged = nudged_curves(small_config(style, PLAIN), 20)
     losses = largest(a - b for other in nudged for a, b in zip(other.losses, curve.losses, strict=True))
@@ -100,8 +100,10 @@ def test_plain_bounds_are_the_models_own_sensitivity(style: str) -> None:
         pytest.param(CONTEXT, id="cp2"),
     ],
 )
-def test_layouts_that_split_no_matrix(style: str, flags: str, fp8_on_one_rank: Callable[..., Nudged]) -> None:
-    """The first loss is the same but for the order in which tokens are summed; then gradients are, in another order."""
+def test_layouts_without_split_matrices_follow_one_rank(
+    style: str, flags: str, fp8_on_one_rank: Callable[..., Nudged]
+) -> None:
+    """The first loss is equal up to the summation order of tokens, the gradients up to their summation order."""
     reference, _ = fp8_on_one_rank(style)
     curve = run_ranks(2, curve_of, small_config(style, f"{FP8} {flags}", 2), NUM_STEPS)[0]
     assert abs(curve.losses[0] - reference.losses[0]) <= SUMMED_ELSEWHERE
@@ -120,7 +122,7 @@ def test_layouts_that_split_no_matrix(style: str, flags: str, fp8_on_one_rank: C
         pytest.param("llama", 4, f"{TENSOR} {CONTEXT} {SEQUENCE}", id="llama-tp2-cp2-sp"),
     ],
 )
-def test_layouts_that_split_matrices(
+def test_layouts_with_split_matrices_follow_one_rank(
     style: str, world_size: int, flags: str, fp8_on_one_rank: Callable[..., Nudged]
 ) -> None:
     reference, _ = fp8_on_one_rank(style)
@@ -141,8 +143,8 @@ def test_recomputation_is_bit_equal(style: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_fp8_is_there(style: str, fp8_on_one_rank: Callable[..., Nudged]) -> None:
-    """Quantization moves the loss: the tests above compare FP8 with FP8."""
+def test_fp8_changes_the_loss(style: str, fp8_on_one_rank: Callable[..., Nudged]) -> None:
+    """Quantization changes the loss: the tests above compare FP8 with FP8."""
     curve, _ = fp8_on_one_rank(style)
     plain = run_ranks(1, curve_of, small_config(style, PLAIN), NUM_STEPS)[0]
     assert 20 * LAYOUT_LOSS < distance(curve, plain) < 0.05
@@ -154,7 +156,7 @@ def layout_free(recipe: str) -> str:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bounds_of_other_recipes_are_the_models_own_sensitivity(
+def test_other_recipes_bounds_match_the_sensitivity_of_the_model(
     recipe: str, fp8_on_one_rank: Callable[..., Nudged]
 ) -> None:
     curve, nudged = fp8_on_one_rank("llama", layout_free(recipe), num_nudges=2)
@@ -164,8 +166,8 @@ def test_bounds_of_other_recipes_are_the_models_own_sensitivity(
 
 @pytest.mark.parametrize("flags", [TENSOR, f"{TENSOR} {SEQUENCE}", STAGES], ids=["tp2", "tp2-sp", "pp2"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_other_recipes(recipe: str, flags: str, fp8_on_one_rank: Callable[..., Nudged]) -> None:
-    """The forward pass of the first step rounds as one rank's does: its scales are the same, and few sums differ."""
+def test_other_recipes_follow_one_rank(recipe: str, flags: str, fp8_on_one_rank: Callable[..., Nudged]) -> None:
+    """The forward pass of the first step rounds as on one rank: its scales are equal, and few sums differ."""
     reference, _ = fp8_on_one_rank("llama", layout_free(recipe), num_nudges=2)
     curve = run_ranks(2, curve_of, small_config("llama", f"{layout_free(recipe)} {flags}", 2), NUM_STEPS)[0]
     assert distance(curve, reference) <= FP8_LAYOUT_LOSS[recipe]
@@ -175,11 +177,11 @@ def test_other_recipes(recipe: str, flags: str, fp8_on_one_rank: Callable[..., N
     "recipe",
     ["--fp8-format hybrid --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe rowwise", "--fp4-format e2m1"],
 )
-def test_scales_of_shards_are_as_good_as_those_of_whole_tensors(recipe: str) -> None:
-    """The default: each tensor-parallel rank scales its shard, as Transformer Engine's does."""
+def test_scales_of_shards_are_as_accurate_as_scales_of_full_tensors(recipe: str) -> None:
+    """The default: each tensor-parallel rank scales its shard, as in Transformer Engine."""
     whole = run_ranks(1, curve_of, small_config("llama", f"{TE_SCALES} {recipe}"), NUM_STEPS)[0]
     shards = run_ranks(2, curve_of, small_config("llama", f"{TE_SCALES} {recipe} {TENSOR}", 2), NUM_STEPS)[0]
     exact = run_ranks(1, curve_of, small_config("llama", f"{PLAIN} --micro-batch-size 4"), NUM_STEPS)[0]
-    # Rowwise scales are powers of two: another one changes a code only where it underflows, which may not happen here.
+    # Rowwise scales are powers of two. Another one changes a code only where it underflows, which may not occur here.
     assert distance(shards, whole) > 0 or "rowwise" in recipe
     assert distance(shards, whole) <= OTHER_SCALES * distance(whole, exact)

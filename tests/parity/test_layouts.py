@@ -16,15 +16,15 @@ from megafp8.mcore.process_groups import RankPosition
 
 NUM_STEPS = 20
 TENSOR = "--tensor-model-parallel-size 2"
-# Twice as many microbatches as stages, so that the schedule has a steady part.
+# Twice as many microbatches as stages, so that the schedule has a steady phase.
 PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
 VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
 CONTEXT = "--context-parallel-size 2"
 SEQUENCE = "--sequence-parallel"
-# Small buckets, so that there is something to overlap.
+# Small buckets, so that there is communication to overlap.
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 
-# Name -> ranks and flags. The first are for both styles.
+# Name -> ranks and flags. The first ones are for both styles.
 LAYOUTS = {
     "tp2": (2, TENSOR),
     "tp2-sp": (2, f"{TENSOR} {SEQUENCE}"),
@@ -77,7 +77,7 @@ def one_rank() -> CurveOf:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's part of a training, and its weights afterwards: the split ones, and those every rank has whole."""
+    """One rank's results of a training, and its weights afterwards: the split ones and the replicated ones."""
 
     place: RankPosition
     curve: Curve
@@ -120,12 +120,12 @@ def assert_follows(ours: Curve, reference: Curve, grad_norm_tolerance: float) ->
 
 
 def assert_ranks_hold_the_same(reports: list[Report]) -> None:
-    """After training, ranks of a stage agree bitwise on whole weights, and data-parallel ones on the split ones too."""
+    """Ranks of a stage agree bitwise on replicated weights, and data-parallel ranks also on split weights."""
     whole, split = defaultdict(set), defaultdict(set)
     for report in reports:
         whole[report.place.pipeline_rank].add(report.whole)
         split[report.place.pipeline_rank, report.place.tensor_rank].add(report.split)
-    assert all(len(found) == 1 for found in whole.values()), "norms and other whole weights have drifted apart"
+    assert all(len(found) == 1 for found in whole.values()), "norms and other replicated weights have diverged"
     assert all(len(found) == 1 for found in split.values()), "data-parallel ranks have drifted apart"
 
 
@@ -140,7 +140,7 @@ def assert_ranks_hold_the_same(reports: list[Report]) -> None:
         pytest.param(4, f"{VIRTUAL} --micro-batch-size 1", id="pp2-virtual2-dp2"),
     ],
 )
-def test_every_token_weighs_the_same(world_size: int, flags: str) -> None:
+def test_every_token_has_the_same_weight(world_size: int, flags: str) -> None:
     """Samples that count 0/8 to 7/8 of their tokens: a mean of means would weight ranks and microbatches wrongly."""
     reference = run_ranks(1, curve_of, small_config("gpt2", PLAIN), 5, True)[0]
     for curve in run_ranks(world_size, curve_of, small_config("gpt2", f"{PLAIN} {flags}", world_size), 5, True):
@@ -148,7 +148,7 @@ def test_every_token_weighs_the_same(world_size: int, flags: str) -> None:
 
 
 def test_a_mask_changes_the_loss(one_rank: CurveOf) -> None:
-    """Else the test above could not fail."""
+    """Otherwise the test above could not fail."""
     masked = run_ranks(1, curve_of, small_config("gpt2", PLAIN), 1, True)[0]
     assert abs(masked.losses[0] - one_rank("gpt2").losses[0]) > 1000 * LAYOUT_LOSS
 
@@ -158,9 +158,9 @@ def test_a_mask_changes_the_loss(one_rank: CurveOf) -> None:
     [pytest.param("llama", f"{TENSOR} {SEQUENCE}", id="llama-tp2-sp"), pytest.param("gpt2", TENSOR, id="gpt2-tp2")],
 )
 def test_recomputation_repeats_dropout(style: str, layout: str) -> None:
-    """Two tensor-parallel ranks, each with dropout of its own in attention and, with SP, in its part of the sequence.
+    """Two tensor-parallel ranks, each with its own dropout in attention and, with SP, in its part of the sequence.
 
-    Bit for bit, which the gradient norms tell; but for recomputed norms, where gradients are added up in another order.
+    Bitwise, as the gradient norms show, except for recomputed norms, whose gradients are summed in another order.
     """
     flags = f"{PLAIN} {layout} --attention-dropout 0.1 --hidden-dropout 0.1"
     plain = run_ranks(2, curve_of, small_config(style, flags, 2), 2)

@@ -1,9 +1,9 @@
-"""Every layout takes the checkpoint of every other: the same weights and moments to the bit, and the same way on.
+"""Every layout loads the checkpoint of every other one: equal weights and moments, bitwise, and equal next steps.
 
-Each layout saves after a few steps of its own. Then each loads what each of the others saved, saves that again, and
-goes on: what it saved has to hold the same (`fingerprint`), and its losses are those of the layout that came first. A
-mistake that a load and a save make in opposite directions would leave the hashes equal and move the losses, the first
-by its weights and the ones after by its moments.
+Each layout saves after a few steps of its own. Then each one loads the checkpoints of all others, saves them again, and
+continues: the new checkpoint must have the same content (`fingerprint`), and the losses must be those of the saving
+layout. An error that load and save make in opposite directions would keep the hashes and change the losses, the first
+through the weights and the next ones through the moments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megafp8.checkpoint.standalone import fingerprint
 from megafp8.config.schema import RunConfig
 
 STEPS = 2
-# One layer a stage is enough, and two heads; gated MLP (its two halves lie in one tensor, which layouts cut apart).
+# One layer per stage is enough, and two heads; gated MLP (layouts split the tensor that holds both of its matrices).
 SMALL = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr-warmup-iters 0 "
     "--transformer-impl local --micro-batch-size 1 --global-batch-size 4 --use-distributed-optimizer"
@@ -44,14 +44,14 @@ LAYOUTS = {
     "tp2-dp2": (4, f"{SEQUENCE} {OVERLAP}"),
     "tp2-pp2": (4, f"{SEQUENCE} {PIPELINE}"),
 }
-# Untied embeddings and a gated MLP every day; tied ones and a plain MLP with --long.
+# Untied embeddings and a gated MLP always; tied ones and a plain MLP with --long.
 STYLES = ("llama", pytest.param("gpt2", marks=pytest.mark.long))
 PARTS = ("weights", "optimizer", "progress")
 
 
 @dataclass(frozen=True)
 class Passage:
-    """From one layout to another: what was loaded as it was saved again, and the steps after it."""
+    """From one layout to another: the checkpoint as it was saved again, and the steps after it."""
 
     parts: dict[str, str]
     losses: list[float]
@@ -64,15 +64,15 @@ def config_of(style: str, layout: str) -> RunConfig:
 
 
 def run_first(config: RunConfig, folder: Path) -> list[float]:
-    """Train, save, and train on."""
+    """Train, save, and continue training."""
     run = build_run(config)
     train(run, STEPS)
     save_checkpoint(folder, config, run.trainee, Progress(STEPS, STEPS * run.global_batch_size))
     return train(run, STEPS, STEPS + 1).losses
 
 
-def take_all(config: RunConfig, folders: dict[str, Path], again: Path) -> dict[str, Passage]:
-    """One run loads the checkpoint of each layout in turn, over what it loaded and trained before."""
+def load_all_checkpoints(config: RunConfig, folders: dict[str, Path], again: Path) -> dict[str, Passage]:
+    """One run loads the checkpoint of each layout, over the state of the previous one."""
     run, found = build_run(config), {}
     for layout, folder in folders.items():
         progress = load_checkpoint(checkpoint_path(folder, STEPS), config, run.trainee).progress
@@ -99,10 +99,10 @@ def saved(style: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_checkpoint_is_taken(layout: str, style: str, saved: dict[str, Path], tmp_path: Path) -> None:
-    """All ordered pairs that end in this layout, itself included."""
+def test_every_layout_loads_every_checkpoint(layout: str, style: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    """All ordered pairs that end in this layout, including itself."""
     config = config_of(style, layout)
-    passages = run_ranks(LAYOUTS[layout][0], take_all, config, saved, tmp_path)[0]
+    passages = run_ranks(LAYOUTS[layout][0], load_all_checkpoints, config, saved, tmp_path)[0]
     assert list(passages) == list(LAYOUTS)
     for before, passage in passages.items():
         expected = fingerprint(checkpoint_path(saved[before], STEPS))

@@ -1,4 +1,4 @@
-"""No circles of imports, one meaning for each class name, and files of a size that can be read."""
+"""No import cycles, one meaning for each class name, and files of limited size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trees(folder: str) -> dict[str, ast.Module]:
 
 
 def import_graph(modules: Mapping[str, ast.Module]) -> Graph:
-    """Which module imports which, inside functions too."""
+    """The imports of each module, including those inside functions."""
     graph: dict[str, set[str]] = defaultdict(set)
     for name, tree in modules.items():
         for node in ast.walk(tree):
@@ -67,7 +67,7 @@ def cycles(graph: Graph) -> list[list[str]]:
 
 
 def repeated_classes(modules: Mapping[str, ast.Module]) -> dict[str, list[str]]:
-    """Names that more than one module gives to a class."""
+    """Class names that more than one module defines."""
     homes: dict[str, list[str]] = defaultdict(list)
     for module, tree in modules.items():
         for node in ast.walk(tree):
@@ -93,7 +93,7 @@ def test_repeated_classes_are_found() -> None:
 
 
 @pytest.mark.parametrize("folder", ["megafp8", "benchmarks"])
-def test_no_modules_import_one_another_in_a_circle(folder: str) -> None:
+def test_no_import_cycles(folder: str) -> None:
     assert cycles(import_graph(trees(folder))) == []
 
 
@@ -101,7 +101,7 @@ def test_a_class_name_has_one_meaning() -> None:
     assert repeated_classes(trees("megafp8")) == {}
 
 
-def test_files_can_be_read_in_one_sitting() -> None:
+def test_files_are_short() -> None:
     assert list(too_long((ROOT / "megafp8").rglob("*.py"))) == []
 
 

@@ -1,4 +1,4 @@
-"""Documents name what exists: links, files, flags and commands, and the tables that repeat what the code says."""
+"""Documents name only what exists: links, files, flags and commands. Tables that repeat the code agree with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TORCHRUN_FLAGS = {
     "--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
     "--shutdown-timeout",
 }  # fmt: skip
-# Of pytest and the chaos soak.
+# Flags of pytest and the chaos soak.
 TEST_FLAGS = {"--long", "--write-snapshots", "--collect-only", "--steps", "--faults", "--fork"}
 # Of `accelerate launch`, which docs/from_accelerate.md maps to flags.
 ACCELERATE_FLAGS = {
@@ -69,7 +69,7 @@ def table_rows(text: str, header: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
-    """What pretrain_gpt.py, the tools and torchrun take."""
+    """The flags of pretrain_gpt.py, the tools and torchrun."""
     help_texts = (
         subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, timeout=60).stdout
         for tool in TOOLS
@@ -79,7 +79,7 @@ def known_flags() -> set[str]:
 
 
 @each_document
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_exist(path: Path) -> None:
     links = [link for link in LINK.findall(path.read_text(encoding="utf-8")) if "://" not in link]
     assert [link for link in links if not (path.parent / link).exists()] == []
 
@@ -93,7 +93,7 @@ def test_files_exist(path: Path) -> None:
 
 
 @each_document
-def test_flags_are_answered(path: Path, known_flags: set[str]) -> None:
+def test_flags_of_documents_are_known(path: Path, known_flags: set[str]) -> None:
     mentioned = set(FLAG.findall(path.read_text(encoding="utf-8"))) - ACCELERATE_FLAGS
     unknown = [flag for flag in mentioned - known_flags if megatron_flags.classify(flag, []) is None]
     assert unknown == []
@@ -138,7 +138,7 @@ def test_the_readme_has_training_commands() -> None:
     assert any("--train-iters" in words for words in commands(ROOT / "README.md"))
 
 
-def test_the_recipe_table_says_what_the_code_does() -> None:
+def test_the_recipe_table_agrees_with_the_code() -> None:
     rows = table_rows((ROOT / "README.md").read_text(encoding="utf-8"), "`--fp8-recipe`")
     recipes = {row[0].split("`")[1]: row[2:] for row in rows if row[0].startswith("`")}
     choices = (settings_by_name()[f"precision.{name}"].choices for name in ("fp8_recipe", "fp4_recipe"))

@@ -1,7 +1,7 @@
-"""Who may import whom, and what nobody may do: read from the source, so that a slip fails here and not in review.
+"""Import levels and forbidden constructs, read from the source, so that a violation fails here and not in review.
 
-Each rule is a function from a module's syntax tree to the lines that break it. Every rule is first shown to catch
-an example of what it is against, then held against the package.
+Each rule is a function from a module's syntax tree to the lines that break it. Every rule is first tested on an example
+that breaks it, then applied to the package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megafp8"
 
-# A part (a folder, or a module beside them) imports parts of lower levels only.
+# A part (a folder, or a module at the top level) imports parts of lower levels only.
 LEVELS = {
     "errors": 0, "utils": 1,
     "recipes": 2, "resilience": 2,
@@ -48,8 +48,8 @@ def part_of(file: str) -> str:
 
 
 def imported_modules(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything imported, inside functions too; a name taken from a module counts as
-    a module, since it may be one."""
+    """Line and full dotted name of every import, including those inside functions. A name imported from a module counts
+    as a module, since it may be one."""
     package = ["megafp8", *file.split("/")[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -87,7 +87,7 @@ def forbidden_libraries(tree: ast.AST, file: str) -> Violations:
 
 
 def patches(tree: ast.AST, file: str) -> Violations:
-    """Attributes of other libraries that are set outside the file for it. torch.backends is there to be set."""
+    """Assignments to attributes of other libraries outside the file for patches. torch.backends may be set."""
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -97,7 +97,7 @@ def patches(tree: ast.AST, file: str) -> Violations:
             origins |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
 
     def foreign(node: ast.AST) -> str:
-        """The dotted name behind an expression when it belongs to a library that another file patches."""
+        """The dotted name of an expression that belongs to a library which another file patches."""
         names = []
         while isinstance(node, ast.Attribute):
             names.append(node.attr)
@@ -136,7 +136,7 @@ def global_statements(tree: ast.AST, file: str) -> Violations:
 
 
 def mutable_module_state(tree: ast.Module, file: str) -> Violations:
-    """Containers at module level are constants: named in capitals and never changed in the module."""
+    """Containers at module level must be constants: named in capitals and never changed in the module."""
     containers = {}
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -224,17 +224,17 @@ def f(module):
 
 
 @pytest.mark.parametrize(("rule", "file", "source"), BROKEN)
-def test_each_rule_catches_what_it_is_against(rule, file: str, source: str) -> None:
+def test_each_rule_detects_its_example(rule, file: str, source: str) -> None:
     assert list(rule(ast.parse(source), file)), f"{rule.__name__} let pass:\n{source}"
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_no_rule_is_against_sound_code(rule) -> None:
+def test_no_rule_rejects_valid_code(rule) -> None:
     assert list(rule(ast.parse(SOUND), "models/x.py")) == []
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_package_keeps_the_rule(rule) -> None:
+def test_the_package_follows_the_rule(rule) -> None:
     found = [f"megafp8/{file}:{line}: {text}" for file, tree in package_trees() for line, text in rule(tree, file)]
     assert not found, "\n".join(found)
 
@@ -244,8 +244,8 @@ def test_every_part_has_a_level() -> None:
     assert parts <= set(LEVELS), f"give these a level: {sorted(parts - set(LEVELS))}"
 
 
-def test_parts_without_torch_do_not_get_it_through_others() -> None:
-    """Import for real, since a module that imports no torch may import one that does."""
+def test_parts_without_torch_do_not_import_it_indirectly() -> None:
+    """A real import, since a module that does not import torch may import one that does."""
     modules = [
         "megafp8." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for file, _ in package_trees()

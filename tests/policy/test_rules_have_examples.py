@@ -30,7 +30,7 @@ BASE = {
     "precision.fp8_recipe": "tensorwise",
 }
 
-# Name of the rule -> what to change in BASE, ranks, and a part of the problem's text.
+# Name of the rule -> changes of BASE, ranks, and a part of the problem's text.
 EXAMPLES = {
     "shape_is_given": ({"model.num_layers": None}, 1, "--model-preset"),
     "heads_divide_hidden_size": ({"model.hidden_size": 130}, 1, "use --hidden-size 132"),
@@ -395,7 +395,7 @@ def test_every_rule_has_an_example_that_breaks_it(rule):
 
 
 @pytest.mark.parametrize("entry", UNSUPPORTED_SETTINGS, ids=lambda entry: entry.setting)
-def test_what_does_not_act_yet_is_refused(entry):
+def test_settings_without_effect_are_refused(entry):
     found = rules.problems(config_of({entry.setting: True}), 1)
     assert any(entry.reason in problem for problem in found), found
 
@@ -405,7 +405,7 @@ def test_no_example_without_a_rule():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_the_base_breaks_no_rule(world_size):
+def test_the_base_configuration_breaks_no_rule(world_size):
     assert rules.problems(config_of({}), world_size) == []
 
 
@@ -437,11 +437,11 @@ def test_problems_name_flags_that_exist():
         ({"data.data_cache_path": "/dev/null/cache"}, "--data-cache-path /dev/null/cache"),
     ],
 )
-def test_data_that_contradicts_itself(changes, part):
+def test_contradictory_data_settings(changes, part):
     assert any(part in problem for problem in rules.problems(config_of(changes), 1))
 
 
-def test_all_problems_come_at_once():
+def test_all_problems_are_reported_together():
     changes = {
         "model.num_layers": 3,
         "parallel.pipeline_model_parallel_size": 2,
@@ -463,10 +463,10 @@ def test_tables_name_settings_and_numbers():
         for setting in all_settings()
         if setting.type in (int, float) and not setting.choices and setting.name not in RANGES
     }
-    assert unchecked == {"logging.profile_ranks"}  # they have a rule of their own
+    assert unchecked == {"logging.profile_ranks"}  # another rule checks them
 
 
-def test_no_rule_raises_whatever_is_missing_or_out_of_range():
+def test_no_rule_raises_on_missing_or_out_of_range_values():
     generator = random.Random(0)
     choices = {
         int: [0, -1, 1, 2, 3, 7, 16, 128],

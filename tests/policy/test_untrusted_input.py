@@ -1,7 +1,7 @@
-"""Files that anybody may have written are read by `megafp8/utils/` only, and paths on a command line are checked.
+"""Untrusted files are read only by `megafp8/utils/`, and paths on a command line are checked.
 
-Read from the source: json's and yaml's own readers raise errors of many classes, wait for ever on a named pipe and take
-files of any size and depth. `type=Path` takes paths that no file can have, which then fail with a traceback.
+Read from the source. The readers of json and yaml raise errors of many classes, block on a named pipe and accept files
+of any size and depth. `type=Path` accepts paths that no file can have, which then fail with a traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXCEPTIONS = {
 
 
 def own_parsers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Uses of json's and yaml's readers."""
+    """Uses of the readers of json and yaml."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names = {node.attr} & PARSERS.get(node.value.id, set())
@@ -38,7 +38,7 @@ def own_parsers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def unchecked_paths(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Arguments of a command line whose type is `Path`."""
+    """Command-line arguments of type `Path`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "type" and getattr(node.value, "id", "") == "Path":
             yield node.value.lineno, "type=Path"
@@ -60,7 +60,7 @@ def test_unchecked_paths_are_found() -> None:
     assert list(unchecked_paths(ast.parse("parser.add_argument('--x', type=Path, metavar='F')")))
 
 
-def test_only_the_reader_parses() -> None:
+def test_only_the_reader_module_parses() -> None:
     found = {file: list(own_parsers(tree)) for file, tree in sources()}
     uses = {file: lines for file, lines in found.items() if lines}
     surplus = {file: lines for file, lines in uses.items() if file not in EXCEPTIONS}

@@ -17,7 +17,7 @@ TOKENS_PER_STEP = 1000
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a run's records; appends when the folder has some. Returns the folder."""
+    """Writes a run's records; appends to existing ones. Returns the folder."""
 
     def write(
         name: str,

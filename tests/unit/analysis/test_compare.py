@@ -47,9 +47,7 @@ def test_gap_speed_and_memory(pair) -> None:
     ("recipe", "is_diverged", "verdict"),
     [("fp8", True, "beyond"), ("fp8", False, "not decided"), ("bf16", True, "not decided")],
 )
-def test_seeds_that_are_there_say_nothing_of_one_that_failed(
-    write_run, recipe: str, is_diverged: bool, verdict: str
-) -> None:
+def test_a_failed_seed_is_not_hidden_by_finished_ones(write_run, recipe: str, is_diverged: bool, verdict: str) -> None:
     seeds = {seed: {"seed": seed} for seed in (1, 2)}
     folders = [
         write_run(f"{name}/seed{seed}", [4.0] * 8, validations={8: 2.0}, recipe=name, config={"training": seeds[seed]})
@@ -81,7 +79,7 @@ def test_a_recipe_without_a_finished_run_has_a_row(pair) -> None:
         assert "mxfp8/seed2 is not done and not in the figures: it never began" in output
 
 
-def test_a_control_is_called_so_whatever_its_gap(write_run) -> None:
+def test_a_control_is_labelled_control_for_any_gap(write_run) -> None:
     names = ("bf16", "bf16-control")
     folders = [
         write_run(f"{name}/seed{seed}", [4.0] * 8, validations={8: 2.0 + 0.001 * (name == names[1]) * seed},
@@ -95,13 +93,13 @@ def test_a_control_is_called_so_whatever_its_gap(write_run) -> None:
         assert "up to 0.10% lies between the two in a seed" in output
 
 
-def test_steps_that_left_the_weights_are_told(write_run) -> None:
+def test_skipped_steps_are_reported(write_run) -> None:
     skipping = write_run("a", [1.0] * 4, validations={4: 1.0}, step_fields={"is_skipped": True})
     comparison = compare_runs(load_runs([skipping, write_run("b", [1.0] * 4, validations={4: 1.0})]))
     assert comparison.warnings == ("a left its weights as they were in 4 of its steps",)
 
 
-def test_runs_that_ended_elsewhere_decide_nothing(write_run) -> None:
+def test_runs_of_other_lengths_have_no_verdict(write_run) -> None:
     seeds = {seed: {"seed": seed} for seed in (1, 2)}
     folders = [
         write_run(f"{name}/seed{seed}", [4.0] * 8, validations={at: 2.0}, recipe=name, config={"training": seeds[seed]})
@@ -110,7 +108,7 @@ def test_runs_that_ended_elsewhere_decide_nothing(write_run) -> None:
     assert [row.verdict for row in compare_runs(load_runs(folders)).recipes] == ["", "not decided"]
 
 
-def test_another_baseline_turns_the_signs(pair) -> None:
+def test_another_baseline_inverts_the_signs(pair) -> None:
     comparison = compare_runs(pair, baseline="fp8", warmup_steps=2)
     assert comparison.baseline == "fp8"
     assert comparison.rows[0].relative_gap_fraction == pytest.approx(-0.01 / 2.01)
@@ -119,17 +117,17 @@ def test_another_baseline_turns_the_signs(pair) -> None:
         compare_runs(pair, baseline="x")
 
 
-def test_warm_up_never_takes_more_than_half_of_a_run(write_run) -> None:
+def test_warm_up_takes_at_most_50_percent_of_a_run(write_run) -> None:
     run = load_run(write_run("a", [1.0] * 4, validations={4: 1.0}, speeds=[1.0, 1.0, 7.0, 7.0]))
     assert compare_runs([run], warmup_steps=100).rows[0].tokens_per_second == 7.0
 
 
-def test_it_says_what_differs_but_not_where_it_was_written(pair) -> None:
+def test_differences_are_listed_without_output_paths(pair) -> None:
     assert compare_runs(pair).differences == ("fp8: precision.fp8_format: None -> hybrid",)
     assert compare_runs(pair).warnings == ()
 
 
-def test_it_warns_of_runs_that_are_no_pair(write_run) -> None:
+def test_unpaired_runs_give_a_warning(write_run) -> None:
     runs = load_runs(
         [
             write_run("a", [1.0] * 4, validations={4: 1.0}),
@@ -150,7 +148,7 @@ def test_a_run_without_validation_is_an_error(write_run) -> None:
         compare_runs([])
 
 
-def test_text_has_its_columns_in_line(pair) -> None:
+def test_text_columns_are_aligned(pair) -> None:
     lines = tables.to_text(compare_runs(pair, warmup_steps=2)).splitlines()
     assert lines[0].startswith("One seed each: no interval")
     header, rule, base, fp8 = lines[2:6]
@@ -172,7 +170,7 @@ def test_markdown_is_a_table(pair) -> None:
     assert "- fp8: precision.fp8_format: None -> hybrid" in lines
 
 
-def test_columns_that_no_run_measured_are_left_out(write_run) -> None:
+def test_unmeasured_columns_are_omitted(write_run) -> None:
     text = tables.to_text(compare_runs([load_run(write_run("a", [1.0], validations={1: 1.0}))]))
     assert "TFLOP/s" not in text
     assert "MiB" not in text

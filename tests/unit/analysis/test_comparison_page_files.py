@@ -40,7 +40,7 @@ def set_state(folder, **fields) -> None:
     (folder / RUN_STATE_FILE).write_text(json.dumps(dataclasses.replace(state, **fields).to_plain()))
 
 
-def test_runs_that_are_not_done_are_told_in_every_output(folders, tmp_path, write_run) -> None:
+def test_unfinished_runs_are_reported_in_every_output(folders, tmp_path, write_run) -> None:
     broken = write_run("mxfp8", [4.0])  # it was never validated
     set_state(folders[0], state="done")
     set_state(broken, step=1, reason="out of memory:\n  2 GiB")
@@ -65,7 +65,7 @@ def test_a_recipe_without_a_seed_of_the_baseline_has_a_row(write_run, tmp_path) 
     assert 'data-recipe="fp8"' in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_a_missing_seed_is_one_of_its_own_folder(write_run) -> None:
+def test_a_missing_seed_belongs_to_its_own_folder(write_run) -> None:
     folders = {
         f"{name}/seed{seed}": write_run(
             f"{name}/seed{seed}", [4.0, 3.0], validations={2: 3.0}, config={"training": {"seed": seed}}
@@ -78,7 +78,7 @@ def test_a_missing_seed_is_one_of_its_own_folder(write_run) -> None:
     assert rows == {"exp1/fp8": ((1, 2, 3), 0, "within"), "exp2/fp8": ((1, 3), 1, "not decided")}
 
 
-def test_a_baseline_that_is_not_done_is_none(folders) -> None:
+def test_an_unfinished_baseline_is_not_used(folders) -> None:
     set_state(folders[0], step=5, state="stopped")
     for baseline in (None, "bf16", str(folders[0])):
         with pytest.raises(DataError, match="no run of bf16, .* is done: stopped at step 5"):
@@ -91,7 +91,7 @@ def test_a_baseline_that_is_not_done_is_none(folders) -> None:
         publish_comparison(folders)
 
 
-def test_a_look_at_a_control_that_was_not_validated_yet(tmp_path, write_run) -> None:
+def test_comparison_with_an_unvalidated_control(tmp_path, write_run) -> None:
     runs = [write_run(f"{name}/seed1", [4.0, 3.2]) for name in ("bf16", "bf16-control")]
     for folder in runs:
         set_state(folder, state="running", step=2)
@@ -99,7 +99,7 @@ def test_a_look_at_a_control_that_was_not_validated_yet(tmp_path, write_run) -> 
     assert [row.gaps_fraction for row in comparison.recipes] == [(), ()]
 
 
-def test_a_look_at_runs_that_were_not_validated_yet(folders, tmp_path, write_run) -> None:
+def test_comparison_of_unvalidated_runs(folders, tmp_path, write_run) -> None:
     training = write_run("fp4", [4.0, 3.2], step_fields={"memory_peak_bytes": 2**20})
     beginning, unwritten = write_run("mxfp8"), tmp_path / "nvfp4"
     unwritten.mkdir()
@@ -122,7 +122,7 @@ def test_a_look_at_runs_that_were_not_validated_yet(folders, tmp_path, write_run
         publish_comparison(every, include_unfinished=True)
 
 
-def test_a_look_before_any_run_was_validated(write_run, tmp_path) -> None:
+def test_comparison_before_any_validation(write_run, tmp_path) -> None:
     folders = [
         write_run(f"{name}/seed{seed}", [4.0, loss], recipe=name, config={"training": {"seed": seed}})
         for name, loss in (("bf16", 3.0), ("fp8", 3.3)) for seed in (1, 2)
@@ -135,7 +135,7 @@ def test_a_look_before_any_run_was_validated(write_run, tmp_path) -> None:
     assert "3.3000" in (tmp_path / "out" / "comparison.md").read_text()
 
 
-def test_runs_of_the_same_folder_name_are_told_apart(write_run) -> None:
+def test_runs_of_the_same_folder_name_are_distinguished(write_run) -> None:
     folders = [write_run(f"{name}/run", [4.0, 3.0], validations={2: 3.0}, recipe=name) for name in ("bf16", "fp8")]
     set_state(folders[1], state="running", step=2)
     for include_unfinished in (False, True):
@@ -146,7 +146,7 @@ def test_runs_of_the_same_folder_name_are_told_apart(write_run) -> None:
         assert comparison.warnings[0].startswith("fp8/run is not done")
 
 
-def test_one_run_alone_has_a_page_without_gaps(folders, tmp_path) -> None:
+def test_a_single_run_has_a_page_without_gaps(folders, tmp_path) -> None:
     publish_comparison(folders[:1], output_folder=tmp_path / "out")
     text = (tmp_path / "out" / "report.html").read_text()
     assert "There is no baseline: bf16 is the only recipe." in text and text.count('class="wide"') == 4

@@ -1,4 +1,4 @@
-"""Names that a run or its folder has are text in every output: neither HTML nor Markdown."""
+"""Names of runs and folders are plain text in every output: neither HTML nor Markdown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTILE = (
 
 
 def compared(name: str, write_run: Callable[..., Path]) -> tuple[Comparison, list[LoadedRun]]:
-    """Runs of which two have a name in folder and record, one of them another seed and one without validation."""
+    """Runs of which two have a hostile name in folder and record, one has another seed, and one has no validation."""
     folders = [
         write_run("base", [4.0, 3.0], validations={2: 3.0}, device_name=name),
         *(
@@ -43,7 +43,7 @@ def compared(name: str, write_run: Callable[..., Path]) -> tuple[Comparison, lis
 
 
 def markup(line: str) -> list[str]:
-    """What begins something in Markdown or HTML and is not escaped."""
+    """Unescaped characters that start Markdown or HTML markup."""
     plain = re.sub(r"\\[\\`*\[\]|#+.)-]", "", line)
     return re.findall(r"[<`*\[\]|]|&(?!lt;|amp;)|^(?:#+|>|\d+[.)])(?= )", plain)
 
@@ -70,7 +70,7 @@ def test_a_name_is_text_in_the_markdown_of_a_study(name: str) -> None:
 
 
 class Tags(HTMLParser):
-    """Names of elements and attributes that a page has."""
+    """Names of the elements and attributes of a page."""
 
     def __init__(self, text: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs that went on with other settings than they began with."""
+"""Runs that resumed with other settings than they started with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_resumed(write_run) -> Callable[..., Path]:
     return write
 
 
-def test_a_recipe_that_changed_on_the_way_is_told(write_run, write_resumed) -> None:
+def test_a_recipe_change_on_resume_is_reported(write_run, write_resumed) -> None:
     base = write_run("bf16", [4.0, 3.5, 3.2, 3.0], validations={4: 3.0})
     before, after = {"precision": {"fp8_format": None}}, {"precision": {"fp8_format": "hybrid"}}
     swap = write_resumed("swap", before, after, last="fp8 hybrid")
@@ -43,7 +43,7 @@ def test_a_recipe_that_changed_on_the_way_is_told(write_run, write_resumed) -> N
 
 
 @pytest.mark.parametrize("name", ["precision.precision_map", "optimizer.lr"])
-def test_any_setting_that_changed_on_the_way_is_told(write_resumed, name: str) -> None:
+def test_any_setting_change_on_resume_is_reported(write_resumed, name: str) -> None:
     section, _, setting = name.partition(".")
     run = load_run(write_resumed("a", {section: {setting: "x"}}, {section: {setting: "y"}}))
     assert recipe_of(run) == "bf16, from step 4 with other settings"
@@ -58,18 +58,18 @@ def test_any_setting_that_changed_on_the_way_is_told(write_resumed, name: str) -
         ({"data": {"tokenizer_model": "/a/t.model"}}, {"data": {"tokenizer_model": "/b/t.model"}}),
     ],
 )
-def test_another_version_or_machine_is_no_change(write_resumed, before, after) -> None:
+def test_another_version_or_machine_is_not_a_change(write_resumed, before, after) -> None:
     run = load_run(write_resumed("a", before, after))
     assert recipe_of(run) == "bf16" and len(stages_of(run)) == 1
 
 
-def test_an_evaluation_after_the_last_step_is_no_change(write_run) -> None:
+def test_an_evaluation_after_the_last_step_is_not_a_change(write_run) -> None:
     write_run("a", [4.0, 3.5], recipe="bf16", validations={2: 3.0})
     folder = write_run("a", [], first_step=3, resumed_from_step=2, validations={2: 2.9}, recipe="fp8 hybrid")
     assert recipe_of(load_run(folder)) == "bf16"
 
 
-def test_what_decides_nothing_is_no_change(write_resumed) -> None:
+def test_settings_without_effect_on_numerics_are_not_a_change(write_resumed) -> None:
     before = {
         "training": {"seed": 1, "exit_interval": 7, "num_threads": 1, "step_timeout_s": None},
         "checkpoint": {"save": "a", "override_precision": False}, "logging": {"log_interval": 100},
@@ -84,14 +84,14 @@ def test_what_decides_nothing_is_no_change(write_resumed) -> None:
     assert len(run.stages) == 2 and len(stages_of(run)) == 1 and recipe_of(run) == "bf16"
 
 
-def test_another_device_on_the_way_is_a_change_but_no_other_recipe(write_run) -> None:
+def test_a_device_change_on_resume_is_not_another_recipe(write_run) -> None:
     write_run("a", [4.0])
     run = load_run(write_run("a", [3.0], first_step=2, resumed_from_step=1, world_size=2))
     assert recipe_of(run) == "bf16" and stages_of(run)[1].changes == ("devices: 1 x cpu -> 2 x cpu",)
     assert len(settings_key(run)) == 1
 
 
-def test_a_seed_that_changed_on_the_way_is_no_seed_of_those_that_did_not(write_run, write_resumed) -> None:
+def test_a_seed_with_changed_settings_is_not_grouped_with_unchanged_ones(write_run, write_resumed) -> None:
     def config(seed: int, fp8_format: str) -> dict[str, Any]:
         return {"training": {"seed": seed}, "precision": {"fp8_format": fp8_format}}
 

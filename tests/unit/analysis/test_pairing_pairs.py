@@ -1,4 +1,4 @@
-"""Runs of several seeds become recipes, and recipes pairs."""
+"""Runs of several seeds are grouped into recipes, and recipes into pairs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GAPS = {"fp8": {1: 0.01, 2: 0.03, 3: 0.02}, "fp4": {1: 0.1, 2: 0.1, 3: 0.1}}
 
 @pytest.fixture
 def write_seeds(write_run):
-    """Writes a recipe's runs, with these final validation losses by seed."""
+    """Writes a recipe's runs with these final validation losses by seed."""
 
     def write(name: str, losses: dict[int, float], micro_batch_size: int = 4, num_threads: int = 1, recipe: str = ""):
         return [
@@ -50,7 +50,7 @@ def test_runs_that_differ_in_the_seed_are_one_recipe(three_recipes) -> None:
 
 
 def test_gaps_are_taken_within_a_seed(three_recipes) -> None:
-    """Between seeds the baseline's losses lie 100% apart, and none of that is in the gaps."""
+    """Between seeds the baseline's losses differ by 100%. None of that is in the gaps."""
     comparison = compare_runs(three_recipes, baseline="bf16", bound_fraction=0.06)
     rows = {row.name: row for row in comparison.recipes}
     assert rows["fp8"].gaps_fraction == pytest.approx((0.01, 0.03, 0.02))
@@ -67,7 +67,7 @@ def test_a_run_names_the_baseline_recipe_too(three_recipes) -> None:
     assert compare_runs(three_recipes, baseline="fp8/seed2").baseline == "fp8"
 
 
-def test_a_seed_that_the_baseline_lacks_is_left_out_and_told(write_seeds) -> None:
+def test_a_seed_missing_in_the_baseline_is_omitted_and_reported(write_seeds) -> None:
     runs = load_runs([*write_seeds("bf16", {1: 2.0, 2: 4.0}), *write_seeds("fp8", {2: 4.2, 3: 9.0})])
     comparison = compare_runs(runs)
     assert comparison.recipes[1].seeds == (2,)
@@ -83,7 +83,7 @@ def test_two_single_runs_of_other_seeds_are_compared_with_a_warning(write_seeds)
     assert "fp8/seed2 has seed 2, bf16/seed1 1: they are no pair" in comparison.warnings
 
 
-def test_another_cut_of_the_batch_is_another_recipe_but_other_threads_are_not(write_seeds) -> None:
+def test_another_micro_batch_is_another_recipe_but_other_threads_are_not(write_seeds) -> None:
     losses = {1: 2.0, 2: 4.0}
     folders = [*write_seeds("bf16", losses), *write_seeds("control", losses, micro_batch_size=2)]
     recipes = group_runs(load_runs(folders))
@@ -94,7 +94,7 @@ def test_another_cut_of_the_batch_is_another_recipe_but_other_threads_are_not(wr
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_seeds_of_namesake_folders_stay_apart(write_seeds, is_reversed: bool) -> None:
-    """The first lacks a seed, which is not the second's. What only one of both has stays with its folder too."""
+    """The first folder lacks a seed, which the second one has. A seed of only one folder stays with its folder."""
     folders = write_seeds("exp1/fp8", {1: 2.0, 3: 2.0, 4: 2.0}, recipe="fp8")
     folders += write_seeds("exp2/fp8", {2: 4.0, 1: 4.0, 3: 4.0}, recipe="fp8")
     base = write_seeds("bf16", {1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0})
@@ -113,7 +113,7 @@ def test_seeds_of_two_folders_are_one_recipe_where_none_is_in_both(write_seeds) 
     assert [seed_of(run) for run in recipe.runs] == [1, 2, 3] and recipe.name == "fp8"
 
 
-def test_the_same_run_made_twice_is_a_pair_with_itself(write_run) -> None:
+def test_a_repeated_run_is_paired_with_itself(write_run) -> None:
     runs = load_runs([write_run(name, [1.0], validations={1: 1.0}) for name in ("a", "b")])
     assert [recipe.name for recipe in group_runs(runs)] == ["a", "b"]
 
@@ -126,6 +126,6 @@ def test_tables_have_recipes_and_runs(three_recipes) -> None:
     assert sum(line.startswith("|") for line in markdown.splitlines()) == 2 * 2 + 3 + 9
 
 
-def test_unknown_baselines_are_told(three_recipes) -> None:
+def test_unknown_baselines_are_reported(three_recipes) -> None:
     with pytest.raises(DataError, match="none of the runs; they are fp4, fp8, bf16"):
         compare_runs(three_recipes, baseline="fp16")

@@ -1,4 +1,4 @@
-"""Runs of other data are told, and decide nothing."""
+"""Runs with other data are reported, and get no verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARD = ["/data/a_text_document"]
 
 @pytest.fixture
 def compare(write_run) -> Callable[..., Comparison]:
-    """Compares two seeds each of two recipes with equal losses, whose settings of data and training are given."""
+    """Compares two seeds each of two recipes with equal losses and the given data and training settings."""
 
     def run(
         base: dict[str, Any], other: dict[str, Any], *, training: Optional[dict[str, Any]] = None, **fields: Any
@@ -50,7 +50,7 @@ def compare(write_run) -> Callable[..., Comparison]:
         ({}, {"seq_length": 128}, "sequence length", ("128", "64")),
     ],
 )  # fmt: skip
-def test_other_data_is_told_with_both_values_and_decides_nothing(compare, base, other, what, values) -> None:
+def test_other_data_is_reported_with_both_values_and_gives_no_verdict(compare, base, other, what, values) -> None:
     comparison = compare(base, other)
     row = comparison.recipes[1]
     assert (row.verdict, row.other_data) == ("not decided", (what,))
@@ -60,13 +60,13 @@ def test_other_data_is_told_with_both_values_and_decides_nothing(compare, base, 
         assert f"fp8 and bf16 cannot be compared: they differ in {what}." in output
 
 
-def test_another_global_batch_decides_nothing(compare) -> None:
+def test_another_global_batch_gives_no_verdict(compare) -> None:
     comparison = compare({}, {}, training={"global_batch_size": None}, layout={"data": 2})
     assert "fp8/seed1 has global batch 4, bf16/seed1 8" in comparison.warnings[0]
     assert comparison.recipes[1].verdict == "not decided"
 
 
-def test_another_number_of_validation_tokens_decides_nothing(compare) -> None:
+def test_another_number_of_validation_tokens_gives_no_verdict(compare) -> None:
     comparison = compare({}, {}, num_eval_tokens=400)
     assert comparison.warnings[0].startswith("fp8/seed1 was validated on 400 tokens, bf16/seed1 on 500")
     assert comparison.recipes[1].verdict == "not decided"
@@ -82,17 +82,17 @@ def test_another_number_of_validation_tokens_decides_nothing(compare) -> None:
         ({"data_path": ["3", "a", "1", "b"]}, {"data_path": ["0.75", "x/a", "0.25", "b"]}),
     ],
 )
-def test_the_same_data_said_otherwise_is_the_same(compare, base, other) -> None:
+def test_equivalent_data_settings_are_equal(compare, base, other) -> None:
     comparison = compare(base, other, training={"micro_batch_size": 4})
     assert comparison.warnings == () and comparison.recipes[1].verdict == "within"
 
 
-def test_a_batch_that_is_not_given_is_that_of_the_ranks(compare) -> None:
+def test_a_default_global_batch_follows_from_the_ranks(compare) -> None:
     comparison = compare({}, {}, training={"global_batch_size": None}, layout={"data": 4})
     assert comparison.warnings == ()
 
 
-def test_pairs_of_other_seeds_have_another_order(write_run) -> None:
+def test_pairs_of_different_seeds_have_different_sample_orders(write_run) -> None:
     folders = [
         write_run(name, [4.0], validations={1: 2.0}, recipe=name, config={"training": {"seed": seed}})
         for name, seed in (("bf16", 1), ("fp8", 2))
@@ -101,7 +101,7 @@ def test_pairs_of_other_seeds_have_another_order(write_run) -> None:
     assert (row.verdict, row.other_data) == ("not decided", ("seed",))
 
 
-def test_what_records_do_not_say_is_no_difference(write_run) -> None:
+def test_fields_missing_in_records_are_no_difference(write_run) -> None:
     configs = {"bf16": {"data": {}}, "fp8": {"data": {"data_path": ["x"], "seq_length": 64}}}
     folders = [
         write_run(name, [4.0], validations={1: 2.0}, recipe=name, config=config) for name, config in configs.items()

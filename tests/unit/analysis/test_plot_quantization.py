@@ -1,4 +1,4 @@
-"""The picture of a run's looks."""
+"""The picture of a run's quantization statistics."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def stats(**changes: object) -> TensorStats:
     return TensorStats(**fields | changes)
 
 
-def run_with(*looks: QuantizationRecord) -> LoadedRun:
+def run_with(*records: QuantizationRecord) -> LoadedRun:
     return LoadedRun(
-        name="a", folder=Path("a"), runs=(), stages=(), steps=(), evals=(), events=(), quantization_records=looks
+        name="a", folder=Path("a"), runs=(), stages=(), steps=(), evals=(), events=(), quantization_records=records
     )
 
 
-def look(step: int, **changes: object) -> QuantizationRecord:
+def make_record(step: int, **changes: object) -> QuantizationRecord:
     tensors = {f"{name}.{operand}": stats() for name in NAMES for operand in ("input", "weight", "grad_output.row")}
     return QuantizationRecord(**{"step": step, "recipe": "blockwise", "tensors": tensors} | changes)
 
@@ -40,11 +40,11 @@ def pixels(path: Path) -> np.ndarray:
 
 
 def test_the_picture_shows_the_field_and_the_recipe(tmp_path: Path) -> None:
-    other = {name: stats(underflow_fraction=0.5) for name in look(1).tensors}
-    run = run_with(look(10), look(20, what_if={"mxfp8": other}))
+    other = {name: stats(underflow_fraction=0.5) for name in make_record(1).tensors}
+    run = run_with(make_record(10), make_record(20, what_if={"mxfp8": other}))
     own = pixels(plot_telemetry(run, tmp_path / "own.png"))
     tried = pixels(plot_telemetry(run, tmp_path / "deep" / "tried.png", recipe="mxfp8"))
-    same = run_with(look(10), look(20, what_if={"mxfp8": look(1).tensors}))
+    same = run_with(make_record(10), make_record(20, what_if={"mxfp8": make_record(1).tensors}))
     plain = pixels(plot_telemetry(same, tmp_path / "plain.png", recipe="mxfp8"))
     assert own.shape[1] == tried.shape[1] == 1500
     assert tried.shape[0] < own.shape[0], "the codes of a recipe that was tried are not recorded"
@@ -57,7 +57,7 @@ def test_layers_are_in_the_order_of_the_forward_pass() -> None:
     ]  # fmt: skip
 
 
-def test_rows_and_columns_are_averaged_and_unknown_numbers_left_out() -> None:
+def test_rows_and_columns_are_averaged_without_unknown_numbers() -> None:
     name = NAMES[0]
     tensors = {f"{name}.input.row": stats(sqnr_db=20.0), f"{name}.input.column": stats(sqnr_db=30.0)}
     unknown = {f"{name}.input": stats(sqnr_db=math.inf)}
@@ -65,15 +65,15 @@ def test_rows_and_columns_are_averaged_and_unknown_numbers_left_out() -> None:
     assert grid[0, 0] == 25 and np.isnan(grid[0, 1:]).all()
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_fields_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--fp8-log-interval"):
         plot_telemetry(run_with(), tmp_path / "x.png")
     with pytest.raises(DataError, match="nothing of mxfp8; tried: none"):
-        plot_telemetry(run_with(look(1)), tmp_path / "x.png", recipe="mxfp8")
+        plot_telemetry(run_with(make_record(1)), tmp_path / "x.png", recipe="mxfp8")
     with pytest.raises(DataError, match="never knew staleness_octaves"):
-        plot_telemetry(run_with(look(1)), tmp_path / "x.png", field="staleness_octaves")
+        plot_telemetry(run_with(make_record(1)), tmp_path / "x.png", field="staleness_octaves")
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_fields_are_those_of_the_statistics(field: str) -> None:
+def test_fields_equal_those_of_the_statistics(field: str) -> None:
     assert hasattr(stats(), field)

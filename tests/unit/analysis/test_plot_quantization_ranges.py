@@ -21,7 +21,7 @@ def picture(panels: list[Panel], tmp_path: Path) -> np.ndarray:
 
 
 def columns_of(pixels: np.ndarray, color: str) -> np.ndarray:
-    """Where along the picture a color is."""
+    """The horizontal positions of a color in the picture."""
     wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
     below_legend = pixels[pixels.shape[0] // 4 :]
     blended = (wanted * 0.85 + 255 * 0.15).round()
@@ -40,7 +40,7 @@ def test_empty_tensors_and_single_values_are_drawn(tmp_path: Path) -> None:
     assert picture([Panel(title="zeros", counts={"a": [0, 0]}), Panel(title="one", counts={"a": [1]})], tmp_path).size
 
 
-def test_only_so_many_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_panels_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megafp8.analysis.plot_quantization.MAX_PANELS", 2)
     panels = [Panel(title=str(i), counts={"a": [1, 2]}) for i in range(5)]
     full = picture(panels[:2], tmp_path)

@@ -9,7 +9,7 @@ from megafp8.errors import DataError
 
 
 @pytest.mark.parametrize("num_runs", [1, 2, 3])
-def test_a_png_of_the_promised_size(write_run, tmp_path, num_runs: int) -> None:
+def test_png_size(write_run, tmp_path, num_runs: int) -> None:
     folders = [
         write_run(f"run{i}", np.linspace(9, 3 + i, 60).tolist(), validations={30: 6.0, 60: 3.0 + i})
         for i in range(num_runs)
@@ -21,7 +21,7 @@ def test_a_png_of_the_promised_size(write_run, tmp_path, num_runs: int) -> None:
 
 
 @pytest.mark.parametrize("losses", [[3.0], [float("nan")] * 5, [3.0, float("inf"), 2.0]])
-def test_odd_runs_are_drawn_too(write_run, tmp_path, losses, recwarn) -> None:
+def test_unusual_runs_are_drawn(write_run, tmp_path, losses, recwarn) -> None:
     runs = load_runs([write_run("a", losses), write_run("b", losses[:1])])
     assert plot_loss_curves(runs, tmp_path / "curves.png").exists()
     assert [str(warning.message) for warning in recwarn] == []

@@ -1,4 +1,4 @@
-"""Fits find the laws that were planted, and their bands hold them about as often as they say."""
+"""Fits find the true laws, and their intervals have about the stated coverage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPUTE = np.array([1e11, 4e11, 1.5e12, 6e12, 2.4e13])
 def planted(
     rng: np.random.Generator, *, factor: float = 1.0, noise: float = 0.004, seeds: int = 3, shared=0.0
 ) -> Cells:
-    """L = 1.2 + 0.8 (factor C / 1e12)^-0.25, each seed's loss off by a factor of exp(noise)."""
+    """L = 1.2 + 0.8 (factor C / 1e12)^-0.25, each seed's loss multiplied by exp(noise)."""
     exact = 1.2 + 0.8 * (factor * COMPUTE / 1e12) ** -0.25
     off = noise * rng.standard_normal((len(COMPUTE), seeds)) + shared
     return Cells(COMPUTE[:, None], tuple(exact[:, None] * np.exp(off)), (range(seeds),) * len(COMPUTE))
@@ -53,8 +53,8 @@ def test_more_seeds_weigh_more() -> None:
 
 
 @pytest.mark.slow
-def test_bands_hold_what_was_planted() -> None:
-    """Of 14 intervals of 95%, 10 or fewer holding the truth has a chance of 0.4%; seeds are fixed all the same."""
+def test_intervals_contain_the_true_law() -> None:
+    """Of 14 intervals of 95%, 10 or fewer contain the truth with a probability of 0.4%. Seeds are fixed as well."""
     held = {"factor": 0, "loss": 0}
     widths = []
     for seed in range(14):
@@ -69,7 +69,7 @@ def test_bands_hold_what_was_planted() -> None:
     assert 0.02 < np.median(widths) < 0.15
 
 
-def test_a_shift_is_told_from_none() -> None:
+def test_a_shift_is_distinguished_from_none() -> None:
     rng = np.random.default_rng(3)
     fits = fit_all([planted(rng), planted(rng, factor=0.7), planted(rng)], replicates=40)
     lost, none = (interval([law.factors[number] for law in fits.common_replicates]) for number in (1, 2))
@@ -77,7 +77,7 @@ def test_a_shift_is_told_from_none() -> None:
     assert fits.common.factors[0] == 1.0 and fits.common.factors[1] == pytest.approx(0.7, abs=0.07)
 
 
-def test_seeds_that_go_together_make_the_difference_sure() -> None:
+def test_paired_seeds_narrow_the_interval_of_the_difference() -> None:
     rng = np.random.default_rng(5)
     shared = 0.02 * rng.standard_normal((5, 3))
     pair = [planted(rng, noise=0.001, shared=shared), planted(rng, noise=0.001, factor=0.9, shared=shared)]
@@ -89,7 +89,7 @@ def test_seeds_that_go_together_make_the_difference_sure() -> None:
     assert widths[0] < widths[1] / 4
 
 
-def test_resampled_means_have_the_spread_of_students_mean() -> None:
+def test_resampled_means_have_the_spread_of_students_t() -> None:
     rng = np.random.default_rng(1)
     cells = planted(rng, noise=0.01)
     drawn = np.log([draw_means([cells], rng)[0] for _ in range(2000)])

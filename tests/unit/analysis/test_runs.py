@@ -30,7 +30,7 @@ def test_a_resumed_run_reads_as_one(write_run) -> None:
     assert run.info.recipe == "fp8"
 
 
-def test_no_run_there(tmp_path) -> None:
+def test_a_folder_without_a_run_is_an_error(tmp_path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(DataError, match=r"there is no records.jsonl; give the folder that the run had as --save"):
             load_run(folder)
@@ -39,7 +39,7 @@ def test_no_run_there(tmp_path) -> None:
         load_run(tmp_path)
 
 
-def test_the_first_line_that_is_no_record_is_named(tmp_path) -> None:
+def test_the_first_invalid_line_is_named(tmp_path) -> None:
     for text, said in (("\nhello\nworld\n", "line 2: not a line of JSON"), ('{"kind": "x"', "line 1: not a line of")):
         (tmp_path / "records.jsonl").write_text(text)
         with pytest.raises(DataError, match=f"0 records and no run record, .*; {said}"):
@@ -55,23 +55,23 @@ def test_the_first_line_that_is_no_record_is_named(tmp_path) -> None:
         ({"data": {"mock_data": True}, "training": {"eval_iters": 10}}, "its settings ask for validations, .*resume"),
     ],
 )
-def test_the_mend_of_a_run_without_validation_is_one_of_its_settings(write_run, config, mend: str) -> None:
+def test_the_fix_for_a_run_without_validation_names_a_setting(write_run, config, mend: str) -> None:
     run = load_run(write_run("a", [1.0, 1.0], config=config))
     assert run.last_validation is None
     with pytest.raises(DataError, match=f"run a .* 2 step records and no validation; .*{mend}"):
         _ = run.final_validation
 
 
-def test_starts_that_made_nothing_are_no_stage(write_run) -> None:
+def test_starts_without_steps_are_no_stage(write_run) -> None:
     write_run("a", [5.0, 4.0], recipe="first")
-    write_run("a", [4.0, 3.0], first_step=1, recipe="second")  # began anew: nothing of the first one counts
+    write_run("a", [4.0, 3.0], first_step=1, recipe="second")  # restarted: nothing of the first one counts
     folder = write_run("a", recipe="third", resumed_from_step=2)  # ended before its first step
     run = load_run(folder)
     assert [info.recipe for info in run.runs] == ["first", "second", "third"]
     assert [info.recipe for info in run.stages] == ["second"] and run.info.recipe == "second"
 
 
-def test_names_tell_runs_apart(write_run, tmp_path) -> None:
+def test_run_names_are_distinct(write_run, tmp_path) -> None:
     folder = write_run("one/run", [1.0])
     shutil.copytree(folder, tmp_path / "two" / "run")
     other = write_run("other", [1.0])

@@ -1,4 +1,4 @@
-"""What a study says, on points whose losses are known."""
+"""The report of a study on points with known losses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_shift_is_found_with_its_interval(report) -> None:
     assert "fp8 needs more compute for the same loss." in headline(report)
 
 
-def test_laws_have_intervals_and_say_what_they_miss(report) -> None:
+def test_laws_have_intervals_and_residuals(report) -> None:
     for row in report.axis(COMPUTE).laws:
         assert row.floor.low < 1.0 < row.floor.high and row.exponents[0].low < 0.2 < row.exponents[0].high
         assert row.num_cells == 5 and 0 < row.worst_residual < 0.02
@@ -93,7 +93,7 @@ def test_gaps_are_students_of_the_pairs(report) -> None:
     assert overall.gap.high - overall.gap.low < row.gap.high - row.gap.low
 
 
-def test_no_shift_is_not_called_one() -> None:
+def test_a_missing_shift_is_not_reported_as_one() -> None:
     points = study_of(recipes=("bf16",)).points
     rng = np.random.default_rng(9)
     twins = [
@@ -128,7 +128,7 @@ def test_one_seed_has_no_intervals() -> None:
     assert any("no intervals for the laws over compute" in note for note in report.notes)
 
 
-def test_of_a_sweep_the_best_stands_for_its_size() -> None:
+def test_the_best_of_a_sweep_represents_its_size() -> None:
     points = [
         point(50_000, seed=seed, loss=loss + 0.01 * seed, settings=lr, choice={"lr": f"lr{lr}", "seed": str(seed)})
         for lr, loss in (("1e-3", 2.1), ("3e-3", 2.0), ("9e-3", 2.2)) for seed in (1, 2)
@@ -147,7 +147,7 @@ def test_of_a_sweep_the_best_stands_for_its_size() -> None:
     assert "<h2>Swept flags</h2>" in render_page(report)
 
 
-def test_one_lucky_seed_of_a_sweep_stands_for_nothing() -> None:
+def test_one_lucky_seed_does_not_decide_a_sweep() -> None:
     study = study_of()
     lucky = point(SIZES[1], "fp8", loss=0.1, settings="lucky", choice={"lr": "9e-3"})
     report = analyse(dataclasses.replace(study, points=(*study.points, lucky)), replicates=3)
@@ -159,7 +159,7 @@ def test_one_lucky_seed_of_a_sweep_stands_for_nothing() -> None:
     assert note in remarks(report)
 
 
-def test_the_page_says_how_many_resamples_there_were(report) -> None:
+def test_the_page_has_the_number_of_resamples(report) -> None:
     assert method(report).startswith("50 resamples of the seeds") and "50 resamples of" in render_page(report)
     assert "no intervals" in method(analyse(study_of(seeds=(1,)), replicates=50))
 
@@ -173,7 +173,7 @@ def test_json_has_no_infinity(report) -> None:
     assert shift["effective"] == {"value": None, "low": 0.5, "high": None}
 
 
-def test_speed_takes_the_fastest_layout_and_compares() -> None:
+def test_speed_compares_the_fastest_layouts() -> None:
     def run(recipe: str, world_size: int, speed: float, **layout: int) -> Point:
         fields = {"world_size": world_size, "layout": layout, "tokens_per_second": speed, "settings": f"{layout}"}
         return point(50_000, recipe, **fields)
@@ -199,7 +199,7 @@ def test_an_unknown_baseline() -> None:
 # ---- as text ------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_needs_nothing_else(report) -> None:
+def test_the_page_is_self_contained(report) -> None:
     page = render_page(report)
     assert page.count("<svg") == 2 and "Swept flags" not in page and page.rstrip().endswith("</html>")
     assert all(word not in page for word in ("<script", "<img", "src=", "@import", "url(http"))
@@ -209,7 +209,7 @@ def test_the_page_needs_nothing_else(report) -> None:
     assert render_page(report) == page
 
 
-def test_texts_of_a_study_are_no_markup() -> None:
+def test_texts_of_a_study_are_escaped() -> None:
     page = render_page(analyse(StudyPoints(name="a<b>", points=(point(50_000, "<i>"),))))
     assert "<b>" not in page and "<i>" not in page and "a&lt;b&gt;" in page
 
@@ -231,7 +231,7 @@ def test_json_is_strict_and_has_no_replicates(report) -> None:
     assert plain["axes"][0]["factors"][0][0] == "fp8" and "fits" not in plain["axes"][0]
 
 
-def test_emulation_and_missing_runs_are_told(report) -> None:
+def test_emulation_and_missing_runs_are_reported(report) -> None:
     assert any("emulated" in text for text in remarks(report))
     partial = dataclasses.replace(study_of(SIZES[:2]), missing=("x (failed)",))
     assert "1 of 13 runs is not done: x (failed)" in remarks(analyse(partial))
@@ -241,7 +241,7 @@ def test_emulation_and_missing_runs_are_told(report) -> None:
 # ---- the committed study ------------------------------------------------------------------------------------------
 
 
-def test_the_committed_report_is_of_its_points() -> None:
+def test_the_committed_report_matches_its_points() -> None:
     folder = Path(__file__).resolve().parents[3] / "docs/reports/stdlib_cpu"
     study, published = load_points(folder / "points.json"), json.loads((folder / "report.json").read_text())
     report = analyse(study, replicates=0)

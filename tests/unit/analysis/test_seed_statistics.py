@@ -1,4 +1,4 @@
-"""Intervals and verdicts, held to tables, to an integral and to simulated draws."""
+"""Intervals and verdicts, compared with tables, an integral and simulated draws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TABLE = {(2, 0.95): 12.706, (3, 0.95): 4.303, (5, 0.95): 2.776, (11, 0.95): 2.22
 
 
 def slow_quantile(degrees: int, probability: float) -> float:
-    """The quantile of Student's t, from its density by trapezoids and bisection."""
+    """The quantile of Student's t, from its density by the trapezoidal rule and bisection."""
     constant = math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
 
     def below(limit: float) -> float:
@@ -30,7 +30,7 @@ def slow_quantile(degrees: int, probability: float) -> float:
 
 
 @pytest.mark.parametrize(("count", "confidence"), TABLE)
-def test_half_widths_are_those_of_printed_tables(count: int, confidence: float) -> None:
+def test_interval_half_widths_match_printed_tables(count: int, confidence: float) -> None:
     values = np.random.default_rng(count).normal(3.0, 0.5, count)
     interval = mean_interval(values.tolist(), confidence)
     assert interval.mean == pytest.approx(values.mean())
@@ -40,22 +40,22 @@ def test_half_widths_are_those_of_printed_tables(count: int, confidence: float) 
 
 
 @pytest.mark.parametrize(("count", "confidence"), [(3, 0.95), (4, 0.8), (8, 0.99)])
-def test_against_a_slow_quantile(count: int, confidence: float) -> None:
+def test_quantiles_match_a_slow_reference(count: int, confidence: float) -> None:
     values = [float(index**2) for index in range(count)]
     expected = slow_quantile(count - 1, (1 + confidence) / 2) * np.std(values, ddof=1) / math.sqrt(count)
     assert mean_interval(values, confidence).half_width == pytest.approx(expected, rel=1e-5)
 
 
-def test_that_many_intervals_hold_the_true_mean() -> None:
-    """Of 3000 experiments with three seeds each: 95% within three standard errors, 0.4 of a percent each."""
+def test_intervals_have_their_stated_coverage() -> None:
+    """Of 3000 experiments with three seeds each: 95% within three standard errors of 0.4% each."""
     draws = np.random.default_rng(0).normal(0.2, 0.1, (3000, 3))
     intervals = [mean_interval(row) for row in draws]
     held = np.mean([interval.low <= 0.2 <= interval.high for interval in intervals])
     assert held == pytest.approx(0.95, abs=0.012)
 
 
-def test_a_bound_that_is_the_truth_is_seldom_decided() -> None:
-    """A gap of exactly the bound is called within, and beyond, in one case of forty each."""
+def test_a_gap_equal_to_the_bound_is_rarely_decided() -> None:
+    """A gap of exactly the bound is called within, or beyond, in one case of forty each."""
     draws = np.random.default_rng(1).normal(0.5, 0.1, (3000, 3))
     verdicts = [gap_verdict(mean_interval(row), 0.5) for row in draws]
     for verdict in (WITHIN, BEYOND):

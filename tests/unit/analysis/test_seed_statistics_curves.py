@@ -1,4 +1,4 @@
-"""Running means, gaps and bands, held to plain loops."""
+"""Running means, gaps and bands, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_smooth_against_a_plain_loop(window: int, keeps_width: bool) -> None:
     )
 
 
-def test_a_straight_line_stays_straight_to_its_ends() -> None:
+def test_smoothing_keeps_a_straight_line() -> None:
     line = np.linspace(9.0, 1.0, 30)
     np.testing.assert_allclose(smooth(line, 9), line)
     assert smooth(np.array([]), 5).shape == (0,)
@@ -65,7 +65,7 @@ def test_a_band_of_seeds_ends_where_the_shortest_run_does() -> None:
     assert np.isnan(over_seeds(curves[:1], interval_band(0.9)).low).all()
 
 
-def test_time_is_that_of_the_steps_before(write_run) -> None:
+def test_time_is_the_sum_of_previous_steps(write_run) -> None:
     run = load_run(write_run("a", [4.0] * 5, validations={2: 3.0, 5: 2.0}))  # steps of 10 ms
     seconds, losses = validation_losses_over_time(run)
     assert seconds == pytest.approx([0.02, 0.05])

@@ -1,4 +1,4 @@
-"""A study's folder becomes points, and points a small file."""
+"""The folder of a study becomes points, and points become a small file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config(seed: int, lr: float = 1.0) -> dict:
 
 @pytest.fixture
 def study(write_run: Callable[..., Path], tmp_path: Path) -> Path:
-    """Three runs that are done and one that failed."""
+    """Three finished runs and a failed one."""
     for name, seed, lr in (("a", 1, 1.0), ("b", 2, 1.0), ("c", 1, 2.0), ("d", 2, 2.0)):
         speeds = [1.0] * 12 + [50.0] * 8
         folder = write_run(
@@ -42,7 +42,7 @@ def test_runs_that_are_done_are_points(study: Path) -> None:
     assert one.tokens_per_second == 50.0  # the first steps are warm-up
 
 
-def test_settings_are_equal_but_for_the_seed(study: Path) -> None:
+def test_settings_are_equal_except_for_the_seed(study: Path) -> None:
     first, second, other = load_points(study).points
     assert first.settings == second.settings != other.settings
 
@@ -54,7 +54,7 @@ def test_points_are_read_back(study: Path, tmp_path: Path) -> None:
     assert load_points(path) == found
 
 
-def test_what_is_no_study(tmp_path: Path) -> None:
+def test_a_folder_without_a_study_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no study in .*: no study.json, which megafp8 study writes"):
         load_points(tmp_path)
     wrong = tmp_path / "points.json"

@@ -1,4 +1,4 @@
-"""Timing in turns, medians with their uncertainty, tables."""
+"""Alternating timing, medians with their uncertainty, tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from benchmarks import timing
 
 
-def test_sides_take_turns_in_changing_order() -> None:
+def test_sides_alternate_in_changing_order() -> None:
     calls: list[str] = []
     sides = {name: lambda name=name: calls.append(name) for name in "ab"}
     times = timing.take_turns(sides, rounds=3, warmup=1)
@@ -33,13 +33,13 @@ def test_cpu_time_leaves_out_waiting() -> None:
 
 
 def test_ratio_is_taken_round_by_round() -> None:
-    """The machine slows down tenfold; the ratio stays what it is, and the medians' own ratio does not."""
+    """The machine slows down tenfold. The ratio stays constant, unlike the ratio of the medians."""
     reference = [1.0, 1.0, 1.0, 10.0, 10.0]
     mine = [2.0, 2.0, 20.0 / 10, 20.0, 20.0]
     assert timing.ratio_of(mine, reference).median == 2.0
 
 
-def test_interval_holds_the_true_median_in_about_95_of_100_cases() -> None:
+def test_median_interval_covers_95_percent() -> None:
     generator = random.Random(0)
     hits = 0
     for _ in range(1000):

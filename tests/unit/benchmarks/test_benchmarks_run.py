@@ -1,4 +1,4 @@
-"""Each benchmark runs at the smallest sizes and finds finite numbers."""
+"""Each benchmark runs at the smallest sizes and reports finite numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from benchmarks import (
     telemetry_overhead,
 )
 
-# For what takes 0.03 to 0.2 s; importing torch takes 1.4. Not by the clock: machines are shared.
+# For what takes 0.03 to 0.2 s; importing torch takes 1.4 s. CPU time, because machines are shared.
 HELP_CPU_S = 0.5
 HUNG_S = 240
 SIZES = (
@@ -39,7 +39,7 @@ SMALL = f"{SIZES} --warmup 1 --profile --profile-steps 1"
 
 
 def result_of(main: Callable[..., Any], arguments: str, tmp_path: Path) -> Any:
-    """The JSON of a benchmark run in a child, so that this process joins no process group."""
+    """The JSON of a benchmark run in a child process, so that this process joins no process group."""
     path = tmp_path / "result.json"
 
     def run() -> None:
@@ -91,7 +91,7 @@ def test_engine_overhead(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 def test_engine_overhead_notices_other_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A bare loop that scales its loss is caught."""
+    """A bare loop that scales its loss is detected."""
     plain = engine_overhead.token_loss
 
     def halved(loss_mask: Any, losses: Any) -> Any:
@@ -112,7 +112,7 @@ def test_fp8_step(tmp_path: Path) -> None:
 
 
 def test_param_gather(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """On one rank, which gets nothing from others and holds its codes all the same."""
+    """On one rank, which receives nothing from others and still stores codes."""
     result = result_of(param_gather.main, f"{SIZES} --warmup 0 --rounds 2", tmp_path)
     assert all(math.isfinite(number) for number in numbers(result))
     assert set(result["gathered_bytes"].values()) == {0}
@@ -153,7 +153,7 @@ def test_startup_of_help(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "pretrain_gpt.py --help" in capfd.readouterr().out
 
 
-def test_startup_tells_of_a_process_that_fails() -> None:
+def test_startup_reports_a_failing_process() -> None:
     with pytest.raises(RuntimeError, match="ended with 3:\nso it goes"):
         startup.process_times_ms(["-c", "print('so it goes'); raise SystemExit(3)"])
     with pytest.raises(RuntimeError, match="ended with 0"):

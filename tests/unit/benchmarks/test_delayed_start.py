@@ -1,4 +1,4 @@
-"""The benchmark of delayed scaling's start: what it measures, on made-up numbers and on a run of two steps."""
+"""The benchmark of delayed scaling's start: its measurements, on given numbers and on a run of two steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MADE_UP = "--mock-data --tokenizer-type NullTokenizer --vocab-size 63"
 
 
 def starts(**gaps: float) -> dict[str, Start]:
-    """Runs whose gradient and losses are off by so much."""
+    """Runs with these errors of gradient and losses."""
     exact = torch.tensor([3.0, 4.0])
     offs = [0.0, *gaps.values()]
     return {

@@ -1,4 +1,4 @@
-"""What the table of attention is about, without a GPU."""
+"""The content of the attention table, without a GPU."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_the_models_flops_are_counted() -> None:
     shape = Shape("B", 4096, 2, 32, 8, 128)
     row = row_of(shape, "fused", "fused", [(1.0, 3.0), (2.0, 4.0), (9.0, 8.0)], 2**21, 0.0)
     assert (row.forward_ms, row.backward_ms, row.peak_mib) == (2.0, 4.0, 2.0)
-    # 6 h s a token for forward and backward, a third of it forward.
+    # 6 h s per token for forward and backward, a third of it forward.
     assert row.forward_tflops == row.backward_tflops == pytest.approx(2 * 4096 * 4096 * 8192 / 2e-3 / 1e12)
 
 
-def test_torchs_attention_is_causal_and_grouped() -> None:
+def test_torch_attention_is_causal_and_grouped() -> None:
     inputs = Inputs(SMALL, torch.device("cpu"))
     whole = gpu_attention.sdpa(inputs.query, inputs.key, inputs.value)
     assert whole.shape == inputs.gradient.shape

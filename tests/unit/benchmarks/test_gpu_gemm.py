@@ -1,4 +1,4 @@
-"""What the table of GEMMs makes of its times, without a GPU."""
+"""The GEMM table from given times, without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPES = ("bf16", "tensorwise")
 
 
 def times(bf16_us: float = 200.0, fp8_us: float = 100.0) -> gpu_gemm.Times:
-    """Every GEMM takes the same, an input 10 us, a gradient 20, a weight 30."""
+    """Every GEMM takes the same time, an input 10 us, a gradient 20, a weight 30."""
     found = {}
     for recipe, work in MODEL.candidates(RECIPES):
         if isinstance(work, Cast):
@@ -36,7 +36,7 @@ def times(bf16_us: float = 200.0, fp8_us: float = 100.0) -> gpu_gemm.Times:
     return found
 
 
-def test_products_are_those_of_a_rank() -> None:
+def test_gemm_shapes_are_those_of_a_rank() -> None:
     assert MODEL.products("linear_qkv") == [
         LinearGemm("linear_qkv", "fprop", 8192, 6144 // 4, 4096),
         LinearGemm("linear_qkv", "dgrad", 8192, 4096, 6144 // 4),
@@ -73,7 +73,7 @@ def test_the_step_has_all_layers_and_one_output_layer() -> None:
     assert totals["step_gemm_speed"] == pytest.approx((bf16_ms + 1.2) / (fp8_ms + 1.2))
 
 
-def test_no_gemm_is_faster_than_its_flops_and_its_bytes() -> None:
+def test_gemm_times_respect_flops_and_bytes() -> None:
     square, thin = LinearGemm("x", "fprop", 8192, 8192, 8192), LinearGemm("x", "wgrad", 4096, 4096, 16)
     assert gpu_gemm.floor_us(H200, "tensorwise", square) == pytest.approx(2 * 8192**3 / 1978.9e12 * 1e6, rel=1e-3)
     assert gpu_gemm.floor_us(H200, "bf16", thin) == pytest.approx((2 * 16 * 8192 + 4 * 4096**2) / 4.8e12 * 1e6)
@@ -91,6 +91,6 @@ def test_every_shape_is_a_model(shape: str) -> None:
     assert model.run.padded_vocab == 50_304
 
 
-def test_what_is_missing_is_told() -> None:
+def test_missing_measurements_are_reported() -> None:
     with pytest.raises(ConfigError, match="(?s)--seq-length.*--micro-batch-size"):
         model_of("x", ["--model-preset", "llama3-8b"], H200)

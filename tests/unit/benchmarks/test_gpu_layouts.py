@@ -1,4 +1,4 @@
-"""Layouts on several GPUs: who runs beside whom, what the rows say, and a whole run on CPU ranks."""
+"""Layouts on several GPUs: which ones run concurrently, the content of the rows, and a complete run on CPU ranks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ HUNG_S = 240
 
 
 class Taken:
-    """A layout that runs."""
+    """A running layout."""
 
     def __init__(self, *gpus: int):
         self.gpus = range(gpus[0], gpus[-1] + 1)
 
 
-def test_small_layouts_run_side_by_side() -> None:
+def test_small_layouts_run_concurrently() -> None:
     four, two = Task("DP 4", "bf16"), Task("DP 2", "bf16")
     assert place([four, two], [], 4) == (four, 0)
     assert place([four, two], [Taken(0, 1)], 4) == (two, 2)
@@ -47,7 +47,7 @@ def test_every_mode_is_legal_under_every_layout(name: str, mode: str) -> None:
     assert rules.setting_problems(config, LAYOUTS[name].num_gpus) == []
 
 
-def test_a_mode_begins_with_its_environment() -> None:
+def test_a_mode_has_its_environment_prefix() -> None:
     task = Task("DP 2", "NCCL_MAX_CTAS=8 X=a=b delayed --recompute-granularity selective --seed=3")
     assert task.environment == {"NCCL_MAX_CTAS": "8", "X": "a=b"} and task.recipe == "delayed"
     assert task.flags == "--recompute-granularity selective --seed=3"
@@ -78,15 +78,15 @@ def test_speed_is_compared_under_one_layout() -> None:
     assert column(table([*rows, row("TP 4", "delayed", 60.0)]), 4) == ["1.00", "1.00", "1.25", "1.50"]
 
 
-def test_scaling_is_that_of_the_same_mode_on_one_gpu() -> None:
-    """DP 4 trains four times the sequences; FP8 weights are another mode, and without it on one GPU there is none."""
+def test_scaling_is_relative_to_the_same_mode_on_one_gpu() -> None:
+    """DP 4 trains four times the sequences. FP8 weights are another mode, which has no ratio without one GPU's."""
     rows = [row("1 GPU", "bf16", 190.0), row("1 GPU", "delayed", 135.0), row("DP 4", "bf16", 200.0)]
     found = table([*rows, row("TP 4", "delayed", 54.0), row("DP 4 FP8 weights", "delayed", 140.0)])
     assert column(found, 5) == ["1.00", "1.00", "0.95", "0.62", ""]
 
 
 def test_modes_of_different_environments_are_not_mixed() -> None:
-    """Each is held against the same recipe on one GPU, and against BF16 in its own environment."""
+    """Each is compared with the same recipe on one GPU, and with BF16 in its own environment."""
     rows = [row("1 GPU", "delayed", 135.0), row("DP 2", "bf16", 200.0), row("DP 2", "delayed", 150.0)]
     tuned = [
         dataclasses.replace(row("DP 2", recipe, step_ms), environment="NCCL_MAX_CTAS=8")
@@ -107,7 +107,7 @@ def test_modes_of_one_recipe_are_not_mixed() -> None:
     assert column(found, 3) == ["140", "150"]
 
 
-def test_a_mode_that_fails_costs_no_other(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_mode_does_not_affect_others(capfd: pytest.CaptureFixture[str]) -> None:
     argv = ["--shape", "tiny", "--gpus", "2", "--warm-up", "1", "--steps", "1", "--layouts", "DP 2", "--modes"]
     child = multiprocessing.get_context("fork").Process(
         target=lambda: sys.exit(gpu_layouts.main([*argv, "bf16 --fp8-param-gather", "bf16"]))

@@ -1,4 +1,4 @@
-"""How a profile's kernels are grouped and added up, without a GPU."""
+"""How a profile's kernels are grouped and summed, without a GPU."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from benchmarks.gpu_profile import Kernel, Profile, group_of
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "fill"),
     ],
 )
-def test_kernels_are_told_apart_by_name(name: str, group: str) -> None:
+def test_kernels_are_classified_by_name(name: str, group: str) -> None:
     assert group_of(name) == group
 
 
-def test_overlapping_kernels_are_busy_once() -> None:
+def test_overlapping_kernels_count_once() -> None:
     profile = Profile([Kernel("a", 0, 1000), Kernel("b", 500, 1000), Kernel("adam_kernel", 2000, 3000)], steps=2)
     assert profile.span_ms() == 2.5
     assert profile.busy_ms() == 2.25
@@ -57,6 +57,6 @@ def test_communication_beside_other_kernels_is_not_exposed() -> None:
     assert Profile(kernels[1:2], steps=1).exposed_ms() == 1
 
 
-def test_gaps_lie_between_the_kernels_beside_them() -> None:
+def test_gaps_are_attributed_to_adjacent_kernels() -> None:
     kernels = [Kernel("a", 0, 1000), Kernel("b", 100, 200), Kernel("c", 1500, 500), Kernel("a", 3000, 500)]
     assert Profile(kernels, steps=2).gaps() == [("c", "a", 0.5, 0.5), ("a", "c", 0.25, 0.5)]

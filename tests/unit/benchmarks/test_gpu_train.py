@@ -1,4 +1,4 @@
-"""What the GPU benchmark makes of its processes, without running any that trains."""
+"""How the GPU benchmark handles its processes, without training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megafp8.config import derived, flags, model_shapes, rules
 
 
 def process(mode: str, number: int, step_ms: float) -> gpu_train.Process:
-    """A process that took so long a step."""
+    """A process with this step time."""
     return gpu_train.Process(
         mode=mode, round=number, step_ms=step_ms, spread_fraction=0.01, tokens_per_second=1e6 / step_ms, tflops=1.0,
         peak_gib=1.0, attention="fused", loss=5.0, device="GPU", wall_s=30.0,
@@ -23,7 +23,7 @@ def process(mode: str, number: int, step_ms: float) -> gpu_train.Process:
 
 
 def test_speed_is_compared_within_a_round() -> None:
-    """The second round's machine is half as fast, for both."""
+    """In the second round, the machine runs both at 50% of the speed."""
     times = [("bf16", 0, 300), ("tensorwise", 0, 200), ("tensorwise", 1, 400), ("bf16", 1, 600)]
     done = [process(*entry) for entry in times]
     rows = {row["mode"]: row for row in gpu_train.summarize(done)}
@@ -46,7 +46,7 @@ def test_command_lines_are_right(shape: str, parameters: int, mode: str) -> None
     assert (derived.quantization_recipe(config.precision) is None) == (mode == "bf16")
 
 
-def test_a_failing_mode_is_told_and_not_tried_again(tmp_path: Path) -> None:
+def test_a_failing_mode_is_reported_and_not_retried(tmp_path: Path) -> None:
     options = gpu_train.parse(["--tiny", "--modes", "bf16", "--rounds", "3", "--extra=--num-layrs 2"])
     done, failures = gpu_train.measure(options)
     assert done == []
@@ -55,8 +55,8 @@ def test_a_failing_mode_is_told_and_not_tried_again(tmp_path: Path) -> None:
     assert "ended with 64" in failures[0]
 
 
-def test_the_peer_is_timed_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By the other benchmark, whose steps stand in its JSON; tokens and FLOPs are those of the shape."""
+def test_the_peer_is_timed_alternately(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is timed by the other benchmark, which writes step times as JSON. Tokens and FLOPs are those of the shape."""
     commands: list[list[str]] = []
 
     def start(command: list[str]) -> None:
@@ -75,7 +75,7 @@ def test_the_peer_is_timed_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert rows["delayed"]["to_peer"].median == 2 and rows["peer-delayed"]["spread_fraction"] is None
 
 
-def test_no_process_starts_that_would_not_end_in_time() -> None:
+def test_no_process_starts_that_would_exceed_the_time_limit() -> None:
     done, failures = gpu_train.measure(gpu_train.parse(["--tiny", "--minutes", "0"]))
     assert done == []
     assert failures == ["stopped in round 1: --minutes 0"]

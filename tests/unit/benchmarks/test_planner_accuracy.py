@@ -1,4 +1,4 @@
-"""The committed table of the planner's errors is what the code gives, and its constants are what the fit gives."""
+"""The published table of the planner's errors matches the code, and its constants match the fit."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def published():
     return planner_accuracy.search_published()
 
 
-def test_the_table_in_results_is_the_codes(published) -> None:
+def test_the_table_in_results_matches_the_code(published) -> None:
     assert planner_accuracy.committed() == planner_accuracy.report(published)
 
 
-def test_recipes_are_predicted_in_the_published_order(published) -> None:
-    """Of rows that differ in recipe alone."""
+def test_recipes_are_predicted_in_the_measured_order(published) -> None:
+    """For rows that differ in the recipe only."""
     compared = set()
     for rows in planner_published.groups():
         speeds = {row: published[row].layouts[0].step.tokens_per_s_per_gpu for row in rows if published[row].layouts}
@@ -50,18 +50,18 @@ def test_one_constant_is_fitted_to_published_rows_and_few_of_them() -> None:
     assert all(row.gpu not in ("h100", "h200") for rows in fitted for row in rows)
 
 
-def test_the_documents_summary_is_the_codes(compared) -> None:
+def test_the_documented_summary_matches_the_code(compared) -> None:
     text = (planner_accuracy.ROOT / "docs/planning.md").read_text(encoding="utf-8")
     assert planner_accuracy.summary_table(list(compared.values())) in text
 
 
-def test_the_constants_are_the_fits() -> None:
+def test_the_constants_match_the_fit() -> None:
     assert planner_fit.fit() == CALIBRATION
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_small_linears_are_known_not_to_pay(recipe: str) -> None:
-    """In the model BF16 is as slow as in a step at the limit of power, and alone it was not: 1.22 times faster."""
+    """In the model, BF16 is as slow as in a step at the power limit. Alone it was 1.22 times faster."""
     predicted = planner_fit.small_linears_us(CALIBRATION)
     for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
         speeds = [each[name, "bf16"][0] / sum(each[name, recipe]) for each in (SMALL_LINEARS, predicted)]
@@ -85,14 +85,14 @@ def test_names_are_distinct_and_settings_legal(compared) -> None:
         assert [text for text in problems if not any(flag in text for flag in wanted)] == [], row.name
 
 
-def test_step_times_that_were_held_out_are_within_the_bar(compared) -> None:
+def test_held_out_step_times_are_within_the_error_bound(compared) -> None:
     held_out = {name: entry for name, entry in compared.items() if entry.row.role == HELD_OUT and entry.row.step_ms}
     assert len(held_out) >= 8 and sum(entry.row.num_gpus == 4 for entry in held_out.values()) >= 8
     outside = {name for name, entry in held_out.items() if abs(entry.time_error) > planner_accuracy.TIME_BAR}
     assert outside == OUTSIDE_THE_TIME_BAR
 
 
-def test_peaks_that_were_held_out_are_within_the_bar(compared) -> None:
+def test_held_out_memory_peaks_are_within_the_error_bound(compared) -> None:
     held_out = [entry for entry in compared.values() if entry.memory_role == HELD_OUT and entry.row.peak_gib]
     assert len(held_out) >= 8
     assert max(abs(entry.memory_error) for entry in held_out) < planner_accuracy.MEMORY_BAR

@@ -1,4 +1,4 @@
-"""The benchmark of preprocessing at its smallest: both pipelines make the same shard, and memory has its limit."""
+"""The preprocessing benchmark at its smallest size: both pipelines produce the same shard, and memory is limited."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_both_pipelines(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "tiktoken: single writer takes" in capsys.readouterr().out
 
 
-def test_other_shards_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_shards_are_detected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(script: str, case: object, corpus: Path, prefix: Path, *more: object) -> tuple[float, float]:
         if "single_writer" not in script:
             return real(script, case, corpus, prefix, *more)
@@ -53,8 +53,8 @@ def test_the_library_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "SentencePiece unigram: library alone takes" in capsys.readouterr().out
 
 
-def test_memory_does_not_follow_the_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An input larger than the memory that a process may have."""
+def test_memory_does_not_grow_with_the_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An input larger than the memory limit of a process."""
     corpus = preprocess.write_corpus(folder / "corpus1.jsonl", 10**6)
     with open(folder / "corpus300.jsonl", "wb") as stream:
         for _ in range(280):

@@ -1,4 +1,4 @@
-"""Which settings are number formats, and which only say how they are computed."""
+"""Settings that are number formats, and settings that only determine how they are computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAPPED = f"{TENSORWISE} --num-layers 2 --precision *.linear_fc2=mxfp8"
 
 
 def config_of(text: str) -> RunConfig:
-    """As it is read; rules are not asked."""
+    """As parsed, without rules."""
     return flags.parse(text.split()).config
 
 
@@ -55,9 +55,7 @@ def checked(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str
         (TENSORWISE, f"{TENSORWISE} --fp8-schedule bf16:9,fp8", "precision.fp8_schedule: None -> bf16:9,fp8"),
     ],
 )
-def test_other_formats_are_refused_or_asked_for(
-    before: str, now: str, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_number_formats_need_a_flag(before: str, now: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError) as caught:
         checked(before, now, monkeypatch)
     assert named in str(caught.value) and "--override-precision" in str(caught.value)
@@ -76,5 +74,5 @@ def test_other_formats_are_refused_or_asked_for(
         (TENSORWISE, f"{TENSORWISE} --transformer-impl emulated --num-layers-at-start-in-bf16 2"),
     ],
 )
-def test_what_changes_no_number_may_differ(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_without_effect_on_numerics_may_differ(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked(before, now, monkeypatch) == ()

@@ -1,4 +1,4 @@
-"""`--dist-ckpt-strictness` has megatron-core's values, and each does on a load what it says there."""
+"""`--dist-ckpt-strictness` has megatron-core's values with their documented effect on a load."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def config_of(has_norms: bool, strictness: str = "assume_ok_unexpected", flags: 
 
 
 def loads(path: Path, has_norms: bool, cases: list[tuple[str, str]]) -> list[str]:
-    """Load with each strictness and flags into a model with or without norms, past the comparison of settings; what a
-    person reads of each load."""
+    """Load with each strictness and flags into a model with or without norms, past the comparison of settings. Returns
+    the messages of each load."""
 
     def load(trainee: TrainingState, strictness: str, flags: str) -> str:
         alike = config_of(not has_norms, strictness, flags)

@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder counts: the newest whole one, whatever else lies there."""
+"""Which checkpoint of a folder is used: the newest complete one, regardless of other files."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def put(folder: Path, name: str, is_whole: bool = True) -> Path:
 
 
 def manifest_of(place: Path, step: int) -> Manifest:
-    """What a save knows of the files that it wrote."""
+    """The record that a save has of its files."""
     files = {path.name: FileEntry(path.stat().st_size, file_sha256(path)) for path in place.iterdir()}
     return Manifest(step=step, consumed_samples=8 * step, layout=(1, 1, 1), saved_at="", files=files)
 
 
 def write(folder: Path, step: int) -> Manifest:
-    """A checkpoint that only lacks manifest and name."""
+    """A checkpoint without manifest and final name."""
     directory.make_unfinished_folder(folder, step)
     place = directory.unfinished_path(folder, step)
     (place / "__0_0.distcp").write_bytes(b"new tensors")
     return manifest_of(place, step)
 
 
-def test_newest_whole_checkpoint_wins(tmp_path: Path) -> None:
+def test_newest_complete_checkpoint_is_used(tmp_path: Path) -> None:
     put(tmp_path, "iter_0000009")
     newest = put(tmp_path, "iter_0000120")
     put(tmp_path, "iter_0000200", is_whole=False)
@@ -47,14 +47,14 @@ def test_newest_whole_checkpoint_wins(tmp_path: Path) -> None:
     assert directory.find_checkpoint(tmp_path) == (120, newest)
 
 
-def test_steps_are_numbers_not_text(tmp_path: Path) -> None:
+def test_steps_are_compared_as_numbers(tmp_path: Path) -> None:
     put(tmp_path, "iter_9999999")
     put(tmp_path, "iter_10000000")
     assert directory.find_checkpoint(tmp_path)[0] == 10_000_000
 
 
-def test_the_folder_counts_and_not_the_pointer(tmp_path: Path) -> None:
-    """A pointer can be older than the folder, when a save is killed between the two."""
+def test_the_folder_decides_not_the_pointer(tmp_path: Path) -> None:
+    """A pointer can be older than the folder, if a save is killed between the two."""
     put(tmp_path, "iter_0000005")
     put(tmp_path, "iter_0000010")
     (tmp_path / directory.POINTER).write_text("5\n")
@@ -62,13 +62,13 @@ def test_the_folder_counts_and_not_the_pointer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_no_checkpoint(tmp_path: Path, exists: bool) -> None:
+def test_a_folder_without_a_checkpoint(tmp_path: Path, exists: bool) -> None:
     folder = tmp_path if exists else tmp_path / "absent"
     assert directory.complete_steps(folder) == []
     assert directory.find_checkpoint(folder) is None
 
 
-def test_a_step_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_requested_step(tmp_path: Path) -> None:
     for step in (5, 10):
         put(tmp_path, f"iter_{step:07d}")
     assert directory.find_checkpoint(tmp_path, 5) == (5, tmp_path / "iter_0000005")
@@ -78,7 +78,7 @@ def test_a_step_that_is_asked_for(tmp_path: Path) -> None:
         directory.find_checkpoint(tmp_path / "absent", 7)
 
 
-def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_gets_its_name_when_complete(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     manifest = write(folder, 5)
     assert directory.complete_steps(folder) == [], "not before it is finished"
@@ -89,7 +89,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
     assert sorted(item.name for item in folder.iterdir()) == ["iter_0000005", directory.POINTER]
 
 
-def test_what_other_ranks_wrote_has_to_be_in_the_folder(tmp_path: Path) -> None:
+def test_files_of_all_ranks_must_exist_before_publishing(tmp_path: Path) -> None:
     manifest = write(tmp_path, 5)
     (directory.unfinished_path(tmp_path, 5) / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="__0_0.distcp is missing.*all machines share"):
@@ -97,13 +97,13 @@ def test_what_other_ranks_wrote_has_to_be_in_the_folder(tmp_path: Path) -> None:
     assert directory.complete_steps(tmp_path) == []
 
 
-def test_what_a_killed_save_left_is_thrown_away(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     left = put(tmp_path, "iter_0000005.unfinished", is_whole=False)
     directory.make_unfinished_folder(tmp_path, 5)
     assert list(left.iterdir()) == []
 
 
-def test_a_step_that_was_saved_before_is_replaced(tmp_path: Path) -> None:
+def test_a_step_saved_before_is_replaced(tmp_path: Path) -> None:
     old = put(tmp_path, "iter_0000005")
     (old / "old").write_text("")
     directory.publish(tmp_path, 5, write(tmp_path, 5))
@@ -112,7 +112,7 @@ def test_a_step_that_was_saved_before_is_replaced(tmp_path: Path) -> None:
     assert sorted(item.name for item in tmp_path.iterdir()) == ["iter_0000005", directory.POINTER]
 
 
-def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_full_disk_is_detected_before_any_write(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"GB free and a checkpoint takes 1010000\.001 GB: .*--ckpt-keep"):
         directory.make_unfinished_folder(tmp_path, 5, num_bytes=10**15)
     assert list(tmp_path.iterdir()) == []
@@ -136,7 +136,7 @@ def test_a_folder_below_a_file_is_found_before_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_disk_that_takes_files_but_loses_them_is_found(call: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_disk_that_loses_files_is_detected(call: str, tmp_path: Path, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(30, "Read-only file system")
 
@@ -145,7 +145,7 @@ def test_a_disk_that_takes_files_but_loses_them_is_found(call: str, tmp_path: Pa
         directory.check_writable(tmp_path, 10**9)
 
 
-def test_a_sweep_clears_away_what_was_cut_off_and_nothing_else(tmp_path: Path) -> None:
+def test_cleanup_removes_only_incomplete_checkpoints(tmp_path: Path) -> None:
     kept = ["iter_0000001", "iter_0000002.corrupt", "iter_0000003.retired", "iter_0000004"]
     for name in (*kept[:-1], "iter_0000001.replaced", "iter_0000004.replaced", "iter_0000005.unfinished", "other"):
         put(tmp_path, name)
@@ -153,7 +153,7 @@ def test_a_sweep_clears_away_what_was_cut_off_and_nothing_else(tmp_path: Path) -
     assert sorted(item.name for item in tmp_path.iterdir()) == [*kept, "other"], "4 was being replaced"
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         put(tmp_path, f"iter_{step:07d}")
     put(tmp_path, "iter_0000005.corrupt")
@@ -163,7 +163,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(item.name for item in tmp_path.iterdir())[0] == "iter_0000005.corrupt"
 
 
-def test_names_of_what_is_set_aside_do_not_clash(tmp_path: Path) -> None:
+def test_names_of_set_aside_checkpoints_are_unique(tmp_path: Path) -> None:
     for expected in ("iter_0000005.corrupt", "iter_0000005.corrupt-1", "iter_0000005.corrupt-2"):
         assert directory.set_aside(put(tmp_path, "iter_0000005"), directory.CORRUPT).name == expected
     assert directory.list_steps(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it notices of a change, and that no byte of its own is without meaning."""
+"""The manifest of a checkpoint: the changes that it detects. Every byte of the manifest itself matters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = {"__0_0.distcp": b"tensors of rank 0" * 40, "__1_0.distcp": b"tensors of
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
+def complete(tmp_path: Path) -> Path:
     """A folder with files and their manifest."""
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
@@ -37,26 +37,26 @@ def whole(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_one(whole: Path) -> None:
-    manifest = read_manifest(whole)
+def test_a_complete_checkpoint_matches_its_manifest(complete: Path) -> None:
+    manifest = read_manifest(complete)
     assert manifest.num_bytes == sum(map(len, FILES.values()))
-    assert find_damage(whole) == []
+    assert find_damage(complete) == []
 
 
-def test_every_byte_of_the_manifest_counts(whole: Path) -> None:
-    path = whole / MANIFEST
+def test_every_byte_of_the_manifest_counts(complete: Path) -> None:
+    path = complete / MANIFEST
     good = path.read_bytes()
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         with pytest.raises(CheckpointError, match="is damaged"):
-            read_manifest(whole)
+            read_manifest(complete)
     for end in range(len(good)):
         path.write_bytes(good[:end])
         with pytest.raises(CheckpointError, match="is damaged"):
-            read_manifest(whole)
+            read_manifest(complete)
     path.write_bytes(good + b"\n")
     with pytest.raises(CheckpointError, match="is damaged"):
-        read_manifest(whole)
+        read_manifest(complete)
 
 
 @pytest.mark.parametrize(
@@ -69,27 +69,27 @@ def test_every_byte_of_the_manifest_counts(whole: Path) -> None:
         (lambda folder: os.truncate(folder / ".metadata", 0), ".metadata has 0 bytes"),
     ],
 )
-def test_sizes_tell(change, text: str, whole: Path) -> None:
-    change(whole)
-    (problem,) = find_damage(whole, with_hashes=False)
+def test_wrong_sizes_are_detected(change, text: str, complete: Path) -> None:
+    change(complete)
+    (problem,) = find_damage(complete, with_hashes=False)
     assert text in problem
 
 
-def test_a_link_is_no_file(whole: Path) -> None:
-    (whole / "__1_0.distcp").rename(whole.parent / "elsewhere")
-    (whole / "__1_0.distcp").symlink_to(whole.parent / "elsewhere")
-    assert find_damage(whole) == ["__1_0.distcp is not a plain file"]
+def test_a_link_is_not_a_file(complete: Path) -> None:
+    (complete / "__1_0.distcp").rename(complete.parent / "elsewhere")
+    (complete / "__1_0.distcp").symlink_to(complete.parent / "elsewhere")
+    assert find_damage(complete) == ["__1_0.distcp is not a plain file"]
 
 
-def test_only_the_hash_sees_files_that_changed_places(whole: Path) -> None:
-    (whole / "__0_0.distcp").write_bytes(FILES["__1_0.distcp"])
-    manifest = read_manifest(whole)
-    assert differences(whole, manifest) == []
-    assert [problem.split()[0] for problem in changed_files(whole, manifest.files)] == ["__0_0.distcp"]
+def test_swapped_files_are_detected_by_hash(complete: Path) -> None:
+    (complete / "__0_0.distcp").write_bytes(FILES["__1_0.distcp"])
+    manifest = read_manifest(complete)
+    assert differences(complete, manifest) == []
+    assert [problem.split()[0] for problem in changed_files(complete, manifest.files)] == ["__0_0.distcp"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
-def test_shares_are_all_of_it_and_even(num_ranks: int) -> None:
+def test_shares_are_complete_and_even(num_ranks: int) -> None:
     files = {f"file{size}": FileEntry(size, "") for size in (100, 90, 50, 40, 30, 10)}
     shares = [rank_share(files, rank, num_ranks) for rank in range(num_ranks)]
     assert sorted(name for part in shares for name in part) == sorted(files)
@@ -97,8 +97,8 @@ def test_shares_are_all_of_it_and_even(num_ranks: int) -> None:
     assert max(loads) <= max(100, 320 / num_ranks + 50)
 
 
-def test_each_rank_finds_what_is_in_its_share(whole: Path) -> None:
+def test_each_rank_verifies_its_share(complete: Path) -> None:
     for name in ("__0_0.distcp", "__1_0.distcp"):
-        (whole / name).write_bytes(b"x" * 680)
-    seen = [find_damage(whole, rank=rank, num_ranks=3) for rank in range(3)]
+        (complete / name).write_bytes(b"x" * 680)
+    seen = [find_damage(complete, rank=rank, num_ranks=3) for rank in range(3)]
     assert sorted(len(problems) for problems in seen) == [0, 1, 1]

@@ -7,8 +7,8 @@ import torch
 from megafp8.checkpoint.optimizer_state import join_master_weight, split_master_weight
 
 
-def test_split_weights_are_joined_again_bit_by_bit() -> None:
-    """Every low half beside several high halves: signs, denormals, powers of two, the largest numbers."""
+def test_split_weights_are_joined_bitwise() -> None:
+    """Every lower 16 bits with several upper 16 bits: signs, denormals, powers of two, the largest numbers."""
     high = torch.tensor([0x0000, 0x0001, 0x3F80, 0x3FFF, 0x7F7E, 0xBF80, 0x8000, 0xFF00], dtype=torch.int64)
     bits = ((high[:, None] << 16) + torch.arange(2**16)).to(torch.int32)
     master = bits.view(torch.float32)

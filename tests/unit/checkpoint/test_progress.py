@@ -1,4 +1,4 @@
-"""What a run remembers of bad numbers."""
+"""The history of non-finite values in a run's progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megafp8.checkpoint.progress import NOT_FINITE, ROLLBACK, SPIKE, SkipHistory
 WINDOW = ((2.5, 1.0), (2.25, 0.1 + 0.2))
 
 
-def test_skips_in_a_row_are_counted_until_an_update() -> None:
+def test_consecutive_skips_are_counted_until_an_update() -> None:
     history = SkipHistory()
     for step in (1, 2):
         history = history.after_skip(SkippedSamples(8 * step, 8 * step + 8, step, NOT_FINITE))
@@ -18,12 +18,12 @@ def test_skips_in_a_row_are_counted_until_an_update() -> None:
     assert (updated.num_in_row, updated.window, updated.skipped) == (0, WINDOW, history.skipped)
 
 
-def test_an_update_without_anything_to_remember_makes_nothing() -> None:
+def test_an_update_without_history_changes_nothing() -> None:
     history = SkipHistory()
     assert history.after_update() is history
 
 
-def test_it_is_the_same_after_a_checkpoint() -> None:
+def test_progress_survives_a_checkpoint() -> None:
     skipped = (SkippedSamples(8, 16, 2, SPIKE), SkippedSamples(24, 64, 7, ROLLBACK))
     history = SkipHistory(skipped, 1, 2, WINDOW)
     assert SkipHistory.from_plain(json.loads(json.dumps(history.plain()))) == history

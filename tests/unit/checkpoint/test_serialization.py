@@ -1,7 +1,7 @@
-"""A crafted checkpoint runs nothing, reads nothing outside of its folder and takes no more memory than its files.
+"""A crafted checkpoint runs no code, reads no file outside its folder and takes no more memory than its files.
 
-Each payload is put where a loader meets it, and would create a file if it were run. That it does run in a plain loader
-is shown first, so that the tests below can fail.
+Each payload is put where a loader reads it, and would create a file if it ran. A first test shows that it runs in a
+plain loader, so that the tests below can fail.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it, to do with as one likes."""
+    """A copy that a test may change."""
     return Path(shutil.copytree(saved, tmp_path / saved.name))
 
 
@@ -111,7 +111,7 @@ NAMES = tuple(payloads(Path("flag")))
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("getattr", "torch.load", "dotted name")])
 def test_the_payloads_are_live(name: str, tmp_path: Path) -> None:
-    """In a plain loader they run; the others break off, or only fetch."""
+    """In a plain loader they run. The others abort, or only look up an object."""
     with contextlib.suppress(Exception):
         pickle.loads(payloads(tmp_path / "flag")[name])
     deadline = time.monotonic() + 5
@@ -149,7 +149,7 @@ def test_plain_values_run_nothing(name: str, path: Path, tmp_path: Path) -> None
 
 
 class Evil:
-    """What a module would have as its state: an object that is no tensor."""
+    """A module's extra state: an object that is no tensor."""
 
     def __init__(self, flag: Path):
         self.flag = flag
@@ -160,7 +160,7 @@ class Evil:
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_objects_run_nothing(guarded: bool, path: Path, tmp_path: Path) -> None:
-    """Random state and the like lie among the tensors. torch's own planner runs them."""
+    """Random state and other objects are stored beside the tensors. torch's own planner runs them."""
 
     def load() -> str:
         stream = io.BytesIO()
@@ -201,7 +201,7 @@ def point_to(name: str) -> Callable[[Metadata], None]:
 @pytest.mark.parametrize(
     "name", ["/etc/passwd", "../iter_0000007/common.pt", "sub/../common.pt", "..", "", "link", "pipe"]
 )
-def test_files_are_the_folders_own(name: str, path: Path) -> None:
+def test_only_files_of_the_folder_are_read(name: str, path: Path) -> None:
     (path / "sub").mkdir()
     (path / "link").symlink_to("/etc/passwd")
     os.mkfifo(path / "pipe")
@@ -212,8 +212,8 @@ def test_files_are_the_folders_own(name: str, path: Path) -> None:
 
 @pytest.mark.parametrize("name", [METADATA_FILE, COMMON_FILE, FORMAT_FILE])
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_the_small_files_are_plain_ones(kind: str, name: str, path: Path) -> None:
-    """A pipe would be waited for without end."""
+def test_small_files_must_be_regular(kind: str, name: str, path: Path) -> None:
+    """A named pipe would block forever."""
     (path / name).rename(path / "moved")
     make = {"link": lambda: (path / name).symlink_to(path / "moved"), "pipe": lambda: os.mkfifo(path / name)}
     make.get(kind, (path / name).mkdir)()
@@ -229,7 +229,7 @@ def test_the_small_files_are_plain_ones(kind: str, name: str, path: Path) -> Non
         lambda place: dataclasses.replace(place, transform_descriptors=["zstd"]),
     ],
 )
-def test_places_are_such_as_somebody_writes(change: Callable[[Any], Any], path: Path) -> None:
+def test_impossible_offsets_are_refused(change: Callable[[Any], Any], path: Path) -> None:
     def change_one(metadata: Metadata) -> None:
         index, place = next(iter(metadata.storage_data.items()))
         metadata.storage_data[index] = change(place)
@@ -239,13 +239,13 @@ def test_places_are_such_as_somebody_writes(change: Callable[[Any], Any], path: 
         SafeReader(path).read_metadata()
 
 
-def test_metadata_is_metadata(path: Path) -> None:
+def test_metadata_of_another_type_is_refused(path: Path) -> None:
     (path / METADATA_FILE).write_bytes(pickle.dumps({"storage_data": {}}))
     with pytest.raises(CheckpointError, match="holds a dict and no metadata"):
         SafeReader(path).read_metadata()
 
 
-def test_a_bomb_is_not_unpacked(path: Path) -> None:
+def test_a_zip_bomb_is_not_unpacked(path: Path) -> None:
     """A thousand times its size, from zeros."""
     bomb = path / COMMON_FILE
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -257,7 +257,7 @@ def test_a_bomb_is_not_unpacked(path: Path) -> None:
         check_archive(stream, 1 << 30, "bomb")
 
 
-def test_an_environment_that_lets_code_run_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_allows_code_execution_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(UNSAFE_LOAD_VARIABLE, "1")
     with pytest.raises(CheckpointError, match=f"{UNSAFE_LOAD_VARIABLE}=1 lets checkpoints run code"):
         read_config(path)
@@ -265,8 +265,8 @@ def test_an_environment_that_lets_code_run_is_refused(path: Path, monkeypatch: p
     read_config(path)
 
 
-def test_the_loader_goes_this_way(path: Path) -> None:
-    """What all of the above is worth: loading weights meets the refusals."""
+def test_loading_uses_the_safe_reader(path: Path) -> None:
+    """The purpose of the tests above: loading weights reaches the refusals."""
     config = read_config(path)
     run_ranks(1, lambda: load_weights(path, build_initial(config).chunks))
     rewrite(path, point_to("/etc/passwd"))
@@ -274,8 +274,8 @@ def test_the_loader_goes_this_way(path: Path) -> None:
         run_ranks(1, lambda: load_weights(path, build_initial(config).chunks))
 
 
-def test_torch_still_needs_it() -> None:
-    """When these are gone from the installed torch and megatron-core, `serialization.py` can become shorter."""
+def test_torch_still_needs_the_safe_reader() -> None:
+    """When these are removed from torch and megatron-core, `serialization.py` can become shorter."""
     source = inspect.getsource(FileSystemReader.read_metadata)
     assert "pickle.load(" in source
     assert "weights_only=False" in inspect.getsource(DefaultLoadPlanner.load_bytes)

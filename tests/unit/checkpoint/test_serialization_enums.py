@@ -1,7 +1,7 @@
 """Enum members in a checkpoint's metadata: Python 3.11.0 to 3.11.3 pickle them as calls of `getattr`.
 
-Of all that `getattr` can look up, members of the allowed enums are found and nothing else. A save reads its own
-metadata, so that a form which the reader refuses is found out while the run still has its weights.
+Of everything that `getattr` can look up, only members of the allowed enums are returned. A save reads its own metadata
+back, so a form that the reader refuses is detected while the run still has its weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_enums_of_python_3_11_0_are_read(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def old_python() -> Optional[str]:
-    """An interpreter with such enums, where one is installed."""
+    """An interpreter with such enums, if one is installed."""
     for folder in ("/usr/bin", "/usr/local/bin"):
         python = shutil.which("python3.11", path=folder)
         if python and ask(python, "import sys; print((3, 11) <= sys.version_info < (3, 11, 4))") == b"True\n":
@@ -57,13 +57,13 @@ def old_python() -> Optional[str]:
 
 
 def ask(python: str, program: str) -> bytes:
-    """What a program prints."""
+    """The output of a program."""
     return subprocess.run([python, "-I", "-c", program], stdout=subprocess.PIPE, check=True).stdout
 
 
 @pytest.mark.skipif(old_python() is None, reason="Python 3.11.0 to 3.11.3 is not installed")
 def test_an_enum_that_python_3_11_0_pickles_is_read() -> None:
-    """Its own bytes, from a class that has the real one's name and members; torch is not needed for that."""
+    """Its own bytes, from a class with the real one's name and members. torch is not needed for that."""
     program = f"""
 import enum, pickle, sys, types
 module = types.ModuleType({WriteItemType.__module__!r})
@@ -114,13 +114,13 @@ NO_TEXTS = b"K\x01", b"N", b"]", b"C\x05SHARD"
         pytest.param(b"(ibuiltins\nsetattr\n", id="setattr"),
     ],
 )
-def test_nothing_but_members_of_enums_is_looked_up(content: bytes) -> None:
+def test_getattr_returns_only_enum_members(content: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError, match="refused"):
         MetadataUnpickler(io.BytesIO(content + b".")).load()
 
 
-def test_a_member_of_an_enum_is_looked_up() -> None:
-    """What the calls above are changes of."""
+def test_getattr_returns_enum_members() -> None:
+    """The valid call that the calls above modify."""
     assert MetadataUnpickler(io.BytesIO(MEMBER + b".")).load() is WriteItemType.SHARD
 
 
@@ -134,7 +134,7 @@ REFUSED = r"cannot be read back with Python .*constraints\.txt.*operator.attrget
 
 
 def test_a_save_whose_metadata_cannot_be_read_fails(tmp_path: Path, newer_python: None) -> None:
-    """As any failed save: nothing of it is left, so that a run can carry on or save again."""
+    """As with any failed save: nothing of it is left, so a run can continue or save again."""
     with pytest.raises(RankFailed, match=f"step {STEP} cannot be saved to .*{REFUSED}") as failed:
         save_initial(tmp_path, configure(FLAGS))
     assert isinstance(failed.value.__cause__, CheckpointError)

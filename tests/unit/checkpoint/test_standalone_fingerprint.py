@@ -1,4 +1,4 @@
-"""The hash of what a checkpoint holds: the same for the same state in other files, another for any other state."""
+"""The hash of a checkpoint's content: equal for equal state in other files, different for any other state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOL = Path(__file__).resolve().parents[3] / "tools" / "checkpoint.py"
 
 
 def save(folder: Path, config: RunConfig, change: str = "", samples: int = STEP) -> None:
-    """Step 0 of a run, with one thing changed."""
+    """Step 0 of a run, with one change."""
     trainee = build_initial(config)
     model = trainee.chunks[0]
     if change == "weights":
@@ -58,15 +58,17 @@ def test_the_same_state_has_the_same_hash(first: tuple[Path, dict[str, str]], tm
 
 
 @pytest.mark.parametrize("change", ["weights", "scales"])
-def test_one_number_is_seen_in_its_part(change: str, first: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+def test_one_number_changes_the_hash_of_its_part(
+    change: str, first: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
     assert differing(saved(tmp_path, change=change), first[1]) == {change, "all"}
 
 
-def test_progress_is_seen(first: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+def test_progress_changes_the_hash(first: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     assert differing(saved(tmp_path, samples=STEP + 1), first[1]) == {"progress", "all"}
 
 
-def test_only_random_states_know_of_the_layout(first: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+def test_only_random_states_depend_on_the_layout(first: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     assert differing(saved(tmp_path, TENSOR, world_size=2), first[1]) == {"random", "all"}
 
 

@@ -1,4 +1,4 @@
-"""Single tensors of a checkpoint: their names, written and read; and what is no checkpoint."""
+"""Single tensors of a checkpoint: their names, written and read; and folders that are no checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megafp8.errors import CheckpointError
 FLAGS = "--num-layers 3 --hidden-size 4 --num-attention-heads 1 --vocab-size 7"
 
 
-def test_stacked_layers_get_their_numbers() -> None:
+def test_stacked_layers_are_numbered() -> None:
     def places(key: str, shape: tuple[int, ...]) -> dict[str, TensorLocation]:
         kind = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size(shape), [])
         return dict(tensor_locations(key, kind))
@@ -43,7 +43,7 @@ def test_stacked_layers_get_their_numbers() -> None:
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
-    """Weights of three layers, under the names that single tensors have."""
+    """Weights of three layers, under the names of single tensors."""
     generator = torch.Generator().manual_seed(1)
     shapes = {f"decoder.layers.{layer}.mlp.linear_fc1.weight": (6, 4) for layer in range(3)}
     shapes |= {"embedding.word_embeddings.weight": (8, 4), "decoder.final_layernorm.weight": (4,)}
@@ -58,7 +58,7 @@ def saved(weights: dict[str, torch.Tensor], tmp_path: Path) -> Path:
     return save_weights(tmp_path / "run", configure(FLAGS), sources)
 
 
-def test_what_is_written_is_read(weights: dict[str, torch.Tensor], saved: Path) -> None:
+def test_written_tensors_read_back(weights: dict[str, torch.Tensor], saved: Path) -> None:
     assert find_damage(saved) == [] and saved.name == "iter_0000000"
     tensors = CheckpointTensors(saved)
     assert set(tensors.locations) == set(weights)
@@ -67,7 +67,7 @@ def test_what_is_written_is_read(weights: dict[str, torch.Tensor], saved: Path) 
     assert tensors.locations["decoder.layers.2.mlp.linear_fc1.weight"].layer == 2
 
 
-def test_one_tensor_is_made_at_a_time_by_each_writer(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_each_writer_holds_one_tensor_at_a_time(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
     alive: "WeakSet[torch.Tensor]" = WeakSet()
     most = 0
 
@@ -85,14 +85,14 @@ def test_one_tensor_is_made_at_a_time_by_each_writer(weights: dict[str, torch.Te
     assert most <= 2 * FILES_PER_RANK < len(weights)
 
 
-def test_a_source_that_gives_something_else(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_a_source_with_a_wrong_tensor_is_an_error(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
     name = "embedding.word_embeddings.weight"
     sources = {name: LazyTensor((8, 5), torch.bfloat16, lambda: weights[name])}
     with pytest.raises(CheckpointError, match="was made as"):
         save_weights(tmp_path / "run", configure(FLAGS), sources)
 
 
-def test_a_layer_that_lies_nowhere(saved: Path) -> None:
+def test_a_missing_layer_is_an_error(saved: Path) -> None:
     tensors = CheckpointTensors(saved)
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     kind = tensors._kinds[tensors.locations[name].key]
@@ -102,7 +102,7 @@ def test_a_layer_that_lies_nowhere(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", "{}", '{"sharded_backend": "torch_dist"}'])
-def test_what_is_no_checkpoint_is_said_to_be_none(content: str | None, tmp_path: Path) -> None:
+def test_other_folders_than_checkpoints_are_an_error(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / MANIFEST).write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):

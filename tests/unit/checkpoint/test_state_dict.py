@@ -11,7 +11,7 @@ from megafp8.checkpoint.state_dict import initialize_optimizer_state
 
 
 class FusedAdam:
-    """What of Transformer Engine's Adam is asked for."""
+    """The used part of Transformer Engine's Adam."""
 
     store_param_remainders = True
 
@@ -25,8 +25,8 @@ class FusedAdam:
         self.state[parameter]["remainders"] = store_param_remainders
 
 
-def test_fused_adam_is_told_how_it_keeps_master_weights() -> None:
-    """Remainders go with BF16 weights; state that is there stays."""
+def test_fused_adam_initializes_its_master_weight_format() -> None:
+    """Remainders are used with BF16 weights. Existing state is kept."""
     optimizer = FusedAdam()
     part = SimpleNamespace(optimizer=optimizer, init_state_fn=None, config=None)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The stream that hashes what it writes, and what a failing disk leads to."""
+"""The stream that hashes what it writes, and its behaviour on a failing disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megafp8.utils.process import in_thread
 
 
 class Slow(io.RawIOBase):
-    """Takes a few bytes at a time, as a file does of very many."""
+    """Takes a few bytes at a time, as a file does with large writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Slow(io.RawIOBase):
         return len(part)
 
 
-def test_hash_and_length_are_those_of_what_was_written(tmp_path: Path) -> None:
+def test_hash_and_length_match_the_written_bytes(tmp_path: Path) -> None:
     pieces = [bytes([number]) * size for number, size in enumerate((0, 1, 1000, MIN_SHARED_BYTES, 1 << 20, 7))]
     for opened in (Slow, partial(open, tmp_path / "file", "wb", buffering=0)):
         with opened() as file, HashingStream(file) as stream:
@@ -44,7 +44,7 @@ def test_hash_and_length_are_those_of_what_was_written(tmp_path: Path) -> None:
 
 
 def test_the_hash_may_lag_behind_and_keeps_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pieces are copied, since their memory is used again; large ones are kept with their owner."""
+    """Small pieces are copied, because their memory is reused. Large ones are kept with their owner."""
     monkeypatch.setattr("megafp8.checkpoint.writer.MAX_LAG_BYTES", 3 * MIN_SHARED_BYTES)
     may_hash = threading.Event()
     plain_sha256 = hashlib.sha256
@@ -72,21 +72,21 @@ def test_the_hash_may_lag_behind_and_keeps_the_memory(monkeypatch: pytest.Monkey
 
 
 class Owner:
-    """Something that can be seen to go."""
+    """An object whose deletion can be observed."""
 
 
-def test_a_disk_that_fails_is_told_of() -> None:
+def test_a_disk_failure_is_reported() -> None:
     with open("/dev/full", "wb", buffering=0) as file:
         stream = HashingStream(file)
         with pytest.raises(OSError, match="No space left"):
             stream.write(bytes(MIN_SHARED_BYTES))
 
 
-def test_a_view_is_written_without_what_it_is_a_view_of() -> None:
+def test_a_view_is_written_without_its_base() -> None:
     whole = torch.arange(100)
     part = to_cpu(whole[10:20])
     assert part.equal(whole[10:20])
     assert part.untyped_storage().nbytes() == 80
-    assert to_cpu(whole).data_ptr() == whole.data_ptr(), "a whole one is not copied"
+    assert to_cpu(whole).data_ptr() == whole.data_ptr(), "a complete array is not copied"
     buffer = io.BytesIO(b"object")
     assert to_cpu(buffer) is buffer

@@ -1,4 +1,4 @@
-"""What a person sees of a long job: share, speeds of this run alone, and the time that is left."""
+"""The progress of a long job: fraction, speeds of this run only, and remaining time."""
 
 import io
 
@@ -46,7 +46,7 @@ def test_a_line_every_so_many_documents(clock):
     assert len(stream.getvalue().splitlines()) == 8  # at 120, 240, ... 960
 
 
-def test_a_bar_on_a_terminal(clock, monkeypatch):
+def test_a_progress_bar_on_a_terminal(clock, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -61,7 +61,7 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
     assert "50 documents/s, 100 tokens/s, 100.0 MB/s" in stream.getvalue()
 
 
-def test_no_work_is_no_division_by_zero(clock):
+def test_no_work_does_not_divide_by_zero(clock):
     display = ProgressDisplay(stream=io.StringIO())
     display(progress(1, 10))
     assert "0 documents/s" in display.describe(progress(1, 10))

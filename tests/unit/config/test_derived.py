@@ -1,4 +1,4 @@
-"""What follows from the settings."""
+"""Values derived from the settings."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_mlp_width_is_megatrons():
     assert derived.ffn_hidden_size(config_of(model__hidden_size=8, model__ffn_hidden_size=5).model) == 5
 
 
-def test_heads():
+def test_attention_heads():
     model = config_of(model__hidden_size=64, model__num_attention_heads=4, model__num_query_groups=2).model
     assert derived.num_query_groups(model) == 4  # not grouped without the switch
     grouped = config_of(
@@ -98,7 +98,7 @@ def test_padded_vocabulary(changes, vocab, padded):
     assert padded % config.parallel.tensor_model_parallel_size == 0
 
 
-def test_dimensions_are_multiples_of_what_the_strictest_recipe_needs():
+def test_dimensions_are_multiples_for_the_strictest_recipe():
     recipes = {"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
     assert derived.gemm_alignment(PrecisionConfig()) == 1
     assert derived.gemm_alignment(PrecisionConfig(**recipes)) == 16
@@ -165,7 +165,7 @@ def test_split_shares(text, shares):
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,2,3,4", "1;2", "0,0,0", "-1,2", "1,,2", "90 10", "1e-3,1,0"])
-def test_what_is_no_split(text):
+def test_invalid_splits_are_refused(text):
     with pytest.raises(ValueError):
         derived.split_shares(text)
 

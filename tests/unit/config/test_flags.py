@@ -1,4 +1,4 @@
-"""The command line: Megatron's spellings, the order of sources, and all problems at once."""
+"""The command line: Megatron's spellings, the order of sources, and all errors reported together."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of, with_values
 from megafp8.errors import ConfigError
 
-# The text-LM example scripts of Megatron-LM put together: a command line must read as it is.
+# Megatron-LM's text-LM example scripts combined: their command line must be accepted unchanged.
 MEGATRON_COMMAND_LINE = """
 --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
 --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
@@ -78,7 +78,7 @@ def test_a_boolean_with_three_states():
     assert parse(["--no-progress-bar"]).config.logging.progress_bar is False
 
 
-def test_all_problems_come_at_once():
+def test_all_problems_are_reported_together():
     found = problems_of(
         "stray",
         "--hiden-size",
@@ -130,7 +130,7 @@ def test_a_flag_cannot_be_shortened():
     assert problems_of("--num-lay", "3") == ["unknown flag --num-lay; did you mean --num-layers?"]
 
 
-def test_a_flag_like_no_other_gets_no_suggestion():
+def test_an_unknown_flag_without_a_similar_one_gets_no_suggestion():
     assert problems_of("--learning-rate", "3") == ["unknown flag --learning-rate; see --help for all flags"]
 
 
@@ -166,7 +166,7 @@ def test_a_bad_file_is_reported_with_its_name(tmp_path):
     assert str(file) in problem and "'model.layers'" in problem
 
 
-def test_options_that_are_no_settings():
+def test_options_outside_the_settings():
     invocation = parse(["--dry-run", "--world-size", "16", "--target", "h200"])
     assert (invocation.dry_run, invocation.world_size, invocation.target) == (True, 16, "h200")
     assert invocation.given == frozenset()

@@ -1,4 +1,4 @@
-"""Flags that would do nothing by themselves are refused, with what they need."""
+"""Flags without effect on their own are refused, with the flags that they need."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def problems(text: str) -> list[str]:
      "--tp-comm-overlap-rs-dgrad", "--disable-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-wgrad",
      "--tp-comm-bootstrap-backend gloo"],
 )  # fmt: skip
-def test_parts_of_the_overlap_need_it(part: str) -> None:
+def test_overlap_options_need_tp_comm_overlap(part: str) -> None:
     flag = part.removesuffix(" FILE")
     assert problems(part) == [f"{flag} has no effect without --tp-comm-overlap: give --tp-comm-overlap, or remove it"]
 
 
-def test_gradients_that_the_optimizer_reads_are_those_that_are_reduced() -> None:
+def test_main_grads_dtype_must_match_the_reduced_gradients() -> None:
     state = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16"
     (text,) = problems(state)
     assert text.startswith("--main-grads-dtype bf16: ") and "give --grad-reduce-in-bf16 too" in text

@@ -1,4 +1,4 @@
-"""No flag of Megatron-LM's GPT scripts is unknown: each is a setting, replaced, accepted with a notice or refused."""
+"""Every flag of Megatron-LM's GPT scripts is known: a setting, replaced, accepted with a notice, or refused."""
 
 import re
 
@@ -97,7 +97,7 @@ def test_accepted_flags_are_accepted_with_a_notice_and_check_their_arity():
             assert not megatron_flags.classify(flag, ["1"] * (arity + 1)).accepted
 
 
-def test_replacements_are_read_as_todays_spelling():
+def test_replaced_flags_are_read_as_their_replacements():
     invocation = parse(["--use-rotary-position-embeddings", "--encoder-num-layers", "4", "--fp8-hybrid"])
     assert invocation.config.model.position_embedding_type == "rope"
     assert invocation.config.model.num_layers == 4
@@ -118,7 +118,7 @@ def test_overridable_fields_are_megatron_cores():
         assert field in classes[section].__dataclass_fields__, target
 
 
-def test_a_refused_flag_takes_its_values_with_it():
+def test_a_refused_flag_consumes_its_values():
     with pytest.raises(ConfigError) as caught:
         parse(["--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss", "--num-experts", "8", "--bogus", "1"])
     assert len(caught.value.problems) == 3

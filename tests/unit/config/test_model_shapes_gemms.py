@@ -1,4 +1,4 @@
-"""GEMM dimensions after splitting, and what mends those that an FP8 recipe cannot take."""
+"""GEMM dimensions after splitting, and the fix for those that an FP8 recipe does not support."""
 
 from megafp8.config.model_shapes import PRESETS, GemmDimensions, gemm_alignment_problems, gemm_dimensions
 from megafp8.config.schema import RunConfig
@@ -26,12 +26,12 @@ def test_dimensions_after_tensor_parallel_splitting():
     ]
 
 
-def test_good_shapes_have_no_misfit():
+def test_valid_shapes_have_no_misfit():
     for recipe in ("tensorwise", "delayed", "blockwise", "mxfp8"):
         assert list(gemm_alignment_problems(config_of(precision__fp8_recipe=recipe))) == []
 
 
-def test_each_misfit_names_the_padding_that_mends_it():
+def test_each_misfit_names_the_padding_that_fixes_it():
     changes = {
         "model__hidden_size": 4088,
         "model__kv_channels": 4,
@@ -52,7 +52,7 @@ def test_each_misfit_names_the_padding_that_mends_it():
     )
 
 
-def test_rows_can_be_mended_by_sequence_or_batch():
+def test_rows_can_be_fixed_by_sequence_or_batch():
     config = config_of(data__seq_length=100, training__micro_batch_size=2)
     (problem,) = gemm_alignment_problems(config)
     assert "2 x 100 / 1 = 200 rows" in problem

@@ -39,7 +39,7 @@ def test_parts_add_up():
     assert parts.quantizable < parts.total - parts.embeddings
 
 
-def test_switches_change_what_they_should():
+def test_switches_change_the_expected_counts():
     base = count("gpt2-124m")
     assert count("gpt2-124m", add_bias_linear=False).biases_per_layer == 0
     assert count("gpt2-124m", add_bias_linear=False, add_qkv_bias=True).biases_per_layer == 3 * 768

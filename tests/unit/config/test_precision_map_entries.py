@@ -1,4 +1,4 @@
-"""Entries of a precision map: read, resolved over all linears, and refused with what is nearest."""
+"""Entries of a precision map: parsed, resolved over all linears, and refused with the nearest valid one."""
 
 import copy
 import pickle
@@ -53,14 +53,14 @@ def test_an_entry_has_pattern_gemms_recipe_and_format() -> None:
         ("*.linear_fc2:=bf16", "give PATTERN=RECIPE"),
     ],
 )
-def test_what_is_no_entry_is_told(text: str, words: str) -> None:
+def test_invalid_entries_are_reported(text: str, words: str) -> None:
     with pytest.raises(ValueError, match="^") as caught:
         parse_entry(text)
     assert words in str(caught.value)
     assert any(words in problem for problem in problems_of(f"--precision {text}"))
 
 
-def test_formats_are_the_entrys_the_runs_or_the_usual_ones() -> None:
+def test_format_comes_from_entry_then_run_then_default() -> None:
     def format_in(entry: str, **precision: object) -> object:
         return resolved(entry, **precision)["output_layer"].fprop.format
 
@@ -141,12 +141,12 @@ def test_used_recipes_are_known_without_a_model() -> None:
         ("--tp-comm-overlap --precision *=mxfp8", "buffers are made for one recipe"),
     ],
 )
-def test_what_cannot_be_is_refused(text: str, words: str) -> None:
+def test_impossible_maps_are_refused(text: str, words: str) -> None:
     found = problems_of(text)
     assert any(words in problem for problem in found), found
 
 
-def test_settings_of_a_mapped_recipe_are_in_order() -> None:
+def test_settings_of_a_mapped_recipe_are_accepted() -> None:
     assert problems_of("--fp8-margin 1 --precision *.linear_fc1=delayed") == []
     tensorwise = "--fp8-format hybrid --fp8-recipe tensorwise"
     assert problems_of(f"{tensorwise} --fp8-margin 1 --precision *.linear_fc1=delayed") == []
@@ -166,7 +166,7 @@ def parsed(text: str) -> tuple[str, ...]:
 
 
 def test_a_file_is_read_into_the_settings(tmp_path: Path) -> None:
-    """So that the record of the run has what it said, whatever becomes of the file."""
+    """So the record of the run has its content, even if the file changes."""
     path = tmp_path / "map.yaml"
     path.write_text('"*.linear_fc2": blockwise\nlayers.2-3.*: {dgrad: bf16, wgrad: bf16}\n')
     entries = ("*.linear_fc2=blockwise", "layers.2-3.*:dgrad=bf16", "layers.2-3.*:wgrad=bf16")
@@ -198,7 +198,7 @@ def test_a_file_is_read_into_the_settings(tmp_path: Path) -> None:
         ("a: [bf16\n", "line 2: not YAML: "),
     ],
 )
-def test_a_file_that_is_no_map_is_refused(content: str, words: str, tmp_path: Path) -> None:
+def test_an_invalid_map_file_is_refused(content: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "map.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -216,8 +216,8 @@ def test_a_file_that_is_no_map_is_refused(content: str, words: str, tmp_path: Pa
         ("output_layer: mxfp8\n", "--transformer-impl local", "line 1: output_layer=mxfp8 with --transformer-impl"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_by_its_line(content: str, run: str, words: str, tmp_path: Path) -> None:
-    """Though the same text on the command line, before, was told by `--precision`."""
+def test_errors_in_a_map_file_have_its_line(content: str, run: str, words: str, tmp_path: Path) -> None:
+    """The same text was given on the command line before, and was reported under `--precision`."""
     path = tmp_path / "map.yaml"
     path.write_text(content)
     texts = parsed(f"--precision-map {path}")
@@ -227,14 +227,14 @@ def test_what_is_wrong_in_a_file_is_told_by_its_line(content: str, run: str, wor
     assert not any("--precision " in problem for problem in found)
 
 
-def test_what_a_map_excludes_is_told_of_the_map(tmp_path: Path) -> None:
+def test_settings_excluded_by_a_map_name_the_map(tmp_path: Path) -> None:
     path = tmp_path / "map.yaml"
     path.write_text("output_layer: mxfp8\n")
     found = problems_of(f"--tp-comm-overlap --precision-map {path}")
     assert any(problem.startswith("--tp-comm-overlap with a precision map: ") for problem in found), found
 
 
-def test_an_entry_of_a_file_travels_to_other_processes(tmp_path: Path) -> None:
+def test_a_file_entry_can_be_passed_to_other_processes(tmp_path: Path) -> None:
     path = tmp_path / "map.yaml"
     path.write_text("output_layer: mxfp8\n")
     config = flags.parse(["--precision-map", str(path)]).config
@@ -243,7 +243,7 @@ def test_an_entry_of_a_file_travels_to_other_processes(tmp_path: Path) -> None:
         assert said == f"--precision-map {path}: line 1: output_layer=mxfp8"
 
 
-def test_a_missing_file_is_told() -> None:
+def test_a_missing_file_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         parsed("--precision-map /nowhere/map.yaml")
 
@@ -256,7 +256,7 @@ def test_the_example_is_a_map_for_the_model_that_it_names() -> None:
 # ---- by step ------------------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_has_stretches() -> None:
+def test_a_precision_schedule_has_entries() -> None:
     assert parse_schedule("bf16:100,fp8:900,bf16") == (
         SchedulePhase("bf16", 100),
         SchedulePhase("fp8", 900),
@@ -280,7 +280,7 @@ def test_a_schedule_has_stretches() -> None:
         ("bf16:ten,fp8", "whole number"),
     ],
 )
-def test_what_is_no_schedule_is_told(text: str, words: str) -> None:
+def test_invalid_schedules_are_reported(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_schedule(text)
     assert any(words in problem for problem in problems_of(f"--fp8-format hybrid --fp8-schedule {text}"))

@@ -14,7 +14,7 @@ from megafp8.recipes.description import describe
 from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 
-def test_no_format_is_no_recipe() -> None:
+def test_without_a_format_there_is_no_recipe() -> None:
     assert build_recipe(PrecisionConfig()) is None
 
 
@@ -104,7 +104,7 @@ def test_rule_of_an_operand_that_a_gemm_does_not_have() -> None:
 
 
 def test_recipe_survives_copy_and_pickle() -> None:
-    """It travels in layer specs, which get copied."""
+    """It is part of layer specs, which are copied."""
     recipe = build_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise"))
     assert copy.deepcopy(recipe) == recipe == pickle.loads(pickle.dumps(recipe))
     assert hash(recipe) == hash(pickle.loads(pickle.dumps(recipe)))

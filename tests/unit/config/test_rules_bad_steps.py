@@ -1,4 +1,4 @@
-"""What contradicts itself among the flags about bad numbers, beyond one example a rule."""
+"""Contradictions among the flags about non-finite values, beyond one example per rule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def problems(text: str) -> list[str]:
     "text",
     ["", "--max-skipped-steps 3", SKIP, f"{BACK} --load runs/a/", f"{BACK} --load runs/a --max-rollbacks 1"],
 )
-def test_what_goes_together(text: str) -> None:
+def test_compatible_settings(text: str) -> None:
     assert problems(text) == []
 
 
@@ -37,5 +37,5 @@ def test_what_goes_together(text: str) -> None:
         (f"{BACK} --load runs/a --no-save-rng", "--no-save-rng makes incomplete"),
     ],
 )
-def test_what_does_not(text: str, part: str) -> None:
+def test_incompatible_settings_are_refused(text: str, part: str) -> None:
     assert any(part in problem for problem in problems(text)), problems(text)

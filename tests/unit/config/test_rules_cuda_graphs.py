@@ -1,4 +1,4 @@
-"""What cannot be captured as a CUDA graph is refused, each with its flag."""
+"""Settings that cannot be captured as a CUDA graph are refused, each with its flag."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problems(text: str) -> list[str]:
         f"{ASKED} --fp8-format hybrid --fp8-param-gather --fp8-log-interval 100",
     ],
 )
-def test_what_goes_together(text: str) -> None:
+def test_compatible_settings(text: str) -> None:
     assert problems(text) == []
 
 
@@ -56,7 +56,7 @@ def test_what_goes_together(text: str) -> None:
         "--use-precision-aware-optimizer --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather",
     ],
 )
-def test_what_does_not(text: str) -> None:
+def test_incompatible_settings_are_refused(text: str) -> None:
     (problem,) = problems(f"{ASKED} {text}")
     assert text.split()[0] in problem
 
@@ -78,19 +78,19 @@ def test_the_optimizer_that_a_graph_needs_is_named() -> None:
         (f"{ASKED} --tensor-model-parallel-size 2", "transformer_engine", 4, "slow ranks cannot be identified"),
     ],
 )
-def test_what_a_run_is_told_of_graphs(text: str, implementation: str, world_size: int, part: Optional[str]) -> None:
+def test_graph_notices(text: str, implementation: str, world_size: int, part: Optional[str]) -> None:
     found = notices(flags.parse(text.split()).config, implementation, world_size)
     about = [notice for notice in found if "--cuda-graph-impl local" in notice]
     assert len(about) == (part is not None) and all(part in notice for notice in about)
 
 
-def test_settings_of_graphs_need_one() -> None:
+def test_graph_settings_need_a_graph() -> None:
     assert (
         "no effect without --cuda-graph-impl local" in problems("--cuda-graph-impl none --cuda-graph-warmup-steps 5")[0]
     )
 
 
-def test_other_layers_have_none() -> None:
+def test_graphs_need_transformer_engine_layers() -> None:
     config = flags.parse(f"{ASKED} --transformer-impl emulated".split()).config
     found = capability.capability_problems(config, capability.TARGETS["h200"])
     assert any(text.startswith("--cuda-graph-impl local: needs --transformer-impl") for text in found)

@@ -1,4 +1,4 @@
-"""Attention in FP8 is refused where Transformer Engine has none, or would compute something else."""
+"""FP8 attention is refused where Transformer Engine does not support it, or would compute something else."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def found(text: str) -> list[str]:
         "--recompute-granularity selective --recompute-modules mlp",
     ],
 )
-def test_what_goes_together(text: str) -> None:
+def test_compatible_settings(text: str) -> None:
     assert found(f"{ASKED} {text}") == []
 
 
@@ -44,22 +44,22 @@ def test_what_goes_together(text: str) -> None:
         "--window-size 128",
     ],
 )
-def test_what_does_not(text: str) -> None:
+def test_incompatible_settings_are_refused(text: str) -> None:
     (problem,) = found(f"{ASKED} {text}")
     assert problem.startswith(f"--fp8-dot-product-attention with {text}: ")
 
 
-def test_recomputing_attention_alone_would_be_outside_of_the_recipe() -> None:
+def test_recomputing_attention_alone_is_refused() -> None:
     (problem,) = found(f"{ASKED} --recompute-granularity selective")
     assert "with --recompute-modules core_attn: " in problem
 
 
-def test_weights_in_fp32_have_no_such_attention() -> None:
+def test_fp8_attention_needs_bf16_weights() -> None:
     (problem,) = found(ASKED.removeprefix("--bf16 "))
     assert problem.startswith("--fp8-dot-product-attention without --bf16: ")
 
 
-def test_it_belongs_to_fp8() -> None:
+def test_fp8_attention_needs_an_fp8_recipe() -> None:
     (problem,) = found("--bf16 --fp8-dot-product-attention")
     assert problem.startswith("--fp8-dot-product-attention has no effect without --fp8-format")
 
@@ -74,13 +74,13 @@ def test_it_belongs_to_fp8() -> None:
         ("h200", "--transformer-impl emulated", "needs --transformer-impl transformer_engine"),
     ],
 )
-def test_kernels_of_a_gpu(target: str, extra: str, said: str) -> None:
+def test_fp8_attention_needs_kernels_of_the_gpu(target: str, extra: str, said: str) -> None:
     found = capability_problems(flags.parse(f"{ASKED} {MODEL} {extra}".split()).config, TARGETS[target])
     assert len(found) == bool(said), found
     assert all(said in problem for problem in found)
 
 
-def test_a_run_does_not_change_it_unasked() -> None:
+def test_fp8_attention_is_part_of_the_number_formats() -> None:
     for text, expected in ((ASKED, True), (ASKED.rsplit(maxsplit=1)[0], False)):
         formats = number_formats(flags.parse(text.split()).config.precision)
         assert formats["fp8_dot_product_attention"] is expected

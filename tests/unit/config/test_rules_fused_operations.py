@@ -1,4 +1,4 @@
-"""Where the MLP runs in fused operations, and SwiGLU quantizes in one pass, unless a flag says otherwise."""
+"""When the MLP uses fused operations by default, and when SwiGLU quantizes in its own kernel."""
 
 from typing import Any
 
@@ -64,13 +64,13 @@ FC2_MAPPED = SMALL | {"precision.precision_map": ("*.linear_fc2=bf16",)}
         (BLOCKWISE | {"parallel.tensor_model_parallel_size": 2} | FUSED, True, True),
     ],
 )
-def test_unless_asked_it_is_where_it_is_known(values: dict[str, Any], fused: bool, in_swiglu: bool) -> None:
+def test_fused_mlp_is_on_by_default_where_supported(values: dict[str, Any], fused: bool, in_swiglu: bool) -> None:
     config = with_values(RunConfig(), values)
     assert (uses_op_fuser(config), fuses_swiglu_quantization(config)) == (fused, in_swiglu)
 
 
 @pytest.mark.parametrize(("seq_length", "fits"), [(64, True), (72, False)])
-def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> None:
+def test_our_kernels_need_multiples_of_128_tokens(seq_length: int, fits: bool) -> None:
     sizes = PRESETS["tiny"] | {"data.seq_length": seq_length, "training.micro_batch_size": 2}
     config = with_values(RunConfig(), BLOCKWISE | TRITON | sizes)
     found = list(quantize_kernels_have_what_they_quantize(config, 1))
@@ -87,10 +87,10 @@ def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> N
     ],
 )
 @pytest.mark.parametrize("recipe", [DELAYED, BLOCKWISE])
-def test_swiglu_takes_128_tokens_and_channels_at_a_time(
+def test_swiglu_needs_multiples_of_128_tokens_and_channels(
     recipe: dict[str, Any], sizes: dict[str, Any], made: str | None
 ) -> None:
-    """Elsewhere it is Transformer Engine's, which is not what was asked for."""
+    """Elsewhere Transformer Engine's kernel would run instead of the requested one."""
     tiny = PRESETS["tiny"] | {"model.ffn_hidden_size": 384, "training.micro_batch_size": 2} | sizes
     config = with_values(RunConfig(), recipe | tiny)
     assert fuses_swiglu_quantization(config) == (made is None)
@@ -111,7 +111,7 @@ def test_swiglu_takes_128_tokens_and_channels_at_a_time(
         (PRESETS["tiny"] | GRAPH | {"data.seq_length": 72, "training.micro_batch_size": 2}, ()),
     ],
 )
-def test_our_kernels_are_chosen_for_the_recipes_that_are_faster_with_them(
+def test_our_kernels_are_chosen_for_recipes_where_they_are_faster(
     values: dict[str, Any], recipes: tuple[str, ...]
 ) -> None:
     assert triton_cast_recipes(with_values(RunConfig(), values)) == recipes
@@ -128,7 +128,7 @@ def test_our_kernels_are_chosen_for_the_recipes_that_are_faster_with_them(
         (LLAMA, False),
     ],
 )
-def test_an_amax_is_noted_where_our_kernels_need_it(values: dict[str, Any], expected: bool) -> None:
+def test_an_amax_is_recorded_where_our_kernels_need_it(values: dict[str, Any], expected: bool) -> None:
     assert triton_casts_need_amax_pass(with_values(RunConfig(), values)) == expected
 
 
@@ -142,7 +142,7 @@ def test_an_amax_is_noted_where_our_kernels_need_it(values: dict[str, Any], expe
         ({"model.normalization": "LayerNorm"}, "without --normalization RMSNorm"),
     ],
 )
-def test_a_residual_is_added_in_a_norm_that_can(values: dict[str, Any], problem: str | None) -> None:
+def test_a_residual_is_added_in_a_norm_that_supports_it(values: dict[str, Any], problem: str | None) -> None:
     llama = LLAMA | {"model.normalization": "RMSNorm", "precision.residual_norm_fusion": True}
     found = list(residual_fusion_has_its_norm(with_values(RunConfig(), llama | values), 1))
     assert problem in found[0] if problem else not found

@@ -1,4 +1,4 @@
-"""Settings without effect and surprising recipes are said, and only then."""
+"""Notices for settings without effect and for surprising recipes, and only for those."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ CASES = (
 
 
 @pytest.mark.parametrize(("values", "implementation", "flag"), CASES)
-def test_a_setting_without_effect_is_said(values: dict, implementation: str, flag: str) -> None:
+def test_a_setting_without_effect_gives_a_notice(values: dict, implementation: str, flag: str) -> None:
     (notice,) = rules.notices(with_values(RunConfig(), values), implementation, 1)
     assert notice.startswith(flag)
 
@@ -45,18 +45,18 @@ def test_a_setting_without_effect_is_said(values: dict, implementation: str, fla
         ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2}, "transformer_engine"),
     ],
 )
-def test_a_setting_that_works_is_not(values: dict, implementation: str) -> None:
+def test_an_effective_setting_gives_no_notice(values: dict, implementation: str) -> None:
     assert rules.notices(with_values(RunConfig(), values), implementation, 1) == []
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_e5m2_gradients_of_a_block_recipe_are_said(recipe: str) -> None:
+def test_e5m2_gradients_of_a_block_recipe_give_a_notice(recipe: str) -> None:
     values = {**BF16, "precision.fp8_format": "hybrid", "precision.fp8_recipe": recipe}
     (notice,) = rules.notices(with_values(RunConfig(), values), "emulated", 1)
     assert notice.startswith(f"--fp8-format hybrid makes gradients E5M2 under --fp8-recipe {recipe}")
 
 
-def test_megatron_s_short_history_is_said() -> None:
+def test_a_short_amax_history_gives_a_notice() -> None:
     values = {**BF16, "precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
     (notice,) = rules.notices(with_values(RunConfig(), values), "emulated", 1)
     assert "Transformer Engine's is --fp8-amax-history-len 1024 --fp8-amax-compute-algo max" in notice
@@ -67,7 +67,7 @@ def test_megatron_s_short_history_is_said() -> None:
     {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"},
     {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed", "precision.fp8_amax_history_len": 16},
 ])  # fmt: skip
-def test_a_usual_recipe_needs_no_word(values: dict) -> None:
+def test_a_usual_recipe_gives_no_notice(values: dict) -> None:
     assert rules.notices(with_values(RunConfig(), values | BF16), "emulated", 1) == []
 
 
@@ -79,7 +79,7 @@ def test_a_usual_recipe_needs_no_word(values: dict) -> None:
         ("--precision *.linear_fc2=mxfp8/e4m3", "--precision"),
     ],
 )
-def test_fp8_on_fp32_weights_is_named(words: str, flag: str) -> None:
+def test_fp8_on_fp32_weights_gives_a_notice(words: str, flag: str) -> None:
     (notice,) = rules.notices(flags.parse(words.split()).config, "emulated", 1)
     assert flag in notice and "without --bf16" in notice and "FP32" in notice and "add --bf16" in notice
     assert rules.notices(flags.parse([*words.split(), "--bf16"]).config, "emulated", 1) == []
@@ -87,7 +87,7 @@ def test_fp8_on_fp32_weights_is_named(words: str, flag: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["--fp8-recipe delayed", "--fp8-recipe tensorwise --precision output_layer=delayed"])
 def test_a_negative_margin_saturates(recipe: str) -> None:
-    """The scale is 2^2 times what brings the largest value to the format's largest number."""
+    """The scale is 2^2 times the one that maps the largest value to the format's largest number."""
     words = f"--bf16 --fp8-format hybrid --fp8-amax-history-len 16 {recipe} --fp8-margin".split()
     (notice,) = rules.notices(flags.parse([*words, "-2"]).config, "emulated", 1)
     assert notice.startswith("--fp8-margin -2") and "above 1/4 of the amax saturate" in notice
@@ -115,7 +115,7 @@ def test_a_warmup_beyond_the_schedule_is_refused() -> None:
     assert rules.notices(config, "emulated", 1) == []
 
 
-def test_none_takes_back_what_a_file_gives(tmp_path) -> None:
+def test_none_resets_a_setting_of_a_file(tmp_path) -> None:
     from megafp8.config import flags, settings
 
     config = with_values(RunConfig(), {"precision.fp8_format": "hybrid", "training.exit_interval": 5})

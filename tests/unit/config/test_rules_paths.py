@@ -14,12 +14,12 @@ from megafp8.config.schema import DataConfig, LoggingConfig, RunConfig
         ("ByteLevelTokenizer", "unused", True),
     ],
 )
-def test_a_name_that_may_be_an_encoding_is_no_missing_file(kind, model, is_accepted):
+def test_an_encoding_name_is_not_a_missing_file(kind, model, is_accepted):
     config = RunConfig(data=DataConfig(tokenizer_type=kind, tokenizer_model=model))
     assert (list(tokenizer_files_are_there(config, 1)) == []) == is_accepted
 
 
-def test_the_prefix_of_preprocessing_is_told_from_that_of_its_shard(tmp_path):
+def test_a_preprocessing_prefix_gets_a_hint_at_its_shard(tmp_path):
     (tmp_path / "corpus_text_document.idx").touch()
     (tmp_path / "corpora_text_document.idx").touch()
     (problem,) = shards_are_there(RunConfig(data=DataConfig(data_path=(f"{tmp_path}/corpus",))), 1)

@@ -1,4 +1,4 @@
-"""Where queries, keys and values are split and rotated in one kernel."""
+"""When queries, keys and values are split and rotated in one kernel."""
 
 import pytest
 
@@ -19,5 +19,5 @@ ROPE = {"model.position_embedding_type": "rope"}
         (ROPE | {"precision.apply_rope_fusion": False}, False),
     ],
 )
-def test_unless_asked_it_is_where_the_kernel_can(values: dict, expected: bool) -> None:
+def test_split_rope_is_on_by_default_where_supported(values: dict, expected: bool) -> None:
     assert uses_split_rope_kernel(with_values(RunConfig(), values)) is expected

@@ -1,4 +1,4 @@
-"""Patterns of --fp8-log-layers name linears that the run looks at."""
+"""Patterns of --fp8-log-layers match linears with statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problems_of(text: str) -> list[str]:
         (f"{FP8} --fp8-log-layers *.linear_fc3", "names no linear"),
     ],
 )
-def test_a_pattern_at_which_nobody_looks_is_refused(text: str, why: str) -> None:
+def test_a_pattern_without_statistics_is_refused(text: str, why: str) -> None:
     (problem,) = problems_of(text)
     assert why in problem
 
@@ -46,5 +46,5 @@ def test_a_pattern_at_which_nobody_looks_is_refused(text: str, why: str) -> None
         f"{TRIED} --fp8-log-layers layers.0.*",
     ],
 )
-def test_a_pattern_of_linears_that_are_looked_at_is_taken(text: str) -> None:
+def test_a_pattern_of_linears_with_statistics_is_accepted(text: str) -> None:
     assert problems_of(text) == []

@@ -1,4 +1,4 @@
-"""Values that nothing can be done with, whatever the other settings are: refused as they are read."""
+"""Values that are invalid with any other settings are refused when they are read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SIZES = {"model.num_layers": 10_000, "model.hidden_size": 1 << 20, "data.seq_len
 def test_paths(setting, path: str) -> None:
     _, problems = flags.parse_with_problems([setting.flags[0], path])
     assert any(problem.startswith(setting.flags[0]) and "is no path of a file" in problem for problem in problems)
-    if path.isascii():  # JSON of the others is refused before
+    if path.isascii():  # JSON refuses the others earlier
         text = json.dumps({setting.section: {setting.field: [path] if setting.many else path}})
         with pytest.raises(ConfigError, match=f"{setting.name}: .* is no path of a file"):
             settings.read_settings(text)
 
 
-def test_every_path_is_known_as_one() -> None:
+def test_every_path_setting_is_checked() -> None:
     words = ("folder", "file", "shard")
     texts = [setting for setting in all_settings() if setting.type is str and not setting.choices]
     assert {setting.name for setting in texts if any(word in setting.help.split() for word in words)} - {
@@ -48,6 +48,6 @@ def test_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"data": {"seq_length": ' + "9" * 10_000 + "}}", "[NaN]", "[1e999]"])
-def test_json_beyond_all_bounds(text: str) -> None:
+def test_oversized_json_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         settings.read_settings(text)

@@ -1,4 +1,4 @@
-"""JSON there and back, the hash, and the diff."""
+"""JSON round trip, hash and diff."""
 
 import json
 
@@ -56,7 +56,7 @@ def test_diff_is_one_line_per_setting():
     assert settings.diff(before, before) == []
 
 
-def test_all_faults_of_a_file_come_at_once():
+def test_all_faults_of_a_file_are_reported_together():
     text = json.dumps(
         {
             "model": {"num_layer": 3, "hidden_size": "64", "swiglu": 1, "normalization": "BatchNorm"},
@@ -81,7 +81,7 @@ def test_all_faults_of_a_file_come_at_once():
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"model": {"a": 1}', "NaN"])
-def test_what_is_no_json_object_is_refused(text):
+def test_other_json_than_an_object_is_refused(text):
     with pytest.raises(ConfigError):
         settings.from_json(text)
 

@@ -1,4 +1,4 @@
-"""The rank arithmetic, against megatron-core's own where it has a pure one."""
+"""The rank arithmetic, compared with megatron-core's where it has a pure function."""
 
 import pytest
 
@@ -16,7 +16,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_has_coordinates_of_its_own(layout):
+def test_every_rank_has_unique_coordinates(layout):
     seen = set()
     for rank in range(layout.world_size):
         here = layout.coordinates(rank)
@@ -97,7 +97,7 @@ def test_layer_offsets_are_megatron_cores(pipeline, virtual):
             assert layout.layers_of(stage, chunk, 24).start == offset
 
 
-def test_bad_questions_are_refused():
+def test_invalid_ranks_and_axes_are_refused():
     with pytest.raises(ValueError, match="tensor 2 x context 1 x pipeline 2 = 4"):
         ParallelLayout(6, tensor=2, pipeline=2)
     layout = ParallelLayout(2, pipeline=2)
@@ -111,7 +111,7 @@ def test_bad_questions_are_refused():
         layout.groups("expert")
 
 
-def test_description_names_who_holds_what():
+def test_description_lists_the_ranks_of_each_part():
     assert ParallelLayout(4, tensor=2, pipeline=2).describe(8) == [
         "ranks 0-1: stage 0, data 0: embedding + layers 0-3",
         "ranks 2-3: stage 1, data 0: layers 4-7 + output",

@@ -1,4 +1,4 @@
-"""Recipe names become flags, and runs of a comparison differ in what their names say."""
+"""Recipe names become flags, and the runs of a comparison differ as their names say."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_the_control_is_the_baseline_in_other_microbatches() -> None:
         control_micro_batch_size(odd, 2)
 
 
-def test_a_global_batch_that_was_not_given_stays_what_it_was() -> None:
+def test_a_default_global_batch_is_unchanged() -> None:
     shared = flags.parse(["--micro-batch-size", "4"]).config
     words = build_variant("bf16-control", shared, 2).flags
     assert words[words.index("--global-batch-size") + 1] == "8"
 
 
 @pytest.mark.parametrize("name", ["fp8", "bf16-e4m3", "delayed-e2m1", "nvfp4-e4m3", ""])
-def test_unknown_names_are_told_with_those_that_are_known(name: str) -> None:
+def test_unknown_names_are_reported_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match="known are bf16, bf16-control, tensorwise"):
         build_variant(name, config_of([]), 1)
 
@@ -86,7 +86,7 @@ def test_a_variant_that_contradicts_itself_is_refused(text: str, words: str) -> 
     assert words in str(caught.value)
 
 
-def test_a_variant_has_the_flags_that_it_is_given() -> None:
+def test_a_variant_has_its_given_flags() -> None:
     variant = parse_variant("edges=--fp8-format hybrid --precision 'layers.0.*=bf16'")
     assert (variant.name, variant.flags) == (
         "edges", ("--bf16", "--fp8-format", "hybrid", "--precision", "layers.0.*=bf16")

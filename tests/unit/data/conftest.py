@@ -51,7 +51,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path, tokenizer
 
 @pytest.fixture
 def job(tmp_path: Path, corpus_file: Path, tokenizer_config: DataConfig) -> PreprocessJob:
-    """The corpus, to be made into a shard of its own."""
+    """The corpus as a preprocessing job with its own shard."""
     return PreprocessJob(
         inputs=(str(corpus_file),),
         output_prefix=str(tmp_path / "out" / "c"),
@@ -62,7 +62,7 @@ def job(tmp_path: Path, corpus_file: Path, tokenizer_config: DataConfig) -> Prep
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of about 2 kB, so that a small corpus has many, and an encoder that is asked for is used."""
+    """Parts of about 2 kB, so that a small corpus has many, and a requested encoder is used."""
     monkeypatch.setattr(plan, "SMALLEST_PART_BYTES", 2000)
     monkeypatch.setattr(plan, "MIN_PARTS", 1 << 30)
     monkeypatch.setattr(preprocess_module, "SMALL_INPUT_BYTES", 0)

@@ -1,4 +1,4 @@
-"""Shards for tests: of ours, of megatron-core's own builder, and damaged copies."""
+"""Shards for tests: ours, those of megatron-core's builder, and damaged copies."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def content_of(prefix: str) -> tuple[bytes, bytes]:
 
 
 def shard_bytes(prefix: Any) -> list[bytes]:
-    """What a shard's tokens and index hold."""
+    """The content of a shard's tokens and index."""
     return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
 
@@ -76,5 +76,5 @@ def null_job(tmp_path: Path, lines: Sequence[str], **options: Any) -> Preprocess
 
 
 def names_in(folder: Any) -> list[str]:
-    """Of its files, in order."""
+    """The names of its files, in order."""
     return sorted(path.name for path in Path(folder).iterdir())

@@ -57,7 +57,7 @@ def all_tokens(dataset, count=None):
 
 
 def documents_of(tokens, first_token=0):
-    """Numbers of the documents from which tokens come."""
+    """Numbers of the documents that tokens come from."""
     inside = tokens[tokens != EOD] - first_token
     return set((inside // (DOCUMENT_TOKENS - 1)).tolist())
 
@@ -107,7 +107,7 @@ def test_seed_decides_the_order(shards, tokenizer):
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("modes", [True, False])
 def test_shards_of_megatrons_writer(tmp_path, tokenizer, dtype, modes):
-    """Without a manifest, with documents of several sequences: sequences are what is shuffled and read."""
+    """Without a manifest, with documents of several sequences: sequences are shuffled and read."""
     ids = np.arange(6000, dtype=dtype).reshape(100, 60)
     documents = [[row[:50].tolist(), row[50:].tolist()] for row in ids]
     prefix = write_megatron_shard(tmp_path / "theirs", documents, dtype, modes=modes)
@@ -129,7 +129,7 @@ def test_weighted_blend(shards, tokenizer):
     assert torch.equal(first, all_tokens(build_datasets(config, tokenizer, (2000, 10, 0))[0]))
 
 
-def test_blend_without_weights_is_one_pass_and_says_so(shards, tokenizer):
+def test_blend_without_weights_is_one_epoch_with_a_notice(shards, tokenizer):
     config = run_config(data_path=shards, split="1")
     train, _, _ = build_datasets(config, tokenizer, (600, 0, 0))
     assert len(train) >= 600
@@ -160,7 +160,7 @@ def test_position_ids_and_loss_mask_at_documents_ends(shards, tokenizer):
 
 
 def test_megatron_cores_tokenizer_gives_the_same_samples(tmp_path, documents):
-    """It has a token for padding, which megatron-core's dataset looks for in the text; ours has none."""
+    """It has a padding token, which megatron-core's dataset searches in the text. Ours has none."""
     pytest.importorskip("tiktoken")
     tokenizers = pytest.importorskip("megatron.core.tokenizers")
     path = tmp_path / "ranks.json"
@@ -223,7 +223,7 @@ def test_a_part_without_one_sample_is_refused(shards, tokenizer, split, counts, 
         build_datasets(config, tokenizer, counts)
 
 
-def test_the_default_splits_tiny_test_part_is_left_out(shards, tokenizer):
+def test_an_empty_test_split_of_the_default_is_omitted(shards, tokenizer):
     config = run_config(data_path=shards[:1])
     assert build_datasets(config, tokenizer, (10, 2, 10))[2] is None
     with pytest.raises(DataError, match="test part"):
@@ -256,7 +256,7 @@ def test_a_replaced_shard_does_not_meet_the_old_cache(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("mmap_bin_files", [True, False])
-def test_a_shard_rewritten_under_the_run_stops_it(tmp_path, tokenizer, mmap_bin_files):
+def test_a_shard_rewritten_during_a_run_stops_it(tmp_path, tokenizer, mmap_bin_files):
     config = run_config(data_path=(write_shard(tmp_path / "a"),), mmap_bin_files=mmap_bin_files)
     train, _, _ = build_datasets(config, tokenizer, (50, 0, 0))
     assert train[0]["tokens"].shape == (16,)
@@ -266,7 +266,7 @@ def test_a_shard_rewritten_under_the_run_stops_it(tmp_path, tokenizer, mmap_bin_
         train[1]
 
 
-def test_half_written_cache_is_built_again(tmp_path, shards, tokenizer):
+def test_incomplete_cache_is_rebuilt(tmp_path, shards, tokenizer):
     config = run_config(data_path=("1", shards[0], "2", shards[1]), data_cache_path=str(tmp_path / "cache"))
     expected = all_tokens(build_datasets(config, tokenizer, (50, 0, 0))[0], 50)
     files = sorted((tmp_path / "cache").rglob("*.npy"))
@@ -277,7 +277,7 @@ def test_half_written_cache_is_built_again(tmp_path, shards, tokenizer):
     assert torch.equal(all_tokens(build_datasets(config, tokenizer, (50, 0, 0))[0], 50), expected)
 
 
-def test_place_of_the_cache(tmp_path, shards, tokenizer):
+def test_cache_location(tmp_path, shards, tokenizer):
     build_datasets(run_config(data_path=shards[:1], save=str(tmp_path / "run")), tokenizer, (10, 0, 0))
     assert list((tmp_path / "run" / "data_cache").rglob("*.npy"))
     build_datasets(run_config(data_path=shards[:1]), tokenizer, (10, 0, 0))

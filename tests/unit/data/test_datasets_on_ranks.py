@@ -1,4 +1,4 @@
-"""Datasets built by several ranks at once: the same on all, and a bad shard stops all and leaves none waiting."""
+"""Datasets built by several ranks together: equal on all ranks. A bad shard stops all ranks and none waits."""
 
 import os
 import shutil
@@ -49,7 +49,7 @@ def read_slice(config):
     return [batch["tokens"].tolist() for batch in loader]
 
 
-def read_whole(config):
+def read_complete(config):
     dataset = build_train(config)
     return [dataset[number]["tokens"].tolist() for number in range(CONSUMED, NUM_SAMPLES)]
 
@@ -65,11 +65,11 @@ def test_ranks_share_one_order(tmp_path, shard, tokenizer_config, world_size):
     config = configure(tokenizer_config, tmp_path, "1", shard, "2", shard)
     ranks = run_ranks(world_size, read_slice, config)
     together = [sample for microbatches in zip(*ranks, strict=True) for one in microbatches for sample in one]
-    assert together == run_ranks(1, read_whole, config)[0]
+    assert together == run_ranks(1, read_complete, config)[0]
 
 
 def test_a_cache_that_cannot_be_written_stops_all_ranks(tmp_path, shard, tokenizer_config):
-    """Only rank 0 writes, so only it finds out."""
+    """Only rank 0 writes, so only rank 0 detects it."""
     (tmp_path / "cache").touch()
     first, second = run_ranks(2, error_of, configure(tokenizer_config, tmp_path, shard))
     assert first == second
@@ -87,7 +87,7 @@ def test_machines_that_share_no_cache_build_their_own(tmp_path, shard, tokenizer
     assert list((tmp_path / "0" / "cache").iterdir()) and list((tmp_path / "1" / "cache").iterdir())
 
 
-def test_a_machine_with_a_shard_of_another_size_says_so(tmp_path, shard, tokenizer_config):
+def test_a_shard_of_another_size_on_one_machine_is_reported(tmp_path, shard, tokenizer_config):
     def open_mine():
         rank = torch.distributed.get_rank()
         folder = tmp_path / str(rank)

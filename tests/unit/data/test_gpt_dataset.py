@@ -1,4 +1,4 @@
-"""The order of samples: megatron-core's in the first epoch, and the same whatever the length of the run."""
+"""The order of samples: megatron-core's in the first epoch, and the same for any length of the run."""
 
 import dataclasses
 import shutil
@@ -35,7 +35,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Two shards of documents of 1 to 90 tokens, no token twice but for the end of document."""
+    """Two shards of documents of 1 to 90 tokens. Only the end of document occurs twice."""
     folder, generator, next_token, prefixes = tmp_path_factory.mktemp("shards"), np.random.default_rng(0), 0, []
     for name, count in (("a", 40), ("b", 75)):
         documents = []
@@ -85,7 +85,7 @@ def build_theirs(tmp_path, tokenizer):
 
 
 @pytest.fixture
-def few_made_up_documents(monkeypatch):
+def few_mock_documents(monkeypatch):
     monkeypatch.setattr(MockGPTLowLevelDataset, "size", 300)
 
 
@@ -114,7 +114,7 @@ def epoch_ends(dataset):
 
 
 @pytest.mark.parametrize("seed", [1, 1234])
-def test_the_first_epoch_is_megatron_cores(shards, build, build_theirs, seed):
+def test_the_first_epoch_equals_megatron_core(shards, build, build_theirs, seed):
     (ours, valid, test), count = build(60, 8, 4, seed=seed, data_path=shards[1:], split="70,20,10"), 60
     theirs = build_theirs(60, 8, 4, seed=seed, blend=(shards[1:], None), split="70,20,10")
     assert len(ours) == len(theirs[0])
@@ -125,7 +125,7 @@ def test_the_first_epoch_is_megatron_cores(shards, build, build_theirs, seed):
 
 
 @pytest.mark.parametrize("settings", [{"reset_position_ids": True}, {"eod_mask_loss": True}])
-def test_positions_and_masks_are_megatron_cores(shards, build, build_theirs, settings):
+def test_positions_and_masks_equal_megatron_core(shards, build, build_theirs, settings):
     (ours, _, _) = build(100, data_path=shards[1:], split="1", **settings)
     theirs = build_theirs(100, 0, 0, blend=(shards[1:], None), split="1", **settings)
     assert_equal_samples(ours, theirs[0], len(ours))
@@ -134,7 +134,7 @@ def test_positions_and_masks_are_megatron_cores(shards, build, build_theirs, set
     assert any(not torch.equal(ours[number][key], plain[number][key]) for number in range(100))
 
 
-def test_a_blend_draws_as_megatron_cores(shards, build, build_theirs):
+def test_a_blend_draws_like_megatron_core(shards, build, build_theirs):
     words = ("0.3", shards[0], "0.7", shards[1])
     (ours, _, _) = build(120, data_path=words, split="1")
     theirs = build_theirs(120, 0, 0, blend=(shards, [0.3, 0.7]), split="1")
@@ -142,12 +142,12 @@ def test_a_blend_draws_as_megatron_cores(shards, build, build_theirs):
     assert_equal_samples(ours, theirs[0], 120)
 
 
-def test_shards_without_weights_are_drawn_as_megatron_core_draws_them(shards, build, build_theirs):
+def test_shards_without_weights_are_drawn_like_megatron_core(shards, build, build_theirs):
     (ours, _, _) = build(150, data_path=tuple(shards), split="1")
     assert_equal_samples(ours, build_theirs(150, 0, 0, blend=(shards, None), split="1")[0], 150)
 
 
-def test_shards_of_their_own_for_each_split_are_megatron_cores(shards, build, build_theirs):
+def test_shards_for_each_split_equal_megatron_core(shards, build, build_theirs):
     words = {"train_data_path": (shards[0],), "valid_data_path": ("2", shards[1], "1", shards[0])}
     ours, valid, test = build(60, 40, 40, **words)
     blends = [([shards[0]], None), ([shards[1], shards[0]], [2.0, 1.0]), None]
@@ -157,38 +157,38 @@ def test_shards_of_their_own_for_each_split_are_megatron_cores(shards, build, bu
     assert test is None
 
 
-def test_made_up_data_is_megatron_cores(few_made_up_documents, build, build_theirs):
+def test_mock_data_equals_megatron_core(few_mock_documents, build, build_theirs):
     ours = build(50, 10, mock_data=True)
     theirs = build_theirs(50, 10, 0, kind=MockGPTDataset)
     assert_equal_samples(ours[0], theirs[0], 50)
     assert_equal_samples(ours[1], theirs[1], 10)
 
 
-def test_made_up_data_honours_the_split(few_made_up_documents, build):
+def test_mock_data_follows_the_split(few_mock_documents, build):
     train, valid, _ = build(10, 10, mock_data=True, split="1,0,0")
     assert valid is None and len(train.indices) == 300
 
 
 def test_megatron_core_changes_the_order_with_the_length_of_the_run(shards, build_theirs):
-    """What is mended here. Should megatron-core mend it, `epochs` can go."""
+    """The behaviour that is fixed here. If megatron-core fixes it, `epochs` can be removed."""
     short, long = (build_theirs(count, 0, 0, blend=(shards[:1], None), split="1")[0] for count in (90, 400))
     assert tokens_of(short, 90) != tokens_of(long, 90)
 
 
 @pytest.mark.parametrize("words", ["one", "weights"])
-def test_a_longer_run_begins_with_the_samples_of_a_shorter_one(shards, build, words):
+def test_a_longer_run_starts_with_the_samples_of_a_shorter_one(shards, build, words):
     data_path = shards[:1] if words == "one" else ["1", shards[0], "3", shards[1]]
     longest = tokens_of(build(900, data_path=data_path, split="1")[0], 900)
     for count in (1, 10, 89, 90, 91, 150, 200, 400, 899):
         assert tokens_of(build(count, data_path=data_path, split="1")[0], count) == longest[:count]
 
 
-def test_a_shard_without_weights_cannot_be_stretched_but_shortened(shards, build):
+def test_shards_without_weights_can_be_shortened_but_not_extended(shards, build):
     full = build(200, data_path=shards, split="1")[0]
     assert tokens_of(build(50, data_path=shards, split="1")[0], 50) == tokens_of(full, 50)
 
 
-def test_every_epoch_reads_every_token_once_in_an_order_of_its_own(shards, build):
+def test_every_epoch_reads_every_token_once_in_its_own_order(shards, build):
     dataset = build(500, data_path=shards[:1], split="1")[0]
     ends = epoch_ends(dataset)
     assert len(ends) > 3 and ends[-1] == len(dataset) >= 500
@@ -196,7 +196,7 @@ def test_every_epoch_reads_every_token_once_in_an_order_of_its_own(shards, build
     num_tokens = dataset._get_num_tokens_per_epoch()
     for samples in epochs:
         inside = [token for number in samples for token in dataset[number]["tokens"].tolist() if token != EOD]
-        # A sample over the border of two epochs may hold tokens of the one before.
+        # A sample that spans two epochs may contain tokens of the previous one.
         assert len(inside) - len(set(inside)) < SEQ_LENGTH
         assert len(set(inside)) > num_tokens - 41 - 2 * SEQ_LENGTH
     documents = np.reshape(dataset.document_index, (len(epochs), -1)).tolist()
@@ -206,7 +206,7 @@ def test_every_epoch_reads_every_token_once_in_an_order_of_its_own(shards, build
     assert len(np.unique(ids[epochs[0]], axis=0)) == len(epochs[0]), "no sample twice"
 
 
-def test_a_blend_may_draw_one_more_than_a_whole_epoch(shards, build):
+def test_a_blend_may_draw_one_sample_beyond_an_epoch(shards, build):
     epoch = len(build(1, data_path=shards[:1], split="1")[0])
     total = 2 * epoch + 1
     dataset = build(total, data_path=["1", shards[0], "1", shards[1]], split="1")[0]
@@ -215,7 +215,7 @@ def test_a_blend_may_draw_one_more_than_a_whole_epoch(shards, build):
 
 
 def test_one_cache_serves_runs_of_every_length_and_seed(tmp_path, shards, tokenizer):
-    """Whichever comes first, none meets the index of another."""
+    """In any order, none uses the index of another."""
 
     def samples(folder, **changes):
         settings = {"num_samples": 90, "seed": 7, "seq_length": SEQ_LENGTH, "split": "80,20,0", **changes}
@@ -228,7 +228,7 @@ def test_one_cache_serves_runs_of_every_length_and_seed(tmp_path, shards, tokeni
     assert shared == [samples(tmp_path / str(number), **changes) for number, changes in enumerate(variants)]
 
 
-def test_ids_say_where_a_sample_starts(shards, build):
+def test_sample_ids_locate_the_sample(shards, build):
     dataset = build(300, data_path=["1", shards[0], "2", shards[1]], split="1")[0]
     ids = dataset.sample_ids(np.arange(300))
     assert ids.dtype == np.int64 and ids.shape == (300, 3)
@@ -239,7 +239,7 @@ def test_ids_say_where_a_sample_starts(shards, build):
     assert dataset.sample_ids(np.arange(0)).shape == (0, 3)
 
 
-def test_sources(shards, build):
+def test_sample_sources(shards, build):
     dataset = build(100, data_path=["1", shards[0], "3", shards[1]], split="80,20,0")[0]
     assert [source.shard for source in dataset.sources] == shards
     assert [source.weight for source in dataset.sources] == [0.25, 0.75]
@@ -251,7 +251,7 @@ def test_sources(shards, build):
 
 @pytest.mark.parametrize(("dtype", "token"), [(np.int32, VOCAB_SIZE + 1), (np.int32, -1), (np.uint16, 65535)])
 def test_an_id_beyond_the_vocabulary_names_shard_and_sample(tmp_path, tokenizer, monkeypatch, dtype, token):
-    """It lies where the search at the start does not look."""
+    """It lies where the search at startup does not check."""
     documents = [[number] * 49 for number in range(20)]
     documents[13][20] = token
     prefix = write_shard(tmp_path / "s", documents, dtype)
@@ -269,8 +269,8 @@ def test_an_id_beyond_the_vocabulary_names_shard_and_sample(tmp_path, tokenizer,
     assert all("13" in text.split("documents [")[1].split("]")[0] for text in found)
 
 
-def test_nothing_of_megatron_cores_loads_a_pickle(shards, build, monkeypatch):
-    """megatron-core loads indices with allow_pickle=True; should a version move them, our hooks would go unused."""
+def test_no_index_is_loaded_as_a_pickle(shards, build, monkeypatch):
+    """megatron-core loads indices with allow_pickle=True. If a version moves them, our hooks would not be used."""
 
     def load(*args, **kwargs):
         raise AssertionError(f"numpy.load{args}")

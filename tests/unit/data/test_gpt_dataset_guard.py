@@ -1,4 +1,4 @@
-"""A shard that changes under a run stops the run; it never gives other tokens."""
+"""A shard that changes during a run stops the run. It never gives other tokens."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ def is_mapped(request):
 
 @pytest.fixture
 def prefix(tmp_path):
-    """A shard whose files are old, so that a change shows in the time whatever its resolution."""
+    """A shard whose files are old, so that a change is visible at any resolution of the modification time."""
     prefix = write_shard(tmp_path / "s", DOCUMENTS)
     for suffix in (".bin", ".idx"):
         os.utime(prefix + suffix, ns=(10**18, 10**18))
@@ -39,7 +39,7 @@ def prefix(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("modes", [True, False])
-def test_it_reads_what_megatron_cores_dataset_reads(tmp_path, is_mapped, dtype, modes):
+def test_reads_equal_megatron_cores_dataset(tmp_path, is_mapped, dtype, modes):
     documents = [[[1, 2, 3], []], [], [[4], [50_000]]]
     prefix = write_megatron_shard(tmp_path / "s", documents, dtype, modes=modes)
     dataset = GuardedIndexedDataset(prefix, mmap=is_mapped)
@@ -68,7 +68,7 @@ def test_a_change_in_place_is_an_error_at_the_next_read(prefix, is_mapped, damag
         dataset.get(0)
 
 
-def test_what_was_opened_is_read_though_another_takes_its_name(tmp_path, prefix, is_mapped):
+def test_an_open_shard_is_read_after_its_file_is_replaced(tmp_path, prefix, is_mapped):
     dataset = GuardedIndexedDataset(prefix, mmap=is_mapped)
     for suffix in (".bin", ".idx"):
         os.replace(write_shard(tmp_path / "other", [[9] * 6]) + suffix, prefix + suffix)
@@ -78,7 +78,7 @@ def test_what_was_opened_is_read_though_another_takes_its_name(tmp_path, prefix,
     assert read_all(dataset) == SEQUENCES
 
 
-def test_a_process_that_opens_it_later_refuses_another(tmp_path, prefix, is_mapped):
+def test_a_later_process_refuses_a_replaced_shard(tmp_path, prefix, is_mapped):
     dataset = GuardedIndexedDataset(prefix, mmap=is_mapped)
     for_a_process = pickle.dumps(dataset)
     assert read_all(pickle.loads(for_a_process)) == SEQUENCES
@@ -92,7 +92,7 @@ def test_a_process_that_opens_it_later_refuses_another(tmp_path, prefix, is_mapp
         pickle.loads(for_a_process)
 
 
-def test_touching_a_shard_with_a_manifest_does_no_harm(tmp_path, shard, is_mapped):
+def test_touching_a_shard_with_a_manifest_is_accepted(tmp_path, shard, is_mapped):
     prefix = str(tmp_path / "copy")
     for suffix in SUFFIXES:
         shutil.copyfile(shard + suffix, prefix + suffix)
@@ -102,13 +102,13 @@ def test_touching_a_shard_with_a_manifest_does_no_harm(tmp_path, shard, is_mappe
         os.utime(prefix + suffix, ns=(10**18, 10**18))
     assert read_all(dataset) == expected
     assert read_all(pickle.loads(pickle.dumps(dataset))) == expected
-    # Its hashes are in the manifest, so the same time does not make other tokens good.
+    # Its hashes are in the manifest, so an equal time does not make other tokens valid.
     patch(f"{prefix}.bin", 0, b"\1\1")
     with pytest.raises(DataError, match="was changed"):
         dataset.get(0)
 
 
-def test_touching_a_shard_without_a_manifest_stops(prefix):
+def test_touching_a_shard_without_a_manifest_is_an_error(prefix):
     assert not manifest_path(prefix).exists()
     dataset = GuardedIndexedDataset(prefix)
     os.utime(f"{prefix}.bin")

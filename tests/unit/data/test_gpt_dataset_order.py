@@ -1,4 +1,4 @@
-"""Every way to run sees the same global batches: any data-parallel size, any resume point, any number of workers."""
+"""Every configuration reads the same global batches: any data-parallel size, resume point and number of workers."""
 
 import hashlib
 import random
@@ -38,7 +38,7 @@ def build(tmp_path_factory):
 
 
 def batches_of(dataset, consumed, size, workers, micro=1, num_samples=NUM_SAMPLES):
-    """The global batches from a sample on, each put together from the microbatches of all ranks."""
+    """The global batches from a sample on, each combined from the microbatches of all ranks."""
     ranks = [
         build_loader(
             dataset, consumed_samples=consumed, micro_batch_size=micro, data_parallel_rank=rank,
@@ -54,7 +54,7 @@ def batches_of(dataset, consumed, size, workers, micro=1, num_samples=NUM_SAMPLE
 
 
 def extend(chain, batches):
-    """The chain of hashes of all that the model is given, after each global batch."""
+    """The chain of hashes of the model's inputs after each global batch."""
     for batch in batches:
         content = b"".join(np.stack([part[key].numpy() for key in sorted(part)], 1).tobytes() for part in batch)
         chain = hashlib.sha256(chain + content).digest()
@@ -62,8 +62,8 @@ def extend(chain, batches):
 
 
 @pytest.fixture(scope="module")
-def straight(build):
-    """The chain of an unbroken run on one rank, after each global batch and before the first."""
+def unbroken(build):
+    """The chain of an unbroken run on one rank, before the first and after each global batch."""
     return [b"", *extend(b"", batches_of(build(NUM_SAMPLES), 0, size=1, workers=0))]
 
 
@@ -73,26 +73,26 @@ def test_the_run_crosses_epochs(build):
     assert second._get_num_epochs(second._get_num_tokens_per_epoch()) == 1
 
 
-def test_a_hundred_kill_points(build, straight):
-    """Each resumed run is built anew, on 1, 2 or 4 ranks, for a run as long or longer, and goes on to the end."""
+def test_resume_at_a_hundred_points_keeps_the_order(build, unbroken):
+    """Each resumed run is rebuilt on 1, 2 or 4 ranks, for a run as long or longer, and continues to the end."""
     generator = random.Random(1)
     for kill in sorted(generator.choices(range(NUM_BATCHES), k=100)):
         size, micro = generator.choice([1, 2, 4]), generator.choice([1, 2])
         dataset = build(NUM_SAMPLES + generator.choice([0, 0, 1, 700]))
-        *_, last = extend(straight[kill], batches_of(dataset, kill * BATCH, size, 0, micro))
-        assert last == straight[-1], (kill, size, micro)
+        *_, last = extend(unbroken[kill], batches_of(dataset, kill * BATCH, size, 0, micro))
+        assert last == unbroken[-1], (kill, size, micro)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_loader_processes_change_nothing(build, straight, size, workers):
+def test_loader_processes_change_nothing(build, unbroken, size, workers):
     for kill in (0, 31):
-        resumed = list(extend(straight[kill], batches_of(build(NUM_SAMPLES), kill * BATCH, size, workers)))
-        assert resumed == straight[kill + 1 :]
+        resumed = list(extend(unbroken[kill], batches_of(build(NUM_SAMPLES), kill * BATCH, size, workers)))
+        assert resumed == unbroken[kill + 1 :]
 
 
-def test_it_can_tell_orders_apart(build, straight):
+def test_different_orders_have_different_hashes(build, unbroken):
     batches = list(batches_of(build(NUM_SAMPLES), 0, size=1, workers=0))
     batches[3], batches[4] = batches[4], batches[3]
     changed = list(extend(b"", batches))
-    assert changed[:3] == straight[1:4] and changed[-1] != straight[-1]
+    assert changed[:3] == unbroken[1:4] and changed[-1] != unbroken[-1]

@@ -1,4 +1,4 @@
-"""The cache of indices: what is broken is built again, what is whole is kept, and nothing in it is ever run."""
+"""The cache of indices: broken entries are rebuilt, intact ones are kept, and no code in it ever runs."""
 
 import json
 import multiprocessing
@@ -26,7 +26,7 @@ def refuse_to_build():
 
 
 def open_cache(folder):
-    """The arrays, and what was told about building them."""
+    """The arrays, and the messages about building them."""
     told = []
     found = IndexCache(folder, on_build=told.append).load_or_build("the test", CONTENT, arrays)
     for name, values in arrays().items():
@@ -34,7 +34,7 @@ def open_cache(folder):
     return found, told
 
 
-def test_what_was_built_is_loaded(tmp_path):
+def test_a_built_index_is_loaded(tmp_path):
     _, told = open_cache(tmp_path / "new" / "folder")
     assert told == ["the test"]
     found = IndexCache(tmp_path / "new" / "folder").load_or_build("the test", CONTENT, refuse_to_build)
@@ -71,7 +71,7 @@ def cut(length):
 
 
 class Payload:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -99,7 +99,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_broken_array_is_built_again_once(tmp_path, damage):
+def test_a_broken_array_is_rebuilt_once(tmp_path, damage):
     open_cache(tmp_path)
     damage(array_path(tmp_path, NAME, "first"))
     with pytest.raises(CorruptEntryError):
@@ -135,7 +135,7 @@ def test_a_hostile_file_is_replaced(tmp_path, place, hostile):
 
 
 def test_arrays_without_a_description_are_an_unfinished_entry(tmp_path):
-    """What a job that was killed while it wrote leaves behind."""
+    """The leftovers of a job that was killed while it wrote."""
     open_cache(tmp_path)
     (tmp_path / f"{NAME}.json").unlink()
     cut(50)(array_path(tmp_path, NAME, "second"))
@@ -162,7 +162,7 @@ def test_a_cache_that_cannot_be_written_is_read(tmp_path, monkeypatch):
         IndexCache(tmp_path).load_or_build("other", other, refuse_to_build)
 
 
-def test_an_error_of_building_is_not_taken_for_one_of_the_folder(tmp_path):
+def test_a_build_error_is_not_reported_as_a_folder_error(tmp_path):
     def build():
         raise FileNotFoundError("the shard is gone")
 
@@ -170,13 +170,13 @@ def test_an_error_of_building_is_not_taken_for_one_of_the_folder(tmp_path):
         IndexCache(tmp_path).load_or_build("the test", CONTENT, build)
 
 
-def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="Not a directory"):
         IndexCache(tmp_path / "file" / "cache").load_or_build("the test", CONTENT, refuse_to_build)
 
 
-def test_a_full_disk_is_a_clear_error_and_leaves_no_entry(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_and_leaves_no_entry(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -186,7 +186,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_no_entry(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_does_not_keep_what_is_written_is_a_clear_error(tmp_path, monkeypatch):
+def test_a_disk_that_corrupts_writes_is_an_error(tmp_path, monkeypatch):
     def save_and_damage(folder, name, content, built):
         save_entry(folder, name, content, built)
         flip(-1)(array_path(folder, name, "first"))
@@ -197,7 +197,7 @@ def test_a_disk_that_does_not_keep_what_is_written_is_a_clear_error(tmp_path, mo
 
 
 def build_slowly(folder, start, results):
-    """One of several jobs: waits for the others, builds or loads, and hands back what it got."""
+    """One of several jobs: waits for the others, builds or loads, and returns its arrays."""
 
     def slow():
         time.sleep(0.05)

@@ -13,7 +13,7 @@ GLOBAL_BATCH = 8
 
 
 class Numbered:
-    """Sample i is made of the number i; one epoch is `epoch` samples."""
+    """Sample i consists of the number i; one epoch is `epoch` samples."""
 
     def __init__(self, length, epoch=None):
         self.length, self.epoch = length, epoch or length
@@ -52,7 +52,7 @@ def samples(batches):
 
 
 def global_batches(size, **options):
-    """The set of samples of each global batch, put together from all ranks."""
+    """The samples of each global batch, combined from all ranks."""
     ranks = [samples(loader(rank=rank, size=size, **options)) for rank in range(size)]
     per_step = GLOBAL_BATCH // (options.get("micro", 2) * size)
     num_steps = len(ranks[0]) // per_step
@@ -81,7 +81,7 @@ def test_every_layout_sees_the_same_global_batches(size, micro):
 
 @pytest.mark.parametrize("consumed", range(0, 81, GLOBAL_BATCH))
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_resume_continues_exactly_also_with_another_layout(consumed, size):
+def test_resume_continues_exactly_in_any_layout(consumed, size):
     assert global_batches(size, consumed=consumed) == global_batches(1)[consumed // GLOBAL_BATCH :]
 
 
@@ -92,14 +92,14 @@ def test_resume_with_another_batch_size_skips_and_repeats_nothing():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_samples_of_a_step_are_told_without_reading_them(size):
+def test_sample_numbers_of_a_step_are_known_without_reading(size):
     for rank in range(size):
         options = {"micro_batch_size": 2, "data_parallel_rank": rank, "data_parallel_size": size}
         told = samples_of_step(consumed_samples=24, global_batch_size=GLOBAL_BATCH, **options)
         assert told == sum(samples(loader(consumed=24, rank=rank, size=size, total=24 + GLOBAL_BATCH)), [])
 
 
-def test_samples_in_words():
+def test_samples_as_text():
     assert describe_samples([4, 5, 6, 9, 12, 13]) == "samples 4-6, 9, 12-13"
 
 
@@ -109,7 +109,7 @@ def test_two_epochs():
     assert sum(samples(loader(40, dataset=dataset, consumed=16)), []) == [16, 17, 18, 19, *range(20)]
 
 
-def test_a_last_batch_that_is_not_full_is_left_out():
+def test_an_incomplete_last_batch_is_dropped():
     assert sum(samples(loader(80, total=23)), []) == list(range(16))
     assert samples(loader(80, total=7)) == []
     assert samples(loader(80, consumed=80)) == []
@@ -130,7 +130,7 @@ def test_reading_ahead_changes_nothing(workers):
     assert samples(loader(workers=workers)) == samples(loader())
 
 
-def test_global_random_state_stays():
+def test_global_random_state_is_unchanged():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     list(loader())
@@ -148,7 +148,7 @@ class Bad(Numbered):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_bad_sample_is_one_clear_error_after_the_good_ones(workers):
+def test_a_bad_sample_is_one_error_after_the_good_ones(workers):
     batches = loader(dataset=Bad(80), workers=workers)
     assert samples(next(batches) for _ in range(2)) == [[0, 1], [2, 3]]
     with pytest.raises(DataError) as raised:
@@ -157,7 +157,7 @@ def test_a_bad_sample_is_one_clear_error_after_the_good_ones(workers):
 
 
 class Deadly(Numbered):
-    """Reading sample 5 kills the process that reads it, as a shard does that is cut short while it is mapped."""
+    """Reading sample 5 kills the reading process, as for a mapped shard that is truncated."""
 
     def __getitem__(self, index):
         if index == 5:
@@ -165,7 +165,7 @@ class Deadly(Numbered):
         return super().__getitem__(index)
 
 
-def test_a_loader_process_that_dies_is_a_clear_error():
+def test_a_dying_loader_process_is_an_error():
     def read():
         try:
             with loader_exits_as_data_errors():
@@ -173,14 +173,14 @@ def test_a_loader_process_that_dies_is_a_clear_error():
         except DataError as error:
             os._exit(7 if "A loader process ended by itself" in str(error) else 1)
 
-    # torch may raise again at any time until the loader is gone: not in this process.
+    # torch may raise again at any time until the loader is deleted: not in this process.
     child = multiprocessing.get_context("fork").Process(target=read)
     child.start()
     child.join(30)
     assert child.exitcode == 7
 
 
-def test_an_error_of_the_program_stays_what_it_is():
+def test_a_programming_error_is_not_wrapped():
     class Wrong(Numbered):
         def __getitem__(self, index):
             raise RuntimeError("a mistake")
@@ -196,6 +196,6 @@ def test_too_few_samples_is_an_error():
         loader(80, total=81)
 
 
-def test_a_batch_that_does_not_divide_is_a_bug_of_the_caller():
+def test_an_indivisible_batch_is_an_assertion():
     with pytest.raises(AssertionError):
         loader(micro=3)

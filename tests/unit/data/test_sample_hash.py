@@ -1,4 +1,4 @@
-"""One hash for which samples a run has read: of nothing else, and of all that decides it."""
+"""One hash of the samples that a run has read: of nothing else, and of everything that determines them."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def chain(*args, seq_length=16, seed=1, **options):
         LOOKUP_SAMPLES + 2 * BLOCK_SAMPLES + 5,
     ],
 )
-def test_it_is_the_same_however_the_samples_are_counted(count):
+def test_sample_hash_does_not_depend_on_batches(count):
     expected = chain().hash(count)
     stepwise = chain()
     for number in range(0, count, max(1, count // 7)):
@@ -50,12 +50,12 @@ def test_it_is_the_same_however_the_samples_are_counted(count):
     assert stepwise.hash(count) == expected
     stepwise.hash(count + 5 * BLOCK_SAMPLES)
     assert stepwise.hash(count) == expected, "also backwards"
-    assert chain(length=count).hash(count) == expected, "whatever comes after"
+    assert chain(length=count).hash(count) == expected, "for any later samples"
     assert chain().hash(count + 1) != expected
 
 
 @pytest.mark.parametrize("place", [0, 5, BLOCK_SAMPLES - 1, BLOCK_SAMPLES, 2 * BLOCK_SAMPLES + 1])
-def test_every_sample_counts(place):
+def test_every_sample_changes_the_hash(place):
     class Changed(Numbers):
         def sample_ids(self, indices):
             ids = super().sample_ids(indices)
@@ -68,7 +68,7 @@ def test_every_sample_counts(place):
     assert changed.hash(place + 2 * BLOCK_SAMPLES) != chain().hash(place + 2 * BLOCK_SAMPLES)
 
 
-def test_contents_and_length_count_and_places_do_not():
+def test_contents_and_length_change_the_hash_but_paths_do_not():
     moved = tuple(dataclasses.replace(source, shard=f"elsewhere/{source.shard}") for source in SOURCES)
     replaced = (SOURCES[0], dataclasses.replace(SOURCES[1], content="another key"))
     assert chain(moved).hash(5) == chain().hash(5)
@@ -77,7 +77,7 @@ def test_contents_and_length_count_and_places_do_not():
     assert len({other.hash(5) for other in others}) == 4
 
 
-def test_following_a_run_costs_what_its_new_samples_cost():
+def test_extending_a_hash_reads_only_new_samples():
     followed = chain()
     followed.hash(100 * BLOCK_SAMPLES)
     before = followed._dataset.num_asked
@@ -86,7 +86,7 @@ def test_following_a_run_costs_what_its_new_samples_cost():
     assert followed._dataset.num_asked - before == sum(range(1, 11))
 
 
-def test_a_mark_goes_through_plain_values():
+def test_a_mark_survives_plain_values():
     mark = chain().record(7)
     assert (mark.num_samples, mark.sha256) == (7, chain().hash(7))
     assert SampleHash.from_plain(mark.plain()) == mark

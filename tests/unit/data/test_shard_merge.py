@@ -1,4 +1,4 @@
-"""Joined and divided shards are what megatron-core's builder would have written; and what does not go together."""
+"""Merged and split shards equal those of megatron-core's builder. Incompatible ones are refused."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ TOKENIZER = {"class": "NullTokenizer", "sha256": [], "vocab_size": 101, "eod": 1
 
 
 def write_with_manifest(prefix, documents, dtype=np.uint16, **changes):
-    """A shard with the manifest that preprocessing would give it."""
+    """A shard with the manifest of preprocessing."""
     with ShardWriter(str(prefix), np.dtype(dtype)) as writer:
         for document in documents:
             ids = np.asarray(document, dtype=dtype)
@@ -51,7 +51,7 @@ def merge(inputs, output, **options):
 
 
 @pytest.mark.parametrize(("dtype", "modes"), [(np.uint16, False), (np.int32, True)])
-def test_joined_shards_are_what_megatrons_builder_joins(tmp_path, dtype, modes):
+def test_merged_shards_equal_megatrons_builder(tmp_path, dtype, modes):
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     inputs = [
         write_megatron_shard(tmp_path / name, documents, dtype, modes=modes)
@@ -84,7 +84,7 @@ def test_joined_shards_are_what_megatrons_builder_joins(tmp_path, dtype, modes):
         ({"split": "0.9,0.1"}, ["train", "valid"], [0, 6, 7]),
     ],
 )
-def test_divided_shards_are_what_megatrons_builder_writes(tmp_path, monkeypatch, copy_bytes, options, names, cuts):
+def test_split_shards_equal_megatrons_builder(tmp_path, monkeypatch, copy_bytes, options, names, cuts):
     monkeypatch.setattr(shard_merge, "COPY_BYTES", copy_bytes)
     inputs = [write_megatron_shard(tmp_path / name, part, np.int32) for name, part in (("a", A), ("b", B))]
     summary = merge(inputs, tmp_path / "out", **options)
@@ -96,7 +96,7 @@ def test_divided_shards_are_what_megatrons_builder_writes(tmp_path, monkeypatch,
         assert sum(part["num_documents"] for part in manifest.parts) == last - first == manifest.num_documents
 
 
-def test_divided_and_joined_again_it_is_the_same(tmp_path, shard):
+def test_split_and_merged_shards_equal_the_original(tmp_path, shard):
     parts = merge([shard], tmp_path / "part", num_parts=7)
     sizes = [manifest.num_tokens for _, manifest in parts.shards]
     whole = load_manifest(shard)
@@ -109,7 +109,7 @@ def test_divided_and_joined_again_it_is_the_same(tmp_path, shard):
         assert getattr(manifest, name) == getattr(whole, name), name
 
 
-def test_the_manifest_says_what_it_was_made_from(tmp_path, pair):
+def test_the_manifest_lists_the_inputs(tmp_path, pair):
     ((_, manifest),) = merge(pair, tmp_path / "out").shards
     assert [source["path"] for source in manifest.sources] == ["a.jsonl", "b.jsonl"]
     assert [(part["prefix"], part["first_document"], part["num_documents"]) for part in manifest.parts] == [
@@ -118,7 +118,7 @@ def test_the_manifest_says_what_it_was_made_from(tmp_path, pair):
     assert manifest.tokenizer == TOKENIZER
 
 
-def test_what_was_left_out_and_by_what_it_was_encoded(tmp_path, pair):
+def test_the_manifest_keeps_skipped_documents_and_encoder(tmp_path, pair):
     one = write_with_manifest(tmp_path / "one", [[1]], encoder="sentencepiece", num_skipped=2)
     two = write_with_manifest(tmp_path / "two", [[2]], encoder="sentencepiece", num_skipped=3)
     ((_, joined),) = merge([one, two], tmp_path / "joined").shards
@@ -129,19 +129,19 @@ def test_what_was_left_out_and_by_what_it_was_encoded(tmp_path, pair):
     assert [(manifest.encoder, manifest.num_skipped) for _, manifest in divided] == [("sentencepiece", None)] * 2
 
 
-def test_again_does_nothing_and_goes_on_where_it_stopped(tmp_path, pair):
+def test_a_second_run_does_nothing_or_resumes(tmp_path, pair):
     options = {"documents_per_part": 2}
     made = [prefix for prefix, _ in merge(pair, tmp_path / "out", **options).shards]
     expected = {prefix: content_of(prefix) for prefix in made}
     times = {prefix: os.stat(f"{prefix}.bin").st_mtime_ns for prefix in made}
     assert merge(pair, tmp_path / "out", **options).kept == tuple(made)
-    Path(f"{made[1]}.idx").unlink()  # what a killed job leaves of the output that it was at
+    Path(f"{made[1]}.idx").unlink()  # the state that a killed job leaves of its current output
     assert merge(pair, tmp_path / "out", **options).kept == (made[0], *made[2:])
     assert {prefix: content_of(prefix) for prefix in made} == expected
     assert [prefix for prefix in made if os.stat(f"{prefix}.bin").st_mtime_ns != times[prefix]] == [made[1]]
 
 
-def test_what_else_is_there_is_not_replaced_unasked(tmp_path, pair):
+def test_other_files_are_not_replaced_without_overwrite(tmp_path, pair):
     merge(pair, tmp_path / "out")
     before = content_of(str(tmp_path / "out"))
     for inputs in (pair[:1], pair[::-1]):
@@ -159,7 +159,7 @@ def test_what_else_is_there_is_not_replaced_unasked(tmp_path, pair):
 
 
 @pytest.mark.parametrize("at", ["sync", "save_manifest", "publish_shard"])
-def test_nothing_whole_is_left_of_a_job_that_fails(tmp_path, pair, monkeypatch, at):
+def test_a_failed_job_leaves_no_complete_shard(tmp_path, pair, monkeypatch, at):
     before = set(tmp_path.iterdir())
     with monkeypatch.context() as patched:
         patched.setattr(shard_merge, at, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -172,7 +172,7 @@ def test_nothing_whole_is_left_of_a_job_that_fails(tmp_path, pair, monkeypatch, 
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 7, 9])
-def test_a_killed_job_goes_on_with_the_same_bytes(tmp_path, pair, monkeypatch, num_steps):
+def test_a_killed_job_resumes_with_the_same_bytes(tmp_path, pair, monkeypatch, num_steps):
     monkeypatch.setattr(shard_merge, "COPY_BYTES", 4)
     options = {"num_parts": 3, "is_verified": False}
     expected = [content_of(prefix) for prefix, _ in merge(pair, tmp_path / "expected", **options).shards]
@@ -185,7 +185,7 @@ def test_a_killed_job_goes_on_with_the_same_bytes(tmp_path, pair, monkeypatch, n
         )
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    (tmp_path / f".out_00001-of-00003.bin.elsewhere.{child}.tmp").touch()  # another machine's, where it may be alive
+    (tmp_path / f".out_00001-of-00003.bin.elsewhere.{child}.tmp").touch()  # of another machine, where it may be alive
     assert list(tmp_path.glob(f".out*.{socket.gethostname()}.{child}.tmp"))
     assert [content_of(prefix) for prefix, _ in merge(pair, tmp_path / "out", **options).shards] == expected
     assert [path.name.split(".")[3] for path in tmp_path.glob(".*")] == ["elsewhere"]
@@ -207,7 +207,7 @@ def test_damaged_inputs_are_not_given_new_hashes(tmp_path, pair):
         ({"tokenizer": None}, "b: no manifest says which tokenizer.*--trust-missing-manifests"),
     ],
 )
-def test_shards_that_do_not_go_together(tmp_path, pair, change, message):
+def test_incompatible_shards_are_refused(tmp_path, pair, change, message):
     other = write_with_manifest(tmp_path / "b", [[5]], **change)
     with pytest.raises(DataError, match=message):
         merge([pair[0], other], tmp_path / "out", is_verified=False)
@@ -242,7 +242,7 @@ def test_a_missing_manifest_may_be_trusted(tmp_path, pair):
         ({"split": "99,1"}, "No document would be in .*out_valid: 7 documents"),
     ],
 )
-def test_impossible_jobs(tmp_path, pair, options, message):
+def test_impossible_jobs_are_refused(tmp_path, pair, options, message):
     with pytest.raises(ConfigError, match=message):
         merge(pair, tmp_path / "out", **options)
 

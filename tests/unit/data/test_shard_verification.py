@@ -1,4 +1,4 @@
-"""Every kind of damage to a shard is one clear error when it is opened, and never other tokens."""
+"""Every kind of damage to a shard is one error when it is opened, and never gives other tokens."""
 
 import json
 import multiprocessing
@@ -33,7 +33,7 @@ def copy(tmp_path, shard):
 
 @pytest.fixture
 def bare_copy(copy):
-    """The same without a manifest, as Megatron makes shards."""
+    """The same without a manifest, like Megatron's shards."""
     manifest_path(copy).unlink()
     return copy
 
@@ -103,7 +103,7 @@ def test_flipped_bytes_in_the_index(bare_copy, offset, content, message):
         check_shard(bare_copy, 320)
 
 
-def test_last_length_flipped_shows_in_the_size_of_the_tokens(bare_copy):
+def test_a_flipped_last_length_contradicts_the_token_size(bare_copy):
     length = int(read_index(bare_copy).sequence_lengths[59])
     patch(f"{bare_copy}.idx", 34 + 4 * 59, struct.pack("<i", length + 1))
     with pytest.raises(DataError, match=r"copy\.bin is"):
@@ -113,7 +113,7 @@ def test_last_length_flipped_shows_in_the_size_of_the_tokens(bare_copy):
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("modes", [False, True])
 def test_no_damage_to_the_index_gives_other_tokens(tmp_path, dtype, modes):
-    """Without a manifest. Header, lengths and pointers show every change; what is let pass elsewhere reads the same."""
+    """Without a manifest. Header, lengths and pointers reveal every change. Other changes read the same."""
     random = np.random.default_rng(5)
     documents = [[list(range(random.integers(0, 9))) for _ in range(random.integers(0, 3))] for _ in range(40)]
     prefix = write_megatron_shard(tmp_path / "s", documents, dtype, modes=modes)
@@ -139,7 +139,7 @@ def test_no_damage_to_the_index_gives_other_tokens(tmp_path, dtype, modes):
             check_shard(prefix, 100)
 
 
-def test_any_flip_in_the_index_shows_against_the_manifest(copy):
+def test_any_flip_in_the_index_is_detected_by_the_manifest(copy):
     patch(f"{copy}.idx", 17, b"\3")  # uint16 read as int16: every size still fits
     with pytest.raises(DataError, match="SHA-256"):
         check_shard(copy, 320)
@@ -162,7 +162,7 @@ def test_negative_tokens(tmp_path):
 
 @pytest.mark.parametrize(("vocab_size", "is_refused"), [(32768, False), (32769, True)])
 def test_a_dtype_too_narrow_for_the_vocabulary(tmp_path, vocab_size, is_refused):
-    """uint16 read as int16 is the same up to 32767, and negative beyond, which a search in chunks may miss."""
+    """uint16 read as int16 is the same up to 32767, and negative beyond, which a check in chunks may miss."""
     prefix = write_shard(tmp_path / "s", [[1, 2, 3]])
     patch(f"{prefix}.idx", DTYPE_OFFSET, b"\3")
     if not is_refused:
@@ -172,7 +172,7 @@ def test_a_dtype_too_narrow_for_the_vocabulary(tmp_path, vocab_size, is_refused)
         check_shard(prefix, vocab_size)
 
 
-def test_large_shards_are_searched_in_chunks(tmp_path, monkeypatch):
+def test_large_shards_are_checked_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_verification, "FULL_SCAN_TOKENS", 1000)
     monkeypatch.setattr(shard_verification, "SCAN_CHUNK_TOKENS", 100)
     monkeypatch.setattr(shard_verification, "SCAN_CHUNKS", 10)
@@ -183,7 +183,7 @@ def test_large_shards_are_searched_in_chunks(tmp_path, monkeypatch):
 
 
 def run_unprivileged(function, *arguments):
-    """Call a function in a process that permissions apply to; they do not to root."""
+    """Call a function in a process to which permissions apply. They do not apply to root."""
     context = multiprocessing.get_context("fork")
     become_nobody = (lambda: os.seteuid(65534)) if os.geteuid() == 0 else None
     with ProcessPoolExecutor(1, mp_context=context, initializer=become_nobody) as pool:
@@ -192,7 +192,7 @@ def run_unprivileged(function, *arguments):
 
 @pytest.fixture
 def read_only_copy(copy):
-    """A copy in a folder that everybody may read and nobody may write to."""
+    """A copy in a folder that everyone may read and no user may write to."""
     with tempfile.TemporaryDirectory() as folder:
         for suffix in SUFFIXES:
             shutil.copy(copy + suffix, folder)
@@ -207,7 +207,7 @@ def test_a_read_only_folder_is_enough(read_only_copy):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_file_that_may_not_be_read(read_only_copy, suffix):
+def test_an_unreadable_file_is_an_error(read_only_copy, suffix):
     os.chmod(read_only_copy + suffix, 0)
     with pytest.raises(DataError, match=f"copy\\{suffix} cannot be read: Permission denied"):
         run_unprivileged(check_shard, read_only_copy, 320)
@@ -252,7 +252,7 @@ def test_content_key_of_a_shard_without_a_manifest_stays_with_a_copy(tmp_path):
     assert content_key(str(tmp_path / "copy")) == key
 
 
-def test_content_key_of_a_large_shard_looks_at_chunks_and_the_size(tmp_path, monkeypatch):
+def test_content_key_of_a_large_shard_uses_chunks_and_size(tmp_path, monkeypatch):
     for name, value in (("FULL_SCAN_TOKENS", 100), ("SCAN_CHUNKS", 4), ("SCAN_CHUNK_TOKENS", 10)):
         monkeypatch.setattr(f"megafp8.data.shard_verification.{name}", value)
     ids = np.arange(300)

@@ -1,4 +1,4 @@
-"""Reading every byte finds every change of any byte; and what is counted is there."""
+"""Reading every byte detects every change of any byte, and the counts match the content."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ def states(prefix, **options):
     return {finding.check: finding.passed for finding in verify_shard(prefix, **options)}
 
 
-def test_a_good_shard(shard):
+def test_an_intact_shard_passes(shard):
     seen = []
     assert states(shard, on_progress=seen.append) == dict.fromkeys(
         (STRUCTURE, MANIFEST, INDEX_HASH, TOKENS_HASH, TOKEN_IDS, ENDS), True
@@ -36,7 +36,7 @@ def test_a_good_shard(shard):
     assert sum(seen) == os.stat(f"{shard}.bin").st_size
 
 
-def test_without_a_manifest_nothing_is_claimed(copy):
+def test_without_a_manifest_nothing_is_verified(copy):
     manifest_path(copy).unlink()
     expected = {STRUCTURE: True, MANIFEST: None, INDEX_HASH: None, TOKENS_HASH: None, TOKEN_IDS: None}
     assert states(copy) == expected
@@ -45,7 +45,7 @@ def test_without_a_manifest_nothing_is_claimed(copy):
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_every_changed_byte_is_found(copy, suffix):
+def test_every_changed_byte_is_detected(copy, suffix):
     content = Path(copy + suffix).read_bytes()
     random = np.random.default_rng(3)
     for place in random.integers(0, len(content), 60).tolist():
@@ -67,7 +67,7 @@ def test_the_first_id_beyond_the_vocabulary_is_named(tmp_path, monkeypatch, bloc
     assert states(negative, vocab_size=50)[TOKEN_IDS] is False
 
 
-def test_counts_that_the_manifest_has_wrong(copy):
+def test_wrong_counts_in_the_manifest_are_detected(copy):
     manifest = load_manifest(copy)
     save_manifest(copy, dataclasses.replace(manifest, num_tokens=manifest.num_tokens + 1, dtype="int32"))
     (finding,) = [each for each in verify_shard(copy) if each.check == MANIFEST]
@@ -79,7 +79,7 @@ def test_counts_that_the_manifest_has_wrong(copy):
 
 
 @pytest.mark.parametrize("block", [1, 2, 1 << 20])
-def test_documents_that_do_not_end(tmp_path, monkeypatch, shard, block):
+def test_documents_without_an_end_are_detected(tmp_path, monkeypatch, shard, block):
     monkeypatch.setattr(shard_verification, "INDEX_BLOCK", block)
     known = dataclasses.replace(load_manifest(shard), tokenizer={"eod": 9, "vocab_size": 10})
     good = write_megatron_shard(tmp_path / "good", [[[1], [9]], [], [[9]], [[], [5, 9], []], []])
@@ -91,7 +91,7 @@ def test_documents_that_do_not_end(tmp_path, monkeypatch, shard, block):
     assert (finding.passed, finding.detail) == (False, "document 3 ends with 5 instead of 9")
 
 
-def test_nothing_is_said_of_what_cannot_be_read(copy):
+def test_unreadable_parts_give_no_other_findings(copy):
     os.truncate(f"{copy}.bin", 10)
     (finding,) = verify_shard(copy)
     assert (finding.check, finding.passed) == (STRUCTURE, False)

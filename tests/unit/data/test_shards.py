@@ -1,4 +1,4 @@
-"""The format: what is written here is what megatron-core writes, and either reads what the other wrote."""
+"""The format: megatron-core writes the same bytes, and each reads what the other wrote."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_same_bytes_as_megatron_cores_builder(tmp_path, documents, dtype):
     assert content_of(write_shard(tmp_path / "ours", documents, dtype)) == content_of(theirs)
 
 
-def test_megatron_core_reads_what_was_written(tmp_path):
+def test_megatron_core_reads_our_shards(tmp_path):
     documents = [[1, 2, 3], [4], [5, 6]]
     assert read_sequences(write_shard(tmp_path / "s", documents)) == documents
 
@@ -62,7 +62,7 @@ def test_dtype_is_megatrons(vocab_size, name):
     assert token_dtype(vocab_size) == np.dtype(indexed_dataset.DType.optimal_dtype(vocab_size))
 
 
-def test_nothing_is_left_when_writing_fails(tmp_path):
+def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError), ShardWriter(str(tmp_path / "s"), np.dtype(np.uint16)) as writer:
         writer.add_documents(b"\1\0", np.array([1], np.int32))
         raise RuntimeError

@@ -1,4 +1,4 @@
-"""What runs where: every combination has an answer, and every refusal says what to do instead."""
+"""What runs where: every combination has an answer, and every refusal names an alternative."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def only_problem(config: RunConfig, target: Target) -> str:
     return found[0]
 
 
-def test_a_package_that_is_not_installed_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = capability.package_problems(LoggingConfig(wandb_project="mine"))
     assert problem.startswith("--wandb-project mine: needs the package wandb")
@@ -46,12 +46,12 @@ def test_a_package_that_is_not_installed_is_said_before_the_run(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("target", "expected"), [(CPU, "emulated"), (H200, "transformer_engine"), (WITHOUT_TE, "emulated")]
 )
-def test_auto_takes_transformer_engine_where_it_runs(target: Target, expected: str) -> None:
+def test_auto_selects_transformer_engine_where_it_runs(target: Target, expected: str) -> None:
     assert resolve_implementation(RunConfig(), target) == expected
 
 
 @pytest.mark.parametrize("asked", ["transformer_engine", "emulated", "local"])
-def test_what_is_asked_for_is_taken(asked: str) -> None:
+def test_a_requested_implementation_is_used(asked: str) -> None:
     assert resolve_implementation(RunConfig(precision=PrecisionConfig(transformer_impl=asked)), CPU) == asked
 
 
@@ -87,7 +87,7 @@ def test_recipes_that_transformer_engine_runs(target: Target, native: tuple[str,
     )
 
 
-def test_a_recipe_that_the_gpu_lacks_names_those_it_has() -> None:
+def test_an_unsupported_recipe_names_the_supported_ones() -> None:
     config = fp8("mxfp8", transformer_impl="transformer_engine")
     found = only_problem(config, H200)
     assert "--fp8-recipe mxfp8: needs compute capability 10.0 and below 12.0, h200 has 9.0" in found
@@ -103,13 +103,13 @@ def test_emulated_recipes_run_on_any_device(recipe: str) -> None:
         assert capability_problems(fp8(recipe), target) == []
 
 
-def test_auto_emulates_what_the_gpu_lacks() -> None:
+def test_auto_emulates_unsupported_recipes() -> None:
     implementations = [resolve_implementation(fp8("mxfp8"), target) for target in (H200, B200, A100, CPU)]
     assert implementations == ["emulated", "transformer_engine", "emulated", "emulated"]
 
 
 @pytest.mark.parametrize("target", [CPU, A100, H200, WITHOUT_TE], ids=lambda target: target.name)
-def test_emulation_can_be_ruled_out(target: Target) -> None:
+def test_emulation_can_be_disabled(target: Target) -> None:
     assert capability_problems(RunConfig(precision=PrecisionConfig(emulation=False)), target) == []
     found = only_problem(fp8("mxfp8", emulation=False), target)
     assert "--fp8-recipe mxfp8" in found
@@ -137,7 +137,7 @@ def test_weights_are_gathered_as_codes_where_there_is_one_copy_of_them(recipe: s
         ({"fp8_wgrad": False}, "--no-fp8-wgrad"),
     ],
 )
-def test_settings_of_the_emulation_only(settings: dict[str, Any], flag: str) -> None:
+def test_settings_of_the_emulation_need_emulated_layers(settings: dict[str, Any], flag: str) -> None:
     assert flag in only_problem(fp8("tensorwise", **settings), H200)
     assert capability_problems(fp8("tensorwise", **settings), CPU) == []
 
@@ -166,14 +166,14 @@ def test_options_that_only_transformer_engine_has(section: str, settings: dict[s
     assert flag in only_problem(config, CPU)
 
 
-def test_the_loss_of_transformer_engine_goes_with_emulated_layers_beside_it() -> None:
+def test_transformer_engines_loss_works_with_emulated_layers() -> None:
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     assert capability_problems(fp8("mxfp8", **fused), H200) == []  # which emulates it
     without = replace(H200, transformer_engine=None)
     assert "fusion-impl te" in only_problem(fp8("mxfp8", **fused), without)
 
 
-def test_attention_and_collectives_of_a_gpu() -> None:
+def test_attention_and_collectives_that_need_a_gpu() -> None:
     flash = RunConfig(precision=PrecisionConfig(attention_backend="flash"))
     assert capability_problems(flash, H200) == []
     assert "the emulated layers have auto, sdpa" in only_problem(flash, CPU)
@@ -185,7 +185,7 @@ def test_attention_and_collectives_of_a_gpu() -> None:
     assert "--override ddp.nccl_ub=True: cpu has no CUDA device" in only_problem(buffers, CPU)
 
 
-def test_all_problems_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     config = fp8("mxfp8", attention_backend="flash", fp8_param_gather=True, use_transformer_engine_op_fuser=True)
     assert len(capability_problems(config, CPU)) == 3
 
@@ -201,8 +201,8 @@ def pretend_installed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
 
 
-def test_half_an_installation_is_a_problem_with_its_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The bare package makes every import of megatron-core fail."""
+def test_an_incomplete_installation_is_a_problem_with_its_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the bare package, every import of megatron-core fails."""
     package = tmp_path / "transformer_engine"
     package.mkdir()
     pretend_installed(monkeypatch, package)
@@ -212,7 +212,7 @@ def test_half_an_installation_is_a_problem_with_its_mend(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("place", ["transformer_engine", "transformer_engine/wheel_lib", "."])
-def test_a_whole_installation_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str) -> None:
+def test_a_complete_installation_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str) -> None:
     package = tmp_path / "transformer_engine"
     (package / "wheel_lib").mkdir(parents=True)
     (tmp_path / place / "transformer_engine_torch.cpython-311.so").touch()
@@ -220,7 +220,7 @@ def test_a_whole_installation_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert capability.transformer_engine_version() == ("2.20.2", None)
 
 
-def test_no_installation_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_transformer_engine_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -228,13 +228,13 @@ def test_no_installation_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert capability.transformer_engine_version() == (None, None)
 
 
-def test_every_stand_in_has_what_the_rules_read() -> None:
+def test_every_target_device_has_the_fields_of_the_rules() -> None:
     for name, target in TARGETS.items():
         assert target.name == name
         assert (target.kind == "cuda") == (target.compute_capability is not None)
 
 
-def test_an_environment_that_changes_the_recipe_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_that_change_the_recipe_give_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
     monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0")
     blockwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")
@@ -275,7 +275,7 @@ def test_transformer_engine_runs_maps_of_its_recipes(entries: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
-def test_an_output_layer_without_a_memory_goes_with_every_recipe(recipe: str) -> None:
+def test_a_stateless_output_layer_works_with_every_recipe(recipe: str) -> None:
     config = mapped("output_layer=tensorwise", fp8_recipe=recipe, use_transformer_engine_op_fuser=True)
     assert capability_problems(config, H200) == [] and resolve_implementation(config, H200) == "transformer_engine"
 
@@ -297,7 +297,7 @@ def test_an_output_layer_without_a_memory_goes_with_every_recipe(recipe: str) ->
         (mapped("*.linear_fc1=tensorwise/e5m2"), "Transformer Engine refuses E5M2"),
     ],
 )
-def test_what_transformer_engine_lacks_is_refused_and_emulated(config: RunConfig, words: str) -> None:
+def test_maps_unsupported_by_transformer_engine_are_refused_or_emulated(config: RunConfig, words: str) -> None:
     asked = replace(config, precision=replace(config.precision, transformer_impl="transformer_engine"))
     assert words in only_problem(asked, H200)
     emulated = replace(config, precision=replace(config.precision, use_transformer_engine_op_fuser=False))
@@ -317,7 +317,7 @@ def test_what_transformer_engine_lacks_is_refused_and_emulated(config: RunConfig
         (mapped(fp8_recipe="mxfp8"), "--fp8-recipe mxfp8: needs compute capability 10.0"),
     ],
 )
-def test_layers_that_auto_emulates_on_a_gpu_say_why(config: RunConfig, words: str) -> None:
+def test_notice_of_auto_emulation_has_the_reason(config: RunConfig, words: str) -> None:
     (notice,) = capability.emulation_notices(config, H200)
     assert notice.startswith(f"all layers are emulated because of {words}")
     assert notice.endswith("; --no-emulation refuses instead")

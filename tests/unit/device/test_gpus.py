@@ -53,7 +53,7 @@ def test_a_dtype_without_hardware_has_no_peak() -> None:
     assert peak_flops("NVIDIA H200", "fp4") is None
 
 
-def test_no_sparse_figure_slipped_in() -> None:
+def test_no_peak_is_a_sparse_figure() -> None:
     """Matrix units double their rate as the width halves, so a sparse figure shows as a factor of four."""
     for entry in PEAKS:
         assert entry.source

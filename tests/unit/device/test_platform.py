@@ -20,7 +20,7 @@ print(os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"], os.environ["NCCL_ALGO"])
 
 
 @pytest.mark.parametrize(("given", "kept"), [({}, "Ring"), ({"NCCL_ALGO": "Tree"}, "Tree")])
-def test_deterministic_mode_sets_what_is_not_set(given: dict, kept: str) -> None:
+def test_deterministic_mode_sets_missing_variables(given: dict, kept: str) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL", "NVTE", "CUBLAS"))} | given
     said = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["True", "0", kept]
@@ -32,7 +32,7 @@ def test_deterministic_mode_sets_what_is_not_set(given: dict, kept: str) -> None
         (None, {}, 64, 4),  # 8 cores for two ranks
         (None, {}, 3, 3),
         (None, {"OMP_NUM_THREADS": ""}, 64, 4),
-        (None, {"OMP_NUM_THREADS": "1"}, 64, None),  # as torch has read it
+        (None, {"OMP_NUM_THREADS": "1"}, 64, None),  # as read by torch
         (None, {"MKL_NUM_THREADS": "2"}, 64, None),
         (5, {"OMP_NUM_THREADS": "1"}, 3, 5),
     ],
@@ -76,7 +76,7 @@ def test_what_a_cpu_is(text: str, name: str, has_bf16_units: bool, monkeypatch: 
 
 @pytest.mark.parametrize("variable", platform.THREAD_VARIABLES)
 def test_threads_are_those_of_the_environment(variable: str) -> None:
-    """Without them it would be all cores. (torch itself takes no more than there are.)"""
+    """Without them it would be all cores. (torch itself uses at most the existing cores.)"""
     probe = "import torch; from megafp8.device.platform import set_num_threads; set_num_threads(None, 64); "
     environment = {name: value for name, value in os.environ.items() if name not in platform.THREAD_VARIABLES}
     said = subprocess.run(

@@ -1,4 +1,4 @@
-"""Ranks that wait for others do so within their bound, and name those that did not come."""
+"""Ranks that wait for others end within their time limit, and name the missing ones."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def be_rank(rank: int, world_size: int, timeout_s: float, environment: dict[str,
         pipe.send("met")
     except PeerLost as error:
         pipe.send(str(error))
-    pipe.recv()  # whoever has the store stays until all have answered
+    pipe.recv()  # the rank with the store stays until all have answered
 
 
 def be_agent(pipe: Connection) -> None:
-    """torchrun's part: its store."""
+    """The part of torchrun: its store."""
     become_child()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
@@ -50,14 +50,14 @@ def started(function: Callable[..., None], *arguments: Any) -> Connection:
 
 @pytest.fixture
 def torchrun() -> Iterator[dict[str, str]]:
-    """The variables of ranks whose store is torchrun's."""
+    """The variables of ranks that use torchrun's store."""
     agent = started(be_agent)
     yield {"MASTER_PORT": str(agent.recv()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     agent.send(None)
 
 
 def met(ranks: list[int], world_size: int, timeout_s: float, **environment: str) -> list[str]:
-    """What became of each of these ranks."""
+    """The result of each of these ranks."""
     pipes = [started(be_rank, rank, world_size, timeout_s, environment) for rank in ranks]
     answers = [pipe.recv() for pipe in pipes]
     for pipe in pipes:
@@ -79,7 +79,7 @@ def test_ranks_meet_at_the_store_of_torchrun_also_when_it_starts_them_again(torc
     assert told.startswith("rank 1 of 2 did not arrive")
 
 
-def test_ranks_that_do_not_come_are_named_within_the_bound(torchrun: dict[str, str]) -> None:
+def test_missing_ranks_are_named_within_the_bound(torchrun: dict[str, str]) -> None:
     expected = "of 5 did not arrive within 1 s (--rendezvous-timeout-s)"
     for told in met([0, 3], 5, 1.0, **torchrun):
         assert told.startswith("ranks ") and {"1,", "2,", "4"} <= {*told.split()} and expected in told
@@ -87,7 +87,7 @@ def test_ranks_that_do_not_come_are_named_within_the_bound(torchrun: dict[str, s
     assert told.startswith("rank 1 of 2 did not arrive within 1 s")
 
 
-def test_a_launcher_that_is_gone_is_an_error_within_the_bound() -> None:
+def test_a_missing_launcher_is_an_error_within_the_bound() -> None:
     (told,) = met([1], 2, 1.0, MASTER_PORT=port(), TORCHELASTIC_USE_AGENT_STORE="True")
     assert told.startswith("rank 1 cannot reach the other ranks: nobody listened on 127.0.0.1:")
 

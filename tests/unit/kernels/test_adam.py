@@ -1,4 +1,4 @@
-"""The kernel of Adam against FP64, and megatron-core's steps against those in one pass.
+"""The Adam kernel against FP64, and megatron-core's optimizer steps against the fused ones.
 
 On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
 """
@@ -30,10 +30,10 @@ from megafp8.quantization.scaling import MOMENT_FORMAT_MAX, moment_dequant_scale
 NUMBERS = AdamStep(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, clip=0.7)
 FACTOR = 0.5
 SIZES = (1, 5, 2048, 40_000)
-# A few roundings of FP32 beside FP64.
+# A few roundings of FP32, compared with FP64.
 FP32_RELATIVE = 4 * 2**-24
 FP32_ABSOLUTE = 1e-7  # where terms of size 1 cancel
-# Rounding to BF16; Triton's interpreter cuts the bits off.
+# Rounding to BF16. Triton's interpreter truncates.
 BF16_RELATIVE = 2**-8 if DEVICE == "cuda" else 2**-7
 
 
@@ -46,7 +46,7 @@ def factor(value: float = FACTOR) -> Tensor:
 
 
 def updated(grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Master weight and moments after the update, in FP64: the formula at the top of the kernel, slowly."""
+    """Master weight and moments after the update, in FP64, by the formula at the top of the kernel."""
     beta1, beta2 = (float(torch.tensor(beta, dtype=torch.float32)) for beta in (NUMBERS.beta1, NUMBERS.beta2))
     g = grad.double() * FACTOR * NUMBERS.clip
     m = beta1 * exp_avg.double() + (1 - beta1) * g
@@ -58,7 +58,7 @@ def updated(grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_update_is_the_formula(moments: torch.dtype, offset: int) -> None:
-    """Also where tensors begin at odd addresses, and end within a block."""
+    """Also where tensors start at odd addresses, and end within a block."""
     rows, expected = [], []
     for size in SIZES:
         grad, master = drawn(size + offset)[offset:], drawn(size + offset, seed=1)[offset:]
@@ -75,7 +75,7 @@ def test_update_is_the_formula(moments: torch.dtype, offset: int) -> None:
         torch.testing.assert_close(model, master.bfloat16(), rtol=0 if DEVICE == "cuda" else BF16_RELATIVE, atol=0)
 
 
-def test_neighbours_are_left_alone() -> None:
+def test_adjacent_memory_is_unchanged() -> None:
     whole = drawn(3000)
     before = whole.clone()
     part = whole[1000:1500]
@@ -86,7 +86,7 @@ def test_neighbours_are_left_alone() -> None:
 
 
 def test_master_weights_as_remainders_are_exact() -> None:
-    """16 bits beside a BF16 weight hold an FP32 one, rounded up or down, near a power of two too."""
+    """A BF16 weight and a 16-bit remainder represent an FP32 weight, rounded up or down, also near a power of two."""
     master = torch.cat([drawn(5000), torch.tensor([1.0, 1 - 2**-24, 1 + 2**-8, -1 - 2**-8, 2**-126], device=DEVICE)])
     bits = master.view(torch.int32)
     model = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -100,7 +100,7 @@ def test_master_weights_as_remainders_are_exact() -> None:
     assert torch.equal(restored, master.view(torch.int32))
 
 
-def test_squared_sum_is_in_one_order() -> None:
+def test_squared_sum_has_a_fixed_order() -> None:
     tensors = [(drawn(size, seed=size),) for size in SIZES]
     expected = sum((tensor.double() * FACTOR).square().sum() for (tensor,) in tensors)
     table = TensorTable(tensors, SUM_CHUNK)
@@ -111,7 +111,7 @@ def test_squared_sum_is_in_one_order() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_squared_sum_shows_bad_numbers(bad: float) -> None:
+def test_squared_sum_propagates_nonfinite_values(bad: float) -> None:
     tensor = drawn(40_000)
     tensor[39_999] = bad
     assert not torch.isfinite(squared_sum(TensorTable([(tensor,)], SUM_CHUNK), factor()))
@@ -119,7 +119,7 @@ def test_squared_sum_shows_bad_numbers(bad: float) -> None:
 
 # ---- moments with a scale ------------------------------------------------------------------------------------------
 
-# A code is half a step off: 2^-4 of a normal number, and half of the smallest subnormal one.
+# A code is off by 0.5 steps: 2^-4 of a normal number, and 0.5 of the smallest subnormal one.
 HALF_STEP = {
     torch.uint8: (2**-4, 2**-10 / 448),
     torch.float16: (2**-11, 2**-25 / 32752),
@@ -159,7 +159,7 @@ def row_of(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, dtypes: tuple[torc
 
 
 def update(rows: list[ParameterRow]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Update rows in place, and what the formula makes of them, in FP64."""
+    """Update rows in place; returns the formula's result for them, in FP64."""
     expected = [updated(row.grad, row.master, *moments_of(row)) for row in rows]
     scales = MomentScales(rows).update(factor(), NUMBERS)
     update_rows(TensorTable([row.tensors for row in rows], BLOCK), factor(), NUMBERS, scales)
@@ -171,7 +171,7 @@ def moments_of(row: ParameterRow) -> tuple[Tensor, Tensor]:
 
 
 def drawn_rows(dtypes: tuple[torch.dtype, torch.dtype], grads: torch.dtype = torch.float32) -> list[ParameterRow]:
-    """Sizes that end within a block, with second moments over twelve powers of ten: FP16's subnormals, too. First
+    """Sizes that end within a block, with second moments over twelve powers of ten, including FP16's subnormals. First
     moments have their gradients' signs, so that no digits cancel."""
     rows = []
     for size in SIZES:
@@ -183,7 +183,7 @@ def drawn_rows(dtypes: tuple[torch.dtype, torch.dtype], grads: torch.dtype = tor
 
 
 @pytest.mark.parametrize("dtypes", MOMENTS, ids=str)
-def test_scaled_moments_are_the_formulas(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_scaled_moments_follow_the_formula(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """Weights as exact as with any moments, moments as exact as their format."""
     rows = drawn_rows(dtypes, torch.bfloat16 if dtypes[1] == torch.bfloat16 else torch.float32)
     for row, (p, *moments) in zip(rows, update(rows), strict=True):
@@ -197,8 +197,8 @@ def test_scaled_moments_are_the_formulas(dtypes: tuple[torch.dtype, torch.dtype]
 
 
 @pytest.mark.parametrize("dtypes", MOMENTS, ids=str)
-def test_scaled_moments_are_transformer_engines(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """Unscaled, updated in FP32 and scaled by the new largest magnitude: codes but for ties, scales to 20 bits."""
+def test_scaled_moments_equal_transformer_engine(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Unscaled, updated in FP32, scaled by the new largest magnitude: equal codes except ties, scales to 20 bits."""
     rows = drawn_rows(dtypes)
     for row, (_, *moments) in zip(rows, update(rows), strict=True):
         found = zip((row.exp_avg, row.exp_avg_sq), row.scales, moments, dtypes, strict=True)
@@ -215,8 +215,8 @@ def test_scaled_moments_are_transformer_engines(dtypes: tuple[torch.dtype, torch
 
 
 @pytest.mark.parametrize("dtypes", MOMENTS, ids=str)
-def test_moments_that_are_read_and_stored_are_the_same(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """A checkpoint has them in FP32; a run that goes on from it has every code and scale."""
+def test_moments_survive_a_read_and_store(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """A checkpoint has them in FP32. A run that resumes from it has equal codes and scales."""
     rows = drawn_rows(dtypes)
     update(rows)
     for row in rows:
@@ -230,8 +230,8 @@ def test_moments_that_are_read_and_stored_are_the_same(dtypes: tuple[torch.dtype
 
 @pytest.mark.parametrize("dtypes", MOMENTS[:3], ids=str)
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e18])
-def test_extreme_moments_stay_numbers(dtypes: tuple[torch.dtype, torch.dtype], size: float) -> None:
-    """Gradients that are all zero, subnormal, without squares, and as large as FP32 can square: also beside others."""
+def test_extreme_moments_stay_finite(dtypes: tuple[torch.dtype, torch.dtype], size: float) -> None:
+    """Gradients that are zero, subnormal, with vanishing squares, or with the largest FP32 squares; also mixed."""
     zeros = torch.zeros(3000, device=DEVICE)
     grad = torch.full_like(zeros, size)
     grad[::7] = 0
@@ -243,7 +243,7 @@ def test_extreme_moments_stay_numbers(dtypes: tuple[torch.dtype, torch.dtype], s
 
 
 def test_largest_moment_may_be_anywhere() -> None:
-    """In a tensor of several chunks, in the last element too; and it need not have been the largest before."""
+    """In a tensor of several chunks, also in the last element. It need not have been the largest before."""
     size = SUM_CHUNK + 3
     for place in (SUM_CHUNK - 1, size - 1):
         grad = drawn(size).clamp(-1, 1)
@@ -260,7 +260,7 @@ SHARDED = "--use-distributed-optimizer --clip-grad 0.5"
 
 
 def one_pass_curve(extra: str, world_size: int) -> tuple[list[float], list[float]]:
-    """Losses and norms of a few steps with the optimizer in one pass, also where there is no GPU."""
+    """Losses and norms of a few steps with the fused optimizer, also without a GPU."""
     plain, fused_adam.obstacle = fused_adam.obstacle, lambda config, on_cuda: None
     try:
         curve = curve_of(small_config("llama", extra, world_size), 4, is_masked=True)
@@ -283,13 +283,13 @@ def test_one_pass_follows_megatron_core(extra: str, world_size: int) -> None:
     config = small_config("llama", extra, world_size)
     expected = run_ranks(world_size, curve_of, config, 4, True)
     for losses, norms in run_ranks(world_size, one_pass_curve, extra, world_size):
-        # BF16 weights may differ by a rounding where the interpreter cuts bits off.
+        # BF16 weights may differ by a rounding where the interpreter truncates.
         torch.testing.assert_close(losses, expected[0].losses, rtol=1e-3 if "bf16" in extra else 1e-6, atol=0)
         torch.testing.assert_close(norms, expected[0].grad_norms, rtol=2e-2 if "bf16" in extra else 1e-5, atol=0)
 
 
 def keep_scaled_moments(self: torch.optim.Optimizer, shard: Tensor, has_remainders: bool) -> None:
-    """Give an optimizer the state that Transformer Engine's Adam has with FP8 and FP16 moments."""
+    """Give an optimizer the state of Transformer Engine's Adam with FP8 and FP16 moments."""
     one = torch.ones(1)
     self._scales[shard] = {"exp_avg": one.clone(), "exp_avg_sq": one.clone()}
     codes = torch.zeros_like(shard, dtype=torch.uint8)
@@ -306,7 +306,7 @@ def scaled_curve(extra: str, world_size: int) -> tuple[list[float], list[float]]
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="Transformer Engine's Adam keeps its own")
 def test_scaled_moments_follow_fp32_ones() -> None:
-    """In megatron-core's optimizer, which keeps them."""
+    """In megatron-core's optimizer, which stores them."""
     extra = f"{SHARDED} --bf16"
     (expected,) = run_ranks(1, curve_of, small_config("llama", extra, 1), 4, True)
     ((losses, _),) = run_ranks(1, scaled_curve, extra, 1)

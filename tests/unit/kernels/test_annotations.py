@@ -1,4 +1,4 @@
-"""A note is found at the noted tensor, as autograd hands it on, and at no other."""
+"""An annotation is found on its tensor as autograd passes it, and on no other tensor."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", SAME)
-def test_whole_views_have_the_note(kind: str) -> None:
+def test_full_views_have_the_annotation(kind: str) -> None:
     assert annotation(SAME[kind](tensor_with_amax()), "amax") is AMAX
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_all_others_have_none(kind: str) -> None:
+def test_other_tensors_have_no_annotation(kind: str) -> None:
     assert annotation(OTHERS[kind](tensor_with_amax()), "amax") is None
 
 
-def test_memory_that_is_used_again_has_none() -> None:
+def test_reused_memory_has_no_annotation() -> None:
     memory = torch.zeros(SHAPE)
-    annotate(memory.detach(), "amax", AMAX)  # a tensor that ends here; its memory stays
+    annotate(memory.detach(), "amax", AMAX)  # a tensor whose life ends here; its memory is reused
     assert annotation(memory, "amax") is annotation(memory.view(SHAPE), "amax") is None
 
 
-def test_a_note_on_a_view_is_one_on_what_it_is_a_view_of() -> None:
+def test_an_annotation_of_a_view_applies_to_its_base() -> None:
     tensor = torch.zeros(SHAPE)
     annotate(rows(tensor), "amax", AMAX)
     assert annotation(tensor, "amax") is AMAX and annotation(tensor, "other") is None
@@ -79,13 +79,13 @@ def test_a_note_on_a_view_is_one_on_what_it_is_a_view_of() -> None:
     assert annotation(tensor, "other") is None and annotation(tensor, "amax") is AMAX
 
 
-def test_tensors_without_a_count_have_none() -> None:
+def test_tensors_without_a_version_counter_have_no_annotation() -> None:
     with torch.inference_mode():
         assert annotation(torch.zeros(SHAPE), "amax") is None
 
 
 class Linear(torch.autograd.Function):
-    """What it finds of its gradient goes to `found`."""
+    """What it finds on its gradient goes to `found`."""
 
     found: list[Optional[Tensor]] = []
 
@@ -100,7 +100,7 @@ class Linear(torch.autograd.Function):
 
 
 class Noting(torch.autograd.Function):
-    """Whose gradient is noted."""
+    """A layer whose gradient is annotated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Noting(torch.autograd.Function):
         (lambda y: y * 1, False),
     ],
 )
-def test_autograd_hands_the_note_on_with_an_only_gradient(after: Callable[[Tensor], Tensor], is_found: bool) -> None:
+def test_autograd_passes_the_annotation_of_one_gradient(after: Callable[[Tensor], Tensor], is_found: bool) -> None:
     Linear.found.clear()
     after(Linear.apply(torch.randn(SHAPE).bfloat16().requires_grad_())).sum().backward()
     assert Linear.found == [AMAX if is_found else None]

@@ -1,4 +1,4 @@
-"""Casts and SwiGLU into blockwise FP8 in one pass, against torch operations: every code and every scale.
+"""Casts and SwiGLU into blockwise FP8 in one kernel, against torch operations: every code and every scale.
 
 On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
 """
@@ -11,7 +11,7 @@ import interpreter
 import pytest
 import torch
 from interpreter import DEVICE, IS_INTERPRETED
-from swiglu_reference import swiglu_both_ways
+from swiglu_reference import swiglu_with_gradient
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -74,8 +74,7 @@ def test_cast(dtype: torch.dtype, fmt: Format, is_power_of_two: bool) -> None:
 
 
 def where_sigmoid_is_exact() -> Tensor:
-    """Inputs [T, 2 W] with gates at which the sigmoid is 1/2, or 1, so that torch's products are the kernels' to the
-    bit."""
+    """Inputs [T, 2 W] with gates whose sigmoid is 1/2 or 1: torch's products equal the kernels' bitwise."""
     gates = torch.randint(0, 3, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)) * 64.0
     return torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
 
@@ -110,7 +109,7 @@ def values_of(blocks: BlockwiseOutput, fmt: Format) -> tuple[Tensor, Tensor]:
 
 
 def check_values(blocks: BlockwiseOutput, expected: Tensor) -> None:
-    """Within a step of E4M3, of BF16, and what an FP8 number below the smallest normal one loses."""
+    """Within a step of E4M3, of BF16, and the loss of FP8 numbers below the smallest normal one."""
     for values in values_of(blocks, E4M3):
         error = (values.double() - expected).abs()
         assert (error <= expected.abs() * (2**-4 + 2**-8) + 16 * 2**-9 / 448 + 1e-5).all()
@@ -129,7 +128,7 @@ def test_gradients_against_the_formula() -> None:
         torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(6)).bfloat16().to(DEVICE)
         for width in (2 * WIDTH, WIDTH)
     )
-    _, gradient = swiglu_both_ways(inputs, gradients)
+    _, gradient = swiglu_with_gradient(inputs, gradients)
     blocks = empty_blocks(TOKENS, 2 * WIDTH, E4M3, True)
     blockwise.swiglu_backward(gradients, inputs, blocks)
     check_values(blocks, gradient)
@@ -153,5 +152,5 @@ def test_rows_or_columns_alone(kernel: Callable[[Tensor, BlockwiseOutput], None]
 @pytest.mark.parametrize(
     ("tokens", "width", "fits"), [(128, 256, True), (0, 128, False), (192, 128, False), (128, 64, False)]
 )
-def test_only_whole_tiles(tokens: int, width: int, fits: bool) -> None:
+def test_partial_tiles_are_refused(tokens: int, width: int, fits: bool) -> None:
     assert has_complete_tiles(tokens, width) is fits

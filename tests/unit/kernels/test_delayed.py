@@ -9,7 +9,7 @@ import interpreter
 import pytest
 import torch
 from interpreter import DEVICE, IS_INTERPRETED
-from swiglu_reference import swiglu_both_ways
+from swiglu_reference import swiglu_with_gradient
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -58,7 +58,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 @FORMATS
 @DTYPES
 def test_a_cast(dtype: torch.dtype, fmt: Format) -> None:
-    """Of values from where the format ends to where it saturates, and of zeros."""
+    """Values from below the format's range to saturation, and zeros."""
     inputs = drawn(TOKENS, WIDTH).float() * torch.logspace(-6, 2, WIDTH, device=DEVICE)
     inputs[: TOKENS // 2, : WIDTH // 2] = 0
     codes = empty_codes(TOKENS, WIDTH, fmt)
@@ -68,9 +68,9 @@ def test_a_cast(dtype: torch.dtype, fmt: Format) -> None:
 
 @FORMATS
 @DTYPES
-def test_both_ways_where_the_sigmoid_is_exact(dtype: torch.dtype, fmt: Format) -> None:
-    """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernels' to the bit: FP32, as they
-    are noted and scaled, never rounded to the inputs' type."""
+def test_forward_and_backward_where_the_sigmoid_is_exact(dtype: torch.dtype, fmt: Format) -> None:
+    """At 0 the sigmoid is 1/2, and 1 from 64 on, so torch's products equal the kernels' bitwise. They are recorded and
+    scaled in FP32, without rounding to the inputs' type."""
     gates = torch.randint(0, 128, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)).float()
     gates = gates.where(gates >= 64, 0.0).to(DEVICE)
     inputs = torch.cat([gates, drawn(TOKENS, WIDTH, 3).float()], dim=1).to(dtype)
@@ -84,10 +84,10 @@ def test_both_ways_where_the_sigmoid_is_exact(dtype: torch.dtype, fmt: Format) -
     check_codes(backward, torch.cat([(a * (s * (1 - s)) + s) * dy * b, a * s * dy], dim=1), fmt)
 
 
-def test_both_ways_against_the_formula() -> None:
-    """Within half a step of E4M3, FP32's rounding, and half the smallest step."""
+def test_forward_and_backward_against_the_formula() -> None:
+    """Within 0.5 steps of E4M3, FP32's rounding, and 0.5 of the smallest step."""
     inputs, gradients = drawn(TOKENS, 2 * WIDTH, 5), drawn(TOKENS, WIDTH, 6)
-    result, gradient = swiglu_both_ways(inputs, gradients)
+    result, gradient = swiglu_with_gradient(inputs, gradients)
     forward, backward = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, 2 * WIDTH, E4M3)
     delayed.swiglu(inputs, forward)
     delayed.swiglu_backward(gradients, inputs, backward)
@@ -99,7 +99,7 @@ def test_both_ways_against_the_formula() -> None:
 
 
 @pytest.mark.parametrize("side", ["rows", "columns"])
-def test_amax_only_rises_and_a_copy_can_be_left_out(side: str) -> None:
+def test_amax_never_decreases_and_a_copy_can_be_omitted(side: str) -> None:
     inputs = drawn(TOKENS, 2 * WIDTH)
     whole, own = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, WIDTH, E4M3, side, amax=99.0)
     delayed.swiglu(inputs, whole)

@@ -50,7 +50,7 @@ def by_slices(joined: Tensor, angles: Tensor, heads: int, groups: int) -> tuple[
 
 
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 4, 64), (8, 2, 32), (20, 20, 16), (6, 1, 128)])
-def test_both_ways_against_slices(heads: int, groups: int, dim: int) -> None:
+def test_forward_and_backward_against_slices(heads: int, groups: int, dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     joined = torch.randn(LENGTH, BATCH, (heads + 2 * groups) * dim, generator=generator).to(DEVICE)
     slow, fast = joined.clone().requires_grad_(), joined.clone().requires_grad_()
@@ -78,7 +78,7 @@ def test_bf16_is_rounded_once() -> None:
 
 
 def joined_gradient(gradients: list[Tensor], notes_amax: bool) -> Tensor:
-    """As the linear before is given it."""
+    """As the preceding linear receives it."""
     length = len(gradients[0])
     joined = torch.zeros(length, BATCH, (HEADS + 2 * GROUPS) * DIM, device=DEVICE).bfloat16().requires_grad_()
     parts = split_and_rotate(joined, angles_of(length, DIM), HEADS, GROUPS, notes_amax)
@@ -86,14 +86,14 @@ def joined_gradient(gradients: list[Tensor], notes_amax: bool) -> Tensor:
 
 
 def both_gradients(length: int, part: int, kind: str) -> tuple[Tensor, Tensor]:
-    """The joined gradient without a note and with one; that of one part is the largest."""
+    """The joined gradient without an annotation and with one. That of one part is the largest."""
     generator = torch.Generator().manual_seed(part)
     gradients = [torch.randn(length, BATCH, count, DIM, generator=generator) for count in (HEADS, GROUPS, GROUPS)]
     gradients[part] *= 8
     if kind == "zeros":
         gradients = [torch.zeros_like(gradient) for gradient in gradients]
     elif kind != "numbers":
-        gradients[part][-1, 0, :2, 3] = torch.tensor([100.0, float(kind)])  # numbers that a thread meets in turn
+        gradients[part][-1, 0, :2, 3] = torch.tensor([100.0, float(kind)])  # numbers that one thread reads in sequence
     given = [gradient.bfloat16().to(DEVICE) for gradient in gradients]
     return joined_gradient(given, False), joined_gradient(given, True)
 
@@ -111,8 +111,8 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("part", range(3), ids=["queries", "keys", "values"])
 @pytest.mark.parametrize("length", [5, 8, 19])
 @pytest.mark.usefixtures("_exact")
-def test_the_gradient_has_its_amax_noted(length: int, part: int, kind: str) -> None:
-    """Of the numbers as they were rounded, of which NaN is none; and they are those without it."""
+def test_the_gradient_has_its_amax_recorded(length: int, part: int, kind: str) -> None:
+    """Of the rounded numbers, none of which is NaN. The gradient equals that without the annotation."""
     plain, noting = both_gradients(length, part, kind)
     assert torch.equal(plain.view(torch.int16), noting.view(torch.int16))
     amax = annotation(noting, "amax")
@@ -122,7 +122,7 @@ def test_the_gradient_has_its_amax_noted(length: int, part: int, kind: str) -> N
 
 @KINDS
 @pytest.mark.usefixtures("_exact")
-def test_the_noted_amax_gives_the_codes_of_a_pass_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_amax_gives_the_codes_of_a_separate_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes, plain_amaxes = [], tensorwise._amaxes
     monkeypatch.setattr(tensorwise, "PROGRAMS", 4)
     monkeypatch.setattr(tensorwise, "_amaxes", lambda inputs: passes.append(inputs) or plain_amaxes(inputs))

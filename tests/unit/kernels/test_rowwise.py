@@ -1,4 +1,4 @@
-"""Casts with a scale a row and a column in two launches, against torch operations: every code and scale.
+"""Casts with a scale per row and per column in two launches, against torch operations: every code and scale.
 
 On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
 """
@@ -28,7 +28,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(dtype: torch.dtype) -> Tensor:
-    """Rows and columns of very different size, with corners in some of them."""
+    """Rows and columns of very different size, with special values in some of them."""
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(3))
     x *= torch.logspace(-5, 4, WIDTH) * torch.logspace(3, -3, TOKENS)[:, None]
     x[5], x[:, 7] = 0, 0
@@ -52,7 +52,7 @@ def test_both_sets_of_codes(fmt: Format, scale_rule: ScaleRule, dtype: torch.dty
 
 
 @pytest.mark.parametrize("side", ["rows", "columns"])
-def test_one_set_alone_is_the_same(side: str) -> None:
+def test_one_set_of_codes_alone_is_the_same(side: str) -> None:
     x = drawn(torch.bfloat16)
     both = dict(zip(("rows", "columns"), rowwise.cast(x, grid_of(E4M3)), strict=True))
     alone = dict(zip(("rows", "columns"), rowwise.cast(

@@ -28,8 +28,8 @@ def kernel(gates, fast, exact, plain, COUNT: tl.constexpr):
     tl.store(plain + at, 1.0 / (1.0 + tl.exp(-a)))
 
 
-def test_without_guards_they_are_what_they_are_with_them() -> None:
-    """The fast one to the bit, where results are subnormal too; CUDA's own where they are normal."""
+def test_sigmoids_with_and_without_guards_are_equal() -> None:
+    """The fast one bitwise, also where results are subnormal; CUDA's own where they are normal."""
     gates = torch.linspace(-110, 110, COUNT, device=DEVICE)
     fast, exact, plain = torch.full((3, COUNT), torch.nan, device=DEVICE)
     kernel[(1,)](gates, fast, exact, plain, COUNT=COUNT, num_warps=8)

@@ -12,7 +12,7 @@ import interpreter
 import pytest
 import torch
 from interpreter import DEVICE, IS_INTERPRETED
-from swiglu_reference import swiglu_both_ways
+from swiglu_reference import swiglu_with_gradient
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -40,7 +40,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few that each has several tiles."""
+    """Few enough that each has several tiles."""
     monkeypatch.setattr(tensorwise, "PROGRAMS", 4)
     monkeypatch.setattr(tensorwise, "GRADIENTS_PROGRAMS", 4)
 
@@ -66,7 +66,7 @@ def empty_codes(tokens: int, width: int, fmt: Format, is_power_of_two: bool = Fa
 
 
 def check_codes(codes: TensorwiseOutput, values: Tensor, fmt: Format, rounded: Optional[Tensor] = None) -> None:
-    """The scale is that of `values`, the codes are theirs or those of what they were rounded to."""
+    """The scale is that of `values`, the codes are theirs or those of their rounded values."""
     rule = ScaleRule.POWER_OF_TWO if codes.is_power_of_two else ScaleRule.FP32
     quant_scale = quant_scale_of(compute_amax(values), fmt, rule)
     written = values if rounded is None else rounded
@@ -93,8 +93,8 @@ def test_other_types_and_programs_without_a_tile(dtype: torch.dtype, monkeypatch
 
 
 @FORMATS
-def test_swiglu_both_ways_where_its_sigmoid_is_exact(fmt: Format) -> None:
-    """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernels' to the bit.
+def test_swiglu_forward_and_backward_where_its_sigmoid_is_exact(fmt: Format) -> None:
+    """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products equal the kernels' bitwise.
 
     The scale is that of the products before they are rounded, as in Transformer Engine.
     """
@@ -131,8 +131,8 @@ SIZES: dict[str, Callable[[tuple[int, int]], Tensor]] = {
 
 @pytest.mark.parametrize("gradient_sizes", SIZES)
 @pytest.mark.parametrize("input_sizes", SIZES)
-def test_gradients_left_out_by_their_factors_do_not_hold_the_amax(input_sizes: str, gradient_sizes: str) -> None:
-    """Codes and scale are those of gradients that are all read."""
+def test_gradients_skipped_by_their_factors_do_not_determine_the_amax(input_sizes: str, gradient_sizes: str) -> None:
+    """Codes and scale equal those with all gradients read."""
     tokens, width = 256, 256
     inputs = (torch.randn(tokens, 2 * width) * SIZES[input_sizes]((tokens, 2 * width))).bfloat16().to(DEVICE)
     gradients = (torch.randn(tokens, width) * SIZES[gradient_sizes]((tokens, width))).bfloat16().to(DEVICE)
@@ -149,8 +149,8 @@ def test_gradients_left_out_by_their_factors_do_not_hold_the_amax(input_sizes: s
         assert torch.equal(one, other), name
 
 
-def test_gradients_that_are_nan_count_as_nothing() -> None:
-    """Whole tiles of them, too."""
+def test_nan_gradients_are_ignored_in_the_amax() -> None:
+    """Also complete tiles of them."""
     inputs, gradients = drawn(TOKENS, 2 * WIDTH, 9, "one size"), drawn(TOKENS, WIDTH, 10, "one size")
     scales = []
     for value in (0.0, torch.nan):
@@ -168,17 +168,17 @@ def test_inputs_of_small_gradients_are_not_read() -> None:
         if factor is not None:
             annotate(inputs, "factors", torch.full((WIDTH // 128, TOKENS), factor, device=DEVICE))
         else:
-            inputs.add_(0)  # no longer what was noted
+            inputs.add_(0)  # no longer the recorded value
         codes = empty_codes(TOKENS, 2 * WIDTH, E4M3)
         tensorwise.swiglu_backward(gradients, inputs, codes)
         scales.append(codes.scale_inv.item())
     assert scales[0] == scales[2] != 1 and scales[1] == 1, "an amax of zero has a scale of 1"
 
 
-def test_swiglu_both_ways_against_the_formula() -> None:
-    """Within a step of E4M3, of BF16, and what an FP8 number below the smallest normal one loses."""
+def test_swiglu_forward_and_backward_against_the_formula() -> None:
+    """Within a step of E4M3, of BF16, and the loss of FP8 numbers below the smallest normal one."""
     inputs, gradients = drawn(TOKENS, 2 * WIDTH, 5, "one size"), drawn(TOKENS, WIDTH, 6, "one size")
-    result, gradient = swiglu_both_ways(inputs, gradients)
+    result, gradient = swiglu_with_gradient(inputs, gradients)
     forward, backward = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, 2 * WIDTH, E4M3)
     tensorwise.swiglu(inputs, forward)
     tensorwise.swiglu_backward(gradients, inputs, backward)

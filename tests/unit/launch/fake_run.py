@@ -3,8 +3,8 @@
     python fake_run.py FOLDER "died:40:47 done:60:60"
 
 Each end is STATE:SAVED_STEP:STEP. In place of a state, `wait` waits for SIGTERM or SIGHUP and is then `preempted`,
-`nothing` writes no state, `orphan` leaves a process in a session of its own behind, which does not heed SIGTERM, and is
-then `died`, and a number is the exit status of a run that failed.
+`nothing` writes no state, `orphan` leaves a process in its own session that ignores SIGTERM, and is then `died`, and a
+number is the exit status of a run that failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(folder: Path, ends: list[str]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGHUP])
         (folder / "waits").touch()
         got = signal.sigtimedwait([signal.SIGTERM, signal.SIGHUP], 20)
-        if got is None:  # nobody tells it: no test waits for ever
+        if got is None:  # without a signal: no test waits forever
             return 3
         (folder / "got").write_text(f"{signal.Signals(got.si_signo).name} {os.environ.get('PET_SIGNALS_TO_HANDLE')}")
         state = "preempted"

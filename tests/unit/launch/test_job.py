@@ -1,4 +1,4 @@
-"""Job files: what they may say, and everything that is wrong with one at once."""
+"""Job files: their valid content, and a report of all errors together."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ training: |
 """
 
 
-def test_a_file_is_taken_as_it_is_written() -> None:
-    """Where YAML would read 86400 for 24:00:00 and true for on."""
+def test_job_values_are_read_literally() -> None:
+    """YAML would read 86400 for 24:00:00 and true for on."""
     job = read_job(FILE, {})
     assert (job.name, job.nodes, job.time, job.exclusive) == ("first", 4, "24:00:00", False)
     assert job.environment == {"NCCL_IB_HCA": "mlx5", "SWITCH": "on"}
@@ -35,7 +35,7 @@ def test_a_file_is_taken_as_it_is_written() -> None:
     assert (job.run_folder, job.log_folder) == ("runs/a b", "runs/a b/logs")
 
 
-def test_what_is_given_besides_wins() -> None:
+def test_command_line_options_override_the_file() -> None:
     job = read_job(FILE, {"nodes": "8", "environment": {"SWITCH": "off"}}, ["--save", "b", "--load=b", "--load", "b"])
     assert job.nodes == 8
     assert job.environment == {"NCCL_IB_HCA": "mlx5", "SWITCH": "off"}
@@ -53,11 +53,11 @@ def test_ranks() -> None:
     ("time", "seconds"),
     [("90", 5400), ("1:30", 90), ("24:00:00", 86400), ("2-12", 216000), ("1-00:30", 88200), ("1-00:00:30", 86430)],
 )
-def test_time_limits_are_slurm_s(time: str, seconds: int) -> None:
+def test_time_limits_have_slurms_format(time: str, seconds: int) -> None:
     assert time_limit_s(time) == seconds
 
 
-def test_a_time_limit_that_leaves_room_is_taken() -> None:
+def test_a_sufficient_time_limit_is_accepted() -> None:
     for change in ({"time": "00:17:01"}, {"time": "00:07:01", "check_nodes": "false"}):
         assert build_job({"name": "first", "training": list(RUN), **change}).time == change["time"]
 
@@ -99,20 +99,20 @@ def test_runs_of_an_array_are_lines() -> None:
         ({"runs": "--lr 1"}, "an array needs a folder"),
     ],
 )
-def test_what_is_wrong_is_said(change: dict, words: str) -> None:
+def test_job_errors_are_reported(change: dict, words: str) -> None:
     plain = {"name": "first", "training": list(RUN)} | change
     with pytest.raises(ConfigError) as refused:
         build_job({name: value for name, value in plain.items() if value is not None})
     assert words in str(refused.value)
 
 
-def test_everything_is_said_at_once() -> None:
+def test_all_job_errors_are_reported_together() -> None:
     with pytest.raises(ConfigError) as refused:
         build_job({"name": "a b", "training": "--lr 1", "nodes": "0", "time": "x"})
     assert len(refused.value.problems) == 4
 
 
 @pytest.mark.parametrize("text", ["- a list", "a: [", "just words"])
-def test_what_is_no_job_file(text: str) -> None:
+def test_invalid_job_files_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="job file"):
         read_job(text, {})

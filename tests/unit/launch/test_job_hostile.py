@@ -1,4 +1,4 @@
-"""Job and study files that would have the generated script run something of their own: refused, or taken literally."""
+"""Job and study files that try to inject code into the generated script: refused, or taken literally."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTROL = [f"\n{TOUCH}", f"\n{TOUCH}\n", f"\r{TOUCH}", f"\r\n{TOUCH}\r\n", "\x00
 SHELL = [f"$({TOUCH})", f"`{TOUCH}`", f"; {TOUCH}", f"' ; {TOUCH} #", f'" ; {TOUCH} #', f"a) ;; esac; {TOUCH} #",
          f"$'\\n{TOUCH}'", "END"]  # fmt: skip
 RUN = ("--save", "runs/a", "--load", "runs/a")
-# Where a value of a job stands, and a job that has one there.
+# The places of a job's values, and a job with a value at each.
 Place = Callable[[str], dict[str, Any]]
 JOB: dict[str, Place] = {
     "name": lambda text: {"name": text},
@@ -56,7 +56,7 @@ JOB: dict[str, Place] = {
     },
     **{answer: lambda text, answer=answer: {answer: f"true{text}"} for answer in ("exclusive", "check_nodes")},
 }  # fmt: skip
-# In the place of every command of a script: what is run in the end is what srun and python3 are given.
+# Replaces every command of a script. The commands that finally run are arguments of srun and python3.
 STANDINS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "apptainer": 'shift; while [ "${1#--}" != "$1" ]; do shift; done; shift; exec "$@"',
@@ -79,7 +79,7 @@ def commands(tmp_path: Path) -> dict[str, str]:
 
 
 def scripts(job: Job) -> Iterator[str]:
-    """All scripts of a job that there can be."""
+    """All possible scripts of a job."""
     for launcher in (slurm, torchrun):
         try:
             yield launcher.script(job)
@@ -88,7 +88,7 @@ def scripts(job: Job) -> Iterator[str]:
 
 
 def ran(text: str, environment: dict[str, str], folder: Path) -> bool:
-    """Whether a script ran what was hidden in it. Standard tools are there, so that it could."""
+    """Whether a script ran the code hidden in it. Standard tools are available, so that it could."""
     folder.mkdir(exist_ok=True)
     subprocess.run(["bash", "-c", text], cwd=folder, env=environment, capture_output=True, stdin=subprocess.DEVNULL)
     return any((each / "FLAG").exists() for each in (folder, folder.parent))
@@ -114,8 +114,8 @@ def test_no_field_of_a_job_becomes_code(place: str, tmp_path: Path, commands: di
 
 
 @pytest.mark.parametrize("payload", CONTROL)
-def test_a_script_holds_no_line_that_is_two(payload: str) -> None:
-    """Whatever the check of a job may have missed: fields that no file was read for, one by one."""
+def test_no_value_adds_a_line_to_a_script(payload: str) -> None:
+    """Independent of the check of a job: fields that were not read from a file, one by one."""
     plain = Job(name="first", training=RUN, logs="logs", runs=(("--lr", "1"),))
     for change in (
         {"partition": payload}, {"account": payload}, {"sbatch": {"qos": payload}}, {"sbatch": {payload: ""}},
@@ -124,7 +124,7 @@ def test_a_script_holds_no_line_that_is_two(payload: str) -> None:
         {"name": payload}, {"time": payload},
     ):  # fmt: skip
         if payload == "\t":
-            continue  # in a line of shell, a blank
+            continue  # a space in a line of shell
         with pytest.raises(ConfigError, match="control characters"):
             slurm.script(Job(**vars(plain) | change))
 
@@ -137,7 +137,7 @@ def test_setup_may_have_lines_and_nothing_else() -> None:
             build_job(plain | {"setup": f"module load cuda{char}"})
 
 
-def test_what_a_file_s_block_ends_with_is_said() -> None:
+def test_trailing_newlines_of_a_yaml_block_are_reported() -> None:
     with pytest.raises(ConfigError, match=r"partition: 'gpu\\n': remove the control characters '\\n'"):
         read_job("name: a\ntraining: --save a --load a\npartition: |\n  gpu\n", {})
 
@@ -195,8 +195,8 @@ def test_problems_name_the_characters_of_texts_wherever_they_are() -> None:
     check_lines(["\ta"])
 
 
-def test_the_stand_ins_let_a_script_run_what_is_hidden_in_it(tmp_path: Path, commands: dict[str, str]) -> None:
-    """Else the tests above could not fail."""
+def test_stand_ins_would_run_injected_code(tmp_path: Path, commands: dict[str, str]) -> None:
+    """Otherwise the tests above could not fail."""
     job = build_job({"name": "first", "training": [*RUN], "project": str(tmp_path), "partition": "gpu"})
     text = slurm.script(job)
     assert ran(text.replace("partition=gpu", f"partition=gpu\n{TOUCH}"), commands, tmp_path / "a")

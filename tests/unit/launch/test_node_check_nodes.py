@@ -1,4 +1,4 @@
-"""Which node is to blame: told from what the nodes of a job reported."""
+"""Which node is at fault, derived from the reports of a job's nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GPU = GpuState(
 
 
 def groups_of(number: int, num_nodes: int, fails: Callable[[set[int]], bool]) -> tuple[GroupResult, ...]:
-    """A node's groups; those of failing members say so."""
+    """A node's groups. Groups with failing members report it."""
     members = [(number,), *(link_members(link, num_nodes) for link in node_links(number, num_nodes))]
     return tuple(
         GroupResult(members=some, bytes_per_s=None, error="timed out") if fails({*some})
@@ -46,13 +46,13 @@ def reports_of(num_nodes: int, fails: Callable[[set[int]], bool] = lambda _: Fal
     ]  # fmt: skip
 
 
-def judged(reports: list) -> dict[str, list[str]]:
+def blamed(reports: list) -> dict[str, list[str]]:
     return evaluate_nodes([f"n{number}" for number in range(len(reports))], reports)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7, 8])
-def test_links_are_a_ring_and_nobody_waits_in_a_circle(num_nodes: int) -> None:
-    """Each node goes through its links in order: some link is then always the next one of both its ends."""
+def test_links_form_a_ring_without_deadlock(num_nodes: int) -> None:
+    """Each node tests its links in order. Some link is then always the next one of both its ends."""
     waiting = [node_links(node, num_nodes) for node in range(num_nodes)]
     links = {link_members(link, num_nodes) for own in waiting for link in own}
     assert len(links) == (num_nodes if num_nodes > 2 else num_nodes - 1)
@@ -64,39 +64,39 @@ def test_links_are_a_ring_and_nobody_waits_in_a_circle(num_nodes: int) -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 8])
-def test_well_nodes_are_not_blamed(num_nodes: int) -> None:
+def test_healthy_nodes_are_not_blamed(num_nodes: int) -> None:
     reports = reports_of(num_nodes)
-    assert judged(reports) == {}
+    assert blamed(reports) == {}
     text = healthy_summary([report.node for report in reports], reports)
     assert text.startswith(f"{num_nodes} nodes are well, 1 x H200 each, slowest all-reduce 1.00 GB/s (n0")
 
 
 @pytest.mark.parametrize("bad", range(5))
-def test_a_node_that_reaches_nobody_is_named_and_no_other(bad: int) -> None:
-    wrong = judged(reports_of(5, lambda members: bad in members and len(members) == 2))
+def test_only_the_unreachable_node_is_named(bad: int) -> None:
+    wrong = blamed(reports_of(5, lambda members: bad in members and len(members) == 2))
     assert list(wrong) == [f"n{bad}"]
     assert "all-reduce with n" in wrong[f"n{bad}"][0] and "timed out" in wrong[f"n{bad}"][0]
 
 
-def test_what_is_wrong_within_a_node_explains_its_links() -> None:
-    wrong = judged(reports_of(4, lambda members: 2 in members))
+def test_an_error_within_a_node_explains_its_links() -> None:
+    wrong = blamed(reports_of(4, lambda members: 2 in members))
     assert wrong == {"n2": ["all-reduce within the node: timed out"]}
 
 
-def test_a_rendezvous_that_fails_is_told_where_nothing_else_explains_it() -> None:
+def test_a_failed_rendezvous_is_reported_without_another_cause() -> None:
     reports = [dataclasses.replace(report, rendezvous="at n0:1: no answer") for report in reports_of(3)]
     reports[0] = dataclasses.replace(reports[0], rendezvous=None)
-    assert judged(reports) == {f"n{number}": ["rendezvous: at n0:1: no answer"] for number in (1, 2)}
+    assert blamed(reports) == {f"n{number}": ["rendezvous: at n0:1: no answer"] for number in (1, 2)}
     reports[2] = dataclasses.replace(reports[2], clock_s=60.0)
-    assert list(judged(reports)) == ["n2"]
+    assert list(blamed(reports)) == ["n2"]
 
 
 def test_one_broken_link_costs_one_node() -> None:
-    assert list(judged(reports_of(6, lambda members: members == {2, 3}))) == ["n3"]
+    assert list(blamed(reports_of(6, lambda members: members == {2, 3}))) == ["n3"]
 
 
-def test_of_two_nodes_that_do_not_meet_both_are_named() -> None:
-    assert list(judged(reports_of(2, lambda members: len(members) == 2))) == ["n0", "n1"]
+def test_two_nodes_without_a_connection_are_both_named() -> None:
+    assert list(blamed(reports_of(2, lambda members: len(members) == 2))) == ["n0", "n1"]
 
 
 def test_a_failure_that_one_end_saw_counts() -> None:
@@ -104,13 +104,13 @@ def test_a_failure_that_one_end_saw_counts() -> None:
     seen = tuple(dataclasses.replace(group, error="reset", bytes_per_s=None) if group.members == (1, 2) else group
                  for group in reports[2].groups)  # fmt: skip
     reports[2] = dataclasses.replace(reports[2], groups=seen)
-    assert list(judged(reports)) == ["n2"]
+    assert list(blamed(reports)) == ["n2"]
 
 
 def test_a_node_without_a_report_is_named_and_explains_its_links() -> None:
     reports: list = reports_of(4, lambda members: 1 in members and len(members) == 2)
     reports[1] = None
-    assert judged(reports) == {"n1": ["it gave no report in time"]}
+    assert blamed(reports) == {"n1": ["it gave no report in time"]}
 
 
 @pytest.mark.parametrize(
@@ -125,15 +125,15 @@ def test_a_node_without_a_report_is_named_and_explains_its_links() -> None:
         ({"gpus": (dataclasses.replace(GPU, is_slowed=True),)}, "GPU 3: its clock is held down"),
     ],
 )
-def test_what_is_wrong_with_a_node_is_said(change: dict, words: str) -> None:
+def test_errors_of_a_node_are_reported(change: dict, words: str) -> None:
     reports = reports_of(4)
     reports[1] = dataclasses.replace(reports[1], **change)
-    (said,) = judged(reports).pop("n1")
+    (said,) = blamed(reports).pop("n1")
     assert words in said
-    assert list(judged(reports)) == ["n1"]
+    assert list(blamed(reports)) == ["n1"]
 
 
-def test_reports_come_back_from_their_files(tmp_path: Path) -> None:
+def test_reports_read_back(tmp_path: Path) -> None:
     for report in [*reports_of(3), dataclasses.replace(reports_of(1)[0], rendezvous="no answer")]:
         write_report(tmp_path, report)
         assert read_report(tmp_path, report.node) == report
@@ -142,7 +142,7 @@ def test_reports_come_back_from_their_files(tmp_path: Path) -> None:
     assert read_report(tmp_path, "n0") is None
 
 
-def test_the_clock_is_compared_with_the_one_that_stamps_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_are_compared_with_the_file_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
     assert abs(clock_offset_s(tmp_path / "a")) < 30

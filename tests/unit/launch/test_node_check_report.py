@@ -1,4 +1,4 @@
-"""What a node measures of itself: GPUs as nvidia-smi tells them, and what becomes of ranks that do not answer."""
+"""A node's measurements of itself: GPUs as reported by nvidia-smi, and the handling of ranks that do not answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_without_nvidia_smi_there_are_none(tmp_path: Path, monkeypatch: pytest.M
 
 
 def leave(scratch: Path, rank: int, *lines: dict) -> subprocess.Popen:
-    """A rank that said this, and ended."""
+    """A rank that reported this and ended."""
     (scratch / f"rank{rank}").write_text("".join(json.dumps(line) + "\n" for line in lines))
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
@@ -50,7 +50,7 @@ def said(members: list[int], seconds: float | None, error: str | None = None) ->
     return {"members": members, "bytes": 1000, "seconds": seconds, "error": error}
 
 
-def test_the_slowest_rank_counts_and_an_error_of_one_is_the_groups(tmp_path: Path) -> None:
+def test_a_group_has_the_slowest_time_and_any_error(tmp_path: Path) -> None:
     ranks = [leave(tmp_path, 0, said([0], 1.0), said([0, 1], 1.0)),
              leave(tmp_path, 1, said([0], 4.0), said([0, 1], None, "reset"))]  # fmt: skip
     assert node_check.collect_results(place(("a", "b")), tmp_path, ranks) == (
@@ -68,7 +68,7 @@ def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path, monkeypatch: pyte
     assert all(process.poll() is not None for process in ranks)
 
 
-def test_a_rank_that_died_has_its_last_words_told(tmp_path: Path) -> None:
+def test_the_last_output_of_a_dead_rank_is_reported(tmp_path: Path) -> None:
     process = leave(tmp_path, 0, said([0], 1.0))
     dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
     (tmp_path / "rank1").touch()

@@ -1,4 +1,4 @@
-"""Many runs at once, on runs that do not train: their ends are told apart, and a signal reaches those that go on."""
+"""Many concurrent runs without training: their ends are distinguished, and a signal reaches the running ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(parallel: int, runs: list[PooledRun], gpus: Sequence[str] = ()) -> dict[
     return {outcome.run.name: outcome for outcome in batch(parallel, [], gpus).run(runs)}
 
 
-def test_one_failed_run_takes_no_other_with_it(tmp_path: Path) -> None:
+def test_one_failed_run_does_not_stop_others(tmp_path: Path) -> None:
     ends = {"a": "done:60:60", "b": "65:0:7", "c": "nothing", "d": "done:60:60"}
     outcomes = run(2, [fake(tmp_path / name, end) for name, end in ends.items()])
     assert sorted(name for name, outcome in outcomes.items() if outcome.is_done) == ["a", "d"]
@@ -44,7 +44,7 @@ def test_one_failed_run_takes_no_other_with_it(tmp_path: Path) -> None:
     assert finished_state(tmp_path / "d") is not None and finished_state(tmp_path / "c") is None
 
 
-def test_the_end_of_what_a_failed_run_said_is_told_and_all_is_kept(tmp_path: Path) -> None:
+def test_the_end_of_a_failed_runs_output_is_reported_and_all_is_kept(tmp_path: Path) -> None:
     words = "for line in range(40): print('line', line)\nraise SystemExit(2)"
     talker = PooledRun(name="t", command=(sys.executable, "-c", words), folder=tmp_path / "t")
     for _ in range(2):
@@ -53,14 +53,14 @@ def test_the_end_of_what_a_failed_run_said_is_told_and_all_is_kept(tmp_path: Pat
     assert len((tmp_path / "t" / OUTPUT_FILE).read_text().splitlines()) == 80
 
 
-def test_an_old_state_is_not_taken_for_that_of_a_new_start(tmp_path: Path) -> None:
+def test_an_old_state_is_not_used_for_a_new_start(tmp_path: Path) -> None:
     run(1, [fake(tmp_path / "a", "done:60:60")])
     assert finished_state(tmp_path / "a") is not None
     again = PooledRun(name="a", command=(sys.executable, "-c", "raise SystemExit(64)"), folder=tmp_path / "a")
     assert "status 64 before the run began" in run(1, [again])["a"].reason
 
 
-def test_each_run_has_gpus_of_its_own(tmp_path: Path) -> None:
+def test_each_run_has_its_own_gpus(tmp_path: Path) -> None:
     words = "import os, time; time.sleep(0.6); print(os.environ['CUDA_VISIBLE_DEVICES'])"
     runs = [
         PooledRun(name=name, command=(sys.executable, "-c", words), folder=tmp_path / name, gpus=2) for name in "abcd"
@@ -71,7 +71,7 @@ def test_each_run_has_gpus_of_its_own(tmp_path: Path) -> None:
     assert all(len({*line.split(",")} & {"0", "1", "5", "7", "8"}) == 2 for line in seen)
 
 
-def test_a_signal_lets_runs_save_and_starts_no_more(tmp_path: Path) -> None:
+def test_after_a_signal_runs_save_and_none_starts(tmp_path: Path) -> None:
     told: list[str] = []
     waits = [fake(tmp_path / name, "wait:5:5") for name in ("a", "b", "c")]
 
@@ -94,7 +94,7 @@ def test_a_signal_lets_runs_save_and_starts_no_more(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_signal_before_a_run_began_is_no_failure(tmp_path: Path) -> None:
+def test_a_signal_before_a_run_started_is_not_a_failure(tmp_path: Path) -> None:
     ends = {"ended": "os.kill(os.getpid(), signal.SIGTERM)", "crashed": "os.kill(os.getpid(), signal.SIGKILL)"}
     runs = [
         PooledRun(name=name, command=(sys.executable, "-c", f"import os, signal; {words}"), folder=tmp_path / name)
@@ -109,7 +109,7 @@ def test_a_signal_before_a_run_began_is_no_failure(tmp_path: Path) -> None:
 def test_a_signal_between_two_starts_reaches_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, number: signal.Signals
 ) -> None:
-    """It comes while the second process is made, before it is in any list."""
+    """It arrives while the second process is created, before it is in any list."""
     runs, made = [fake(tmp_path / name, "wait:5:5") for name in "abc"], []
 
     class Interrupted(subprocess.Popen):

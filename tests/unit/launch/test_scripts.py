@@ -1,6 +1,6 @@
-"""The scripts that start jobs: the same text as was looked at once, sound shell, and what they say in it.
+"""The scripts that start jobs: equal to their snapshots, valid shell, and with the right content.
 
-`--write-snapshots` writes `snapshots/` anew.
+`--write-snapshots` rewrites `snapshots/`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def script(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_script_is_the_one_that_was_looked_at(name: str, request: pytest.FixtureRequest) -> None:
+def test_scripts_equal_their_snapshots(name: str, request: pytest.FixtureRequest) -> None:
     path = SNAPSHOTS / name
     if request.config.getoption("--write-snapshots"):
         path.parent.mkdir(exist_ok=True)
@@ -63,18 +63,18 @@ def test_the_script_is_the_one_that_was_looked_at(name: str, request: pytest.Fix
     assert script(name) == path.read_text()
 
 
-def test_no_snapshot_is_left_over() -> None:
+def test_every_snapshot_is_used() -> None:
     assert {path.name for path in SNAPSHOTS.iterdir()} == set(JOBS)
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (Debian: shellcheck)")
-def test_shell_scripts_are_sound() -> None:
-    """Every one in the project, and those that are generated."""
+def test_shell_scripts_pass_shellcheck() -> None:
+    """Every shell script of the project, and the generated ones."""
     listed = [path for folder in (ROOT, *(ROOT / name for name in ("examples", "launcher", "tests", "tools", ".ci")))
               for path in folder.rglob("*.sh") if ".venv" not in path.parts]  # fmt: skip
     files = sorted({*listed, ROOT / ".ci/run", *SNAPSHOTS.iterdir()})
     assert len(files) > 15
-    # SC1091: a virtual environment is elsewhere. SC2016: what is quoted is for the nodes to expand.
+    # SC1091: a virtual environment is elsewhere. SC2016: quoted text is for the nodes to expand.
     found = subprocess.run(["shellcheck", "--exclude=SC1091,SC2016", *map(str, files)], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
 
@@ -84,29 +84,29 @@ def directives(name: str) -> dict[str, str]:
     return dict(word.partition("=")[::2] for word in words)
 
 
-def test_the_warning_comes_before_the_time_limit_with_time_to_save() -> None:
+def test_the_time_limit_warning_leaves_time_to_save() -> None:
     job = dataclasses.replace(ONE, time_to_save_s=900)
     text = slurm.script(job)
     assert "#SBATCH --signal=USR1@960" in text and "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900" in text
     assert "--least-time-s 1020" in text  # a minute more, as Slurm may send it early
 
 
-def test_how_long_nodes_are_looked_at_does_not_follow_from_the_time_to_save() -> None:
+def test_node_check_time_does_not_depend_on_the_save_time() -> None:
     for time_to_save_s in (10, 3600):
         text = slurm.script(dataclasses.replace(ONE, time_to_save_s=time_to_save_s))
         assert "SLURM_WAIT=600 " in text and f"export SLURM_WAIT={time_to_save_s + 60}\n" in text
 
 
-def test_jobs_of_neighbouring_numbers_meet_on_ports_of_their_own() -> None:
+def test_jobs_of_adjacent_numbers_have_different_ports() -> None:
     check, meeting = re.findall(r"\$\(\((\d.+?)\)\)", script("four_nodes.sbatch"))
     jobs = [{"SLURM_JOB_ID": number} for number in range(4_199_950, 4_200_050)]
-    ports = [eval(meeting, job) for job in jobs]  # the shell's arithmetic is Python's here
+    ports = [eval(meeting, job) for job in jobs]  # the shell's arithmetic equals Python's here
     ports += [eval(check, job) + port for job in jobs for port in range(NUM_CHECK_PORTS)]
     assert len({*ports}) == len(ports) and min(ports) >= 10_000 and max(ports) < 32_768
 
 
 def test_words_survive_the_shell(tmp_path: Path) -> None:
-    """Flags of an array's task, with a space in them, come out of bash as they went in."""
+    """Flags of an array's task that contain a space come out of bash unchanged."""
     text = script("array.sbatch")
     flags = text[text.index("training=(") : text.index("# Once on")]
     ended = subprocess.run(
@@ -117,7 +117,7 @@ def test_words_survive_the_shell(tmp_path: Path) -> None:
     assert directives("array.sbatch")["array"] == "0-2%2"
 
 
-# In place of srun and of every Python: what the scripts have them do, without Slurm.
+# Replaces srun and every Python: records the arguments, without Slurm.
 STANDINS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "scontrol": "echo n7",
@@ -130,7 +130,7 @@ esac""",
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_what_is_awkward_to_say_in_shell_arrives(nodes: int, tmp_path: Path) -> None:
+def test_spaces_and_quotes_survive_the_scripts(nodes: int, tmp_path: Path) -> None:
     """Folders and values with spaces and quotes, through every command of the script."""
     folder = "runs/it's a run"
     training = ("--save", folder, "--load", folder, "--split", "99,1,0", "--data-path", "$HOME", "-1e-3")
@@ -155,7 +155,7 @@ def test_what_is_awkward_to_say_in_shell_arrives(nodes: int, tmp_path: Path) -> 
     assert checked.count(f"{folder}/logs/nodes/41-0") == 2 and checked.count("24100") == 2
 
 
-# As Slurm prints them, more or less.
+# Approximately as Slurm prints them.
 NODES = """case $2 in
   hostnames) printf '%s\n' n7 n9 ;;
   node) for name in 7 9; do echo "NodeName=n$name NodeAddr=10.0.0.$name NodeHostName=host$name Port=1 "; done ;;
@@ -163,7 +163,7 @@ esac"""
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_node_knows_by_its_number_that_it_hosts_and_meets_at_addresses(number: int, tmp_path: Path) -> None:
+def test_node_0_hosts_the_rendezvous_at_its_address(number: int, tmp_path: Path) -> None:
     for name, text in (STANDINS | {"scontrol": NODES}).items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -191,7 +191,7 @@ def test_a_job_that_slurm_put_back_too_often_ends(tmp_path: Path) -> None:
         assert ended.returncode == status
 
 
-def test_a_job_s_own_variables_and_options_win() -> None:
+def test_a_jobs_own_variables_and_options_take_precedence() -> None:
     job = dataclasses.replace(ONE, environment={"NCCL_DEBUG": "INFO"}, sbatch={"mem": "100G"})
     text = slurm.script(job)
     assert "export NCCL_DEBUG=INFO" in text and "NCCL_DEBUG=WARN" not in text
@@ -207,12 +207,12 @@ def test_a_job_s_own_variables_and_options_win() -> None:
         ({"nodes": 2, "endpoint": "first:29500", "max_restarts": 2}, "max_restarts: 2: no supervisor"),
     ],
 )
-def test_what_torchrun_alone_cannot_do_is_refused(change: dict, words: str) -> None:
+def test_jobs_that_need_slurm_are_refused_with_torchrun(change: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         torchrun.script(dataclasses.replace(ONE, **change))
 
 
-def test_without_sbatch_the_mend_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sbatch_the_error_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     path = tmp_path / "job.sbatch"
     path.write_text(f"#SBATCH --output={tmp_path}/logs/%j.log\n")

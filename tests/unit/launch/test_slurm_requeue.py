@@ -1,5 +1,5 @@
-"""In a Slurm job: what the supervisor leaves to the queue, and when a job may go back into it. Slurm's commands are
-stand-ins here; `tests/faults/test_slurm.py` has the real ones."""
+"""In a Slurm job: what the supervisor leaves to the queue, and when a job may be requeued. Slurm's commands are
+stand-ins here. `tests/faults/test_slurm.py` uses the real ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ esac
 
 
 class Job:
-    """A job of Slurm as its batch script sees it."""
+    """A Slurm job as its batch script sees it."""
 
     def __init__(
         self, folder: Path, state: str = "RUNNING", restarts: int = 0, status: int = 0, excluded: str = "(null)",
@@ -53,7 +53,7 @@ class Job:
             self.environment |= {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}
 
     def supervise(self, ends: str, *options: str) -> tuple[int, str]:
-        """Exit status and what was told."""
+        """Exit status and messages."""
         words = command(self.folder / "run", ends, "--requeue", *options)
         ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=self.environment)
         assert "Traceback" not in ended.stderr, ended.stderr
@@ -65,7 +65,7 @@ class Job:
         return said.exists() and "scontrol requeue 17\n" in said.read_text()
 
 
-def test_a_run_that_slurm_ended_goes_back_and_is_not_started_again(tmp_path: Path) -> None:
+def test_a_run_ended_by_slurm_is_requeued_and_not_restarted(tmp_path: Path) -> None:
     job = Job(tmp_path, restarts=2)
     status, told = job.supervise("preempted:40:40 done:60:60")
     assert status == 75 and job.requeued
@@ -73,7 +73,7 @@ def test_a_run_that_slurm_ended_goes_back_and_is_not_started_again(tmp_path: Pat
     assert "job 17 goes back into the queue, the 3. time" in told
 
 
-def test_crashes_are_mended_here_before_other_nodes_are_tried(tmp_path: Path) -> None:
+def test_crashes_are_restarted_here_before_a_requeue(tmp_path: Path) -> None:
     job = Job(tmp_path)
     status, _ = job.supervise("70:40:40 71:40:40 died:40:40", "--max-restarts", "2")
     assert (tmp_path / "run/starts").read_text() == "3"
@@ -81,14 +81,14 @@ def test_crashes_are_mended_here_before_other_nodes_are_tried(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("ends", "status"), [("done:60:60", 0), ("64:0:0", 64), ("65:40:40", 65), ("nothing", 3)])
-def test_what_the_queue_would_not_mend_stays_out_of_it(tmp_path: Path, ends: str, status: int) -> None:
+def test_failures_that_a_requeue_cannot_fix_are_not_requeued(tmp_path: Path, ends: str, status: int) -> None:
     job = Job(tmp_path)
     assert job.supervise(ends)[0] == status
     assert not job.requeued
 
 
-def test_a_refused_start_of_a_run_that_is_done_stays_out_of_the_queue(tmp_path: Path) -> None:
-    """It leaves the state as it was. The command of a run that is not done has trained, and may do so elsewhere."""
+def test_a_refused_start_of_a_finished_run_is_not_requeued(tmp_path: Path) -> None:
+    """It leaves the state unchanged. The command of an unfinished run has trained, and may do so elsewhere."""
     for before, is_mended in (("done", False), ("preempted", True)):
         folder = tmp_path / before
         folder.mkdir()
@@ -99,7 +99,7 @@ def test_a_refused_start_of_a_run_that_is_done_stays_out_of_the_queue(tmp_path: 
         assert job.requeued == is_mended
 
 
-def test_a_cancelled_job_does_not_come_again(tmp_path: Path) -> None:
+def test_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
     job = Job(tmp_path, state="COMPLETING")
     status, told = job.supervise("preempted:40:40")
     assert status == 75 and not job.requeued
@@ -107,7 +107,7 @@ def test_a_cancelled_job_does_not_come_again(tmp_path: Path) -> None:
 
 
 def test_nothing_is_started_after_the_warning_of_the_end(tmp_path: Path) -> None:
-    """It comes once: a run that began afterwards would be killed with what it had not saved."""
+    """It arrives once. A run that starts afterwards would be killed and lose its unsaved steps."""
     job = Job(tmp_path, left_s=100)
     status, told = job.supervise("70:40:40", "--least-time-s", "360")
     assert status == 75 and job.requeued and not (tmp_path / "run/starts").exists()
@@ -115,11 +115,11 @@ def test_nothing_is_started_after_the_warning_of_the_end(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("left_s", [1000, None])
-def test_with_time_left_it_starts(tmp_path: Path, left_s: Optional[float]) -> None:
+def test_a_run_starts_with_time_left(tmp_path: Path, left_s: Optional[float]) -> None:
     assert Job(tmp_path, left_s=left_s).supervise("done:60:60", "--least-time-s", "360")[0] == 0
 
 
-def test_there_is_a_limit(tmp_path: Path) -> None:
+def test_requeues_are_limited(tmp_path: Path) -> None:
     job = Job(tmp_path, restarts=5)
     _, told = job.supervise("preempted:40:40", "--max-requeues", "5")
     assert not job.requeued and "5 times already" in told
@@ -127,8 +127,8 @@ def test_there_is_a_limit(tmp_path: Path) -> None:
     assert job.requeued
 
 
-def test_a_job_that_starts_nothing_again_and_again_stays_out_of_the_queue(tmp_path: Path) -> None:
-    """Each time so late in its time limit that a start would be too late: three times in a row is enough."""
+def test_a_job_that_repeatedly_starts_nothing_is_not_requeued(tmp_path: Path) -> None:
+    """Each time so late in its time limit that a start would be too late. Three times in a row is enough."""
     said = tmp_path / "said"
     for _ in range(3):
         status, _ = (job := Job(tmp_path, left_s=100)).supervise("preempted:40:40", "--least-time-s", "360")
@@ -147,7 +147,7 @@ def test_requeues_after_which_the_run_saved_are_not_fruitless(tmp_path: Path) ->
         (tmp_path / "said").unlink()
 
 
-def test_another_job_counts_anew(tmp_path: Path) -> None:
+def test_another_job_restarts_the_count(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / slurm.REQUEUES_FILE).write_text("job 16 saved_step 0\n" * 3)
@@ -162,7 +162,7 @@ def test_requeues_that_cannot_be_counted_are_still_made(tmp_path: Path) -> None:
     assert status == 75 and job.requeued and "requeues are not counted: Is a directory" in told
 
 
-def test_the_last_task_of_an_array_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+def test_the_last_array_task_is_not_the_complete_array(tmp_path: Path) -> None:
     status, told = Job(tmp_path, left_s=100, is_task=True).supervise("70:40:40", "--least-time-s", "360")
     assert status == 75 and not (tmp_path / "run/starts").exists(), told
     said = (tmp_path / "said").read_text()
@@ -170,7 +170,7 @@ def test_the_last_task_of_an_array_is_not_taken_for_the_whole(tmp_path: Path) ->
 
 
 def put_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, list[str]]:
-    """Whether it was, and what was told; in this process, where only its pauses make time pass."""
+    """Whether it was requeued, and the messages; in this process, where only its pauses make time pass."""
     for name, value in job.environment.items():
         monkeypatch.setenv(name, value)
     now = [0.0]
@@ -181,13 +181,13 @@ def put_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, list[str]
     return slurm.requeue(5, told.append), told
 
 
-def test_what_slurm_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_requeue_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_back, told = put_back(Job(tmp_path, status=1), monkeypatch)
     assert not is_back and told[-1].startswith("scontrol requeue 17: ")
     assert (tmp_path / "said").read_text().count("scontrol requeue") > 1
 
 
-def test_a_controller_that_is_away_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeue_waits_for_an_unavailable_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path)
     for name in ("squeue", "scontrol"):
         path = tmp_path / "bin" / name
@@ -196,33 +196,33 @@ def test_a_controller_that_is_away_a_moment_is_waited_for(tmp_path: Path, monkey
     assert put_back(job, monkeypatch)[0] and job.requeued
 
 
-def judge_nodes(job: Job, *nodes: str) -> subprocess.CompletedProcess:
+def decide_nodes(job: Job, *nodes: str) -> subprocess.CompletedProcess:
     script = Path(__file__).resolve().parents[3] / "launcher/check_nodes.py"
     words = [sys.executable, str(script), "judge", str(job.folder), "--requeue", "--nodes", *nodes]
     return subprocess.run(words, capture_output=True, text=True, timeout=60, env=job.environment)
 
 
 @pytest.mark.parametrize(("before", "after"), [("(null)", "n2"), ("n[7-9]", "n[7-9],n2")])
-def test_a_job_goes_back_without_its_bad_nodes(tmp_path: Path, before: str, after: str) -> None:
+def test_a_job_is_requeued_without_its_bad_nodes(tmp_path: Path, before: str, after: str) -> None:
     job = Job(tmp_path, excluded=before)
     (tmp_path / "n1.json").write_text(
         '{"node": "n1", "problems": [], "software": "", "gpus": [], "clock_s": 0, "groups": []}'
     )
-    ended = judge_nodes(job, "n1", "n2")
+    ended = decide_nodes(job, "n1", "n2")
     assert ended.returncode == 70 and job.requeued, ended.stderr
     assert "nodes: n2: it gave no report in time" in ended.stderr and "n1:" not in ended.stderr
     assert f"scontrol update JobId=17 ExcNodeList={after}\n" in (tmp_path / "said").read_text()
 
 
-def test_what_is_wrong_with_every_node_is_not_mended_by_others(tmp_path: Path) -> None:
+def test_an_error_of_every_node_is_not_requeued(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    ended = judge_nodes(job, "n1", "n2")
+    ended = decide_nodes(job, "n1", "n2")
     assert ended.returncode == 70 and not job.requeued
     assert "wrong with every node" in ended.stderr
 
 
 @pytest.mark.parametrize("num_errors", [0, 2])
-def test_a_single_node_is_exchanged_for_its_gpus_alone(tmp_path: Path, num_errors: int) -> None:
+def test_a_single_node_is_replaced_only_for_gpu_errors(tmp_path: Path, num_errors: int) -> None:
     gpu = (
         '{"index": 0, "name": "H200", "total_bytes": 9, "used_bytes": 0, "is_slowed": false, '
         f'"uncorrected_errors": {num_errors}}}'
@@ -232,4 +232,4 @@ def test_a_single_node_is_exchanged_for_its_gpus_alone(tmp_path: Path, num_error
         '"groups": []}'
     )
     job = Job(tmp_path)
-    assert judge_nodes(job, "n1").returncode == 70 and job.requeued == bool(num_errors)
+    assert decide_nodes(job, "n1").returncode == 70 and job.requeued == bool(num_errors)

@@ -1,4 +1,4 @@
-"""The supervisor, on runs that do not train: when it starts again, when it stops, and that it leaves nobody behind."""
+"""The supervisor on runs that do not train: when it restarts, when it stops, and that it leaves no process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def command(folder: Path, ends: str, *options: str) -> list[str]:
 
 
 def supervise(folder: Path, ends: str, *options: str) -> tuple[int, list[str], list[dict]]:
-    """Exit status, lines told, and the log of a supervised run."""
+    """Exit status, messages, and the log of a supervised run."""
     result = subprocess.run(command(folder, ends, *options), capture_output=True, text=True, timeout=60)
     assert "Traceback" not in result.stderr, result.stderr
     lines = (folder / RESTARTS_FILE).read_text().splitlines()
     return result.returncode, result.stderr.splitlines(), [json.loads(line) for line in lines]
 
 
-def test_a_run_that_dies_is_started_until_it_is_done(tmp_path: Path) -> None:
+def test_a_dying_run_is_restarted_until_it_is_done(tmp_path: Path) -> None:
     status, told, log = supervise(tmp_path, "died:40:47 preempted:50:50 71:50:55 done:60:60")
     assert status == 0
     assert [start["state"] for start in log] == ["died", "preempted", "failed", "done"]
@@ -46,14 +46,14 @@ def test_a_run_that_dies_is_started_until_it_is_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hopeless", ["64", "65", "66", "73", "74"])
-def test_what_a_restart_would_not_mend_is_not_tried_again(tmp_path: Path, hopeless: str) -> None:
+def test_permanent_failures_are_not_restarted(tmp_path: Path, hopeless: str) -> None:
     status, told, log = supervise(tmp_path, f"{hopeless}:0:0 done:60:60")
     assert (status, len(log)) == (int(hopeless), 1)
     assert "would not fix" in told[-1]
 
 
-def test_bad_numbers_may_be_tried_again(tmp_path: Path) -> None:
-    """A fault of the hardware does not come again; what does is given up on."""
+def test_nonfinite_values_are_restarted_a_limited_number_of_times(tmp_path: Path) -> None:
+    """A hardware fault does not occur again. After repeated failures it gives up."""
     status, _, log = supervise(tmp_path / "once", "65:40:47 done:60:60", "--retry-bad-numbers")
     assert (status, len(log)) == (0, 2)
     status, told, log = supervise(
@@ -64,7 +64,7 @@ def test_bad_numbers_may_be_tried_again(tmp_path: Path) -> None:
 
 
 def test_restarts_without_progress_are_limited(tmp_path: Path) -> None:
-    """Two for step 10, two for step 20; one saved step more is no progress here."""
+    """Two for step 10, two for step 20; one more saved step is no progress here."""
     status, told, log = supervise(
         tmp_path, "70:10:12 70:10:12 70:20:22 70:20:22 70:21:22 done:60:60", "--max-restarts", "2",
         "--min-progress-steps", "5",
@@ -80,21 +80,21 @@ def test_with_no_progress_asked_for_every_restart_counts(tmp_path: Path) -> None
     assert (status, len(log)) == (70, 2)
 
 
-def test_a_command_that_never_begins_its_run(tmp_path: Path) -> None:
-    """Also over the state of a run before, which must not be taken for its own."""
+def test_a_command_that_never_starts_its_run(tmp_path: Path) -> None:
+    """Also over the state of an earlier run, which must not be mistaken for its own."""
     supervise(tmp_path, "74:0:0")
     status, told, log = supervise(tmp_path, "74:0:0 nothing")
     assert (status, [start["state"] for start in log]) == (3, ["failed", "stillborn", "stillborn"])
     assert "the command ended with status 3 before its run began" in told[0]
 
 
-def test_a_run_that_has_made_progress_may_begin_again_elsewhere(tmp_path: Path) -> None:
+def test_a_run_with_progress_may_be_requeued(tmp_path: Path) -> None:
     status, _, log = supervise(tmp_path, "70:40:47 nothing")
     assert (status, log[-1]["state"]) == (70, "stillborn")
 
 
 def signalled(folder: Path, *signals: signal.Signals, **options: Any) -> tuple[int, str]:
-    """Exit status and what was told of a supervisor that gets signals while its run waits."""
+    """Exit status and messages of a supervisor that receives signals while its run waits."""
     process = subprocess.Popen(command(folder, "wait:8:8 done:60:60"), stderr=subprocess.PIPE, text=True, **options)
     deadline = time.monotonic() + 30
     while not (folder / "waits").exists() and time.monotonic() < deadline:
@@ -113,8 +113,8 @@ def test_a_signal_is_passed_on_and_no_restart_follows(tmp_path: Path, number: si
     assert (tmp_path / "got").read_text() == f"{number.name} SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGQUIT"
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
-    """torchrun, which by itself does not heed nohup, leaves SIGHUP alone too."""
+def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> None:
+    """torchrun by itself does not respect nohup. It also ignores SIGHUP here."""
     ignore = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
     status, told = signalled(tmp_path, signal.SIGHUP, signal.SIGTERM, preexec_fn=ignore)
     assert (status, "SIGHUP" in told) == (75, False)
@@ -135,7 +135,7 @@ def test_a_log_that_cannot_be_written_stops_no_restart(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_started_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_command_that_cannot_start_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     supervise = [sys.executable, str(ROOT / "launcher/supervise.py"), "--run-folder", str(tmp_path / "file"), "--"]
     result = subprocess.run([*supervise, "torchrum", "train.py"], capture_output=True, text=True, timeout=60)
@@ -146,7 +146,7 @@ def test_what_cannot_be_started_is_refused_in_words(tmp_path: Path) -> None:
 
 
 def test_a_command_that_the_system_does_not_start_counts_as_a_start(tmp_path: Path) -> None:
-    """It may be short of processes for a moment. This file is no program."""
+    """The system may be out of processes for a moment. This file is no program."""
     (tmp_path / "program").write_bytes(b"\0")
     (tmp_path / "program").chmod(0o755)
     supervise = [sys.executable, str(ROOT / "launcher/supervise.py"), "--run-folder", str(tmp_path), "--backoff-s", "0"]
@@ -157,7 +157,7 @@ def test_a_command_that_the_system_does_not_start_counts_as_a_start(tmp_path: Pa
 
 
 def test_a_signal_while_a_run_is_started_is_passed_on(tmp_path: Path) -> None:
-    """Before there is a process to pass it on to. In a process of its own, as a supervisor takes its signals over."""
+    """Before the process exists. In a separate process, because a supervisor installs signal handlers."""
     program = (
         "import os, pathlib, signal, sys\n"
         "from megafp8.launch.supervisor import RestartPolicy, Supervisor\n"
@@ -171,8 +171,8 @@ def test_a_signal_while_a_run_is_started_is_passed_on(tmp_path: Path) -> None:
     assert result.returncode == 75
 
 
-def test_what_a_start_leaves_behind_is_killed(tmp_path: Path) -> None:
-    """The orphan has a session of its own, as torchrun's ranks have."""
+def test_leftover_processes_of_a_start_are_killed(tmp_path: Path) -> None:
+    """The orphan has its own session, as torchrun's ranks have."""
     assert supervise(tmp_path, "orphan:0:0 done:60:60", "--grace-s", "1")[0] == 0
     assert not psutil.pid_exists(int((tmp_path / "orphan").read_text()))
 

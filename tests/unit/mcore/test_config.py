@@ -1,4 +1,4 @@
-"""The one translation into megatron-core's configuration: what it keeps, refuses and never produces."""
+"""The translation into megatron-core's configuration: what it keeps, refuses and never produces."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def overridden(*entries: str) -> RunConfig:
     return replace(small_config("llama"), overrides=entries)
 
 
-# ---- what is asked for is kept --------------------------------------------------------------------------------------
+# ---- requested values are kept
+# ----------------------------------------------------------------------------------------
 
 
-def test_model_arrives() -> None:
+def test_model_settings_are_translated() -> None:
     config = transformer(small_config("llama"))
     assert (config.num_layers, config.hidden_size, config.num_attention_heads, config.num_query_groups) == (4, 64, 4, 2)
     assert config.normalization == "RMSNorm"
@@ -45,7 +46,7 @@ def test_model_arrives() -> None:
     assert config.add_bias_linear
 
 
-def test_layout_arrives() -> None:
+def test_layout_settings_are_translated() -> None:
     sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
     config = transformer(small_config("llama", f"{sizes} --sequence-parallel", 8))
     sizes = config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.context_parallel_size
@@ -57,7 +58,7 @@ def test_layout_arrives() -> None:
 @pytest.mark.parametrize(
     ("flags", "dtype"), [("", torch.float32), ("--bf16", torch.bfloat16), ("--fp16", torch.float16)]
 )
-def test_dtype_arrives_everywhere(flags: str, dtype: torch.dtype) -> None:
+def test_dtype_settings_are_translated(flags: str, dtype: torch.dtype) -> None:
     config = small_config("llama", flags)
     built, optimizer = transformer(config), build_optimizer_config(config, "emulated")
     assert built.params_dtype == built.pipeline_dtype == optimizer.params_dtype == dtype
@@ -65,11 +66,11 @@ def test_dtype_arrives_everywhere(flags: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("flags", "is_fp32"), [("", True), ("--bf16", True), ("--bf16 --grad-reduce-in-bf16", False)])
-def test_gradients_are_reduced_as_asked(flags: str, is_fp32: bool) -> None:
+def test_gradient_reduction_settings_are_translated(flags: str, is_fp32: bool) -> None:
     assert build_ddp_config(small_config("llama", flags)).grad_reduce_in_fp32 is is_fp32
 
 
-def test_optimizer_arrives() -> None:
+def test_optimizer_settings_are_translated() -> None:
     config = build_optimizer_config(small_config("llama", "--clip-grad 0.5 --adam-eps 1e-6 --adam-beta1 0.8"), "local")
     assert (config.lr, config.weight_decay, config.clip_grad) == (1e-3, 0.1, 0.5)
     assert (config.adam_beta1, config.adam_beta2, config.adam_eps) == (0.8, 0.95, 1e-6)
@@ -97,7 +98,7 @@ def test_emulated_layers_quantize_by_themselves() -> None:
 
 
 def test_gelu_is_the_same_function_with_and_without_its_kernel() -> None:
-    """The fused kernel is the tanh form; without it, on a CPU, the unfused one has to be that too."""
+    """The fused kernel is the tanh form. Without it, on a CPU, the unfused function must have that form too."""
     x = torch.linspace(-4, 4, 101)
     tanh, erf = torch.nn.functional.gelu(x, approximate="tanh"), torch.nn.functional.gelu(x)
     assert not torch.equal(tanh, erf)
@@ -105,12 +106,12 @@ def test_gelu_is_the_same_function_with_and_without_its_kernel() -> None:
     assert torch.equal(transformer(small_config("gpt2", "--no-bias-gelu-fusion")).activation_func(x), erf)
 
 
-# ---- what megatron-core would get wrong without an error ------------------------------------------------------------
+# ---- what megatron-core would do wrong without an error -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_no_flags_give_a_wrong_pipeline(style: str) -> None:
-    """Two interleaved stages never batch their messages, and what is sent in the background is never freed."""
+def test_no_flags_enable_a_wrong_pipeline(style: str) -> None:
+    """Two interleaved stages never batch their messages, and buffers of pending sends are never freed."""
     splits = ("", "--num-virtual-stages-per-pipeline-rank 2", "--num-layers-per-virtual-pipeline-stage 1")
     overlaps = ("", "--no-overlap-p2p-communication")
     for split, overlap, stages in itertools.product(splits, overlaps, (1, 2, 4)):
@@ -133,7 +134,7 @@ def test_no_flags_give_a_wrong_pipeline(style: str) -> None:
         ("", "transformer.perform_initialization=false", "gradient norm is wrong"),
     ],
 )
-def test_overrides_to_that_end_are_refused(flags: str, entry: str, reason: str) -> None:
+def test_overrides_that_enable_it_are_refused(flags: str, entry: str, reason: str) -> None:
     virtual = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     config = small_config("llama", f"{virtual} {flags}", 2)
     transformer(config)
@@ -146,7 +147,7 @@ def test_overrides_to_that_end_are_refused(flags: str, entry: str, reason: str) 
 
 @dataclass
 class Edits:
-    """A configuration that changes what it is given, as some of megatron-core's do."""
+    """A configuration that changes its arguments, as some of megatron-core's do."""
 
     kept: int = 0
     lowered: int = 0
@@ -167,7 +168,7 @@ def test_a_changed_value_is_an_error() -> None:
         mcore_config.build_checked(Edits, {"kept": -1})
 
 
-def test_what_megatron_core_refuses_is_a_config_error() -> None:
+def test_errors_of_megatron_core_are_config_errors() -> None:
     with pytest.raises(ConfigError, match="TransformerConfig refuses"):
         transformer(overridden("transformer.wgrad_deferral_limit=-1", "transformer.defer_embedding_wgrad_compute=true"))
 
@@ -198,13 +199,13 @@ def test_overrides_reach_each_section() -> None:
         ("transformer.moe_router_topk=1", "dense models only"),
     ],
 )
-def test_what_a_flag_sets_or_refuses_is_not_overridden(entry: str, part: str) -> None:
+def test_fields_of_flags_cannot_be_overridden(entry: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         transformer(overridden(entry))
 
 
-def test_every_field_that_the_translation_fills_has_its_owner() -> None:
-    """Or is one that only megatron-core's insiders know, and that `unsafe_override_problems` checks."""
+def test_every_translated_field_has_an_owner() -> None:
+    """Or is an internal field of megatron-core that `unsafe_override_problems` checks."""
     ours = {
         "pipeline_dtype", "init_method", "output_layer_init_method", "embedding_init_method", "perform_initialization",
         "batch_p2p_comm", "deallocate_pipeline_outputs", "use_cpu_initialization", "calculate_per_token_loss",
@@ -217,7 +218,7 @@ def test_every_field_that_the_translation_fills_has_its_owner() -> None:
     assert {field for field in filled if override_refusal(field) is None} <= ours
 
 
-def test_all_wrong_overrides_are_told_at_once() -> None:
+def test_all_wrong_overrides_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         transformer(overridden("transformer.no_such_field=1", "transformer.softmax_scale=wide", "ddp.nothing=1"))
     assert len(caught.value.problems) == 2, "ddp is another section"

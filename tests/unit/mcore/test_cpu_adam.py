@@ -1,4 +1,4 @@
-"""Adam on a CPU against torch's, and what megatron-core's checkpoints rest on."""
+"""Adam on a CPU compared with torch's, and the properties that megatron-core's checkpoints need."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from megafp8.mcore.cpu_adam import Adam
 
-# The rounding of one FP32 operation; the two implementations order theirs differently.
+# The rounding of one FP32 operation. The two implementations have different orders of operations.
 ADAM_RELATIVE = 1e-7
 
 
 def descend(build: Callable[[list[torch.Tensor]], torch.optim.Optimizer], num_steps: int = 12) -> list[torch.Tensor]:
-    """Two parameters after some steps with a learning rate that changes; the second has no gradient at first."""
+    """Two parameters after some steps with a changing learning rate. The second one has no gradient at first."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.randn(33, generator=generator).requires_grad_() for _ in range(2)]
     optimizer = build(parameters)

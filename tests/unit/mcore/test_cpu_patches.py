@@ -1,4 +1,4 @@
-"""The patches that let megatron-core run on a CPU: each still needed, each doing what it says and no more."""
+"""The patches that let megatron-core run on a CPU: each is still needed, and does only what it documents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _install() -> None:
 
 
 def core_source(file: str) -> str:
-    """Text of a file below megatron/core as it is installed."""
+    """The installed text of a file below megatron/core."""
     spec = importlib.util.find_spec("megatron.core")
     return (Path(spec.origin).parent / file).read_text(encoding="utf-8")
 
@@ -55,19 +55,19 @@ def test_known_messages_are_still_logged_and_filtered(logger: str, text: str) ->
         assert bool(logging.getLogger(logger).filter(record)) == passes
 
 
-def test_every_patch_says_why() -> None:
+def test_every_patch_has_a_reason() -> None:
     names = [patch.name for patch in cpu_patches.PATCHES]
     assert len(set(names)) == len(names)
     assert all(patch.reason and patch.evidence for patch in cpu_patches.PATCHES)
 
 
-def test_false_is_still_taken_for_fp8() -> None:
-    """The behaviour behind the last patch, on the class as megatron-core has it."""
+def test_false_is_still_treated_as_fp8() -> None:
+    """The behaviour behind the last patch, on megatron-core's own class."""
     recompute = patches.import_core("tensor_parallel.random").CheckpointWithoutOutput
     assert recompute(fp8=False).fp8 is False, "patched"
     plain = recompute.__new__(recompute)
     recompute.__init__.__closure__[0].cell_contents(plain, False)
-    assert plain.fp8 is True, "as it was: mended upstream, the patch can go"
+    assert plain.fp8 is True, "unchanged: fixed upstream, the patch can be removed"
 
 
 # ---- once, and only here --------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_installing_twice_changes_nothing() -> None:
     assert all(a is b for a, b in zip(patched_functions(), before, strict=True))
 
 
-def test_nothing_is_patched_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_patched_on_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     applied = []
     patch = patches.Patch("any", "any", (), lambda: applied.append(1))
     monkeypatch.setattr(cpu_patches, "PATCHES", (patch,))
@@ -100,17 +100,18 @@ def test_nothing_is_patched_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert applied == []
 
 
-# ---- what each one does ---------------------------------------------------------------------------------------------
+# ---- the effect of each one
+# -------------------------------------------------------------------------------------------
 
 
-def test_torch_cuda_answers_for_the_cpu() -> None:
+def test_torch_cuda_functions_return_cpu_values() -> None:
     assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
     tensor = torch.ones(2)
     assert tensor.cuda() is tensor
     torch.cuda.synchronize()
     torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
     assert torch.cuda.Event().query()
-    assert torch.cuda.is_available() is False, "nobody else is told that there is a GPU"
+    assert torch.cuda.is_available() is False, "other libraries see no GPU"
 
 
 def test_every_stub_is_a_function_of_its_own() -> None:
@@ -156,8 +157,8 @@ def test_clipping() -> None:
     assert small[1].grad.item() == 4.0, "a norm below the limit is left alone"
 
 
-def test_the_gradient_norm_does_not_show_how_gradients_are_divided() -> None:
-    """Where it is taken of all, of halves on two ranks, and of pieces, FP32 sums differ in the last bits."""
+def test_gradient_norm_does_not_depend_on_the_sharding() -> None:
+    """Over all gradients, over shards on two ranks, and over pieces, FP32 sums differ in the last bits."""
     gradients = torch.randn(100_003, generator=torch.Generator().manual_seed(1))
 
     def norm(num_pieces: int) -> float:
@@ -171,7 +172,7 @@ def test_the_gradient_norm_does_not_show_how_gradients_are_divided() -> None:
 
 
 def mixed_gather() -> torch.Tensor:
-    """Gather bytes and BF16 numbers in one group; what came of the bytes 0 and 1, from rank 0 and 1."""
+    """Gather bytes and BF16 numbers in one group; returns the gathered bytes 0 and 1 of rank 0 and rank 1."""
     rank = torch.distributed.get_rank()
     codes, numbers = torch.zeros(2, dtype=torch.uint8), torch.zeros(2, dtype=torch.bfloat16)
     codes[rank] = rank
@@ -181,12 +182,12 @@ def mixed_gather() -> torch.Tensor:
     return codes
 
 
-def test_gloo_still_takes_a_group_of_buffers_for_one_type() -> None:
-    assert run_ranks(2, mixed_gather)[0].tolist() != [0, 1], "mended in torch: see whether the patch can go"
+def test_gloo_still_treats_a_group_of_buffers_as_one_type() -> None:
+    assert run_ranks(2, mixed_gather)[0].tolist() != [0, 1], "fixed in torch: check whether the patch can be removed"
 
 
-def test_buffers_of_two_types_are_in_groups_of_their_own() -> None:
-    """And the one with the embedding comes last, because gathers begin there."""
+def test_buffers_of_two_types_are_in_separate_groups() -> None:
+    """The one with the embedding comes last, because gathers start there."""
 
     def groups(disable_bucketing: bool) -> list[list[torch.dtype]]:
         distributed = patches.import_core("distributed.distributed_data_parallel")
@@ -212,7 +213,7 @@ def test_buffers_of_two_types_are_in_groups_of_their_own() -> None:
 
 
 def test_dropout_streams_and_recomputation_share_the_cpu_generator() -> None:
-    """A recomputed dropout drops the same, and what comes after it draws as if nothing had been recomputed."""
+    """A recomputed dropout drops the same elements, and later draws are as if nothing had been recomputed."""
     random = patches.import_core("tensor_parallel.random")
 
     def loss_and_next(is_recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,7 +249,7 @@ def test_streams_of_tensor_parallel_ranks_differ() -> None:
     assert torch.equal(outside0, outside1), "outside their region they draw alike"
 
 
-def test_checkpoint_writers_queue_needs_no_new_program() -> None:
+def test_checkpoint_writers_queue_starts_no_program() -> None:
     def send_and_receive() -> str:
         queue = patches.import_core("dist_checkpointing.strategies.filesystem_async")._get_write_results_queue()
         queue.put("written")
@@ -260,7 +261,7 @@ def test_checkpoint_writers_queue_needs_no_new_program() -> None:
 # ---- Adam -----------------------------------------------------------------------------------------------------------
 
 
-def test_megatron_core_takes_this_adam() -> None:
+def test_megatron_core_uses_this_adam() -> None:
     optimizers = importlib.import_module("megatron.core.optimizer")
     assert optimizers.Adam is Adam
     assert patches.import_core("optimizer.distrib_optimizer").Adam is Adam

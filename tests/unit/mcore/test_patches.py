@@ -1,4 +1,4 @@
-"""megatron-core takes our weights for FP8 weights, and what is of another kind as before."""
+"""megatron-core treats our weights as FP8 weights, and other tensors as before."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ENTERED = {
 
 
 class Codes:
-    """Remembers where it was moved to."""
+    """Records where it was moved to."""
 
     def move_to(self, buffer: Any) -> None:
         self.place = buffer
 
 
 class Weight(torch.nn.Parameter):
-    """The least that a quantized weight is."""
+    """The minimum of a quantized weight."""
 
     def dequantize(self) -> torch.Tensor:
         return self.data + 1
@@ -37,7 +37,7 @@ class Weight(torch.nn.Parameter):
 
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """`Weight` is entered, and taken out again; what is asked to be quantized."""
+    """`Weight` is registered, and unregistered again; yields the tensors to quantize."""
     for module, names in ENTERED.items():
         for name in names:
             patches.original_attribute(module, name)
@@ -49,7 +49,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize(("file", "text"), patches.WEIGHT_EVIDENCE)
 def test_megatron_core_still_knows_one_kind_only(file: str, text: str) -> None:
-    assert text in core_source(file), "megatron-core no longer has this: see whether it can be told otherwise"
+    assert text in core_source(file), "megatron-core no longer has this: check for another way to register the type"
 
 
 def test_our_weights_are_fp8_weights(quantized: list[Any]) -> None:
@@ -66,7 +66,7 @@ def test_our_weights_are_fp8_weights(quantized: list[Any]) -> None:
         assert patches.import_core(module).dequantize_fp8_tensor(weight).tolist() == [1.0, 1.0]
 
 
-def test_other_tensors_are_what_they_were(quantized: list[Any]) -> None:
+def test_other_tensors_are_unchanged(quantized: list[Any]) -> None:
     fp8_utils, plain = patches.import_core("fp8_utils"), torch.nn.Parameter(torch.zeros(2))
     assert not fp8_utils.is_float8tensor(plain)
     fp8_utils.quantize_param_shard([], [], [], "group")
@@ -77,7 +77,7 @@ def test_other_tensors_are_what_they_were(quantized: list[Any]) -> None:
     assert quantized == []
 
 
-def test_the_last_to_enter_is_asked(quantized: list[Any]) -> None:
+def test_the_last_registered_type_is_asked_first(quantized: list[Any]) -> None:
     later: list[Any] = []
     patches.register_fp8_parameter(Weight, lambda *arguments: later.append(arguments))
     patches.import_core("fp8_utils").quantize_param_shard([Weight(torch.zeros(2))], [None], [None], "group")

@@ -1,4 +1,4 @@
-"""The function that megatron-core would take from Apex."""
+"""The function that megatron-core would use from Apex."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megafp8.mcore.patches import import_core
 
 @pytest.mark.parametrize(("file", "text"), patches.WGRAD_EVIDENCE)
 def test_megatron_core_still_asks_apex(file: str, text: str) -> None:
-    assert text in core_source(file), "megatron-core no longer has this: see whether it can be told otherwise"
+    assert text in core_source(file), "megatron-core no longer has this: check for another way to set the function"
 
 
 class Apex(types.ModuleType):
-    """As its extension: it adds, whatever the buffer says of itself."""
+    """Like its extension: it adds, regardless of the buffer's flag."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: torch.Tensor, grad_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -28,8 +28,8 @@ class Apex(types.ModuleType):
 
 
 @pytest.mark.parametrize("has_apex", [False, True])
-def test_a_first_gradient_replaces_what_was_there(has_apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Apex is installed its function is called, and where not, the one that is given."""
+def test_the_first_gradient_overwrites_the_buffer(has_apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Apex is installed, its function is called, otherwise the given one."""
     layers, calls = import_core("tensor_parallel.layers"), []
     monkeypatch.setattr(layers, patches.APEX_MODULE, Apex("apex") if has_apex else None, raising=False)
     patches.provide_wgrad_gemm(lambda *tensors: calls.append(tensors))

@@ -17,7 +17,7 @@ from megafp8.training.evaluation import evaluation_mode
 
 
 class Chunk(torch.nn.Module):
-    """One whose only weight counts as kept in FP8."""
+    """A chunk whose only weight counts as stored in FP8."""
 
     def __init__(self, is_overlapped: bool, done: list[str]):
         super().__init__()
@@ -55,8 +55,8 @@ def test_second_copies_are_made_after_the_gather(is_overlapped: bool, expected: 
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize(("is_overlapped", "expected"), [(True, ["gather", "transpose", "hook"]), (False, [])])
-def test_an_evaluation_gathers_in_that_way(is_overlapped: bool, expected: list[str], fails: bool) -> None:
-    """The next step gathers nothing, and its backward pass reads the second copies. Scales are put back, too."""
+def test_validation_gathers_with_second_copies(is_overlapped: bool, expected: list[str], fails: bool) -> None:
+    """The next step gathers nothing, and its backward pass reads the second copies. Scales are restored, too."""
     done: list[str] = []
     remembered: list[str] = []
     run: Any = SimpleNamespace(
@@ -74,7 +74,7 @@ def test_an_evaluation_gathers_in_that_way(is_overlapped: bool, expected: list[s
     assert done == expected and remembered == ["remember", "restore"]
 
 
-def test_megatron_core_does_not_yet() -> None:
+def test_megatron_core_still_misses_second_copies() -> None:
     """Only after a gather that it waits for itself, or where none is overlapped."""
     assert "post_all_gather_processing" not in inspect.getsource(_ParamAndGradBucketGroup.start_param_sync)
     of_model = inspect.getsource(DistributedDataParallel.start_param_sync)

@@ -1,4 +1,4 @@
-"""Records with few words."""
+"""Short constructors of records."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ FC1 = "layers.0.linear_fc1"
 
 
 @pytest.fixture
-def make_look() -> Callable[..., QuantizationRecord]:
-    """A look at a healthy linear; changes are of its input, of its weight, of its grad_output."""
+def make_statistics() -> Callable[..., QuantizationRecord]:
+    """Statistics of a healthy linear, with changes of its input, its weight and its grad_output."""
 
     def make(
         step: int, of_input: Any = None, of_weight: Any = None, of_gradient: Any = None, **fields: Any

@@ -1,4 +1,4 @@
-"""Fast statistics from codes against the slow ones of metrics/quantization_error.py, for every rule of every recipe.
+"""Fast statistics from codes compared with the slow ones of metrics/quantization_error.py, for every recipe's rules.
 
 By torch operations, and by the kernel where there is a GPU or, on a machine without one, `pip install triton
 'numpy<2.3'` and TRITON_INTERPRET=1.
@@ -54,7 +54,7 @@ FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-log-interval 1"
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where tensors are looked at: by torch operations on a CPU, or by the kernel."""
+    """The device of the tensors: torch operations on a CPU, or the kernel."""
     if request.param == "torch":
         return "cpu"
     from megafp8.kernels import statistics
@@ -67,7 +67,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def wide(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Values over many octaves, some zero, whole blocks of zeros, and an outlier."""
+    """Values over many octaves, some zero, complete blocks of zeros, and an outlier."""
     generator = torch.Generator().manual_seed(rows * columns)
     values = torch.randn(rows, columns, generator=generator) * torch.exp2(torch.arange(columns) % 29 - 24.0)
     values[torch.rand(rows, columns, generator=generator) < 0.1] = 0
@@ -87,7 +87,7 @@ def quantized_by(values: Tensor, rule: OperandRule) -> Quantized:
 
 
 def on(device: str, quantized: Quantized) -> Quantized:
-    """The same elsewhere."""
+    """The same on another device."""
     parts = (quantized.codes, quantized.dequant_scale, quantized.tensor_scale)
     codes, scale, of_tensor = (None if each is None else each.to(device) for each in parts)
     return Quantized(codes, scale, of_tensor, quantized.rule)
@@ -122,7 +122,7 @@ def mean_local(values: Tensor, dequantized: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rule", RULES)
-def test_equal_to_the_slow_statistics(
+def test_statistics_equal_the_slow_reference(
     rule: OperandRule, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accumulators, "CHUNK_VALUES", 3000)
@@ -157,8 +157,8 @@ def test_the_examples_show_every_kind_of_loss(device: str) -> None:
     assert (found.outlier_channel, found.outlier_octaves) == (197, pytest.approx(math.log2(300 / 0.0122), abs=3))
 
 
-def test_blocks_whose_scale_rounds_to_zero_are_not_cut_off(device: str) -> None:
-    """All of NVFP4's tensor, of which one value takes the range, but for its block and zeros."""
+def test_blocks_whose_scale_rounds_to_zero_are_not_saturated(device: str) -> None:
+    """All of an NVFP4 tensor in which one value determines the range, except for that value's block and zeros."""
     rule = RECIPES[4].rule(Operand.INPUT, Gemm.FPROP)
     values = torch.full((32, 64), 2.0**-9, dtype=torch.bfloat16)
     values[0, 0], values[16] = 4096.0, 0
@@ -166,8 +166,8 @@ def test_blocks_whose_scale_rounds_to_zero_are_not_cut_off(device: str) -> None:
     assert (found.saturated_fraction, found.underflow_fraction) == (0, 1 - 1 / (31 * 64))
 
 
-def test_a_bound_between_two_values_of_the_type_saturates_the_upper_one(device: str) -> None:
-    """BF16 has 298 and 300; the largest number that the scale expresses is 299.5, which BF16 would round to 300."""
+def test_a_bound_between_two_bf16_values_saturates_the_upper_one(device: str) -> None:
+    """BF16 has 298 and 300. The largest number within the scale is 299.5, which BF16 would round to 300."""
     rule = RECIPES[1].rule(Operand.INPUT, Gemm.FPROP)
     values = wide(48, 198)
     quantized = quantize(values, rule, delayed=DelayedScale(torch.tensor(448 / 299.5), None))
@@ -176,8 +176,8 @@ def test_a_bound_between_two_values_of_the_type_saturates_the_upper_one(device: 
 
 
 @pytest.mark.parametrize("rule", RULES[: -len(RECIPES[-1].rules)])
-def test_shards_add_up_to_the_whole(rule: OperandRule) -> None:
-    """Halves on two ranks, whose tensors share their scale: what the whole tensor gives on one. (Scales of NVFP4's
+def test_statistics_of_shards_add_up_to_the_full_tensor(rule: OperandRule) -> None:
+    """Shards on two ranks whose tensors share their scale: equal to the full tensor on one rank. (Scales of NVFP4's
     blocks are relative to a rank's own amax.)"""
     values = wide(256, 256)
     halves = values[:128], values[128:]
@@ -193,7 +193,7 @@ def test_shards_add_up_to_the_whole(rule: OperandRule) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:4], ids=lambda recipe: recipe.name)
-def test_values_that_are_not_finite_are_counted_and_left_out(recipe: LinearRecipe, device: str) -> None:
+def test_nonfinite_values_are_counted_and_excluded(recipe: LinearRecipe, device: str) -> None:
     rule = recipe.rule(Operand.INPUT, Gemm.FPROP)
     values = wide(32, 64)
     values[0, 0], values[1, 1], values[2, 2] = math.nan, math.inf, -math.inf
@@ -205,7 +205,7 @@ def test_values_that_are_not_finite_are_counted_and_left_out(recipe: LinearRecip
     assert found.sqnr_db == pytest.approx(slow.sqnr_db, abs=1e-4)
 
 
-def test_an_infinity_that_spoils_all_scales_does_not_stop_the_look(device: str) -> None:
+def test_an_infinity_that_spoils_all_scales_does_not_stop_the_statistics(device: str) -> None:
     """NVFP4's scales are relative to the tensor's amax."""
     rule = RECIPES[4].rule(Operand.INPUT, Gemm.FPROP)
     values = wide(32, 64)
@@ -232,7 +232,8 @@ def test_weights_without_high_precision_have_no_error() -> None:
     assert (found.sqnr_db, found.underflow_fraction, found.saturated_fraction) == (None,) * 3
 
 
-# --- what is looked at ------------------------------------------------------------------------------------------------
+# --- observed tensors
+# --------------------------------------------------------------------------------------------------
 
 
 def test_tensors_have_names_by_layer_operand_and_side() -> None:
@@ -246,12 +247,12 @@ def test_tensors_have_names_by_layer_operand_and_side() -> None:
     assert len(plan.rows()) == len(set(plan.rows())) == 3 * (1 + 3 + 6)
 
 
-def test_layers_in_high_precision_are_left_out() -> None:
+def test_layers_in_high_precision_are_excluded() -> None:
     plan = build_statistics_plan(small_config("llama", f"{FP8} --first-last-layers-bf16"))
     assert {name.split(".")[1] for name in plan.linears} == {"1", "2"}
 
 
-def test_each_operand_is_taken_once() -> None:
+def test_each_operand_is_observed_once() -> None:
     plan = build_statistics_plan(small_config("llama", FP8))
     table = StatisticsTable(plan.rows(), torch.device("cpu"))
     observer = TensorObserver(plan, table, "layers.0.linear_qkv", first_channel=64)
@@ -266,8 +267,8 @@ def test_each_operand_is_taken_once() -> None:
     assert (tensors["layers.0.linear_qkv.input"].amax, tensors["layers.0.linear_qkv.input"].outlier_channel) == (16, 67)
 
 
-def test_channels_are_looked_at_where_asked_for(device: str) -> None:
-    """Tried recipes ask for none, and all else of them stays."""
+def test_channel_statistics_on_request(device: str) -> None:
+    """What-if recipes have none, and their other statistics are unchanged."""
     values, rule = wide(40, 200), mxfp8.build("e4m3").rule(Operand.INPUT, Gemm.FPROP)
     found = []
     for first_channel in (0, None):
@@ -283,7 +284,7 @@ def test_channels_are_looked_at_where_asked_for(device: str) -> None:
 
 
 def what_if(source: str) -> dict[str, TensorStats]:
-    """What every recipe would do to the input of a linear, by recipe."""
+    """The effect of every recipe on the input of a linear, by recipe."""
     flags = f"{FP8} --fp8-log-layers layers.0.linear_qkv --fp8-what-if tensorwise,blockwise,mxfp8,nvfp4"
     plan = build_statistics_plan(small_config("llama", flags))
     table = StatisticsTable(plan.rows(), torch.device("cpu"))
@@ -296,9 +297,9 @@ def what_if(source: str) -> dict[str, TensorStats]:
     }
 
 
-def test_blocks_win_with_outliers_only() -> None:
-    """Without outliers FP8's recipes are alike within the rounding of scales; with them a scale for the whole tensor
-    loses what is not an outlier, and smaller blocks keep more. FP4 is 11 dB worse than FP8 without them."""
+def test_block_scales_are_better_only_with_outliers() -> None:
+    """Without outliers FP8's recipes are equal within the rounding of scales. With them a per-tensor scale loses the
+    other values, and smaller blocks keep more. FP4 is 11 dB worse than FP8 without them."""
     calm, loud = what_if("normal:256x1024"), what_if("outliers:256x1024:100000")
     assert abs(calm["blockwise"].mean_local_sqnr_db - calm["tensorwise"].mean_local_sqnr_db) < 0.5
     assert abs(calm["mxfp8"].mean_local_sqnr_db - calm["tensorwise"].mean_local_sqnr_db) < 0.5

@@ -1,4 +1,4 @@
-"""Every rule is provoked by looks made for it, and silent on healthy ones."""
+"""Every rule is triggered by statistics made for it, and not by healthy ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ STALE, LOOSE = {"staleness_octaves": 1.5}, {"staleness_octaves": -4.0}
 BAD = {"num_non_finite": 3}
 STALLED, FROZEN = {"update_to_weight": 1e-9}, {"codes_changed_fraction": 0.0}
 
-# Rule -> changes of some looks in a row (of the input, of the weight, of the gradient), the tensor and a part of the
-# text of what is found at the last one.
+# Rule -> changes of consecutive statistics (of the input, the weight, the gradient), the tensor, and a part of the
+# finding's text at the last one.
 PROVOKED = {
     "numbers that are not finite": [
         ([(None, None, BAD)], f"{FC1}.grad_output: 3 values are not finite"),
@@ -66,12 +66,14 @@ def run_of(flags: str = "--fp8-format hybrid --fp8-recipe delayed --fp8-log-inte
     return parse(f"{TINY} {flags}".split()).config
 
 
-def details(make_look: Make, looks: list[tuple[Any, Any, Any]], first_step: int = 100) -> list[list[str]]:
-    """What is said at each look."""
+def details(
+    make_statistics: Make, changes_by_step: list[tuple[Any, Any, Any]], first_step: int = 100
+) -> list[list[str]]:
+    """The findings at each statistics step."""
     watch = HealthMonitor(run_of(), warmup_steps=50)
     return [
-        [event.detail for event in watch.update(make_look(first_step + 10 * index, *changes))]
-        for index, changes in enumerate(looks)
+        [event.detail for event in watch.update(make_statistics(first_step + 10 * index, *changes))]
+        for index, changes in enumerate(changes_by_step)
     ]
 
 
@@ -79,20 +81,20 @@ def test_every_rule_is_provoked() -> None:
     assert set(PROVOKED) == {rule.name for rule in RULES}
 
 
-@pytest.mark.parametrize(("name", "looks", "text"), CASES)
-def test_a_rule_speaks_when_it_should(name: str, looks: list, text: str, make_look: Make) -> None:
-    said = details(make_look, looks)
-    assert not any(said[:-1]), "one look may be chance"
+@pytest.mark.parametrize(("name", "changes_by_step", "text"), CASES)
+def test_a_rule_reports_at_its_threshold(name: str, changes_by_step: list, text: str, make_statistics: Make) -> None:
+    said = details(make_statistics, changes_by_step)
+    assert not any(said[:-1]), "one record may be chance"
     (detail,) = said[-1]
     assert detail.startswith(f"{name}: ") and text in detail and "; try: " in detail, detail
 
 
-def test_a_healthy_run_is_silent(make_look: Make) -> None:
-    assert not any(details(make_look, [(None, None, None)] * 6))
+def test_a_healthy_run_has_no_findings(make_statistics: Make) -> None:
+    assert not any(details(make_statistics, [(None, None, None)] * 6))
 
 
 @pytest.mark.parametrize(
-    "looks",
+    "changes_by_step",
     [
         pytest.param([(SATURATED, None, None), (None, None, None), (SATURATED, None, None)], id="now-and-then"),
         pytest.param([(SMALL, None, None)] * 3, id="inputs-that-underflow"),
@@ -110,34 +112,34 @@ def test_a_healthy_run_is_silent(make_look: Make) -> None:
         ),
     ],
 )
-def test_what_is_no_illness(looks: list, make_look: Make) -> None:
-    assert not any(details(make_look, looks))
+def test_healthy_variations_have_no_findings(changes_by_step: list, make_statistics: Make) -> None:
+    assert not any(details(make_statistics, changes_by_step))
 
 
-def test_warm_up_may_move_scales_and_leave_weights(make_look: Make) -> None:
-    looks = [({"amax": 5.0**index}, STALLED, None) for index in range(4)]
-    assert not any(details(make_look, looks, first_step=10))
-    assert any(details(make_look, looks, first_step=100))
+def test_warm_up_may_move_scales_and_leave_weights(make_statistics: Make) -> None:
+    changes_by_step = [({"amax": 5.0**index}, STALLED, None) for index in range(4)]
+    assert not any(details(make_statistics, changes_by_step, first_step=10))
+    assert any(details(make_statistics, changes_by_step, first_step=100))
 
 
-def test_a_tensor_is_told_once_and_all_are_summed_up(make_look: Make) -> None:
+def test_a_tensor_is_reported_once_and_all_are_summarized(make_statistics: Make) -> None:
     watch = HealthMonitor(run_of())
-    events = [watch.update(make_look(step, of_input=SATURATED)) for step in (10, 20, 30)]
+    events = [watch.update(make_statistics(step, of_input=SATURATED)) for step in (10, 20, 30)]
     assert [len(each) for each in events] == [0, 1, 0]
     expected = "3 statistics steps, 3 tensors: saturation (1 tensors, first at step 20)"
     assert watch.summary(1, 30).detail == expected
     calm = HealthMonitor(run_of())
-    calm.update(make_look(10))
+    calm.update(make_statistics(10))
     assert calm.summary(1, 10).detail == "1 statistics step, 3 tensors: nothing to report"
 
 
-def test_many_tensors_are_one_event(make_look: Make) -> None:
+def test_many_tensors_are_one_event(make_statistics: Make) -> None:
     watch = HealthMonitor(run_of())
     for step in (10, 20):
-        look = make_look(step, of_gradient=SMALL)
-        gradient = look.tensors[f"{FC1}.grad_output"]
-        look.tensors.update({f"layers.{layer}.linear_fc2.grad_output": gradient for layer in range(9)})
-        events = watch.update(look)
+        record = make_statistics(step, of_gradient=SMALL)
+        gradient = record.tensors[f"{FC1}.grad_output"]
+        record.tensors.update({f"layers.{layer}.linear_fc2.grad_output": gradient for layer in range(9)})
+        events = watch.update(record)
     (event,) = events
     assert event.detail.count("become zero") == 3 and "and 7 more" in event.detail
 
@@ -150,18 +152,18 @@ def test_many_tensors_are_one_event(make_look: Make) -> None:
         ("--fp8-log-interval 5 --fp8-schedule bf16:9,fp8", "bf16:9,fp8 has the steps 1 to 8 in high precision"),
     ],
 )
-def test_a_run_without_a_look_says_why(flags: str, why: str) -> None:
+def test_a_run_without_statistics_reports_why(flags: str, why: str) -> None:
     said = HealthMonitor(run_of(f"--fp8-format hybrid --fp8-recipe tensorwise {flags}")).summary(1, 8).detail
     assert said.startswith("no quantization statistics: ") and why in said
 
 
-def test_tried_recipes_are_asked_for_bad_numbers(make_look: Make) -> None:
-    """In high precision they are all that there is, and show the operands' values."""
+def test_what_if_recipes_are_checked_for_nonfinite_values(make_statistics: Make) -> None:
+    """In high precision there are no other statistics, and they show the operands' values."""
     config = run_of("--fp8-log-interval 1 --fp8-what-if mxfp8,tensorwise")
 
     def tried(step: int, **changes: Any) -> QuantizationRecord:
-        look = make_look(step, **changes)
-        return dataclasses.replace(look, recipe="", tensors={}, what_if={"mxfp8": look.tensors, "tensorwise": {}})
+        record = make_statistics(step, **changes)
+        return dataclasses.replace(record, recipe="", tensors={}, what_if={"mxfp8": record.tensors, "tensorwise": {}})
 
     calm = HealthMonitor(config)
     assert calm.update(tried(1)) == []
@@ -171,8 +173,8 @@ def test_tried_recipes_are_asked_for_bad_numbers(make_look: Make) -> None:
     assert told.detail.startswith(f"numbers that are not finite: {FC1}.input: 3 values are not finite; of 2 such")
 
 
-def test_row_and_column_codes_are_one_operand(make_look: Make) -> None:
-    record = make_look(100, BAD)
+def test_row_and_column_codes_are_one_operand(make_statistics: Make) -> None:
+    record = make_statistics(100, BAD)
     stats = record.tensors[f"{FC1}.input"]
     record = dataclasses.replace(record, tensors={f"{FC1}.input.row": stats, f"{FC1}.input.column": stats})
     (found,) = find_nonfinite([record])

@@ -1,4 +1,4 @@
-"""What is advised is taken by the command line of the run, and changes it."""
+"""Advised flags are accepted on the run's command line, and change it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from megafp8.metrics.health_advice import (
     for_underflow,
 )
 
-LOOK = "--fp8-log-interval 2"
+STATISTICS = "--fp8-log-interval 2"
 RUNS = {
     "bf16": "--fp8-log-interval 2 --fp8-what-if mxfp8",
     "bf16-not-looked-at": "",
     "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
-    "tensorwise-e4m3": f"--fp8-format e4m3 --fp8-recipe tensorwise {LOOK} --fp8-power-2-scale",
-    "delayed": f"--fp8-format hybrid --fp8-recipe delayed {LOOK} --clip-grad 0",
-    "delayed-margin": f"--fp8-format e4m3 --fp8-recipe delayed {LOOK} --fp8-margin 1 --fp8-amax-history-len 1024",
-    "blockwise": f"--fp8-format e4m3 --fp8-recipe blockwise {LOOK} --lr-warmup-fraction 0.1",
-    "mxfp8": f"--fp8-format e4m3 --fp8-recipe mxfp8 {LOOK} --fp8-what-if nvfp4 --lr-warmup-iters 10",
-    "nvfp4": f"--fp4-format e2m1 {LOOK}",
-    "nvfp4-1d": f"--fp4-format e2m1 {LOOK} --no-fp4-2d-weights --first-last-layers-bf16 --num-layers 4",
-    "map": f"--fp8-format e4m3 --fp8-recipe tensorwise {LOOK} --precision layers.0.*=nvfp4 output_layer=mxfp8",
+    "tensorwise-e4m3": f"--fp8-format e4m3 --fp8-recipe tensorwise {STATISTICS} --fp8-power-2-scale",
+    "delayed": f"--fp8-format hybrid --fp8-recipe delayed {STATISTICS} --clip-grad 0",
+    "delayed-margin": f"--fp8-format e4m3 --fp8-recipe delayed {STATISTICS} --fp8-margin 1 --fp8-amax-history-len 1024",
+    "blockwise": f"--fp8-format e4m3 --fp8-recipe blockwise {STATISTICS} --lr-warmup-fraction 0.1",
+    "mxfp8": f"--fp8-format e4m3 --fp8-recipe mxfp8 {STATISTICS} --fp8-what-if nvfp4 --lr-warmup-iters 10",
+    "nvfp4": f"--fp4-format e2m1 {STATISTICS}",
+    "nvfp4-1d": f"--fp4-format e2m1 {STATISTICS} --no-fp4-2d-weights --first-last-layers-bf16 --num-layers 4",
+    "map": f"--fp8-format e4m3 --fp8-recipe tensorwise {STATISTICS} --precision layers.0.*=nvfp4 output_layer=mxfp8",
     "weights-in-fp8": "--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --use-distributed-optimizer",
-    "schedule": f"--fp8-format hybrid --fp8-recipe tensorwise --fp8-schedule bf16:20,fp8 {LOOK} --min-lr 9e-4",
+    "schedule": f"--fp8-format hybrid --fp8-recipe tensorwise --fp8-schedule bf16:20,fp8 {STATISTICS} --min-lr 9e-4",
     "op-fuser": "--fp8-format hybrid --fp8-recipe delayed --use-transformer-engine-op-fuser --disable-bias-linear",
 }
 
@@ -48,8 +48,8 @@ def case_of(name: str, linear: Optional[str] = "layers.1.linear_fc1") -> Case:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "-"))
 @pytest.mark.parametrize("name", RUNS)
-def test_the_command_line_takes_every_advice(name: str, rule: object) -> None:
-    """Behind the flags that it has, for every linear."""
+def test_every_advice_is_accepted_by_the_command_line(name: str, rule: object) -> None:
+    """Appended to its flags, for every linear."""
     config = case_of(name).config
     command = f"{TINY} {RUNS[name]}".split()
     assert rules.setting_problems(config, 1) == []
@@ -62,7 +62,7 @@ def test_the_command_line_takes_every_advice(name: str, rule: object) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_something_helps_against_bad_numbers(name: str) -> None:
+def test_nonfinite_values_have_an_advice(name: str) -> None:
     assert "--clip-grad" in advice(case_of(name, None), for_nonfinite_values)
 
 
@@ -74,7 +74,7 @@ def test_advice_is_for_the_recipe_of_the_run() -> None:
     assert "--fp8-margin 2" in margin and "--fp8-amax-history-len 2048" in margin
 
 
-def test_four_bits_are_advised_eight_or_more() -> None:
+def test_four_bit_recipes_are_advised_eight_bits_or_more() -> None:
     assert "fp8-recipe" not in advice(case_of("nvfp4"), for_underflow)
     for remedies in (for_saturation, for_underflow, for_outliers):
         assert "--precision layers.1.linear_fc1=mxfp8" in advice(case_of("nvfp4"), remedies)
@@ -88,7 +88,7 @@ def test_a_format_that_reaches_further_down_is_advised_where_there_is_one() -> N
     assert "output_layer=mxfp8/hybrid" in advice(case_of("map", "output_layer"), for_underflow)
 
 
-def test_looks_are_advised_where_nobody_looks() -> None:
+def test_statistics_are_advised_where_they_are_off() -> None:
     assert "--fp8-log-interval 100 names" in advice(case_of("tensorwise", None), for_nonfinite_values)
     tried = advice(case_of("bf16-not-looked-at", None), for_nonfinite_values)
     assert "--fp8-log-interval 100 --fp8-what-if tensorwise" in tried
@@ -96,8 +96,8 @@ def test_looks_are_advised_where_nobody_looks() -> None:
     assert "--fp8-log-interval" not in advice(case_of("bf16", None), for_nonfinite_values)
 
 
-def test_what_the_machine_cannot_do_is_no_advice() -> None:
-    """Hopper has no MXFP8, and Transformer Engine's fused operations no recipes of their own."""
+def test_unsupported_settings_are_not_advised() -> None:
+    """Hopper has no MXFP8, and Transformer Engine's fused operations have no recipes of their own."""
     native = "--transformer-impl transformer_engine --no-emulation"
     words = f"{TINY} --fp8-format hybrid --fp8-recipe tensorwise --disable-bias-linear {native}"
     for flag, refused in (("", "mxfp8"), ("--use-transformer-engine-op-fuser", "linear_fc1=bf16")):

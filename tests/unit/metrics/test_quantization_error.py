@@ -1,4 +1,4 @@
-"""Statistics of quantization, against a reference that goes value by value."""
+"""Quantization statistics, compared with a reference that computes value by value."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_equal(found: QuantizationStats, expected: dict[str, object]) -> None:
 
 
 def example(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Values over many octaves with zeros, some of them beyond their row's range; rounded to eighths of a step."""
+    """Values over many octaves with zeros, some beyond their row's range, rounded to 1/8 of a step."""
     generator = torch.Generator().manual_seed(rows * columns)
     values = torch.randn(rows, columns, generator=generator) * torch.exp2(torch.arange(columns) % 23 - 18.0)
     values[torch.rand(rows, columns, generator=generator) < 0.1] = 0
@@ -81,7 +81,7 @@ def example(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> tupl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 32), (5, 70), (17, 129)])
 @pytest.mark.parametrize("has_lost_blocks", [False, True])
-def test_equal_to_the_slow_reference(rows: int, columns: int, dtype: torch.dtype, has_lost_blocks: bool) -> None:
+def test_equal_to_a_slow_reference(rows: int, columns: int, dtype: torch.dtype, has_lost_blocks: bool) -> None:
     values, dequantized, scales = example(rows, columns, dtype)
     values[0, 0] = 0.77
     if has_lost_blocks:
@@ -97,13 +97,13 @@ def test_the_example_shows_every_kind_of_loss() -> None:
     assert stats.octave_counts[0] > 0
 
 
-def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = quantization_stats(*example(17, 129), FORMAT_MAX)
     monkeypatch.setattr(quantization_error, "CHUNK_VALUES", 300)
     check_equal(quantization_stats(*example(17, 129), FORMAT_MAX), vars(whole))
 
 
-def test_no_error_is_infinitely_good_and_no_signal_is_none() -> None:
+def test_sqnr_without_error_is_infinite_and_without_signal_is_none() -> None:
     values = torch.tensor([[1.0, -2.0, 0.0]])
     exact = quantization_stats(values, values, torch.ones(()), FORMAT_MAX)
     assert exact.sqnr_db == exact.local_sqnr_db == math.inf
@@ -118,8 +118,8 @@ def test_scales_of_zeros_do_not_count() -> None:
     assert (stats.scale_min, stats.scale_max, stats.scale_spread_octaves) == (0.25, 0.25, 0)
 
 
-def test_a_block_whose_scale_rounds_to_zero_is_lost_and_not_cut_off() -> None:
-    """NVFP4's scales are E4M3 and underflow. The other blocks keep their scales, and zeros have lost nothing."""
+def test_a_block_whose_scale_rounds_to_zero_underflows() -> None:
+    """NVFP4's scales are E4M3 and underflow. The other blocks keep their scales, and zeros lose nothing."""
     values = torch.tensor([[1e-9, 2e-9, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     dequantized = values.where(values > 1e-3, 0.0)
     stats = quantization_stats(values, dequantized, torch.tensor([[0.0], [0.25], [0.0]]), FORMAT_MAX)
@@ -128,7 +128,7 @@ def test_a_block_whose_scale_rounds_to_zero_is_lost_and_not_cut_off() -> None:
     assert stats.saturated_fraction == 0 and sum(stats.octave_counts) == 1
 
 
-def test_values_that_are_not_finite_are_counted_and_left_out() -> None:
+def test_nonfinite_values_are_counted_and_excluded() -> None:
     clean = torch.tensor([[1.5, -3.0, 0.0, 0.0, 0.0]])
     dirty = torch.tensor([[1.5, -3.0, math.inf, -math.inf, math.nan]])
     rounded = torch.tensor([[1.5, -2.5, 448.0, -448.0, math.nan]])
@@ -148,14 +148,14 @@ def test_octaves_end_at_powers_of_two_below_the_largest(magnitude: float, entry:
     assert [i for i, count in enumerate(counts) if count] == [entry]
 
 
-def test_rounding_of_the_scale_is_no_saturation() -> None:
-    """amax x (448 / amax) may come out a little beyond 448."""
+def test_rounding_of_the_scale_is_not_saturation() -> None:
+    """amax x (448 / amax) may be slightly above 448."""
     values = torch.tensor([448.0 * (1 + 2.0**-22), 448.0 * (1 + 2.0**-18)], dtype=torch.float64)
     stats = quantization_stats(values, values.clamp(max=448.0), torch.ones(()), FORMAT_MAX)
     assert stats.saturated_fraction == 0.5
 
 
-def test_one_huge_value_hides_the_rest_from_the_sqnr_but_not_from_the_local_one() -> None:
+def test_one_huge_value_dominates_the_sqnr_but_not_the_local_sqnr() -> None:
     values = torch.ones(4, 4 * RUN_VALUES)
     values[0, 0] = 1e6
     dequantized = torch.zeros_like(values)

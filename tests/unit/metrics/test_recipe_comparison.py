@@ -1,4 +1,4 @@
-"""What recipes do to tensors whose fate is known."""
+"""The effect of recipes on tensors with known errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_delayed_with_the_tensor_in_its_history_is_tensorwise(normal) -> None:
         assert normal["delayed", fmt, BOTH].stats == normal["tensorwise", fmt, BOTH].stats
 
 
-def test_every_recipe_format_and_direction_is_there_once(normal) -> None:
+def test_every_recipe_format_and_direction_appears_once(normal) -> None:
     assert set(normal) == {
         (recipe, fmt, along)
         for recipe in RECIPES
@@ -64,7 +64,7 @@ def test_every_recipe_format_and_direction_is_there_once(normal) -> None:
     }
 
 
-def test_blocks_win_where_outliers_took_the_range() -> None:
+def test_block_scales_are_better_with_outliers() -> None:
     findings = found("outliers:256x1024")
     tensorwise = findings["tensorwise", "e4m3", BOTH].stats
     for recipe in ("blockwise", "mxfp8"):
@@ -76,7 +76,7 @@ def test_blocks_win_where_outliers_took_the_range() -> None:
     assert tensorwise.scale_spread_octaves == 0
 
 
-def test_the_smaller_the_block_the_fewer_an_outlier_reaches() -> None:
+def test_smaller_blocks_contain_an_outlier_better() -> None:
     findings = found("outliers:256x1024")
     fractions = [
         findings[recipe, "e4m3", along].stats.underflow_fraction
@@ -95,7 +95,7 @@ def test_a_tensor_that_has_grown_saturates_under_delayed_scaling() -> None:
     assert stats.scale_max == pytest.approx(unaware.scale_max / 2)
 
 
-def test_nvfp4_is_shown_with_all_that_it_does() -> None:
+def test_nvfp4_is_compared_with_all_its_options() -> None:
     tensor = sample_distribution("outliers:64x64:100")
     row, column = inspect_tensor("x", tensor, Operand.GRAD_OUTPUT, ["nvfp4"], FORMATS)
     assert (row.orientation, row.extras) == ("row", "stochastic rounding")
@@ -108,13 +108,13 @@ def test_nvfp4_is_shown_with_all_that_it_does() -> None:
 
 
 @pytest.mark.parametrize("shape", [(15, 16), (16, 15)])
-def test_nvfp4_names_the_shape_that_it_cannot_take(shape: tuple[int, int]) -> None:
+def test_nvfp4_names_an_unsupported_shape(shape: tuple[int, int]) -> None:
     with pytest.raises(DataError, match="x has .* nvfp4 takes rows in groups of 16 and columns in pairs"):
         inspect_tensor("x", torch.ones(shape), Operand.INPUT, RECIPES, FORMATS)
 
 
-def test_scales_of_both_levels_count() -> None:
-    """Block amaxes 6 x 448 and 6: their scales are 448 times the tensor's, and once it."""
+def test_scales_of_both_levels_are_applied() -> None:
+    """Block amaxes 6 x 448 and 6: their scales are 448 times and 1 times the tensor's."""
     tensor = torch.zeros(16, 32)
     tensor[0, 0], tensor[0, 16] = 6 * 448, 6
     row, _ = inspect_tensor("x", tensor, Operand.INPUT, ["nvfp4"], FORMATS)
@@ -130,7 +130,7 @@ def test_weights_have_square_blocks() -> None:
 
 @pytest.mark.parametrize("operand", Operand)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_blocks_lie_along_what_the_name_says(recipe: str, operand: Operand) -> None:
+def test_blocks_lie_along_the_named_dim(recipe: str, operand: Operand) -> None:
     rules = recipe_rules(recipe, "e4m3", operand)
     for orientation, rule in rules.items():
         if orientation != BOTH:

@@ -1,4 +1,4 @@
-"""Tensors from files and from nowhere."""
+"""Tensors from files and generated tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_normal_numbers() -> None:
     assert sample_distribution("normal:300x400:0.02").float().std().item() == pytest.approx(0.02, rel=0.02)
 
 
-def test_a_seed_is_one_tensor() -> None:
+def test_a_seed_determines_the_tensor() -> None:
     assert torch.equal(sample_distribution("outliers:8x600", 3), sample_distribution("outliers:8x600", 3))
     assert not torch.equal(sample_distribution("outliers:8x600", 3), sample_distribution("outliers:8x600", 4))
 
@@ -58,12 +58,12 @@ def test_npy(tmp_path: Path, dtype: str, expected: torch.dtype) -> None:
     assert tensor.tolist() == values.tolist()
 
 
-def test_a_lone_tensor_counts_whatever_its_shape(tmp_path: Path) -> None:
+def test_a_single_tensor_may_have_any_shape(tmp_path: Path) -> None:
     torch.save(torch.ones(5, dtype=torch.bfloat16), tmp_path / "x.pt")
     assert load_tensor_file(tmp_path / "x.pt")["x"].dtype == torch.bfloat16
 
 
-def test_a_dictionary_gives_its_matrices_or_what_is_asked_for(tmp_path: Path) -> None:
+def test_a_dictionary_gives_its_matrices_or_the_requested_tensors(tmp_path: Path) -> None:
     state = {
         "model": {"fc.weight": torch.ones(2, 3), "fc.bias": torch.ones(2), "empty": torch.ones(0, 3)},
         "ids": torch.ones(2, 3, dtype=torch.int64), "step": 7,
@@ -76,10 +76,10 @@ def test_a_dictionary_gives_its_matrices_or_what_is_asked_for(tmp_path: Path) ->
 
 
 class Custom:
-    """Something that only a program could make of a file."""
+    """An object that only code could create from a file."""
 
 
-def test_what_is_no_tensor_file_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
     torch.save(Custom(), tmp_path / "code.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))

@@ -40,7 +40,7 @@ EVENT = EventRecord(step=50, name="checkpoint saved", detail="a folder with ü i
 
 
 @pytest.mark.parametrize("record", [RUN, STEP, EVAL, EVENT], ids=lambda record: record.kind)
-def test_a_line_gives_the_record_back(record) -> None:
+def test_records_read_back(record) -> None:
     line = to_json(record)
     assert "\n" not in line
     assert line.isascii()
@@ -48,7 +48,7 @@ def test_a_line_gives_the_record_back(record) -> None:
     assert from_json(line) == record
 
 
-def test_non_finite_numbers_are_texts_in_strict_json() -> None:
+def test_nonfinite_numbers_are_strings_in_strict_json() -> None:
     record = dataclasses.replace(STEP, loss=math.nan, grad_norm=math.inf, timers_ms={"forward": -math.inf})
 
     def refuse(constant: str) -> None:
@@ -69,7 +69,7 @@ def test_an_integer_is_a_number_too() -> None:
     assert isinstance(loss, float)
 
 
-def test_fields_that_an_older_writer_did_not_know_get_their_defaults() -> None:
+def test_missing_fields_of_older_records_have_defaults() -> None:
     content = json.loads(to_json(STEP))
     del content["memory_peak_bytes"]
     assert from_json(json.dumps(content)) == STEP
@@ -89,7 +89,7 @@ def test_fields_that_an_older_writer_did_not_know_get_their_defaults() -> None:
         ({"timers_ms": {"forward": "long"}}, r"step.timers_ms\['forward'\]"),
     ],
 )
-def test_a_record_off_the_schema_is_refused(change: dict, message: str) -> None:
+def test_a_record_with_a_wrong_schema_is_refused(change: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         from_json(json.dumps(json.loads(to_json(STEP)) | change))
 
@@ -101,7 +101,7 @@ def test_a_missing_field_is_named() -> None:
         from_json(json.dumps(content))
 
 
-def test_half_a_line_is_told_from_a_wrong_one() -> None:
+def test_a_torn_line_is_distinguished_from_a_wrong_one() -> None:
     for length in (1, 10, len(to_json(STEP)) - 1):
         with pytest.raises(TornLineError):
             from_json(to_json(STEP)[:length])

@@ -1,4 +1,4 @@
-"""Sums that ranks can add up: entries, and what becomes of them. Against values one by one: tests/unit/metrics."""
+"""Sums that ranks can add: entries and their results. Compared with single values in tests/unit/metrics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_parts_of_ranks_become_one_tensor() -> None:
     assert (stats.underflow_fraction, stats.saturated_fraction) == (2 / 40, 4 / 40)
     assert stats.sqnr_db == pytest.approx(20.0)
     assert stats.exponent_counts == (2, 4, 6)
-    assert entries(*parts).stats("a", "e4m3", 3) is None, "nobody saw it"
+    assert entries(*parts).stats("a", "e4m3", 3) is None, "no rank observed it"
 
 
 def test_weights_are_compared_over_all_rows_or_one() -> None:
@@ -82,7 +82,7 @@ def test_exponents_are_those_of_the_codes() -> None:
         assert found.tolist() == expected
 
 
-def test_no_square_over_or_underflows() -> None:
+def test_no_square_overflows_or_underflows() -> None:
     for scale in (1e-38, 1e-20, 1.0, 1e38):
         values = torch.full((2, 64), scale)
         found = error_sums(values, values * 0.75, torch.tensor(scale))
@@ -107,12 +107,12 @@ def test_the_largest_outlier_keeps_its_channel() -> None:
     assert [each.outlier_octaves for each in stats] == [10.0, None, 10.0]
 
 
-def test_every_field_of_a_row_has_a_place() -> None:
+def test_every_field_of_a_row_has_a_column() -> None:
     assert StatisticsTable(["a"], torch.device("cpu")).sums.shape == (1, NUM_SUMS)
 
 
-def test_looks_read_back_as_they_were_written(make_look) -> None:
-    look = make_look(7, of_input={"sqnr_db": math.inf}, gradient_snr=0.5)
-    again = from_json(to_json(look))
-    assert again == look
-    assert "staleness" not in to_json(look), "what is not there takes no room"
+def test_statistics_records_read_back(make_statistics) -> None:
+    record = make_statistics(7, of_input={"sqnr_db": math.inf}, gradient_snr=0.5)
+    again = from_json(to_json(record))
+    assert again == record
+    assert "staleness" not in to_json(record), "what is not there takes no room"

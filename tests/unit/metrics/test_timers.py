@@ -4,7 +4,7 @@ from megafp8.metrics.timers import StepTimer
 
 
 class Stage:
-    """A clock and a device: waiting for the device takes `lag` seconds once after work was queued."""
+    """A clock and a device: the first wait for the device after work was queued takes `lag` seconds."""
 
     def __init__(self):
         self.now, self.lag, self.num_waits = 0.0, 0.0, 0
@@ -18,7 +18,7 @@ class Stage:
         self.lag = 0.0
 
 
-def test_a_step_and_its_parts() -> None:
+def test_step_and_part_times() -> None:
     stage = Stage()
     timer = StepTimer(clock=stage.clock)
     timer.start()
@@ -32,7 +32,7 @@ def test_a_step_and_its_parts() -> None:
     assert timer.spans_ms == {"forward": 500.0, "optimizer": 125.0}
 
 
-def test_each_step_starts_from_nothing() -> None:
+def test_each_step_starts_from_zero() -> None:
     stage = Stage()
     timer = StepTimer(clock=stage.clock)
     timer.start()
@@ -68,7 +68,7 @@ def test_queued_work_belongs_to_the_part_when_asked_for() -> None:
     assert timer.spans_ms == {"forward": 2000.0, "optimizer": 1000.0}
 
 
-def test_a_part_that_fails_is_timed_and_the_error_passes() -> None:
+def test_a_failing_part_is_timed_and_raises() -> None:
     stage = Stage()
     timer = StepTimer(clock=stage.clock)
     timer.start()

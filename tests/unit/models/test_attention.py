@@ -1,4 +1,4 @@
-"""Causal attention against its definition, alone and with the sequence split over ranks."""
+"""Causal attention compared with its definition, alone and with the sequence split over ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_softmax_scale() -> None:
     torch.testing.assert_close(output.double(), reference(query, key, value, 0.1), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_the_future_is_not_seen() -> None:
+def test_attention_is_causal() -> None:
     query, key, value = (x.detach() for x in inputs())
     before = attention()(query, key, value)
     key[9:], value[9:] = 100.0, 100.0
@@ -112,8 +112,8 @@ def test_zigzag_gives_every_rank_the_same_work() -> None:
 
 @pytest.mark.parametrize("num_groups", [HEADS, 2])
 @pytest.mark.parametrize("size", [2, 4])
-def test_split_sequences_are_the_whole_one(size: int, num_groups: int) -> None:
-    """Output and gradients of each rank's part, for queries as for keys and values."""
+def test_context_parallel_attention_equals_one_rank(size: int, num_groups: int) -> None:
+    """Output and gradients of each rank's part, for queries, keys and values."""
     weights = torch.randn(LENGTH, BATCH, HEADS * CHANNELS, generator=torch.Generator().manual_seed(2))
 
     def on_rank() -> tuple[Tensor, list[Tensor]]:
@@ -133,8 +133,8 @@ def test_split_sequences_are_the_whole_one(size: int, num_groups: int) -> None:
             torch.testing.assert_close(gradient, x.grad[mine], rtol=1e-5, atol=1e-5)
 
 
-def test_positions_are_those_of_megatron_cores_split() -> None:
-    """Tokens and positions are cut by the same rule, or a rank would mask the wrong keys."""
+def test_positions_follow_megatron_cores_split() -> None:
+    """Tokens and positions are split by the same rule. Otherwise a rank would mask the wrong keys."""
 
     def on_rank() -> list[int]:
         patches.import_core("parallel_state").initialize_model_parallel(context_parallel_size=2)

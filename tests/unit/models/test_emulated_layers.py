@@ -1,6 +1,6 @@
-"""The emulated parallel layers on two gloo ranks against the same linear on one, and their place in megatron-core.
+"""The emulated parallel layers on two gloo ranks compared with the same linear on one, and their use in megatron-core.
 
-Ranks are forked, so that what they patch and initialize stays with them.
+Ranks are forked, so that their patches and initialization stay with them.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ BLOCK_RECIPES = {
     "nvfp4": nvfp4.build("e2m1", fp4_stochastic_rounding=False),
 }
 INPUTS, OUTPUTS, TOKENS, BATCH = 32, 48, 8, 2
-TOKENS_OF_A_BLOCK = 128  # of each rank's half of the microbatch, at least, for blocks along tokens to end with it
+TOKENS_OF_A_BLOCK = 128  # tokens of each rank's microbatch at least, so that blocks along tokens end with it
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def configuration(**changes: object) -> TransformerConfig:
 
 
 def build_layer(kind: str, *, config: TransformerConfig, plain: bool = False, bias: bool = False, **params: object):  # noqa: ANN201
-    """A layer the way megatron-core builds it from a spec."""
+    """A layer built from a spec, as megatron-core does."""
     emulated = {"column": EmulatedColumnParallelLinear, "row": EmulatedRowParallelLinear}[kind]
     module = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind] if plain else emulated
     options = {"gather_output": False} if kind == "column" else {"input_is_parallel": True}
@@ -71,8 +71,8 @@ def build_layer(kind: str, *, config: TransformerConfig, plain: bool = False, bi
     )
 
 
-def whole_tensors(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w, dy, whole; halves along every dim have different amaxes."""
+def full_tensors(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w, dy, complete; the two parts along every dim have different amaxes."""
     generator = torch.Generator().manual_seed(3)
     shapes = (tokens, BATCH, INPUTS), (OUTPUTS, INPUTS), (tokens, BATCH, OUTPUTS)
     wholes = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -83,13 +83,13 @@ def whole_tensors(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mine(whole: Tensor, dim: int) -> Tensor:
-    """This rank's half."""
+    """This rank's part."""
     return whole.chunk(2, dim)[dist.get_rank()].contiguous()
 
 
 def expected(kind: str, reduction: str, recipe: LinearRecipe = RECIPE, tokens: int = TOKENS) -> tuple[Tensor, ...]:
-    """y, dx, dw, whole, from one process: with "te" each half of the weight is a linear with scales of its own."""
-    x, w, dy = whole_tensors(tokens)
+    """y, dx, dw, complete, from one process. With "te", each part of the weight is a linear with its own scales."""
+    x, w, dy = full_tensors(tokens)
     x.requires_grad_()
     w.requires_grad_()
     plan = LinearPlan(recipe=recipe)
@@ -107,10 +107,10 @@ def expected(kind: str, reduction: str, recipe: LinearRecipe = RECIPE, tokens: i
 def check_tensor_parallel(
     kind: str, reduction: str, sequence_parallel: bool, recipe: LinearRecipe = RECIPE, tokens: int = TOKENS
 ) -> None:
-    """Two halves of a layer give the halves of what the whole layer gives."""
+    """The two shards of a layer give the two parts of the full layer's result."""
     config = configuration(sequence_parallel=sequence_parallel)
     layer = build_layer(kind, config=config, recipe=recipe, amax_reduction=reduction)
-    x, w, dy = whole_tensors(tokens)
+    x, w, dy = full_tensors(tokens)
     column = kind == "column"
     with torch.no_grad():
         layer.weight.copy_(mine(w, 0 if column else 1))
@@ -135,15 +135,15 @@ def check_tensor_parallel(
 @pytest.mark.parametrize("reduction", ["te", "all"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_two_halves_are_the_whole(kind: str, sequence_parallel: bool, reduction: str) -> None:
+def test_two_shards_equal_the_full_layer(kind: str, sequence_parallel: bool, reduction: str) -> None:
     on_ranks(2, check_tensor_parallel, kind, reduction, sequence_parallel, tensor=2)
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS_OF_A_BLOCK], ids=["blocks span ranks", "blocks end with ranks"])
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES)
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_two_halves_of_block_recipes(kind: str, recipe: str, tokens: int) -> None:
-    """With sequence parallelism; blocks of columns are those of the gathered tensor either way."""
+def test_two_shards_of_block_recipes_equal_the_full_layer(kind: str, recipe: str, tokens: int) -> None:
+    """With sequence parallelism. Column blocks are those of the gathered tensor in any case."""
     on_ranks(2, check_tensor_parallel, kind, "te", True, BLOCK_RECIPES[recipe], tokens, tensor=2)
 
 
@@ -164,9 +164,9 @@ def test_other_gradients_are_rounded_by_other_random_numbers(kind: str, tensor: 
 
 
 def check_context_parallel(kind: str) -> None:
-    """With "all" the halves of a sequence are quantized with one scale."""
+    """With "all", the two parts of a sequence are quantized with one scale."""
     layer = build_layer(kind, config=configuration(), amax_reduction="all")
-    x, w, dy = whole_tensors()
+    x, w, dy = full_tensors()
     with torch.no_grad():
         layer.weight.copy_(w)
     x = mine(x, 0).requires_grad_()
@@ -197,12 +197,12 @@ def check_same_layer_as_plain(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_checkpoint_is_that_of_the_plain_layer(kind: str) -> None:
+def test_checkpoint_equals_that_of_the_plain_layer(kind: str) -> None:
     on_ranks(2, check_same_layer_as_plain, kind, tensor=2)
 
 
 class OneLayer(MegatronModule):
-    """A model as data parallelism wants it."""
+    """A model as data parallelism needs it."""
 
     def __init__(self, config: TransformerConfig, layer: nn.Module):
         super().__init__(config)
@@ -215,7 +215,7 @@ class OneLayer(MegatronModule):
 def check_overlapped_reduction(fuse: bool) -> None:
     """Two microbatches of two data-parallel ranks: main_grad is the mean over the ranks, hooks fire in both modes."""
     config = configuration()
-    x, w, dy = whole_tensors()
+    x, w, dy = full_tensors()
     layer = build_layer("row", config=config)
     layer.gradient_accumulation_fusion = fuse
     with torch.no_grad():
@@ -244,7 +244,7 @@ def test_gradients_reach_overlapped_data_parallelism(fuse: bool) -> None:
 
 @pytest.fixture
 def lone_rank() -> Iterator[None]:
-    """A process group of one, so that a layer can be built here: without gloo's threads, which no fork survives."""
+    """A process group of one, so that a layer can be built here without gloo's threads, which do not survive a fork."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     yield
@@ -252,12 +252,12 @@ def lone_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_weight_codes_are_kept_inside_the_promise_only(lone_rank: None) -> None:
+def test_weight_codes_are_kept_inside_the_context_only(lone_rank: None) -> None:
     layer = build_layer("row", config=configuration())
-    x, w, _ = whole_tensors()
+    x, w, _ = full_tensors()
 
     def forward_with(weight: Tensor) -> Tensor:
-        layer.weight.data = weight.clone()  # the way optimizers write: no version counter moves
+        layer.weight.data = weight.clone()  # as optimizers write: the version counter does not change
         return layer(x)[0].detach()
 
     once, twice = forward_with(w), forward_with(2 * w)
@@ -273,7 +273,7 @@ def test_weight_codes_are_kept_inside_the_promise_only(lone_rank: None) -> None:
 
 
 def test_no_recipe_is_the_plain_layer(lone_rank: None) -> None:
-    x, w, _ = whole_tensors()
+    x, w, _ = full_tensors()
     unquantized = build_layer("row", config=configuration(), recipe=None)
     layers = [unquantized, build_layer("row", config=configuration(), plain=True)]
     for layer in layers:

@@ -66,8 +66,8 @@ def test_seed_name_and_layer_give_other_values() -> None:
         ("output_layer.weight", 0.5),
     ],
 )
-def test_spread(key: str, std: float) -> None:
-    """What writes into the residual stream is smaller by sqrt(2 x 8 layers)."""
+def test_standard_deviations(key: str, std: float) -> None:
+    """Weights that write into the residual stream are smaller by sqrt(2 x 8 layers)."""
     values = filled(key, (256, 256))
     # The spread of n = 65,536 normal numbers is known to std / sqrt(2 n): five times that.
     assert values.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * 65_536))
@@ -82,15 +82,15 @@ def test_vectors() -> None:
     assert torch.equal(filled("a.layer_norm_weight", (4,), config=centered), torch.zeros(4))
 
 
-# ---- the whole model, on ranks --------------------------------------------------------------------------------------
+# ---- the complete model, on ranks ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a parameter: gate and up halves of a gated MLP are parts even on one rank."""
+    """A part of a parameter. The gate and up projections of a gated MLP are two parts even on one rank."""
 
     parameter: tuple[str, tuple[int, ...]]  # name and layer
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # of the complete parameter
     window: tuple[slice, ...]
     values: Tensor
 
@@ -108,7 +108,7 @@ def blocks_of(config: RunConfig) -> list[Block]:
 
 
 def assembled(blocks: list[Block]) -> dict[Any, Tensor]:
-    """Whole parameters by name and layer; NaN where no block is."""
+    """Complete parameters by name and layer; NaN where there is no block."""
     whole: dict[Any, Tensor] = {}
     for block in blocks:
         whole.setdefault(block.parameter, torch.full(block.shape, torch.nan))[block.window] = block.values

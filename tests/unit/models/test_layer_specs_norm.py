@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm against their formulas, and the mark without which sequence parallelism goes wrong."""
+"""LayerNorm and RMSNorm compared with their formulas, and the mark that sequence parallelism needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ cpu_patches.install()
 from megafp8.models.layer_specs import Norm
 
 SIZE = 24
-# A handful of FP32 roundings against FP64.
+# A few FP32 roundings compared with FP64.
 RELATIVE = 2e-6
 
 
@@ -72,7 +72,7 @@ def test_parameters_are_marked_for_sequence_parallelism(normalization: str, is_m
 
 
 def test_statistics_are_fp32_under_bf16() -> None:
-    """Squares of 300 added up in BF16 would stop growing; the result is rounded once, at the end."""
+    """A BF16 sum of squares of 300 would stop growing. The result is rounded once, at the end."""
     norm = Norm(config("RMSNorm", params_dtype=torch.bfloat16), 4096)
     torch.nn.init.ones_(norm.weight)
     x = torch.full((2, 4096), 300.0, dtype=torch.bfloat16)

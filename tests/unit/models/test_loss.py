@@ -28,7 +28,7 @@ def batch(length: int = 4) -> dict[str, Tensor]:
 
 
 class Model:
-    """Notes what it is called with; its "losses" are the labels."""
+    """Records its arguments; its "losses" are the labels."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -50,7 +50,7 @@ def test_three_values_sum_tokens_and_report() -> None:
     assert losses.grad.tolist() == [[1.0, 0.0], [1.0, 1.0]], "a masked token moves nothing, and no mean is taken"
 
 
-def test_no_token_counts() -> None:
+def test_a_batch_without_counted_tokens() -> None:
     total, num_tokens, report = token_loss(torch.zeros(1, 3), torch.ones(1, 3))
     assert (total.item(), num_tokens.item(), report["loss"].tolist()) == (0.0, 0, [0.0, 0.0])
 
@@ -73,7 +73,7 @@ def test_a_chunk_with_batches() -> None:
     assert len(list(batches)) == 1, "one microbatch was taken"
 
 
-def test_a_chunk_between_the_ends_takes_none() -> None:
+def test_a_middle_chunk_takes_no_batches() -> None:
     model = Model()
     build_forward_step(CPU, context_parallel_size=1)(None, model)
     assert model.calls == [(None, None, None, None)]

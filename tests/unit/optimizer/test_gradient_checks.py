@@ -1,4 +1,4 @@
-"""The parts of the finite check that need no ranks; `distributed/test_bad_numbers.py` has the whole."""
+"""The parts of the finite check that need no ranks. `distributed/test_nonfinite_values.py` tests all of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Group:
-    """What megatron-core's bucket group shows: buckets, and the start of their reduction."""
+    """The used part of megatron-core's bucket group: buckets, and the start of their reduction."""
 
     def __init__(self, *gradients: torch.Tensor):
         self.buckets = [SimpleNamespace(grad_data=gradient) for gradient in gradients]
@@ -56,11 +56,11 @@ def test_one_element_is_enough(value: float, dtype: torch.dtype) -> None:
 
 
 def test_infinities_that_cancel_are_seen() -> None:
-    """Their sum is NaN, and not finite either; a mean of signs would miss them."""
+    """Their sum is NaN, which is not finite either. A mean of signs would miss them."""
     assert not is_finite(torch.tensor([INF, -INF]))
 
 
-def test_watch_looks_when_a_reduction_starts_and_starts_it() -> None:
+def test_monitor_checks_when_a_reduction_starts() -> None:
     good, bad = Group(torch.ones(4), torch.ones(4)), Group(torch.ones(4), torch.tensor([0.0, NAN]))
     watch = NonFiniteGradientMonitor([SimpleNamespace(bucket_groups=[good, bad])], CPU)
     assert good.start_grad_sync(1) == "handle"
@@ -75,7 +75,7 @@ def test_watch_looks_when_a_reduction_starts_and_starts_it() -> None:
     assert not watch.bad
 
 
-def test_watch_sees_what_is_in_the_bucket_at_that_time() -> None:
+def test_monitor_reads_the_bucket_at_that_time() -> None:
     gradient = torch.tensor([NAN])
     group = Group(gradient)
     watch = NonFiniteGradientMonitor([SimpleNamespace(bucket_groups=[group])], CPU)
@@ -91,8 +91,8 @@ def test_loss_is_a_mean_over_tokens() -> None:
 
 
 def test_ranks_agree() -> None:
-    """Rank 0 holds (3, 2), rank 1 nothing, rank 2 (5, 4) and a bad gradient, rank 3 a loss that is not finite;
-    signals came to ranks 1 and 3."""
+    """Rank 0 has (3, 2), rank 1 nothing, rank 2 (5, 4) and a bad gradient, rank 3 a loss that is not finite. Ranks 1
+    and 3 received signals."""
 
     def ask() -> StepTotals:
         rank = torch.distributed.get_rank()
@@ -107,7 +107,7 @@ def test_ranks_agree() -> None:
 
 
 def test_first_bad_tensor() -> None:
-    """Of gradients the first in the order of the backward pass, which spoils those below it."""
+    """The first gradient in the order of the backward pass, which spreads to those below it."""
     model = chunk(a=torch.ones(2), b=torch.ones(2), c=torch.ones(2))
     named = dict(model.module.named_parameters())
     assert find_bad_tensor([model]) is None
@@ -122,8 +122,8 @@ def test_first_bad_tensor() -> None:
     assert find_bad_tensor([chunk(a=torch.ones(2)), model]) == BadTensor("weight", "a", 1)
 
 
-def test_the_projection_of_attention_comes_behind_what_it_multiplies() -> None:
-    """megatron-core makes it first."""
+def test_attention_projection_is_ordered_after_its_input() -> None:
+    """megatron-core creates it first."""
     attention = ("linear_proj.weight", "linear_qkv.weight", "q_layernorm.weight")
     parts = ("norm", *(f"self_attention.{each}" for each in attention), "mlp")
     layers = [[f"layers.{layer}.{part}" for part in parts] for layer in range(2)]
@@ -179,7 +179,7 @@ def sight(replica: int = 0, stage: int = 0, *, loss: bool = False, tensor: Any =
         pytest.param([sight(loss=True, tensor=None)], ["loss is not finite; first bad tensor: none; "], id="loss"),
     ],
 )
-def test_one_story_of_several_ranks(sights: list[NonFiniteReport], texts: list[str]) -> None:
+def test_findings_of_several_ranks_are_combined(sights: list[NonFiniteReport], texts: list[str]) -> None:
     by_rank = dict(enumerate(sights))
     for each, text in zip(sights, texts, strict=True):
         said = describe_report(each, by_rank, num_chunks=1)

@@ -1,4 +1,4 @@
-"""The learning rate of every step, by the formulas of the flags."""
+"""The learning rate of every step, compared with the formulas of the flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH = 8
 
 
 def rates(flags: str, num_steps: int = 11, world_size: int = 1) -> list[float]:
-    """Learning rate that each step uses, from the first on."""
+    """The learning rate of each step, from the first on."""
     return [rate for rate, _ in walk(flags, num_steps, world_size)]
 
 
@@ -70,7 +70,7 @@ def test_inverse_square_root() -> None:
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_the_same_in_samples_and_on_more_ranks(style: str) -> None:
-    """The schedule counts samples: neither ranks nor micro-batches move it."""
+    """The schedule counts samples. Neither ranks nor micro-batches change it."""
     flags = f"--lr-decay-style {style}"
     assert rates(flags, world_size=2) == rates(flags) == rates(f"{flags} --micro-batch-size 1")
     fraction = f"{flags} --lr-warmup-iters 0 --lr-warmup-fraction 0.2"
@@ -97,7 +97,7 @@ def test_a_resume_refuses_another_warm_up_and_another_decay_of_wsd(flags: str, w
 
 
 @pytest.mark.parametrize("taken", ["saved", "own"])
-def test_a_resume_takes_one_of_two_schedules_whole(taken: str) -> None:
+def test_a_resume_uses_one_of_two_schedules_completely(taken: str) -> None:
     """Within the warm-up, and in the decay of WSD, where megatron-core alone would mix them."""
     saved = f"{WSD} --lr-warmup-init 0.2"
     own = "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-wsd-decay-style linear"
@@ -110,7 +110,7 @@ def test_a_resume_takes_one_of_two_schedules_whole(taken: str) -> None:
         assert current_learning_rate(resumed.optimizer) == pytest.approx(expected[step])
 
 
-def test_a_checkpoint_from_before_these_were_saved_goes_on() -> None:
+def test_a_checkpoint_without_these_fields_resumes() -> None:
     saved, resumed = built(WSD).state_dict(), built(WSD)
     for name in Schedule.EXTRA_KEYS:
         del saved[name]

@@ -1,4 +1,4 @@
-"""The spike detector beside a slow one in exact fractions, and what a window is."""
+"""The spike detector compared with a slow one in exact fractions, and its window."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_spike(values: list[float], value: float, sigma: float) -> bool:
 
 
 def curve(seed: int, steps: int = 300) -> list[tuple[float, float]]:
-    """Losses that fall and norms that jitter, some of either far too large."""
+    """Falling losses and noisy norms, some of either far too large."""
     draw = random.Random(seed)
     pairs = []
     for step in range(steps):
@@ -34,8 +34,8 @@ def curve(seed: int, steps: int = 300) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_as_in_exact_arithmetic(seed: int) -> None:
-    """Every step of a long curve, each series by itself; spikes do not enter the window."""
+def test_spikes_equal_exact_arithmetic(seed: int) -> None:
+    """Every step of a long curve, each series separately. Spikes do not enter the window."""
     window: Window = ()
     found = 0
     for loss, norm in curve(seed):
@@ -56,7 +56,7 @@ def test_as_in_exact_arithmetic(seed: int) -> None:
     assert found > 5
 
 
-def test_nothing_is_a_spike_before_there_is_something_to_compare_with() -> None:
+def test_no_spike_before_the_window_is_filled() -> None:
     window: Window = ()
     for loss in (1.0, 1.1, 0.9):
         assert DETECTOR.find_spike(window, 1e9, 1e9) is None
@@ -65,12 +65,12 @@ def test_nothing_is_a_spike_before_there_is_something_to_compare_with() -> None:
     assert DETECTOR.find_spike(DETECTOR.after_update(window, 1.0, 1.0), 1e9, 1.0) is not None
 
 
-def test_below_the_mean_is_no_spike() -> None:
+def test_below_the_mean_is_not_a_spike() -> None:
     window = tuple((1.0 + step % 2 / 100, 1.0) for step in range(8))
     assert DETECTOR.find_spike(window, 0.0, 0.0) is None
 
 
-def test_the_text_says_what_how_far_and_beside_what() -> None:
+def test_the_text_has_value_deviation_and_mean() -> None:
     window = tuple((2.0 + step % 2, 1.0 + step % 2) for step in range(8))
     text = DETECTOR.find_spike(window, 10.0, 1.0)
     assert text == "loss 10 is 14.0 standard deviations above the mean 2.5 of the last 8 updates"
@@ -89,15 +89,15 @@ def test_the_oldest_update_leaves_the_window() -> None:
         assert [loss for loss, _ in window] == [float(each) for each in range(max(0, step - 15), step + 1)]
 
 
-def test_a_resumed_run_decides_alike() -> None:
-    """The window goes through a checkpoint after every step, as plain values."""
-    straight: Window = ()
+def test_a_resumed_run_decides_the_same() -> None:
+    """The window is saved and loaded after every step, as plain values."""
+    unbroken: Window = ()
     resumed = SkipHistory()
     for loss, norm in curve(7, steps=60):
-        text = DETECTOR.find_spike(straight, loss, norm)
+        text = DETECTOR.find_spike(unbroken, loss, norm)
         assert DETECTOR.find_spike(resumed.window, loss, norm) == text
         if text is None:
-            straight = DETECTOR.after_update(straight, loss, norm)
+            unbroken = DETECTOR.after_update(unbroken, loss, norm)
             resumed = resumed.after_update(DETECTOR.after_update(resumed.window, loss, norm))
         resumed = SkipHistory.from_plain(json.loads(json.dumps(resumed.plain())))
-    assert resumed.window == straight
+    assert resumed.window == unbroken

@@ -38,7 +38,7 @@ def config_of(changes: "dict[str, Any] | None" = None) -> RunConfig:
 
 
 def run_of(changes: "dict[str, Any] | None" = None, *, gpus: int = 8, gpu: str = "h200") -> PlannedRun:
-    """The same on so many GPUs."""
+    """The same on this number of GPUs."""
     config = config_of(changes)
     padded = derived.padded_vocab_size(config, config.model.vocab_size or 0)
     return PlannedRun(config=config, gpu=GPUS[gpu], world_size=gpus, padded_vocab=padded)

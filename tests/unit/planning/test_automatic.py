@@ -1,4 +1,4 @@
-"""Automatic settings: what each machine gets by default, what a flag keeps, and why."""
+"""Automatic settings: the defaults of each machine, flags that override them, and the reasons."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_no_graph_where_only_the_graph_would_not_fit(monkeypatch: pytest.MonkeyP
     assert found == {"none", "local"}
 
 
-def test_maximum_performance_adds_what_the_settings_allow() -> None:
+def test_maximum_performance_adds_compatible_settings() -> None:
     found = chosen(f"{DELAYED} --performance max")
     assert (found["--precision"], found["--residual-norm-fusion"]) == ("output_layer=tensorwise", "on")
     config = checked(f"{DELAYED} --performance max").invocation.config
@@ -116,7 +116,7 @@ def test_maximum_performance_adds_what_the_settings_allow() -> None:
         ("--no-use-transformer-engine-op-fuser", "h200"),
     ],
 )
-def test_maximum_performance_says_where_it_adds_nothing(extra: str, target: str) -> None:
+def test_maximum_performance_reports_where_it_adds_nothing(extra: str, target: str) -> None:
     (choice,) = (each for each in checked(f"{extra} --performance max", target).choices if "performance" in each.flag)
     assert choice.reason.startswith("adds nothing")
 

@@ -1,4 +1,4 @@
-"""Where FP8 is said not to pay."""
+"""When the plan reports that FP8 is not faster."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NARROW = FP8 | {
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
-def test_a_large_model_is_not_warned_of(gpu: str, recipe: str) -> None:
+def test_a_large_model_gives_no_warning(gpu: str, recipe: str) -> None:
     assert fp8_warnings(run_of(FP8 | {"precision.fp8_recipe": recipe}, gpu=gpu)) == []
 
 
-def test_a_narrow_one_is_with_the_ratio_that_the_plan_gives() -> None:
+def test_a_narrow_model_gives_a_warning_with_the_planned_ratio() -> None:
     run = run_of(NARROW, gpus=1)
     speed = step_time(in_high_precision(run)).seconds / step_time(run).seconds
     first, *others = fp8_warnings(run)
@@ -41,8 +41,8 @@ def test_a_graph_is_advised_where_the_run_can_have_one(dropout: float, is_advise
     assert ("--cuda-graph-impl local" in line) == is_advised
 
 
-def test_linears_whose_casts_take_what_their_gemms_save_are_named() -> None:
-    """Few channels and many tokens: what is quantized is large, and multiplied by little."""
+def test_linears_slowed_by_casts_are_named() -> None:
+    """Few channels and many tokens: large tensors are quantized for small GEMMs."""
     run = run_of(NARROW | {"data.seq_length": 65_536})
     small = [gain.linear.name for gain in linear_gains(run) if gain.speedup < 1]
     assert small == ["linear_fc1"]
@@ -61,7 +61,7 @@ def test_gains_add_up_to_the_layer() -> None:
     assert sum(gain.casts_s for gain in gains) == pytest.approx(forward.casts + backward.casts + of_weights_s)
 
 
-def test_high_precision_is_the_same_run() -> None:
+def test_high_precision_variant_is_otherwise_the_same_run() -> None:
     run = in_high_precision(run_of(FP8 | {"precision.fp8_param_gather": True}))
     assert run.recipe == "bf16" and run.config.model == run_of().config.model
     assert not run.config.precision.fp8_param_gather
@@ -71,14 +71,14 @@ def test_high_precision_is_the_same_run() -> None:
     ("target", "implementation", "is_warned"),
     [("h200", "transformer_engine", True), ("h200", "emulated", False), ("cpu", "transformer_engine", False)],
 )
-def test_a_dry_run_says_so_where_it_can_know(target: str, implementation: str, is_warned: bool) -> None:
+def test_a_dry_run_warns_where_the_gain_is_known(target: str, implementation: str, is_warned: bool) -> None:
     text = fp8_text(config_of(NARROW), TARGETS[target], implementation, 4096, 1)
     assert [line.startswith("warning: --fp8-recipe tensorwise") for line in text] == [True] * is_warned
     assert fp8_text(config_of(), TARGETS[target], implementation, 4096, 1) == []
 
 
 @pytest.mark.parametrize("base", [{}, {"precision.fp8_format": None}])
-def test_a_map_is_planned_and_warned_of_too(base: dict[str, None]) -> None:
+def test_a_precision_map_is_planned_and_gives_a_warning(base: dict[str, None]) -> None:
     mapped = NARROW | base | {"precision.precision_map": ("*.linear_fc2=tensorwise/hybrid",)}
     (text,) = fp8_text(config_of(mapped), TARGETS["h200"], "transformer_engine", 4096, 1)
     assert text.startswith("warning: the precision map is not expected to pay") and "too small" not in text
@@ -87,6 +87,6 @@ def test_a_map_is_planned_and_warned_of_too(base: dict[str, None]) -> None:
 
 
 @pytest.mark.parametrize(("name", "gpu"), [("NVIDIA H200", "h200"), ("h100", "h100"), ("NVIDIA GB200", "gb200")])
-def test_gpus_are_found_by_both_names(name: str, gpu: str) -> None:
+def test_gpus_are_found_by_short_and_full_name(name: str, gpu: str) -> None:
     assert find_gpu(name) is GPUS[gpu]
     assert find_gpu("NVIDIA A100-SXM4-80GB") is None

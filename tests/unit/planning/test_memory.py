@@ -1,4 +1,4 @@
-"""The memory estimate against the paper's formulas, against measured peaks, and against itself."""
+"""The memory estimate compared with the paper's formulas, measured peaks, and itself."""
 
 import pytest
 
@@ -40,21 +40,21 @@ def config_of(**changes):
     return with_values(RunConfig(), GPT | names)
 
 
-def test_activations_of_a_layer_are_the_papers():
+def test_activations_of_a_layer_match_the_paper():
     assert layer_activations(config_of()).total == SBH * (34 + SCORES)
 
 
-def test_activations_with_tensor_parallelism_are_the_papers():
+def test_activations_with_tensor_parallelism_match_the_paper():
     config = config_of(parallel__tensor_model_parallel_size=4)
     assert layer_activations(config).total == SBH * (10 + 24 / 4 + SCORES / 4)
 
 
-def test_activations_with_sequence_parallelism_are_the_papers():
+def test_activations_with_sequence_parallelism_match_the_paper():
     config = config_of(parallel__tensor_model_parallel_size=4, parallel__sequence_parallel=True)
     assert layer_activations(config).total == SBH / 4 * (34 + SCORES)
 
 
-def test_selective_recompute_is_the_papers():
+def test_selective_recompute_matches_the_paper():
     layer = layer_activations(config_of())
     assert layer.after_selective_recompute(("core_attn",)) == SBH * 34
 
@@ -73,7 +73,7 @@ def test_full_recompute_keeps_the_input_of_each_layer():
     assert estimate_memory(in_block, 1, 1024).activations_bytes == 8 * 2 * SBH + layer.total
 
 
-def test_flash_attention_keeps_no_matrix():
+def test_flash_attention_saves_no_score_matrix():
     flash = layer_activations(config_of(precision__attention_backend="flash"))
     assert flash.core_attention == 128 * 4 * 8 * 4
 
@@ -97,14 +97,14 @@ def test_layers_in_flight(stages, chunks, stage, layers):
     assert layers_in_flight(config, stages, stage) == layers
 
 
-def test_few_microbatches_fill_no_pipeline():
+def test_few_microbatches_limit_the_layers_in_flight():
     config = config_of(parallel__pipeline_model_parallel_size=4, training__global_batch_size=8)
     assert layers_in_flight(config, 4, 0) == 2 * 2
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 4), (2, 2)])
-def test_parameters_of_all_ranks_are_the_models(tensor, stages, tied):
+def test_parameters_of_all_ranks_add_up_to_the_model(tensor, stages, tied):
     config = config_of(
         parallel__tensor_model_parallel_size=tensor,
         parallel__pipeline_model_parallel_size=stages,
@@ -183,7 +183,7 @@ def test_layers_in_high_precision_have_no_copies(stages, stage, kept):
     assert estimate.fp8_copies_bytes == quantizable * (layers - kept) // layers
 
 
-def test_ends_of_a_pipeline():
+def test_memory_of_first_and_last_pipeline_stages():
     config = config_of(parallel__pipeline_model_parallel_size=4)
     first, last = estimate_end_stages(config, 4, 1024)
     assert first.logits_bytes == 0 < last.logits_bytes
@@ -231,7 +231,7 @@ def test_a_stage_without_logits_holds_the_gradients_of_a_layer():
     assert last.buffers_bytes == max(0, first.buffers_bytes - last.logits_bytes)
 
 
-def test_passes_beside_a_graph_have_memory_of_their_own():
+def test_eager_steps_beside_a_graph_have_their_own_memory():
     def beside(**changes):
         config = config_of(**changes)
         estimate = estimate_memory(config, 1, 1024)
@@ -245,7 +245,7 @@ def test_passes_beside_a_graph_have_memory_of_their_own():
     assert beside(**graph, training__eval_iters=0)[0] == beside(logging__fp8_log_interval=100)[0] == 0
 
 
-def test_what_torch_does_not_allocate_grows_with_the_groups():
+def test_memory_outside_torch_grows_with_the_groups():
     alone = non_torch_bytes(config_of(), 1)
     assert non_torch_bytes(config_of(), 4) == alone + 2 * COMMUNICATOR_BYTES  # data parallel, and the world
     both = config_of(parallel__tensor_model_parallel_size=2, parallel__pipeline_model_parallel_size=2)

@@ -1,4 +1,4 @@
-"""The search: what it tries, what it leaves out, what it says when nothing goes."""
+"""The search: what it tries, what it excludes, and its report when nothing fits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_kind_of_splitting_is_tried(eight):
     assert {1, 2, 4} <= {run.config.training.micro_batch_size for run in runs}
 
 
-def test_what_is_given_stays():
+def test_given_settings_are_kept():
     given = (layouts.TENSOR, layouts.MICRO, layouts.GRANULARITY)
     found = search({layouts.TENSOR: 2, layouts.MICRO: 2}, given=given)
     for layout in found.layouts:
@@ -67,7 +67,7 @@ def test_a_smaller_gpu_has_fewer_layouts(eight):
     assert len(on_h100.layouts) < len(eight.layouts)
 
 
-def test_a_model_that_does_not_fit_says_what_it_needs():
+def test_a_model_that_does_not_fit_reports_its_need():
     found = search(gpus=1, gpu="h100")
     assert found.layouts == [] and found.smallest_bytes > GPUS["h100"].memory_bytes
     text = plan_text(invoked("--model-preset llama3-70b", gpus=8, scaling=()), 3)
@@ -86,7 +86,7 @@ def planned():
     return invoked("--model-preset llama3-8b --fp8-recipe tensorwise")
 
 
-def test_what_is_not_given_is_taken_and_told(planned):
+def test_missing_settings_are_assumed_and_reported(planned):
     assert planned.assumed["precision.fp8_format"] == "hybrid"
     assert planned.assumed["data.seq_length"] == 8192
     text = plan_text(planned, 3)
@@ -96,7 +96,7 @@ def test_what_is_not_given_is_taken_and_told(planned):
     assert "True" not in text
 
 
-def test_what_is_given_is_not_assumed():
+def test_given_settings_are_not_assumed():
     given = "--fp8-format e4m3 --seq-length 4096 --global-batch-size 32 --lr 1e-4 --train-iters 5 --bf16"
     found = invoked(f"--model-preset llama3-8b --fp8-recipe tensorwise {given}", scaling=()).search
     config = found.layouts[0].run.config
@@ -105,7 +105,7 @@ def test_what_is_given_is_not_assumed():
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(8, 512), (512, 512), (24, 384), (6, 384), (1000, 500), (16384, 512)])
-def test_the_batch_that_is_taken_divides_over_the_gpus(gpus, batch):
+def test_the_assumed_batch_divides_over_the_gpus(gpus, batch):
     assert planning_plan.default_batch_size(gpus, 512) == batch
 
 
@@ -143,7 +143,7 @@ def test_a_prime_number_of_gpus_is_compared_with_others():
     assert "about the same batch on more GPUs" in text and "best speed a GPU at 4,096 GPUs" in text
 
 
-def test_limits_are_where_the_speed_falls(planned):
+def test_scaling_limits_are_where_efficiency_drops(planned):
     speeds = {count: layout.step.tokens_per_s_per_gpu for count, layout in planned.scaling.items()}
     assert speeds[8] > speeds[4096]
     limits = scaling_limits(planned.scaling)
@@ -151,8 +151,8 @@ def test_limits_are_where_the_speed_falls(planned):
     assert all(limit.part not in MODEL_GEMM_PARTS for limit in limits)
 
 
-def test_few_gpus_that_are_slow_limit_no_scaling(planned):
-    """The best speed is at 64; what is lost at 8 is not lost by scaling."""
+def test_slow_small_clusters_are_not_scaling_limits(planned):
+    """The best speed is at 64 GPUs. The loss at 8 is not a scaling loss."""
     layouts_of = {8: planned.scaling[4096], 64: planned.scaling[8]}
     assert scaling_limits(layouts_of) == []
     assert scaling_limits({8: None}) == []
@@ -169,7 +169,7 @@ def test_few_gpus_that_are_slow_limit_no_scaling(planned):
         ("--model-preset gpt2-124m --seq-length 2048", "h200", "--max-position-embeddings"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned_is_refused_with_the_reason(text, gpu, problem):
+def test_impossible_plans_are_refused_with_the_reason(text, gpu, problem):
     with pytest.raises(ConfigError) as raised:
         invoked(text, gpu=gpu, scaling=())
     assert problem in str(raised.value)
@@ -186,15 +186,15 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(text, gpu, problem):
         ("--tensor-model-parallel-size 3", 8, "8 GPUs are no multiple of --tensor-model-parallel-size 3: give"),
     ],
 )
-def test_a_refusal_is_about_what_was_given(text, gpus, problem):
-    """Not about recompute, pipelines and contexts that only the search tried."""
+def test_a_refusal_names_given_settings(text, gpus, problem):
+    """It does not name recompute, pipelines and contexts that only the search tried."""
     with pytest.raises(ConfigError) as raised:
         invoked(f"--model-preset llama3-8b {text}", gpus=gpus, scaling=())
     assert len(raised.value.problems) == 1 and problem in raised.value.problems[0]
 
 
 def test_a_refusal_without_one_cause_is_about_the_nearest_layout():
-    """Every layout breaks the batch in its own way: one is told, with what the search chose for it."""
+    """Every layout breaks the batch in its own way. One is reported, with the settings that the search chose for it."""
     with pytest.raises(ConfigError) as raised:
         invoked("--model-preset llama3-8b --global-batch-size 64 --micro-batch-size 3", gpus=8, scaling=())
     (problem,) = raised.value.problems
@@ -219,8 +219,8 @@ def test_a_slower_network_costs_speed_between_nodes_only():
     assert speed(50, 64) < speed(None, 64)
 
 
-def test_a_graph_takes_memory_from_other_passes() -> None:
-    """A micro batch that fits without it may not."""
+def test_a_cuda_graph_reduces_the_memory_for_eager_steps() -> None:
+    """A micro-batch that fits without it may not fit."""
     text = "--model-preset llama-1b --seq-length 2048 --global-batch-size 64 --fp8-format hybrid --fp8-log-interval 100"
     plain, graph = (
         make_plan(flags.parse(f"{text} {extra}".split()), GPUS["h200"], 1, ())

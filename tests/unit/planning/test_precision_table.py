@@ -1,4 +1,4 @@
-"""The table of precisions says what each recipe does."""
+"""The precision table describes each recipe."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_recipes(recipe: str, fp8_format: str) -> None:
     assert gemms_of_a_layer(fp8_recipe=recipe, fp8_format=fp8_format) == expected
 
 
-def test_fp4_shows_what_is_done_for_gradients() -> None:
+def test_fp4_table_shows_the_handling_of_gradients() -> None:
     assert gemms_of_a_layer(fp4_format="e2m1") == (
         "input e2m1 x weight e2m1 per 1x16 x 16x16, e4m3 x fp32 scale",
         "grad_output e2m1 (stochastic rounding) x weight e2m1 per 1x16 x 16x16, e4m3 x fp32 scale",

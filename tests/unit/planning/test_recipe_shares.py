@@ -1,4 +1,4 @@
-"""Plans of runs with a precision map: what each recipe computes, and what that takes."""
+"""Plans of runs with a precision map: GEMMs and memory of each recipe."""
 
 import pytest
 from plans import FP8, run_of
@@ -14,7 +14,7 @@ from megafp8.planning.planned_run import (
 )
 from megafp8.planning.step_time import stage_time, weight_casts_s
 
-# Runs whose map changes an MLP have no fused operations: the others here do without, too.
+# Runs whose map changes an MLP have no fused operations. The other runs here do not use them either.
 LAYERS = {"precision.use_transformer_engine_op_fuser": False}
 
 
@@ -33,7 +33,7 @@ def test_layers_of_a_stage_are_those_of_its_chunks():
 
 
 def test_a_map_of_all_layers_is_planned_as_the_recipe():
-    """And one that takes half of them back as half of each."""
+    """A map that returns one in two layers to BF16 is the mean of both."""
     plain, high = run_of(FP8 | LAYERS, gpus=2), run_of(LAYERS, gpus=2)
     for mapped_job, expected in (
         (mapped("layers.*=tensorwise"), plain),

@@ -1,4 +1,4 @@
-"""What the plan knows of each recipe: of one that it does not know it makes nothing up."""
+"""The planner's data of each recipe. It invents nothing for an unknown recipe."""
 
 import pytest
 

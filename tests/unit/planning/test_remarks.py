@@ -1,4 +1,4 @@
-"""Remarks: other numbers of GPUs, and recipes that are not ranked."""
+"""Remarks: other numbers of GPUs, and recipes without a ranking."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_why_a_number_is_hard_to_divide() -> None:
     assert "odd factor 25," in factor_text(25)
 
 
-def test_a_prime_number_of_gpus_is_told_what_its_neighbours_give() -> None:
-    """13 GPUs can only be data-parallel, which needs recompute; 12 can divide the sequences."""
+def test_a_prime_number_of_gpus_is_compared_with_its_neighbours() -> None:
+    """13 GPUs can only be data-parallel, which needs recompute. 12 can divide the sequences."""
     plan = planned(FEW, gpu="h100", gpus=13)
     (remark,) = plan.remarks
     speeds = {
@@ -50,14 +50,14 @@ def test_a_prime_number_of_gpus_is_told_what_its_neighbours_give() -> None:
     assert remark in plan_text(plan, 1) and plan_data(plan, 1)["remarks"] == [remark]
 
 
-def test_where_nothing_fits_the_neighbours_that_fit_are_told() -> None:
+def test_where_nothing_fits_neighbours_that_fit_are_reported() -> None:
     one = "--tensor-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 1"
     plan = planned(f"--num-layers 96 {one}", gpu="h100", gpus=13)
     assert not plan.search.layouts and "in all they give 0 tokens/s; 12 GPUs give" in plan.remarks[0]
     assert plan.remarks[0] in plan_text(plan, 1)
 
 
-def test_a_prime_number_that_costs_nothing_is_no_remark() -> None:
+def test_a_prime_number_without_cost_gives_no_remark() -> None:
     assert planned(FEW, gpu="b200", gpus=13).remarks == []
 
 

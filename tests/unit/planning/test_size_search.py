@@ -1,4 +1,4 @@
-"""The search for a micro-batch size: where it begins, what it tries, and what it takes."""
+"""The search for a micro-batch size: where it starts, what it tries, and what it chooses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPE = (
 
 
 def search(sizes: list[int], first: int, time_of: Callable[[int], Optional[float]]) -> tuple[list[int], Optional[int]]:
-    """The sizes that are tried, in order, and what is taken."""
+    """The tried sizes in order, and the chosen one."""
     tried: dict[int, Optional[float]] = {}
     while (size := next_size(sizes, tried, first)) is not None:
         assert size in sizes and size not in tried, "each size is tried once"
@@ -43,7 +43,7 @@ def search(sizes: list[int], first: int, time_of: Callable[[int], Optional[float
 
 
 def up_to(largest: int, time_of: Callable[[int], float] = lambda size: 1 / size) -> Callable[[int], Optional[float]]:
-    """Times of a machine that has room for so many sequences."""
+    """Times of a machine with room for this number of sequences."""
     return lambda size: time_of(size) if size <= largest else None
 
 
@@ -75,7 +75,7 @@ def test_the_fastest_is_found_where_speed_has_one_peak(fastest: int, first: int)
     assert best == min(fastest, 16)
 
 
-def test_speeds_that_are_alike_give_the_larger_size() -> None:
+def test_similar_speeds_give_the_larger_size() -> None:
     assert best_size({4: 10.0, 8: 10.05, 16: 10.2, 32: None}) == 8
     assert best_size({4: None}) is None
 
@@ -87,7 +87,7 @@ def test_predictions_bound_the_search() -> None:
     assert (first_size(needed, 10), sizes_to_try(needed, 10)) == (1, [1]), "the smallest is tried in any case"
 
 
-def test_prediction_grows_with_the_size_and_is_the_planners() -> None:
+def test_prediction_grows_with_the_size_and_equals_the_planner() -> None:
     config = flags.parse(f"{SHAPE} --global-batch-size 16 --micro-batch-size auto".split()).config
     small, large = (predicted_bytes(config, size, 1, 1024, "emulated") for size in (1, 16))
     assert 10 * small > large > small
@@ -106,8 +106,8 @@ def test_sizes_divide_the_batch_of_a_rank_and_break_no_rule() -> None:
     assert sizes("--global-batch-size 9", 2) == []
 
 
-def test_sizes_that_break_a_rule_are_told() -> None:
-    """Else what was asked for would narrow the search unsaid."""
+def test_sizes_that_break_a_rule_are_reported() -> None:
+    """Otherwise the request would silently narrow the search."""
     fp8 = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --swiglu --disable-bias-linear --ffn-hidden-size 256"
     asked = f"{SHAPE} --global-batch-size 4 --micro-batch-size auto --seq-length 64 {fp8}"
     config = flags.parse(f"{asked} --swiglu-quantize-fusion".split()).config
@@ -117,7 +117,7 @@ def test_sizes_that_break_a_rule_are_told() -> None:
     assert refused_sizes(flags.parse(asked.split()).config, 1) == []
 
 
-def test_problems_of_every_size_are_told() -> None:
+def test_problems_of_every_size_are_reported() -> None:
     def problems(extra: str, world_size: int = 1) -> str:
         return "\n".join(setting_problems(flags.parse(f"{SHAPE} {extra}".split()).config, world_size))
 
@@ -127,7 +127,7 @@ def test_problems_of_every_size_are_told() -> None:
     assert "--skip-train" in problems("--micro-batch-size auto --global-batch-size 8 --skip-train")
 
 
-def test_a_run_with_a_size_is_as_if_it_had_been_given() -> None:
+def test_a_chosen_size_equals_a_given_one() -> None:
     limit = "--micro-batch-size-memory-limit 3"
     auto = flags.parse(f"{SHAPE} --global-batch-size 8 --micro-batch-size auto {limit}".split()).config
     given = flags.parse(f"{SHAPE} --global-batch-size 8 --micro-batch-size 4".split()).config

@@ -1,4 +1,4 @@
-"""The time model against sums done by hand, limits that it must have, and itself."""
+"""The time model compared with manual computations, known limits, and itself."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_a_thin_gemm_is_bound_by_memory():
     assert compute.gemm_s(run, "bf16", 2**14, 2**14, 16) == pytest.approx(expected)
 
 
-def test_attention_is_the_models_flops():
+def test_attention_flops_equal_the_models():
     run = run_of()
-    flops = 6 * 4096 * 8192 * 8192  # one layer, one sequence of 8192: 6 h s a token, the causal half
+    flops = 6 * 4096 * 8192 * 8192  # one layer, one sequence of 8192: 6 h s per token, causal
     fraction = run.calibration.attention_fraction * 8192 / (8192 + run.calibration.attention_half_tokens)
     assert compute.attention_s(run) == pytest.approx(flops / (989.4e12 * fraction))
 
@@ -64,7 +64,7 @@ def test_fp8_halves_the_linears_of_a_large_model(recipe, gpu, constant):
     assert ratio == pytest.approx(2 * fraction / run.calibration.bf16_gemm_fraction, rel=0.01)
 
 
-def test_blockwise_gemms_are_mxfp8s_on_blackwell():
+def test_blockwise_gemms_run_as_mxfp8_on_blackwell():
     on = {gpu: run_of(gpu=gpu) for gpu in ("h200", "b200")}
     flops = {
         (gpu, recipe): compute.gemm_flops_per_s(run, recipe)
@@ -103,7 +103,7 @@ def test_casts_are_counted_in_bytes_of_inputs_and_gradients():
     assert compute.forward_time(run, "bf16").casts == 0
 
 
-def test_with_sequence_parallelism_a_rank_casts_its_part():
+def test_with_sequence_parallelism_a_rank_casts_its_shard():
     run = run_of(FP8 | TENSOR)
     speed, start_s = run.gpu.hbm_bytes_per_s * run.calibration.cast_fraction, 4 * run.calibration.cast_start_s
     inputs = (4096 + 4096 + 4096 + 14336) / 4
@@ -160,7 +160,7 @@ def test_selective_recompute_runs_its_part_again():
 # ---- communication ------------------------------------------------------------------------------------------------
 
 
-def test_a_ring_moves_all_but_one_part():
+def test_ring_collectives_move_all_but_one_shard():
     run = run_of()
     speed = 450e9 * run.calibration.nvlink_fraction
     expected = 1e9 * 7 / 8 / speed + COLLECTIVE_START_S + 7 * communication.NVLINK_STEP_S
@@ -168,13 +168,13 @@ def test_a_ring_moves_all_but_one_part():
     assert ring_collective_s(run, RankGroup(1, 1), 1e9) == 0
 
 
-def test_between_nodes_each_rank_of_a_node_brings_an_adapter():
+def test_bandwidth_between_nodes_adds_one_adapter_per_rank():
     run = run_of(gpus=64)
     large = 1e12
     adapter = 50e9 * communication.NETWORK_FRACTION
     assert ring_collective_s(run, RankGroup(8, 8), large) == pytest.approx(large * 7 / 8 / adapter, rel=1e-3)
     assert ring_collective_s(run, RankGroup(16, 4), large) == pytest.approx(large * 15 / 16 / (2 * adapter), rel=1e-3)
-    # All of a node together are bound by NVLink.
+    # All ranks of a node together are bound by NVLink.
     assert ring_collective_s(run, RankGroup(64, 1), large) == pytest.approx(
         large * 63 / 64 / (450e9 * run.calibration.nvlink_fraction), rel=1e-3
     )
@@ -189,8 +189,8 @@ def test_codes_are_gathered_and_sums_are_bf16():
 
 
 @pytest.mark.parametrize("network_share", [1.0, 0.01])
-def test_what_runs_beside_a_gemm_is_seen_where_it_takes_longer(network_share):
-    """One layer, one stage without embedding and output layer; then with NVLink at a hundredth."""
+def test_overlapped_communication_is_exposed_where_it_takes_longer(network_share):
+    """One layer, one stage without embedding and output layer; then with 1% of NVLink's bandwidth."""
     run = run_of(TENSOR | PIPELINE, gpus=16)
     slow = dataclasses.replace(run.calibration, nvlink_fraction=run.calibration.nvlink_fraction * network_share)
     run = dataclasses.replace(run, calibration=slow)
@@ -214,7 +214,7 @@ def test_data_parallel_bytes_are_gradients_and_weights():
 
 @pytest.mark.parametrize(("kind", "forward", "backward"), [("p2p", 1, 2), ("allgather", 1, 2), ("a2a", 5, 5)])
 def test_context_parallel_bytes(kind, forward, backward):
-    """In units of what keys and values of a rank's tokens take. a2a: (q + k + v + o) = 10 kv, of 2 kv; half is sent."""
+    """In units of the keys and values of a rank's tokens. a2a: (q + k + v + o) = 10 kv, of 2 kv; 1/2 is sent."""
     run = run_of({"parallel.context_parallel_size": 2, "parallel.cp_comm_type": kind})
     _, _, num_bytes = communication.context_parallel_traffic(run)
     keys_and_values = 4096 * 2 * 1024 * 2
@@ -236,7 +236,7 @@ def test_reductions_hide_behind_the_backward_pass():
 # ---- the step -----------------------------------------------------------------------------------------------------
 
 
-def test_one_gpu_waits_for_nobody():
+def test_one_gpu_has_no_communication():
     step = step_time(run_of(gpus=1))
     assert not {"bubble", "pipeline sends", "data parallel", "tensor parallel", "host"} & set(step.parts)
     assert step.seconds == pytest.approx(sum(step.parts.values()))
@@ -244,7 +244,7 @@ def test_one_gpu_waits_for_nobody():
     assert step.mfu_fraction == pytest.approx(step.flops_per_token * step.tokens / step.seconds / step.peak_flops)
 
 
-def test_the_bubble_is_the_other_stages_once():
+def test_pipeline_bubble():
     """Stages of equal length t: (p - 1) t, and divided by the chunks."""
     run = run_of(PIPELINE)
     stage = stage_time(run, 1)
@@ -270,14 +270,14 @@ def test_the_loss_reads_and_writes_logits_twice():
     assert stage_time(run, 0).parts["loss"] == pytest.approx(run.memory_s(8 * 8192 * 128_256))
 
 
-def test_the_stage_with_the_output_layer_is_waited_for():
+def test_the_slowest_stage_determines_the_step():
     parts = step_time(run_of(PIPELINE)).parts
     microbatches = derived.num_microbatches(run_of(PIPELINE).config, 8)
     output = sum(compute.output_layer_s(run_of(PIPELINE))[:2])
     assert parts["output layer"] == pytest.approx(microbatches * output)
 
 
-def test_a_layer_takes_the_hosts_time_where_that_is_longer():
+def test_a_layer_takes_the_host_time_where_that_is_longer():
     small = {"model.hidden_size": 256, "model.ffn_hidden_size": 704, "data.seq_length": 256}
     run = run_of(FP8 | small, gpus=1)
     stage = stage_time(run, 0)
@@ -288,7 +288,7 @@ def test_a_layer_takes_the_hosts_time_where_that_is_longer():
     assert not graph.parts["host"] and graph.seconds < 0.2 * stage.seconds
 
 
-def test_one_pass_reads_and_writes_less_than_many():
+def test_fused_optimizer_moves_fewer_bytes():
     one, many = run_of(gpus=1), run_of({"optimizer.one_pass_optimizer": False}, gpus=1)
     parameters = 8_030_261_248
     speed = one.gpu.hbm_bytes_per_s * one.calibration.optimizer_fraction
@@ -300,7 +300,7 @@ def test_one_pass_reads_and_writes_less_than_many():
 @pytest.mark.parametrize(
     "obstacle", [{"optimizer.loss_scale": 128.0}, {"precision.bf16": False, "precision.fp16": True}], ids=str
 )
-def test_a_run_that_cannot_have_one_pass_has_many(obstacle):
+def test_fused_optimizer_is_planned_only_where_supported(obstacle):
     many = run_of({"optimizer.one_pass_optimizer": False})
     assert optimizer_bytes_per_parameter(run_of(obstacle)) == optimizer_bytes_per_parameter(many)
 
@@ -315,7 +315,7 @@ def test_scaled_moments_are_read_twice():
     assert bytes_of("fp8", "bf16") == bytes_of("bf16", "bf16") - 2 + 4 + 1
 
 
-def test_layers_in_high_precision_take_bf16s_time():
+def test_layers_in_high_precision_take_the_bf16_time():
     kept = FP8 | {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 15}
     times = [
         stage_time(run_of(settings, gpus=1), 0).parts["linears"] for settings in (FP8, kept, {})
@@ -330,7 +330,7 @@ def test_a_faster_part_makes_a_shorter_step(constant):
     assert step_time(dataclasses.replace(run, calibration=faster)).seconds < step_time(run).seconds
 
 
-def test_the_limit_is_no_product_of_the_model():
+def test_the_limit_does_not_depend_on_the_model():
     step = step_time(run_of({"training.global_batch_size": 8} | PIPELINE | {"parallel.context_parallel_size": 2}))
     assert step.limit == max(
         (name for name in step.parts if name not in ("linears", "attention", "output layer")), key=step.parts.get

@@ -1,4 +1,4 @@
-"""Delayed scaling by hand. Agreement with Transformer Engine's updates is tests/conformance."""
+"""Delayed scaling computed by hand. tests/conformance compares it with Transformer Engine's updates."""
 
 import pytest
 import torch
@@ -53,8 +53,8 @@ def test_most_recent(amaxes: list[float], scale: float) -> None:
     assert updated(amaxes, DelayedOptions(history_len=1)) == ([0], scale)
 
 
-def test_a_noted_nan_is_forgotten() -> None:
-    """Else the largest since the last update would be NaN for ever."""
+def test_a_recorded_nan_is_dropped() -> None:
+    """Otherwise the largest since the last update would stay NaN."""
     state, exchange = DelayedState(RECIPE), AmaxExchange()
     exchange.join(state, None)
     for amax, scale in ((7.0, 64.0), (torch.nan, 64.0), (14.0, 32.0)):
@@ -67,7 +67,7 @@ def test_margin_is_headroom() -> None:
     assert updated([7.0], DelayedOptions(margin=3))[1] == 8.0
 
 
-def test_scale_is_that_of_before_and_amax_is_noted() -> None:
+def test_cast_uses_the_previous_scale_and_records_the_amax() -> None:
     state = DelayedState(RECIPE)
     state.quant_scale[0] = 2.0
     x = torch.tensor([3.0, -300.0, float("nan")])
@@ -89,7 +89,7 @@ def test_state_stays_fp32_in_a_bf16_model() -> None:
 
 
 def run_forward(state: DelayedState, exchange: AmaxExchange, x: Tensor, w: Tensor) -> Tensor:
-    """What a layer does."""
+    """As a layer does."""
     scales, is_first_run = state.scales_for_forward()
     plan = LinearPlan(recipe=RECIPE, delayed=scales, after_backward=lambda: exchange.backward_ran(state))
     y = emulated_linear(x, w, None, plan)
@@ -136,7 +136,7 @@ def test_linears_are_updated_when_the_last_has_run() -> None:
 
 
 def test_second_run_of_a_recomputed_forward_pass() -> None:
-    """It has the scales of the first, leaves no trace, and does not count as a pass."""
+    """It uses the scales of the first run, has no side effects, and does not count as a pass."""
     state, exchange, x, w = lone_linear()
     outputs = []
     for factor in (1.0, 4.0, 0.5):  # microbatches
@@ -149,7 +149,7 @@ def test_second_run_of_a_recomputed_forward_pass() -> None:
     assert torch.equal(state.quant_scale, before[1])
 
 
-def test_evaluation_leaves_no_trace() -> None:
+def test_validation_does_not_change_quantizer_state() -> None:
     state, exchange, x, w = lone_linear()
     state.eval()
     run_forward(state, exchange, x, w)

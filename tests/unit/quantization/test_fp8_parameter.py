@@ -1,4 +1,4 @@
-"""Weights that are codes: quantized by parts as they would be whole, and BF16 tensors to everybody who asks."""
+"""Weights stored as codes: quantized by parts as in one piece, and BF16 tensors for other code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rule_of(recipe: LinearRecipe) -> OperandRule:
 
 
 def master_weight(shape: tuple[int, int], seed: int = 0) -> Tensor:
-    """FP32 numbers with a few that are hard."""
+    """FP32 numbers with a few difficult ones."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     weight[0, :4] = torch.tensor([math.nan, 0.0, -0.0, 1e-40])
     weight[130:, :] *= 1e-3
@@ -49,7 +49,7 @@ def master_weight(shape: tuple[int, int], seed: int = 0) -> Tensor:
 
 
 def parameter_of(weight: Tensor, recipe: LinearRecipe, state: DelayedState | None = None) -> QuantizedParameter:
-    """What a linear has in the weight's place, not settled yet."""
+    """The parameter that replaces a linear's weight, not settled yet."""
     return nn.Parameter(QuantizedParameter(WeightCodes(weight.bfloat16(), rule_of(recipe), delayed=state)))
 
 
@@ -68,7 +68,7 @@ def state_for(recipe: LinearRecipe, scale: float = 3.7) -> DelayedState | None:
     return state
 
 
-def whole(weight: Tensor, recipe: LinearRecipe) -> Any:
+def fully_quantized(weight: Tensor, recipe: LinearRecipe) -> Any:
     """The BF16 weight quantized in one piece, with `state_for`'s scale."""
     scale = DelayedScale(torch.tensor(3.7), None) if recipe.delayed else None
     return quantize(weight.bfloat16(), rule_of(recipe), delayed=scale)
@@ -84,8 +84,8 @@ def check_equal(found: Any, expected: Any) -> None:
 
 @each_recipe
 @pytest.mark.parametrize("cuts", [(), (144 * 128,), (1, 20_000), (144 * 130 + 7, 144 * 130 + 9, 28_000)])
-def test_parts_make_the_whole(recipe: LinearRecipe, cuts: tuple[int, ...]) -> None:
-    """Cut at a block's edge, within rows, within a row, and with a rank that has nothing."""
+def test_quantization_by_parts_equals_that_of_the_full_weight(recipe: LinearRecipe, cuts: tuple[int, ...]) -> None:
+    """Split at a block's edge, within rows, within a row, and with a rank that has nothing."""
     masters = [master_weight(RAGGED, seed) for seed in range(2)]
     ends = [0, *cuts, masters[0].numel()]
     pieces: list[tuple[list[Tensor | None], list[int | None]]] = [
@@ -103,7 +103,7 @@ def test_parts_make_the_whole(recipe: LinearRecipe, cuts: tuple[int, ...]) -> No
         weights[0].codes.exchange = lambda mine, group: mine.copy_(largest)
         quantize_shards(weights, parts, starts, None)
     for index, master in enumerate(masters):
-        expected, gathered = whole(master, recipe), torch.zeros(master.numel(), dtype=torch.uint8)
+        expected, gathered = fully_quantized(master, recipe), torch.zeros(master.numel(), dtype=torch.uint8)
         for (weights, _, _), start, end in zip(ranks, ends[:-1], ends[1:], strict=False):
             gathered[start:end] = weights[index].codes.raw.flatten()[start:end]
         assert torch.equal(gathered.view(RAGGED), expected.codes.view(torch.uint8))
@@ -112,9 +112,9 @@ def test_parts_make_the_whole(recipe: LinearRecipe, cuts: tuple[int, ...]) -> No
 
 
 @each_recipe
-def test_a_weight_that_is_set_is_quantized_as_one_in_bf16(recipe: LinearRecipe) -> None:
+def test_setting_a_weight_quantizes_it_like_bf16(recipe: LinearRecipe) -> None:
     weight = settled(master_weight(RAGGED), recipe, state_for(recipe))
-    check_equal(weight.codes.quantized(), whole(master_weight(RAGGED), recipe))
+    check_equal(weight.codes.quantized(), fully_quantized(master_weight(RAGGED), recipe))
     weight.data.copy_(master_weight(RAGGED, seed=1))
     with pytest.raises(AssertionError, match="quantize_assigned_weights"):
         weight.codes.quantized()
@@ -125,12 +125,12 @@ def test_a_weight_that_is_set_is_quantized_as_one_in_bf16(recipe: LinearRecipe) 
 @each_recipe
 def test_weights_of_one_number(recipe: LinearRecipe, value: float) -> None:
     master = torch.full((3, 5), value)
-    check_equal(settled(master, recipe, state_for(recipe)).codes.quantized(), whole(master, recipe))
+    check_equal(settled(master, recipe, state_for(recipe)).codes.quantized(), fully_quantized(master, recipe))
 
 
 @pytest.mark.gpu
 @each_recipe
-def test_a_gpu_makes_the_same_codes(recipe: LinearRecipe) -> None:
+def test_a_gpu_computes_the_same_codes(recipe: LinearRecipe) -> None:
     state = state_for(recipe)
     found = settled(master_weight(RAGGED).cuda(), recipe, state if state is None else state.cuda()).codes
     expected = settled(master_weight(RAGGED), recipe, state_for(recipe)).codes
@@ -138,10 +138,11 @@ def test_a_gpu_makes_the_same_codes(recipe: LinearRecipe) -> None:
     assert torch.equal(found.dequant_scale.cpu(), expected.dequant_scale)
 
 
-# --- a tensor to others -----------------------------------------------------------------------------------------------
+# --- as a tensor
+# -------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_a_parameter_in_bf16_to_others() -> None:
+def test_fp8_parameter_acts_as_a_bf16_parameter() -> None:
     weight = settled(master_weight(RAGGED), RECIPES["blockwise"])
     assert isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf
     assert (weight.shape, weight.dtype, weight.type()) == (RAGGED, torch.bfloat16, "torch.BFloat16Tensor")
@@ -155,7 +156,7 @@ def test_it_is_a_parameter_in_bf16_to_others() -> None:
     assert torch.equal(weight.grad, torch.ones(RAGGED, dtype=torch.bfloat16))
 
 
-def test_other_names_are_the_same_weight() -> None:
+def test_views_share_the_weight() -> None:
     weight = settled(master_weight(RAGGED), RECIPES["tensorwise"])
     other, plain = weight.data, torch.zeros(RAGGED)
     weight.codes.raw.zero_()
@@ -164,8 +165,8 @@ def test_other_names_are_the_same_weight() -> None:
     assert not plain.any()
 
 
-def test_codes_live_in_a_buffer_of_somebody_else() -> None:
-    """A gather of another weight in that buffer, before the backward pass has read this one, is no change of this."""
+def test_codes_in_an_external_buffer() -> None:
+    """A gather of another weight into the buffer, before this one's backward pass, does not change this one."""
     weight, buffer = settled(torch.randn(64, 32), RECIPES["tensorwise"]), torch.zeros(2, 64, 32, dtype=torch.uint8)
     before = weight.codes.raw
     weight.codes.move_to(buffer[0])
@@ -179,7 +180,7 @@ def test_codes_live_in_a_buffer_of_somebody_else() -> None:
     assert torch.equal(weight.codes.raw, buffer[0])
 
 
-def test_only_setting_it_writes_to_it() -> None:
+def test_only_assignment_writes_to_the_weight() -> None:
     weight = settled(master_weight(RAGGED), RECIPES["tensorwise"])
     for write in (lambda: weight.data.mul_(2), lambda: weight.data.zero_(), lambda: torch.nn.init.normal_(weight)):
         with pytest.raises(TypeError, match="copy_"):
@@ -190,7 +191,7 @@ def test_only_setting_it_writes_to_it() -> None:
 
 
 @each_recipe
-def test_a_linear_does_not_see_the_difference(recipe: LinearRecipe) -> None:
+def test_a_linear_gives_equal_results_with_fp8_parameters(recipe: LinearRecipe) -> None:
     weight = torch.randn(64, 32).bfloat16()
     x = torch.randn(16, 32).bfloat16()
     results = []

@@ -1,4 +1,4 @@
-"""The emulated linear against the same arithmetic written out in FP64."""
+"""The emulated linear compared with the same arithmetic in FP64."""
 
 import math
 from collections.abc import Callable
@@ -46,17 +46,17 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def plan_of(recipe: LinearRecipe, **options: bool) -> LinearPlan:
-    """With random numbers that start anew."""
+    """With restarted random numbers."""
     return LinearPlan(recipe=recipe, noise=RoundingNoise("test") if recipe.is_stochastic else None, **options)
 
 
 def exact(tensor: Tensor, plan: LinearPlan, operand: Operand, gemm: Gemm) -> Tensor:
-    """What a GEMM sees of an operand, as rows in FP64."""
+    """An operand as the GEMM uses it, as rows in FP64."""
     return dequantize(plan.quantize(tensor, operand, gemm)).double().flatten(end_dim=-2)
 
 
 def assert_close(ours: Tensor, expected: Tensor, magnitude: Tensor) -> None:
-    """Within the rounding of the result, and of the sums, whose size is that of the addends."""
+    """Within the rounding of the result and of the sums, whose size is that of the addends."""
     error = (ours.detach().double().view_as(expected) - expected).abs()
     rounding = RELATIVE_ERROR[ours.dtype] * expected.abs().clamp(min=torch.finfo(ours.dtype).tiny)
     assert (error <= rounding + 1e-6 * magnitude).all(), (error / (rounding + 1e-6 * magnitude)).max()
@@ -97,7 +97,7 @@ def test_wgrad_in_high_precision(recipe: LinearRecipe) -> None:
 
 @each_recipe
 def test_bf16_results_are_rounded_once(recipe: LinearRecipe) -> None:
-    """A scale multiplied to a rounded product would leave a quarter of the results one step off."""
+    """A scale multiplied to a rounded product would change one in four results by one step."""
     generator = torch.Generator().manual_seed(1)
     x, w = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
     plan = plan_of(recipe)
@@ -107,7 +107,7 @@ def test_bf16_results_are_rounded_once(recipe: LinearRecipe) -> None:
 
 
 def kept_bytes(recipe: LinearRecipe) -> int:
-    """Bytes of what a linear keeps for its backward pass, without single numbers."""
+    """Bytes that a linear keeps for its backward pass, without single numbers."""
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def test_tensors_of_different_dtypes_are_refused(name: str, index: int) -> None:
 
 
 def test_autocast_is_refused() -> None:
-    """It would not reach these GEMMs, and with FP32 parameters the caller would think it did."""
+    """It would not affect these GEMMs, but with FP32 parameters the caller would expect it to."""
     x, w, b, _ = tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="autocast is enabled for cpu"):
         emulated_linear(x, w, b, PLAN)
@@ -171,7 +171,7 @@ def test_uses_under_one_rule_share_codes() -> None:
     assert weights["mxfp8"].dgrad.rule != weights["mxfp8"].fprop.rule
 
 
-def test_gradients_that_nobody_wants_are_not_computed() -> None:
+def test_unneeded_gradients_are_not_computed() -> None:
     x, w, b, dy = tensors(torch.float32)
     w.requires_grad_(False)
     emulated_linear(x, w, b, PLAN).backward(dy)
@@ -209,14 +209,14 @@ def test_weight_gradients_add_up_in_main_grad(dtype: torch.dtype, recipe: Linear
         assert w.grad is not None, "data parallelism counts on autograd delivering something"
         w.grad = None
     assert w.grad_added_to_main_grad
-    bound = 2 * RELATIVE_ERROR[dtype] * once.float().abs() + 1e-5  # a gradient on its own is rounded to BF16
+    bound = 2 * RELATIVE_ERROR[dtype] * once.float().abs() + 1e-5  # a separate gradient is rounded to BF16
     assert ((w.main_grad - (1 + 2 * once.float())).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.is_stochastic])
 @pytest.mark.parametrize("quantize_wgrad", [True, False])
 def test_microbatches_are_summed_in_fp32(name: str, quantize_wgrad: bool) -> None:
-    """Against FP64 sums of the same codes. Gradients rounded to BF16 before they are added are off by 1e-3."""
+    """Compared with FP64 sums of the same codes. Gradients rounded to BF16 before the sum are off by 1e-3."""
     plan = plan_of(RECIPES[name] if quantize_wgrad else RECIPES[name].without_wgrad(), fuse_wgrad=True)
     x, w, _, dy = tensors(torch.bfloat16)
     w.main_grad, w.grad_added_to_main_grad = torch.zeros(OUTPUTS, INPUTS), False
@@ -232,7 +232,7 @@ def test_microbatches_are_summed_in_fp32(name: str, quantize_wgrad: bool) -> Non
     assert (w.main_grad - expected).norm() / expected.norm() < 1e-6
 
 
-def test_stand_in_is_zero_where_it_will_be_added() -> None:
+def test_dummy_gradient_is_zero_where_it_is_added() -> None:
     x, w, _, dy = tensors(torch.float32)
     w.main_grad, w.grad_added_to_main_grad, w.zero_out_wgrad = torch.zeros(OUTPUTS, INPUTS), False, True
     emulated_linear(x, w, None, FUSED).backward(dy)
@@ -258,7 +258,7 @@ def test_no_tokens(recipe: LinearRecipe) -> None:
 
 @each_recipe
 def test_any_number_of_tokens_goes_forward(recipe: LinearRecipe) -> None:
-    """A prompt has the length that it has."""
+    """A prompt may have any length."""
     x, w, b, _ = tensors(torch.bfloat16)
     with torch.no_grad():
         y = emulated_linear(x[0, :7], w, b, plan_of(recipe))
@@ -267,7 +267,7 @@ def test_any_number_of_tokens_goes_forward(recipe: LinearRecipe) -> None:
 
 @each_recipe
 def test_nan_stays_visible(recipe: LinearRecipe) -> None:
-    """But in FP4, which has none: it becomes the largest number, as it does on a GPU."""
+    """Except in FP4, which has no NaN: it becomes the largest number, as on a GPU."""
     x, w, b, dy = tensors(torch.bfloat16)
     with torch.no_grad():
         x[1, 2, 3] = float("nan")
@@ -276,7 +276,7 @@ def test_nan_stays_visible(recipe: LinearRecipe) -> None:
     assert not y[0].isnan().any()
 
 
-def test_gradients_are_rounded_anew_each_time() -> None:
+def test_stochastic_rounding_draws_new_numbers_each_time() -> None:
     plan = plan_of(RECIPES["nvfp4"])
     gradients = []
     for _ in range(2):
@@ -287,7 +287,7 @@ def test_gradients_are_rounded_anew_each_time() -> None:
     assert plan.noise.num_draws == 4, "for dgrad and wgrad each"
 
 
-def test_tokens_that_make_no_groups_of_16_are_refused_in_training() -> None:
+def test_tokens_not_divisible_by_16_are_refused_in_training() -> None:
     x, w, _, _ = tensors(torch.bfloat16)
     with pytest.raises(ValueError, match="groups of 16"):
         emulated_linear(x[:1, :7], w, None, plan_of(RECIPES["nvfp4"]))

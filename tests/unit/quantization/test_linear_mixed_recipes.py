@@ -1,4 +1,4 @@
-"""A linear whose GEMMs have several recipes: each GEMM is to the bit that of its own recipe."""
+"""A linear whose GEMMs have different recipes: each GEMM is bitwise that of its own recipe."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def recipe_of(*choices: GemmChoice) -> LinearRecipe | None:
 
 
 def run(recipe: LinearRecipe | None, dtype: torch.dtype) -> dict[Gemm, Tensor]:
-    """What the three GEMMs give; None is the plain linear. Random draws start anew."""
+    """The results of the three GEMMs. None is the plain linear. Random draws restart."""
     x, w, b, dy = tensors(dtype)
     if recipe is None:
         y = torch.matmul(x, w.t()) + b
@@ -44,11 +44,11 @@ def run(recipe: LinearRecipe | None, dtype: torch.dtype) -> dict[Gemm, Tensor]:
 
 @TYPES
 @pytest.mark.parametrize("first", range(len(CHOICES)))
-def test_each_gemm_is_that_of_its_own_recipe(first: int, dtype: torch.dtype) -> None:
+def test_each_gemm_uses_its_own_recipe(first: int, dtype: torch.dtype) -> None:
     choices = [CHOICES[(first + index) % len(CHOICES)] for index in range(3)]
     mixed = run(recipe_of(*choices), dtype)
     for gemm, choice in zip(Gemm, choices, strict=True):
-        # nvfp4 draws for grad_output once a GEMM: with it in wgrad alone, the draw is the first.
+        # nvfp4 draws for grad_output once per GEMM: with it in wgrad alone, the draw is the first.
         alone = [GemmChoice(), GemmChoice(), choice] if choice.recipe == "nvfp4" and gemm is Gemm.WGRAD else [choice]
         own = run(recipe_of(*alone), dtype)[gemm]
         assert torch.equal(mixed[gemm], own), (gemm, choice)
@@ -68,7 +68,7 @@ def test_recipes_differ_so_that_the_comparison_can_fail() -> None:
 
 
 def test_the_high_precision_copy_is_kept_only_where_wgrad_needs_it() -> None:
-    """fprop in BF16 and wgrad in FP8: what is saved of the input is codes."""
+    """fprop in BF16 and wgrad in FP8: codes of the input are saved."""
     x, w, _, _ = tensors(torch.bfloat16)
     y = emulated_linear(
         x, w, None, LinearPlan(recipe=recipe_of(GemmChoice(), GemmChoice(), GemmChoice("tensorwise", "e4m3")))
@@ -77,7 +77,7 @@ def test_the_high_precision_copy_is_kept_only_where_wgrad_needs_it() -> None:
     assert kinds == {torch.float8_e4m3fn}
 
 
-def test_names_tell_mixtures() -> None:
+def test_names_of_mixed_recipes() -> None:
     assert recipe_of(CHOICES[0]).name == "tensorwise"
     assert recipe_of(CHOICES[0], GemmChoice(), GemmChoice()).name == "tensorwise/high/high"
     assert recipe_of(GemmChoice()) is None

@@ -44,7 +44,7 @@ def test_shape_is_kept_in_blocks(shape: tuple[int, ...], rule: OperandRule) -> N
 
 @each_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_tensors_go_in_parts_to_the_same_codes(
+def test_large_tensors_are_quantized_in_parts_with_equal_codes(
     dtype: torch.dtype, rule: OperandRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(300, 50).to(dtype)
@@ -77,7 +77,7 @@ def test_an_outlier_stays_in_its_block(rule: OperandRule) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_input_is_left_alone(dtype: torch.dtype) -> None:
+def test_input_is_unchanged(dtype: torch.dtype) -> None:
     x = torch.randn(8, 8).to(dtype) * 1e4
     before = x.clone()
     quantize(x, RULE)
@@ -85,7 +85,7 @@ def test_input_is_left_alone(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-def test_error_is_half_a_step(fmt: Format) -> None:
+def test_error_is_at_most_half_a_quantization_step(fmt: Format) -> None:
     x = torch.randn(64, 64)
     quantized = quantize(x, OperandRule(format=fmt))
     half_step = torch.maximum(

@@ -6,7 +6,7 @@ import torch
 from megafp8.quantization.scaled_gemm import accumulate
 
 NUM_MICROBATCHES = 64
-SHAPE = OUTPUTS, TOKENS, INPUTS = 24, 96, 40  # more than oneDNN needs to take an FP32 product over
+SHAPE = OUTPUTS, TOKENS, INPUTS = 24, 96, 40  # more than oneDNN needs to handle an FP32 product
 
 
 def operands(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,7 +19,7 @@ def operands(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]
 @pytest.mark.parametrize("factor", [None, 0.3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_products_are_summed_in_fp32(dtype: torch.dtype, factor: float | None) -> None:
-    """Rounded to BF16 one by one they would be 1.7e-3 off."""
+    """Rounded to BF16 one by one, they would be 1.7e-3 off."""
     main_grad, expected = torch.zeros(OUTPUTS, INPUTS), torch.zeros(OUTPUTS, INPUTS, dtype=torch.float64)
     scalar = None if factor is None else torch.tensor(factor)
     for microbatch in range(NUM_MICROBATCHES):
@@ -40,7 +40,7 @@ def test_a_bf16_buffer_is_rounded_once_a_product(dtype: torch.dtype) -> None:
 
 
 def test_other_products_keep_their_precision() -> None:
-    """Only operands that are BF16 numbers may be multiplied in BF16 units."""
+    """Only operands that are exact in BF16 may be multiplied in BF16."""
     before = torch.backends.mkldnn.matmul.fp32_precision
     seen = []
 

@@ -1,4 +1,4 @@
-"""Amax and scale, in the corners. Agreement with Transformer Engine's bytes is tests/conformance."""
+"""Amax and scale of special values. tests/conformance compares the bytes with Transformer Engine."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_amax_of_special_values(values: list[float], expected: float) -> None:
     assert not found.signbit()
 
 
-def test_amax_leaves_its_argument_alone() -> None:
+def test_amax_does_not_change_its_argument() -> None:
     x = torch.tensor([math.nan, -1.0])
     compute_amax(x)
     assert x[0].isnan()
@@ -55,5 +55,5 @@ def test_power_of_two_scale_is_rounded_down() -> None:
     assert scales.tolist() == [256.0, 64.0, 2.0**127, 1.0]
 
 
-def test_overflow_value_is_the_callers() -> None:
+def test_overflow_value_is_an_argument() -> None:
     assert quant_scale_of(torch.tensor(1e-40), E4M3, ScaleRule.FP32, on_overflow=65504.0) == 65504.0

@@ -1,4 +1,4 @@
-"""Scales of moments: what a checkpoint says of a moment is stored again to the same bits."""
+"""Scales of moments: a moment read from a checkpoint is stored again with the same bits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CASTS = {torch.uint8: torch.float8_e4m3fn, torch.float16: torch.float16}
 
 
 def stored(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Tensors of values [tensors, values], and what to multiply them with; FP8's is the inverse of the inverse."""
+    """Tensors of values [tensors, values], and their factors. FP8's is the inverse of the inverse."""
     scale = moment_dequant_scale(values.abs().amax(dim=1, keepdim=True), MOMENT_FORMAT_MAX[dtype])
     return (values * (1 / scale)).to(CASTS[dtype]), 1 / (1 / scale) if dtype == torch.uint8 else scale
 
 
 @pytest.mark.parametrize("dtype", CASTS)
-def test_what_is_read_is_stored_as_it_was(dtype: torch.dtype) -> None:
+def test_moments_read_and_stored_are_bit_equal(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(20_000, 16, generator=generator) * 10 ** (40 * torch.rand(20_000, 1, generator=generator) - 25)
     codes, scale = stored(values, dtype)
@@ -44,7 +44,7 @@ def test_no_scale_is_zero_nor_its_inverse_infinite(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bits", [0x7F800000, 0x7FC00000, 0x7FFFFFFF])
-def test_what_is_not_finite_stays_so(bits: int) -> None:
-    """Infinity, NaN as a CPU makes it, and as a GPU does."""
+def test_nonfinite_moments_stay_nonfinite(bits: int) -> None:
+    """Infinity, a CPU's NaN, and a GPU's NaN."""
     largest = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     assert moment_dequant_scale(largest, MOMENT_FORMAT_MAX[torch.uint8]).item() == torch.inf

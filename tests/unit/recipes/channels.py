@@ -1,7 +1,7 @@
-"""A recipe of somebody else's: no file of the package knows its name. `MEGAFP8_RECIPES` adds it.
+"""An external recipe: no file of the package has its name. `MEGAFP8_RECIPES` adds it.
 
-Weights have one scale an output channel for both GEMMs that read them, so that they can be gathered as codes;
-activations and gradients have blocks of 64 along the sum.
+Weights have one scale per output channel for both GEMMs that read them, so that they can be gathered as codes.
+Activations and gradients have blocks of 64 along the sum.
 """
 
 from __future__ import annotations

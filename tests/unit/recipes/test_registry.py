@@ -1,4 +1,4 @@
-"""The recipes there are, and what they say of themselves."""
+"""The registered recipes and their properties."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fresh_registry():
     registry.clear_cache()
 
 
-def test_recipes_come_from_the_coarsest_to_the_finest_scales() -> None:
+def test_recipes_are_ordered_from_coarse_to_fine_scales() -> None:
     assert registry.names() == ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
     assert registry.names("fp4") == ("nvfp4",)
 
@@ -36,7 +36,7 @@ def test_an_unknown_name_raises_and_lists_the_known_ones() -> None:
 
 @every_recipe
 def test_options_are_settings_with_the_same_defaults(recipe: Recipe) -> None:
-    """A recipe knows its options without the settings, so that both could have other defaults."""
+    """A recipe defines its options without the settings, so both could have different defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(PrecisionConfig)}
     parameters = inspect.signature(recipe.build).parameters.values()
     taken = {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -59,7 +59,7 @@ def test_fallbacks_and_export_forms_are_recipes(recipe: Recipe) -> None:
     assert registry.get(recipe.exported_as or registry.DEFAULT_EXPORT).export_form is not None
 
 
-# Written down by hand; the objects derive them from their rules.
+# Written by hand. The objects derive them from their rules.
 FACTS = ("cast_bytes", "code_bytes", "block_length", "is_stateful", "supports_param_gather")
 FACTS_OF = {
     "tensorwise": (6, 1, None, False, True),
@@ -72,7 +72,7 @@ FACTS_OF = {
 
 
 @pytest.mark.parametrize("name", FACTS_OF)
-def test_what_follows_from_the_rules(name: str) -> None:
+def test_properties_derived_from_the_rules(name: str) -> None:
     assert tuple(getattr(registry.get(name), fact) for fact in FACTS) == FACTS_OF[name]
 
 
@@ -86,7 +86,7 @@ def test_where_transformer_engine_has_a_recipe(name: str, capability: tuple[int,
     assert registry.get(name).is_native(capability) == expected
 
 
-def test_a_whole_dimension_becomes_a_length() -> None:
+def test_a_full_dimension_becomes_a_length() -> None:
     rules = registry.get("rowwise").rules()
     rule = rules.rule(Operand.INPUT, Gemm.FPROP)
     assert rule is not None and (rule.block, rule.granularity) == ((1, None), "row")
@@ -97,7 +97,7 @@ def test_a_whole_dimension_becomes_a_length() -> None:
     assert whole.for_shape((24, 48)) is whole
 
 
-# --- recipes of others ------------------------------------------------------------------------------------------------
+# --- external recipes -------------------------------------------------------------------------------------------------
 
 
 def test_the_environment_adds_a_recipe(monkeypatch: pytest.MonkeyPatch, fresh_registry: None) -> None:
@@ -115,7 +115,7 @@ def test_the_environment_adds_a_recipe(monkeypatch: pytest.MonkeyPatch, fresh_re
       "letters, digits and underscores")],
     ids=["empty", "no recipe", "raises", "taken", "name"],
 )  # fmt: skip
-def test_what_is_wrong_with_it_is_named(
+def test_invalid_external_recipes_are_reported(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_registry: None
 ) -> None:
     (tmp_path / "mine.py").write_text(text)

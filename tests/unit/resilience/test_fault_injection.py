@@ -1,4 +1,4 @@
-"""Plans of faults: what they say, when they strike, and that once is once."""
+"""Plans of faults: their syntax, when they are triggered, and that each is triggered once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_wrong_plan_is_refused(entry: str, words: str) -> None:
     assert words in problem and repr(entry) in problem
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         read_plan("kill:at=nowhere,pid=7;stab:at=step.begin")
     assert len(caught.value.problems) == 3
@@ -68,7 +68,7 @@ def plan_of(text: str, rank: int = 0, fired: Path | None = None) -> FaultPlan:
     return FaultPlan(read_plan(text), rank, fired)
 
 
-def test_a_fault_strikes_its_rank_and_step() -> None:
+def test_a_fault_is_triggered_at_its_rank_and_step() -> None:
     plan = plan_of("raise:rank=1,step=7,at=save.begin", rank=1)
     assert [strikes(plan, "save.begin", step) for step in (6, 7, 7)] == [False, True, False]
     assert not strikes(plan_of("raise:rank=1,step=7,at=save.begin", rank=0), "save.begin", 7)
@@ -88,14 +88,14 @@ def test_times() -> None:
     assert [strikes(plan, "data.wait") for _ in range(4)] == [True, True, False, False]
 
 
-def test_what_has_struck_does_not_strike_another_process(tmp_path: Path) -> None:
-    """Each rank for itself, and each entry of the plan."""
+def test_a_triggered_fault_is_not_triggered_in_another_process(tmp_path: Path) -> None:
+    """For each rank separately, and for each entry of the plan."""
     text, fired = "raise:at=data.wait,times=2;raise:at=save.begin", tmp_path / "fired"
     assert [strikes(plan_of(text, 0, fired), "data.wait") for _ in range(3)] == [True, True, False]
     assert strikes(plan_of(text, 1, fired), "data.wait")
     assert strikes(plan_of(text, 0, fired), "save.begin")
     assert len(list(fired.iterdir())) == 4
-    assert [strikes(plan_of(text), "data.wait") for _ in range(3)] == [True] * 3, "without a folder nobody remembers"
+    assert [strikes(plan_of(text), "data.wait") for _ in range(3)] == [True] * 3, "without a folder nothing is recorded"
 
 
 def test_full_and_sleep() -> None:
@@ -112,7 +112,7 @@ def test_full_and_sleep() -> None:
     ("kind", "expected"), [("nan", "nan"), ("inf", "inf"), ("ulp", "above"), ("scale", "threefold")]
 )
 def test_poisons(kind: str, expected: str, dtype: torch.dtype) -> None:
-    """In place, and of no more elements than said; also a parameter, without a gradient's notice."""
+    """In place, and only the given number of elements; also a parameter, without autograd's notice."""
     tensor = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=dtype))
     before = tensor.detach().clone()
     plan_of(f"{kind}:at=step.loss" + (",factor=3" if kind == "scale" else "")).poison("step.loss", tensor)
@@ -133,7 +133,7 @@ STEP = "from megafp8.resilience import fault_injection as faults\nfaults.point('
 
 
 def test_a_process_reads_its_plan_from_the_environment(tmp_path: Path) -> None:
-    """It dies where it says, once: the same command then lives."""
+    """It dies at the given point, once: the same command then survives."""
     plan = "kill:rank=0,step=3,at=step.begin"
     assert run_python(STEP, plan, tmp_path).returncode == -signal.SIGKILL
     assert run_python(STEP, plan, tmp_path).stdout == "alive\n"

@@ -1,4 +1,4 @@
-"""One run a folder: refused while the other lives, taken over when it is gone."""
+"""One run per folder: refused while the other one lives, taken over when it is gone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
 
 
-def test_of_another_machine_only_silence_tells(tmp_path: Path) -> None:
+def test_on_another_machine_only_a_stale_heartbeat_means_death(tmp_path: Path) -> None:
     leave(tmp_path, ELSEWHERE, STALE_S / 2)
     with pytest.raises(RunFolderInUse, match="process 17 on other"):
         acquire_run_lock(tmp_path)
@@ -59,8 +59,8 @@ def test_of_another_machine_only_silence_tells(tmp_path: Path) -> None:
     assert read_holder(path) == current_process()
 
 
-def test_a_time_in_the_future_is_no_sign_of_life_for_ever(tmp_path: Path) -> None:
-    """The file server's clock was set back, say. From the first look on, silence is counted by its clock of today."""
+def test_a_heartbeat_in_the_future_expires(tmp_path: Path) -> None:
+    """For example after the file server's clock was set back. Age is then measured by its current clock."""
     path = leave(tmp_path, ELSEWHERE, -1e12)
     with pytest.raises(RunFolderInUse, match=r"process 17 on other holds .* \d+ s in the future"):
         acquire_run_lock(tmp_path)
@@ -76,15 +76,15 @@ def test_a_holder_whose_clock_is_ahead_keeps_its_lock(tmp_path: Path) -> None:
     for _ in range(3):
         with pytest.raises(RunFolderInUse, match="in the future"):
             acquire_run_lock(tmp_path)
-        os.utime(path, (path.stat().st_mtime - STALE_S * 2,) * 2)  # time passes, and the holder gives a sign of life
+        os.utime(path, (path.stat().st_mtime - STALE_S * 2,) * 2)  # time passes, and the holder renews its heartbeat
         os.utime(path, (time.time() + 1e6,) * 2)
 
 
-def test_a_takeover_that_was_killed_does_not_block_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_takeover_does_not_block_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(tmp_path, GONE)
     turn = tmp_path / f"{LOCK_FILE}.takeover"
     sleeps = iter(range(100))
-    monkeypatch.setattr(time, "sleep", lambda _: next(sleeps))  # ends a wait without end
+    monkeypatch.setattr(time, "sleep", lambda _: next(sleeps))  # ends an endless wait
     for age_s in (1e6, -1e6):
         turn.touch()
         os.utime(turn, (time.time() - age_s,) * 2)
@@ -92,7 +92,7 @@ def test_a_takeover_that_was_killed_does_not_block_for_ever(tmp_path: Path, monk
         leave(tmp_path, GONE)
 
 
-def test_a_sign_of_life_counts(tmp_path: Path) -> None:
+def test_a_heartbeat_keeps_the_lock(tmp_path: Path) -> None:
     lock = acquire_run_lock(tmp_path)
     os.utime(lock.path, (1.0, 1.0))
     lock.touch()
@@ -121,11 +121,11 @@ def contend(folder: Path, start, end, winners) -> None:
         winners.put(os.getpid())
     except RunFolderInUse:
         winners.put(None)
-    end.wait()  # a winner that is gone would leave a stale lock
+    end.wait()  # a winner that has ended would leave a stale lock
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-def test_of_many_at_once_one_wins(tmp_path: Path, is_stale: bool) -> None:
+def test_one_of_many_concurrent_starts_gets_the_lock(tmp_path: Path, is_stale: bool) -> None:
     context = multiprocessing.get_context("fork")
     for round_number in range(3):
         folder = tmp_path / str(round_number)
@@ -144,8 +144,8 @@ def test_of_many_at_once_one_wins(tmp_path: Path, is_stale: bool) -> None:
         assert sum(answer is not None for answer in answers) == 1
 
 
-def test_a_lock_of_the_same_slurm_job_is_forgotten_and_no_other(tmp_path: Path) -> None:
-    """A node that died holds it; who starts the job's runs knows that the start before has ended."""
+def test_only_a_lock_of_the_same_slurm_job_is_ignored(tmp_path: Path) -> None:
+    """A dead node holds it. The job's start script knows that the previous start has ended."""
     dead = dataclasses.replace(ELSEWHERE, job="17")
     leave(tmp_path, dead)
     assert not remove_stale_job_lock("18", tmp_path)
@@ -158,7 +158,7 @@ def test_a_lock_of_the_same_slurm_job_is_forgotten_and_no_other(tmp_path: Path) 
     assert not remove_stale_job_lock("17", tmp_path)  # it is alive, here
 
 
-def test_a_disk_that_is_gone_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_disk_at_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = acquire_run_lock(tmp_path)
 
     def fail(path: Path, missing_ok: bool) -> None:

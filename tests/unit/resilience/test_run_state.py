@@ -1,4 +1,4 @@
-"""Reading what became of a run, also of one that cannot say so any more."""
+"""Reading the state of a run, also of one that cannot update it any more."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def process_of(pid: int) -> Process:
     return dataclasses.replace(current_process(), pid=pid, started=read_proc_stat(pid)[1])
 
 
-def test_what_is_written_reads_back(tmp_path: Path) -> None:
+def test_run_state_reads_back(tmp_path: Path) -> None:
     assert read_run_state(tmp_path) is None and current_state(tmp_path) is None
     written = write(tmp_path, current_process())
     assert read_run_state(tmp_path) == written == current_state(tmp_path)
 
 
-def test_a_newer_run_may_say_more(tmp_path: Path) -> None:
+def test_unknown_fields_of_newer_versions_are_ignored(tmp_path: Path) -> None:
     written = write(tmp_path, current_process())
     (tmp_path / RUN_STATE_FILE).write_text(json.dumps(written.to_plain() | {"weather": "fine"}))
     assert read_run_state(tmp_path) == written
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"state": "done"}', "null"])
-def test_a_file_that_cannot_be_read_is_no_state(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_state_file_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / RUN_STATE_FILE).write_text(text)
     assert read_run_state(tmp_path) is None
 
@@ -72,7 +72,7 @@ def test_a_killed_run_has_died(tmp_path: Path, child: subprocess.Popen) -> None:
     child.send_signal(signal.SIGSTOP)
     assert current_state(tmp_path).state == "running", "also when it is stopped"
     child.kill()
-    for _ in range(200):  # nobody has asked for its status yet: it stays as a zombie
+    for _ in range(200):  # no process has asked for its status yet: it stays a zombie
         if read_proc_stat(child.pid)[0] == "Z":
             break
         time.sleep(0.01)
@@ -80,13 +80,13 @@ def test_a_killed_run_has_died(tmp_path: Path, child: subprocess.Popen) -> None:
     assert f"process {child.pid} on " in current_state(tmp_path).reason
 
 
-def test_a_number_that_is_used_again_is_another_process(tmp_path: Path, child: subprocess.Popen) -> None:
+def test_a_reused_pid_is_another_process(tmp_path: Path, child: subprocess.Popen) -> None:
     write(tmp_path, dataclasses.replace(process_of(child.pid), started=1))
     assert current_state(tmp_path).state == "died"
 
 
 @pytest.mark.parametrize(("age_s", "state"), [(SILENT_S / 2, "running"), (SILENT_S * 2, "died")])
-def test_of_another_machine_only_silence_tells(tmp_path: Path, age_s: float, state: str) -> None:
+def test_on_another_machine_only_a_stale_heartbeat_means_death(tmp_path: Path, age_s: float, state: str) -> None:
     elsewhere = dataclasses.replace(current_process(), host="other", place="another boot")
     assert elsewhere.is_alive() is None
     write(tmp_path, elsewhere, age_s=age_s)
@@ -94,12 +94,12 @@ def test_of_another_machine_only_silence_tells(tmp_path: Path, age_s: float, sta
 
 
 @pytest.mark.parametrize("state", ["done", "preempted", "failed", "stopped"])
-def test_an_end_stays_what_it_is(tmp_path: Path, state: str) -> None:
+def test_a_final_state_is_kept(tmp_path: Path, state: str) -> None:
     write(tmp_path, Process("other", "elsewhere", 1, 1), state, age_s=1e6)
     assert current_state(tmp_path).state == state
 
 
-def test_this_place_is_told_by_boot_and_namespace() -> None:
+def test_a_host_is_identified_by_boot_and_namespace() -> None:
     boot, namespace = pid_namespace().split()
     assert len(boot) == 36 and namespace.startswith("pid:[")
     assert current_process().is_alive() and current_process().pid == os.getpid()

@@ -1,4 +1,4 @@
-"""What stands in `run_state.json`, and who has the last word."""
+"""The content of `run_state.json`, and which rank writes the final state."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def read(folder: Path) -> RunState:
     return state
 
 
-def test_rank_0_writes_and_whoever_ends_first_says_why(tmp_path: Path) -> None:
+def test_rank_0_writes_and_the_first_rank_to_end_gives_the_reason(tmp_path: Path) -> None:
     writer = begin(tmp_path)
     other = RunStateWriter(tmp_path, writer.state, is_writer=False)
     other.update(step=99)
     other.write()
-    assert read(tmp_path).step == 0, "only rank 0 writes while the run goes on"
+    assert read(tmp_path).step == 0, "only rank 0 writes during the run"
     writer.update(step=7, saved_step=5)
     writer.write()
     other.end("failed", "rank 1: hangs", 71)
@@ -42,7 +42,7 @@ def test_rank_0_writes_and_whoever_ends_first_says_why(tmp_path: Path) -> None:
     assert (state.step, state.saved_step) == (7, 5), "as far as rank 0 had written"
 
 
-def test_an_end_of_another_start_is_no_last_word(tmp_path: Path) -> None:
+def test_the_end_of_another_start_is_ignored(tmp_path: Path) -> None:
     begin(tmp_path).end("done", "", 0)
     journal = begin(tmp_path)
     assert (read(tmp_path).state, read(tmp_path).starts) == ("running", 2)
@@ -50,8 +50,8 @@ def test_an_end_of_another_start_is_no_last_word(tmp_path: Path) -> None:
     assert read(tmp_path).reason == "--exit-interval 4"
 
 
-def begin_again(folder: Path, last_step: int = 200) -> list[RunStateWriter]:
-    """The next start of two ranks, as `pretrain.claim_run` makes it."""
+def start_again(folder: Path, last_step: int = 200) -> list[RunStateWriter]:
+    """The next start of two ranks, as `pretrain.claim_run` does it."""
     first, finished = first_state(folder, 2, last_step), finished_state(folder)
     journals = [RunStateWriter(folder, first, rank == 0, finished) for rank in range(2)]
     for journal in journals:
@@ -64,7 +64,7 @@ def begin_again(folder: Path, last_step: int = 200) -> list[RunStateWriter]:
 def test_a_refused_start_leaves_a_run_done(tmp_path: Path, refusal: Exception) -> None:
     begin(tmp_path, step=100, saved_step=100).end("done", "", 0)
     done = read(tmp_path)
-    writer, other = begin_again(tmp_path)
+    writer, other = start_again(tmp_path)
     record_failure(refusal, 1, other)
     assert read(tmp_path) == done
     record_failure(PeerLost("rank 1 has ended"), 0, writer)
@@ -73,11 +73,11 @@ def test_a_refused_start_leaves_a_run_done(tmp_path: Path, refusal: Exception) -
 
 
 @pytest.mark.parametrize(("last_step", "state"), [(100, "done"), (200, "preempted")])
-def test_a_signal_leaves_a_run_done_that_has_no_step_left(tmp_path: Path, last_step: int, state: str) -> None:
-    """While a micro batch size was searched, say. One that was to go on waits for its next start."""
+def test_a_signal_keeps_a_finished_run_done(tmp_path: Path, last_step: int, state: str) -> None:
+    """For example while a micro-batch size was searched. An unfinished run waits for its next start."""
     begin(tmp_path, step=100, saved_step=100).end("done", "", 0)
     done = read(tmp_path)
-    writer, other = begin_again(tmp_path, last_step)
+    writer, other = start_again(tmp_path, last_step)
     other.end("preempted", "rank 1: 30 s after a signal still in the beginning", 75)
     guard = Watchdog()
     guard.attach(writer, None, {})
@@ -90,14 +90,14 @@ def test_a_signal_leaves_a_run_done_that_has_no_step_left(tmp_path: Path, last_s
 @pytest.mark.parametrize("error", [PeerLost("killed"), RuntimeError("a mistake")])
 def test_a_start_that_crashes_has_failed(tmp_path: Path, error: Exception) -> None:
     begin(tmp_path).end("done", "", 0)
-    record_failure(error, 0, begin_again(tmp_path)[0])
+    record_failure(error, 0, start_again(tmp_path)[0])
     assert (read(tmp_path).state, read(tmp_path).exit_status) == ("failed", 70)
 
 
 @pytest.mark.parametrize("before", ["done", "stopped"])
-def test_a_run_that_has_begun_again_or_was_not_done_fails(tmp_path: Path, before: str) -> None:
+def test_a_restarted_or_unfinished_run_fails(tmp_path: Path, before: str) -> None:
     begin(tmp_path).end(before, "", 0)
-    guard, (writer, _) = Watchdog(), begin_again(tmp_path)
+    guard, (writer, _) = Watchdog(), start_again(tmp_path)
     guard.attach(writer, None, {})
     if before == "done":
         guard.resumed(100, is_own=True)
@@ -123,7 +123,7 @@ EXPLAINED = [("failed", 64), ("failed", 66), ("failed", 74), ("preempted", 75), 
 
 
 @pytest.mark.parametrize(("state", "status"), CRASHED + EXPLAINED)
-def test_crashes_in_a_row_are_counted(tmp_path: Path, state: str, status: int) -> None:
+def test_consecutive_crashes_are_counted(tmp_path: Path, state: str, status: int) -> None:
     begin(tmp_path, crashes=3, loading=40, loads=1, saved_step=40).end(state, "", status)
     first = first_state(tmp_path, 2, 100)
     counted = (4, 40, 1) if (state, status) in CRASHED else (0, None, 0)
@@ -131,7 +131,7 @@ def test_crashes_in_a_row_are_counted(tmp_path: Path, state: str, status: int) -
     assert first.saved_step == 40 and first.state == "running" and first.exit_status is None
 
 
-def test_too_many_end_the_run_and_the_next_start_counts_anew(tmp_path: Path) -> None:
+def test_too_many_crashes_end_the_run_and_reset_the_count(tmp_path: Path) -> None:
     journal = begin(tmp_path, crashes=4)
     check_crashes(journal, 5)
     check_crashes(journal, 0)

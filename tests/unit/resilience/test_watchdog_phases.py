@@ -1,4 +1,4 @@
-"""How long things may take."""
+"""Time limits of phases."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_the_start_has_no_limit_and_the_rest_has_its_own(clock: Clock) -> None:
+def test_startup_has_no_time_limit_and_each_phase_has_its_own(clock: Clock) -> None:
     phases = PhaseClock(10.0, 600.0, clock)
     clock.now += 1e6
     assert phases.current.name == START and phases.left_s() is None
@@ -45,7 +45,7 @@ def test_the_start_has_no_limit_and_the_rest_has_its_own(clock: Clock) -> None:
     assert str(phases) == "save at step 7, for 601.0 s"
 
 
-def test_a_limit_that_was_asked_for_holds_after_the_first_of_a_kind(clock: Clock) -> None:
+def test_a_given_limit_applies_after_the_first_of_a_phase(clock: Clock) -> None:
     phases = PhaseClock(10.0, 600.0, clock)
     phases.enter(STEP, 1)
     assert phases.left_s() == 10.0 * FIRST_FACTOR
@@ -56,7 +56,7 @@ def test_a_limit_that_was_asked_for_holds_after_the_first_of_a_kind(clock: Clock
     assert phases.left_s() == 10.0 * FIRST_FACTOR, "an evaluation has its own first batch"
 
 
-def test_without_one_it_follows_the_slowest_of_the_last(clock: Clock) -> None:
+def test_the_default_limit_follows_the_slowest_recent_phase(clock: Clock) -> None:
     phases = PhaseClock(None, 600.0, clock)
     assert phases.limit_s(STEP) == FIRST_LIMIT_S
     run(phases, clock, STEP, 1.0)
@@ -69,7 +69,7 @@ def test_without_one_it_follows_the_slowest_of_the_last(clock: Clock) -> None:
     assert phases.limit_s(EVALUATION) == FIRST_LIMIT_S
 
 
-def test_zero_is_no_limit(clock: Clock) -> None:
+def test_zero_means_no_limit(clock: Clock) -> None:
     phases = PhaseClock(0.0, 0.0, clock)
     for name in (STEP, EVALUATION, "save"):
         run(phases, clock, name, 1.0)

@@ -1,5 +1,5 @@
-"""A program that `test_te_without_cuda.py` runs: attention in FP8 has the recipe that was asked for, and what delayed
-scaling remembers of it is in checkpoints, is used after a load, and is among what a skipped step takes back."""
+"""A program of `test_te_without_cuda.py`: FP8 attention has the requested recipe, and its delayed-scaling state is
+saved in checkpoints, used after a load, and restored after a skipped step."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from megafp8.training.precision import DelayedScalingSnapshot
 patches.install()
 FLAGS = "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-dot-product-attention"
 GROUP = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-OF_FORWARD, OF_BACKWARD = 9, 6  # Transformer Engine's places of attention's tensors
+OF_FORWARD, OF_BACKWARD = 9, 6  # Transformer Engine's names of attention's tensors
 
 
 def core_config(text: str) -> TransformerConfig:
@@ -57,7 +57,7 @@ assert [len(tensor.flatten()) for tensor in state] == [OF_FORWARD, 4 * OF_FORWAR
 for number, tensor in enumerate(state):
     tensor.fill_(2.0 ** (number + 1))
 
-# A load comes before the first pass, which then finds the scales where quantizers and updates look.
+# A load comes before the first pass, which then finds the scales where quantizers and updates read them.
 second = attention()
 second.set_extra_state(first.get_extra_state())
 assert all(torch.equal(a, b) for a, b in zip(layers.delayed_state(second), state, strict=True))
@@ -69,7 +69,7 @@ assert all(quantizer.scale.item() == 2.0 for quantizer in second.quantizers["sca
 assert any(tensor is scale for tensor in registered())
 assert torch.equal(second.get_extra_state(), first.get_extra_state())
 
-# Linears may have scales of a checkpoint when attention has none: they are waited for.
+# Linears may have scales of a checkpoint when attention has none: the check waits for them.
 model = torch.nn.ModuleList([te.Linear(32, 32, bias=False, device="cpu"), attention()])
 assert layers.lacks_scales_of_attention(model)
 model[0].init_fp8_metadata(num_gemms=1)
@@ -86,7 +86,7 @@ memory.restore()
 assert len(layers.delayed_state(model)) == 8
 assert not any(tensor.isnan().any() for tensor in layers.delayed_state(model))
 
-# megatron-core's own class leaves them out of its checkpoints; one object a layer is in ours.
+# megatron-core's own class omits them from its checkpoints. Ours has one object per layer.
 (saved,) = second.sharded_state_dict("core_attention.", metadata={"dp_cp_group": GROUP}).values()
 assert saved.key == "core_attention._extra_state" and torch.equal(saved.data, second.get_extra_state())
 assert not TEDotProductAttention.sharded_state_dict(second, "core_attention.", metadata={"dp_cp_group": GROUP})

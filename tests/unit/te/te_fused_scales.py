@@ -1,5 +1,5 @@
-"""A program that `test_te_without_cuda.py` runs: a fused MLP under delayed scaling keeps its scales in its linears, and
-an output layer with another recipe leaves their updates as they are without it."""
+"""A program of `test_te_without_cuda.py`: a fused MLP under delayed scaling stores its scales in its linears, and an
+output layer with another recipe does not change their updates."""
 
 import te_without_cuda  # noqa: F401  (first)
 import torch
@@ -20,7 +20,7 @@ parallel_state.set_tensor_model_parallel_world_size(1)
 
 
 def fused_linears(mlp: fused_mlp.SwiGLUFusedMLP) -> list[te.ops.BasicLinear]:
-    """The operations that stand for its linears, as the first forward pass makes them."""
+    """The operations that represent its linears, as the first forward pass creates them."""
     mlp._fused_impl = (mlp._make_fused_impl(),)
     return [operation for operation in mlp._fused_impl[0] if isinstance(operation, te.ops.BasicLinear)]
 
@@ -46,7 +46,7 @@ for linear, operation in zip((mlp.linear_fc1, mlp.linear_fc2), operations, stric
         assert layers.delayed_scale(linear, operand).item() == 2.0 ** (number + 1), operand
 assert len(layers.delayed_state(mlp)) == 8 and num_updated() == 4
 
-# High precision for a while: the fuser forgets, the linears do not, and nothing is updated twice.
+# High precision for some steps: the fuser drops its state, the linears do not, and nothing is updated twice.
 for operation in operations:
     operation.reset_recipe_state(recipe=None)
     assert operation.get_quantizer("forward", 0) is None
@@ -54,7 +54,7 @@ for operation in operations:
     assert operation.get_quantizer("forward", 1).scale.item() == 4.0
 assert num_updated() == 4
 
-# A longer history: what a step updates is what the linears have.
+# A longer history: a step updates the linears' state.
 longer = DelayedScaling(amax_history_len=8, fp8_format=Format.HYBRID)
 for linear, operation in zip((mlp.linear_fc1, mlp.linear_fc2), operations, strict=True):
     operation.reset_recipe_state(recipe=longer)
@@ -64,7 +64,7 @@ for linear, operation in zip((mlp.linear_fc1, mlp.linear_fc2), operations, stric
     assert any(tensor is history for tensors in updated for tensor in tensors)
     operation.reset_recipe_state(recipe=RECIPE)
 
-# A checkpoint of it is one of linears, and the other way round.
+# Its checkpoints load into linears, and vice versa.
 state = mlp.linear_fc2.get_extra_state()
 loaded = small_mlp()
 loaded.linear_fc2.set_extra_state(state)
@@ -76,14 +76,14 @@ assert restored.get_quantizer("forward", 1).scale.item() == 4.0
 assert restored.get_quantizer("backward", 0).amax.item() == 9.0
 assert torch.equal(loaded.linear_fc2.get_extra_state(), state)
 
-# Other recipes remember nothing.
+# Other recipes have no state.
 plain = small_mlp()
 for operation in fused_linears(plain):
     operation.reset_recipe_state(recipe=Float8CurrentScaling())
     assert operation.get_quantizer("forward", 0) is not None
 assert not layers.delayed_state(plain)
 
-# Beside delayed layers, an output layer of another recipe: scales are updated once each way, after all gradients.
+# With delayed layers and an output layer of another recipe, scales are updated once each way, after all gradients.
 FP8GlobalStateManager.reset()
 TENSORWISE = Float8CurrentScaling()
 events: list[str] = []
@@ -94,7 +94,7 @@ FP8GlobalStateManager.reduce_and_update_fp8_tensors = classmethod(
 
 
 class Linear(torch.autograd.Function):
-    """What Transformer Engine's linears do about contexts: the first one's backward pass ends with an update."""
+    """How Transformer Engine's linears handle contexts: the first one's backward pass ends with an update."""
 
     @staticmethod
     def forward(ctx, inputs):

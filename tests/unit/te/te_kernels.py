@@ -1,4 +1,4 @@
-"""A program that `test_te_without_cuda.py` runs: which tensors our kernels quantize, and which Transformer Engine's."""
+"""A program of `test_te_without_cuda.py`: which tensors our kernels quantize, and which Transformer Engine's."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ for recipes in (("blockwise", "tensorwise", "delayed"), ("blockwise",), (), ("te
     by_recipe = {"blockwise": blockwise, "tensorwise": tensorwise, "delayed": delayed}
     assert found == [by_recipe[recipe] for recipe in by_recipe if recipe in recipes], recipes
 
-# SwiGLU hands them its halves, and the parts of a tensor whose transpose counts; other sizes go the usual way.
+# SwiGLU gets both factors, and tensor parts whose transpose counts. Other sizes use Transformer Engine.
 launched: list[object] = []
 delayed.swiglu = lambda *given: launched.append(given)
 delayed.swiglu_backward = lambda *given: launched.append(given)
@@ -59,7 +59,7 @@ for result, width, (*_, parts) in ((y, 256, launched[0]), (dx, 512, launched[1])
 swiglu._tex_swiglu_forward(torch.zeros(2, 64, 288), scaled)
 assert len(launched) == 2
 
-# What the rotation notes of the gradient that it joins reaches the cast that Transformer Engine asks for.
+# The amax that the rotation records for the joined gradient reaches the cast that Transformer Engine requests.
 quantizers.cast = plain_cast
 patches.cast_by_kernels(["tensorwise"])
 Float8CurrentScalingQuantizer.make_empty = Float8Quantizer.make_empty

@@ -1,5 +1,5 @@
-"""A program that `test_te_without_cuda.py` runs: FP8 and FP16 moments of Transformer Engine's Adam, read and stored,
-and FP8 weights as looks see them."""
+"""A program of `test_te_without_cuda.py`: FP8 and FP16 moments of Transformer Engine's Adam, read and stored, and FP8
+weights as statistics see them."""
 
 import te_without_cuda  # noqa: F401  (first)
 import torch
@@ -16,7 +16,7 @@ NAMES = {"exp_avg": torch.uint8, "exp_avg_sq": torch.float16}
 
 
 def empty(quantizer: Float8Quantizer, shape: list[int], dtype: torch.dtype, *_: object) -> Float8Tensor:
-    """What the library makes on a GPU before Blackwell."""
+    """As the library does on a GPU before Blackwell."""
     transpose = torch.empty(shape, dtype=torch.uint8) if quantizer.columnwise_usage else None
     return Float8Tensor(
         shape=shape, dtype=dtype, data=torch.empty(shape, dtype=torch.uint8), fp8_scale_inv=1 / quantizer.scale,
@@ -25,7 +25,7 @@ def empty(quantizer: Float8Quantizer, shape: list[int], dtype: torch.dtype, *_: 
 
 
 def quantize(source: Tensor, quantizer: Float8Quantizer, to: Float8Tensor, *_: object) -> None:
-    """What the library does, by rows."""
+    """As the library does, by rows."""
     assert (to._transpose is None) == (not quantizer.columnwise_usage)
     to._data.copy_((source * quantizer.scale).to(torch.float8_e4m3fn).view(torch.uint8))
     to._scale_inv.copy_(1 / quantizer.scale)
@@ -61,7 +61,7 @@ for number, shard in enumerate(adam.param_groups[0]["params"]):
     assert all(torch.equal(place, old) for place, old in zip(places, before, strict=True))
     assert get_moment(adam, shard, "exp_avg")[0] is codes and get_moment(adam, shard, "exp_avg")[1] == fp8_scale
 
-# Weights that stand for BF16 have products of codes and an FP32 scale, which have more bits.
+# Weights that represent BF16 have products of codes and an FP32 scale, which have more bits.
 quantizer = adam.state[shard]["exp_avg"]._quantizer
 quantizer.scale.fill_(3.0)
 weight = torch.nn.Parameter(quantizer.make_empty([300], dtype=torch.bfloat16))

@@ -1,5 +1,5 @@
-"""A program that `test_te_without_cuda.py` runs: flags become Transformer Engine's recipes, field by field, and what a
-recipe cannot take is refused. (Its recipes swallow arguments that they do not know.)"""
+"""A program of `test_te_without_cuda.py`: flags become Transformer Engine's recipes, field by field, and unsupported
+settings are refused. (Its recipes silently accept unknown arguments.)"""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ FP8 = "--fp8-format hybrid --fp8-recipe"
 
 
 def recipe_of(text: str) -> Any:
-    """What Transformer Engine's linears of a run get."""
+    """The recipe of Transformer Engine's linears in a run."""
     config = flags.parse(f"{RUN} {text}".split()).config
     assert not (problems := rules.setting_problems(config, 1)), problems
     core = build_transformer_config(config, "transformer_engine", on_cuda=False)

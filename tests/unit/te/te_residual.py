@@ -1,5 +1,5 @@
-"""A program that `test_te_without_cuda.py` runs: around a fused MLP, the kernel of the norm's backward pass adds the
-residual's gradient. Kernels are torch's operations here."""
+"""A program of `test_te_without_cuda.py`: around a fused MLP, the kernel of the norm's backward pass adds the
+residual's gradient. Kernels are torch operations here."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def normalize(x, weight):
 
 
 def backward(function, gradient, *inputs):
-    """Gradients of what a function made of its inputs."""
+    """Gradients of a function's result with respect to its inputs."""
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in inputs]
         return torch.autograd.grad(function(*inputs), inputs, gradient)
@@ -67,7 +67,7 @@ te.ops.BasicLinear.op_forward, te.ops.BasicLinear.op_backward = linear_forward, 
 
 
 def small_layer(kind: type) -> torch.nn.Module:
-    """What follows the MLP in a layer."""
+    """The part of a layer after the MLP."""
     layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
     layer.config = SimpleNamespace(inference_fuse_tp_communication=False, bias_dropout_fusion=False)

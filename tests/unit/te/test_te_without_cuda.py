@@ -1,4 +1,4 @@
-"""Programs that try Transformer Engine's own Python with nothing compiled, each in a process of its own."""
+"""Programs that test Transformer Engine's Python code without compiled parts, each in its own process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which steps run as a graph, on which data, and when it is captured anew; with a device that only this file has."""
+"""Which steps run as a graph, on which data, and when it is captured again, with a simulated device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kernel = Callable[[], Any]
 
 
 class Device:
-    """What CUDA does with kernels: runs them, or while a graph is captured notes them for its replays."""
+    """CUDA's handling of kernels: it runs them, or records them for replays during a capture."""
 
     def __init__(self) -> None:
         self.graphs: list[Device.Graph] = []
@@ -92,13 +92,13 @@ def test_steps_warm_up_then_one_capture_then_replays(device: Device) -> None:
     assert trainer.num_passes == WARM_UP + 1 and graph.num_replays == 4 and len(graph.kernels) == 1
 
 
-def test_losses_follow_the_data(device: Device) -> None:
-    """Numbers 0 to 2, then 3 to 5: none is left out and none comes twice, also where the graph begins."""
+def test_graph_losses_follow_the_data(device: Device) -> None:
+    """Numbers 0 to 2, then 3 to 5: none is skipped or repeated, also where the graph starts."""
     trainer = Trainer(device, graph_of())
     assert [trainer.step() for _ in range(6)] == [3.0, 12.0, 21.0, 30.0, 39.0, 48.0]
 
 
-def test_forgetting_begins_anew(device: Device) -> None:
+def test_a_reset_graph_is_captured_again(device: Device) -> None:
     trainer = Trainer(device, graph_of())
     losses = [trainer.step() for _ in range(4)]
     trainer.graph.reset()
@@ -107,7 +107,7 @@ def test_forgetting_begins_anew(device: Device) -> None:
     assert trainer.num_passes == 2 * (WARM_UP + 1) and [graph.num_replays for graph in device.graphs] == [2, 2]
 
 
-def test_kept_codes_of_weights_are_made_within_the_graph(device: Device) -> None:
+def test_weight_codes_are_computed_within_the_graph(device: Device) -> None:
     layer = torch.nn.Linear(1, 1)
     layer._fp8_workspaces = {"weight": torch.zeros(1)}
     trainer = Trainer(device, graph_of(torch.nn.Sequential(layer)))
@@ -118,7 +118,7 @@ def test_kept_codes_of_weights_are_made_within_the_graph(device: Device) -> None
     assert not layer._fp8_workspaces
 
 
-def test_nothing_exchanges_random_states_within_a_capture(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_states_are_not_swapped_during_a_capture(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def exchange(*_: Any) -> None:
         raise AssertionError("states cannot be exchanged now")
 
@@ -153,9 +153,7 @@ def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: p
     assert trainer.num_passes == 2 + WARM_UP + 1
 
 
-def test_going_back_forgets_the_graph_before_tensors_are_replaced(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollback_resets_the_graph_before_tensors_are_replaced(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loading(Exception):
         pass
 

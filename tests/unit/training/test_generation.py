@@ -1,4 +1,4 @@
-"""Text from a checkpoint: the right model, the right position, whole characters, clear refusals."""
+"""Text from a checkpoint: the right model, the right position, complete characters, clear errors."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def gpt2(tmp_path_factory):
 
 
 def with_model(function, folder, **options):
-    """`function(model)` in a process of its own."""
+    """`function(model)` in a separate process."""
 
     def call():
         return function(load_language_model(folder, **options))
@@ -69,7 +69,7 @@ def test_greedy_in_fp8_is_the_argmax_of_a_forward_pass_over_each_prefix(llama) -
     def check(model):
         model.tokenizer.eod = -1
         ids = list(PROMPT)
-        for _ in range(12):  # no codes are kept here from pass to pass
+        for _ in range(12):  # no codes are kept between passes here
             ids.append(int(model.next_logits(ids).argmax()))
         return list(generate_ids(model, PROMPT, GREEDY, 12, seed=1)), ids[len(PROMPT) :]
 
@@ -77,7 +77,7 @@ def test_greedy_in_fp8_is_the_argmax_of_a_forward_pass_over_each_prefix(llama) -
     assert new == expected
 
 
-def test_high_precision_leaves_fp8_out(llama) -> None:
+def test_high_precision_generation_uses_no_fp8(llama) -> None:
     def logits(model):
         return str(model), model.next_logits(PROMPT)
 
@@ -97,7 +97,7 @@ def test_a_model_that_ended_in_high_precision_generates_in_it(tmp_path) -> None:
         assert with_model(lambda model: model.config.precision.fp8_format, folder, uses_cache=False) == name
 
 
-def test_equal_seeds_give_equal_text_and_others_do_not(llama) -> None:
+def test_equal_seeds_give_equal_text_and_different_seeds_do_not(llama) -> None:
     def texts(model):
         return [generate_text(model, "5 3", Sampling(), 12, seed, shown.append).text for seed in (1, 1, 2)]
 
@@ -189,8 +189,8 @@ def test_a_checkpoint_of_two_tensor_parallel_ranks_gives_their_logits(tmp_path) 
     torch.testing.assert_close(found, expected[:301], rtol=1e-5, atol=1e-5)
 
 
-def test_state_that_only_other_layers_have_is_not_asked_of_a_checkpoint(gpt2) -> None:
-    """As Transformer Engine's norms have it, where the checkpoint is of a CPU run."""
+def test_state_of_other_layer_types_is_not_required(gpt2) -> None:
+    """Like the state of Transformer Engine's norms, with a checkpoint of a CPU run."""
 
     def compare():
         Norm.get_extra_state = lambda self: torch.zeros(1, dtype=torch.uint8)
@@ -220,7 +220,7 @@ class Bytes:
         return bytes(ids).decode("utf-8", errors="replace")
 
 
-def test_text_comes_in_whole_characters() -> None:
+def test_text_is_emitted_in_complete_characters() -> None:
     stream = TextStream(Bytes(), list("é".encode()))
     pieces = [stream.add(byte) for byte in "a→🙂b".encode()]
     assert pieces == ["a", "", "", "→", "", "", "", "🙂", "b"]
@@ -228,18 +228,18 @@ def test_text_comes_in_whole_characters() -> None:
     assert stream.text == "a→🙂b"
 
 
-def test_bytes_that_are_no_character_come_when_that_is_sure() -> None:
+def test_invalid_bytes_are_emitted_once_known() -> None:
     stream = TextStream(Bytes(), [])
     assert [stream.add(byte) for byte in (0xE2, 0x86, ord("x"), 0xF0)] == ["", "", "\ufffdx", ""]
     assert stream.finish() == "\ufffd"
 
 
-def test_no_checkpoint_says_what_to_give(tmp_path) -> None:
+def test_a_missing_checkpoint_error_names_the_flag(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=f"--load {tmp_path} holds no checkpoint"):
         load_language_model(tmp_path)
 
 
-def test_a_step_that_is_not_there_names_those_that_are(llama) -> None:
+def test_a_missing_step_lists_the_existing_ones(llama) -> None:
     with pytest.raises(CheckpointError, match=f"--ckpt-step 8: .* holds steps: {STEP}"):
         load_language_model(llama, step=8)
 
@@ -269,7 +269,7 @@ def test_keys_are_rotated_by_megatron_core_which_caches_them_before() -> None:
     assert not uses_split_rope_kernel(config)
 
 
-def test_the_layers_of_the_run_are_kept_where_they_run() -> None:
+def test_layer_implementation_is_kept_where_it_runs() -> None:
     for layers in ("emulated", "local"):
         assert single_device_config(saved(transformer_impl=layers), TARGETS["h200"])[1] == layers
 
@@ -288,7 +288,7 @@ def test_settings_that_only_emulation_has_keep_emulation() -> None:
     assert config.precision.fp8_power_2_scale
 
 
-def test_a_recipe_that_does_not_run_here_offers_high_precision() -> None:
+def test_an_unsupported_recipe_suggests_high_precision() -> None:
     there = saved(fp8_format="hybrid", fp8_recipe="mxfp8", emulation=False)
     with pytest.raises(CapabilityError, match="--precision high"):
         single_device_config(there, TARGETS["h100"])

@@ -1,4 +1,4 @@
-"""What a start does before the ranks train."""
+"""The checks of a start before the ranks train."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megafp8.errors import CheckpointError
 from megafp8.training import pretrain
 
 
-def test_a_run_folder_on_a_full_disk_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints go there too."""
+def test_a_run_folder_on_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are written there too."""
 
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

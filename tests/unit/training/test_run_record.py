@@ -1,4 +1,4 @@
-"""What a run says of itself at its start."""
+"""The description that a run prints and records at its start."""
 
 import os
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def test_the_resolved_recipe_has_a_line_for_each_gemm() -> None:
     ]
 
 
-def test_defaults_and_exceptions_are_in_it() -> None:
+def test_resolved_recipe_has_defaults_and_exceptions() -> None:
     assert all("delayed (most_recent of 1, margin 0)" in line for line in lines_of(fp8_format="hybrid")[1:])
     kept = lines_of(fp8_format="e4m3", fp8_recipe="tensorwise", fp8_wgrad=False)
     assert kept[0].startswith("recipe of layers 0-3:")
@@ -42,7 +42,7 @@ def test_layers_kept_high_are_in_the_table_and_the_record() -> None:
     assert found["linear_fc2 of layers 1-2"] == "tensorwise e4m3"
 
 
-def test_weights_that_are_codes_are_said() -> None:
+def test_fp8_weights_are_reported() -> None:
     usual, codes = (lines_of(fp8_format="hybrid", fp8_param_gather=gather) for gather in (False, True))
     assert codes == [*usual, "  weights are kept and gathered as codes and scales"]
 
@@ -78,7 +78,7 @@ def test_high_precision_has_no_recipe() -> None:
     assert lines_of() == []
 
 
-def test_attention_in_fp8_is_said() -> None:
+def test_fp8_attention_is_reported() -> None:
     usual, attention = (lines_of(fp8_format="hybrid", fp8_dot_product_attention=asked) for asked in (False, True))
     assert attention[1:] == [*usual[1:], "  attention's two products are in FP8 as well"]
     assert "delayed with attention, " in attention[0] and "attention" not in usual[0]
@@ -89,7 +89,7 @@ def test_attention_in_fp8_is_said() -> None:
     [(1, None, "cpu", 2048, True), (4, None, "cpu", 2048, False), (1, None, "cpu", 128, False),
      (1, 1, "cpu", 2048, False), (1, None, "cuda", 2048, False)],
 )  # fmt: skip
-def test_fewer_threads_than_are_useful_are_said(
+def test_too_few_threads_are_reported(
     threads: int, num_threads: int | None, kind: str, hidden: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

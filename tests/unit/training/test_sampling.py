@@ -46,15 +46,15 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept) -> None:
     assert found[1] == pytest.approx(0.5 / sum([0.5, 0.25, 0.125, 0.125][: len(kept)]))
 
 
-def test_top_p_counts_what_top_k_and_temperature_left() -> None:
-    # Of the two kept, 2/3 and 1/3, the first reaches 0.6; of all four it would not.
+def test_top_p_applies_after_top_k_and_temperature() -> None:
+    # Of the two kept, 2/3 and 1/3, the first reaches 0.6. Of all four it would not.
     assert list(shares(Sampling(top_k=2, top_p=0.6))) == [1]
     assert list(shares(Sampling(top_p=0.6))) == [1, 2]
     # 16, 4, 1, 1 of 22: the first has 0.73.
     assert list(shares(Sampling(temperature=0.5, top_p=0.7))) == [1]
 
 
-def test_no_top_p_loses_no_token_to_rounding() -> None:
+def test_top_p_of_one_keeps_every_token() -> None:
     logits = torch.cat((torch.tensor([30.0]), torch.zeros(50_000)))
     assert len(shares(Sampling(), logits)) == 50_001
 
@@ -63,11 +63,11 @@ def test_draws_follow_the_probabilities() -> None:
     generator = torch.Generator().manual_seed(1)
     draws = [next_token(LOGITS, Sampling(), generator) for _ in range(4000)]
     found = [draws.count(token) / 4000 for token in range(4)]
-    # Four standard deviations of a share of one half: 4 x sqrt(1/4 / 4000).
+    # Four standard deviations of a fraction of 1/2: 4 x sqrt(1/4 / 4000).
     assert found == pytest.approx([0.125, 0.5, 0.25, 0.125], abs=0.032)
 
 
-def test_greedy_takes_the_first_of_the_largest_and_draws_nothing() -> None:
+def test_greedy_selects_the_first_maximum_without_a_draw() -> None:
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state()
     assert next_token(torch.tensor([0.0, 2.0, 2.0]), GREEDY, generator) == 1

@@ -1,4 +1,4 @@
-"""The order in which the loop calls its extensions, with steps that are made up."""
+"""The order in which the loop calls its extensions, with simulated steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class State:
 
 
 class Recorder(Extension):
-    """Notes its calls as `name.method`; a method in `does` does something more."""
+    """Records its calls as `name.method`. A method in `does` does something more."""
 
     def __init__(self, name: str, calls: list[str], **does: Any):
         self.name, self.calls, self.does = name, calls, does
@@ -79,7 +79,7 @@ def test_extensions_are_called_in_their_order_and_closed_in_reverse(calls: Calls
     assert calls == ["a.open", "b.open", *step, *step, "b.close", "a.close"]
 
 
-def test_no_step_is_made_where_opening_finds_a_reason_to_stop(calls: Calls) -> None:
+def test_no_step_runs_if_opening_finds_a_reason_to_stop(calls: Calls) -> None:
     loop.train_steps(State(), [Recorder("a", calls, open=lambda state: setattr(state, "stop_reason", "a signal"))])
     assert calls == ["a.open", "a.close"]
 
@@ -90,7 +90,7 @@ def test_all_extensions_see_the_step_after_which_the_loop_stops(calls: Calls) ->
     assert calls.count("step") == 1 and calls[-4:] == ["a.after_step", "b.after_step", "b.close", "a.close"]
 
 
-def test_a_failed_step_is_not_done_and_who_recovers_ends_the_question(calls: Calls) -> None:
+def test_the_first_recovering_extension_handles_a_failed_step(calls: Calls) -> None:
     calls.num_bad, state = 1, State(total_steps=1)
     back = Recorder("b", calls, recover=lambda state, error: True)
     loop.train_steps(state, [Recorder("a", calls), back, Recorder("c", calls)])
@@ -121,7 +121,7 @@ def test_an_error_of_a_close_reaches_the_closes_after_it(calls: Calls) -> None:
     assert errors == [raised.value]
 
 
-def test_an_eager_step_is_asked_for_anew_each_time(calls: Calls) -> None:
+def test_eager_steps_are_requested_for_each_step(calls: Calls) -> None:
     def ask(state: State) -> None:
         state.needs_eager_step = state.needs_eager_step or state.step == 0
 

@@ -1,4 +1,4 @@
-"""Logs on disks that are full or vanish: what is reported, what is lost, and what stands in the file afterwards."""
+"""Logs on disks that are full or vanish: what is reported, what is lost, and the content of the file afterwards."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def log_file(path: Path, reports: list[str], **options) -> LogFile:
 
 
 def fill(path: Path) -> None:
-    """From now on the path is on a full disk."""
+    """Put the path on a full disk, from now on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     path.symlink_to("/dev/full")
 
 
-def test_a_disk_that_is_full_for_a_while_costs_nothing(tmp_path: Path, reports: list[str]) -> None:
+def test_a_temporarily_full_disk_loses_nothing(tmp_path: Path, reports: list[str]) -> None:
     path = tmp_path / "deep/log"
     fill(path)
     log = log_file(path, reports)
@@ -77,7 +77,7 @@ def test_the_backlog_is_bounded_and_the_oldest_lines_are_lost_but_not_headers(
     assert reports[1:] == [f"{path} can be written again; 5 lines were lost", f"{path}: 5 lines were lost in all"]
 
 
-def test_what_still_waits_at_the_end_is_counted(tmp_path: Path, reports: list[str]) -> None:
+def test_unwritten_lines_at_the_end_are_counted(tmp_path: Path, reports: list[str]) -> None:
     fill(tmp_path / "log")
     log = log_file(tmp_path / "log", reports)
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_what_still_waits_at_the_end_is_counted(tmp_path: Path, reports: list[st
 
 
 def test_a_removed_folder_is_created_again_with_the_headers(tmp_path: Path, reports: list[str]) -> None:
-    """Without a look at the path, everything would go into a file that has no name any more."""
+    """Without a check of the path, everything would be written to a deleted file."""
     path = tmp_path / "folder/log"
     log = log_file(path, reports)
     log.append(b"head 1\n", is_header=True)
@@ -115,7 +115,7 @@ def test_a_folder_that_becomes_a_file_and_a_folder_again(tmp_path: Path, reports
     assert len(reports) == 2
 
 
-def test_a_file_that_comes_back_with_its_disk_gets_no_second_header(tmp_path: Path, reports: list[str]) -> None:
+def test_a_file_that_reappears_gets_no_second_header(tmp_path: Path, reports: list[str]) -> None:
     path = tmp_path / "folder/log"
     log = log_file(path, reports)
     log.append(b"head\n", is_header=True)
@@ -128,7 +128,7 @@ def test_a_file_that_comes_back_with_its_disk_gets_no_second_header(tmp_path: Pa
     assert path.read_text() == "head\na\nb\n"
 
 
-def test_half_a_line_of_a_killed_process_is_ended_but_not_in_binary_files(tmp_path: Path, reports: list[str]) -> None:
+def test_a_partial_line_is_terminated_except_in_binary_files(tmp_path: Path, reports: list[str]) -> None:
     for name, is_text, content in ("text", True, "half\nb\n"), ("binary", False, "halfb\n"):
         (tmp_path / name).write_text("half")
         log = log_file(tmp_path / name, reports, is_text=is_text)
@@ -136,8 +136,8 @@ def test_half_a_line_of_a_killed_process_is_ended_but_not_in_binary_files(tmp_pa
         assert (tmp_path / name).read_text() == content
 
 
-def test_a_disk_that_takes_half_a_line_gets_it_back_whole_later(tmp_path: Path, reports: list[str]) -> None:
-    """The limit of a file's size stands for a disk with a few bytes left: the write is short, the next one fails."""
+def test_a_partially_written_line_is_completed_later(tmp_path: Path, reports: list[str]) -> None:
+    """A file size limit simulates a disk with a few bytes left: the write is short, the next one fails."""
     path = tmp_path / "log"
     program = (
         "import resource, sys\n"
@@ -154,7 +154,7 @@ def test_a_disk_that_takes_half_a_line_gets_it_back_whole_later(tmp_path: Path, 
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     ended = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
     assert "the limit of a file's size is reached" in ended.stdout
-    assert "b'12345678\\n'" in ended.stdout, "no half line while the disk is full"
+    assert "b'12345678\\n'" in ended.stdout, "no partial line while the disk is full"
     assert path.read_text() == "12345678\nabcdefgh\nABCDEFGH\n"
 
 
@@ -193,7 +193,7 @@ def test_a_real_disk_that_fills_and_is_unmounted(tmp_path: Path, reports: list[s
     assert [text.endswith("it is created again") for text in reports] == [False, False, True]
 
 
-def test_a_file_that_a_run_can_do_without(capsys: pytest.CaptureFixture) -> None:
+def test_an_optional_file(capsys: pytest.CaptureFixture) -> None:
     with optional_write("/dev/full"):
         Path("/dev/full").write_text("a")
     assert capsys.readouterr().out == "warning: /dev/full cannot be written: the disk is full; training continues\n"
@@ -209,7 +209,7 @@ print("b", file=sys.stderr)
 
 
 @pytest.mark.parametrize("place", ["/dev/full", "a pipe that nobody reads"])
-def test_output_that_goes_nowhere_does_not_change_the_exit_status(place: str) -> None:
+def test_lost_output_does_not_change_the_exit_status(place: str) -> None:
     """Python ends with status 120 when it cannot flush its output at the end."""
     if place == "/dev/full":
         output = os.open(place, os.O_WRONLY)

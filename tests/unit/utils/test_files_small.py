@@ -1,4 +1,4 @@
-"""Small files: what is sound is read, and whatever else is there is one named error, at once."""
+"""Small files: valid ones are read, and anything else is one named error, immediately."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_pipe_with_a_writer_is_refused_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent", "absent/file", "x" * 300, "x\0y", "\ud800"])
-def test_what_is_not_there(name: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnreadableFile) as caught:
         read_bytes(f"{tmp_path}/{name}")
     assert caught.value.is_missing and caught.value.reason
@@ -68,7 +68,7 @@ def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
     assert read_json(tmp_path / "link") == {"a": [1, 2.5, None, "😀"]}
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b'\xef\xbb\xbf{"a": 1}')
     assert read_json(tmp_path / "file") == read_yaml(tmp_path / "file") == {"a": 1}
 

@@ -1,4 +1,4 @@
-"""Tables as text, letter for letter."""
+"""Tables as text, compared character by character."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, ma
 HEADER, ROWS = ("run", "steps", "layout"), [("bf16", "7", "one rank"), ("x", "1,000", "")]
 
 
-def test_words_are_to_the_left_and_numbers_to_the_right() -> None:
+def test_text_is_left_aligned_and_numbers_right_aligned() -> None:
     assert text_table(HEADER, ROWS, "lrl").splitlines() == [
         "run   steps  layout", "----  -----  --------", "bf16      7  one rank", "x     1,000",
     ]  # fmt: skip
     assert text_table(HEADER, ROWS).splitlines()[0] == "run   steps    layout"
 
 
-def test_markdown_says_the_same() -> None:
+def test_markdown_has_the_same_cells() -> None:
     assert markdown_table(HEADER, ROWS, "lrl").splitlines() == [
         "| run  | steps | layout   |",
         "|------|------:|----------|",
@@ -51,5 +51,5 @@ def test_markdown_shows_a_text_as_it_is(text: str, expected: str) -> None:
     assert escape_markdown(text) == expected
 
 
-def test_cells_may_be_texts() -> None:
+def test_cells_may_be_strings() -> None:
     assert escaped_markdown_table(("a|b",), [("<i>\n",)]).splitlines() == [r"| a\|b   |", "|--------|", "| &lt;i> |"]

@@ -1,4 +1,4 @@
-"""Processes that outlived who started them, before they could ask the kernel for anything."""
+"""Processes whose parent ended before they could ask the kernel to be signalled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_process_whose_parent_ended_first_gets_the_signal_at_once() -> None:
 
 
 def outlive(lives: int) -> None:
-    """A process that waits for the end of its parent, and says so if it lives after it asked to end with it."""
+    """A process that waits for the end of its parent, and reports if it survives its request to end with it."""
     parent = os.getppid()
     while os.getppid() == parent:
         pass
@@ -47,7 +47,7 @@ def be_starter(lives: int) -> None:
     os._exit(0)
 
 
-def test_a_process_of_multiprocessing_knows_who_started_it() -> None:
+def test_a_multiprocessing_child_detects_a_dead_parent() -> None:
     reads, writes = os.pipe()
     starter = multiprocessing.get_context("fork").Process(target=be_starter, args=(writes,))
     starter.start()
@@ -62,7 +62,7 @@ def rank(port: int, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", RANK], env=variables, capture_output=True, text=True)
 
 
-def test_a_rank_whose_torchrun_ended_first_ends() -> None:
+def test_a_rank_ends_if_its_torchrun_has_ended() -> None:
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
         assert rank(port).stdout == "trains\n"
@@ -71,5 +71,5 @@ def test_a_rank_whose_torchrun_ended_first_ends() -> None:
 
 
 @pytest.mark.parametrize("variable", [{"GROUP_RANK": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}])
-def test_a_store_that_is_not_of_its_torchrun_says_nothing(variable: dict[str, str]) -> None:
+def test_the_store_of_another_torchrun_is_ignored(variable: dict[str, str]) -> None:
     assert rank(*free_ports(1), **variable).stdout == "trains\n"

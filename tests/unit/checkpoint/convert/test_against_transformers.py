@@ -1,6 +1,6 @@
-"""transformers' own models: their names and shapes, their logits, and what their loaders make of our files.
+"""transformers' own models: their names and shapes, their logits, and how their loaders read our files.
 
-Skipped where the library is not installed. Everything of it that may start threads runs in a forked rank.
+Skipped where the library is not installed. Parts of it that may start threads run in a forked rank.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_folders import GPT2, LLAMA, MODELS, TIED_LLAMA, random_weights, weights_in, write_hf_folder
 from ranks import run_ranks
 from saved_run import configure, save_initial
 from sentencepiece import SentencePieceTrainer
-from their_folders import GPT2, LLAMA, MODELS, TIED_LLAMA, random_weights, weights_in, write_their_folder
 from tolerances import TRANSFORMERS_LOGITS
 from torch import Tensor
 
@@ -50,7 +50,7 @@ TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module")
 def transformers() -> ModuleType:
-    """The library, with what forked ranks would import each for itself."""
+    """The library, with everything imported that forked ranks need."""
     library = importlib.import_module("transformers")
     assert library.LlamaForCausalLM and library.GPT2LMHeadModel and library.AutoTokenizer
     return library
@@ -64,7 +64,7 @@ def their_logits(transformers: ModuleType, folder: Path, dtype: torch.dtype = to
 
 
 def our_logits(folder: Path) -> Tensor:
-    """Logits of the model in a run's checkpoint, in high precision; padding included."""
+    """Logits of the model in a run's checkpoint, in high precision, including padding."""
     _, path = find_checkpoint(folder) or (0, folder)
     config, implementation = single_device_config(without_quantization(read_config(path)), capability.detect_target())
     module = build_module(config, implementation, embedding_rows(path), detect_platform())
@@ -78,8 +78,8 @@ def in_a_rank(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_theirs(transformers: ModuleType, name: str, tmp_path: Path) -> None:
-    folder = write_their_folder(tmp_path / "theirs", MODELS[name], random_weights(MODELS[name], torch.float32))
+def test_logits_equal_transformers(transformers: ModuleType, name: str, tmp_path: Path) -> None:
+    folder = write_hf_folder(tmp_path / "theirs", MODELS[name], random_weights(MODELS[name], torch.float32))
     plan_import(folder).write(tmp_path / "ours", tmp_path / "ours", lambda told: None)
     theirs, ours = in_a_rank(their_logits, transformers, folder), in_a_rank(our_logits, tmp_path / "ours")
     assert theirs.std() > 0.1
@@ -95,7 +95,7 @@ def test_logits_are_theirs(transformers: ModuleType, name: str, tmp_path: Path) 
     ],
     ids=["llama", "gpt2"],
 )
-def test_a_checkpoint_of_ours_gives_the_same_logits_there(transformers: ModuleType, text: str, tmp_path: Path) -> None:
+def test_an_export_has_equal_logits_in_transformers(transformers: ModuleType, text: str, tmp_path: Path) -> None:
     save_initial(tmp_path / "run", configure(text), world_size=2)
     export = plan_export(tmp_path / "run", ExportOptions())
     (tmp_path / "theirs").mkdir()
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_ours_gives_the_same_logits_there(transformers: ModuleTy
 
 
 @pytest.mark.parametrize("fields", [LLAMA, TIED_LLAMA, GPT2], ids=MODELS)
-def test_names_and_shapes_are_theirs(transformers: ModuleType, fields: dict[str, Any]) -> None:
+def test_names_and_shapes_equal_transformers(transformers: ModuleType, fields: dict[str, Any]) -> None:
     kind = transformers.LlamaForCausalLM if fields["model_type"] == "llama" else transformers.GPT2LMHeadModel
     with torch.device("meta"):
         model = kind(transformers.AutoConfig.for_model(**deepcopy(fields)))
@@ -117,13 +117,13 @@ def test_names_and_shapes_are_theirs(transformers: ModuleType, fields: dict[str,
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
-def test_fp8_weights_are_what_transformers_makes_of_them(transformers: ModuleType, recipe: str, tmp_path: Path) -> None:
+def test_fp8_weights_decode_equally_in_transformers(transformers: ModuleType, recipe: str, tmp_path: Path) -> None:
     for library in ("accelerate", "compressed_tensors"):
         pytest.importorskip(library)
     fields = LLAMA | {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1}
     # Its loaders multiply in the model's type, after rounding the scales to it if they are not of a block.
     dtype = torch.bfloat16 if recipe == "blockwise" else torch.float32
-    folder = write_their_folder(tmp_path / "theirs", fields, random_weights(fields, dtype))
+    folder = write_hf_folder(tmp_path / "theirs", fields, random_weights(fields, dtype))
     for name in ("fp8", "plain"):
         plan_import(folder).write(tmp_path / "ours", tmp_path / "ours", lambda told: None)
         options = ExportOptions(quantizes=name == "fp8", fp8_recipe=recipe)
@@ -147,7 +147,7 @@ TEXTS = ("def main(a, b):\n\treturn  a + b  # Grüße, 世界 🙂\n", "", " fir
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer"])
-def test_a_tokenizer_gives_the_same_ids_there(transformers: ModuleType, kind: str, tmp_path: Path) -> None:
+def test_a_tokenizer_gives_equal_ids_in_transformers(transformers: ModuleType, kind: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"text": Path(__file__).read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
     if kind == "SentencePieceTokenizer":
@@ -173,7 +173,7 @@ def test_a_tokenizer_gives_the_same_ids_there(transformers: ModuleType, kind: st
     assert found.tokenizer.unique_identifiers == ours.unique_identifiers
 
 
-def test_a_sentencepiece_model_that_is_not_as_llamas(tmp_path: Path) -> None:
+def test_an_unsupported_sentencepiece_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     texts = Path(__file__).read_text(encoding="utf-8").splitlines()
     with open(path, "wb") as stream:

@@ -1,4 +1,4 @@
-"""Settings to and from config.json, and what is refused by name."""
+"""Settings to and from config.json. Unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from their_folders import GPT2, LLAMA, MODELS, settings_of
+from hf_folders import GPT2, LLAMA, MODELS, settings_of
 
 from megafp8.checkpoint.convert import gpt2, llama
 from megafp8.checkpoint.convert.families import family_of_hf_config, family_of_run
@@ -32,7 +32,7 @@ def problems_of(fields: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_comes_back_as_it_was(preset: str) -> None:
+def test_presets_survive_a_round_trip(preset: str) -> None:
     config = with_values(RunConfig(), PRESETS[preset])
     if config.model.max_position_embeddings is None:
         config = replace(config, model=replace(config.model, max_position_embeddings=2048))
@@ -48,7 +48,7 @@ def test_a_preset_comes_back_as_it_was(preset: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_their_fields_come_back_as_they_were(name: str) -> None:
+def test_hf_fields_survive_a_round_trip(name: str) -> None:
     fields = MODELS[name]
     back = family_of_hf_config(fields).to_hf_config(settings_of(fields))
     assert {field: back[field] for field in fields.keys() & back.keys()} == {
@@ -63,7 +63,7 @@ def test_rotary_settings_as_transformers_5_has_them() -> None:
 
 
 @pytest.mark.parametrize(("name", "is_tanh"), [("gelu_new", True), ("gelu_pytorch_tanh", True), ("gelu", False)])
-def test_which_gelu(name: str, is_tanh: bool) -> None:
+def test_gelu_variants(name: str, is_tanh: bool) -> None:
     config = settings_of(GPT2 | {"activation_function": name})
     assert config.precision.bias_gelu_fusion is is_tanh
     assert (gpt2.to_hf_config(config)["activation_function"] == "gelu") is not is_tanh
@@ -83,7 +83,7 @@ def test_which_gelu(name: str, is_tanh: bool) -> None:
         ("--use-rope-scaling --rotary-seq-len-interpolation-factor 2", "--use-rope-scaling with"),
     ],
 )
-def test_what_llama_does_not_have(flag: str, named: str) -> None:
+def test_settings_without_a_llama_equivalent_are_refused(flag: str, named: str) -> None:
     assert llama.unsupported_features(config_of(LLAMA_FLAGS)) == []
     (problem,) = llama.unsupported_features(config_of(f"{LLAMA_FLAGS} {flag}"))
     assert problem.startswith(named)
@@ -100,7 +100,7 @@ def test_what_llama_does_not_have(flag: str, named: str) -> None:
         ("--kv-channels 64", "--kv-channels 64"),
     ],
 )
-def test_what_gpt2_does_not_have(flag: str, named: str) -> None:
+def test_settings_without_a_gpt2_equivalent_are_refused(flag: str, named: str) -> None:
     assert gpt2.unsupported_features(config_of(GPT2_FLAGS)) == []
     (problem,) = gpt2.unsupported_features(config_of(f"{GPT2_FLAGS} {flag}"))
     assert problem.startswith(named)
@@ -134,11 +134,11 @@ def test_a_model_of_neither_family_is_refused_for_the_nearer_one() -> None:
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention is True"),
     ],
 )
-def test_what_cannot_be_taken_over(fields: dict[str, Any], named: str) -> None:
+def test_hf_settings_without_an_equivalent_are_refused(fields: dict[str, Any], named: str) -> None:
     assert any(named in problem for problem in problems_of(fields)), problems_of(fields)
 
 
-def test_problems_are_told_together() -> None:
+def test_problems_are_reported_together() -> None:
     assert len(problems_of(LLAMA | {"hidden_act": "gelu", "attention_bias": True, "rope_theta": 0.5})) == 3
 
 

@@ -1,4 +1,4 @@
-"""FP8 weights there are the codes and scales that the emulated layers have here."""
+"""Exported FP8 weights have the codes and scales of the emulated layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from their_folders import LLAMA, settings_of
+from hf_folders import LLAMA, settings_of
 
 from megafp8.checkpoint.convert import llama, safetensors_files
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
@@ -15,7 +15,7 @@ from megafp8.config.schema import PrecisionConfig
 from megafp8.quantization.quantize import dequantize, quantize
 from megafp8.recipes.base import Gemm, Operand
 
-# Heads of 128 channels and an MLP of 128: blocks of ours are blocks of theirs.
+# Heads of 128 channels and an MLP of 128: our blocks equal those of transformers.
 ALIGNED = LLAMA | {
     "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128,
     "num_hidden_layers": 1,
@@ -40,7 +40,7 @@ def weight_of(row: TensorMapping) -> torch.Tensor:
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 @pytest.mark.parametrize("fields", [ALIGNED, RAGGED], ids=["aligned", "ragged"])
-def test_what_is_exported_is_what_the_emulation_multiplies(recipe: str, fields: dict) -> None:
+def test_exported_weights_equal_the_emulated_operands(recipe: str, fields: dict) -> None:
     built = build_recipe(OF_RUN[recipe])
     form = safetensors_files.weight_form(OF_RUN[recipe], recipe)
     for row in linears(fields):
@@ -63,7 +63,7 @@ def test_what_is_exported_is_what_the_emulation_multiplies(recipe: str, fields: 
         assert not (fields is ALIGNED and has_other_blocks)
 
 
-def test_which_blocks_hold_rows_of_two_matrices() -> None:
+def test_blocks_with_rows_of_two_matrices_are_found() -> None:
     found = {
         row.name.split(".", 3)[3]: safetensors_files.has_blocks_across_matrices(row, (128, 128))
         for row in linears(RAGGED)
@@ -76,7 +76,7 @@ def test_which_blocks_hold_rows_of_two_matrices() -> None:
     }
 
 
-def test_which_weights_end_within_a_block() -> None:
+def test_weights_that_end_within_a_block_are_found() -> None:
     assert safetensors_files.uneven_weights(linears(ALIGNED), (128, 128)) == []
     assert safetensors_files.uneven_weights(linears(ALIGNED | {"intermediate_size": 192}), (128, 128)) == [
         "model.layers.0.mlp.gate_proj.weight is 192 x 256",
@@ -102,11 +102,11 @@ def test_scales_multiply_their_part(block: tuple[int, int] | None) -> None:
 
 
 @pytest.mark.parametrize("block_size", [None, [64, 64], "128", [128], [128, 0]])
-def test_scales_that_fit_nothing(block_size: object) -> None:
+def test_scales_of_a_wrong_shape_are_refused(block_size: object) -> None:
     assert "do not fit" in safetensors_files.scale_block((200, 300), (2, 3), block_size)
 
 
-def test_the_form_of_a_run() -> None:
+def test_the_export_form_follows_the_recipe() -> None:
     assert safetensors_files.default_export_recipe(PrecisionConfig()) == "blockwise"
     assert (
         safetensors_files.default_export_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe="delayed"))
@@ -117,7 +117,7 @@ def test_the_form_of_a_run() -> None:
     )
 
 
-def test_scales_follow_the_choice_of_the_run() -> None:
+def test_scales_follow_the_settings_of_the_run() -> None:
     weight = weight_of(linears(ALIGNED)[0])
     for recipe, choice in (("tensorwise", "fp8_power_2_scale"), ("blockwise", "fp8_block_scaling_fp32_scales")):
         settings = [replace(OF_RUN[recipe], **{choice: value}) for value in (False, True)]

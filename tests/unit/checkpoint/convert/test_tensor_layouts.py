@@ -1,4 +1,4 @@
-"""Layouts against plain loops, and as inverses."""
+"""Layouts compared with plain loops, and as inverses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def numbered(rows: int, *columns: int) -> Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
 @pytest.mark.parametrize("shape", [(36, 5), (36,)], ids=["weight", "bias"])
-def test_joined_parts_are_the_whole(layout: TensorLayout, shape: tuple[int, ...]) -> None:
+def test_joined_parts_equal_the_full_tensor(layout: TensorLayout, shape: tuple[int, ...]) -> None:
     whole = numbered(*shape)
     assert torch.equal(layout.join(layout.split(whole)), whole)
 
@@ -52,13 +52,13 @@ def test_fused_query_groups_are_queries_then_keys_then_values() -> None:
         assert torch.equal(part, mine.t())
 
 
-def test_a_gate_comes_before_what_it_gates() -> None:
+def test_the_gate_comes_before_the_up_projection() -> None:
     gate, up = GatedPair().split(numbered(8, 2))
     assert gate[0, 0] == 0 and up[0, 0] == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_rows_take_little_probability_whatever_the_hidden_state(dtype: torch.dtype) -> None:
+def test_padding_rows_have_little_probability_for_any_hidden_state(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = (torch.randn(50, 8, generator=generator) - 1.5).to(dtype)
     padded = PaddedVocab(50, 64).join([tokens])
@@ -68,9 +68,9 @@ def test_padding_rows_take_little_probability_whatever_the_hidden_state(dtype: t
     rounding = 1.0001 if dtype == torch.float32 else 1.1  # of the mean
     assert (probability[:, 50:].amax(-1) <= probability[:, :50].sum(-1) / 50 * rounding).all()
     zeros = torch.cat((tokens.float(), torch.zeros(14, 8)))
-    assert (hidden @ zeros.t()).softmax(-1)[:, 50:].amax() > 0.05  # what the mean is for
+    assert (hidden @ zeros.t()).softmax(-1)[:, 50:].amax() > 0.05  # the purpose of the mean
 
 
-def test_a_vocabulary_without_padding_is_as_it_was() -> None:
+def test_a_vocabulary_without_padding_is_unchanged() -> None:
     rows = numbered(6, 2).float()
     assert torch.equal(PaddedVocab(6, 6).join([rows]), rows)

@@ -29,7 +29,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def test_only_readable_modules_are_taken(library, tmp_path):
+def test_only_readable_modules_are_used(library, tmp_path):
     summary = write_stdlib_corpus(tmp_path / "out.jsonl", folder=library)
     documents = {document["source"]: document["text"] for document in read(summary.path)}
     assert documents == {"a.py": "x = 1\n", "b/c.py": "'''Doc.'''\ny = 2\n"}
@@ -62,7 +62,7 @@ def test_max_bytes_bounds_the_text(tmp_path):
     assert write_stdlib_corpus(tmp_path / "c.jsonl", folder=folder, max_bytes=350).num_documents == 3
 
 
-def test_unchanged_file_keeps_its_time(library, tmp_path):
+def test_unchanged_file_keeps_its_modification_time(library, tmp_path):
     path = tmp_path / "out.jsonl"
     assert write_stdlib_corpus(path, folder=library).changed
     before = path.stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""Records to texts: the same with and without orjson, and each bad record with its number and reason."""
+"""Records to texts: equal with and without orjson. Each bad record is reported with its number and reason."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def parser(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_told_and_its_neighbours_kept(parser, line, reason):
+def test_a_bad_line_is_reported_and_its_neighbours_are_kept(parser, line, reason):
     found = parse_json_lines([b'{"text": "a"}', line, b'{"text": "b"}'], 7, ("text",))
     assert (found.columns, list(found.numbers), found.num_records) == ([["a", "b"]], [7, 9], 3)
     if reason is None:

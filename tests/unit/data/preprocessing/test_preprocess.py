@@ -1,4 +1,4 @@
-"""Text to shards: the same bytes whatever the workers, the kind of file and the encoder."""
+"""Text to shards: the same bytes for any number of workers, kind of file and encoder."""
 
 import dataclasses
 import gzip
@@ -20,7 +20,7 @@ from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.errors import CapabilityError, DataError
 from megafp8.utils.files import file_sha256
 
-# ---- what comes out -------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def test_shard_holds_each_document_and_its_end(job, documents):
@@ -36,7 +36,7 @@ def test_shard_holds_each_document_and_its_end(job, documents):
     assert names_in(Path(prefix).parent) == [f"c_text_document{end}" for end in (".bin", ".idx", ".manifest.json")]
 
 
-def test_manifest_tells_the_truth(job, corpus_file):
+def test_manifest_matches_the_shard(job, corpus_file):
     ((prefix, manifest),) = preprocess(job).shards
     assert load_manifest(prefix) == manifest
     assert manifest.bin_sha256 == file_sha256(f"{prefix}.bin")
@@ -53,7 +53,7 @@ def test_manifest_tells_the_truth(job, corpus_file):
 def test_same_bytes_with_any_number_of_workers(job, shard, tmp_path, small_parts, encoder):
     if encoder == "gigatoken":
         pytest.importorskip("gigatoken")
-    whole = shard_bytes(shard)  # it was made in one part
+    whole = shard_bytes(shard)  # it was built in one part
     for workers in (1, 2, 5):
         prefix = str(tmp_path / f"w{workers}" / "c")
         divided = dataclasses.replace(job, output_prefix=prefix, workers=workers, encoder=encoder)
@@ -65,7 +65,7 @@ def test_same_bytes_with_any_number_of_workers(job, shard, tmp_path, small_parts
 
 
 def test_same_bytes_as_megatrons_pipeline(tmp_path, small_parts):
-    """One document a call, written through megatron-core's builder, as its preprocess_data.py does."""
+    """One document per call, written through megatron-core's builder, as its preprocess_data.py does."""
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     texts = ["1 2 3", "", "4", "5 6", "  ", *(" ".join(map(str, range(n))) for n in range(300))]
     for append_eod in (False, True):
@@ -141,17 +141,18 @@ def test_progress_reaches_the_size_of_the_input(job, small_parts, corpus_file, t
     assert (seen[-1].num_documents, seen[-1].num_tokens) == (60, manifest.num_tokens)
 
 
-# ---- how the input is divided ---------------------------------------------------------------------------------------
+# ---- division of the input
+# --------------------------------------------------------------------------------------------
 
 
-def test_size_of_parts():
+def test_part_sizes():
     assert choose_part_bytes(1 << 40, 8 << 20) == 1 << 28  # 4096 parts
     assert choose_part_bytes(1 << 30, 8 << 20) == 8 << 20
     assert choose_part_bytes(40 << 20, 8 << 20) == 5 << 20  # 8 parts
     assert choose_part_bytes(100, 8 << 20) == 1 << 20
 
 
-def test_small_files_are_put_together_and_large_ones_divided(tmp_path):
+def test_small_files_are_grouped_and_large_ones_split(tmp_path):
     sizes = {"a.jsonl": 10, "b.jsonl": 20, "c.jsonl": 250, "d.jsonl.gz": 10, "e.jsonl.gz": 90, "f.txt": 300}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(b"x" * size)
@@ -173,10 +174,11 @@ def test_small_files_are_put_together_and_large_ones_divided(tmp_path):
     assert tasks[3:] == [unit for unit in units if not isinstance(unit, Stream)]
 
 
-# ---- again ----------------------------------------------------------------------------------------------------------
+# ---- repeated runs
+# ----------------------------------------------------------------------------------------------------
 
 
-def test_again_does_nothing_until_overwrite(job):
+def test_a_second_run_does_nothing_without_overwrite(job):
     ((prefix, _),) = preprocess(job).shards
     before = os.stat(f"{prefix}.bin").st_ino
     again = preprocess(job)
@@ -187,8 +189,8 @@ def test_again_does_nothing_until_overwrite(job):
     assert os.stat(f"{prefix}.bin").st_ino != before
 
 
-def test_what_a_killed_run_left_is_cleared_away(job):
-    """It was killed while it deleted its parts: the shards are whole, the parts are of no job."""
+def test_leftovers_of_a_killed_run_are_removed(job):
+    """It was killed while it deleted its parts: the shards are complete, the parts belong to no job."""
     preprocess(job)
     folder = Path(f"{job.output_prefix}.parts")
     folder.mkdir()
@@ -209,7 +211,7 @@ def test_moved_text_is_the_same_text(job, tmp_path, corpus_file):
         preprocess(dataclasses.replace(job, inputs=(str(moved),)))
 
 
-def test_anything_else_under_the_prefix_is_refused(job, tmp_path, corpus_file):
+def test_other_files_under_the_prefix_are_refused(job, tmp_path, corpus_file):
     ((prefix, _),) = preprocess(job).shards
     with pytest.raises(DataError, match="with --append-eod"):
         preprocess(dataclasses.replace(job, append_eod=False))
@@ -233,7 +235,7 @@ def test_anything_else_under_the_prefix_is_refused(job, tmp_path, corpus_file):
 # ---- gigatoken ------------------------------------------------------------------------------------------------------
 
 
-def test_a_difference_in_the_middle_of_the_job_starts_it_again(job, shard, monkeypatch, small_parts):
+def test_a_difference_in_the_middle_of_the_job_restarts_it(job, shard, monkeypatch, small_parts):
     pytest.importorskip("gigatoken")
     encode = encoders.GigatokenEncoder.encode
     encoded = []
@@ -258,14 +260,14 @@ def test_a_difference_in_the_middle_of_the_job_starts_it_again(job, shard, monke
 
 
 def test_a_small_input_does_not_wait_for_gigatoken(job, monkeypatch):
-    monkeypatch.setattr(preprocess_module, "choose_encoder", None)  # nobody calls it
+    monkeypatch.setattr(preprocess_module, "choose_encoder", None)  # nothing calls it
     notices = []
     preprocess(job, on_notice=notices.append)
     assert "the input is small" in notices[0]
 
 
 def test_the_librarys_batches_are_bounded(tmp_path, monkeypatch):
-    """However large the input, an encoder gets a batch at a time."""
+    """For an input of any size, an encoder gets one batch at a time."""
     monkeypatch.setattr(encoders.LibraryEncoder, "batch_bytes", 1000)
     monkeypatch.setattr("megafp8.data.preprocessing.readers.BLOCK_BYTES", 500)
     seen = []

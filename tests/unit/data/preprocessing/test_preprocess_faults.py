@@ -1,4 +1,4 @@
-"""Documents that are none, and machines that fail: every fault by its name, and what was done is not lost."""
+"""Invalid documents and failing machines: every fault is named, and completed work is not lost."""
 
 import dataclasses
 import errno
@@ -21,7 +21,7 @@ from megafp8.data.preprocessing.preprocess import preprocess
 from megafp8.errors import DataError
 from megafp8.utils.files import file_sha256
 
-# ---- documents that are none ----------------------------------------------------------------------------------------
+# ---- invalid documents -----------------------------------------------------------------------------------------------
 
 
 BAD = {"{": "not JSON", '{"txt": "1"}': "'text' is missing", '{"text": "1 5000"}': "token id 5000, but the vocabulary",
@@ -30,7 +30,7 @@ BAD = {"{": "not JSON", '{"txt": "1"}': "'text' is missing", '{"text": "1 5000"}
 
 @pytest.fixture(params=["jsonl", "jsonl.gz"])
 def bad_job(request, tmp_path):
-    """Six hundred lines, some blank, of which every hundredth, from the 51st on, is none of NullTokenizer's."""
+    """Six hundred lines, some blank. Every hundredth one, from the 51st on, is invalid for NullTokenizer."""
     lines = [f'{{"text": "{n}"}}' if n % 7 else "" for n in range(600)]
     for place, line in enumerate(BAD):
         lines[100 * place + 50] = line
@@ -69,8 +69,8 @@ def test_bad_documents_are_skipped_counted_and_listed(bad_job, workers, small_pa
         preprocess(bad_job)
 
 
-def test_what_was_skipped_is_not_taken_for_whole(bad_job, small_parts, monkeypatch):
-    """A job that skipped is killed, and started again without leave to skip."""
+def test_skipped_documents_are_not_reused_without_the_flag(bad_job, small_parts, monkeypatch):
+    """A job that skipped documents is killed, and restarted without the flag."""
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
         with pytest.raises(Interrupted):
@@ -96,7 +96,7 @@ def test_a_cut_gzip_file(tmp_path, small_parts, workers):
     assert entry["line"] == manifest.num_documents + 1
 
 
-def test_a_document_is_left_out_of_all_shards(tmp_path):
+def test_a_bad_document_is_omitted_from_all_shards(tmp_path):
     lines = [{"a": "1", "b": "2"}, {"a": "x", "b": "3"}, {"a": "4", "b": "y"}, {"a": "5", "b": "6"}]
     job = dataclasses.replace(null_job(tmp_path, []), json_keys=("a", "b"), skip_bad=True)
     Path(job.inputs[0]).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -118,7 +118,7 @@ def test_no_text_at_all_is_an_error(tmp_path):
 
 
 class Interrupted(Exception):
-    """The end of a run, as far as a test is concerned."""
+    """The simulated end of a run."""
 
 
 def _interrupt(*_):
@@ -133,7 +133,7 @@ def test_a_killed_worker_is_an_error_not_a_hang(job, monkeypatch, small_parts):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk_is_one_error_and_the_job_goes_on(job, shard, monkeypatch, small_parts, workers):
+def test_a_full_disk_is_one_error_and_the_job_resumes(job, shard, monkeypatch, small_parts, workers):
     real = part_files.PartWriter.add
 
     def fill_up(writer, shards):
@@ -149,12 +149,12 @@ def test_a_full_disk_is_one_error_and_the_job_goes_on(job, shard, monkeypatch, s
     assert names_in(Path(job.output_prefix).parent) == ["c.parts"]
     seen = []
     ((prefix, _),) = preprocess(job, on_progress=seen.append).shards
-    assert seen[0].num_documents > 0, "it did not go on"
+    assert seen[0].num_documents > 0, "it did not resume"
     assert shard_bytes(prefix) == shard_bytes(shard)
 
 
 @pytest.mark.parametrize("suffix", ["0.bin", "0.lengths", "json"])
-def test_a_part_that_is_not_whole_is_made_again(job, shard, monkeypatch, small_parts, suffix):
+def test_an_incomplete_part_is_rebuilt(job, shard, monkeypatch, small_parts, suffix):
     """After a crash of the machine, a file may be shorter than what was written."""
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
@@ -168,7 +168,7 @@ def test_a_part_that_is_not_whole_is_made_again(job, shard, monkeypatch, small_p
     assert shard_bytes(prefix) == shard_bytes(shard)
 
 
-def test_where_the_kernel_does_not_copy(job, shard, monkeypatch, small_parts):
+def test_parts_are_joined_without_kernel_copy(job, shard, monkeypatch, small_parts):
     def refuse(*_):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
@@ -209,7 +209,7 @@ def test_an_unfinished_other_job_is_not_touched(job, monkeypatch, small_parts):
             preprocess(job)
     with pytest.raises(DataError, match="c.parts holds an unfinished job with other append eod"):
         preprocess(dataclasses.replace(job, append_eod=False))
-    # --overwrite drops it, but goes on with its own.
+    # --overwrite drops it, but resumes its own.
     notices, seen = [], []
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)

@@ -1,4 +1,4 @@
-"""A job that is killed at any point and started again makes the same shards, and does little twice."""
+"""A job that is killed at any point and restarted produces the same shards, with little repeated work."""
 
 import dataclasses
 import gzip
@@ -25,13 +25,13 @@ from megafp8.errors import DataError
 
 KILLS = 6
 PAUSE_S = 0.02
-# Parts that a job may begin after it was time to kill it: on a busy machine the kill comes late.
+# Parts that a job may start after its kill was due: on a busy machine the kill is late.
 MORE_PARTS = 5
 
 
 @dataclass
 class SlowParts:
-    """Those that were begun; beyond the limit one waits for the end of its job."""
+    """The parts that were started. Beyond the limit, one waits for the end of its job."""
 
     path: Path
     limit: float = math.inf
@@ -72,7 +72,7 @@ def slow_parts(monkeypatch, tmp_path):
 
 
 def run_until(job: PreprocessJob, slow_parts: SlowParts, num_begun: int) -> bool:
-    """Run a job in a process of its own and kill it after so many parts; whether it was done by then."""
+    """Run a job in a separate process and kill it after this many parts. Returns whether it had finished."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -96,7 +96,7 @@ def run_until(job: PreprocessJob, slow_parts: SlowParts, num_begun: int) -> bool
 
 @pytest.mark.parametrize("compression", ["", ".gz"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_random_and_started_again(
+def test_a_job_killed_at_random_times_gives_equal_shards(
     tmp_path, corpus_file, tokenizer_config, shard, slow_parts, workers, compression
 ):
     path = tmp_path / f"corpus.jsonl{compression}"
@@ -109,7 +109,7 @@ def test_killed_at_random_and_started_again(
         append_eod=True,
         workers=workers,
     )
-    preprocess(dataclasses.replace(job, output_prefix=str(tmp_path / "straight" / "c")))
+    preprocess(dataclasses.replace(job, output_prefix=str(tmp_path / "unbroken" / "c")))
     num_parts = len(slow_parts.begun())
     rng = random.Random(workers)
     kills = 0
@@ -132,10 +132,10 @@ LAST_STEPS = [(shards, "publish", 4), (preprocess_module, "save_manifest", 2), (
 
 
 @pytest.mark.parametrize(("owner", "name", "calls"), LAST_STEPS)
-def test_killed_while_the_shards_appear(
+def test_a_job_killed_while_publishing_gives_equal_shards(
     tmp_path, corpus_file, tokenizer_config, shard, monkeypatch, owner, name, calls
 ):
-    """The moments after the last part: between tokens and index, before a manifest, before the parts are gone."""
+    """The moments after the last part: between tokens and index, before a manifest, before the parts are removed."""
     for call in range(calls):
         job = PreprocessJob(
             inputs=(str(corpus_file),),
@@ -168,7 +168,7 @@ def test_killed_while_the_shards_appear(
         assert content_of(job.shard_prefix("text")) == content_of(shard)
 
 
-def test_a_worker_that_is_killed_costs_its_parts_only(tmp_path, corpus_file, tokenizer_config, shard, slow_parts):
+def test_a_killed_worker_loses_only_its_parts(tmp_path, corpus_file, tokenizer_config, shard, slow_parts):
     job = PreprocessJob(
         inputs=(str(corpus_file),),
         output_prefix=str(tmp_path / "c"),
@@ -182,7 +182,7 @@ def test_a_worker_that_is_killed_costs_its_parts_only(tmp_path, corpus_file, tok
     def die_once(worker, part):
         if part.name == "000009" and not flag.exists():
             while len(list(parts.glob("00000[0-8].json"))) < 9:
-                time.sleep(0.001)  # the other worker may still be at one of them
+                time.sleep(0.001)  # the other worker may still process one of them
             flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return real(worker, part)

@@ -1,4 +1,4 @@
-"""Files, their division, and the records of each piece: every record once, in order, whatever the division."""
+"""Files, their division, and the records of each piece: every record once and in order, for any division."""
 
 import gzip
 import importlib.util
@@ -46,7 +46,7 @@ def test_any_division_gives_every_record_once(tmp_path, monkeypatch, separator):
     monkeypatch.setattr(readers, "BLOCK_BYTES", 7)
     rng = random.Random(separator)
     for _ in range(100):
-        # Letters of the separator inside of records: beginnings of it that come to nothing.
+        # Letters of the separator inside of records: incomplete separators.
         records = [record.replace(separator.encode(), b"") for record in random_records(rng, b"xyz<|ab")]
         content = separator.encode().join(records) + (separator.encode() if rng.random() < 0.5 else b"")
         source = source_of(tmp_path / "a.txt", content, separator)
@@ -85,7 +85,7 @@ def test_a_text_file_is_one_document(tmp_path):
         assert flat(read_range(source, 0, source.num_bytes)) == [b"one\n\ntwo"]
 
 
-def test_a_large_text_file_wants_a_separator(tmp_path):
+def test_a_large_text_file_needs_a_separator(tmp_path):
     with pytest.raises(DataError, match="--text-separator.*--max-document-bytes"):
         source_of(tmp_path / "a.txt", b"x" * 101, max_document_bytes=100)
     source = source_of(tmp_path / "b.txt.gz", b"x" * 1000, max_document_bytes=100)
@@ -97,7 +97,7 @@ NAMES = ("a.jsonl", "a.txt", "a.jsonl.gz", pytest.param("a.jsonl.zst", marks=nee
 
 
 def pieces_of(source):
-    """The records of a file, in two ranges where it is divisible."""
+    """The records of a file, in two ranges if it is divisible."""
     cuts = [0, 20, source.num_bytes] if source.is_divisible else [0, source.num_bytes]
     return (read_range(source, start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
 
@@ -106,8 +106,8 @@ def pieces_of(source):
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 1000])
 @pytest.mark.parametrize("place", [0, 3])
 @pytest.mark.parametrize("separator", ["\n", "<|x|>"])
-def test_a_document_has_at_most_so_many_bytes(tmp_path, monkeypatch, name, block_bytes, place, separator):
-    """Whatever the blocks, also where it is the last one, and where a separator is cut by the limit."""
+def test_document_size_limit(tmp_path, monkeypatch, name, block_bytes, place, separator):
+    """For any blocks, also for the last document, and where the limit cuts a separator."""
     monkeypatch.setattr(readers, "BLOCK_BYTES", block_bytes)
     if not name.endswith(".txt"):
         separator = "\n"
@@ -128,7 +128,7 @@ def test_a_document_has_at_most_so_many_bytes(tmp_path, monkeypatch, name, block
 
 
 def test_the_limit_does_not_change_blocks(tmp_path):
-    """Else parts that a job made before it met a long document would not fit those that follow with a higher limit."""
+    """Otherwise parts that were built before a long document would not fit those after it with a higher limit."""
     records = [b"x" * length for length in (5, 90, 3, 60, 100, 1, 1, 80)]
     low, high = (
         list(read_blocks(source_of(tmp_path / "a.jsonl.gz", b"\n".join(records), max_document_bytes=limit), 7))
@@ -138,7 +138,7 @@ def test_the_limit_does_not_change_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", pytest.param("a.jsonl.zst", marks=needs_zstd)])
-def test_a_small_file_that_unpacks_to_a_large_document_takes_little_memory(tmp_path, name):
+def test_a_highly_compressed_document_needs_little_memory(tmp_path, name):
     (tmp_path / name).write_bytes(compressed(name, bytes(1 << 26)))
     (source,) = find_sources([str(tmp_path / name)], max_document_bytes=1 << 20)
     assert source.num_bytes < 1 << 18
@@ -152,14 +152,14 @@ def test_a_small_file_that_unpacks_to_a_large_document_takes_little_memory(tmp_p
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_byte_order_mark_is_no_text(tmp_path, name):
+def test_a_byte_order_mark_is_not_text(tmp_path, name):
     source = source_of(tmp_path / name, b"\xef\xbb\xbf{}\n\xef\xbb\xbf\n")
     assert flat(read_range(source, 0, source.num_bytes)) == [b"{}", b"\xef\xbb\xbf"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", pytest.param("a.jsonl.zst", marks=needs_zstd)])
 @pytest.mark.parametrize("damage", ["cut", "cut early", "flipped"])
-def test_damage_is_told_after_what_is_sound(tmp_path, name, damage):
+def test_damage_is_reported_after_the_intact_records(tmp_path, name, damage):
     rng = random.Random(0)
     records = [b"%d %s" % (number, rng.randbytes(20).hex().encode()) for number in range(20_000)]
     source = source_of(tmp_path / name, b"\n".join(records))
@@ -173,13 +173,13 @@ def test_damage_is_told_after_what_is_sound(tmp_path, name, damage):
     with pytest.raises(DamagedFileError):
         for block in read_range(source, 0, source.num_bytes):
             found += block
-    # A flipped bit may give other text before the checksum tells.
+    # A flipped bit may give other text before the checksum detects it.
     assert damage == "flipped" or found == records[: len(found)]
     if damage == "cut":
         assert len(records) * 0.4 < len(found) < len(records) * 0.6
 
 
-def test_inputs_are_found_and_all_problems_told(tmp_path):
+def test_inputs_are_found_and_all_problems_reported(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.txt", "d.bin", "sub/e.ndjson.gz", "sub/deep/f.parquet", "g.parquet.gz"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -193,14 +193,14 @@ def test_inputs_are_found_and_all_problems_told(tmp_path):
     assert str(caught.value).count("--input") == len(names)
 
 
-def test_a_name_that_no_manifest_can_hold(tmp_path):
+def test_an_undecodable_file_name_is_refused(tmp_path):
     open(os.fsencode(tmp_path) + b"/a\xff.txt", "w").close()
     with pytest.raises(DataError, match="it is not UTF-8. Rename the file"):
         find_sources([str(tmp_path)])
 
 
-def test_what_tools_wrote_beside_text_is_left_out(tmp_path):
-    """Of folders and patterns, with a notice; a file that is named itself is read."""
+def test_files_written_by_tools_are_excluded(tmp_path):
+    """Found by folder or pattern, they are skipped with a notice. A file that is named itself is read."""
     written = (
         "t.json",
         "gpt/tokenizer.json",
@@ -228,7 +228,7 @@ def test_what_tools_wrote_beside_text_is_left_out(tmp_path):
         find_sources([str(tmp_path / "gpt")])
 
 
-def test_a_file_is_not_taken_twice(tmp_path):
+def test_a_file_is_not_read_twice(tmp_path):
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_text("x")
     with pytest.raises(DataError, match=r"b\.txt and 1 more was named before"):

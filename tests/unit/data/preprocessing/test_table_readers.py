@@ -1,4 +1,4 @@
-"""Parquet files and datasets as input: pieces cover every row once, and columns that are no text are refused."""
+"""Parquet files and datasets as input: pieces cover every row once, and non-text columns are refused."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_pieces_cover_every_row_once(source, piece_bytes, monkeypatch):
     assert rows == list(zip(TEXTS, TEXTS[::-1], strict=True))
 
 
-def test_nothing_in_a_file(tmp_path):
+def test_an_empty_file(tmp_path):
     source = write(tmp_path / "a.parquet", {"text": pyarrow.array([], pyarrow.string())})
     assert [rows for *rows, _ in table_readers.divide(source, ("text",), 1)] in ([], [[0, 1]])
 
@@ -64,14 +64,14 @@ def test_columns_that_are_no_text_are_refused(source, tmp_path):
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 10, 1000])
-def test_a_damaged_file_is_one_clear_error(source, kept_bytes):
+def test_a_damaged_file_is_one_error(source, kept_bytes):
     with open(source.path, "r+b") as stream:
         stream.truncate(kept_bytes)
     with pytest.raises(DataError, match="a.parquet is not a Parquet file, or damaged"):
         table_readers.divide(source, ("text",), 1)
 
 
-def test_damage_inside_is_one_clear_error(tmp_path):
+def test_damage_inside_a_file_is_one_error(tmp_path):
     source = write(tmp_path / "a.parquet", {"text": [str(n) * 9 for n in range(5000)]}, compression="gzip")
     with open(source.path, "r+b") as stream:
         stream.seek(200)
@@ -117,7 +117,7 @@ def test_a_dataset_gives_every_row_once(dataset, monkeypatch):
     assert dataset.describe()["fingerprint"]
 
 
-def test_a_dataset_that_is_not_there(tmp_path):
+def test_a_missing_dataset_is_an_error(tmp_path):
     pytest.importorskip("datasets")
     with pytest.raises(DataError, match="--hf-dataset .* cannot be loaded"):
         table_readers.find_dataset(str(tmp_path / "none"), None, "train")

@@ -23,14 +23,14 @@ HARD_TEXTS = [
 
 
 @pytest.mark.parametrize("text", HARD_TEXTS)
-def test_every_text_comes_back_exactly(tokenizer_config, text):
+def test_every_text_is_decoded_exactly(tokenizer_config, text):
     tokenizer = build_tokenizer(tokenizer_config)
     ids = tokenizer.tokenize(text)
     assert tokenizer.detokenize(ids) == text
     assert tokenizer.eod not in ids
 
 
-def test_digits_stand_alone(tmp_path):
+def test_digits_are_single_tokens(tmp_path):
     (tmp_path / "a.txt").write_text("in 1849 and 1849 or 1849 came 1849\n" * 50)
     train_sentencepiece([str(tmp_path / "a.txt")], str(tmp_path / "t"), vocab_size=280)
     data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "t.model"))
@@ -38,7 +38,7 @@ def test_digits_stand_alone(tmp_path):
 
 
 def test_a_document_of_one_long_line_is_learned_from(tmp_path):
-    """SentencePiece passes over lines above its limit without a word."""
+    """SentencePiece silently skips lines above its limit."""
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog " * 3000)
     train_sentencepiece([str(tmp_path / "a.txt")], str(tmp_path / "t"), vocab_size=300)
     data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "t.model"))
@@ -61,7 +61,7 @@ def test_training_again_does_nothing_and_other_settings_are_refused(tmp_path, co
 
 
 def test_every_kind_of_input_gives_the_same_model(tmp_path, corpus_file, documents):
-    """The files that preprocessing takes; half of the documents each in a file of its own kind."""
+    """The file types of preprocessing; the documents are distributed over files of each type."""
     parquet, zstd = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("backports.zstd")
     pyarrow = pytest.importorskip("pyarrow")
     half, lines = len(documents) // 2, corpus_file.read_bytes().splitlines(keepends=True)
@@ -132,7 +132,7 @@ def kinds_of(folder):
     )
 
 
-def test_byte_bpe_is_lossless_and_one_in_two_kinds(byte_bpe, documents):
+def test_byte_bpe_is_lossless_as_either_tokenizer_type(byte_bpe, documents):
     hugging_face, gpt2 = kinds_of(byte_bpe)
     assert (hugging_face.vocab_size, hugging_face.eod) == (gpt2.vocab_size, gpt2.eod) == (400, 0)
     for text in (*HARD_TEXTS, *documents):
@@ -143,7 +143,7 @@ def test_byte_bpe_is_lossless_and_one_in_two_kinds(byte_bpe, documents):
     assert len(gpt2.tokenize(documents[0])) < 0.6 * len(documents[0])
 
 
-def test_byte_bpe_again_does_nothing_and_other_settings_are_refused(tmp_path, corpus_file, byte_bpe):
+def test_training_byte_bpe_again_does_nothing_and_other_settings_are_refused(tmp_path, corpus_file, byte_bpe):
     folder = str(tmp_path / "b")
     for vocab_size in (400, 300):
         train_byte_bpe([str(corpus_file)], folder, vocab_size=vocab_size, overwrite=True)
@@ -166,7 +166,7 @@ def test_byte_bpe_of_an_impossible_size_leaves_nothing(tmp_path, corpus_file, vo
 
 
 @pytest.mark.parametrize(("train", "vocab_size"), [(train_sentencepiece, 310), (train_byte_bpe, 280)])
-def test_the_first_bytes_of_text_are_as_good_as_a_file_of_them(tmp_path, corpus_file, documents, train, vocab_size):
+def test_limited_text_gives_the_model_of_a_file_with_it(tmp_path, corpus_file, documents, train, vocab_size):
     pytest.importorskip("tokenizers")
     (tmp_path / "some.jsonl").write_bytes(b"".join(corpus_file.read_bytes().splitlines(keepends=True)[:5]))
     before_the_last = sum(len(text.encode()) for text in documents[:4])

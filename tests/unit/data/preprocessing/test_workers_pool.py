@@ -1,4 +1,4 @@
-"""Tasks in processes: every result comes, errors and deaths are told, and nobody is left behind."""
+"""Tasks in processes: every result is returned, errors and deaths are reported, and no process is left."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def tell_pid(task: int):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
-def test_every_result_comes(workers):
+def test_every_result_is_returned(workers):
     expected = [(task, number) for task in range(7) for number in range(task)]
     found = list(run_tasks(count_up, range(7), workers))
     assert sorted(found) == expected
@@ -58,7 +58,7 @@ def test_a_worker_that_is_killed_is_an_error():
         list(run_tasks(die_at_five, range(20), 2))
 
 
-def test_workers_end_with_whoever_gives_up():
+def test_workers_end_when_the_caller_stops():
     results = run_tasks(tell_pid, [60] * 4, 2)
     pids = {next(results), next(results)}
     assert len(pids - {os.getpid()}) == 2

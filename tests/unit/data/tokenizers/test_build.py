@@ -45,7 +45,7 @@ def tokenizer_json(tmp_path):
 
 
 def check_contract(tokenizer):
-    """What every tokenizer promises."""
+    """The contract of every tokenizer."""
     for text in TEXTS:
         ids = tokenizer.tokenize(text)
         assert tokenizer.detokenize(ids) == text
@@ -102,7 +102,7 @@ def test_gpt2_bpe(gpt2_files):
     check_contract(tokenizer)
     assert tokenizer.tokenize("ret") == [257]
     assert (tokenizer.vocab_size, tokenizer.eod) == (259, 258)
-    assert tokenizer.tokenize(" a")[0] == gpt2_vocabulary()["\u0120"]  # no space put in front, none swallowed
+    assert tokenizer.tokenize(" a")[0] == gpt2_vocabulary()["\u0120"]  # no space added in front, none dropped
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
@@ -121,7 +121,7 @@ def test_hugging_face_needs_to_know_the_end_of_a_document(tokenizer_json):
 
 
 @pytest.mark.parametrize("setting", ["truncation", "padding"])
-def test_settings_of_a_fine_tuning_do_not_cut_documents(tokenizer_json, setting):
+def test_truncation_and_padding_settings_are_ignored(tokenizer_json, setting):
     content = json.loads((tokenizer_json / "tokenizer.json").read_text())
     content |= {
         "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
@@ -201,7 +201,7 @@ def test_broken_ranks_are_named(tmp_path, damage):
 
 @pytest.fixture
 def small_encoding(monkeypatch):
-    """An encoding that tiktoken knows by the name `small`, as a plugin of its would add it."""
+    """An encoding that tiktoken knows by the name `small`, as a plugin would add it."""
     registry = pytest.importorskip("tiktoken.registry")
     definition = {
         "name": "small",
@@ -218,7 +218,7 @@ def small_encoding(monkeypatch):
 
 def test_tiktoken_encoding_by_name(small_encoding):
     data = DataConfig(tokenizer_type="TikTokenizer", tokenizer_model="small")
-    tokenizer = build_tokenizer(data, vocab_size=5000)  # the encoding has a size of its own
+    tokenizer = build_tokenizer(data, vocab_size=5000)  # the encoding has its own size
     check_contract(tokenizer)
     assert (tokenizer.vocab_size, tokenizer.eod) == (262, 261)
     assert tokenizer.tokenize("ret") == [257]
@@ -245,7 +245,7 @@ def test_every_part_of_an_encoding_identifies_it(small_encoding, monkeypatch):
     assert len(seen) == 4
 
 
-def test_what_tiktoken_cannot_load_is_one_error(small_encoding, monkeypatch):
+def test_encodings_that_tiktoken_cannot_load_are_an_error(small_encoding, monkeypatch):
     from tiktoken import registry
 
     def no_network():

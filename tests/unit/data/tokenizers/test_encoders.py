@@ -1,4 +1,4 @@
-"""Ids by gigatoken are those of the tokenizers' own libraries; where they are not, that is noticed."""
+"""gigatoken gives the ids of the tokenizers' own libraries. Differences are detected."""
 
 import base64
 import json
@@ -35,7 +35,8 @@ def lists_of(encoded) -> list[list[int]]:
     return [piece.tolist() for piece in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
-# ---- what every encoder does ----------------------------------------------------------------------------------------
+# ---- every encoder
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("eod", [None, 1000])
@@ -136,8 +137,8 @@ def test_gigatoken_gives_the_librarys_ids(bpe, texts):
     assert lists_of(encoder.encode(all_texts)) == bpe.tokenize_batch(all_texts)
 
 
-def test_no_merge_makes_a_control_piece(tmp_path, tokenizer_config):
-    """A model in which < and s> are pieces, and <s> begins a sentence: text must not."""
+def test_merges_do_not_create_control_pieces(tmp_path, tokenizer_config):
+    """A model in which < and s> are pieces, and <s> starts a sentence. Text must not produce it."""
     pytest.importorskip("gigatoken")
     protos = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
     model = protos.ModelProto()
@@ -153,13 +154,13 @@ def test_no_merge_makes_a_control_piece(tmp_path, tokenizer_config):
     assert not {1, 2} & set(tokenizer.tokenize(text))
 
 
-def test_gigatoken_takes_no_texts_and_empty_ones(bpe):
+def test_gigatoken_accepts_no_texts_and_empty_texts(bpe):
     encoder = GigatokenEncoder(bpe)
     assert [len(array) for array in encoder.encode([])] == [0, 0]
     assert lists_of(encoder.encode(["", "a", ""])) == [[], bpe.tokenize("a"), []]
 
 
-def test_gigatoken_starts_anew_when_its_cache_is_full(bpe, texts, monkeypatch):
+def test_gigatoken_restarts_when_its_cache_is_full(bpe, texts, monkeypatch):
     encoder = GigatokenEncoder(bpe)
     expected = lists_of(encoder.encode(texts))
     first = encoder._backend
@@ -171,7 +172,7 @@ def test_gigatoken_starts_anew_when_its_cache_is_full(bpe, texts, monkeypatch):
     assert encoder._backend is second
 
 
-def test_it_is_chosen_where_it_agrees(bpe, texts):
+def test_gigatoken_is_chosen_where_it_agrees(bpe, texts):
     choice = choose_encoder(bpe, AUTO, lambda: texts)
     assert choice.kind == GIGATOKEN
     assert f"on {len(texts)} texts of this input" in choice.reason
@@ -179,7 +180,7 @@ def test_it_is_chosen_where_it_agrees(bpe, texts):
 
 
 class _Other:
-    """A tokenizer that differs from the one whose files gigatoken read, where a text has a word."""
+    """A tokenizer that differs from the one whose files gigatoken read, for texts with a certain word."""
 
     def __init__(self, tokenizer: Tokenizer, word: str):
         self.__class__ = type(type(tokenizer).__name__, (type(tokenizer),), {"tokenize": self._differ})
@@ -191,7 +192,7 @@ class _Other:
         return [*ids, 0] if self._word in text else ids
 
 
-def test_a_difference_is_noticed_before_the_job_and_in_it(bpe, texts):
+def test_a_difference_is_detected_before_and_during_the_job(bpe, texts):
     other = _Other(bpe, "Thing7")
     choice = choose_encoder(other, AUTO, lambda: texts)
     assert choice.kind == LIBRARY
@@ -200,7 +201,7 @@ def test_a_difference_is_noticed_before_the_job_and_in_it(bpe, texts):
         choose_encoder(other, GIGATOKEN, lambda: texts)
     with pytest.raises(EncoderMismatchError, match="it gives the ids"):
         GigatokenEncoder(other).encode(["Thing7"])
-    # Letters beyond ASCII first: they are checked wherever they are in the batch.
+    # Letters beyond ASCII first: they are checked everywhere in the batch.
     with pytest.raises(EncoderMismatchError):
         GigatokenEncoder(_Other(bpe, "\u00e9")).encode([*["plain"] * 50, "caf\u00e9", *["plain"] * 9])
 
@@ -219,7 +220,7 @@ def test_a_failure_of_gigatoken_is_a_difference(bpe, texts, monkeypatch):
         encoder.encode(texts)
 
 
-def test_what_it_does_not_know_goes_to_the_library(tmp_path, corpus_file, tiktoken_ranks):
+def test_unsupported_tokenizers_use_the_library(tmp_path, corpus_file, tiktoken_ranks):
     pytest.importorskip("gigatoken")
     train_sentencepiece([str(corpus_file)], str(tmp_path / "unigram"), vocab_size=301, model_type="unigram")
     unigram = DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(tmp_path / "unigram.model"))
@@ -257,7 +258,7 @@ def test_modules_import_without_gigatoken_and_orjson():
     assert result.returncode == 0, result.stderr
 
 
-def test_the_probe_has_all_kinds_of_characters():
+def test_the_probe_text_has_all_kinds_of_characters():
     characters = set("".join(probe_texts()))
     kinds = {unicodedata.category(character) for character in characters}
     everything = {unicodedata.category(chr(number)) for number in range(0x20000)} - {"Cs"}

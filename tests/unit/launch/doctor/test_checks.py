@@ -1,4 +1,4 @@
-"""Every check against a machine that is right and against each way in which one was wrong."""
+"""Every check on a correct machine and on each kind of incorrect one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BROKEN_TORCH = "ImportError: libcudart.so.13: cannot open shared object file"
 
 
 def without(machine: Machine, *names: str, **others: str) -> dict:
-    """The packages without some, and others as well."""
+    """The packages without some, and with others."""
     return {name: version for name, version in machine.packages.items() if name not in names} | others
 
 
@@ -54,7 +54,7 @@ def failing(machine: Machine, **errors: str) -> dict:
 
 
 @pytest.mark.parametrize("machine", [CPU, H200], ids=["CPU", "H200"])
-def test_a_machine_that_is_right_has_nothing_to_mend(machine: Machine) -> None:
+def test_a_correct_machine_has_no_findings(machine: Machine) -> None:
     findings = run_checks(machine)
     assert {finding.level for finding in findings} == {OK}
     assert all(finding.fix is None for finding in findings)
@@ -196,7 +196,7 @@ GPU_CASES = {
     [(CPU, *case) for case in CASES.values()] + [(H200, *case) for case in GPU_CASES.values()],
     ids=[*CASES, *GPU_CASES],
 )
-def test_each_fault_is_found_with_its_mend(machine, values, level, check, text, mend) -> None:
+def test_each_fault_is_found_with_its_fix(machine, values, level, check, text, mend) -> None:
     found = [
         finding
         for finding in run_checks(change(machine, **values))
@@ -214,7 +214,7 @@ def test_every_check_has_a_fault() -> None:
     assert {name for name, checks in spoken.items() if not checks & named} == set()
 
 
-def test_a_machine_with_nothing_has_every_problem_at_once() -> None:
+def test_a_bare_machine_has_every_problem() -> None:
     nothing = Machine(python=(3, 9, 2), import_errors={"torch": "ModuleNotFoundError"}, disk_error="gone")
     findings = run_checks(nothing, num_gpus=8)
     errors = {finding.check for finding in findings if finding.level == ERROR}
@@ -223,7 +223,7 @@ def test_a_machine_with_nothing_has_every_problem_at_once() -> None:
     assert "training cannot run" in report_text(nothing, findings)
 
 
-def test_one_broken_torch_is_said_once() -> None:
+def test_one_broken_torch_is_reported_once() -> None:
     others = dict.fromkeys(("torch", "megatron.core", "transformer_engine.pytorch"), BROKEN_TORCH)
     findings = run_checks(change(H200, import_errors=others, torch_version=None, gpus=(), torch_cuda=None))
     assert [finding.check for finding in findings if BROKEN_TORCH in finding.text] == ["torch"]
@@ -234,8 +234,8 @@ def test_one_broken_torch_is_said_once() -> None:
     [("torch", "torch"), ("megatron.core", "megatron-core"), ("numpy", "libraries"),
      ("transformer_engine.pytorch", "Transformer Engine")],
 )  # fmt: skip
-def test_an_import_that_took_too_long_is_not_called_broken(module: str, check: str) -> None:
-    """Those after it were not tried."""
+def test_a_slow_import_is_not_reported_as_broken(module: str, check: str) -> None:
+    """The ones after it were not tried."""
     tried = dict(list(H200.import_errors.items())[: list(H200.import_errors).index(module)])
     machine = change(H200, import_errors=tried, slow_imports={module: 120.0}, load_per_core=5.25)
     found = [finding for finding in run_checks(machine) if finding.level != OK]
@@ -248,8 +248,8 @@ def test_an_import_that_took_too_long_is_not_called_broken(module: str, check: s
     assert report_data(machine, found)["can_train"] is None
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_gpu() -> None:
-    """Of Transformer Engine nobody says that it is not needed without one."""
+def test_a_gpu_that_torch_cannot_use_is_found() -> None:
+    """No report says that Transformer Engine is not needed without a GPU."""
     no_engine = {"packages": without(H200, "transformer-engine"), "gpus": (), "has_te_torch_part": False}
     for changes in ({}, {"driver": None, "driver_gpus": (), "driver_error": "nvidia-smi ended with status 9: failed"}):
         machine = change(H200, **no_engine, **changes)
@@ -258,7 +258,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_gpu() -> None:
         assert "none: runs are on the CPU" not in text
 
 
-def test_gpus_that_were_asked_for_must_be_there() -> None:
+def test_requested_gpus_must_exist() -> None:
     assert exit_status(run_checks(H200, num_gpus=8)) == 0
     assert exit_status(run_checks(CPU, num_gpus=1)) == 64
     assert "16 were asked for, torch can use 8" in report_text(H200, run_checks(H200, num_gpus=16))
@@ -273,7 +273,7 @@ def test_recipes_are_native_emulated_or_not_at_all() -> None:
     blackwell = InstalledGpu(name="NVIDIA B200", memory_bytes=1, compute_capability=(10, 0))
     found = recipe_support(change(H200, gpus=(blackwell,)))
     assert [name for name, how in found.items() if how != "native"] == ["rowwise"]
-    # Unlike GPUs: what the least of them has.
+    # Unlike GPUs: the recipes of the least capable one.
     assert recipe_support(change(H200, gpus=(blackwell, H200.gpus[0])))["mxfp8"] == "emulated"
     assert set(recipe_support(CPU).values()) == {"emulated"}
     assert recipe_support(change(H200, packages=without(H200, "transformer-engine")))["delayed"] == "emulated"
@@ -292,7 +292,7 @@ def test_the_tested_cpu_set_is_the_one_in_constraints() -> None:
     assert f'python_requires=">={lowest},<{highest}"' in setup
 
 
-def test_json_tells_no_value_of_the_environment() -> None:
+def test_json_has_no_values_of_the_environment() -> None:
     machine = change(H200, environment={"NCCL_SOCKET_IFNAME": "a-secret"})
     data = report_data(machine, run_checks(machine))
     assert data["can_train"] and data["machine"]["environment"] == ["NCCL_SOCKET_IFNAME"]

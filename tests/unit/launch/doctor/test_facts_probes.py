@@ -1,4 +1,4 @@
-"""Probes on made-up folders, commands and processes."""
+"""Probes on simulated folders, commands and processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def command(folder: Path, name: str, text: str, status: int = 0) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_packages_are_those_that_an_import_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_those_that_an_import_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place, version in (("first", "2.20.2"), ("second", "1.0")):
         install(tmp_path / place, "Transformer_Engine", version)
     (tmp_path / "first" / "broken-1.0.dist-info").mkdir()
@@ -37,8 +37,8 @@ def test_packages_are_those_that_an_import_would_take(tmp_path: Path, monkeypatc
     assert probes.modules_to_try({"transformer-engine": "2"})[-1] == "transformer_engine.pytorch"
 
 
-def test_modules_that_break_are_told_by_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is missing, one that raises, one that ends the process, one that never comes to its turn."""
+def test_broken_modules_are_found_in_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing module, one that raises, one that ends the process, and one that is never reached."""
     sources = {"fine": "", "raises": "raise OSError('libx.so: no such file')", "dies": "import os; os._exit(9)"}
     for name, text in sources.items():
         (tmp_path / f"{name}_module.py").write_text(text, encoding="utf-8")
@@ -59,7 +59,7 @@ def test_a_module_that_never_returns_is_slow_and_not_broken(tmp_path: Path, monk
 
     class Impatient(subprocess.Popen):
         def wait(self, timeout: float | None = None) -> int:
-            """Time is over once the import has begun."""
+            """The timeout expires once the import has started."""
             if timeout is None:
                 return super().wait()
             while not (tmp_path / "begun").exists():
@@ -73,22 +73,22 @@ def test_a_module_that_never_returns_is_slow_and_not_broken(tmp_path: Path, monk
     assert facts["load_per_core"] >= 0
 
 
-def test_what_libraries_print_is_passed_over() -> None:
+def test_output_of_libraries_is_ignored() -> None:
     lines = ["Warning: old", "3", json.dumps({"begin": "torch"}), "[]", json.dumps({"module": "torch", "error": None})]
     assert probes.read_facts([*lines, json.dumps({"torch_cuda": "13.0"})], 0) == {
         "import_errors": {"torch": None}, "torch_cuda": "13.0",
     }  # fmt: skip
 
 
-def test_what_happens_at_the_first_use_of_the_driver_is_not_torchs_fault() -> None:
+def test_driver_errors_are_not_reported_as_torch_errors() -> None:
     lines = [json.dumps(fact) for fact in ({"begin": "torch"}, {"module": "torch", "error": None}, {"begin": "CUDA"})]
     died, late = probes.read_facts(lines, -11), probes.read_facts(lines, None)
     assert died == {"import_errors": {"torch": None}, "cuda_error": "the process ended with status -11"}
     assert late["import_errors"] == {"torch": None} and late["slow_imports"] == {"CUDA": probes.IMPORT_TIMEOUT_S}
 
 
-def test_no_disk_is_needed_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where /tmp is full, Python finds no folder for temporary files."""
+def test_import_probes_need_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If /tmp is full, Python finds no folder for temporary files."""
 
     def full(*_: object, **__: object) -> None:
         raise FileNotFoundError("No usable temporary directory found")
@@ -98,7 +98,7 @@ def test_no_disk_is_needed_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.import_facts(["json"])["import_errors"] == {"json": None}
 
 
-def test_driver_and_links_are_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_and_links_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     command(tmp_path, "nvidia-smi", "580.159.04, NVIDIA H200\n580.159.04, NVIDIA H200")
     assert probes.driver_facts() == ("580.159.04", ("NVIDIA H200", "NVIDIA H200"), None)
@@ -124,7 +124,7 @@ def test_driver_and_links_are_what_nvidia_smi_says(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("folder", "is_nvidias"), [("apex/multi_tensor_apply", True), ("apex/lib", False), ("other", False)]
 )
-def test_nvidias_apex_is_told_by_what_it_has(
+def test_nvidias_apex_is_recognized_by_its_modules(
     folder: str, is_nvidias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / folder).mkdir(parents=True)
@@ -139,7 +139,7 @@ def library(folder: Path, name: str) -> str:
     return str(folder)
 
 
-def test_cudnn_is_looked_for_where_transformer_engine_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_searched_where_transformer_engine_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = library(tmp_path / "home" / "lib", "libcudnn.so.9")
     cuda = library(tmp_path / "cuda" / "lib64", "libcudnn.so")
     library(tmp_path / "stubs" / "lib" / "stubs", "libcudnn.so")
@@ -171,14 +171,14 @@ def test_the_wheels_cudnn_is_found_on_the_path(tmp_path: Path, monkeypatch: pyte
     assert probes.wheel_cudnn() == str(tmp_path / "nvidia" / "cudnn")
 
 
-def test_disk_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+def test_disk_probe_leaves_the_disk_unchanged(tmp_path: Path) -> None:
     facts = probes.disk_facts(str(tmp_path))
     assert facts["disk_free_bytes"] > 0 and facts["disk_bytes_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
     assert "disk_error" in probes.disk_facts(str(tmp_path / "missing"))
 
 
-def test_the_compiler_is_the_environments_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_of_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command(tmp_path, "mycc", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert probes.compiler({}) is None

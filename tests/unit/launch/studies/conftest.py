@@ -17,7 +17,7 @@ COMMON = (
 
 @pytest.fixture
 def write_study(tmp_path: Path) -> Callable[..., Study]:
-    """Writes a study's file and reads it; its folder is `study` in the test's."""
+    """Writes a study's file and reads it. Its folder is `study` in the test's folder."""
 
     def write(text: str, common: str = COMMON) -> Study:
         path = tmp_path / "small.yaml"

@@ -1,4 +1,4 @@
-"""In the place of pretrain_gpt.py: ends as a file beside the run's folder says, and writes down when and where it ran.
+"""Stand-in for pretrain_gpt.py: ends as a file beside the run's folder says, and records when and where it ran.
 
 `ends.json` has a list of ends for each learning rate, as `fake_run.py` reads them.
 """

@@ -1,4 +1,4 @@
-"""A study's runs as local processes: what is started, how many at a time, on which GPUs, and how it ends."""
+"""A study's runs as local processes: what starts, how many run concurrently, on which GPUs, and how they end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCRIPT = Path(__file__).with_name("study_script.py")
 
 @pytest.fixture
 def study_of(write_study):
-    """Runs that end as they are told, by learning rate."""
+    """Runs with given ends, by learning rate."""
 
     def make(ends: dict[str, list[str]], more: str = "") -> list[StudyRun]:
         study = write_study(f"grid: {{lr: [{', '.join(ends)}], hidden_size: [32], train_iters: [60]{more}}}")
@@ -57,11 +57,11 @@ def log(runs: list[StudyRun]) -> list[dict]:
 
 
 def at_once(told: list[str]) -> int:
-    """Most runs that were started and had not ended."""
+    """The maximum number of concurrent runs."""
     return max(itertools.accumulate(1 if line.startswith("starts") else -1 for line in told))
 
 
-def test_done_runs_are_passed_over_and_failed_ones_run_again(study_of) -> None:
+def test_done_runs_are_skipped_and_failed_ones_run_again(study_of) -> None:
     runs = study_of({"1": ["done:60:60"], "2": ["66:0:3", "done:60:60"], "3": ["nothing", "done:60:60"]})
     status, told = start(runs)
     assert status == 66
@@ -74,13 +74,13 @@ def test_done_runs_are_passed_over_and_failed_ones_run_again(study_of) -> None:
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_so_many_run_at_a_time(study_of, parallel: int) -> None:
+def test_the_number_of_concurrent_runs_is_limited(study_of, parallel: int) -> None:
     runs = study_of({str(lr): ["done:60:60"] for lr in (1, 2, 3, 4)})
     status, told = start(runs, parallel=parallel)
     assert status == 0 and len(log(runs)) == 4 and at_once(told) == parallel
 
 
-def test_every_run_has_gpus_of_its_own(study_of) -> None:
+def test_every_run_has_its_own_gpus(study_of) -> None:
     runs = study_of({str(lr): ["done:60:60"] for lr in (1, 2, 3, 4)})
     status, told = start(runs, gpus=("0", "5"))
     lines = log(runs)
@@ -96,7 +96,7 @@ def test_too_many_gpus_are_refused_before_anything_starts(study_of) -> None:
         check_gpus(runs, ("0", "1"))
 
 
-def test_a_signal_lets_runs_save_and_starts_no_more(study_of) -> None:
+def test_after_a_signal_runs_save_and_none_starts(study_of) -> None:
     runs = study_of({"1": ["wait:7:7", "done:60:60"], "2": ["done:60:60"]})
     folder = runs[0].folder
 
@@ -115,14 +115,14 @@ def test_a_signal_lets_runs_save_and_starts_no_more(study_of) -> None:
     assert start(runs)[0] == 0
 
 
-def test_a_start_that_never_began_is_not_told_as_the_one_before(study_of) -> None:
+def test_a_failed_start_does_not_report_the_previous_state(study_of) -> None:
     runs = study_of({"1": ["66:0:3", "nothing"]})
     assert start(runs)[0] == 66
     status, told = start(runs)
     assert status == 3 and told[-1].startswith("failed") and "status 3 before the run began" in told[-1]
 
 
-def test_a_run_that_its_flags_stopped_has_not_failed(study_of) -> None:
+def test_a_run_stopped_by_its_flags_has_not_failed(study_of) -> None:
     status, told = start(study_of({"1": ["stopped:20:20"]}))
     assert status == 0 and told[-1].startswith("stopped")
 
@@ -138,7 +138,7 @@ def test_a_run_that_its_flags_stopped_has_not_failed(study_of) -> None:
     ],
     ids=["torchrun's 1 and a run that goes on", "folder in use", "died", "never began", "stopped before it began"],
 )
-def test_a_run_that_someone_else_started_meanwhile_has_not_failed(
+def test_a_run_started_by_another_process_has_not_failed(
     state: str | None, returned: int, status: int, words: str, tmp_path: Path
 ) -> None:
     left = None if state is None else RunState(
@@ -150,7 +150,7 @@ def test_a_run_that_someone_else_started_meanwhile_has_not_failed(
     assert outcome_text(outcome).startswith(words)
 
 
-def test_ranks_are_torchruns(study_of) -> None:
+def test_ranks_are_started_by_torchrun(study_of) -> None:
     single, wide = study_of({"1": ["done"]}, ", gpus: [1, 2]")
     assert train_command(single, SCRIPT)[:2] == [sys.executable, str(SCRIPT)]
     words = train_command(wide, SCRIPT)

@@ -1,4 +1,4 @@
-"""The file of a study: what it may say, and that everything wrong with it is told."""
+"""The file of a study: its valid content, and a report of all errors."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_there_may_be_several_grids(tmp_path: Path) -> None:
         ("slurm: fast\ngrid: {seed: [1]}", "slurm: 'fast' is not a mapping"),
     ],
 )
-def test_what_is_wrong_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_errors_are_reported(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=".*") as refused:
         read(tmp_path, text)
     assert told in str(refused.value)
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         read(tmp_path, "tokens: x\ngrid: {seed: 3, size: {a: [3]}}")
     assert len(refused.value.problems) == 3

@@ -1,4 +1,4 @@
-"""A study's runs as job arrays of Slurm: their shape, their script, and that nothing is submitted twice."""
+"""A study's runs as job arrays of Slurm: their shape and their script. Nothing is submitted twice."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_wrong_jobs(write_study, gpus: str, fields: str, told: str) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch) -> Path:
-    """sbatch and squeue that answer from files; the folder has `queue`, what squeue lists."""
+    """sbatch and squeue that answer from files. The folder has `queue`, the output of squeue."""
     folder = tmp_path / "cluster"
     folder.mkdir()
     (folder / "sbatch").write_text(f'#!/bin/sh\necho 7\ncp "$2" {folder}/script\n')
@@ -89,7 +89,7 @@ def test_queued_runs_are_not_due(write_study, cluster: Path, monkeypatch) -> Non
     assert [one.state for one in states] == ["waiting", "queued"] and list(map(is_due, states)) == [True, False]
 
 
-def test_a_failing_squeue_is_told(write_study, cluster: Path, monkeypatch) -> None:
+def test_a_failing_squeue_is_reported(write_study, cluster: Path, monkeypatch) -> None:
     monkeypatch.chdir(PROJECT)
     study = write_study(GRID % "1" + SHARED)
     submit(study, expand(study))

@@ -1,4 +1,4 @@
-"""How far the runs of a study are, and how long the rest takes."""
+"""The progress of a study's runs, and the remaining time."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def study(write_study):
     ("state", "due"),
     [("done", False), ("failed", True), ("preempted", True), ("stopped", True), ("running", True)],
 )
-def test_what_is_started_again(study, state: str, due: bool) -> None:
+def test_unfinished_runs_are_restarted(study, state: str, due: bool) -> None:
     run = expand(study)[0]
     write_state(run, state)  # its process is gone: `running` is `died`
     assert is_due(run_progress(run)) is due
 
 
-def test_a_run_that_runs_is_left_alone(study) -> None:
+def test_a_running_run_is_not_restarted(study) -> None:
     first, second = expand(study)[:2]
     write_state(first, "running", current_process())
     assert not is_due(run_progress(first)) and is_due(run_progress(second))
@@ -65,20 +65,20 @@ def test_times_are_those_of_the_nearest_finished_run_of_the_recipe(study) -> Non
     runs = expand(study)
     write_state(runs[0], "done", step=10, seconds=100.0)
     write_state(runs[1], "done", step=10, seconds=150.0)
-    write_state(runs[2], "done", step=10, seconds=9999.0, starts=2)  # another start's time is not in it
+    write_state(runs[2], "done", step=10, seconds=9999.0, starts=2)  # another start's time does not count
     every = [run_progress(run) for run in runs]
     assert predicted_seconds(runs[0], every, None) == pytest.approx(100.0, rel=1e-3)
     assert predicted_seconds(runs[2], every, None) == pytest.approx(150 * runs[2].flops / runs[1].flops, rel=1e-3)
-    assert predicted_seconds(runs[3], every, None) is None  # FP8: none is done
+    assert predicted_seconds(runs[3], every, None) is None  # FP8: none is finished
 
 
-def test_times_on_a_gpu_are_the_planners(study) -> None:
+def test_times_on_a_gpu_come_from_the_planner(study) -> None:
     run = expand(study)[0]
     slow, fast = (predicted_seconds(run, [], GPUS[name]) for name in ("h100", "b200"))
     assert 0 < fast <= slow
 
 
-def test_a_report_finds_the_runs_by_the_studys_file(study) -> None:
+def test_a_report_finds_runs_by_the_study_file(study) -> None:
     runs = expand(study)
     content = json.loads(write_study_file(study, runs).read_text())
     assert [run["folder"] for run in content["runs"]] == [f"{run.label}-{run.id}" for run in runs]

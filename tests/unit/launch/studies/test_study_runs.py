@@ -35,7 +35,7 @@ def test_every_combination_is_a_run(write_study) -> None:
     assert run.config.checkpoint.save == run.config.checkpoint.load == str(run.folder)
 
 
-def test_tokens_are_reached_and_not_passed_by_a_step(write_study) -> None:
+def test_token_budget_is_met_without_an_extra_step(write_study) -> None:
     (run,) = expand(write_study("tokens: 1e3\ngrid: {hidden_size: [32], lr: [1]}"))
     assert run.config.training.train_iters == math.ceil(1000 / TOKENS_PER_STEP)
     assert 1000 <= run.tokens < 1000 + TOKENS_PER_STEP
@@ -83,7 +83,7 @@ def test_ids_do_not_depend_on_spelling_order_or_folder(write_study) -> None:
 
 
 @pytest.mark.parametrize("change", ["--lr 2e-3", "--seed 5", "--train-iters 4", "--weight-decay 0.2"])
-def test_what_decides_a_run_changes_its_id(write_study, change: str) -> None:
+def test_settings_of_a_run_change_its_id(write_study, change: str) -> None:
     text = "grid: {{a: {{x: --lr 1e-3 --hidden-size 32 --train-iters 3 {}}}}}"
     assert ids(write_study(text.format(""))).keys().isdisjoint(ids(write_study(text.format(change))).keys())
 
@@ -125,14 +125,14 @@ def test_a_wrong_run_refuses_the_study(write_study, text: str, told: str) -> Non
     assert told in str(refused.value)
 
 
-def test_a_problem_of_many_runs_is_told_once(write_study) -> None:
+def test_a_problem_of_many_runs_is_reported_once(write_study) -> None:
     with pytest.raises(ConfigError) as refused:
         expand(write_study(f"tokens: 9\n{GRID.replace('--hidden-size 64', '--hidden-size 65')}"))
     told = [problem for problem in refused.value.problems if "--hidden-size 65" in problem]
     assert told[0].startswith("lr1e-3-m-bf16-seed1 and 3 more: ") and len(told) == len(set(told)) <= 2
 
 
-def test_tokens_a_parameter_need_the_vocabulary(write_study) -> None:
+def test_tokens_per_parameter_need_the_vocabulary(write_study) -> None:
     common = "--num-layers 2 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 4"
     common += " --data-path a --tokenizer-type SentencePieceTokenizer --tokenizer-model b"
     grid = "grid: {lr: [1], hidden_size: [32]}"

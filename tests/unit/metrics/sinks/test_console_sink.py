@@ -13,7 +13,7 @@ class Terminal(io.StringIO):
 
 
 class Clock:
-    """Goes on by a fixed time at each look."""
+    """Advances by a fixed time at each call."""
 
     def __init__(self, seconds: float):
         self.now, self.seconds = 0.0, seconds
@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def test_lines_come_at_the_first_step_the_interval_and_the_end(make_step) -> None:
+def test_lines_are_written_at_the_first_step_the_interval_and_the_end(make_step) -> None:
     stream = io.StringIO()
     sink = ConsoleSink(total_steps=23, log_interval=10, stream=stream)
     for step in range(1, 24):
@@ -37,7 +37,7 @@ def test_lines_come_at_the_first_step_the_interval_and_the_end(make_step) -> Non
     ]
 
 
-def test_a_line_says_what_people_watch(make_step) -> None:
+def test_a_line_has_the_main_values(make_step) -> None:
     stream = io.StringIO()
     sink = ConsoleSink(total_steps=400, log_interval=2, stream=stream, clock=Clock(0.5))
     common = {"learning_rate": 3e-4, "model_tflops_per_device": 0.125, "mfu_fraction": 0.412}
@@ -50,7 +50,7 @@ def test_a_line_says_what_people_watch(make_step) -> None:
     )
 
 
-def test_what_was_not_measured_or_not_asked_for_is_left_out(make_step) -> None:
+def test_unmeasured_and_unrequested_values_are_omitted(make_step) -> None:
     stream = io.StringIO()
     sink = ConsoleSink(total_steps=1, stream=stream, show_throughput=False)
     sink.write(make_step(1, grad_norm=None, model_tflops_per_device=1.0, mfu_fraction=0.5))
@@ -70,7 +70,7 @@ def test_a_loss_that_is_not_a_number_is_shown(make_step) -> None:
 
 
 def test_the_eta_counts_time_between_steps(make_step) -> None:
-    """Steps of 100 ms that come every 2 s, since evaluations lie between: 2 s a step remain."""
+    """Steps of 100 ms that occur every 2 s, with evaluations between them: 2 s per remaining step."""
     stream = io.StringIO()
     sink = ConsoleSink(total_steps=100, log_interval=40, stream=stream, clock=Clock(2.0))
     for step in range(1, 41):
@@ -126,7 +126,7 @@ def test_the_bar_shows_on_a_terminal_only(make_step) -> None:
 
 
 @pytest.mark.parametrize("stream_type", [Terminal, io.StringIO])
-def test_the_flag_decides_over_the_terminal(make_step, stream_type: type) -> None:
+def test_the_flag_overrides_the_terminal(make_step, stream_type: type) -> None:
     shown = {}
     for progress_bar in (True, False):
         stream = stream_type()

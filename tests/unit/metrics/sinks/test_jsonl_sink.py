@@ -15,7 +15,7 @@ def write_all(path, records) -> None:
     sink.close()
 
 
-def test_what_is_written_is_read(tmp_path, make_run, make_step, make_eval) -> None:
+def test_written_records_read_back(tmp_path, make_run, make_step, make_eval) -> None:
     records = [make_run(), make_step(1), make_eval(1), EventRecord(step=1, name="checkpoint saved")]
     write_all(tmp_path / "deep" / "records.jsonl", records)
     assert read_records(tmp_path / "deep" / "records.jsonl") == records
@@ -43,7 +43,7 @@ def test_a_resumed_run_appends_after_a_torn_line(tmp_path, make_run, make_step, 
     assert [(record.step, record.loss) for record in steps] == [(1, 4.0), (2, 2.0)]
 
 
-def test_a_torn_line_at_the_end_is_left_out(tmp_path, make_run, make_step) -> None:
+def test_a_torn_line_at_the_end_is_ignored(tmp_path, make_run, make_step) -> None:
     path = tmp_path / "records.jsonl"
     write_all(path, [make_run(), make_step(1)])
     path.write_bytes(path.read_bytes() + to_json(make_step(2)).encode()[:30])
@@ -61,7 +61,7 @@ def test_damage_in_the_middle_is_an_error(tmp_path, make_run, make_step) -> None
         read_records(path)
 
 
-def test_a_whole_line_off_the_schema_is_an_error_even_at_the_end(tmp_path, make_run) -> None:
+def test_a_complete_invalid_line_is_an_error_even_at_the_end(tmp_path, make_run) -> None:
     path = tmp_path / "records.jsonl"
     write_all(path, [make_run()])
     path.write_bytes(path.read_bytes() + b'{"kind": "dance"}\n')
@@ -69,7 +69,7 @@ def test_a_whole_line_off_the_schema_is_an_error_even_at_the_end(tmp_path, make_
         read_records(path)
 
 
-def test_steps_done_again_count_once_and_those_gone_back_behind_not_at_all(make_run, make_step, make_eval) -> None:
+def test_repeated_steps_count_once_and_rolled_back_steps_do_not_count(make_run, make_step, make_eval) -> None:
     first = [make_run(), *(make_step(i) for i in range(1, 6)), make_eval(2), make_eval(4)]
     event = EventRecord(step=5, name="exit", detail="killed")
     second = [make_run(resumed_from_step=3), make_step(4, loss=1.0)]
@@ -81,7 +81,7 @@ def test_steps_done_again_count_once_and_those_gone_back_behind_not_at_all(make_
     assert sum(record.kind == "run" for record in current) == 2
 
 
-def test_a_run_that_starts_anew_in_the_same_file_supersedes_all_steps(make_run, make_step) -> None:
+def test_a_restart_in_the_same_file_supersedes_all_steps(make_run, make_step) -> None:
     current = current_records([make_run(), make_step(1), make_step(2), make_run(), make_step(1, loss=9.0)])
     assert [record.loss for record in current if record.kind == "step"] == [9.0]
 
@@ -92,16 +92,22 @@ def test_of_two_evaluations_of_a_step_the_last_counts_for_each_split(make_run, m
     assert losses == {"valid": 2.5, "test": 3.5}
 
 
-def test_looks_that_a_resumption_went_back_behind_do_not_count(make_run, make_look) -> None:
-    records = [make_run(), make_look(2), make_look(4), make_run(resumed_from_step=2), make_look(4, recipe="again")]
+def test_rolled_back_statistics_do_not_count(make_run, make_statistics) -> None:
+    records = [
+        make_run(),
+        make_statistics(2),
+        make_statistics(4),
+        make_run(resumed_from_step=2),
+        make_statistics(4, recipe="again"),
+    ]
     kept = [record for record in current_records(records) if record.kind == "quantization"]
     assert [(record.step, record.recipe) for record in kept] == [(2, "tensorwise"), (4, "again")]
-    records.insert(4, make_look(6))
+    records.insert(4, make_statistics(6))
     assert [record.step for record in current_records(records[:4]) if record.kind == "quantization"] == [2]
 
 
-def test_records_that_a_full_disk_cost_are_an_event(tmp_path, make_run, make_step, monkeypatch, capsys) -> None:
-    """The run record is not among them: without it nobody knows what was run."""
+def test_records_lost_on_a_full_disk_are_an_event(tmp_path, make_run, make_step, monkeypatch, capsys) -> None:
+    """The run record is never lost: without it the run is unknown."""
     monkeypatch.setattr(best_effort, "BACKLOG_BYTES", 4 * len(to_json(make_step(10))))
     path = tmp_path / "records.jsonl"
     path.symlink_to("/dev/full")

@@ -42,7 +42,7 @@ def test_a_run_folder_gets_records_and_tensorboard(tmp_path, make_run) -> None:
     assert any((tmp_path / "tensorboard").iterdir())
 
 
-def test_without_a_run_folder_only_what_has_its_own_place_is_written(tmp_path, make_run) -> None:
+def test_without_a_run_folder_only_sinks_with_their_own_path_write(tmp_path, make_run) -> None:
     stream = io.StringIO()
     logging = LoggingConfig(tensorboard_dir=str(tmp_path / "boards"))
     with build_sinks(logging, run_folder=None, total_steps=1, stream=stream) as sinks:

@@ -38,7 +38,7 @@ def test_scalars_have_the_names_and_units_of_megatron(tmp_path, make_run, make_s
     assert "forward-time" not in values
 
 
-def test_options_choose_what_is_written(tmp_path, make_step) -> None:
+def test_options_select_the_written_values(tmp_path, make_step) -> None:
     sink = TensorBoardSink(tmp_path, log_interval=3, log_memory=True, log_timers=True)
     for step in range(1, 8):
         sink.write(make_step(step, memory_peak_bytes=2**30, timers_ms={"forward": 50.0}))
@@ -49,15 +49,15 @@ def test_options_choose_what_is_written(tmp_path, make_step) -> None:
     assert values["forward-time"] == {3: pytest.approx(0.05), 6: pytest.approx(0.05)}
 
 
-def test_a_resumed_run_hides_the_points_it_went_back_behind(tmp_path, make_run, make_step) -> None:
-    """Two event files, as two processes make them: of steps 3 and 4 only what the second wrote stays."""
+def test_a_resumed_run_hides_rolled_back_points(tmp_path, make_run, make_step) -> None:
+    """Two event files, as written by two processes: of steps 3 and 4 only the second one's remain."""
     first = TensorBoardSink(tmp_path)
     first.write(make_run())
     for step in range(1, 5):
         first.write(make_step(step, loss=9.0))
     first.close()
     (old,) = tmp_path.iterdir()
-    old.rename(old.with_name(old.name.replace("tfevents.", "tfevents.0")))  # sorts before, as an older time does
+    old.rename(old.with_name(old.name.replace("tfevents.", "tfevents.0")))  # sorts before, like an older time
     second = TensorBoardSink(tmp_path)
     second.write(make_run(resumed_from_step=2))
     second.write(make_step(3, loss=1.0))
@@ -76,7 +76,7 @@ def test_the_configuration_is_a_text(tmp_path, make_run) -> None:
     assert b'"num_layers": 17' in event.tensor_proto.string_val[0]
 
 
-def test_without_the_package_the_error_names_the_mend(tmp_path, monkeypatch) -> None:
+def test_without_the_package_the_error_names_the_fix(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with pytest.raises(CapabilityError, match="pip install tensorboard"):
         TensorBoardSink(tmp_path)
@@ -90,10 +90,10 @@ def test_neither_torch_nor_tensorflow_is_imported_for_it(tmp_path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_looks_at_quantization_are_scalars_and_histograms(tmp_path, make_look) -> None:
+def test_quantization_statistics_are_scalars_and_histograms(tmp_path, make_statistics) -> None:
     sink = TensorBoardSink(tmp_path, log_interval=1000)
-    look = make_look(100, of_input={"sqnr_db": math.inf}, gradient_noise_scale=12.5)
-    sink.write(dataclasses.replace(look, what_if={"mxfp8": look.tensors}))
+    record = make_statistics(100, of_input={"sqnr_db": math.inf}, gradient_noise_scale=12.5)
+    sink.write(dataclasses.replace(record, what_if={"mxfp8": record.tensors}))
     sink.close()
     values = read_scalars(tmp_path)
     assert values["fp8/underflow_fraction/layers.0.linear_fc1.input"] == {100: 0.25}
@@ -111,8 +111,8 @@ def test_looks_at_quantization_are_scalars_and_histograms(tmp_path, make_look) -
     assert (histogram.sum, histogram.sum_squares) == (1 * -1 + 1 * 1 + 4 * 2, 1 + 1 + 4 * 4)
 
 
-def test_a_folder_that_vanishes_for_a_while_costs_what_was_in_it(tmp_path, make_run, make_step, capsys) -> None:
-    """Its place is taken by a file, and then it can be created again: a whole event file, with the session's start."""
+def test_a_temporarily_missing_folder_loses_only_its_content(tmp_path, make_run, make_step, capsys) -> None:
+    """A file takes its place, and then it can be created again: a complete event file, with the session's start."""
     folder = tmp_path / "boards"
     sink = TensorBoardSink(folder)
     sink.write(make_run(config={"model": {"num_layers": 17}}))

@@ -9,7 +9,7 @@ from megafp8.metrics.sinks.trackers import WandbSink
 
 
 class FakeRun:
-    """What the sink uses of a W&B run."""
+    """The used part of a W&B run."""
 
     def __init__(self):
         self.rows, self.summary, self.settings, self.finished = [], {}, {}, False
@@ -22,7 +22,7 @@ class FakeRun:
         self.finished = True
 
 
-def test_records_arrive(monkeypatch, make_run, make_step, make_eval, make_look) -> None:
+def test_records_arrive(monkeypatch, make_run, make_step, make_eval, make_statistics) -> None:
     run, asked = FakeRun(), {}
 
     def init(**arguments):
@@ -35,7 +35,7 @@ def test_records_arrive(monkeypatch, make_run, make_step, make_eval, make_look) 
     sink.write(make_run())
     sink.write(make_step(1))
     sink.write(make_eval(1, 3.0))
-    sink.write(make_look(1))
+    sink.write(make_statistics(1))
     sink.write(EventRecord(step=1, name="checkpoint saved"))
     sink.close()
     assert asked == {"project": "p", "entity": "e", "name": "n", "dir": "f"}
@@ -50,7 +50,7 @@ def test_records_arrive(monkeypatch, make_run, make_step, make_eval, make_look) 
     assert run.finished
 
 
-def test_asked_for_and_absent_is_an_error_with_the_mend(monkeypatch) -> None:
+def test_requested_but_missing_wandb_is_an_error_with_the_fix(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(CapabilityError, match=r"--wandb-project mine .*pip install wandb"):
         WandbSink(project="mine")
@@ -77,7 +77,7 @@ def test_a_service_that_fails_stops_no_run(monkeypatch, make_run, make_step, cap
     ]
 
 
-def test_a_service_that_does_not_begin_is_not_asked_again(monkeypatch, make_run, make_step, capsys) -> None:
+def test_a_service_that_fails_to_start_is_not_retried(monkeypatch, make_run, make_step, capsys) -> None:
     calls = []
 
     def init(**arguments):

@@ -1,4 +1,4 @@
-"""The attention kernels that ran are recorded, and slow ones that nobody asked for end the run."""
+"""The attention kernels that ran are recorded, and slow ones that were not requested end the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megafp8.training.extensions.attention_report import report_attention
 
 
 def report(chosen: str, monkeypatch: pytest.MonkeyPatch, **precision: Any) -> list[str]:
-    """What is recorded of attention that Transformer Engine chose."""
+    """The record of the attention backend that Transformer Engine chose."""
     layers: Any = ModuleType("megafp8.te.layers")
     layers.selected_attention_backend = lambda: chosen
     monkeypatch.setitem(sys.modules, layers.__name__, layers)

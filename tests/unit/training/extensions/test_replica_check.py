@@ -1,4 +1,4 @@
-"""Which ranks disagree, from the rows that they gather."""
+"""Which ranks disagree, from the gathered rows."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def test_equal_copies() -> None:
         assert find_mismatches(rows(*layout)) == []
 
 
-def test_the_odd_one_of_four() -> None:
+def test_one_differing_rank_of_four_is_named() -> None:
     assert find_mismatches(rows(4, whole2=9)) == [ReplicaMismatch(DATA, (0, 1, 2, 3), (2,))]
 
 
-def test_of_two_neither_is_right() -> None:
+def test_two_differing_ranks_are_both_named() -> None:
     assert find_mismatches(rows(2, whole1=9)) == [ReplicaMismatch(DATA, (0, 1), (0, 1))]
     assert find_mismatches(rows(4, whole1=9, whole3=9)) == [ReplicaMismatch(DATA, (0, 1, 2, 3), (0, 1, 2, 3))]
 
 
 def test_only_ranks_with_the_same_part_are_compared() -> None:
-    """Rank 5 is the first stage's, or the second's, copy; with two tensor ranks it holds the second part."""
+    """Rank 5 is the first stage's, or the second's, copy. With two tensor ranks it holds the second part."""
     assert find_mismatches(rows(3, 2, 1, whole5=9)) == [ReplicaMismatch(DATA, (1, 3, 5), (5,))]
     assert find_mismatches(rows(2, 2, 2, whole5=9)) == [ReplicaMismatch(DATA, (5, 7), (5, 7))]
 
 
-def test_what_tensor_ranks_share() -> None:
+def test_tensors_replicated_over_tensor_ranks_are_compared() -> None:
     assert find_mismatches(rows(1, 4, shared1=9)) == [ReplicaMismatch(TENSOR, (0, 1, 2, 3), (1,))]
 
 

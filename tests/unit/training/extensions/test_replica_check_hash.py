@@ -1,4 +1,4 @@
-"""The hash of bits beside the same sum in Python's whole numbers, and what it must tell apart."""
+"""The hash of bits compared with the same sum in Python's integers, and the changes that it must detect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow_hash(tensor: Tensor) -> int:
-    """The definition, in whole numbers without end."""
+    """The definition, in integers of unlimited size."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     data += bytes(-len(data) % 4)
     numbers = [int.from_bytes(data[place : place + 4], "little", signed=True) for place in range(0, len(data), 4)]
@@ -35,13 +35,13 @@ def slow_hash(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 64, 65, 200])
-def test_as_defined(dtype: torch.dtype, size: int) -> None:
+def test_hash_equals_its_definition(dtype: torch.dtype, size: int) -> None:
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(size)).mul(50).abs().to(dtype)
     assert BitHash(CPU).of(tensor).item() == slow_hash(tensor)
 
 
-def test_every_single_bit_counts() -> None:
-    """And no two changes are alike, so that no two of them cancel."""
+def test_every_bit_changes_the_hash() -> None:
+    """No two changes are equal, so that no two of them cancel."""
     tensor = torch.randn(40, generator=torch.Generator().manual_seed(1)).bfloat16()
     seen = {BitHash(CPU).of(tensor).item()}
     for place in range(tensor.numel()):
@@ -52,7 +52,7 @@ def test_every_single_bit_counts() -> None:
     assert len(seen) == 1 + 40 * 16
 
 
-def test_places_and_signs_of_zero_count() -> None:
+def test_positions_and_signed_zeros_change_the_hash() -> None:
     hasher = BitHash(CPU)
     tensor = torch.arange(200, dtype=torch.float32)
     swapped, turned = tensor.clone(), tensor.clone()
@@ -71,7 +71,7 @@ def test_memory_that_does_not_divide_is_copied_and_other_memory_is_not() -> None
     assert words(whole[8:48]).data_ptr() == whole.data_ptr() + 8
 
 
-def test_of_all_and_combined() -> None:
+def test_combined_hashes() -> None:
     hasher = BitHash(CPU)
     tensors = [torch.ones(3), torch.zeros(5), torch.ones(4)]
     hashes = hasher.of_all(tensors)

@@ -1,4 +1,4 @@
-"""Linears watched from outside: what their inputs are, and that nothing stays behind."""
+"""Linears observed by hooks: their inputs, and that the hooks leave nothing behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slow_norm(row: list[float], gamma: list[float], beta: list[float], is_rms: b
 
 @pytest.mark.parametrize("is_zero_centered", [False, True])
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-def test_a_linear_with_a_norm_multiplies_the_norms_result(kind: str, is_zero_centered: bool) -> None:
+def test_hook_of_a_linear_with_a_norm_observes_the_norms_output(kind: str, is_zero_centered: bool) -> None:
     gamma, beta = torch.tensor([0.5, 2.0, 1.0]), torch.tensor([0.1, 0.0, -0.2])
     has_bias = kind == "LayerNorm"
     module = SimpleNamespace(
@@ -42,13 +42,13 @@ def test_a_linear_with_a_norm_multiplies_the_norms_result(kind: str, is_zero_cen
     torch.testing.assert_close(linear_input(module, values), torch.tensor(expected))
 
 
-def test_a_linear_without_a_norm_multiplies_its_input() -> None:
+def test_hook_of_a_linear_without_a_norm_observes_its_input() -> None:
     values = torch.randn(2, 3)
     assert linear_input(nn.Linear(3, 3), values) is values
 
 
 class Linear(nn.Module):
-    """A linear with an output and a bias that is added elsewhere, as megatron-core's."""
+    """A linear with an output and a bias that is added elsewhere, like megatron-core's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Linear(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", [tensorwise.build("hybrid"), mxfp8.build("e4m3")])
-def test_what_is_seen_from_outside_is_what_an_emulated_linear_multiplies(recipe: LinearRecipe) -> None:
+def test_hooks_observe_the_operands_of_an_emulated_linear(recipe: LinearRecipe) -> None:
     module = Linear()
     shown: dict[str, dict[tuple[Operand, Gemm], Quantized]] = {"outside": {}, "inside": {}}
 
@@ -92,8 +92,8 @@ def test_what_is_seen_from_outside_is_what_an_emulated_linear_multiplies(recipe:
     assert seen and not shown["outside"] and not module._forward_pre_hooks and not module._forward_hooks
 
 
-def test_codes_are_made_once_and_every_gradient_is_told_of() -> None:
-    """Of the second microbatch nothing is quantized; its gradient says that the first one's backward pass is over."""
+def test_codes_are_computed_once_and_every_gradient_is_observed() -> None:
+    """Nothing of the second microbatch is quantized. Its gradient marks the end of the first one's backward pass."""
     module, calls = Linear(), []
     watched = HookedLinear("layers.0.linear_fc1", module, tensorwise.build("hybrid"))
     watched.attach(lambda operand, tensor, quantized: calls.append((operand, bool(quantized))))
@@ -106,4 +106,4 @@ def test_codes_are_made_once_and_every_gradient_is_told_of() -> None:
     watched.attach(lambda operand, tensor, quantized: calls.append((operand, bool(quantized))))
     calls.clear()
     module(values)[0].sum().backward()
-    assert calls == first, "the next look sees all again"
+    assert calls == first, "the next statistics step observes all again"

@@ -1,4 +1,4 @@
-"""Who is slow."""
+"""Detection of slow ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megafp8.training.extensions.stragglers import slow_ranks
         ([160, 100], [0]),
         ([100, 100, 151, 100], [2]),
         ([100, 100, 900, 100, 200, 100], [2, 4]),
-        ([0, 0], []),  # nothing is reduced, so that nothing is known
+        ([0, 0], []),  # nothing is reduced, so nothing is known
         ([0, 50], []),
     ],
 )
-def test_ranks_of_one_stage(times: list[float], slow: list[int]) -> None:
+def test_slow_ranks_of_a_stage_are_found(times: list[float], slow: list[int]) -> None:
     found = slow_ranks(torch.tensor([[ms, 0.0] for ms in times], dtype=torch.float64))
     assert [int(text.split()[1]) for text in found] == slow
 

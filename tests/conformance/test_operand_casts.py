@@ -1,6 +1,6 @@
-"""Every operand in every GEMM, by the recipes that the flags build, against the reference.
+"""Every operand in every GEMM, by the recipes that the flags build, compared with the reference.
 
-Which block, format and scale a use has is written down here once more.
+The block, format and scale of each use are written down here independently.
 """
 
 import functools
@@ -18,7 +18,7 @@ from megafp8.quantization.quantize import quantize
 from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes.base import Gemm, Operand
 
-# Does the GEMM sum over the columns of the operand, or over its rows?
+# Whether the GEMM sums over the columns of the operand, or over its rows.
 USES = {
     (Operand.INPUT, Gemm.FPROP): "columns",
     (Operand.WEIGHT, Gemm.FPROP): "columns",
@@ -34,13 +34,14 @@ RECIPES = {
     "rowwise": {},
 }  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SHAPE = (144, 200)  # ragged under 128 and 32, both ways
+SHAPE = (144, 200)  # not a multiple of 128 or 32, in both dims
 DELAYED_SCALE = np.float32(3.7)
 
 
 @functools.lru_cache
 def tensor(dtype: torch.dtype, has_blocks: bool) -> torch.Tensor:
-    """Corners in blocks of their own, the rest ordinary; those that would spoil a scale of all are for blocks only."""
+    """Special values in blocks of their own, normal values elsewhere. Values that would spoil a per-tensor scale are
+    for blocks only."""
     generator = torch.Generator().manual_seed(11)
     x = torch.randn(SHAPE, generator=generator) * torch.logspace(-3, 3, SHAPE[1])
     x[:32, 128:160] = 0
@@ -101,7 +102,7 @@ def test_fp8(name: str, fp8_format: str, operand: Operand, gemm: Gemm) -> None:
 
 @pytest.mark.parametrize("operand, gemm", USES, ids=lambda part: part.value)
 def test_nvfp4(operand: Operand, gemm: Gemm) -> None:
-    """In BF16, which the transform is for, with gradients rounded to nearest."""
+    """In BF16, as the transform requires, with gradients rounded to nearest."""
     recipe = build_recipe(PrecisionConfig(fp4_format="e2m1", fp4_stochastic_rounding=False))
     generator = torch.Generator().manual_seed(12)
     x = (torch.randn(80, 72, generator=generator) * torch.logspace(-2, 2, 72)).bfloat16()

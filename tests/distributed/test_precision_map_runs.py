@@ -1,4 +1,4 @@
-"""A precision map in whole runs: each linear has what the map says, under every layout; and steps by the schedule."""
+"""Precision maps in complete runs: each linear has the recipe of the map in every layout; and precision schedules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
-from small_run import build_run, curve_of, fingerprint, look_of, small_config, train, weights
+from small_run import build_run, curve_of, fingerprint, small_config, statistics_record_of, train, weights
 from test_calibration import calibrations
 from test_checkpoint import PIPELINE, TENSOR, VIRTUAL, load_newest
 from test_loop import curves as curves_of_records
@@ -58,7 +58,7 @@ def composed(fprop: LinearRecipe, dgrad: LinearRecipe | None, wgrad: LinearRecip
 
 
 def by_hand(config: RunConfig, num_steps: int) -> list[float]:
-    """The run without a map, whose linears are given what the map says one by one."""
+    """A run without a map whose linears get the map's recipes one by one."""
     tensor, block = tensorwise.build("hybrid"), blockwise.build("e4m3")
     run = build_run(config)
     for name, linear in run_linears(run).items():
@@ -72,7 +72,7 @@ def by_hand(config: RunConfig, num_steps: int) -> list[float]:
     return train(run, num_steps).losses
 
 
-def test_a_run_with_a_map_equals_one_put_together_by_hand() -> None:
+def test_precision_map_equals_linears_configured_by_hand() -> None:
     mapped = run_ranks(1, curve_of, small_config("llama", f"{TENSORWISE} {MAP}"), 3)[0]
     expected = run_ranks(1, by_hand, small_config("llama", TENSORWISE), 3)[0]
     plain = run_ranks(1, curve_of, small_config("llama", TENSORWISE), 3)[0]
@@ -86,8 +86,8 @@ def recipes_here(config: RunConfig) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("flags", [TENSOR, PIPELINE, VIRTUAL], ids=["tp2-sp", "pp2", "pp2-virtual2"])
-def test_every_layout_has_the_same_map(flags: str) -> None:
-    """Layers are counted over the whole model, on whichever stage and chunk they are."""
+def test_precision_map_is_the_same_in_every_layout(flags: str) -> None:
+    """Layers are numbered over the complete model, on every stage and chunk."""
     config = small_config("llama", f"{MIXED} {flags}", 2)
     chosen = precision_map.resolve(config.model, config.precision)
     expected = {
@@ -102,8 +102,8 @@ def test_every_layout_has_the_same_map(flags: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_the_output_layer_learns_under_a_recipe(style: str) -> None:
-    """With a weight of its own and with the embedding's, whose gradient has parts of both."""
+def test_quantized_output_layer_learns(style: str) -> None:
+    """With its own weight, and with the embedding's, whose gradient has contributions from both."""
     quantized = run_ranks(1, curve_of, small_config(style, f"{BF16} --precision output_layer=tensorwise"), 3)[0]
     plain = run_ranks(1, curve_of, small_config(style, f"{BF16} --transformer-impl emulated"), 3)[0]
     for ours, theirs in zip(quantized.losses + quantized.grad_norms, plain.losses + plain.grad_norms, strict=True):
@@ -111,7 +111,7 @@ def test_the_output_layer_learns_under_a_recipe(style: str) -> None:
 
 
 def resumed(config: RunConfig, num_steps: int, first_step: int, folder: Path | None, save: Path | None) -> list:
-    """Losses, weights and quantizers' memory of some steps, from a checkpoint if one is given."""
+    """Losses, weights and quantizer states of some steps, from a checkpoint if one is given."""
     run = build_run(config)
     if folder is not None:
         load_newest(run, folder)
@@ -133,11 +133,11 @@ def test_resume_is_bit_equal(tmp_path: Path) -> None:
     whole = run_ranks(size, resumed, config, 4, 1, None, None)
     first = run_ranks(size, resumed, config, 2, 1, None, tmp_path)
     second = run_ranks(size, resumed, config, 2, 3, tmp_path, None)
-    for straight, before, after in zip(whole, first, second, strict=True):
-        assert [before[0] + after[0], *after[1:]] == straight
+    for unbroken, before, after in zip(whole, first, second, strict=True):
+        assert [before[0] + after[0], *after[1:]] == unbroken
 
 
-def test_weights_kept_as_codes_may_have_several_recipes() -> None:
+def test_fp8_weights_with_several_recipes() -> None:
     flags = (
         f"{TENSORWISE} --use-distributed-optimizer --precision *.linear_fc2=blockwise layers.0.*=bf16 "
         "layers.1.*:wgrad=mxfp8 layers.2.linear_fc1=delayed output_layer=mxfp8"
@@ -146,17 +146,17 @@ def test_weights_kept_as_codes_may_have_several_recipes() -> None:
     assert run_ranks(2, curve_of, small_config("llama", f"{flags} --fp8-param-gather", 2), 3) == plain
 
 
-def look(config: RunConfig) -> tuple[dict[str, str], set[str], dict[str, str]]:
-    found = look_of(build_run(config))
+def recipes_of_statistics(config: RunConfig) -> tuple[dict[str, str], set[str], dict[str, str]]:
+    found = statistics_record_of(build_run(config))
     assert found is not None
     formats = {name: stats.format for name, stats in found.tensors.items()}
     return found.recipes, set(found.tensors), formats
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_looks_show_the_recipe_of_each_linear(style: str) -> None:
+def test_statistics_have_the_recipe_of_each_linear(style: str) -> None:
     flags = f"{TENSORWISE} {MAP} --fp8-log-interval 1 --precision output_layer=mxfp8/e4m3 layers.0.*=bf16"
-    recipes, tensors, formats = run_ranks(1, look, small_config(style, flags))[0]
+    recipes, tensors, formats = run_ranks(1, recipes_of_statistics, small_config(style, flags))[0]
     assert recipes["layers.3.linear_qkv"] == "tensorwise/mxfp8/tensorwise"
     assert recipes["layers.3.linear_fc2"] == "blockwise" and "layers.3.linear_fc1" not in recipes
     assert not any(name.startswith("layers.0.") for name in tensors)
@@ -175,7 +175,7 @@ def curves(config: RunConfig, num_steps: int) -> list[float]:
     return resumed(config, num_steps, 1, None, None)[0]
 
 
-def test_stretches_begin_at_exactly_their_steps() -> None:
+def test_precision_schedule_entries_start_at_their_steps() -> None:
     def curve(flags: str) -> list[float]:
         return run_ranks(1, curves, small_config("llama", flags), 4)[0]
 
@@ -186,15 +186,15 @@ def test_stretches_begin_at_exactly_their_steps() -> None:
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_high_precision_is_that_of_plain_layers_on_two_ranks(style: str) -> None:
-    """Activations are gathered in BF16, biases added after; the third step is quantized."""
+def test_high_precision_steps_equal_plain_layers_on_two_ranks(style: str) -> None:
+    """Activations are gathered in BF16, and biases are added afterwards. The third step is quantized."""
     flags = f"{TENSOR} --precision output_layer=mxfp8 --fp8-schedule bf16:2,fp8"
     scheduled = run_ranks(2, curves, small_config(style, f"{TENSORWISE} {flags}", 2), 3)[0]
     plain = run_ranks(2, curves, small_config(style, f"{BF16} {TENSOR}", 2), 3)[0]
     assert scheduled[:2] == plain[:2] and scheduled[2] != plain[2]
 
 
-def test_high_precision_leaves_the_memory_alone() -> None:
+def test_high_precision_steps_keep_the_quantizer_state() -> None:
     def body() -> list[str]:
         run = build_run(small_config("llama", f"{MIXED} --fp8-schedule fp8:2,bf16:4,fp8"))
         found = []
@@ -208,21 +208,21 @@ def test_high_precision_leaves_the_memory_alone() -> None:
 
 
 @functools.cache
-def straight() -> tuple[RunConfig, list]:
+def unbroken() -> tuple[RunConfig, list]:
     """Without a stop."""
     config = small_config("llama", f"{DELAYED} --fp8-schedule bf16:1,fp8:3,bf16:5,fp8")
     return config, run_ranks(1, resumed, config, 6, 1, None, None)[0]
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
-def test_resume_within_each_stretch_is_bit_equal(at: int, tmp_path: Path) -> None:
-    config, whole = straight()
+def test_resume_within_each_schedule_entry_is_bit_equal(at: int, tmp_path: Path) -> None:
+    config, whole = unbroken()
     before = run_ranks(1, resumed, config, at, 1, None, tmp_path)[0]
     after = run_ranks(1, resumed, config, 6 - at, at + 1, tmp_path, None)[0]
     assert [before[0] + after[0], *after[1:]] == whole
 
 
-def test_a_stage_without_delayed_scaling_needs_no_calibration() -> None:
+def test_stage_without_delayed_scaling_needs_no_calibration() -> None:
     def body() -> tuple[bool, bool, int]:
         run = build_run(small_config("llama", f"{BF16} --precision layers.0.*=delayed {PIPELINE}", 2))
         before = needs_calibration(run)
@@ -242,20 +242,20 @@ def test_all_linears_or_none_may_be_quantized(entry: str, number: int) -> None:
     assert run_ranks(1, body) == [number]
 
 
-def test_the_loop_calibrates_when_the_first_quantized_stretch_begins(tmp_path: Path) -> None:
-    """And says when stretches begin; a run in two parts has the same records."""
+def test_calibration_at_the_first_quantized_step(tmp_path: Path) -> None:
+    """The start of each schedule entry is reported, and a run in two parts has the same records."""
     flags = f"{DELAYED} --fp8-schedule bf16:2,fp8:4,bf16"
-    run_loop(tmp_path / "straight", flags, 1)
+    run_loop(tmp_path / "unbroken", flags, 1)
     run_loop(tmp_path / "parts", f"{flags} --exit-interval 2", 1)
     run_loop(tmp_path / "parts", flags, 1)
-    straight, parts = (load_run(tmp_path / name) for name in ("straight", "parts"))
-    assert curves_of_records(straight) == curves_of_records(parts)
-    events = [(event.step, event.detail) for event in straight.events if event.name == "precision"]
+    unbroken, parts = (load_run(tmp_path / name) for name in ("unbroken", "parts"))
+    assert curves_of_records(unbroken) == curves_of_records(parts)
+    events = [(event.step, event.detail) for event in unbroken.events if event.name == "precision"]
     assert events == [(2, "quantized from step 3 on"), (4, "high from step 5 on")]
-    assert calibrations(tmp_path / "straight") == calibrations(tmp_path / "parts") == [2]
+    assert calibrations(tmp_path / "unbroken") == calibrations(tmp_path / "parts") == [2]
 
 
-def test_validation_computes_as_the_last_step() -> None:
+def test_validation_uses_the_precision_of_the_last_step() -> None:
     def losses(flags: str) -> list[float]:
         run = build_run(small_config("llama", f"{flags} --eval-iters 1"))
         return [evaluate(run, "valid", run.datasets[1], step, 0).loss for step in (0, 2, 3)]

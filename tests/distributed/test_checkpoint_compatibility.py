@@ -1,4 +1,4 @@
-"""A checkpoint of another model, vocabulary, optimizer or schedule is refused, with what differs and the mend."""
+"""A checkpoint of another model, vocabulary, optimizer or schedule is refused, with the differences and the fix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(folder: Path, config: RunConfig) -> str:
-    """What loading says."""
+    """The error message of a load."""
 
     def load() -> str:
         run = build_run(config)
@@ -63,7 +63,7 @@ def test_another_vocabulary_is_refused(saved: Path) -> None:
 
 
 def test_a_vocabulary_of_the_tokenizer_is_compared_by_its_size(saved: Path) -> None:
-    """A converted checkpoint says --vocab-size, and a run that takes the tokenizer's says none."""
+    """A converted checkpoint has --vocab-size. A run that uses the tokenizer's size has none."""
     unsaid = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=None))
     check_model(saved, CONFIG, unsaid)
     check_model(saved, unsaid, CONFIG)
@@ -77,8 +77,8 @@ def test_a_vocabulary_of_the_tokenizer_is_compared_by_its_size(saved: Path) -> N
     run_ranks(1, compare)
 
 
-def test_made_up_data_is_compared_by_rows() -> None:
-    """NullTokenizer adds an id to --vocab-size, which other tokenizers do not."""
+def test_mock_data_is_compared_by_vocabulary_rows() -> None:
+    """NullTokenizer adds an id to --vocab-size. Other tokenizers do not."""
     text = with_values(CONFIG, {"data.tokenizer_type": "HuggingFaceTokenizer", "model.vocab_size": 256})
     check_model(Path("theirs"), text, CONFIG)
     check_model(Path("theirs"), CONFIG, text)
@@ -87,7 +87,7 @@ def test_made_up_data_is_compared_by_rows() -> None:
             check_model(Path("theirs"), other, with_values(other, {"model.vocab_size": 250}))
 
 
-def test_the_other_kind_of_optimizer_is_refused(saved: Path) -> None:
+def test_distributed_and_plain_optimizer_state_are_not_interchangeable(saved: Path) -> None:
     text = refusal(saved, small_config("llama", f"{PLAIN} {DISTRIBUTED}"))
     assert "without --use-distributed-optimizer, this run is with it" in text
     assert "--no-load-optim" in text
@@ -101,7 +101,7 @@ def test_state_of_another_optimizer_is_refused(saved: Path, flags: str) -> None:
 
 
 def test_another_schedule_is_refused(saved: Path) -> None:
-    """All of what differs is named by its flag."""
+    """Every difference is named by its flag."""
     text = refusal(saved, small_config("llama", f"{PLAIN} --lr 2e-3 --lr-decay-iters 17 --lr-decay-style constant"))
     assert "another learning-rate schedule" in text and "--override-opt_param-scheduler" in text
     assert "--lr: 0.001 -> 0.002\n" in text and "--lr-decay-iters" in text and "-> constant" in text
@@ -111,7 +111,7 @@ def test_another_schedule_is_refused(saved: Path) -> None:
 def test_another_number_of_threads_is_reported(
     saved: Path, num_threads: int, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank of the tests has one thread, whatever it asks for: the next run only says that it has others."""
+    """A rank of the tests has one thread, whatever the flag says. The next run only reports the difference."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
 
     def resumed() -> tuple[str, ...]:

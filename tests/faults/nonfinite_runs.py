@@ -1,4 +1,4 @@
-"""Runs of the loop under a plan of faults, on forked ranks."""
+"""Runs of the training loop under a plan of faults, on forked ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LENGTH = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar"
 
 
 def inject(plan: str) -> None:
-    """Take a plan of faults over in a rank that is forked already."""
+    """Set the plan of faults in a rank that is already forked."""
     made = fault_injection.FaultPlan(fault_injection.read_plan(plan), dist.get_rank())
     fault_injection.point, fault_injection.poison = made.point, made.poison
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a start of a run ended, alike on all ranks.
+    """How a start of a run ended, equal on all ranks.
 
     Attributes:
-        progress: None where it was stopped by bad numbers.
+        progress: None if non-finite values stopped it.
         weights: of each rank, hashed.
-        error: what stopped it, or nothing.
+        error: the error that stopped it, or an empty string.
     """
 
     progress: Progress | None
@@ -39,7 +39,7 @@ class Ended:
 
 
 def run_loop(folder: Path, plan: str, flags: str, world_size: int = 2) -> Ended:
-    """Start a run, or go on with it."""
+    """Start or resume a run."""
     config = small_config("llama", f"{LENGTH} --save {folder} --load {folder} {flags}", world_size)
 
     def start() -> tuple[Progress | None, str, str]:

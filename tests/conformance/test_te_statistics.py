@@ -1,4 +1,4 @@
-"""The codes that a look shows of Transformer Engine's linears are those that they multiplied."""
+"""The codes that statistics observe of Transformer Engine's linears are those that their GEMMs multiplied."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 
 RECIPES = ("tensorwise", "delayed", "blockwise")
 SIDES = {(gemm, operand): side for gemm, uses in PRODUCTS.values() for operand, side in uses}
-# Of a linear with a norm in it a look shows torch's norm, rounded to BF16: Transformer Engine's own kernel sums in
-# another order, and under delayed scaling quantizes from FP32. A last bit moves few codes.
+# For a linear with a norm, statistics use torch's norm, rounded to BF16. Transformer Engine's own kernel sums in
+# another order, and under delayed scaling quantizes from FP32. A last bit changes few codes.
 AFTER_NORM = ("linear_qkv", "linear_fc1")
 MOVED_FRACTION = 0.02
 
 
 @contextlib.contextmanager
 def multiplied() -> Iterator[dict[tuple[Operand, str], list[Tensor]]]:
-    """The codes of all FP8 products inside the block, by operand and side."""
+    """The codes of all FP8 GEMMs inside the block, by operand and side."""
     found: dict[tuple[Operand, str], list[Tensor]] = {}
     with gemms_through(functools.partial(record, found)):
         yield found
 
 
 def record(found: dict, general_gemm: Callable, a: Any, b: Any, **options: Any) -> Any:
-    """Keep the codes of both operands, where they have any."""
+    """Keep the codes of both operands, if they have any."""
     _, uses = PRODUCTS[options.get("layout", "TN")]
     for tensor, use in zip((a, b), uses, strict=True):
         if hasattr(tensor, "_rowwise_data") or hasattr(tensor, "_data"):
@@ -47,9 +47,9 @@ def record(found: dict, general_gemm: Callable, a: Any, b: Any, **options: Any) 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Operand, Gemm], Quantized]:
-    """What observers are given, by linear, operand and product."""
+    """The observers' arguments, by linear, operand and GEMM."""
     from megafp8.training.extensions.statistics_hooks import (
-        HookedLinear,  # imports megatron-core, for which a CPU is made ready
+        HookedLinear,  # imports megatron-core, which is patched for CPUs first
     )
 
     found: dict[tuple[str, Operand, Gemm], Quantized] = {}
@@ -67,10 +67,10 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Operand, Gemm], Qu
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_codes_that_are_shown_were_multiplied(recipe: str, shown: dict) -> None:
+def test_observed_codes_were_multiplied(recipe: str, shown: dict) -> None:
     from gpu_runs import RECIPES as FLAGS
     from gpu_runs import gpu_run
-    from small_run import look_of, train
+    from small_run import statistics_record_of, train
 
     from megafp8.training.extensions.statistics import StatisticsCollector
 
@@ -78,7 +78,7 @@ def test_codes_that_are_shown_were_multiplied(recipe: str, shown: dict) -> None:
     with gpu_run(f"{FLAGS[recipe]} --fp8-log-interval 2") as run:
         train(run, 1)
         with multiplied() as found:
-            look_of(run, 2)
+            statistics_record_of(run, 2)
             names = {linear.name for linear in StatisticsCollector(run).linears}
     assert {name for name, _, _ in shown} == names
     assert {(operand, gemm) for _, operand, gemm in shown} == {(operand, gemm) for gemm, operand in SIDES}

@@ -1,8 +1,9 @@
-"""What goes wrong in megatron-core without an error, shown on purpose, so that we know why a setting is what it is.
+"""Errors of megatron-core that raise nothing, demonstrated here to justify the settings that avoid them.
 
-Each test breaks a run in one way and sees the wrong result. One that fails means that megatron-core was mended, and
-what guards against it here can go. (Overrides to the same end are refused: `unit/mcore/test_config.py`. A loss of
-two values instead of three would double gradients under context parallelism: `unit/models/test_loss.py`.)
+Each test breaks a run in one way and observes the wrong result. A failing test means that megatron-core was fixed and
+that the guard against the error can be removed. Overrides with the same effect are refused
+(`unit/mcore/test_config.py`). A loss of two values instead of three would double gradients under context parallelism
+(`unit/models/test_loss.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 
 
-def test_batched_messages_of_two_interleaved_stages_are_mixed_up() -> None:
-    """Sends to the next and to the previous stage go to one peer, and are matched in the order of posting."""
+def test_batched_p2p_of_two_interleaved_stages_mismatches() -> None:
+    """Sends to the next and to the previous stage have the same peer, and are matched in the order of posting."""
     virtual = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     config = small_config("llama", f"{PLAIN} {virtual} --no-overlap-p2p-communication --micro-batch-size 2", 2)
 
@@ -37,7 +38,7 @@ def test_batched_messages_of_two_interleaved_stages_are_mixed_up() -> None:
     assert abs(loss - right.losses[0]) > 100 * LAYOUT_LOSS or norm > 2 * right.grad_norms[0]
 
 
-def test_unmarked_norms_drift_apart_under_sequence_parallelism() -> None:
+def test_unmarked_norms_diverge_under_sequence_parallelism() -> None:
     """Each tensor-parallel rank then trains its norms on its own part of the sequence."""
     config = small_config("gpt2", f"{PLAIN} {SEQUENCE}", 2)
 
@@ -52,8 +53,8 @@ def test_unmarked_norms_drift_apart_under_sequence_parallelism() -> None:
     assert len(set(run_ranks(2, norms_after, True))) == 1
 
 
-def test_the_gradient_norm_counts_on_marks_of_split_weights() -> None:
-    """Unmarked, a split weight counts on one rank only: so initialization, which marks them, must not be left out."""
+def test_gradient_norm_needs_marks_of_split_weights() -> None:
+    """An unmarked split weight counts on one rank only. Initialization sets the marks and must not be skipped."""
     config = small_config("llama", f"{PLAIN} {SEQUENCE}", 2)
 
     def norm(is_marked: bool) -> float:
@@ -80,8 +81,8 @@ def test_exactly_the_split_weights_are_marked() -> None:
             assert is_marked == bool(split.search(name)), name
 
 
-def test_weights_are_on_their_way_after_an_overlapped_update() -> None:
-    """Whoever reads weights between two steps must wait for them first, as `finish_param_gather` does."""
+def test_weight_gathers_are_pending_after_an_overlapped_update() -> None:
+    """Code that reads weights between two steps must wait for them first, as `finish_param_gather` does."""
     config = small_config("llama", f"{PLAIN} {OVERLAP}", 2)
 
     def read() -> tuple[str, str]:

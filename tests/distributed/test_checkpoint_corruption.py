@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint counts: whatever is changed, it is refused, the file named, and the one before taken."""
+"""A change of any byte of a checkpoint is detected: it is refused, the file is named, and the previous one is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLIPS_A_FILE = 64
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change to one file of a checkpoint; `make` gives the bytes to write, or None to remove it."""
+    """A change to one file of a checkpoint. `make` returns the bytes to write, or None to remove the file."""
 
     name: str
     kind: str
@@ -31,7 +31,7 @@ class Mutation:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints of two ranks: step 7, and an older one of step 6 that differs in its tensors."""
+    """Two checkpoints of two ranks: step 7, and an older one of step 6 with other tensors."""
     base = tmp_path_factory.mktemp("run")
     folder = save_initial(base, configure(f"{FLAGS} --tensor-model-parallel-size 2"), world_size=2)
     other = save_initial(base / "other", configure(f"{FLAGS} --tensor-model-parallel-size 2 --seed 5"), world_size=2)
@@ -48,7 +48,7 @@ def cut(length: int) -> Callable[[bytes], bytes]:
 
 
 def mutations(newer: Path, older: Path) -> Iterator[Mutation]:
-    """Flipped bits, lost ends and starts, files that are gone, grown, empty, of a sibling or of the step before."""
+    """Flipped bits, lost starts and ends, and files that are missing, longer, empty, or of another rank or step."""
     generator = random.Random(1)
     contents = {path.name: path.read_bytes() for path in sorted(newer.iterdir())}
     for name, content in contents.items():
@@ -68,7 +68,7 @@ def mutations(newer: Path, older: Path) -> Iterator[Mutation]:
 
 
 def apply(path: Path, mutation: Mutation) -> bytes:
-    """Change a file; what it held before."""
+    """Change a file; returns its previous content."""
     before = (path / mutation.name).read_bytes()
     after = mutation.make(before)
     assert after != before, "a mutation changes something"
@@ -80,7 +80,7 @@ def apply(path: Path, mutation: Mutation) -> bytes:
 
 
 def silent(folder: Path) -> tuple[int, list[str]]:
-    """How many mutations there were, and those after which the changed checkpoint would be loaded or is not named."""
+    """The number of mutations, and those after which the changed checkpoint would be loaded or is not named."""
     newer, missed = checkpoint_path(folder, NEWER), []
     planned = list(mutations(newer, checkpoint_path(folder, OLDER)))
     dist.barrier()  # no rank plans from a file that the writer already changes
@@ -97,8 +97,8 @@ def silent(folder: Path) -> tuple[int, list[str]]:
     return len(planned), missed
 
 
-def test_every_byte_counts(folder: Path) -> None:
-    assert run_ranks(2, lambda: choose_checkpoint(folder).step) == [NEWER, NEWER], "it is whole to begin with"
+def test_every_changed_byte_of_a_checkpoint_is_detected(folder: Path) -> None:
+    assert run_ranks(2, lambda: choose_checkpoint(folder).step) == [NEWER, NEWER], "it is intact initially"
     for count, missed in run_ranks(2, silent, folder):
         assert missed == []
         assert count >= 500

@@ -1,8 +1,8 @@
-"""What a look launches on a GPU, and how often it waits, counted without one.
+"""What a statistics step launches on a GPU, and how often it synchronizes, counted without a GPU.
 
-Linears of a small run are watched from outside, as Transformer Engine's are, and take the path of a GPU. Triton is not
-there: a stand-in counts its kernels and computes nothing. So numbers are arbitrary, and any that the host would read
-before the end, and act on, is a wait that is counted. On a GPU: tests/gpu/test_telemetry.py.
+Linears of a small run are observed with hooks, as Transformer Engine's are, and take the GPU code path. Triton is
+replaced by a stand-in that counts its kernels and computes nothing. Values are therefore arbitrary, and every value
+that the host reads and acts on before the end is counted as a synchronization. On a GPU: tests/gpu/test_telemetry.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from ranks import run_ranks
-from small_run import build_run, look_of, small_config
+from small_run import build_run, small_config, statistics_record_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -34,12 +34,12 @@ RECIPES = {
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
     "others tried": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-what-if blockwise,mxfp8,nvfp4",
 }
-OPERATIONS_A_TENSOR = 15
-OPERATIONS_A_LOOK = 100  # whatever the number of tensors: outliers by widths, norms, the table
+OPERATIONS_PER_TENSOR = 15
+OPERATIONS_PER_RECORD = 100  # for any number of tensors: outliers by width, norms, the table
 
 
 def stand_in_for_triton(count: OperationCount) -> ModuleType:
-    """A module whose kernels do nothing but count."""
+    """A module whose kernels only count their launches."""
 
     class Kernel:
         def __init__(self, function: Callable[..., Any]):
@@ -56,8 +56,8 @@ def stand_in_for_triton(count: OperationCount) -> ModuleType:
     return module
 
 
-def cost_of_look(flags: str) -> tuple[Operations, int]:
-    """What a step that is looked at takes more than one that is not, and the number of tensors seen."""
+def cost_of_statistics_step(flags: str) -> tuple[Operations, int]:
+    """What a statistics step launches beyond a plain step, and the number of observed tensors."""
     count = OperationCount()
     run = build_run(small_config("llama", f"{FLAGS} {flags}"))
     collector = StatisticsCollector(run)
@@ -76,14 +76,14 @@ def cost_of_look(flags: str) -> tuple[Operations, int]:
         return method
 
     def to_host(table: StatisticsTable) -> None:
-        """The one wait; what comes after is on the host."""
+        """The only synchronization; everything after it runs on the host."""
         marks.append(Operations(count.launched, count.waits + 1))
         table.sums.zero_()
 
     marks: list[Operations] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HookedLinear, "delayed_scale", TrackedLinear.delayed_scale)
-        look_of(run, 1, collector)
+        statistics_record_of(run, 1, collector)
         triton = stand_in_for_triton(count)
         patch.setitem(sys.modules, "triton", triton)
         patch.setitem(sys.modules, "triton.language", triton.language)
@@ -97,13 +97,13 @@ def cost_of_look(flags: str) -> tuple[Operations, int]:
         for step in (2, 3, 4):
             marks.append(Operations(count.launched, count.waits))
             with count:
-                look_of(run, step, collector)
+                statistics_record_of(run, step, collector)
     _, _, start, between, end = marks
     return (end - between) - (between - start), len(list(collector.plan.tensors()))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_look_launches_few_operations_and_waits_once(recipe: str) -> None:
-    ((cost, num_tensors),) = run_ranks(1, cost_of_look, RECIPES[recipe])
+def test_statistics_launch_few_kernels_and_synchronize_once(recipe: str) -> None:
+    ((cost, num_tensors),) = run_ranks(1, cost_of_statistics_step, RECIPES[recipe])
     assert cost.waits == 1
-    assert num_tensors < cost.launched < OPERATIONS_A_TENSOR * num_tensors + OPERATIONS_A_LOOK, cost
+    assert num_tensors < cost.launched < OPERATIONS_PER_TENSOR * num_tensors + OPERATIONS_PER_RECORD, cost

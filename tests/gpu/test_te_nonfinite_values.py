@@ -1,4 +1,4 @@
-"""Bad numbers with Transformer Engine's layers on a GPU: a step left out changes nothing, and every bit is hashed."""
+"""Non-finite values with Transformer Engine's layers: a skipped step changes nothing, and every bit is hashed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def step(run: Run, progress: Progress) -> tuple[StepResult, Progress]:
 
 
 def state(run: Run) -> dict[str, torch.Tensor]:
-    """Copies of weights and of what delayed scaling remembers."""
+    """Copies of weights and of delayed scaling's state."""
     remembered = [
         tensor for chunk in run.trainee.chunks for tensor in delayed_scaling_tensors(chunk, run.implementation)
     ]
@@ -56,7 +56,7 @@ def multiply_gradient(run: Run, factor: float) -> torch.utils.hooks.RemovableHan
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "delayed attention"])
 @pytest.mark.parametrize("factor", [float("nan"), 1e6])
-def test_a_step_left_out_changes_nothing(recipe: str, factor: float) -> None:
+def test_a_skipped_step_changes_nothing(recipe: str, factor: float) -> None:
     attention = "--num-attention-heads 2 --fp8-dot-product-attention" if "attention" in recipe else ""
     recipe = recipe.split()[0]
     with gpu_run(f"{RECIPES[recipe]} {attention} --max-skipped-steps 1 {SPIKES}") as run:

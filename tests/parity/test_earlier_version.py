@@ -1,8 +1,8 @@
 """A run folder and checkpoint that an earlier version wrote: this version reads them and resumes the run.
 
-The fixture was written by the last version with the old module layout (delayed scaling, so that the amax history is in
-it), with the flags below and `--save run --save-interval 3 --exit-interval 3`. The same version then trained the steps
-whose numbers stand here.
+The fixture was written by the last version with the old module layout (delayed scaling, so that it has the amax
+history), with the flags below and `--save run --save-interval 3 --exit-interval 3`. The same version then trained the
+steps whose numbers are listed here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ HASH = "c795c4fd58c4ea59e809531e4e9558df8cd34f3bd7b8739d3ede1aef5c1d41c7"
 SAVED_LOSSES = {1: 3.451939582824707, 2: 3.4272255897521973, 3: 3.404086112976074}
 NEXT_LOSSES = {4: 3.3803112506866455, 5: 3.3497743606567383, 6: 3.3338444232940674}
 NEXT_GRAD_NORMS = {4: 1.0146681070327759, 5: 1.0141505002975464, 6: 0.9951842427253723}
-# BF16 has 8 bits: processors that add in another order differ by less. Steps without the checkpoint's weights are 0.05
-# away, and a lost amax history or optimizer state shows in the gradient norm.
+# BF16 has 8 bits: processors with another summation order differ by less. Steps without the checkpoint's weights are
+# 0.05 off, and a lost amax history or optimizer state changes the gradient norm.
 LOSS_TOLERANCE, GRAD_NORM_TOLERANCE = 2e-3, 2e-2
 
 
@@ -48,12 +48,12 @@ def command(*words: str) -> str:
     return done.stdout
 
 
-def test_every_tensor_is_read_as_it_was_written(run: Path) -> None:
+def test_every_tensor_of_the_earlier_version_is_read(run: Path) -> None:
     command("tools/checkpoint.py", "verify", str(run))
     assert f"all        {HASH}" in command("tools/checkpoint.py", "hash", str(run / "iter_0000003"))
 
 
-def test_the_run_resumes_and_its_records_are_one_run(run: Path) -> None:
+def test_a_run_of_the_earlier_version_resumes(run: Path) -> None:
     output = command("pretrain_gpt.py", *FLAGS.split(), "--save", str(run), "--load", str(run))
     assert "step 6/6" in output
     steps = {step.step: step for step in load_run(run).steps}

@@ -1,4 +1,4 @@
-"""Weight gradients that the layer puts into `main_grad` itself, the first of a step over what was there."""
+"""Weight gradients that the layer writes into `main_grad`: the first one of a step overwrites the old value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megafp8.optimizer.gradient_communication import WgradOverwrite
 from megafp8.training.evaluation import build_batches
 from megafp8.training.step import clear_gradients, forward_backward
 
-NUM_PASSES = 2  # the second finds the gradients of the first
+NUM_PASSES = 2  # the second step finds the gradients of the first
 RELATIVE = 1e-5  # FP32 sums in another order
 
 
@@ -33,7 +33,7 @@ def gradients_of(in_layer: bool) -> dict[str, Tensor]:
     return {name: parameter.main_grad.clone() for name, parameter in chunk.module.named_parameters()}
 
 
-def test_gradients_put_in_by_the_layer_are_those_of_autograd() -> None:
+def test_wgrad_written_by_the_layer_equals_autograd() -> None:
     (expected,), (found,) = run_ranks(1, gradients_of, False), run_ranks(1, gradients_of, True)
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name

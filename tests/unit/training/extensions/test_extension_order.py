@@ -1,4 +1,4 @@
-"""The list of extensions: complete, and in an order that keeps what each of them relies on."""
+"""The list of extensions: complete, and in an order that each of them can rely on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = [type(extension).__name__ for extension in build_extensions()]
 
 
 def names_with(method: str) -> list[str]:
-    """The extensions that do something then, in the order of their calls."""
+    """The extensions that implement a method, in call order."""
     return [type(each).__name__ for each in build_extensions() if method in vars(type(each))]
 
 
@@ -57,13 +57,13 @@ def test_every_extension_is_in_the_list() -> None:
         ("after_step", "StopConditions", "Checkpoints"),
         ("recover", "StepRecords", "QuantizationStatistics"),
         ("recover", "QuantizationStatistics", "Rollback"),
-        # Closed in reverse: what was saved is known before the records of the end.
+        # Closed in reverse: the last save is complete before the final records.
         ("close", "Rollback", "Checkpoints"),
         ("close", "StopConditions", "Rollback"),
         ("close", "QuantizationStatistics", "StopConditions"),
     ],
 )
-def test_one_comes_before_another(method: str, first: str, then: str) -> None:
+def test_order_constraints_of_extensions(method: str, first: str, then: str) -> None:
     names = names_with(method)
     assert names.index(first) < names.index(then)
 
@@ -77,7 +77,7 @@ def test_the_last_before_a_step_and_the_last_after_it() -> None:
 
 
 class Saver:
-    """A save is under way, which fails."""
+    """A pending save, which fails."""
 
     def __init__(self, saves: bool = True) -> None:
         self.calls: list[bool] = []
@@ -103,11 +103,11 @@ def test_a_save_that_fails_at_the_end_of_a_run_is_an_error() -> None:
         closed(None)
 
 
-def test_bad_numbers_wait_for_a_save_whose_failure_is_not_why_the_run_ends() -> None:
+def test_nonfinite_values_wait_for_a_save_but_keep_their_error() -> None:
     assert closed(NumericsError("bad numbers")).calls == [False]
 
 
-def test_other_errors_wait_for_nothing() -> None:
+def test_other_errors_do_not_wait_for_a_save() -> None:
     """Other ranks may be gone."""
     assert closed(RuntimeError("a peer")).calls == []
 
@@ -116,7 +116,7 @@ def test_other_errors_wait_for_nothing() -> None:
     ("saves", "stop_reason", "expected"),
     [(True, None, "SIGTERM"), (False, None, None), (True, "--exit-interval 2", "--exit-interval 2")],
 )
-def test_signals_are_agreed_on_after_a_save_that_is_not_the_last(
+def test_ranks_agree_on_signals_after_a_save(
     saves: bool, stop_reason: Optional[str], expected: Optional[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "is_stop_requested", lambda run: True)
@@ -142,7 +142,7 @@ def test_a_signal_in_a_validation_before_the_first_step_ends_the_run(
     assert state.stop_reason == ("SIGTERM" if is_agreed else None)
 
 
-def test_garbage_is_not_collected_by_itself_between_open_and_close() -> None:
+def test_automatic_garbage_collection_is_off_during_training() -> None:
     config = RunConfig(training=TrainingConfig(manual_gc=True))
     state: Any = SimpleNamespace(run=SimpleNamespace(config=config))
     extension = GarbageCollection()

@@ -11,8 +11,8 @@ from megafp8.checkpoint.optimizer_state import Box, flat_range_boxes
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 1, 4), (2, 3, 4), (1, 6)])
-def test_boxes_are_the_run_in_its_order(shape: tuple[int, ...]) -> None:
-    """Every run of every shape: put back where the boxes say, its elements are where they were."""
+def test_boxes_cover_the_elements_in_order(shape: tuple[int, ...]) -> None:
+    """Every run of every shape: written back at the boxes, its elements have their original positions."""
     numbers = torch.arange(prod(shape)).view(shape)
     for first in range(numbers.numel() + 1):
         for last in range(first, numbers.numel() + 1):
@@ -27,7 +27,7 @@ def test_boxes_are_the_run_in_its_order(shape: tuple[int, ...]) -> None:
             assert torch.equal(found, torch.where(inside, numbers, -1))
 
 
-def test_boxes_are_few() -> None:
+def test_the_number_of_boxes_is_small() -> None:
     assert list(flat_range_boxes((100, 10), 5, 995)) == [
         Box((0, 5), (1, 5)),
         Box((1, 0), (98, 10)),

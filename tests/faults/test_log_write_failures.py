@@ -1,4 +1,4 @@
-"""Only checkpoints may end a run: disks of logs that fill or vanish, and terminals that are closed, cost logs alone."""
+"""Only failed checkpoints may end a run. Full or missing log disks and closed terminals lose log lines only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megafp8.utils.process import STOPPED_STATE, read_proc_stat
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """For the run's output. A path of a socket in it may not be long."""
+    """Folder for the run's output. A socket's path in it must be short."""
     with tempfile.TemporaryDirectory(prefix="run_") as name:
         yield Path(name)
 
@@ -42,7 +42,7 @@ def started(flags: str, plan: str, place: Path) -> Iterator[ForkedRun]:
 
 @contextmanager
 def stopped(run: ForkedRun) -> Iterator[None]:
-    """Wait until the rank has stopped itself; it goes on after the block."""
+    """Wait until the rank has stopped itself. It continues after the block."""
     (process,) = run.processes
     while (read_proc_stat(process.pid or 0) or "?")[0] != STOPPED_STATE:
         assert process.is_alive(), run.output(0)
@@ -52,8 +52,8 @@ def stopped(run: ForkedRun) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_full_disk_and_a_removed_folder(tmp_path: Path, cache: Path, place: Path) -> None:
-    """Records never find room, TensorBoard's folder is removed, and the state cannot be written for some steps."""
+def test_a_full_disk_and_a_removed_folder_do_not_stop_a_run(tmp_path: Path, cache: Path, place: Path) -> None:
+    """Records never fit, TensorBoard's folder is removed, and some steps cannot write the state."""
     folder, boards = tmp_path / "run", tmp_path / "boards"
     state_file = folder / RUN_STATE_FILE
     folder.mkdir()
@@ -63,11 +63,11 @@ def test_a_full_disk_and_a_removed_folder(tmp_path: Path, cache: Path, place: Pa
         with stopped(run):
             shutil.rmtree(boards)
             state_file.unlink()
-            state_file.mkdir()  # a disk that refuses this file alone
+            state_file.mkdir()  # a disk that refuses only this file
         with stopped(run):
             state_file.rmdir()
         ended = run.wait(600)
-    assert ended.statuses == (0,), ended.told()
+    assert ended.statuses == (0,), ended.report()
     assert complete_steps(folder)[-1] == STEPS
     assert any(boards.iterdir())
     state = current_state(folder)
@@ -82,7 +82,7 @@ def test_a_full_disk_and_a_removed_folder(tmp_path: Path, cache: Path, place: Pa
     assert output.count(f"{RUN_STATE_FILE} can be written again") == 1
 
 
-def test_output_on_a_full_disk(tmp_path: Path, cache: Path, place: Path) -> None:
+def test_standard_output_on_a_full_disk_does_not_stop_a_run(tmp_path: Path, cache: Path, place: Path) -> None:
     (place / "output0").symlink_to("/dev/full")
     folder = tmp_path / "run"
     flags = f"--data-cache-path {cache} --save {folder} --log-interval 1 --exit-interval 2"
@@ -93,8 +93,8 @@ def test_output_on_a_full_disk(tmp_path: Path, cache: Path, place: Path) -> None
     assert [record.step for record in load_run(folder).steps] == [1, 2]
 
 
-def test_last_words_on_a_full_disk(tmp_path: Path, cache: Path, place: Path) -> None:
-    """A rank that hangs ends as such, also when it cannot say so."""
+def test_a_hang_with_stderr_on_a_full_disk_has_its_exit_status(tmp_path: Path, cache: Path, place: Path) -> None:
+    """A rank that hangs exits with the status of a hang, also when it cannot write a message."""
     (place / "output0").symlink_to("/dev/full")
     folder = tmp_path / "run"
     flags = f"--data-cache-path {cache} --save {folder} --step-timeout-s 2"
@@ -106,7 +106,7 @@ def test_last_words_on_a_full_disk(tmp_path: Path, cache: Path, place: Path) -> 
     assert state is not None and (state.state, state.exit_status) == ("failed", 71)
 
 
-# Shows nothing: a terminal with somebody who reads.
+# Shows nothing: a terminal with a reader.
 TERMINAL = """
 import os, pty
 ours, theirs = pty.openpty()
@@ -116,7 +116,7 @@ while os.read(ours, 4096): pass
 
 
 def test_a_closed_terminal_saves_and_stops(tmp_path: Path, cache: Path, place: Path) -> None:
-    """SIGHUP comes, and from then on every write to the terminal is an error."""
+    """SIGHUP arrives, and from then on every write to the terminal fails."""
     with subprocess.Popen([sys.executable, "-c", TERMINAL], stdout=subprocess.PIPE, text=True) as terminal:
         assert terminal.stdout is not None
         (place / "output0").symlink_to(terminal.stdout.readline().strip())
@@ -133,15 +133,15 @@ def test_a_closed_terminal_saves_and_stops(tmp_path: Path, cache: Path, place: P
     assert state.step == state.saved_step == complete_steps(folder)[-1] == 3
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path, cache: Path, place: Path) -> None:
+def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path, cache: Path, place: Path) -> None:
     folder = tmp_path / "run"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         flags = f"--data-cache-path {cache} --save {folder} --exit-interval 2"
         with started(flags, "hup:step=1,at=step.begin", place) as run:
             ended = run.wait(600)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert ended.statuses == (0,), ended.told()
+    assert ended.statuses == (0,), ended.report()
     state = current_state(folder)
     assert state is not None and (state.state, state.step) == ("stopped", 2)

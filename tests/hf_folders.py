@@ -1,4 +1,4 @@
-"""Folders of small models as transformers has them, made without it: random weights under the names of the table."""
+"""Folders of small models in transformers' format, written without the library, with random weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODELS = {"llama": LLAMA, "tied": TIED_LLAMA, "gpt2": GPT2}
 
 
 def settings_of(fields: dict[str, Any]) -> RunConfig:
-    """The run's settings that a config.json stands for."""
+    """The run's settings that a config.json represents."""
     theirs = HFConfig(fields)
     values = family_of_hf_config(fields).from_hf_config(theirs)
     assert theirs.problems == []
@@ -41,7 +41,7 @@ def settings_of(fields: dict[str, Any]) -> RunConfig:
 
 
 def random_weights(fields: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights of a model by their names; no two elements are alike, so that none can be mistaken for another."""
+    """Weights of a model by name. All elements differ, so that a permutation is detected."""
     config, generator = settings_of(fields), torch.Generator().manual_seed(1)
     rows = family_of_hf_config(fields).tensor_table(config.model, fields["vocab_size"], fields["vocab_size"])
     shapes = {name: shape for row in rows for name, shape in row.hf_shapes().items()}
@@ -51,7 +51,7 @@ def random_weights(fields: dict[str, Any], dtype: torch.dtype) -> dict[str, Tens
     }
 
 
-def write_their_folder(folder: Path, fields: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+def write_hf_folder(folder: Path, fields: dict[str, Any], weights: dict[str, Tensor]) -> Path:
     """A folder with config.json and one file of weights."""
     folder.mkdir()
     write_json(folder / "config.json", fields)
@@ -60,7 +60,7 @@ def write_their_folder(folder: Path, fields: dict[str, Any], weights: dict[str, 
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    """All weights of a folder, from however many files."""
+    """All weights of a folder, from any number of files."""
     weights: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         weights |= load_file(path)

@@ -1,4 +1,4 @@
-"""Files of transformers: read safely, written in shards, whole or not at all."""
+"""Files of transformers: read safely, written in shards, complete or not at all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_folders import same, weights_in
 from safetensors.torch import save_file
-from their_folders import same, weights_in
 from torch import Tensor
 
 from megafp8.checkpoint.convert.safetensors_files import (
@@ -96,13 +96,13 @@ def waits_for_a_writer(folder: Path) -> None:
         (waits_for_a_writer, "x.safetensors cannot be read as safetensors: .* a named pipe"),
     ],
 )
-def test_what_is_refused(make: Callable[[Path], object], text: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(make: Callable[[Path], object], text: str, tmp_path: Path) -> None:
     make(tmp_path)
     with pytest.raises(CheckpointError, match=text):
         SafetensorsFolder(tmp_path)
 
 
-def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_folder_appears_only_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "model"
     with pytest.raises(KeyError), publish_folder(path) as folder:
         (folder / "x").write_text("x")

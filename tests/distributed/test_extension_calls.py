@@ -1,4 +1,4 @@
-"""A run with a bad step, a rollback, saves, validations and a signal: everything happens in one known order."""
+"""A run with a bad step, a rollback, saves, validations and a signal: the order of all calls is fixed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ END = ["record event skipped", "record event stopped", "record event health", "c
 
 
 class Recorder(Extension):
-    """Notes when it is called. As the first of the list it is called first, and closed last."""
+    """Records its calls. As the first extension it is called first and closed last."""
 
     def __init__(self, calls: list[str]):
         self.calls = calls
@@ -86,7 +86,7 @@ class Recorder(Extension):
 
 
 def calls_of_run(folder: Path) -> list[str]:
-    """What happens in a run whose third step is bad, and which gets a signal in its fourth."""
+    """The calls of a run whose third step is bad, and which receives a signal in its fourth step."""
     calls: list[str] = []
     made = fault_injection.FaultPlan(fault_injection.read_plan(f"nan:step={BAD_STEP},at=step.loss"), dist.get_rank())
     run = build_run(small_config("llama", f"{FLAGS} --save {folder} --load {folder}"))
@@ -116,6 +116,6 @@ def calls_of_run(folder: Path) -> list[str]:
     return calls
 
 
-def test_the_order_of_calls(tmp_path: Path) -> None:
+def test_extension_call_order(tmp_path: Path) -> None:
     (calls,) = run_ranks(1, calls_of_run, tmp_path)
     assert calls == ["phase load", *START, *STEP_1, *STEP_2, *BAD, *STEP_4, *END]

@@ -1,10 +1,10 @@
-"""Spikes: an update is left out, or the run goes back to a checkpoint; resumed at any time, it decides alike."""
+"""Loss spikes: an update is skipped, or the run rolls back to a checkpoint. A resumed run decides the same."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from numbers_runs import LENGTH, run_loop
+from nonfinite_runs import LENGTH, run_loop
 from ranks import run_ranks
 from small_run import FP8, PLAIN, build_run, fingerprint, small_config, weights
 
@@ -25,24 +25,24 @@ BACK = f"--spike-policy rollback --spike-rollback-steps 2 --spike-skip-batches 4
 SPIKE_AT_7 = "scale:rank=1,step=7,factor=10000,times=9,at=step.gradients"
 
 
-def test_a_spike_is_left_out_and_a_resumed_run_decides_alike(tmp_path: Path) -> None:
+def test_a_spike_is_skipped_also_after_a_resume(tmp_path: Path) -> None:
     plan = "scale:rank=0,step=7,factor=9,at=step.loss"
-    straight = run_loop(tmp_path / "straight", plan, f"{PLAIN} {SKIP}")
-    history = straight.progress.history
+    unbroken = run_loop(tmp_path / "unbroken", plan, f"{PLAIN} {SKIP}")
+    history = unbroken.progress.history
     assert history.skipped == (SkippedSamples(48, 56, 7, SPIKE),)
     assert len(history.window) == 8 and history.num_in_row == 0
-    run = load_run(tmp_path / "straight")
+    run = load_run(tmp_path / "unbroken")
     assert [record.step for record in run.steps if record.is_skipped] == [7]
     assert run.steps[6].grad_norm is not None
     (detail,) = (event.detail for event in run.events if event.name == "step skipped")
     assert detail.startswith("loss ") and "of the last 6 updates (samples 48-55)" in detail
 
     run_loop(tmp_path / "parts", plan, f"{PLAIN} {SKIP} --exit-interval 5")
-    assert run_loop(tmp_path / "parts", plan, f"{PLAIN} {SKIP}") == straight, "in the middle of a window"
+    assert run_loop(tmp_path / "parts", plan, f"{PLAIN} {SKIP}") == unbroken, "in the middle of a window"
 
 
-def test_a_gradient_norm_is_looked_at_before_the_update(tmp_path: Path) -> None:
-    """Four ranks, each with a part of the optimizer's state: the weights after the step are those before it."""
+def test_gradient_norm_spikes_are_checked_before_the_update(tmp_path: Path) -> None:
+    """Four ranks, each with a shard of the optimizer state. The weights after the step equal those before it."""
     flags = f"--bf16 {FP8} {TENSOR} {OVERLAP} {SKIP}"
     before = run_loop(tmp_path, SPIKE_AT_7, f"{flags} --exit-interval 6", 4)
     after = run_loop(tmp_path, SPIKE_AT_7, f"{flags} --exit-interval 7", 4)
@@ -50,19 +50,19 @@ def test_a_gradient_norm_is_looked_at_before_the_update(tmp_path: Path) -> None:
     assert after.weights == before.weights
 
 
-def test_a_level_that_stays_is_no_spike(tmp_path: Path) -> None:
-    """It is one in every step, and after two the run stops."""
+def test_a_lasting_change_of_level_stops_the_run(tmp_path: Path) -> None:
+    """Every step is a spike, and after two the run stops."""
     plan = ";".join(f"scale:rank=0,step={step},factor=9,at=step.loss" for step in (7, 8, 9))
     text = run_loop(tmp_path, plan, f"{PLAIN} {SKIP}").error
     assert text.startswith("step 9: loss ") and "(samples 64-71)" in text
     assert "after 2 left out in a row" in text
 
 
-def weights_without_detour(folder: Path, flags: str, first: Progress, last_step: int) -> list[str]:
-    """Hash of each rank's weights after a checkpoint was loaded and steps were taken from somewhere else."""
+def weights_after_reload(folder: Path, flags: str, first: Progress, last_step: int) -> list[str]:
+    """Hash of each rank's weights after other steps, a load of a checkpoint and more steps."""
     config = small_config("llama", f"{LENGTH} --train-iters 12 --load {folder} {flags}", 2)
 
-    def go_on() -> str:
+    def continue_training() -> str:
         run = build_run(config)
         assert resume(run)[0].step == 4
         progress, end = first, last_step * run.global_batch_size
@@ -72,45 +72,45 @@ def weights_without_detour(folder: Path, flags: str, first: Progress, last_step:
             progress = progress_after_step(run, progress, result.bad_step, None)
         return fingerprint(weights(run))
 
-    return run_ranks(2, go_on)
+    return run_ranks(2, continue_training)
 
 
-def test_a_run_goes_back_and_past_the_batches(tmp_path: Path) -> None:
-    """From step 7 to the checkpoint of 4, since that of 6 is not two steps older, and on with the batch of step 9."""
+def test_rollback_skips_the_batches(tmp_path: Path) -> None:
+    """From step 7 to the checkpoint of step 4, since step 6 is too recent. It continues with step 9's batch."""
     flags = f"{DELAYED} {OVERLAP}"
     back = f"{flags} {BACK} --async-save"
-    straight = run_loop(tmp_path / "straight", SPIKE_AT_7, back)
-    progress = straight.progress
+    unbroken = run_loop(tmp_path / "unbroken", SPIKE_AT_7, back)
+    progress = unbroken.progress
     assert (progress.step, progress.consumed_samples) == (12, 96)
     assert progress.history.skipped == (SkippedSamples(32, 64, 7, ROLLBACK),)
     assert progress.history.num_rollbacks == 1
-    assert complete_steps(tmp_path / "straight") == [2, 4, 8, 10, 12], "8 is saved at once, and 6 is retired"
-    run = load_run(tmp_path / "straight")
+    assert complete_steps(tmp_path / "unbroken") == [2, 4, 8, 10, 12], "8 is saved immediately, and 6 is retired"
+    run = load_run(tmp_path / "unbroken")
     assert [record.step for record in run.steps] == [1, 2, 3, 4, 9, 10, 11, 12]
     assert [start.resumed_from_step for start in run.runs] == [None, 4]
     (detail,) = (event.detail for event in run.events if event.name == "rolled back")
     assert "iter_0000004, past 4 batches (samples 32-63), because of step 7: gradient norm " in detail
 
     run_loop(tmp_path / "parts", SPIKE_AT_7, f"{back} --exit-interval 4")
-    assert weights_without_detour(tmp_path / "parts", flags, Progress(8, 64), 12) == straight.weights
+    assert weights_after_reload(tmp_path / "parts", flags, Progress(8, 64), 12) == unbroken.weights
     run_loop(tmp_path / "parts", SPIKE_AT_7, f"{back} --exit-interval 9")
-    assert run_loop(tmp_path / "parts", SPIKE_AT_7, back) == straight, "stopped after it went back"
+    assert run_loop(tmp_path / "parts", SPIKE_AT_7, back) == unbroken, "stopped after it went back"
 
 
-def test_a_run_does_not_go_back_for_ever(tmp_path: Path) -> None:
-    """Numbers that are not finite are a spike, too; the second time is one too many."""
+def test_rollbacks_are_limited(tmp_path: Path) -> None:
+    """Non-finite values are also a spike. The second rollback exceeds the limit."""
     plan = "nan:rank=1,step=7,at=step.loss;nan:rank=0,step=11,at=step.loss"
     ended = run_loop(tmp_path, plan, f"{PLAIN} {BACK} --max-rollbacks 1")
     assert ended.error.startswith("step 11: loss or gradients are not finite")
     assert len([event for event in load_run(tmp_path).events if event.name == "rolled back"]) == 1
 
 
-def test_nowhere_to_go_back_to(tmp_path: Path) -> None:
+def test_rollback_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     ended = run_loop(tmp_path, "nan:rank=1,step=2,at=step.loss", f"{PLAIN} {BACK} --train-iters 12")
     assert "holds no complete checkpoint yet; lower --save-interval" in ended.error
 
 
-def test_the_end_of_the_run_is_not_passed(tmp_path: Path) -> None:
+def test_rollback_does_not_pass_the_end_of_the_run(tmp_path: Path) -> None:
     """At step 11 only eight of the 200 batches are left after the checkpoint of step 4."""
     flags = f"{PLAIN} {BACK} --spike-skip-batches 200 --spike-rollback-steps 6"
     progress = run_loop(tmp_path, "inf:rank=1,step=11,at=step.gradients", flags).progress

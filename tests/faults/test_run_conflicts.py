@@ -1,4 +1,4 @@
-"""One run a folder, and a run that only crashes comes to an end."""
+"""Two starts in one folder, and runs that crash repeatedly."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def test_a_second_run_is_refused_and_the_first_one_unharmed(tmp_path: Path, cach
     with run.started("stop:step=2,at=step.begin") as first:
         pids = [process.pid for process in first.processes]
         while any(read_proc_stat(pid)[0] != STOPPED_STATE for pid in pids):
-            assert not first.look(0.05), first.output(0)
+            assert not first.poll(0.05), first.output(0)
         before = {path: path.read_bytes() for path in run.folder.glob("*.json*")}
         second = run.start()
-        assert set(second.statuses) == {73}, second.told()
+        assert set(second.statuses) == {73}, second.report()
         refusal = f"RunFolderInUse: --save {run.folder} is in use: process {pids[0]} on "
         assert refusal in second.output[0] and second.output[1] == "", "one rank says so"
         assert {path: path.read_bytes() for path in before} == before
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         ended = first.wait(60)
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     assert not (run.folder / LOCK_FILE).exists()
 
 
@@ -47,27 +47,27 @@ def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path, cache: Path) -> 
     died = current_state(run.folder)
     assert died is not None and died.state == "died"
     ended = run.start()
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     assert "which is gone, is taken over" in ended.output[0]
     state = current_state(run.folder)
     assert state is not None and (state.starts, state.state) == (2, "done")
 
 
-def test_a_run_that_is_done_stays_done_when_another_start_of_it_is_refused(tmp_path: Path, cache: Path) -> None:
-    """Here for want of --load; or a comparison would drop it."""
+def test_a_finished_run_stays_done_after_a_refused_start(tmp_path: Path, cache: Path) -> None:
+    """Refused here because --load is missing. With a changed state, a comparison would exclude the run."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     command = f"{run.text(f'--save {run.folder}')} --train-iters 3 --num-workers 0"
     first = run_forked(1, command)
-    assert first.statuses == (0,), first.told()
+    assert first.statuses == (0,), first.report()
     before = {path: path.read_bytes() for path in run.folder.glob("*.json*")}
     second = run_forked(1, command)
-    assert second.statuses == (74,) and "holds a checkpoint of step 3" in second.output[0], second.told()
+    assert second.statuses == (74,) and "holds a checkpoint of step 3" in second.output[0], second.report()
     assert {path: path.read_bytes() for path in run.folder.glob("*.json*")} == before
     assert not is_unfinished(run.folder)
 
 
 def start_alone(run: FaultyRun, plan: str = "", flags: str = "") -> tuple[int, str]:
-    """Start it on one rank, as if nothing had struck before; status and output."""
+    """Start it on one rank without recorded faults; returns status and output."""
     shutil.rmtree(run.fired, ignore_errors=True)
     ended = run_forked(1, f"{run.text(None)} {flags}", plan, run.fired)
     return ended.statuses[0], ended.output[0]
@@ -89,8 +89,8 @@ def test_a_checkpoint_that_crashes_the_load_is_set_aside(tmp_path: Path, cache: 
     assert "iter_0000004: 2 starts crashed while they loaded it, now iter_0000004.corrupt" in note
 
 
-def test_a_run_that_only_crashes_stops(tmp_path: Path, cache: Path) -> None:
-    """With a status that no supervisor takes for an accident; by hand it can be started again."""
+def test_a_run_that_keeps_crashing_stops(tmp_path: Path, cache: Path) -> None:
+    """With a status that the supervisor does not retry. A user can start it again."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     assert start_alone(run, "raise:at=run.start", "--max-crashes 1")[0] == 70
     status, output = start_alone(run, "", "--max-crashes 1")

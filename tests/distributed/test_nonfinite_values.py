@@ -1,4 +1,4 @@
-"""A number that is not finite, on one rank: all ranks stop at the same step, and no weight has moved."""
+"""A non-finite number on one rank: all ranks stop at the same step, and no weight has changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Spoil = Callable[[Run], Run]
 
 
 class WithNorm(FusedAdamOptimizer):
-    """Gives the norm of reduced gradients as the one-pass optimizer does, whose kernels need a GPU."""
+    """Returns the norm of reduced gradients as the fused optimizer does, whose kernels need a GPU."""
 
     def __init__(self, run: Run):
         super().__init__(run.trainee.optimizer, torch.device("cpu"))
@@ -48,21 +48,21 @@ class WithNorm(FusedAdamOptimizer):
         return torch.stack([shard.float().square().sum().double() for shard in shards]).sum()
 
 
-def judged_by_norm(run: Run, spoil: Spoil) -> Run:
-    """From now on nothing is looked at before the gradients are reduced."""
+def checked_by_norm(run: Run, spoil: Spoil) -> Run:
+    """Disable the check of gradients before the reduction, from now on."""
     trainee = dataclasses.replace(run.trainee, optimizer=WithNorm(run))
     return spoil(dataclasses.replace(run, trainee=trainee, gradient_monitor=None))
 
 
 def spoil_gradient(run: Run, value: float) -> Run:
-    """From now on the gradient of this rank's first norm weight in its last layer is multiplied by `value`."""
+    """Multiply the gradient of the first norm weight in this rank's last layer by `value`, from now on."""
     layer = unwrap_model(run.trainee.chunks)[-1].decoder.layers[-1]
     layer.pre_mlp_layernorm.weight.register_hook(lambda gradient: gradient * value)
     return run
 
 
 def spoil_loss(run: Run, value: float) -> Run:
-    """From now on this rank's losses are multiplied by `value`."""
+    """Multiply this rank's losses by `value`, from now on."""
 
     def forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
         output, loss = run.forward_step(batches, model)
@@ -72,25 +72,25 @@ def spoil_loss(run: Run, value: float) -> Run:
 
 
 def spoil_attention(run: Run, value: float) -> Run:
-    """From now on this rank's gradient at the output of attention in its first layer is multiplied by `value`."""
+    """Multiply this rank's gradient at the output of attention in its first layer by `value`, from now on."""
     attention = unwrap_model(run.trainee.chunks)[0].decoder.layers[0].self_attention
     attention.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * value, *gradients[1:]))
     return run
 
 
-def unspoiled(run: Run) -> Run:
+def unchanged(run: Run) -> Run:
     return run
 
 
-def stop(config: RunConfig, spoil: Spoil, bad_rank: int, others: Spoil = unspoiled) -> tuple[str, bool]:
-    """The error's text on this rank, and whether its weights are as they were before the bad step."""
+def stop(config: RunConfig, spoil: Spoil, bad_rank: int, others: Spoil = unchanged) -> tuple[str, bool]:
+    """The error's text on this rank, and whether its weights equal those before the bad step."""
     run = build_run(config)
     train(run, BAD_STEP - 1)
     before = fingerprint(weights(run))
     run = (spoil if dist.get_rank() == bad_rank else others)(run)
     with pytest.raises(NumericsError) as caught:
         train(run, 1, BAD_STEP)
-    dist.barrier()  # nobody is left in a collective
+    dist.barrier()  # no rank is left in a collective
     return str(caught.value), fingerprint(weights(run)) == before
 
 
@@ -121,9 +121,9 @@ def test_bad_gradient(world_size: int, flags: str) -> None:
     assert "rank 0" not in texts[0] or world_size == 1, "only the rank that brought it up is named"
 
 
-def told_by_norm(flags: str, spoil: Spoil, bad_rank: int, world_size: int = 2, others: Spoil = unspoiled) -> str:
-    """What all ranks say of a bad step that only the norm of reduced gradients gives away."""
-    spoils = [partial(judged_by_norm, spoil=each) for each in (spoil, others)]
+def norm_report(flags: str, spoil: Spoil, bad_rank: int, world_size: int = 2, others: Spoil = unchanged) -> str:
+    """What all ranks report about a bad step that only the norm of reduced gradients reveals."""
+    spoils = [partial(checked_by_norm, spoil=each) for each in (spoil, others)]
     config = small_config("llama", f"{flags} {OVERLAP}", world_size)
     texts, are_untouched = zip(*run_ranks(world_size, stop, config, spoils[0], bad_rank, spoils[1]), strict=True)
     assert all(are_untouched)
@@ -142,26 +142,26 @@ def told_by_norm(flags: str, spoil: Spoil, bad_rank: int, world_size: int = 2, o
         pytest.param(3, "--bf16 --global-batch-size 6 --micro-batch-size 2", id="dp3-bf16"),
     ],
 )
-def test_bad_gradient_told_after_the_reduction(world_size: int, flags: str, bad_rank: int) -> None:
-    """Of a small tensor, which lies in one rank's shard, the bad rank's own or not."""
+def test_bad_gradient_is_named_after_the_reduction(world_size: int, flags: str, bad_rank: int) -> None:
+    """For a small tensor in the shard of one rank, which may be the bad rank or another."""
     bad_rank %= world_size
-    text = told_by_norm(flags, partial(spoil_gradient, value=float("nan")), bad_rank, world_size)
+    text = norm_report(flags, partial(spoil_gradient, value=float("nan")), bad_rank, world_size)
     assert f"  rank {bad_rank}: first bad tensor: gradient of " in text
     assert "pre_mlp_layernorm.weight" in text
     assert text.count("  rank ") == 1, "only the rank that brought it up is named"
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_the_first_of_many_is_told_after_the_reduction(bad_rank: int) -> None:
-    """One rank's gradients are bad from the output of attention downwards."""
-    text = told_by_norm(PLAIN, partial(spoil_attention, value=float("nan")), bad_rank)
+def test_first_of_many_bad_gradients_is_named_after_the_reduction(bad_rank: int) -> None:
+    """The gradients of one rank are bad from the output of attention downwards."""
+    text = norm_report(PLAIN, partial(spoil_attention, value=float("nan")), bad_rank)
     assert f"  rank {bad_rank}: first bad tensor: gradient of decoder.layers.0.self_attention.linear_proj" in text
     assert text.count("  rank ") == 1
 
 
-def test_two_bad_ranks_are_told_after_the_reduction() -> None:
+def test_two_bad_ranks_are_named_after_the_reduction() -> None:
     spoil = partial(spoil_attention, value=float("nan"))
-    text = told_by_norm(PLAIN, spoil, 0, others=spoil)
+    text = norm_report(PLAIN, spoil, 0, others=spoil)
     first = "gradient of decoder.layers.0.self_attention.linear_proj"
     assert all(f"  rank {rank}: first bad tensor: {first}" in text for rank in (0, 1)), text
 
@@ -177,30 +177,30 @@ def test_two_bad_ranks_are_told_after_the_reduction() -> None:
         pytest.param(4, PIPELINE, True, id="dp2-pp2"),
     ],
 )
-def test_gradients_are_looked_at_before_where_the_norm_does_not_tell_whose(
+def test_gradients_are_checked_before_the_reduction_where_the_norm_cannot_name_the_rank(
     world_size: int, flags: str, is_watched: bool
 ) -> None:
-    """Tensor-parallel ranks and stages add up gradients after the reduction, of norms and tied embeddings."""
+    """Tensor-parallel ranks and stages sum gradients of norms and tied embeddings after the reduction."""
     config = small_config("llama", f"{PLAIN} {OVERLAP} {flags}", world_size)
 
     def watched() -> bool:
-        run = judged_by_norm(build_run(config), unspoiled)
+        run = checked_by_norm(build_run(config), unchanged)
         return build_gradient_monitor(config, run.trainee, torch.device("cpu")) is not None
 
     assert run_ranks(world_size, watched) == [is_watched] * world_size
 
 
 def spoil_norm(run: Run) -> Run:
-    """From now on the norm of this rank's shards overflows, and none of their gradients' norms does."""
+    """Let the norm of this rank's shards overflow, from now on. None of their gradients' norms overflows."""
     run.trainee.optimizer.squared_norm = lambda: torch.tensor(float("inf"), dtype=torch.float64)
     return run
 
 
-def test_norms_that_overflow_are_told_after_the_reduction() -> None:
-    """Of one tensor, or of a whole shard only."""
-    text = told_by_norm(PLAIN, partial(spoil_gradient, value=1e25), 1)
+def test_overflowing_norms_are_named_after_the_reduction() -> None:
+    """For a single tensor, or only for the sum over a complete shard."""
+    text = norm_report(PLAIN, partial(spoil_gradient, value=1e25), 1)
     assert "  rank 1: first bad tensor: gradient of " in text and "  rank 0" not in text
-    text = told_by_norm(PLAIN, spoil_norm, 1)
+    text = norm_report(PLAIN, spoil_norm, 1)
     assert "  rank 1: first bad tensor: none by itself; " in text and "  rank 0" not in text
 
 
@@ -219,23 +219,23 @@ def test_bad_loss(world_size: int, flags: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("flags", [PLAIN, f"{PLAIN} {OVERLAP}"])
-def test_gradients_whose_norm_overflows(flags: str) -> None:
-    """Every element is finite, and clipping would still multiply all of them by zero."""
+def test_gradient_norm_overflow_stops_the_run(flags: str) -> None:
+    """Every element is finite, but clipping would multiply all of them by zero."""
     config = small_config("llama", flags, 2)
     answers = run_ranks(2, stop, config, partial(spoil_gradient, value=1e25), 1)
     assert all(is_untouched for _, is_untouched in answers)
     assert "  rank 1: first bad tensor: " in answers[0][0]
 
 
-def test_large_gradients_are_clipped_and_go_on() -> None:
+def test_large_gradients_are_clipped() -> None:
     def step() -> float:
         return train(spoil_gradient(build_run(small_config("llama", PLAIN)), 1e6), 1).grad_norms[0]
 
     assert run_ranks(1, step)[0] > 1e3
 
 
-def test_the_check_can_be_left_out() -> None:
-    """Then the step goes on, and its record says so."""
+def test_the_check_can_be_disabled() -> None:
+    """The step is then made, and its record reports the norm."""
     config = small_config("llama", f"{PLAIN} --no-check-for-nan-in-loss-and-grad")
 
     def step() -> tuple[float, float]:
@@ -249,8 +249,8 @@ def test_the_check_can_be_left_out() -> None:
     assert norm != norm
 
 
-def test_an_overflow_under_a_loss_scale_is_skipped_not_an_error() -> None:
-    """FP16 finds its scale by trying: the weights stay, the scale halves, training goes on."""
+def test_loss_scale_overflow_skips_the_step() -> None:
+    """FP16 finds its loss scale by trial: the weights stay, the scale is halved, training continues."""
     config = small_config("gpt2", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1")
 
     def step() -> tuple[bool, float, float]:
@@ -264,8 +264,8 @@ def test_an_overflow_under_a_loss_scale_is_skipped_not_an_error() -> None:
     assert run_ranks(1, step) == [(True, 2.0**32, 2.0**31)]
 
 
-def test_a_good_step_after_bad_ones_is_not_blamed() -> None:
-    """The note of bad numbers is of one step."""
+def test_nonfinite_record_is_cleared_after_each_step() -> None:
+    """The record of non-finite values covers one step only."""
 
     def steps() -> float:
         run = build_run(small_config("llama", PLAIN))

@@ -1,4 +1,4 @@
-"""What is shipped names no place outside it: no folder of one machine, no package registry, no loose end."""
+"""Shipped files name nothing outside the project: no folder of one machine, no package registry, no loose ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".sh", ".md", ".toml", ".txt", ".cfg", ".yaml", ".yml", ".jso
 
 RULES = {
     "a folder of one machine": re.compile(r"(?<![\w.<>$}])/(?:work|root|home|tmp|scratch|mnt)/\w"),
-    # Written so that this file does not name them either.
+    # Spelled so that this file does not name them either.
     "a package registry": re.compile(
         r"py[p]i\.org|python[h]osted|arti[f]actory|dev[p]i|nex[u]s3?\.|jf[r]og"
         r"|index-url[= ]+https?:|//(?:localhost|127\.)|https?://\S*/simple\b"
@@ -40,21 +40,21 @@ def broken_rules(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("rule", "line"), BROKEN)
-def test_each_rule_catches_what_it_is_against(rule: str, line: str) -> None:
+def test_each_rule_detects_its_example(rule: str, line: str) -> None:
     assert broken_rules(line) == [rule]
 
 
 @pytest.mark.parametrize("line", SOUND)
-def test_no_rule_is_against_sound_lines(line: str) -> None:
+def test_no_rule_rejects_valid_lines(line: str) -> None:
     assert broken_rules(line) == []
 
 
-def test_the_project_speaks_of_itself() -> None:
+def test_shipped_files_name_nothing_outside_the_project() -> None:
     found = []
     for path in shipped_files():
         name = path.relative_to(ROOT).as_posix()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            # Tests may make up a path as an argument that nothing opens.
+            # Tests may use an invented path as an argument that nothing opens.
             rules = [rule for rule in broken_rules(line) if not (name.startswith("tests/") and "folder" in rule)]
             found += [f"{name}:{number}: {rule}: {line.strip()}" for rule in rules]
     assert not found, "\n".join(found)

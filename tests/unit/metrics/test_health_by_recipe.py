@@ -1,4 +1,4 @@
-"""Healthy tensors have nothing to report under any recipe, and ill ones have: the bounds against measured figures."""
+"""Healthy tensors have no findings under any recipe, and unhealthy ones have: the bounds against measured figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = (256, 256)
 
 
 def tensors() -> dict[str, Tensor]:
-    """Healthy ones: normal, Laplace, heavy tails, rows and columns of other sizes, an outlier channel, activations."""
+    """Healthy: normal, Laplace, heavy tails, rows and columns of other sizes, outlier channel, activations."""
     torch.manual_seed(1)
     normal, octaves = torch.randn(SHAPE), torch.randn(SHAPE[0]) * 1.5
     outlier = torch.randn(SHAPE)
@@ -50,21 +50,21 @@ def tensors() -> dict[str, Tensor]:
 
 
 def is_weight_like(name: str) -> bool:
-    """Weights have neither an activation's zeros nor the sizes of rows that activations and gradients have."""
+    """Weights have neither an activation's zeros nor the row sizes of activations and gradients."""
     return name in ("normal", "laplace", "student-5", "student-3")
 
 
-def told_of(flags: str, values: Tensor, operands: tuple[Operand, ...]) -> list[str]:
-    """What is said after two looks."""
+def findings_of(flags: str, values: Tensor, operands: tuple[Operand, ...]) -> list[str]:
+    """The findings after two statistics steps."""
     config = parse(f"{TINY} {flags} --fp8-log-interval 1".split()).config
     recipe = build_recipe(config.precision)
     assert recipe is not None
     watch = HealthMonitor(config)
-    return [event.detail for step in (1, 2) for event in watch.update(look_at(recipe, values, operands, step))]
+    return [event.detail for step in (1, 2) for event in watch.update(statistics_of(recipe, values, operands, step))]
 
 
-def look_at(recipe: LinearRecipe, values: Tensor, operands: tuple[Operand, ...], step: int) -> QuantizationRecord:
-    """Each operand having these values."""
+def statistics_of(recipe: LinearRecipe, values: Tensor, operands: tuple[Operand, ...], step: int) -> QuantizationRecord:
+    """Statistics with these values for each operand."""
     entries = [each for operand in operands for each in tracked_tensors(LINEAR, operand, recipe, False)]
     table = StatisticsTable([each.row for each in entries], torch.device("cpu"))
     for each in entries:
@@ -80,33 +80,33 @@ def look_at(recipe: LinearRecipe, values: Tensor, operands: tuple[Operand, ...],
 
 @pytest.mark.parametrize("kind", tensors())
 @pytest.mark.parametrize("name", RECIPES)
-def test_healthy_tensors_have_nothing_to_report(name: str, kind: str) -> None:
+def test_healthy_tensors_have_no_findings(name: str, kind: str) -> None:
     operands = tuple(Operand) if is_weight_like(kind) else (Operand.INPUT, Operand.GRAD_OUTPUT)
-    assert told_of(RECIPES[name], tensors()[kind].bfloat16(), operands) == []
+    assert findings_of(RECIPES[name], tensors()[kind].bfloat16(), operands) == []
 
 
-def test_block_scales_of_four_bits_cut_off_a_known_share() -> None:
-    """What the bound leaves room for: every other block's largest value, by at most 1/17."""
+def test_four_bit_block_scales_saturate_a_known_fraction() -> None:
+    """The margin of the bound: every other block's largest value, by at most 1/17."""
     config = parse(f"{TINY} --fp4-format e2m1 --fp8-log-interval 1".split()).config
     recipe = build_recipe(config.precision)
     assert recipe is not None and recipe.rules[0][2].scale_rule is ScaleRule.TWO_LEVEL
-    look = look_at(recipe, tensors()["normal"].bfloat16(), (Operand.INPUT,), 1)
-    assert look.tensors[f"{LINEAR}.input.row"].saturated_fraction == pytest.approx(0.034, abs=0.004)
-    assert look.tensors[f"{LINEAR}.input.row"].underflow_fraction == pytest.approx(0.067, abs=0.005)
+    record = statistics_of(recipe, tensors()["normal"].bfloat16(), (Operand.INPUT,), 1)
+    assert record.tensors[f"{LINEAR}.input.row"].saturated_fraction == pytest.approx(0.034, abs=0.004)
+    assert record.tensors[f"{LINEAR}.input.row"].underflow_fraction == pytest.approx(0.067, abs=0.005)
 
 
-def test_blocks_whose_scales_vanish_are_told_of() -> None:
-    """One value 2^20 times as large as the others: under NVFP4 the scales of their blocks become zero."""
+def test_blocks_with_vanishing_scales_are_reported() -> None:
+    """One value 2^20 times as large as the others: under NVFP4 the scales of the other blocks become zero."""
     values = torch.randn(SHAPE)
     values[0, 0] = 2.0**20
-    told = told_of(RECIPES["nvfp4-plain"], values.bfloat16(), tuple(Operand))
+    told = findings_of(RECIPES["nvfp4-plain"], values.bfloat16(), tuple(Operand))
     assert [each.partition(":")[0] for each in told] == ["gradients underflow", "quantization noise"]
     assert all(f"--precision {LINEAR}" in each for each in told)
-    assert told_of(RECIPES["mxfp8"], values.bfloat16(), tuple(Operand)) == []
+    assert findings_of(RECIPES["mxfp8"], values.bfloat16(), tuple(Operand)) == []
 
 
-def test_a_tensor_that_one_scale_cannot_express_is_told_of() -> None:
-    """In FP8, too: values in so many octaves that E4M3 leaves most of them at zero."""
+def test_a_tensor_beyond_one_scale_is_reported() -> None:
+    """Also in FP8: values in so many octaves that E4M3 flushes most of them to zero."""
     values = torch.randn(SHAPE) * torch.randn(SHAPE).mul(8).exp2()
-    told = told_of(RECIPES["tensorwise-e4m3"], values.bfloat16(), tuple(Operand))
+    told = findings_of(RECIPES["tensorwise-e4m3"], values.bfloat16(), tuple(Operand))
     assert told and told[0].startswith("gradients underflow: ")

@@ -1,6 +1,6 @@
-"""No half checkpoint is ever found: all ranks are killed at each moment of a save, and what is left is whole.
+"""An incomplete checkpoint is never found: all ranks are killed at each point of a save, and the rest is complete.
 
-Steps are also saved a second time, over the first, by a run with other weights: at no moment is there a mixture.
+Steps are also saved a second time, over the first, by a run with other weights. The two are never mixed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megafp8.training import pretrain
 
 LAYOUT, SAVED = "dp2", 4
 SAVE_POINTS = [point for point in POINTS if point.startswith("save.") and point != "save.in_prune"]
-# From here on the new checkpoint has its name.
+# From here on the new checkpoint has its final name.
 NAMED = SAVE_POINTS[SAVE_POINTS.index("save.after_rename") :]
 SHORT = "--exit-interval 4 --eval-interval 100"
 
@@ -28,27 +28,27 @@ def until_4(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> FaultyRun:
     """A run that saved steps 2 and 4. Tests must not write to its folder."""
     run = FaultyRun(LAYOUT, tmp_path_factory.mktemp("until_4") / "run", cache)
     ended = run.start(flags=f"--save {run.folder} {SHORT}")
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     assert complete_steps(run.folder) == [2, SAVED]
     return run
 
 
 @pytest.fixture
 def copied(until_4: FaultyRun, tmp_path: Path) -> FaultyRun:
-    """A copy, to do with as one likes."""
+    """A copy that a test may change."""
     shutil.copytree(until_4.folder, tmp_path / "run")
     return FaultyRun(LAYOUT, tmp_path / "run", until_4.cache)
 
 
 def kill_all_at(point: str, step: int) -> str:
-    """Rank 0 alone comes by some of the points: then it takes the others with it."""
+    """Rank 0 alone passes some of the points. It then kills the others too."""
     return f"kill:at={point},step={step}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [point for point in SAVE_POINTS if point != "save.between_renames"])
-def test_a_killed_save_leaves_the_one_before(point: str, copied: FaultyRun) -> None:
-    """The next start goes on from step 4, or from step 6 once that has its name."""
+def test_a_killed_save_keeps_the_previous_checkpoint(point: str, copied: FaultyRun) -> None:
+    """The next start resumes from step 4, or from step 6 once that has its final name."""
     assert_died(copied.start(kill_all_at(point, 6)))
     newest = 6 if point in NAMED else SAVED
     assert copied.newest == newest
@@ -59,10 +59,10 @@ def test_a_killed_save_leaves_the_one_before(point: str, copied: FaultyRun) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", SAVE_POINTS)
-def test_saving_a_step_again_never_mixes(
+def test_overwriting_a_step_never_mixes_checkpoints(
     point: str, until_4: FaultyRun, copied: FaultyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run from the start, of another seed, that overwrites step 2. By itself no run does: it is refused."""
+    """A run from the start with another seed overwrites step 2. The test disables the check that refuses it."""
     monkeypatch.setattr(pretrain, "check_no_newer_checkpoint", lambda run, step: None)
     before = until_4.fingerprint(2)
     ended = copied.start(kill_all_at(point, 2), flags=f"--save {copied.folder} {SHORT} --seed 4321")

@@ -1,4 +1,4 @@
-"""A checkpoint of emulated layers on a CPU goes on with Transformer Engine on a GPU, and back on the CPU."""
+"""A checkpoint of emulated layers on a CPU resumes with Transformer Engine on a GPU, and then again on the CPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
 
 TO_GPU, TO_CPU, LAST = 4, 6, 8
 RUN = f"{SIZES} --bf16 --train-iters {LAST} --save-interval 2 --eval-iters 0 --log-interval 1"
-# Relative, of any loss after the change. Both multiply the same codes; their sums drop other bits, a step's weights are
-# rounded from there, and some codes with them (tests/tolerances.py: 5e-4 between two layouts of one engine, root mean
-# square). Without the optimizer's state losses are 4% to 9% off (with --no-load-optim, on a CPU).
+# Relative, of any loss after the change. Both multiply the same codes; their sums drop other bits, which changes the
+# rounding of a step's weights, and some codes with them (tests/tolerances.py: 5e-4 between two layouts of one engine,
+# root mean square). Without the optimizer's state losses are 4% to 9% off (with --no-load-optim, on a CPU).
 TOLERANCE = {"bf16": 2e-3, "tensorwise": 5e-3, "delayed": 1e-2}
 
 
@@ -30,7 +30,7 @@ def losses(folder: Path, name: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """On the CPU all the way; on the GPU from the middle; and back on the CPU for the end."""
+    """All steps on the CPU; the last steps on the GPU; and the end on the CPU again."""
     folder = tmp_path_factory.mktemp("travels")
 
     def launch(place: str, recipe: str, since: str = "", step: int = 0) -> Launch:
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("recipe", TOLERANCE)
 @pytest.mark.parametrize(("place", "step"), [("gpu", TO_GPU), ("back", TO_CPU)])
-def test_losses_go_on(folder: Path, recipe: str, place: str, step: int) -> None:
+def test_losses_continue_across_devices(folder: Path, recipe: str, place: str, step: int) -> None:
     stayed, went = losses(folder, f"cpu {recipe}")[step:], losses(folder, f"{place} {recipe}")
     gaps = [abs(a - b) / b for a, b in zip(went, stayed, strict=True)]
     print(f"\n{recipe}, {place} since step {step}: largest gap {max(gaps):.2e}")

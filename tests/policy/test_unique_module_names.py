@@ -1,4 +1,4 @@
-"""No two test modules have one name: pytest imports them by it, and would stop at the second."""
+"""Test modules have unique names: pytest imports them by name and stops at a duplicate."""
 
 from __future__ import annotations
 

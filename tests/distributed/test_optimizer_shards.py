@@ -1,4 +1,4 @@
-"""The distributed optimizer's state, saved and loaded in parts, is the one that megatron-core gathers and scatters."""
+"""Saving and loading the distributed optimizer's state in shards equals megatron-core's gather and scatter."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megafp8.checkpoint.state_dict import (
 )
 from megafp8.training.run import Run
 
-# With one bucket: from several, megatron-core takes a parameter from where its padding would put it.
+# With one bucket. With several, megatron-core reads a parameter from the place of its padding.
 ONE_BUCKET = f"{PLAIN} --use-distributed-optimizer"
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 
 
 def own_state(run: Run) -> list[torch.Tensor]:
-    """Copies of the master weights and moments that this rank has."""
+    """Copies of this rank's master weights and moments."""
     (part,) = chained_optimizers(run.trainee.optimizer)
     found = []
     for parameter in part.model_param_gbuf_map:
@@ -40,7 +40,7 @@ def own_state(run: Run) -> list[torch.Tensor]:
 
 
 def forget(run: Run) -> None:
-    """Set master weights and moments to what no checkpoint holds."""
+    """Set master weights and moments to values that no checkpoint has."""
     (part,) = chained_optimizers(run.trainee.optimizer)
     for parameter in part.model_param_gbuf_map:
         tensors = part._get_main_param_and_optimizer_states(parameter)
@@ -49,14 +49,14 @@ def forget(run: Run) -> None:
 
 
 def core_state(run: Run, is_loading: bool) -> dict[str, Any]:
-    """Weights and optimizer as megatron-core shards them."""
+    """Weights and optimizer state as megatron-core shards them."""
     model = model_state(run.trainee.chunks)
     options = {"is_loading": is_loading, "metadata": sharding_metadata()}
     return model | {"optimizer": run.trainee.optimizer.sharded_state_dict(model, **options)}
 
 
 @pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2"], ids=["dp4", "dp2-tp2"])
-def test_megatron_core_reads_what_is_saved_in_parts(layout: str, tmp_path: Path) -> None:
+def test_megatron_core_reads_sharded_optimizer_state(layout: str, tmp_path: Path) -> None:
     config = small_config("llama", f"{ONE_BUCKET} --micro-batch-size 2 {layout}", 4)
 
     def save_and_read() -> int:
@@ -74,7 +74,7 @@ def test_megatron_core_reads_what_is_saved_in_parts(layout: str, tmp_path: Path)
     assert min(run_ranks(4, save_and_read)) > 0
 
 
-def test_what_megatron_core_saved_is_read_in_parts(tmp_path: Path) -> None:
+def test_optimizer_state_saved_by_megatron_core_is_read(tmp_path: Path) -> None:
     config = small_config("llama", ONE_BUCKET, 2)
 
     def save_and_read() -> int:
@@ -95,8 +95,8 @@ def test_what_megatron_core_saved_is_read_in_parts(tmp_path: Path) -> None:
     assert min(run_ranks(2, save_and_read)) > 0
 
 
-def test_moments_are_saved_without_their_scales(tmp_path: Path) -> None:
-    """As Transformer Engine's Adam has them in FP8 and FP16; megatron-core gives them as stored beside FP8 weights."""
+def test_low_precision_moments_are_saved_in_fp32(tmp_path: Path) -> None:
+    """Transformer Engine's Adam stores FP8 and FP16. Beside FP8 weights megatron-core returns the stored form."""
     config = small_config("llama", ONE_BUCKET, 2)
     scale = 4.0
 
@@ -126,11 +126,11 @@ def test_moments_are_saved_without_their_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", ["--bf16 --use-distributed-optimizer", "--bf16", ""])
-def test_a_run_can_save_before_its_first_step(flags: str, tmp_path: Path) -> None:
-    """A run that is stopped while it takes its first step; the one that goes on from there is the one that was not."""
+def test_checkpoint_before_the_first_step(flags: str, tmp_path: Path) -> None:
+    """A run that is stopped during its first step. The run that resumes from there equals the unbroken run."""
     config = small_config("llama", f"--transformer-impl local {flags}", 2)
 
-    def straight() -> list[float]:
+    def unbroken() -> list[float]:
         return train(build_run(config), 2).losses
 
     def save() -> list[float]:
@@ -146,6 +146,6 @@ def test_a_run_can_save_before_its_first_step(flags: str, tmp_path: Path) -> Non
         assert load_checkpoint(choose_checkpoint(tmp_path).path, config, run.trainee).progress == Progress(0, 0)
         return train(run, 2).losses
 
-    whole = run_ranks(2, straight)
+    whole = run_ranks(2, unbroken)
     assert run_ranks(2, save) == whole
     assert run_ranks(2, load) == whole

@@ -1,4 +1,4 @@
-"""Runs go on: over damaged checkpoints, failed saves and what killed ones left; and back, when they are asked to."""
+"""Runs survive damaged checkpoints, failed saves and leftovers of killed runs, and go back when requested."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar -
 
 
 def run_loop(folder: Path, flags: str = "", world_size: int = 1) -> tuple[Progress, str]:
-    """One start of a run, on every rank; how far it came, and rank 0's weights."""
+    """One start of a run on every rank: its last step, and rank 0's weights."""
     config = small_config("llama", f"{LENGTH} {PLAIN} --save {folder} --load {folder} {flags}", world_size)
 
     def start() -> tuple[Progress, str]:
@@ -37,18 +37,18 @@ def run_loop(folder: Path, flags: str = "", world_size: int = 1) -> tuple[Progre
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of two ranks that saved steps 2, 4 and 6, and its weights. Tests must not write to it."""
-    folder = tmp_path_factory.mktemp("straight")
+    folder = tmp_path_factory.mktemp("unbroken")
     progress, digest = run_loop(folder, world_size=2)
     assert progress.step == 6
     return folder, digest
 
 
 @pytest.fixture
-def folder(straight: tuple[Path, str], tmp_path: Path) -> Path:
-    """A copy of its folder, to do with as one likes."""
-    return Path(shutil.copytree(straight[0], tmp_path / "run"))
+def folder(unbroken: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy of its folder that a test may change."""
+    return Path(shutil.copytree(unbroken[0], tmp_path / "run"))
 
 
 def flip(path: Path) -> None:
@@ -62,12 +62,12 @@ def details(folder: Path, name: str) -> list[str]:
     return [event.detail for event in load_run(folder).events if event.name == name]
 
 
-def test_the_newest_whole_one_is_used(folder: Path, straight: tuple[Path, str]) -> None:
-    """Damage of two kinds; what was found is named and kept, and the run ends where it would have without it."""
+def test_the_newest_complete_checkpoint_is_used(folder: Path, unbroken: tuple[Path, str]) -> None:
+    """Two kinds of damage. The findings are named and kept, and the run ends as it would without damage."""
     flip(next((folder / "iter_0000006").glob("__1_*.distcp")))
     (folder / "iter_0000004" / MANIFEST).unlink()
     (folder / POINTER).write_text("9999\n")
-    assert run_loop(folder, world_size=2) == (Progress(6, 48), straight[1])
+    assert run_loop(folder, world_size=2) == (Progress(6, 48), unbroken[1])
     assert complete_steps(folder) == [2, 4, 6]
     assert {"iter_0000006.corrupt", "iter_0000004.corrupt"} <= {path.name for path in folder.iterdir()}
     notes = " ".join(details(folder, "checkpoint"))
@@ -76,7 +76,7 @@ def test_the_newest_whole_one_is_used(folder: Path, straight: tuple[Path, str]) 
     assert "loaded" in notes and "iter_0000002" in notes
 
 
-def test_with_sizes_only_a_flipped_bit_is_not_looked_for(folder: Path) -> None:
+def test_size_verification_does_not_detect_a_flipped_bit(folder: Path) -> None:
     flip(next((folder / "iter_0000006").glob("__1_*.distcp")))
     choose = lambda with_hashes: choose_checkpoint(folder, with_hashes=with_hashes)  # noqa: E731
     assert run_ranks(2, choose, False)[1].step == 6
@@ -87,7 +87,7 @@ def test_with_sizes_only_a_flipped_bit_is_not_looked_for(folder: Path) -> None:
 
 
 def refusal(folder: Path, step: int | None = None) -> str:
-    """What every rank says of a folder's checkpoints."""
+    """What every rank reports about a folder's checkpoints."""
 
     def choose() -> str:
         with pytest.raises(CheckpointError) as caught:
@@ -99,7 +99,7 @@ def refusal(folder: Path, step: int | None = None) -> str:
     return first
 
 
-def test_a_run_never_starts_anew_over_damaged_checkpoints(folder: Path) -> None:
+def test_a_run_never_restarts_over_damaged_checkpoints(folder: Path) -> None:
     for step in (2, 4, 6):
         (folder / f"iter_{step:07d}" / "common.pt").unlink()
     text = refusal(folder)
@@ -108,37 +108,37 @@ def test_a_run_never_starts_anew_over_damaged_checkpoints(folder: Path) -> None:
     assert list_steps(folder) == [2, 4, 6], "and nothing is renamed"
 
 
-def test_a_damaged_step_that_was_asked_for_is_refused(folder: Path) -> None:
+def test_a_requested_damaged_step_is_refused(folder: Path) -> None:
     flip(folder / "iter_0000004" / ".metadata")
     assert "holds no complete checkpoint of step 4" in refusal(folder, 4)
     assert "--ckpt-step 3" in refusal(folder, 3)
 
 
-def test_going_back_retires_what_is_newer(folder: Path, straight: tuple[Path, str]) -> None:
-    """Else the next start would go on from the run that was left behind."""
+def test_going_back_retires_newer_checkpoints(folder: Path, unbroken: tuple[Path, str]) -> None:
+    """Otherwise the next start would resume from the abandoned run."""
     assert run_loop(folder, "--ckpt-step 2 --exit-interval 3", world_size=2)[0] == Progress(3, 24)
     assert complete_steps(folder) == [2, 3]
     assert {"iter_0000004.retired", "iter_0000006.retired"} <= {path.name for path in folder.iterdir()}
-    assert run_loop(folder, world_size=2) == (Progress(6, 48), straight[1])
+    assert run_loop(folder, world_size=2) == (Progress(6, 48), unbroken[1])
 
 
-def test_the_newest_n_are_kept(tmp_path: Path) -> None:
+def test_the_newest_n_checkpoints_are_kept(tmp_path: Path) -> None:
     run_loop(tmp_path, "--ckpt-keep 2")
     assert complete_steps(tmp_path) == [4, 6]
 
 
-def test_the_newest_of_two_kinds_is_used(straight: tuple[Path, str], tmp_path: Path) -> None:
-    """Frequent checkpoints, of which the newest stays, beside those that are kept."""
+def test_the_newest_of_temporary_and_permanent_checkpoints_is_used(unbroken: tuple[Path, str], tmp_path: Path) -> None:
+    """Frequent checkpoints, of which only the newest is kept, beside permanent ones."""
     run, fast = tmp_path / "run", tmp_path / "fast"
     flags = f"--save-interval 4 --non-persistent-save-interval 1 --non-persistent-global-ckpt-dir {fast} --async-save"
-    assert run_loop(run, flags, world_size=2) == (Progress(6, 48), straight[1])
+    assert run_loop(run, flags, world_size=2) == (Progress(6, 48), unbroken[1])
     assert (complete_steps(run), complete_steps(fast)) == ([4, 6], [5])
     shutil.rmtree(run / "iter_0000006")
-    assert run_loop(run, flags, world_size=2) == (Progress(6, 48), straight[1])
+    assert run_loop(run, flags, world_size=2) == (Progress(6, 48), unbroken[1])
     assert any("loaded" in note and "fast/iter_0000005" in note for note in details(run, "checkpoint"))
     shutil.rmtree(run / "iter_0000006")
     flip(next((fast / "iter_0000005").glob("__1_*.distcp")))
-    assert run_loop(run, flags, world_size=2) == (Progress(6, 48), straight[1])
+    assert run_loop(run, flags, world_size=2) == (Progress(6, 48), unbroken[1])
     assert any("loaded" in note and "run/iter_0000004" in note for note in details(run, "checkpoint"))
     assert (fast / "iter_0000005.corrupt").exists()
     assert complete_steps(fast) == [5], "written again"
@@ -147,7 +147,7 @@ def test_the_newest_of_two_kinds_is_used(straight: tuple[Path, str], tmp_path: P
 
 
 @pytest.mark.parametrize("flags", [PLAIN, "--bf16", f"{PLAIN} --no-save-optim", "--bf16 --use-distributed-optimizer"])
-def test_what_a_checkpoint_takes_is_known_before(flags: str, tmp_path: Path) -> None:
+def test_checkpoint_size_is_known_in_advance(flags: str, tmp_path: Path) -> None:
     config = small_config("llama", f"--transformer-impl local {flags} --save {tmp_path}")
 
     def save() -> tuple[int, int]:
@@ -159,7 +159,7 @@ def test_what_a_checkpoint_takes_is_known_before(flags: str, tmp_path: Path) -> 
     assert 0.8 * found < least < found
 
 
-def test_a_start_sweeps_what_was_cut_off(folder: Path) -> None:
+def test_a_start_removes_incomplete_checkpoints(folder: Path) -> None:
     (folder / "iter_0000006").rename(folder / "iter_0000006.replaced")
     (folder / "iter_0000008.unfinished").mkdir()
     assert run_loop(folder, world_size=2)[0].step == 6
@@ -167,17 +167,17 @@ def test_a_start_sweeps_what_was_cut_off(folder: Path) -> None:
     assert complete_steps(folder) == [2, 4, 6] and not {name for name in names if name.endswith(("ed", "corrupt"))}
 
 
-def test_training_goes_on_without_a_checkpoint(tmp_path: Path, straight: tuple[Path, str], capfd) -> None:
-    """A save that fails is recorded and told of; the run's end, and the other checkpoints, are as if it had worked."""
+def test_training_continues_after_a_failed_save(tmp_path: Path, unbroken: tuple[Path, str], capfd) -> None:
+    """A failed save is recorded and reported. The end of the run and the other checkpoints are unchanged."""
     (tmp_path / "iter_0000004.unfinished").write_text("a file in the way, which cannot be swept as a folder is")
-    assert run_loop(tmp_path, world_size=2) == (Progress(6, 48), straight[1])
+    assert run_loop(tmp_path, world_size=2) == (Progress(6, 48), unbroken[1])
     assert complete_steps(tmp_path) == [2, 6]
     (detail,) = details(tmp_path, "checkpoint failed")
     assert f"step 4 cannot be saved to {tmp_path}: rank 0: FileExistsError" in detail
     assert capfd.readouterr().err.count(f"megafp8: {detail}; training continues without it") == 1
 
 
-def test_a_run_whose_last_save_fails_has_failed(tmp_path: Path) -> None:
+def test_a_run_with_a_failed_last_save_fails(tmp_path: Path) -> None:
     (tmp_path / "iter_0000006.unfinished").write_text("in the way")
     with pytest.raises(AssertionError, match="step 6 cannot be saved") as caught:
         run_loop(tmp_path)
@@ -185,8 +185,8 @@ def test_a_run_whose_last_save_fails_has_failed(tmp_path: Path) -> None:
     assert complete_steps(tmp_path) == [2, 4]
 
 
-def test_a_disk_that_fails_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
-    """Files of rank 1 may not grow beyond 100 kB. Nothing half is left, and the next save works."""
+def test_a_disk_failure_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    """Files of rank 1 are limited to 100 kB. No partial file is left, and the next save succeeds."""
     config = small_config("llama", f"{PLAIN} --tensor-model-parallel-size 2", 2)
 
     def save() -> str:
