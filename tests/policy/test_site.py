@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_project_speaks_of_itself import FOLDERS
+from test_external_references import FOLDERS
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_mkdocs = pytest.mark.skipif(find_spec("material") is None, reason="mkdocs-material is not installed: '.[docs]'")
