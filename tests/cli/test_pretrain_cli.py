@@ -167,7 +167,7 @@ def test_problems_of_every_kind_are_told_at_once(capsys, monkeypatch) -> None:
         "--transformer-impl local --attention-backend fused",
     )
     for part in (
-        "'stray' belongs to no flag", "did you mean --eval-interval?", "--lr: a value is missing",
+        "'stray' does not belong to any flag", "did you mean --eval-interval?", "--lr: a value is missing",
         "--swiglu: does not take 'yes'", "--fp4-param-gather: ", "'ten' is not a whole number",
         "2 x 2 x 1 = 4 (6 / 4 = 1.5): start 8 ranks", "--num-layers 5 does not divide", "--hidden-size 100 is not",
         "--num-attention-heads 3 does not divide", "--train-iters", "/nowhere/shard.bin", "--save /dev/null/run: ",

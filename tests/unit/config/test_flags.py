@@ -107,7 +107,7 @@ def test_all_problems_come_at_once():
         "/nowhere.json",
     )
     expected = [
-        "'stray' belongs to no flag",
+        "'stray' does not belong to any flag",
         "unknown flag --hiden-size; did you mean --hidden-size?",
         "--lr: a value is missing",
         "--min-lr: 'abc' is not a number",
@@ -118,7 +118,7 @@ def test_all_problems_come_at_once():
         "--hidden-size: does not take '2'",
         "--num-experts: dense models only",
         "--config /nowhere.json: cannot be read",
-        "--model-preset huge: no such preset",
+        "--model-preset huge: unknown preset",
         "--world-size 0",
     ]
     assert len(found) == len(expected), found

@@ -120,11 +120,11 @@ def test_null_tokenizer_does_not_change_the_vocabulary(planned):
 def test_the_text_has_every_section(planned):
     text = plan_text(planned, 3)
     for part in (
-        "legal layouts", "memory of layout 1", "a step of layout 1", "layout 1 sends", "the same batch on more GPUs",
-        "assumptions", "HBM 4.80 TB/s", "flags of layout 1", "--micro-batch-size",
+        "legal layouts", "memory of layout 1", "step time of layout 1", "communication of layout 1",
+        "the same batch on more GPUs", "assumptions", "HBM 4.80 TB/s", "flags of layout 1", "--micro-batch-size",
     ):  # fmt: skip
         assert part in text
-    assert "below 50% of the best speed a GPU at 4,096 GPUs" in text
+    assert "speed per GPU falls below 50% of the best at 4,096 GPUs" in text
 
 
 def test_flags_of_a_layout_are_read_back_as_it(planned):
@@ -140,7 +140,7 @@ def test_a_prime_number_of_gpus_is_compared_with_others():
     plan = invoked(f"--model-preset llama3-8b --bf16 {few}", gpus=13, scaling=(8, 13, 4096))
     assert all(plan.scaling.values())
     text = plan_text(plan, 1)
-    assert "about the same batch on more GPUs" in text and "best speed a GPU at 4,096 GPUs" in text
+    assert "about the same batch on more GPUs" in text and "of the best at 4,096 GPUs" in text
 
 
 def test_limits_are_where_the_speed_falls(planned):

@@ -85,5 +85,5 @@ def test_recipes_are_not_ranked_where_another_machines_host_decides() -> None:
 def test_assumptions_name_the_constant_of_the_gpu() -> None:
     of_blackwell = plan_text(planned("--bf16", gpu="b200", gpus=1), 1)
     of_hopper = plan_text(planned("--bf16", gpu="h200", gpus=1), 1)
-    assert "0.615 (MXFP8, NVFP4, blockwise: fitted to published speeds)" in of_blackwell
-    assert "0.566 (blockwise);" in of_hopper and "published" not in of_hopper
+    assert "0.615 (recipes with block scales: fitted to published speeds)" in of_blackwell
+    assert "0.566 (recipes with block scales);" in of_hopper and "published" not in of_hopper
