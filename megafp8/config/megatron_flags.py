@@ -197,7 +197,7 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--fp4-quantizer-factory", "quantizers are chosen by --fp4-recipe"),
     ("--fp4-param-gather", "weights are gathered in high precision and quantized after; remove it"),
     ("--te-precision-config-file", "another format than ours: give --precision-map FILE (docs/precision.md)"),
-    ("--reuse-grad-buf-for-mxfp8-param-ag", "MXFP8 weights are not gathered in FP8 yet; remove it"),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "gathering weights in this format is not supported yet; remove it"),
     (
         "--fp8-multi-head-attention",
         "queries and keys are rotated in BF16 between the linear and attention; give --fp8-dot-product-attention",

@@ -132,7 +132,7 @@ def assumptions_text(plan: Plan) -> str:
     ]
     if any(layout.cuda_graph_bytes for layout in plan.search.layouts):
         lines.append(
-            "a CUDA graph keeps the memory of its capture; in addition, a statistics step (--fp8-log-interval) "
+            "a CUDA graph keeps the memory of its capture; in addition to it, a statistics step (--fp8-log-interval) "
             "allocates activations and logits of a step, and a validation (--eval-iters) logits and one layer: "
             "estimated, not measured"
         )

@@ -276,7 +276,7 @@ def test_a_choice_of_an_earlier_version_is_known(tmp_path: Path) -> None:
 def test_a_choice_beyond_another_limit_is_made_again(tmp_path: Path) -> None:
     run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2"))
     told, asked = run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 3"))[0][1:]
-    assert not asked and "found below 2.00 GiB, and also below --micro-batch-size-memory-limit 3" in told
+    assert not asked and "found within 2.00 GiB, and below --micro-batch-size-memory-limit 3" in told
     assert run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 1.5"))[0][2]
 
 
@@ -296,10 +296,11 @@ def test_a_choice_of_another_machine_is_kept_and_said(tmp_path: Path) -> None:
     size, told, asked = run_ranks(1, choose, config)[0]
     assert (size, asked) == (2, [])
     assert (
-        "found on NVIDIA H100 with 80.00 GiB, here is" in told and "kept, so that the run continues as it was" in told
+        "found on NVIDIA H100 with 80.00 GiB, this machine is" in told
+        and "kept, so that the run continues unchanged" in told
     )
     path.write_text('{"micro_batch_size": 2}')
-    with pytest.raises(DataError, match="is damaged .* delete it to try sizes again"):
+    with pytest.raises(DataError, match="is damaged .* delete it to repeat the search"):
         read_choice(path)
     with pytest.raises(AssertionError) as failed:
         run_ranks(1, choose, config)

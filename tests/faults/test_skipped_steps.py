@@ -158,7 +158,7 @@ def test_every_skip_is_recorded_and_in_the_checkpoint(tmp_path: Path) -> None:
     assert "rank 0: loss is not finite; first bad tensor: none; weights and gradients are finite; " in details[3]
     assert details[3].endswith("samples 16-19")
     (summary,) = (event.detail for event in run.events if event.name == "skipped" and event.step == 6)
-    assert summary == "24 samples changed no weight (24 not finite): 8-15, 16-23, 32-39"
+    assert summary == "24 samples were consumed without an update (24 not finite): 8-15, 16-23, 32-39"
     assert read_contents(checkpoint_path(tmp_path, 6)).history == finished.history
 
 

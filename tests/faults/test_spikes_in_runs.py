@@ -55,7 +55,7 @@ def test_a_level_that_stays_is_no_spike(tmp_path: Path) -> None:
     plan = ";".join(f"scale:rank=0,step={step},factor=9,at=step.loss" for step in (7, 8, 9))
     text = run_loop(tmp_path, plan, f"{PLAIN} {SKIP}").error
     assert text.startswith("step 9: loss ") and "(samples 64-71)" in text
-    assert "after 2 left out in a row" in text
+    assert "after 2 consecutive skipped updates" in text
 
 
 def weights_without_detour(folder: Path, flags: str, first: Progress, last_step: int) -> list[str]:
@@ -107,7 +107,7 @@ def test_a_run_does_not_go_back_for_ever(tmp_path: Path) -> None:
 
 def test_nowhere_to_go_back_to(tmp_path: Path) -> None:
     ended = run_loop(tmp_path, "nan:rank=1,step=2,at=step.loss", f"{PLAIN} {BACK} --train-iters 12")
-    assert "holds no complete checkpoint yet; lower --save-interval" in ended.error
+    assert "has no complete checkpoint yet; lower --save-interval" in ended.error
 
 
 def test_the_end_of_the_run_is_not_passed(tmp_path: Path) -> None:

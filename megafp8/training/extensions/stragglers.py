@@ -106,7 +106,7 @@ def slow_ranks(times: torch.Tensor) -> list[str]:
         if own_ms > SLOW_FACTOR * usual_ms > 0:
             ratio = own_ms / usual_ms
             found.append(
-                f"rank {rank} takes {own_ms:.0f} ms a step until its gradients are ready, {ratio:.1f} times the median "
-                f"of {usual_ms:.0f} ms"
+                f"rank {rank} needs {own_ms:.0f} ms per step until its gradients are ready, {ratio:.1f} times the "
+                f"median of {usual_ms:.0f} ms"
             )
     return found

@@ -78,7 +78,7 @@ def test_sizes_tell(change, text: str, whole: Path) -> None:
 def test_a_link_is_no_file(whole: Path) -> None:
     (whole / "__1_0.distcp").rename(whole.parent / "elsewhere")
     (whole / "__1_0.distcp").symlink_to(whole.parent / "elsewhere")
-    assert find_damage(whole) == ["__1_0.distcp is not a plain file"]
+    assert find_damage(whole) == ["__1_0.distcp is not a regular file"]
 
 
 def test_only_the_hash_sees_files_that_changed_places(whole: Path) -> None:

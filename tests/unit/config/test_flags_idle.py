@@ -30,5 +30,5 @@ def test_parts_of_the_overlap_need_it(part: str) -> None:
 def test_gradients_that_the_optimizer_reads_are_those_that_are_reduced() -> None:
     state = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16"
     (text,) = problems(state)
-    assert text.startswith("--main-grads-dtype bf16: ") and "give --grad-reduce-in-bf16 too" in text
+    assert text.startswith("--main-grads-dtype bf16: ") and "also give --grad-reduce-in-bf16" in text
     assert problems(f"{state} --grad-reduce-in-bf16") == []

@@ -74,7 +74,7 @@ def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> N
     sizes = PRESETS["tiny"] | {"data.seq_length": seq_length, "training.micro_batch_size": 2}
     config = with_values(RunConfig(), BLOCKWISE | TRITON | sizes)
     found = list(quantize_kernels_have_what_they_quantize(config, 1))
-    assert fits or "a rank quantizes 144" in found[0]
+    assert fits or "microbatch, not 144" in found[0]
     assert len(found) == (not fits)
 
 
@@ -95,7 +95,7 @@ def test_swiglu_takes_128_tokens_and_channels_at_a_time(
     config = with_values(RunConfig(), recipe | tiny)
     assert fuses_swiglu_quantization(config) == (made is None)
     found = list(swiglu_fusion_has_what_it_fuses(with_values(config, {"precision.swiglu_quantize_fusion": True}), 1))
-    assert len(found) == (made is not None) and all(f"a rank's SwiGLU makes {made}" in problem for problem in found)
+    assert len(found) == (made is not None) and all(f"SwiGLU's output is {made}" in problem for problem in found)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_an_amax_is_noted_where_our_kernels_need_it(values: dict[str, Any], expe
         ({}, None),
         (LAYERS, "without --use-transformer-engine-op-fuser"),
         ({"training.recompute_activations": True}, "without --use-transformer-engine-op-fuser"),
-        ({"training.recompute_activations": True} | FUSED, "recomputation runs that twice"),
+        ({"training.recompute_activations": True} | FUSED, "which runs the MLP's forward pass twice"),
         ({"model.normalization": "LayerNorm"}, "without --normalization RMSNorm"),
     ],
 )
@@ -170,20 +170,27 @@ def test_a_run_says_whose_kernels_were_chosen(values: dict[str, Any], implementa
 def test_a_size_that_is_yet_to_be_found_may_leave_no_whole_tiles(size: int, is_open: bool) -> None:
     tiny = PRESETS["tiny"] | {"data.seq_length": 64, "model.ffn_hidden_size": 384, "training.micro_batch_size": size}
     fused, kernels = notices(with_values(RunConfig(), tiny | BLOCKWISE), "transformer_engine", 1)[:2]
-    condition = " if the micro batch that is found makes multiples of 128 tokens and channels;"
-    assert (f"FP8 by kernels of ours{condition}" in fused, f"bytes{condition}" in kernels) == (is_open, is_open)
+    condition = " if the automatic micro-batch size results in multiples of 128 tokens and channels;"
+    assert (f"in megafp8's kernels{condition}" in fused, f"Transformer Engine's{condition}" in kernels) == (
+        is_open,
+        is_open,
+    )
     assert "SwiGLU" in fused and "Triton" in kernels
 
 
 @pytest.mark.parametrize(
     ("values", "implementation", "said"),
     [
-        (BLOCKWISE, "transformer_engine", "fused operations, SwiGLU writing FP8 by kernels of ours"),
+        (BLOCKWISE, "transformer_engine", "fused operations, with SwiGLU and quantization in megafp8's kernels"),
         (LLAMA, "transformer_engine", "fused operations; "),
-        (DELAYED, "transformer_engine", "fused operations, SwiGLU writing FP8 by kernels of ours"),
+        (DELAYED, "transformer_engine", "fused operations, with SwiGLU and quantization in megafp8's kernels"),
         (DELAYED | FUSED, "transformer_engine", None),
-        (DELAYED | SMALL | FP8_OUTPUT, "transformer_engine", "fused operations, SwiGLU writing FP8 by kernels of ours"),
-        (BLOCKWISE | FC2_MAPPED, "transformer_engine", "not in its fused operations"),
+        (
+            DELAYED | SMALL | FP8_OUTPUT,
+            "transformer_engine",
+            "fused operations, with SwiGLU and quantization in megafp8's kernels",
+        ),
+        (BLOCKWISE | FC2_MAPPED, "transformer_engine", "instead of its fused operations"),
         (BLOCKWISE | FC2_MAPPED | FUSED, "transformer_engine", None),
         (LLAMA | LAYERS, "transformer_engine", None),
         (BLOCKWISE, "emulated", None),

@@ -109,7 +109,7 @@ def test_nvfp4_is_shown_with_all_that_it_does() -> None:
 
 @pytest.mark.parametrize("shape", [(15, 16), (16, 15)])
 def test_nvfp4_names_the_shape_that_it_cannot_take(shape: tuple[int, int]) -> None:
-    with pytest.raises(DataError, match="x has .* nvfp4 takes rows in groups of 16 and columns in pairs"):
+    with pytest.raises(DataError, match="x has .* nvfp4 needs a multiple of 16 rows and an even number of columns"):
         inspect_tensor("x", torch.ones(shape), Operand.INPUT, RECIPES, FORMATS)
 
 

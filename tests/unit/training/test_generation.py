@@ -212,7 +212,9 @@ def test_a_weight_that_is_not_in_the_checkpoint_is_named(gpt2) -> None:
     path = find_checkpoint(gpt2)[1]
     config = read_config(path)
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, qk_layernorm=True))
-    with pytest.raises(AssertionError, match="is of another model: it lacks .*q_layernorm.weight") as caught:
+    with pytest.raises(
+        AssertionError, match="is a checkpoint of a different model: it lacks .*q_layernorm.weight"
+    ) as caught:
         run_ranks(1, lambda: load_weights(path, build_initial(other).chunks))
     assert isinstance(caught.value.__cause__, CheckpointError)
 
@@ -239,12 +241,12 @@ def test_bytes_that_are_no_character_come_when_that_is_sure() -> None:
 
 
 def test_no_checkpoint_says_what_to_give(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match=f"--load {tmp_path} holds no checkpoint"):
+    with pytest.raises(CheckpointError, match=f"--load {tmp_path} has no checkpoint"):
         load_language_model(tmp_path)
 
 
 def test_a_step_that_is_not_there_names_those_that_are(llama) -> None:
-    with pytest.raises(CheckpointError, match=f"--ckpt-step 8: .* holds steps: {STEP}"):
+    with pytest.raises(CheckpointError, match=f"--ckpt-step 8: .* has steps: {STEP}"):
         load_language_model(llama, step=8)
 
 

@@ -142,7 +142,7 @@ GPU_CASES = {
         "emulated", "megafp8[te]",
     ),
     "half a Transformer Engine": (
-        {"has_te_torch_part": False}, ERROR, "Transformer Engine", "without its torch part", "pip uninstall"
+        {"has_te_torch_part": False}, ERROR, "Transformer Engine", "without its torch extension", "pip uninstall"
     ),
     "Transformer Engine's Python alone": (
         {"packages": without(H200, "transformer-engine-torch"), "has_te_torch_part": False}, ERROR,

@@ -117,7 +117,7 @@ def test_records_that_a_full_disk_cost_are_an_event(tmp_path, make_run, make_ste
     steps = [record.step for record in records if record.kind == "step"]
     assert steps == list(range(steps[0], 21)) and steps[0] > 10
     (event,) = [record for record in records if record.kind == "event"]
-    assert (event.name, event.detail) == ("records lost", f"{steps[0] - 10}: their disk could not be written")
+    assert (event.name, event.detail) == ("records lost", f"{steps[0] - 10} records could not be written to disk")
     warnings = capsys.readouterr().out.splitlines()
     assert len(warnings) == 3 and "the disk is full" in warnings[0]
 
