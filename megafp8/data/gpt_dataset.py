@@ -139,8 +139,8 @@ class EpochsDataset(GPTDataset):
             place = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
             raise DataError(
                 f"Shard {self.dataset_path}: token {place} of sample {idx} (documents {documents.tolist()}) has the id "
-                f"{tokens[place]}, but the vocabulary has {vocab_size}. Give the tokenizer that the shard was made "
-                "with, or make or copy the shard again."
+                f"{tokens[place]}, but the vocabulary size is {vocab_size}. Use the tokenizer that the shard was "
+                "created with, or create or copy the shard again."
             )
         return tokens, documents
 
@@ -229,9 +229,9 @@ class GuardedFile:
             return
         if now.num_bytes != self.stamp.num_bytes or self._sha256 is None or self._hash() != self._sha256:
             raise DataError(
-                f"{self.path} was changed while this run reads it: {self.stamp.num_bytes} bytes, modified at "
-                f"{self.stamp.mtime_ns} ns, became {now.num_bytes} bytes, modified at {now.mtime_ns} ns. Put the old "
-                "shard back and resume from the last checkpoint; give a new shard another name."
+                f"{self.path} was modified while this run reads it: from {self.stamp.num_bytes} bytes, modified at "
+                f"{self.stamp.mtime_ns} ns, to {now.num_bytes} bytes, modified at {now.mtime_ns} ns. Restore the old "
+                "shard and resume from the last checkpoint; give new shards new names."
             )
         self.stamp = now
 
@@ -272,7 +272,9 @@ class GuardedReader:
         while len(left):
             num_bytes = os.preadv(self._tokens.descriptor, [left], int(offset))
             if num_bytes == 0:
-                raise DataError(f"{self._tokens.path} ends at byte {offset}, {len(left)} bytes too early.")
+                raise DataError(
+                    f"{self._tokens.path} is truncated: it ends at byte {offset}, {len(left)} bytes are missing."
+                )
             left, offset = left[num_bytes:], offset + num_bytes
         return ids
 
@@ -303,7 +305,7 @@ class GuardedIndexedDataset(IndexedDataset):
         self.bin_reader = GuardedReader(tokens, index, use_mmap=mmap)
         # megatron-core opened the index by its name. Check that it is the file that was opened above.
         if _file_stamp(os.stat(index.path)) != index.stamp:
-            raise DataError(f"{index.path} was replaced while this run opens it. Start again.")
+            raise DataError(f"{index.path} was replaced while this run opened it. Start the run again.")
 
     def __getstate__(self) -> Any:
         return super().__getstate__(), self.stamps

@@ -90,12 +90,12 @@ def test_a_changed_order_is_refused_with_what_changed(tmp_path: Path, shards: tu
     assert "documents 0 to 9 -> 0 to 4" in refusal(tmp_path / "run", blend, 4, "--split 1,1")
     assert "--seq-length: 32 -> 16" in refusal(tmp_path / "run", blend, 4, "--seq-length 16")
     write(Path(shards[1]), 3, 90)
-    assert f"shard {shards[1]}: other content" in refusal(tmp_path / "run", blend, 4)
+    assert f"shard {shards[1]}: different content" in refusal(tmp_path / "run", blend, 4)
 
     assert start(tmp_path / "run", blend, 4, "--override-sample-order") == Progress(4, 32)
     notes = [event.detail for event in load_run(tmp_path / "run").events]
     assert any(
-        f"training continues at sample 16 of a different order (shard {shards[1]}: other content)" in note
+        f"training continues at sample 16 of a different order (shard {shards[1]}: different content)" in note
         for note in notes
     )
     assert start(tmp_path / "run", blend, 6) == Progress(6, 48), "from then on the new order is the run's"

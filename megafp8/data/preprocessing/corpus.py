@@ -81,8 +81,8 @@ def stdlib_documents(folder: Path, *, max_bytes: int, seed: int) -> Iterator[Doc
         yield Document(text, relative.as_posix())
     if total_bytes == 0:
         raise DataError(
-            f"No Python module was found in {folder} that fits into {max_bytes} bytes. "
-            "Is the standard library installed as .py files? Otherwise raise --max-bytes."
+            f"No Python module was found in {folder} with at most {max_bytes} bytes. Is the standard library installed "
+            "as .py files? Otherwise raise --max-bytes."
         )
 
 

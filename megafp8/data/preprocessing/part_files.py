@@ -81,7 +81,7 @@ class PartFolder:
                 if time.monotonic() > deadline:
                     stream.close()
                     raise DataError(
-                        f"Another job writes to {self.path}. Wait for it, or choose another --output-prefix."
+                        f"Another job is writing to {self.path}. Wait for it, or choose another --output-prefix."
                     ) from error
                 time.sleep(0.1)
             except OSError:  # a file system without locks

@@ -209,8 +209,8 @@ class _PartEncoder:
             return
         found = self._worker.sources[source]
         raise DataError(
-            f"{found.path} {found.record_name} {self._count_before(source) + number + 1}: {reason}. "
-            "(--on-bad-document skip leaves out such, and counts them.)"
+            f"{found.path} {found.record_name} {self._count_before(source) + number + 1}: {reason}. (--on-bad-document "
+            "skip skips and counts such records.)"
         )
 
     def reject_rest(self, source: int, number: int, damage: str) -> None:

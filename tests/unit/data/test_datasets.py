@@ -262,7 +262,7 @@ def test_a_shard_rewritten_under_the_run_stops_it(tmp_path, tokenizer, mmap_bin_
     assert train[0]["tokens"].shape == (16,)
     with open(tmp_path / "a.bin", "r+b") as stream:
         stream.truncate(4000)
-    with pytest.raises(DataError, match="was changed while this run reads it"):
+    with pytest.raises(DataError, match="was modified while this run reads it"):
         train[1]
 
 

@@ -64,7 +64,7 @@ def test_a_change_in_place_is_an_error_at_the_next_read(prefix, is_mapped, damag
     dataset = GuardedIndexedDataset(prefix, mmap=is_mapped)
     assert dataset[0].tolist() == [1, 2, 3]
     damage(prefix)
-    with pytest.raises(DataError, match="was changed while this run reads it"):
+    with pytest.raises(DataError, match="was modified while this run reads it"):
         dataset.get(0)
 
 

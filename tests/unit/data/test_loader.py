@@ -171,7 +171,7 @@ def test_a_loader_process_that_dies_is_a_clear_error():
             with loader_exits_as_data_errors():
                 samples(loader(dataset=Deadly(80), workers=1))
         except DataError as error:
-            os._exit(7 if "A loader process ended by itself" in str(error) else 1)
+            os._exit(7 if "A data loader process died" in str(error) else 1)
 
     # torch may raise again at any time until the loader is gone: not in this process.
     child = multiprocessing.get_context("fork").Process(target=read)

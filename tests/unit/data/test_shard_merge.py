@@ -204,7 +204,7 @@ def test_damaged_inputs_are_not_given_new_hashes(tmp_path, pair):
     [
         ({"tokenizer": TOKENIZER | {"sha256": ["ab" * 32]}}, "different tokenizers:\n.*sha256 -.*\n.*sha256 abababab"),
         ({"append_eod": True}, "Only one of .* ends its documents"),
-        ({"tokenizer": None}, "b: no manifest says which tokenizer.*--trust-missing-manifests"),
+        ({"tokenizer": None}, "b: no manifest with the tokenizer.*--trust-missing-manifests"),
     ],
 )
 def test_shards_that_do_not_go_together(tmp_path, pair, change, message):
@@ -237,9 +237,9 @@ def test_a_missing_manifest_may_be_trusted(tmp_path, pair):
         ({"num_parts": 2, "split": "1,1"}, "--num-parts and --split exclude each other"),
         ({"num_parts": 0}, "--num-parts 0: must be at least 1"),
         ({"documents_per_part": -1}, "--documents-per-part -1"),
-        ({"split": "1,2,3,4"}, "--split 1,2,3,4 should be"),
+        ({"split": "1,2,3,4"}, "--split 1,2,3,4 must be"),
         ({"num_parts": 8}, "No document would be in .*_00004-of-00008"),
-        ({"split": "99,1"}, "No document would be in .*out_valid: 7 documents"),
+        ({"split": "99,1"}, "No document would be in .*out_valid: there are only 7 documents"),
     ],
 )
 def test_impossible_jobs(tmp_path, pair, options, message):
@@ -248,7 +248,7 @@ def test_impossible_jobs(tmp_path, pair, options, message):
 
 
 def test_inputs_are_not_outputs_and_not_named_twice(tmp_path, pair):
-    with pytest.raises(DataError, match="names an input"):
+    with pytest.raises(DataError, match="is also an input"):
         merge(pair, pair[0])
     with pytest.raises(ConfigError, match="twice"):
         merge([pair[0], pair[0]], tmp_path / "out")
@@ -258,5 +258,5 @@ def test_a_folder_stands_for_its_shards(tmp_path, pair):
     (tmp_path / "lone.idx").touch()
     (tmp_path / "empty").mkdir()
     assert find_shards([str(tmp_path), "x"]) == (*pair, "x")
-    with pytest.raises(DataError, match="holds no shards"):
+    with pytest.raises(DataError, match="has no shards"):
         find_shards([str(tmp_path / "empty")])

@@ -168,7 +168,7 @@ def test_a_dtype_too_narrow_for_the_vocabulary(tmp_path, vocab_size, is_refused)
     if not is_refused:
         check_shard(prefix, vocab_size)
         return
-    with pytest.raises(DataError, match="int16, which ends at 32767"):
+    with pytest.raises(DataError, match="int16, whose maximum is 32767"):
         check_shard(prefix, vocab_size)
 
 
@@ -214,7 +214,7 @@ def test_a_file_that_may_not_be_read(read_only_copy, suffix):
 
 
 def test_empty_shard(tmp_path):
-    with pytest.raises(DataError, match="holds no tokens"):
+    with pytest.raises(DataError, match="has no tokens"):
         check_shard(write_shard(tmp_path / "s", [[]]), 10)
 
 

@@ -88,7 +88,7 @@ def test_documents_that_do_not_end(tmp_path, monkeypatch, shard, block):
         save_manifest(prefix, known)
     assert states(good)[ENDS] is True
     (finding,) = [each for each in verify_shard(bad) if each.check == ENDS]
-    assert (finding.passed, finding.detail) == (False, "document 3 ends with 5 instead of 9")
+    assert (finding.passed, finding.detail) == (False, "document 3 ends with token 5, expected 9")
 
 
 def test_nothing_is_said_of_what_cannot_be_read(copy):

@@ -24,7 +24,7 @@ BAD_LINES = {
     b'{"text": null}': "'text' is a NoneType",
     b'{"text": "\xff"}': "not UTF-8: invalid start byte at byte 10",
     b'{"text": "\xed\xa0\x80"}': "not UTF-8",
-    b'{"text": "\\ud800"}': "half of a surrogate pair",
+    b'{"text": "\\ud800"}': "an unpaired surrogate",
     b'{"text": "a\nb"}': "not JSON",
     b'{"text": "a\x00"}': "not JSON",
     b'\xef\xbb\xbf{"text": "a"}': "not JSON",

@@ -222,7 +222,7 @@ def test_what_tools_wrote_beside_text_is_left_out(tmp_path):
     assert sorted(Path(source.path).relative_to(tmp_path).as_posix() for source in found) == sorted(text)
     assert len(notices) == 1 and f"left out {len(written)} files" in notices[0]
     found = find_sources([str(tmp_path / "*.json*")], on_notice=notices.append)
-    assert [Path(source.path).name for source in found] == ["a.jsonl"] and "left out 4 files" in notices[1]
+    assert [Path(source.path).name for source in found] == ["a.jsonl"] and "ignored 4 files" in notices[1]
     assert len(find_sources([str(tmp_path / "c.skipped.jsonl")], on_notice=notices.append)) == 1 and len(notices) == 2
     with pytest.raises(DataError, match="no such file of a known kind"):
         find_sources([str(tmp_path / "gpt")])

@@ -195,7 +195,7 @@ def test_broken_ranks_are_named(tmp_path, damage):
     pytest.importorskip("tiktoken")
     entries = write_ranks(tmp_path / "ranks.json")
     (tmp_path / "ranks.json").write_text(json.dumps(damage(entries)))
-    with pytest.raises(DataError, match="not Megatron's list of byte-pair ranks"):
+    with pytest.raises(DataError, match="not a list of byte-pair ranks"):
         build_tokenizer(DataConfig(tokenizer_type="TikTokenizer", tokenizer_model=str(tmp_path / "ranks.json")), 1300)
 
 
@@ -257,7 +257,7 @@ def test_what_tiktoken_cannot_load_is_one_error(small_encoding, monkeypatch):
         build_tokenizer(data)
     with pytest.raises(ConfigError, match="--tiktoken-pattern is for a file"):
         build_tokenizer(dataclasses.replace(data, tiktoken_pattern="v1"))
-    with pytest.raises(DataError, match="neither a file nor an encoding.*cl100k_base"):
+    with pytest.raises(DataError, match="neither a file nor a tiktoken encoding.*cl100k_base"):
         build_tokenizer(dataclasses.replace(data, tokenizer_model="smal"))
 
 
