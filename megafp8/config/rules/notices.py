@@ -69,8 +69,8 @@ def _op_fuser_notices(config: RunConfig, implementation: str) -> Iterator[str]:
         )
     elif uses_op_fuser(with_values(config, {"precision.precision_map": ()})):
         yield (
-            "the MLP uses Transformer Engine's layers instead of its fused operations, which support a single recipe: "
-            "the precision map sets another recipe for a linear layer of the MLP"
+            "the MLP uses Transformer Engine's layers instead of its fused operations (the op fuser), which support a "
+            "single recipe: the precision map sets another recipe for a linear layer of the MLP"
         )
 
 

@@ -259,7 +259,7 @@ def test_a_bomb_is_not_unpacked(path: Path) -> None:
 
 def test_an_environment_that_lets_code_run_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(UNSAFE_LOAD_VARIABLE, "1")
-    with pytest.raises(CheckpointError, match=f"{UNSAFE_LOAD_VARIABLE}=1 lets checkpoints run code"):
+    with pytest.raises(CheckpointError, match=f"{UNSAFE_LOAD_VARIABLE}=1 allows checkpoints to run code"):
         read_config(path)
     monkeypatch.setenv(UNSAFE_LOAD_VARIABLE, "0")
     read_config(path)

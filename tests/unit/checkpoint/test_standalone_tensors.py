@@ -97,7 +97,7 @@ def test_a_layer_that_lies_nowhere(saved: Path) -> None:
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     kind = tensors._kinds[tensors.locations[name].key]
     kind.chunks.pop(1)
-    with pytest.raises(CheckpointError, match="does not hold all of decoder.layers.1.mlp"):
+    with pytest.raises(CheckpointError, match="does not contain all of decoder.layers.1.mlp"):
         tensors.load(name)
 
 

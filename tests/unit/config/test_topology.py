@@ -103,7 +103,7 @@ def test_bad_questions_are_refused():
     layout = ParallelLayout(2, pipeline=2)
     with pytest.raises(ValueError, match="rank 2"):
         layout.coordinates(2)
-    with pytest.raises(ValueError, match="are not divisible"):
+    with pytest.raises(ValueError, match="do not divide"):
         layout.layers_of(0, 0, 7)
     with pytest.raises(ValueError, match="no chunk"):
         layout.layers_of(2, 0, 8)

@@ -102,7 +102,10 @@ def test_a_mark_goes_through_plain_values():
         (chain(SOURCES[:1]), ["shards: a b -> a"]),
         (chain((SOURCES[0], dataclasses.replace(SOURCES[1], content="new"))), ["shard b: different content"]),
         (chain((SOURCES[0], dataclasses.replace(SOURCES[1], shard="c"))), []),
-        (chain((SOURCES[0], dataclasses.replace(SOURCES[1], shard="c", content="x"))), ["shard b -> c: different content"]),
+        (
+            chain((SOURCES[0], dataclasses.replace(SOURCES[1], shard="c", content="x"))),
+            ["shard b -> c: different content"],
+        ),
         (
             chain(tuple(dataclasses.replace(source, weight=0.5, documents=(0, 9)) for source in SOURCES)),
             [

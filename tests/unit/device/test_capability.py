@@ -36,7 +36,7 @@ def only_problem(config: RunConfig, target: Target) -> str:
 def test_a_package_that_is_not_installed_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = capability.package_problems(LoggingConfig(wandb_project="mine"))
-    assert problem.startswith("--wandb-project mine: needs the package wandb")
+    assert problem.startswith("--wandb-project mine: the package wandb is not installed")
     assert capability.package_problems(LoggingConfig()) == []
 
 
@@ -90,7 +90,7 @@ def test_recipes_that_transformer_engine_runs(target: Target, native: tuple[str,
 def test_a_recipe_that_the_gpu_lacks_names_those_it_has() -> None:
     config = fp8("mxfp8", transformer_impl="transformer_engine")
     found = only_problem(config, H200)
-    assert "--fp8-recipe mxfp8: needs compute capability 10.0 and below 12.0, h200 has 9.0" in found
+    assert "--fp8-recipe mxfp8: needs compute capability 10.0 and below 12.0, but h200 has 9.0" in found
     assert "supported natively: tensorwise, delayed, blockwise; --transformer-impl emulated runs every recipe" in found
     found = only_problem(fp8("tensorwise", transformer_impl="transformer_engine"), A100)
     assert "no recipe is native here; --transformer-impl emulated" in found
@@ -176,7 +176,7 @@ def test_the_loss_of_transformer_engine_goes_with_emulated_layers_beside_it() ->
 def test_attention_and_collectives_of_a_gpu() -> None:
     flash = RunConfig(precision=PrecisionConfig(attention_backend="flash"))
     assert capability_problems(flash, H200) == []
-    assert "the emulated layers have auto, sdpa" in only_problem(flash, CPU)
+    assert "the emulated layers support auto, sdpa" in only_problem(flash, CPU)
     nccl = replace(RunConfig(), parallel=replace(RunConfig().parallel, distributed_backend="nccl"))
     assert capability_problems(nccl, H200) == []
     assert "use gloo" in only_problem(nccl, CPU)
@@ -239,7 +239,7 @@ def test_an_environment_that_changes_the_recipe_is_said(monkeypatch: pytest.Monk
     monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0")
     blockwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")
     (notice,) = capability.environment_notices(blockwise, "transformer_engine")
-    assert notice.startswith("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1: ") and "scales are FP32" in notice
+    assert notice.startswith("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set") and "scales are FP32" in notice
     assert capability.environment_notices(blockwise, "emulated") == []
     tensorwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")
     assert capability.environment_notices(tensorwise, "transformer_engine") == []
@@ -336,4 +336,4 @@ def test_layers_of_transformer_engine_need_no_notice() -> None:
 
 def test_weights_of_block_recipes_are_not_kept_as_codes() -> None:
     config = mapped("*.linear_fc2=mxfp8", fp8_param_gather=True, transformer_impl="emulated")
-    assert "--precision *.linear_fc2=mxfp8, emulated, has two copies" in only_problem(config, CPU)
+    assert "--precision *.linear_fc2=mxfp8 stores two copies" in only_problem(config, CPU)

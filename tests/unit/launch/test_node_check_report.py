@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path, monkeypatch: pyte
     leave(tmp_path, 1, said([0], 1.0))
     ranks = [leave(tmp_path, 0, said([0], 1.0), said([0, 1], 1.0)), subprocess.Popen(["sleep", "60"])]
     (own, link) = node_check.collect_results(place(("a", "b")), tmp_path, ranks)
-    assert own.error is None and link.error == "rank 1: no answer in time"
+    assert own.error is None and link.error == "rank 1: no result in time"
     assert all(process.poll() is not None for process in ranks)
 
 

@@ -201,10 +201,10 @@ def test_a_job_s_own_variables_and_options_win() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"runs": (("--save", "a", "--load", "a"),), "logs": "logs"}, "an array is Slurm's"),
-        ({"container": "image.sif"}, "start this inside of it"),
-        ({"nodes": 2}, "none is given"),
-        ({"nodes": 2, "endpoint": "first:29500", "max_restarts": 2}, "max_restarts: 2: no supervisor"),
+        ({"runs": (("--save", "a", "--load", "a"),), "logs": "logs"}, "job arrays need Slurm"),
+        ({"container": "image.sif"}, "start the script inside the container"),
+        ({"nodes": 2}, "endpoint is missing"),
+        ({"nodes": 2, "endpoint": "first:29500", "max_restarts": 2}, "max_restarts: 2: automatic restarts"),
     ],
 )
 def test_what_torchrun_alone_cannot_do_is_refused(change: dict, words: str) -> None:

@@ -70,7 +70,7 @@ def test_a_run_that_slurm_ended_goes_back_and_is_not_started_again(tmp_path: Pat
     status, told = job.supervise("preempted:40:40 done:60:60")
     assert status == 75 and job.requeued
     assert (tmp_path / "run/starts").read_text() == "1"
-    assert "job 17 goes back into the queue, the 3. time" in told
+    assert "requeueing job 17 (requeue number 3)" in told
 
 
 def test_crashes_are_mended_here_before_other_nodes_are_tried(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_nothing_is_started_after_the_warning_of_the_end(tmp_path: Path) -> None
     job = Job(tmp_path, left_s=100)
     status, told = job.supervise("70:40:40", "--least-time-s", "360")
     assert status == 75 and job.requeued and not (tmp_path / "run/starts").exists()
-    assert " s are left: too few to start" in told
+    assert " s are left: too little time to start" in told
 
 
 @pytest.mark.parametrize("left_s", [1000, None])
@@ -136,7 +136,7 @@ def test_a_job_that_starts_nothing_again_and_again_stays_out_of_the_queue(tmp_pa
         said.unlink()
     status, told = job.supervise("preempted:40:40", "--least-time-s", "360")
     assert status == 70 and not job.requeued
-    assert "job 17 came out of the queue 3 times in a row and saved nothing after step 0" in told
+    assert "job 17 was requeued 3 times in a row without a checkpoint after step 0" in told
 
 
 def test_requeues_after_which_the_run_saved_are_not_fruitless(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_requeues_that_cannot_be_counted_are_still_made(tmp_path: Path) -> None:
     (tmp_path / "run" / slurm.REQUEUES_FILE).mkdir(parents=True)
     job = Job(tmp_path, left_s=100)
     status, told = job.supervise("preempted:40:40", "--least-time-s", "360")
-    assert status == 75 and job.requeued and "requeues are not counted: Is a directory" in told
+    assert status == 75 and job.requeued and "cannot count requeues: Is a directory" in told
 
 
 def test_the_last_task_of_an_array_is_not_taken_for_the_whole(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_job_goes_back_without_its_bad_nodes(tmp_path: Path, before: str, afte
     )
     ended = judge_nodes(job, "n1", "n2")
     assert ended.returncode == 70 and job.requeued, ended.stderr
-    assert "nodes: n2: it gave no report in time" in ended.stderr and "n1:" not in ended.stderr
+    assert "nodes: n2: no report in time" in ended.stderr and "n1:" not in ended.stderr
     assert f"scontrol update JobId=17 ExcNodeList={after}\n" in (tmp_path / "said").read_text()
 
 

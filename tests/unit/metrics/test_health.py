@@ -29,7 +29,7 @@ STALLED, FROZEN = {"update_to_weight": 1e-9}, {"codes_changed_fraction": 0.0}
 PROVOKED = {
     "non-finite values": [
         ([(None, None, BAD)], f"{FC1}.grad_output: 3 values are not finite"),
-        ([(BAD, None, BAD)], f"{FC1}.input: 3 values are not finite; of 2 such operands of linears the first"),
+        ([(BAD, None, BAD)], f"{FC1}.input: 3 values are not finite; first of 2 such operands of linear layers"),
     ],
     "saturation": [
         ([(SATURATED, None, None)] * 2, f"{FC1}.input: 2.00% of its values saturate"),
@@ -171,7 +171,7 @@ def test_tried_recipes_are_asked_for_bad_numbers(make_look: Make) -> None:
     said = calm.summary(1, 1).detail
     assert said.startswith("1 statistics step, 3 tensors, in high precision, checked for non-finite values")
     (told,) = HealthMonitor(config).update(tried(1, of_input=BAD, of_gradient=BAD))
-    assert told.detail.startswith(f"non-finite values: {FC1}.input: 3 values are not finite; of 2 such")
+    assert told.detail.startswith(f"non-finite values: {FC1}.input: 3 values are not finite; first of 2 such")
 
 
 def test_row_and_column_codes_are_one_operand(make_look: Make) -> None:

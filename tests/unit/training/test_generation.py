@@ -241,7 +241,7 @@ def test_bytes_that_are_no_character_come_when_that_is_sure() -> None:
 
 
 def test_no_checkpoint_says_what_to_give(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match=f"--load {tmp_path} has no checkpoint"):
+    with pytest.raises(CheckpointError, match=f"--load {tmp_path} holds no checkpoint"):
         load_language_model(tmp_path)
 
 

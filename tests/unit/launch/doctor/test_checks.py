@@ -105,10 +105,10 @@ CASES = {
     "a slow disk": ({"disk_bytes_per_s": 5e6}, WARNING, "disk", "5 MB/s", "faster"),
     "torch without the driver's library": (
         {"import_errors": failing(CPU, torch="ImportError: libcuda.so.1: cannot open shared object file")}, ERROR,
-        "torch", "libcuda.so.1", "install NVIDIA's driver",
+        "torch", "libcuda.so.1", "install the NVIDIA driver",
     ),
     "torch without memory": (
-        {"import_errors": failing(CPU, torch="the process ended with status -9")}, ERROR, "torch", "status -9",
+        {"import_errors": failing(CPU, torch="the process exited with status -9")}, ERROR, "torch", "status -9",
         "free memory",
     ),
     "nvidia-smi without a driver": (
@@ -117,7 +117,7 @@ CASES = {
     ),
     "the other Apex": (
         {"packages": without(CPU, apex="0.9.10.dev0"), "has_other_apex": True}, WARNING, "Apex",
-        "0.9.10.dev0 is not NVIDIA's: PyPI's apex is a toolkit for Pyramid", "pip uninstall apex",
+        "0.9.10.dev0 is not NVIDIA's: the package apex on PyPI is a toolkit for Pyramid", "pip uninstall apex",
     ),
     "no writing": ({"disk_error": "Read-only file system"}, ERROR, "disk", "Read-only file system", "--folder"),
 }  # fmt: skip
@@ -175,10 +175,10 @@ GPU_CASES = {
         "export CUDNN_HOME=/site/nvidia/cudnn",
     ),
     "two loaded cuDNNs": (
-        {"loaded_cudnn": (WHEEL + "/lib", "/usr/lib")}, ERROR, "cuDNN", "two are loaded", f"CUDNN_HOME={WHEEL}"
+        {"loaded_cudnn": (WHEEL + "/lib", "/usr/lib")}, ERROR, "cuDNN", "two versions are loaded", f"CUDNN_HOME={WHEEL}"
     ),
     "no Triton": ({"packages": without(H200, "triton")}, ERROR, "Triton", "not installed", "pip install triton"),
-    "no compiler": ({"compiler": None}, ERROR, "Triton", "no C compiler", "gcc"),
+    "no compiler": ({"compiler": None}, ERROR, "Triton", "a C compiler", "gcc"),
     "no headers": ({"has_python_headers": False}, ERROR, "Triton", "Python.h", "python3.12-dev"),
     "no NVLink": ({"links": ("NV18", "SYS")}, WARNING, "GPU links", "SYS", "--tensor-model-parallel-size"),
     "a switch": (
@@ -219,7 +219,7 @@ def test_a_machine_with_nothing_has_every_problem_at_once() -> None:
     findings = run_checks(nothing, num_gpus=8)
     errors = {finding.check for finding in findings if finding.level == ERROR}
     assert errors == {"Python", "torch", "megatron-core", "libraries", "disk", "GPU"}
-    assert set(recipe_support(nothing).values()) == {"does not run: see above"}
+    assert set(recipe_support(nothing).values()) == {"not available: see above"}
     assert "training cannot run" in report_text(nothing, findings)
 
 
@@ -243,8 +243,8 @@ def test_an_import_that_took_too_long_is_not_called_broken(module: str, check: s
     assert "not imported within 120 s (load of 5.2 a core): not known whether it works" in found[0].text
     assert "reinstall" not in str(found) and "pip" not in str(found)
     assert exit_status(found) == 0 and exit_status(found, strict=True) == 1
-    assert "not known whether training can run" in report_text(machine, found)
-    assert set(recipe_support(machine).values()) == {"not known: see above"}
+    assert "unknown whether training can run" in report_text(machine, found)
+    assert set(recipe_support(machine).values()) == {"unknown: see above"}
     assert report_data(machine, found)["can_train"] is None
 
 
@@ -254,8 +254,8 @@ def test_a_gpu_that_torch_cannot_use_is_a_gpu() -> None:
     for changes in ({}, {"driver": None, "driver_gpus": (), "driver_error": "nvidia-smi ended with status 9: failed"}):
         machine = change(H200, **no_engine, **changes)
         text = report_text(machine, run_checks(machine))
-        assert "without a GPU" not in text and "layers are emulated" in text
-        assert "none: runs are on the CPU" not in text
+        assert "without a GPU" not in text and "FP8 is emulated" in text
+        assert "none: training runs on the CPU" not in text
 
 
 def test_gpus_that_were_asked_for_must_be_there() -> None:

@@ -48,7 +48,7 @@ def test_modules_that_break_are_told_by_a_real_process(tmp_path: Path, monkeypat
         "fine_module": None,
         "no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
         "raises_module": "OSError: libx.so: no such file",
-        "dies_module": "the process ended with status 9",
+        "dies_module": "the process exited with status 9",
     }
 
 
@@ -83,7 +83,7 @@ def test_what_libraries_print_is_passed_over() -> None:
 def test_what_happens_at_the_first_use_of_the_driver_is_not_torchs_fault() -> None:
     lines = [json.dumps(fact) for fact in ({"begin": "torch"}, {"module": "torch", "error": None}, {"begin": "CUDA"})]
     died, late = probes.read_facts(lines, -11), probes.read_facts(lines, None)
-    assert died == {"import_errors": {"torch": None}, "cuda_error": "the process ended with status -11"}
+    assert died == {"import_errors": {"torch": None}, "cuda_error": "the process exited with status -11"}
     assert late["import_errors"] == {"torch": None} and late["slow_imports"] == {"CUDA": probes.IMPORT_TIMEOUT_S}
 
 

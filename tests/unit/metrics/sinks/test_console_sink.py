@@ -94,7 +94,7 @@ def test_run_evaluation_and_event_lines(make_run, make_eval) -> None:
         " run 01234567 | bf16 | 2 x cpu (tensor 1 data 2) | 4.2M parameters | resumed from step 20 | "
         "no MFU: the peak of the device is unknown"
     )
-    assert lines[1].endswith("MFU against 989.4 TFLOP/s bf16 (sheet)")
+    assert lines[1].endswith("MFU relative to 989.4 TFLOP/s bf16 (sheet)")
     assert lines[2].endswith("no MFU: the peak of the device is unknown")
     assert lines[3] == " step  20/400 | validation loss 3.0000 | perplexity 20.09 | 65.5k tokens | 1.5 s"
     assert " test loss 3.0000" in lines[4]

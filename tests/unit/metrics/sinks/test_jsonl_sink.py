@@ -57,7 +57,7 @@ def test_damage_in_the_middle_is_an_error(tmp_path, make_run, make_step) -> None
     write_all(path, [make_run(), make_step(1), make_step(2)])
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], lines[1][:20], lines[2]]) + b"\n")
-    with pytest.raises(DataError, match=r"records.jsonl, line 2: not a line of JSON"):
+    with pytest.raises(DataError, match=r"records.jsonl, line 2: not valid JSON"):
         read_records(path)
 
 
