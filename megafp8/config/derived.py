@@ -296,8 +296,8 @@ def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:
         return tokenizer_size
     if tokenizer_size > requested:
         raise ConfigError(
-            f"--vocab-size {requested} (given, or of the preset) is less than the tokenizer's {tokenizer_size} ids; "
-            f"use --vocab-size {tokenizer_size}"
+            f"--vocab-size {requested} (from the flag or the preset) is less than the tokenizer's {tokenizer_size} "
+            f"ids; use --vocab-size {tokenizer_size}"
         )
     return requested
 

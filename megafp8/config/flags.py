@@ -102,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Build the argparse parser of all flags."""
     parser = _Parser(
-        description="Pretrain a GPT in FP8 or BF16 on one rank or many. Flags are Megatron-LM's where it has them.",
+        description="Pretrain a GPT in FP8 or BF16 on one or many ranks. Flags have Megatron-LM's names where possible.",
         epilog="All problems with a command line are reported together, with exit status 64.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("invocation", "What to do with the settings.")
+    group = parser.add_argument_group("invocation", "Configuration files and dry runs.")
     group.add_argument(
         "--config", type=path_text, metavar="FILE", help="read settings from this JSON file; flags override them"
     )
@@ -204,7 +204,7 @@ def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
 
 
 class _ListPresets(argparse.Action):

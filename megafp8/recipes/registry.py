@@ -92,7 +92,7 @@ def _recipes() -> dict[str, Recipe]:
     found: dict[str, Recipe] = {}
     for recipe in (*_built_in(), *_external()):
         if recipe.name in found:
-            raise ConfigError(f"{RECIPES_VARIABLE}: there is a recipe {recipe.name!r} already; give it another name")
+            raise ConfigError(f"{RECIPES_VARIABLE}: a recipe {recipe.name!r} already exists; choose another name")
         found[recipe.name] = recipe
     return found
 

@@ -240,7 +240,9 @@ class Watchdog:
             return
         self.record_signal(number, None)
         if number in IMMEDIATE_SIGNALS and now - self.signal_time > DUPLICATE_SIGNAL_S:
-            self.abort("preempted", f"a second {signal.Signals(number).name}; nothing more is saved", PREEMPTED)
+            self.abort(
+                "preempted", f"received a second {signal.Signals(number).name}; exiting without saving", PREEMPTED
+            )
 
     def set_timer(self) -> None:
         """Arm the faulthandler timer, in case this thread cannot run when the limit is reached."""

@@ -168,7 +168,7 @@ def test_problems_of_every_kind_are_told_at_once(capsys, monkeypatch) -> None:
     )
     for part in (
         "'stray' does not belong to any flag", "did you mean --eval-interval?", "--lr: a value is missing",
-        "--swiglu: does not take 'yes'", "--fp4-param-gather: ", "'ten' is not a whole number",
+        "--swiglu: does not take 'yes'", "--fp4-param-gather: ", "'ten' is not an integer",
         "2 x 2 x 1 = 4 (6 / 4 = 1.5): start 8 ranks", "--num-layers 5 is not divisible", "--hidden-size 100 is not",
         "--num-attention-heads 3 does not divide", "--train-iters", "/nowhere/shard.bin", "--save /dev/null/run: ",
         "--tokenizer-model /nowhere/model: no such file", "--attention-backend fused: the local layers have",

@@ -228,7 +228,7 @@ def test_the_search_begins_with_what_it_leaves_out() -> None:
     config = auto_config("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --seq-length 8")
     lines = introduction(config, [4], 2 * GIB, 4).splitlines()
     assert "divisors of the 8 sequences" in lines[0] and "(4) below 2.00 GiB" in lines[0]
-    assert [line.split(":")[1] for line in lines[1:]] == [" 1 is left out", " 2 is left out"]
+    assert [line.split(":")[1] for line in lines[1:]] == [" 1 is skipped", " 2 is skipped"]
     assert "--fp8-recipe mxfp8 needs multiples of 32" in lines[1]
 
 

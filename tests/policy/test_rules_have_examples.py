@@ -192,8 +192,8 @@ EXAMPLES = {
         1,
         "not deterministic",
     ),
-    "entries_can_be_read": ({"precision.precision_map": ("*.linear_fc2=fp7",)}, 1, "'fp7' is no recipe"),
-    "entries_name_linears": ({"precision.precision_map": ("*.fc2=mxfp8",)}, 1, "names no linear"),
+    "entries_can_be_read": ({"precision.precision_map": ("*.linear_fc2=fp7",)}, 1, "'fp7' is not a recipe"),
+    "entries_name_linears": ({"precision.precision_map": ("*.fc2=mxfp8",)}, 1, "matches no linear layer"),
     "high_precision_is_that_of_the_weights": ({"precision.precision_map": ("*=fp32",)}, 1, "give bf16"),
     "delayed_scales_have_one_format": (
         {"precision.precision_map": ("*:fprop=delayed/e4m3", "*:wgrad=delayed/hybrid")},
@@ -364,7 +364,7 @@ EXAMPLES = {
     "patterns_name_linears": (
         {"logging.fp8_log_interval": 10, "logging.fp8_log_layers": "*fc3"},
         1,
-        "*fc3 names no linear",
+        "*fc3 matches no linear layer",
     ),
     "tried_recipes_can_be_tried": (
         {"logging.fp8_log_interval": 10, "logging.fp8_what_if": "delayed"},

@@ -111,7 +111,7 @@ def test_all_problems_come_at_once():
         "unknown flag --hiden-size; did you mean --hidden-size?",
         "--lr: a value is missing",
         "--min-lr: 'abc' is not a number",
-        "--num-layers: '1.5' is not a whole number",
+        "--num-layers: '1.5' is not an integer",
         "--bf16: does not take 'yes'",
         "--clip-grad: 'nan' is not a finite number",
         "--position-embedding-type: invalid choice: 'foo'",

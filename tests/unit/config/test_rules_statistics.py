@@ -27,8 +27,8 @@ def problems_of(text: str) -> list[str]:
         (f"{FP8} --precision *=bf16", "no linear layer of this run is quantized"),
         (f"{TRIED} --fp8-log-layers output_layer", "covers only the linear layers"),
         (f"{FP8} --fp8-log-layers layers.0-5.*", "layers.0-5: the layers are 0 to 1"),
-        (f"{FP8} --fp8-log-layers layers.1-0.*", "a range goes up; give layers.0-1"),
-        (f"{FP8} --fp8-log-layers *.linear_fc3", "names no linear"),
+        (f"{FP8} --fp8-log-layers layers.1-0.*", "a range must be ascending; use layers.0-1"),
+        (f"{FP8} --fp8-log-layers *.linear_fc3", "matches no linear layer"),
     ],
 )
 def test_a_pattern_at_which_nobody_looks_is_refused(text: str, why: str) -> None:

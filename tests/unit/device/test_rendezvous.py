@@ -80,7 +80,7 @@ def test_ranks_meet_at_the_store_of_torchrun_also_when_it_starts_them_again(torc
 
 
 def test_ranks_that_do_not_come_are_named_within_the_bound(torchrun: dict[str, str]) -> None:
-    expected = "of 5 did not arrive within 1 s (--rendezvous-timeout-s)"
+    expected = "of 5 did not connect within 1 s (--rendezvous-timeout-s)"
     for told in met([0, 3], 5, 1.0, **torchrun):
         assert told.startswith("ranks ") and {"1,", "2,", "4"} <= {*told.split()} and expected in told
     (told,) = met([0], 2, 1.0, MASTER_PORT=port())

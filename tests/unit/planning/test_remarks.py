@@ -30,7 +30,7 @@ def test_numbers_that_divide_well_are_not_compared(gpus, nearby) -> None:
 
 
 def test_why_a_number_is_hard_to_divide() -> None:
-    assert factor_text(509) == "are a prime number, which divides into 1 x 509 only"
+    assert factor_text(509) == "are a prime number, which can only be divided as 1 x 509"
     assert factor_text(1018) == "have the odd factor 509, which few layouts can use"
     assert "odd factor 25," in factor_text(25)
 
