@@ -102,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Build the argparse parser of all flags."""
     parser = _Parser(
-        description="Pretrain a GPT in FP8 or BF16 on one or many ranks. Flags have Megatron-LM's names where possible.",
+        description="Pretrain a GPT in FP8 or BF16 on one or many ranks, with Megatron-LM's flags.",
         epilog="All problems with a command line are reported together, with exit status 64.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

@@ -42,7 +42,7 @@ def error(check: str, text: str, fix: str) -> DoctorFinding:
 
 
 DRIVER_LIBRARY = re.compile(r"lib(cuda|nvidia-[\w-]+)\.so")
-NO_MEMORY = re.compile(r"MemoryError|Cannot allocate memory|ended with status -9\b")
+NO_MEMORY = re.compile(r"MemoryError|Cannot allocate memory|exited with status -9\b")
 REINSTALL_FIX = "install the NVIDIA driver (in a container: docker run --gpus all), or a CPU build of torch"
 MEMORY_FIX = (
     "free memory, or raise the container's limit; dmesg | grep -i oom lists the processes that the kernel killed"

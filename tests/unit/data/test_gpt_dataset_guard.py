@@ -85,7 +85,7 @@ def test_a_process_that_opens_it_later_refuses_another(tmp_path, prefix, is_mapp
     other = write_shard(tmp_path / "other", [[9, 9, 9], [9], [], [9, 9]])
     for suffix in (".bin", ".idx"):
         os.replace(other + suffix, prefix + suffix)
-    with pytest.raises(DataError, match="was changed"):
+    with pytest.raises(DataError, match="was modified"):
         pickle.loads(for_a_process)
     Path(f"{prefix}.idx").unlink()
     with pytest.raises(DataError, match="missing"):
@@ -104,7 +104,7 @@ def test_touching_a_shard_with_a_manifest_does_no_harm(tmp_path, shard, is_mappe
     assert read_all(pickle.loads(pickle.dumps(dataset))) == expected
     # Its hashes are in the manifest, so the same time does not make other tokens good.
     patch(f"{prefix}.bin", 0, b"\1\1")
-    with pytest.raises(DataError, match="was changed"):
+    with pytest.raises(DataError, match="was modified"):
         dataset.get(0)
 
 
@@ -112,7 +112,7 @@ def test_touching_a_shard_without_a_manifest_stops(prefix):
     assert not manifest_path(prefix).exists()
     dataset = GuardedIndexedDataset(prefix)
     os.utime(f"{prefix}.bin")
-    with pytest.raises(DataError, match="was changed"):
+    with pytest.raises(DataError, match="was modified"):
         dataset.get(0)
 
 

@@ -192,7 +192,7 @@ def test_an_error_of_the_program_stays_what_it_is():
 
 
 def test_too_few_samples_is_an_error():
-    with pytest.raises(DataError, match="81 .* holds 80"):
+    with pytest.raises(DataError, match="81 .* has 80"):
         loader(80, total=81)
 
 

@@ -145,7 +145,7 @@ def test_what_else_is_there_is_not_replaced_unasked(tmp_path, pair):
     merge(pair, tmp_path / "out")
     before = content_of(str(tmp_path / "out"))
     for inputs in (pair[:1], pair[::-1]):
-        with pytest.raises(DataError, match="there already.*--overwrite"):
+        with pytest.raises(DataError, match="already exists.*--overwrite"):
             merge(inputs, tmp_path / "out")
     assert content_of(str(tmp_path / "out")) == before
     merge(pair[:1], tmp_path / "out", overwrite=True)
@@ -154,7 +154,7 @@ def test_what_else_is_there_is_not_replaced_unasked(tmp_path, pair):
     with pytest.raises(DataError, match="not whole"):
         merge(pair[:1], tmp_path / "out")
     manifest_path(str(tmp_path / "out")).unlink()
-    with pytest.raises(DataError, match="there already"):
+    with pytest.raises(DataError, match="already exists"):
         merge(pair[:1], tmp_path / "out")
 
 

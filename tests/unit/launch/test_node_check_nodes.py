@@ -118,9 +118,12 @@ def test_a_node_without_a_report_is_named_and_explains_its_links() -> None:
     [
         ({"clock_s": 60.0}, "60.0 s ahead of the others'"),
         ({"clock_s": -60.0}, "60.0 s behind the others'"),
-        ({"software": "driver 570"}, "it has driver 570; most nodes have driver 580"),
+        ({"software": "driver 570"}, "its software is driver 570; most nodes have driver 580"),
         ({"problems": ("disk: runs cannot be written: Read-only file system",)}, "Read-only"),
-        ({"gpus": (dataclasses.replace(GPU, used_bytes=40 * GIB),)}, "GPU 3: 40.0 of 140.0 GiB are in use by others"),
+        (
+            {"gpus": (dataclasses.replace(GPU, used_bytes=40 * GIB),)},
+            "GPU 3: 40.0 of 140.0 GiB are in use by other processes",
+        ),
         ({"gpus": (dataclasses.replace(GPU, uncorrected_errors=2),)}, "GPU 3: 2 uncorrected memory errors"),
         ({"gpus": (dataclasses.replace(GPU, is_slowed=True),)}, "GPU 3: its clock is throttled"),
     ],

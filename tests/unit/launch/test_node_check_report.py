@@ -74,4 +74,4 @@ def test_a_rank_that_died_has_its_last_words_told(tmp_path: Path) -> None:
     (tmp_path / "rank1").touch()
     (tmp_path / "errors1").write_text("Traceback\nImportError: no torch\n\n")
     (own,) = node_check.collect_results(place(timeout_s=30.0), tmp_path, [process, dead])
-    assert own.error == "rank 1: ended with status 7: ImportError: no torch"
+    assert own.error == "rank 1: exited with status 7: ImportError: no torch"

@@ -108,7 +108,7 @@ def test_jobs_of_neighbouring_numbers_meet_on_ports_of_their_own() -> None:
 def test_words_survive_the_shell(tmp_path: Path) -> None:
     """Flags of an array's task, with a space in them, come out of bash as they went in."""
     text = script("array.sbatch")
-    flags = text[text.index("training=(") : text.index("# Once on")]
+    flags = text[text.index("training=(") : text.index("# Prefix of commands")]
     ended = subprocess.run(
         ["bash", "-euc", f'{flags}printf "%s\\n" "${{training[@]}}"'], env={"SLURM_ARRAY_TASK_ID": "1"},
         capture_output=True, text=True, check=True,

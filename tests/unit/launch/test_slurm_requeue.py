@@ -103,7 +103,7 @@ def test_a_cancelled_job_does_not_come_again(tmp_path: Path) -> None:
     job = Job(tmp_path, state="COMPLETING")
     status, told = job.supervise("preempted:40:40")
     assert status == 75 and not job.requeued
-    assert "job 17 is COMPLETING: it is not put back" in told
+    assert "job 17 is COMPLETING: not requeued" in told
 
 
 def test_nothing_is_started_after_the_warning_of_the_end(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_with_time_left_it_starts(tmp_path: Path, left_s: Optional[float]) -> No
 def test_there_is_a_limit(tmp_path: Path) -> None:
     job = Job(tmp_path, restarts=5)
     _, told = job.supervise("preempted:40:40", "--max-requeues", "5")
-    assert not job.requeued and "5 times already" in told
+    assert not job.requeued and "already requeued 5 times" in told
     assert Job(tmp_path, restarts=4).supervise("preempted:40:40", "--max-requeues", "5")[0] == 75
     assert job.requeued
 

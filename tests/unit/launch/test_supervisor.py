@@ -109,7 +109,7 @@ def signalled(folder: Path, *signals: signal.Signals, **options: Any) -> tuple[i
 def test_a_signal_is_passed_on_and_no_restart_follows(tmp_path: Path, number: signal.Signals) -> None:
     status, told = signalled(tmp_path, number)
     assert status == 75
-    assert f"preempted at step 8; {number.name} came" in told
+    assert f"preempted at step 8; received {number.name}" in told
     assert (tmp_path / "got").read_text() == f"{number.name} SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGQUIT"
 
 

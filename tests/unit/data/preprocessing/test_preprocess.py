@@ -205,7 +205,7 @@ def test_moved_text_is_the_same_text(job, tmp_path, corpus_file):
     os.utime(moved, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert not preprocess(dataclasses.replace(job, inputs=(str(moved),))).made
     os.utime(moved)
-    with pytest.raises(DataError, match="corpus.jsonl .*, now .*elsewhere.jsonl .* written"):
+    with pytest.raises(DataError, match="corpus.jsonl .* instead of .*elsewhere.jsonl .* written"):
         preprocess(dataclasses.replace(job, inputs=(str(moved),)))
 
 

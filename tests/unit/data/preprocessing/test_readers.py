@@ -195,7 +195,7 @@ def test_inputs_are_found_and_all_problems_told(tmp_path):
 
 def test_a_name_that_no_manifest_can_hold(tmp_path):
     open(os.fsencode(tmp_path) + b"/a\xff.txt", "w").close()
-    with pytest.raises(DataError, match="it is not UTF-8. Rename the file"):
+    with pytest.raises(DataError, match="it is not valid UTF-8. Rename the file"):
         find_sources([str(tmp_path)])
 
 
@@ -231,7 +231,7 @@ def test_what_tools_wrote_beside_text_is_left_out(tmp_path):
 def test_a_file_is_not_taken_twice(tmp_path):
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_text("x")
-    with pytest.raises(DataError, match=r"b\.txt and 1 more was named before"):
+    with pytest.raises(DataError, match=r"b\.txt and 1 more is given twice"):
         find_sources([str(tmp_path / "b.txt"), str(tmp_path / "c.txt"), str(tmp_path)])
     assert len(find_sources([str(tmp_path / "a.txt"), str(tmp_path / "[bc].txt")])) == 3
 

@@ -57,7 +57,7 @@ def test_missing_and_undecodable_values(tmp_path):
 
 
 def test_columns_that_are_no_text_are_refused(source, tmp_path):
-    with pytest.raises(DataError, match="no column 'body', but 'id', 'text', 'url'.*--json-keys"):
+    with pytest.raises(DataError, match="no column 'body'; its columns are 'id', 'text', 'url'.*--json-keys"):
         table_readers.divide(source, ("body",), 1)
     with pytest.raises(DataError, match="column 'id' contains int64, not text"):
         table_readers.divide(source, ("id",), 1)

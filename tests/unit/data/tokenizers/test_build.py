@@ -145,7 +145,7 @@ def test_bytes_are_megatron_cores():
     for text in TEXTS:
         assert tokenizer.tokenize(text) == theirs.text_to_ids(text)
     assert tokenizer.detokenize([104, 195, 0, 511]) == "h\ufffd\0"
-    with pytest.raises(DataError, match=r"U\+0000 \(character 2\)"):
+    with pytest.raises(DataError, match=r"U\+0000 in a text \(character 2\)"):
         tokenizer.tokenize_batch(["a", "ab\0"])
 
 
@@ -255,7 +255,7 @@ def test_what_tiktoken_cannot_load_is_one_error(small_encoding, monkeypatch):
     data = DataConfig(tokenizer_type="TikTokenizer", tokenizer_model="small")
     with pytest.raises(DataError, match="TIKTOKEN_CACHE_DIR"):
         build_tokenizer(data)
-    with pytest.raises(ConfigError, match="--tiktoken-pattern is for a file"):
+    with pytest.raises(ConfigError, match="--tiktoken-pattern is only for a file"):
         build_tokenizer(dataclasses.replace(data, tiktoken_pattern="v1"))
     with pytest.raises(DataError, match="neither a file nor a tiktoken encoding.*cl100k_base"):
         build_tokenizer(dataclasses.replace(data, tokenizer_model="smal"))

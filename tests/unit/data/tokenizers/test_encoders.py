@@ -229,7 +229,7 @@ def test_what_it_does_not_know_goes_to_the_library(tmp_path, corpus_file, tiktok
     for config, vocab_size, reason in (
         (unigram, None, "unigram"),
         (v1, 1268, "does not support the splitting pattern"),
-        (DataConfig(tokenizer_type="NullTokenizer"), 1000, "nothing like NullTokenizer"),
+        (DataConfig(tokenizer_type="NullTokenizer"), 1000, "does not support NullTokenizer"),
     ):
         tokenizer = build_tokenizer(config, vocab_size)
         with pytest.raises(UnsupportedTokenizerError, match=reason):

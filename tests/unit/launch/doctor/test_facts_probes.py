@@ -109,7 +109,7 @@ def test_driver_and_links_are_what_nvidia_smi_says(tmp_path: Path, monkeypatch: 
     command(tmp_path, "nvidia-smi", "\n".join(rows))
     assert probes.gpu_links() == ("NV18", "SYS")
     command(tmp_path, "nvidia-smi", "NVIDIA-SMI has failed", status=9)
-    assert probes.driver_facts() == (None, (), "nvidia-smi ended with status 9: NVIDIA-SMI has failed")
+    assert probes.driver_facts() == (None, (), "nvidia-smi exited with status 9: NVIDIA-SMI has failed")
     assert probes.gpu_links() == ()
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
     monkeypatch.setattr(probes, "COMMAND_TIMEOUT_S", 0.05)

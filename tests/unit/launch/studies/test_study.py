@@ -56,14 +56,14 @@ def test_there_may_be_several_grids(tmp_path: Path) -> None:
         ("grid: 3", "'3' must be a mapping of axes"),
         ("grid: {seed: 3}", "seed: '3' must be a list of values, or a mapping"),
         ("grid: {seed: []}", "must be a list of values, or a mapping"),
-        ("grid: {lr: [{a: b}]}", "lr: {'a': 'b'} is no value of a flag"),
+        ("grid: {lr: [{a: b}]}", "lr: {'a': 'b'} cannot be the value of a flag"),
         ("grid: {size: {a: {flag: --bf16}}}", "size: a: unknown key 'flag'"),
-        ("grid: {size: {a: [x]}}", "size: a: ['x'] is not a text of flags"),
+        ("grid: {size: {a: [x]}}", "size: a: ['x'] must be a string of flags"),
         ("grid: {size: {a: --x 'b}}", "No closing quotation"),
-        ("grid: {tokens: [many]}", "tokens: 'many' is not a number above 0"),
+        ("grid: {tokens: [many]}", "tokens: 'many' must be a number above 0"),
         ("gpus: -1\ngrid: {seed: [1]}", "gpus: '-1' must be a number above 0"),
         ("name: two words\ngrid: {seed: [1]}", "name: 'two words': letters, digits and . _ + - only"),
-        ("slurm: fast\ngrid: {seed: [1]}", "slurm: 'fast' is not a mapping"),
+        ("slurm: fast\ngrid: {seed: [1]}", "slurm: 'fast' must be a mapping"),
     ],
 )
 def test_what_is_wrong_is_told(tmp_path: Path, text: str, told: str) -> None:

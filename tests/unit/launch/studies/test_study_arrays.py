@@ -49,8 +49,8 @@ def test_ranks_on_cpus(write_study) -> None:
     [
         ("12", "gpus_per_node: 8", "gpus: 12 is not a multiple of the 8 of a node"),
         ("1", "nodes: 2", "slurm: nodes: set by the study"),
-        ("1", "gpus_per_node: eight", "gpus_per_node: 'eight' is no whole number"),
-        ("1", "time: 1:00:00", "runs of 1 GPUs or ranks share a node, and Slurm gives one core"),
+        ("1", "gpus_per_node: eight", "gpus_per_node: 'eight' must be an integer"),
+        ("1", "time: 1:00:00", "runs of 1 GPUs or ranks share a node, and Slurm's default is one core"),
         ("1", "partitoin: gpu", "partitoin: no such field"),
     ],
 )
