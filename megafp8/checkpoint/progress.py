@@ -98,7 +98,7 @@ class Progress:
 
     Attributes:
         step: optimizer steps done, skipped updates included.
-        consumed_samples: samples read or skipped; the whole state of the data loader.
+        consumed_samples: samples read or skipped; the complete state of the data loader.
         history: skipped updates.
     """
 

@@ -139,7 +139,7 @@ def enum_member(owner: Any, name: Any) -> enum.Enum:
 
 
 class SafeReader(CachedMetadataFileSystemReader):
-    """Storage reader that unpickles metadata safely and reads files of its own folder only."""
+    """Storage reader that unpickles metadata safely and reads files only in its folder."""
 
     _cached_metadata: Optional[Metadata]  # set by the base class
     """Reads files of its own folder only, and metadata without running it."""

@@ -135,7 +135,7 @@ def build_write_items(sources: Mapping[str, LazyTensor]) -> list[WriteItem]:
 
 
 def tensor_location(name: str, source: LazyTensor) -> TensorLocation:
-    """Return the location of a tensor. A layer's tensor lies in the stack of all layers."""
+    """Return the location of a tensor. A layer's tensor is in the stack of all layers."""
     match = LAYER_PATTERN.search(name)
     key = LAYER_PATTERN.sub(r"\g<1>layers.", name, count=1)
     return TensorLocation(key, None if match is None else int(match[2]), source.shape, source.dtype)

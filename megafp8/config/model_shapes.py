@@ -256,7 +256,7 @@ def gemm_alignment_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _required_alignment(config: RunConfig, linears: tuple[str, ...]) -> tuple[int, str]:
-    """The alignment of these linears in all layers, and a text that says which recipe needs it."""
+    """The alignment of these linears in all layers, and a text that names the recipe that needs it."""
     recipes = precision_map.recipes_of(config.model, config.precision, linears)
     if not recipes:
         return 1, ""

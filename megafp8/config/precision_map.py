@@ -1,6 +1,6 @@
 """Precision map: the recipe of each GEMM of each linear, from `--precision`, `--precision-map` and related flags.
 
-Linears are named as in records: `layers.3.linear_fc2`, counted from 0 over the whole model in every layout, and
+Linears are named as in records: `layers.3.linear_fc2`, counted from 0 over the complete model in every layout, and
 `output_layer`. Later sources win:
 
     --fp8-format and --fp8-recipe (--fp4-...)   linears of all layers; the output layer is in high precision

@@ -287,7 +287,7 @@ def _build_split(plan: SplitPlan, kind: type[EpochsDataset], opened: dict[str, A
 
 
 def _cache_folder(config: RunConfig, prefixes: Sequence[str]) -> Path:
-    """Return the folder for indices: `--data-cache-path`, else below `--save`, else beside the first shard."""
+    """Return the folder for indices: `--data-cache-path`, else in `--save`, else next to the first shard."""
     if config.data.data_cache_path:
         return Path(config.data.data_cache_path)
     if config.checkpoint.save:

@@ -3,12 +3,12 @@
 Order of samples. megatron-core concatenates the documents of an epoch in shuffled order, cuts them into samples and
 shuffles the samples. For several epochs it shuffles all documents together, with or without the last epoch, depending
 on the number of samples. A run that is made longer therefore reads other samples from its first step on. Here every
-epoch is shuffled by itself, with a generator seeded by the seed and the epoch's number:
+epoch is shuffled separately, with a generator seeded by the seed and the epoch's number:
 
     documents   epoch 0 shuffled | epoch 1 shuffled | ...      concatenated, also across epochs
     samples     those that end in epoch 0, shuffled | those that end in epoch 1, shuffled | ...
 
-More epochs extend the order and do not change its beginning. The first epoch, and thus a run of one epoch, has exactly
+More epochs only append to the order. The first epoch, and thus a run of one epoch, has exactly
 megatron-core's order. A blend is extended likewise: its next shard depends only on the weights and on earlier draws.
 
 Indices come from `IndexCache`. megatron-core's own index files are loaded with `allow_pickle=True`, and named after the
@@ -206,7 +206,7 @@ class GuardedFile:
         path: path of the file.
         sha256: SHA-256 of its content, if known. A file of the same size with another modification time or inode (after
             `touch`, or restored from a copy) is then read once, and accepted if the hash matches.
-        stamp: required stamp of the file; None accepts the file as it is.
+        stamp: required stamp of the file; None accepts any.
     """
 
     def __init__(self, path: Path, sha256: Optional[str], stamp: Optional[FileStamp] = None):

@@ -85,7 +85,7 @@ class _OutputShard:
 
 
 def find_shards(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes that names stand for: a folder for all shards in it, sorted; any other name for itself.
+    """Return the prefixes that names stand for: a folder for all shards in it, sorted; any other name is a prefix.
 
     Raises:
         DataError: a folder without shards.
@@ -109,7 +109,7 @@ def find_shards(names: Sequence[str]) -> tuple[str, ...]:
 def merge_shards(job: MergeJob, on_progress: Callable[[int], None] = lambda _: None) -> MergeSummary:
     """Merge or divide shards.
 
-    Memory: 8 MiB and 2^20 index entries, beside the mapped indices.
+    Memory: 8 MiB and 2^20 index entries, in addition to the mapped indices.
 
     Args:
         job: what to make.
@@ -254,7 +254,7 @@ def _number_outputs(prefix: str, cuts: Sequence[int]) -> list[_OutputShard]:
 
 
 def _cut_at_tokens(indices: Sequence[ShardIndex], fraction: float) -> int:
-    """The number of the document before which about this fraction of all tokens lies."""
+    """The number of the document before which there is about this fraction of all tokens."""
     target, num_documents = fraction * sum(index.num_tokens for index in indices), 0
     for index in indices:
         if target < index.num_tokens:

@@ -53,7 +53,7 @@ class Job:
         gpus_per_node: 0 for a job on CPUs.
         ranks_per_node: required without GPUs; default: one rank per GPU.
         cpus_per_node: CPUs to request from Slurm; None: no request.
-        exclusive: whether the job has its nodes, and all their memory, for itself.
+        exclusive: whether the job has exclusive use of its nodes and all their memory.
         time: Slurm's time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. None: the partition's.
         time_to_save_s: time that a run needs for a step and a checkpoint. The warning signal comes this long before the
             time limit, and ranks are not killed earlier after it.

@@ -210,7 +210,7 @@ REQUEUE_TIMEOUT_S, RETRY_INTERVAL_S = 30.0, 2.0
 def slurm_job_id() -> Optional[str]:
     """The id of this job as Slurm's commands take it; None outside of Slurm.
 
-    For a task of an array it is ARRAY_TASK, because the job id of the last task is also that of the whole array.
+    For a task of an array it is ARRAY_TASK, because the job id of the last task is also that of the array.
     """
     if ARRAY_JOB_ID in os.environ and ARRAY_TASK_ID in os.environ:
         return f"{os.environ[ARRAY_JOB_ID]}_{os.environ[ARRAY_TASK_ID]}"
@@ -246,9 +246,9 @@ def is_requeued_without_progress(folder: Path, saved_step: int, report: Callable
 
 
 def requeue(max_requeues: int, report: Callable[[str], None], exclude: Sequence[str] = ()) -> bool:
-    """Requeue this job, unless it was requeued too often or somebody has cancelled it.
+    """Requeue this job, unless it was requeued too often or was cancelled.
 
-    Slurm then ends the job, including this process, and runs its script from the beginning once it has nodes.
+    Slurm then ends the job, including this process, and runs its script again once it has nodes.
 
     Args:
         max_requeues: limit on all requeues, as Slurm counts them; includes those after node failures.

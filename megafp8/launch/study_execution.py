@@ -182,7 +182,7 @@ def run_here(
 
     def is_still_due(run: PooledRun) -> bool:
         progress = run_progress(runs_by_folder[run.folder])
-        if not is_due(progress):  # somebody else has started it in the meantime
+        if not is_due(progress):  # another process has started it in the meantime
             report(f"{progress.state:<10} {run.name}")
         return is_due(progress)
 

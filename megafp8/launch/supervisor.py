@@ -36,7 +36,7 @@ RESTARTS_FILE = "restarts.jsonl"
 PERMANENT_ERRORS = tuple(
     error.exit_status for error in (ConfigError, NumericsError, DataError, RunFolderInUse, CheckpointError)
 )
-# Starts in a row that may end before the run writes its first state. Under torchrun, wrong flags look like that.
+# Starts in a row that may end before the run writes its first state. Under torchrun, wrong flags have this effect.
 MAX_STILLBORN = 2
 # Exit status of a shell for a command that cannot be executed.
 COMMAND_NOT_STARTED = 126

@@ -32,7 +32,7 @@ MAX_DB_OF_SATURATED = {"e2m1": 14.0}  # measured in blocks of 16: at least 16.8 
 # Of nonzero values. Measured in FP8: up to 0.04%. E2M1 underflows below 1/24 of the block's amax: 7% of normal numbers,
 # 13% of Laplace's, 28% of products with a log-normal number.
 MAX_UNDERFLOW = {"e4m3": 0.05, "e5m2": 0.05, "e2m1": 0.5}
-# Measured over runs of 32 neighbours: 17 to 23 dB in E2M1, 14 dB in 16 x 16 blocks where rows differ; over whole
+# Measured over runs of 32 neighbours: 17 to 23 dB in E2M1, 14 dB in 16 x 16 blocks where rows differ; over complete
 # tensors 31 dB in E4M3 and 25 dB in E5M2. At 10 dB the error is a third of the values.
 MIN_LOCAL_DB = 10.0
 MIN_UPDATE_TO_WEIGHT = 1e-7  # below, FP32 master weights no longer change

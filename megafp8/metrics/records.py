@@ -71,7 +71,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step. Rates count the whole job unless the name says `per_device`."""
+    """One optimizer step. Rates are those of the job unless the name says `per_device`."""
 
     kind: ClassVar[str] = "step"
 

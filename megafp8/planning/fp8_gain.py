@@ -1,4 +1,4 @@
-"""Predicted speedup of FP8 over BF16: per linear, including its casts, and for the whole step.
+"""Predicted speedup of FP8 over BF16: per linear, including its casts, and for the complete step.
 
 The times are the planner's (`compute`, `step_time`). A linear quantizes its input and its grad_output once per
 microbatch, each in both orientations, and its weight once per step.

@@ -19,7 +19,7 @@ HOST_FRACTION = 0.05
 
 
 def nearby_counts(world_size: int) -> list[int]:
-    """Nearby numbers of GPUs that divide better: whole and half nodes, or whole and half groups of nodes."""
+    """Nearby numbers of GPUs that divide better: full and half nodes, or full and half groups of nodes."""
     unit = GPUS_PER_NODE if world_size % GPUS_PER_NODE else GPUS_PER_NODE_GROUP
     counts = {
         count

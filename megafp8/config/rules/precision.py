@@ -79,7 +79,7 @@ def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> It
 
 
 def fp8_weights_need_masters(config: RunConfig, world_size: int) -> Iterator[str]:
-    """FP8 weights are cast from FP32 master weights, which exist only beside BF16 weights."""
+    """FP8 weights are cast from FP32 master weights, which exist only with BF16 weights."""
     if config.precision.fp8_param_gather and derived.params_dtype(config.precision) == "fp32":
         yield "--fp8-param-gather needs --bf16: without it, the weights are FP32 and have no separate master weights"
 

@@ -95,7 +95,7 @@ def write_stdlib_corpus(
 
     Args:
         path: the JSONL file.
-        folder: where to look for modules; None: the running interpreter's standard library.
+        folder: where to search for modules; None: the running interpreter's standard library.
         max_bytes: limit on the bytes of UTF-8 text.
         seed: seed of the order of the documents.
 

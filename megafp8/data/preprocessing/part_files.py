@@ -1,4 +1,4 @@
-"""Part files: the tokens of finished parts, kept beside the output until the shards are complete.
+"""Part files: the tokens of finished parts, kept next to the output until the shards are complete.
 
 `PREFIX.parts/` holds `job.json`, which identifies the job, and for each part
 
@@ -131,7 +131,7 @@ class PartFolder:
         return any(path.name != "job.json" for path in self.path.glob("*.json"))
 
     def clear(self) -> None:
-        """Delete all parts. The job's description goes first, so that a partial folder is not taken for a job's."""
+        """Delete all parts, the job's description first, so that no partial folder seems valid."""
         (self.path / "job.json").unlink(missing_ok=True)
         for path in self.path.iterdir():
             if path.name != "lock":

@@ -169,12 +169,12 @@ def _find_files(name: str) -> tuple[list[Path], list[Path]]:
 
 
 def _is_tool_output(path: Path) -> bool:
-    """Whether a file's name, or a file beside it, shows that a tokenizer or a preprocessing job wrote it."""
+    """Whether a file's name, or a file next to it, shows that a tokenizer or a preprocessing job wrote it."""
     return (
         path.name in TOKENIZER_FILES
         or path.name.endswith(TOOL_OUTPUT_SUFFIXES)
         or path.parent.suffix == ".parts"
-        # The record of `tokenizer_training`: PREFIX.json beside PREFIX.model, or training.json in the folder.
+        # The record of `tokenizer_training`: PREFIX.json next to PREFIX.model, or training.json in the folder.
         or (path.name == "training.json" and path.with_name("tokenizer.json").exists())
         or (path.suffix == ".json" and path.with_suffix(".model").exists())
     )

@@ -73,7 +73,7 @@ def read_rows(source: InputSource, keys: Sequence[str], start: int, stop: int) -
 
 
 def table_end(source: InputSource) -> int:
-    """Return the `stop` with which `read_rows` reads the whole table."""
+    """Return the `stop` with which `read_rows` reads the complete table."""
     return len(_load_dataset(source.path)) if source.kind == DATASET else _open_parquet(source).metadata.num_row_groups
 
 

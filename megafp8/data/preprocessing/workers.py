@@ -4,7 +4,7 @@ Memory of a worker: one batch of texts and their ids (about ten times `Encoder.b
 longest document and the encoder.
 
 `run_tasks` is the process pool. In contrast to concurrent.futures, a task can yield many results, a worker whose parent
-is killed exits by itself because its pipe breaks, and a worker that is killed is an error at once.
+is killed exits because its pipe breaks, and a worker that is killed is an error at once.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ ENCODING_SCHEMES = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4", 
 
 
 class UnsupportedTokenizerError(Exception):
-    """gigatoken is not installed, or does not support this tokenizer. The text says which."""
+    """gigatoken is not installed, or does not support this tokenizer. The text has the reason."""
 
 
 class EncoderMismatchError(Exception):

@@ -3,7 +3,7 @@
 The gradient reduction ends a step at the same time on all ranks. What differs is the local time: from the start of a
 step until the rank's first gradient bucket is ready for the reduction, without waits for gathered parameters. Its mean
 is exchanged at the steps that are logged, and compared among the ranks of a pipeline stage. Tensor- and
-context-parallel ranks wait for each other in every layer, so that a slow one makes its whole group look slow.
+context-parallel ranks wait for each other in every layer, so that a slow rank makes its group appear slow.
 """
 
 from __future__ import annotations

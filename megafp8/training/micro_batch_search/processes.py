@@ -32,7 +32,7 @@ from megafp8.training.micro_batch_search.messages import (
 )
 
 POLL_S = 0.1
-# For a process that ends by itself when the trial is cancelled.
+# For a process that exits on its own when the trial is cancelled.
 EXIT_WAIT_S = 1.0
 CANCELLED = "called off"
 

@@ -101,7 +101,7 @@ CASES = {
     "few open files": ({"open_files": 1024}, WARNING, "open files", "1024", "ulimit -n"),
     "little space": ({"disk_free_bytes": 2**30, "disk_bytes_per_s": None}, WARNING, "disk", "1 GiB free", "space"),
     "a full disk": ({"disk_free_bytes": 2**29, "disk_bytes_per_s": None}, ERROR, "disk", "full: 537 MB free", "space"),
-    "no space for a file": ({"disk_error": "No space left on device"}, ERROR, "disk", "No space left", "free disk space"),
+    "no space for a file": ({"disk_error": "No space left on device"}, ERROR, "disk", "No space left", "disk space"),
     "a slow disk": ({"disk_bytes_per_s": 5e6}, WARNING, "disk", "5 MB/s", "faster"),
     "torch without the driver's library": (
         {"import_errors": failing(CPU, torch="ImportError: libcuda.so.1: cannot open shared object file")}, ERROR,
