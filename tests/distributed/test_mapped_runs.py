@@ -251,7 +251,7 @@ def test_the_loop_calibrates_when_the_first_quantized_stretch_begins(tmp_path: P
     straight, parts = (load_run(tmp_path / name) for name in ("straight", "parts"))
     assert curves_of_records(straight) == curves_of_records(parts)
     events = [(event.step, event.detail) for event in straight.events if event.name == "precision"]
-    assert events == [(2, "quantized from step 3 on"), (4, "high from step 5 on")]
+    assert events == [(2, "quantized, starting at step 3"), (4, "high, starting at step 5")]
     assert calibrations(tmp_path / "straight") == calibrations(tmp_path / "parts") == [2]
 
 

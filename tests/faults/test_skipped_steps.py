@@ -168,7 +168,7 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     assert run_loop(tmp_path, plan, f"{LENGTH} {SKIP} --exit-interval 4").progress.history.num_in_row == 2
     text = run_loop(tmp_path, plan, f"{LENGTH} {SKIP}").error
     assert text.startswith("step 5: loss or gradients are not finite (samples 32-39):\n  rank 1: loss is not finite; ")
-    assert "the weights were not updated, after 2 left out in a row (--max-skipped-steps 2)" in text
+    assert "the weights were not updated, after 2 consecutive skipped updates (--max-skipped-steps 2)" in text
     (event,) = (event for event in load_run(tmp_path).events if event.name == "bad numbers")
     assert (event.step, event.detail) == (5, text)
 

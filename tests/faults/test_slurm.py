@@ -253,5 +253,5 @@ def test_a_cancelled_job_stays_cancelled(cluster: Cluster, project: Path, monkey
     cluster.ask("scancel", str(number))
     wait_until(lambda: cluster.ask("squeue", "-h", "-j", str(number)) == "", "the job to end")
     assert read_run_state(project / "run").state == "preempted"
-    assert f"job {number} is COMPLETING: it is not put back" in (project / f"run/logs/{number}.log").read_text()
+    assert f"job {number} is COMPLETING: not requeued" in (project / f"run/logs/{number}.log").read_text()
     assert cluster.job(number)["JobState"] == "CANCELLED"

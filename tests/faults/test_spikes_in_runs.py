@@ -89,7 +89,7 @@ def test_a_run_goes_back_and_past_the_batches(tmp_path: Path) -> None:
     assert [record.step for record in run.steps] == [1, 2, 3, 4, 9, 10, 11, 12]
     assert [start.resumed_from_step for start in run.runs] == [None, 4]
     (detail,) = (event.detail for event in run.events if event.name == "rolled back")
-    assert "iter_0000004, past 4 batches (samples 32-63), because of step 7: gradient norm " in detail
+    assert "iter_0000004, skipping 4 batches (samples 32-63), because of step 7: gradient norm " in detail
 
     run_loop(tmp_path / "parts", SPIKE_AT_7, f"{back} --exit-interval 4")
     assert weights_without_detour(tmp_path / "parts", flags, Progress(8, 64), 12) == straight.weights

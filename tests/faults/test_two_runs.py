@@ -86,7 +86,7 @@ def test_a_checkpoint_that_crashes_the_load_is_set_aside(tmp_path: Path, cache: 
         assert start_alone(run, f"term:step={4 if newest == 2 else 3},at=step.begin")[0] == 75
     assert complete_steps(run.folder) == [2, 3] and (run.folder / "iter_0000004.corrupt").is_dir()
     (note,) = (event.detail for event in load_run(run.folder).events if "crashed while loading" in event.detail)
-    assert "iter_0000004: 2 starts crashed while loading it, now iter_0000004.corrupt" in note
+    assert "iter_0000004: 2 starts crashed while loading it; renamed to iter_0000004.corrupt" in note
 
 
 def test_a_run_that_only_crashes_stops(tmp_path: Path, cache: Path) -> None:

@@ -165,7 +165,7 @@ def test_few_gpus_that_are_slow_limit_no_scaling(planned):
         ("--model-preset llama3-8b --transformer-impl emulated --fp8-recipe tensorwise", "h200", "--no-emulation"),
         ("--model-preset tiny", "h200", "give --vocab-size"),
         ("--fp8-recipe tensorwise", "h200", "--model-preset"),
-        ("--model-preset llama3-8b --tensor-model-parallel-size 3", "h200", "are no multiple"),
+        ("--model-preset llama3-8b --tensor-model-parallel-size 3", "h200", "are not a multiple"),
         ("--model-preset gpt2-124m --seq-length 2048", "h200", "--max-position-embeddings"),
     ],
 )  # fmt: skip
@@ -183,7 +183,7 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(text, gpu, problem):
         ("--tensor-model-parallel-size 0", 8, "--tensor-model-parallel-size 0 must be at least 1"),
         ("--num-layers 0", 8, "--num-layers 0 must be at least 1"),
         ("--num-layers 9000", 8, "at most 4,096"),
-        ("--tensor-model-parallel-size 3", 8, "8 GPUs are no multiple of --tensor-model-parallel-size 3: give"),
+        ("--tensor-model-parallel-size 3", 8, "8 GPUs are not a multiple of --tensor-model-parallel-size 3: give"),
     ],
 )
 def test_a_refusal_is_about_what_was_given(text, gpus, problem):
