@@ -205,10 +205,7 @@ def check_job(job: Job) -> None:
     problems += [f"sbatch: {name!r} is not the long name of an option" for name in job.sbatch if not
                  SBATCH_OPTION.fullmatch(name)]  # fmt: skip
     if job.gpus_per_node and job.ranks_per_node not in (None, job.gpus_per_node):
-        problems.append(
-            f"ranks_per_node: {job.ranks_per_node}, gpus_per_node: {job.gpus_per_node}: must be equal, because each "
-            "rank uses one GPU"
-        )
+        problems.append(f"ranks_per_node: {job.ranks_per_node}, gpus_per_node: {job.gpus_per_node}: must be equal")
     if job.endpoint is not None and not ENDPOINT.fullmatch(job.endpoint):
         problems.append(f"endpoint: {job.endpoint!r}: must be HOST:PORT")
     if job.array_limit and not job.runs:

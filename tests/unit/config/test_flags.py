@@ -50,7 +50,7 @@ def test_a_megatron_command_line_reads_as_it_is():
     assert config.logging.profile_ranks == (0, 1)
     assert config.data.mmap_bin_files is False
     assert config.checkpoint.use_checkpoint_opt_param_scheduler
-    assert invocation.notices == ("--use-mcore-models: no effect; every model here is megatron-core's",)
+    assert invocation.notices == ("--use-mcore-models: no effect; all models are megatron-core's",)
     assert "model.add_bias_linear" in invocation.given
     assert "model.norm_epsilon" not in invocation.given
 

@@ -45,9 +45,9 @@ def test_an_entry_has_pattern_gemms_recipe_and_format() -> None:
     ("text", "words"),
     [
         ("*.linear_fc2", "give PATTERN=RECIPE"),
-        ("*.linear_fc2:dgard=bf16", "'dgard' is no GEMM: they are fprop, dgrad, wgrad; did you mean dgrad"),
+        ("*.linear_fc2:dgard=bf16", "'dgard' is not a GEMM; the GEMMs are fprop, dgrad, wgrad; did you mean dgrad"),
         ("*.linear_fc2=blokwise", "did you mean blockwise"),
-        ("*.linear_fc2=nvfp4/e4m3", "'e4m3' is no format of nvfp4, which has e2m1"),
+        ("*.linear_fc2=nvfp4/e4m3", "'e4m3' is not a format of nvfp4, which has e2m1"),
         ("*.linear_fc2=bf16/e4m3", "has a fixed format"),
         ("*:dgrad,dgrad=bf16", "dgrad is given twice"),
         ("*.linear_fc2:=bf16", "give PATTERN=RECIPE"),
@@ -209,9 +209,9 @@ def test_a_file_that_is_no_map_is_refused(content: str, words: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "run", "words"),
     [
-        ('"*.linear_fc1": bf16\n"*.linear_fc2": fp7\n', "", "line 2: *.linear_fc2=fp7: 'fp7' is no recipe"),
-        ("layers.0.*:\n  dgrad: bf16\n  wgrdd: bf16\n", "", "line 3: layers.0.*:wgrdd=bf16: 'wgrdd' is no GEMM"),
-        ('"*.fc2": mxfp8\n', "", "line 1: *.fc2=mxfp8: *.fc2 names no linear"),
+        ('"*.linear_fc1": bf16\n"*.linear_fc2": fp7\n', "", "line 2: *.linear_fc2=fp7: 'fp7' is not a recipe"),
+        ("layers.0.*:\n  dgrad: bf16\n  wgrdd: bf16\n", "", "line 3: layers.0.*:wgrdd=bf16: 'wgrdd' is not a GEMM"),
+        ('"*.fc2": mxfp8\n', "", "line 1: *.fc2=mxfp8: *.fc2 matches no linear layer"),
         ("output_layer: fp32\n", "", "line 1: output_layer=fp32: the weights of this run are bf16"),
         ("output_layer: mxfp8\n", "--transformer-impl local", "line 1: output_layer=mxfp8 with --transformer-impl"),
     ],

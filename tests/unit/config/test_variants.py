@@ -59,7 +59,7 @@ def test_a_global_batch_that_was_not_given_stays_what_it_was() -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "bf16-e4m3", "delayed-e2m1", "nvfp4-e4m3", ""])
 def test_unknown_names_are_told_with_those_that_are_known(name: str) -> None:
-    with pytest.raises(ConfigError, match="known are bf16, bf16-control, tensorwise"):
+    with pytest.raises(ConfigError, match="choose from bf16, bf16-control, tensorwise"):
         build_variant(name, config_of([]), 1)
 
 

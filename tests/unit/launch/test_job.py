@@ -86,7 +86,7 @@ def test_runs_of_an_array_are_lines() -> None:
         ({"training": "--save 'a"}, "No closing quotation"),
         ({"training": "--save a"}, "--save a and --load None"),
         ({"training": [["a"]]}, "must be a list of words"),
-        ({"gpus_per_node": "8", "ranks_per_node": "4"}, "each rank uses one GPU"),
+        ({"gpus_per_node": "8", "ranks_per_node": "4"}, "gpus_per_node: 8: must be equal"),
         ({"time": "00:07:00"}, "no time is left for training"),
         ({"time": "00:17:00"}, "the node check may take 600 s before training starts"),
         ({"time": "00:17:00"}, "or set check_nodes to false (--no-check-nodes)"),

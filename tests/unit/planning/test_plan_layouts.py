@@ -200,7 +200,7 @@ def test_a_refusal_without_one_cause_is_about_the_nearest_layout():
     (problem,) = raised.value.problems
     chosen = [f"--{name}-parallel-size 1" for name in ("tensor-model", "pipeline-model", "context")]
     assert "layouts of 8 GPUs is compatible with the given flags" in problem
-    assert f"The nearest, for which the search took {', '.join(chosen)}: --global" in problem
+    assert f"The nearest layout, {', '.join(chosen)}: --global" in problem
     assert problem.endswith("--global-batch-size 64 is not a multiple of --micro-batch-size x data-parallel size = "
                             "3 x 8 = 24 (64 / 24 = 2.667): use --global-batch-size 72")  # fmt: skip
 

@@ -53,7 +53,7 @@ def test_a_prime_number_of_gpus_is_told_what_its_neighbours_give() -> None:
 def test_where_nothing_fits_the_neighbours_that_fit_are_told() -> None:
     one = "--tensor-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 1"
     plan = planned(f"--num-layers 96 {one}", gpu="h100", gpus=13)
-    assert not plan.search.layouts and "in all they give 0 tokens/s; 12 GPUs give" in plan.remarks[0]
+    assert not plan.search.layouts and "in total they give 0 tokens/s; 12 GPUs give" in plan.remarks[0]
     assert plan.remarks[0] in plan_text(plan, 1)
 
 
@@ -78,7 +78,7 @@ def test_recipes_without_a_published_speed_are_not_ranked(recipe, gpu, is_ranked
 def test_recipes_are_not_ranked_where_another_machines_host_decides() -> None:
     text = "--fp8-recipe mxfp8 --seq-length 1024 --micro-batch-size 1 --tensor-model-parallel-size 8"
     (remark,) = planned(text, gpu="b200", gpus=8).remarks
-    assert "layers wait for the host" in remark and "not a b200" in remark
+    assert "layers wait for the host" in remark and "not of a b200" in remark
     assert planned(text.replace("mxfp8", "tensorwise"), gpu="h200", gpus=8).remarks == []
 
 
