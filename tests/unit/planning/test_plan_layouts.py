@@ -183,7 +183,7 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(text, gpu, problem):
         ("--tensor-model-parallel-size 0", 8, "--tensor-model-parallel-size 0 must be at least 1"),
         ("--num-layers 0", 8, "--num-layers 0 must be at least 1"),
         ("--num-layers 9000", 8, "at most 4,096"),
-        ("--tensor-model-parallel-size 3", 8, "8 GPUs are not a multiple of --tensor-model-parallel-size 3: give"),
+        ("--tensor-model-parallel-size 3", 8, "8 GPUs are not a multiple of --tensor-model-parallel-size 3: use"),
     ],
 )
 def test_a_refusal_is_about_what_was_given(text, gpus, problem):
