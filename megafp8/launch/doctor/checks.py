@@ -21,8 +21,7 @@ MIN_FREE_BYTES, FULL_BYTES = 20 * 2**30, 2**30
 MIN_DISK_BYTES_PER_S = 50e6
 MB, GIB = 1e6, 2**30
 DRIVER_FIX = (
-    "for the reason: dmesg | grep -i nvrm; restart the machine or reinstall the driver (without a GPU: remove "
-    "nvidia-smi)"
+    "for the reason: dmesg | grep -i nvrm; restart the machine or reinstall the driver (no GPU: remove nvidia-smi)"
 )
 
 

@@ -151,7 +151,7 @@ def test_what_else_is_there_is_not_replaced_unasked(tmp_path, pair):
     merge(pair[:1], tmp_path / "out", overwrite=True)
     assert content_of(str(tmp_path / "out")) == content_of(pair[0])
     os.truncate(tmp_path / "out.bin", 2)
-    with pytest.raises(DataError, match="not whole"):
+    with pytest.raises(DataError, match="incomplete"):
         merge(pair[:1], tmp_path / "out")
     manifest_path(str(tmp_path / "out")).unlink()
     with pytest.raises(DataError, match="already exists"):

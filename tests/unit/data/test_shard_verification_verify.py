@@ -72,8 +72,8 @@ def test_counts_that_the_manifest_has_wrong(copy):
     save_manifest(copy, dataclasses.replace(manifest, num_tokens=manifest.num_tokens + 1, dtype="int32"))
     (finding,) = [each for each in verify_shard(copy) if each.check == MANIFEST]
     assert finding.passed is False
-    assert f"num_tokens {manifest.num_tokens} instead of {manifest.num_tokens + 1}" in finding.detail
-    assert "dtype uint16 instead of int32" in finding.detail
+    assert f"num_tokens is {manifest.num_tokens}, expected {manifest.num_tokens + 1}" in finding.detail
+    assert "dtype is uint16, expected int32" in finding.detail
     manifest_path(copy).write_text("{")
     assert states(copy)[MANIFEST] is False
 

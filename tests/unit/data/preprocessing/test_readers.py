@@ -195,7 +195,7 @@ def test_inputs_are_found_and_all_problems_told(tmp_path):
 
 def test_a_name_that_no_manifest_can_hold(tmp_path):
     open(os.fsencode(tmp_path) + b"/a\xff.txt", "w").close()
-    with pytest.raises(DataError, match="it is not valid UTF-8. Rename the file"):
+    with pytest.raises(DataError, match="it is not UTF-8. Rename the file"):
         find_sources([str(tmp_path)])
 
 
@@ -220,7 +220,7 @@ def test_what_tools_wrote_beside_text_is_left_out(tmp_path):
     notices = []
     found = find_sources([str(tmp_path)], on_notice=notices.append)
     assert sorted(Path(source.path).relative_to(tmp_path).as_posix() for source in found) == sorted(text)
-    assert len(notices) == 1 and f"left out {len(written)} files" in notices[0]
+    assert len(notices) == 1 and f"ignored {len(written)} files" in notices[0]
     found = find_sources([str(tmp_path / "*.json*")], on_notice=notices.append)
     assert [Path(source.path).name for source in found] == ["a.jsonl"] and "ignored 4 files" in notices[1]
     assert len(find_sources([str(tmp_path / "c.skipped.jsonl")], on_notice=notices.append)) == 1 and len(notices) == 2

@@ -150,8 +150,8 @@ GPU_CASES = {
         "pip install 'transformer-engine[pytorch]==2.20.2', or: pip uninstall transformer-engine",
     ),
     "a driver that hangs beside working GPUs": (
-        {"driver_error": "nvidia-smi did not answer in 60 s", "driver": None, "driver_gpus": ()}, WARNING, "GPU",
-        "broken driver: nvidia-smi did not answer in 60 s; torch sees 8", "dmesg",
+        {"driver_error": "nvidia-smi did not finish within 60 s", "driver": None, "driver_gpus": ()}, WARNING, "GPU",
+        "broken driver: nvidia-smi did not finish within 60 s; torch sees 8", "dmesg",
     ),
     "CUDA that does not start": (
         {"gpus": (), "slow_imports": {"CUDA": 120}}, WARNING, "GPU",
@@ -264,7 +264,7 @@ def test_gpus_that_were_asked_for_must_be_there() -> None:
     assert "16 expected, torch sees 8" in report_text(H200, run_checks(H200, num_gpus=16))
     late = change(H200, gpus=(), slow_imports={"CUDA": 120})
     assert exit_status(run_checks(late, num_gpus=8)) == 0
-    assert "16 were asked for, the driver has 8" in report_text(late, run_checks(late, num_gpus=16))
+    assert "16 expected, the driver has 8" in report_text(late, run_checks(late, num_gpus=16))
 
 
 def test_recipes_are_native_emulated_or_not_at_all() -> None:

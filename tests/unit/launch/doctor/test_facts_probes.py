@@ -113,7 +113,7 @@ def test_driver_and_links_are_what_nvidia_smi_says(tmp_path: Path, monkeypatch: 
     assert probes.gpu_links() == ()
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
     monkeypatch.setattr(probes, "COMMAND_TIMEOUT_S", 0.05)
-    assert probes.driver_facts() == (None, (), "nvidia-smi did not answer in 0.05 s")
+    assert probes.driver_facts() == (None, (), "nvidia-smi did not finish within 0.05 s")
     (tmp_path / "nvidia-smi").write_text("no program", encoding="utf-8")
     version, names, error = probes.driver_facts()
     assert (version, names, error) == (None, (), "nvidia-smi cannot be started: Exec format error")
