@@ -1,21 +1,21 @@
-"""A run that everything happens to: a supervised training under hundreds of faults, against the same one in peace.
+"""Fault injection: a supervised training run under hundreds of faults, compared with the same run without faults.
 
     python benchmarks/chaos_soak.py --seed 1 --steps 2000 --faults 200 [--fork] [--folder DIR] [--json FILE]
 
 Two gloo ranks train a small model in FP8 (delayed scaling) with dropout and evaluations, under the supervisor of
-`launcher/supervise.py`. The seed draws the faults: ranks killed anywhere and in saves, all ranks killed at once,
-signals, stopped and slow ranks, full and failing disks, numbers that are not finite. Nobody helps. In the end weights,
-optimizer, scales, random states and samples have to be those of the run in peace, bit for bit; the status is 1 if they
-are not, or if a fault never struck.
+`launcher/supervise.py`. The seed determines the faults: ranks killed at any time and during saves, all ranks killed at
+once, signals, stopped and slow ranks, full and failing disks, non-finite values. There is no manual intervention. At
+the end weights, optimizer, scales, random states and samples must be bitwise equal to those of the run without faults.
+The exit status is 1 if they are not, or if a fault never occurred.
 
-With `--fork`, ranks are forked from a process that has imported everything; otherwise each start is `torchrun`, as on
-a machine of one's own, and most of a recovery is the time that Python's imports take. Needs the packages of the tests.
+With `--fork`, ranks are forked from a process that has imported everything; otherwise each start is `torchrun`, as for
+a user, and most of a recovery is the time of Python's imports. Needs the packages of the tests.
 
-| figure | what it is |
+| figure | meaning |
 |---|---|
-| lost steps | done, and done again because no checkpoint had them |
-| recovery | from the fault to the end of the first new step after it, of faults that end a start |
-| effective time | duration of the run in peace / duration under faults |
+| lost steps | steps that were repeated because no checkpoint had them |
+| recovery | time from the fault to the end of the first new step after it, for faults that end a start |
+| effective time | duration of the run without faults / duration with faults |
 """
 
 from __future__ import annotations

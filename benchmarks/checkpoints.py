@@ -1,16 +1,16 @@
-"""Saving and restoring: against plain megatron-core on the same state, what the hashes cost, and what they find.
+"""Saving and loading checkpoints: comparison with megatron-core on the same state, cost and benefit of the hashes.
 
     python benchmarks/checkpoints.py [--folder DIR] [--use-distributed-optimizer] [--rounds 10] [--mutations 200]
 
-One CPU rank, BF16 weights with FP32 master weights and moments, in turns. `without hashes` is megafp8 with torch's
-CRC-32 in the place of SHA-256, and for a restore without reading every byte first. megatron-core saves that state with
+One CPU rank, BF16 weights with FP32 master weights and moments; the sides alternate. `without hashes` is megafp8 with
+torch's CRC-32 instead of SHA-256, and without reading every byte before a load. megatron-core saves the same state with
 `torch_dist` and its default writers, forked processes whose CPU time is counted. Each side syncs its files.
 
-Then checkpoints are written while training goes on (`--async-save`; megatron-core: its caller that forks, for the
-persistent one needs a GPU). The stall is the time in which no step runs: until training may go on, and at the next
-update until the copy is made. Steps while a save is under way are compared with steps without one. Then single
-bits are flipped in a small checkpoint: a side refuses it, or loads what was saved (the bit was padding), or loads
-something else without a word.
+Then checkpoints are written while training continues (`--async-save`; for megatron-core the caller that forks, because
+the persistent one needs a GPU). The stall is the time in which no step runs: until training continues, and at the next
+update until the copy is complete. Steps during a save are compared with steps without one. Finally single bits are
+flipped in a small checkpoint: a side refuses it, loads the saved values (the bit was padding), or silently loads other
+values.
 """
 
 from __future__ import annotations

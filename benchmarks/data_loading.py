@@ -1,14 +1,14 @@
-"""What stands before a GPU's first batch, and whether one process feeds the next: index build and loader.
+"""Data loading: time to build the index before the first batch, and throughput of the loader.
 
     python benchmarks/data_loading.py [--rounds 5] [--json FILE]
 
-Index: a shard of 10 billion tokens in 10 million documents, its .idx real and its .bin a hole in a file of the right
-size, is checked, indexed for one epoch at sequence 2048 and opened again from the cache; in a process of its own, whose
-memory is told beyond what the imports took.
+Index: a shard of 10 billion tokens in 10 million documents, with a real .idx and a sparse .bin of the right size, is
+checked, indexed for one epoch at sequence length 2048, and opened again from the cache. This runs in a separate
+process, whose memory is reported without that of the imports.
 
 Loader: microbatches of 4 x 2048 tokens in random order from a shard of 64 million tokens in the page cache, read in the
-process that counts them, and by loader processes; beside it, in turns, megatron-core's own dataset under the same
-loader. With documents of 1000 tokens, and with short ones of 100. Bar: 2 million tokens/s.
+main process and by loader processes, alternating with megatron-core's dataset under the same loader. Documents have
+1000 or 100 tokens. Bar: 2 million tokens/s.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""How delayed scaling starts: its first gradient and its first losses, with scales of 1 and with calibrated ones.
+"""Start of delayed scaling: the first gradient and the first losses, with scales of 1 and with calibrated scales.
 
     python benchmarks/delayed_start.py [--seeds 1 2 3] [--steps 40] [--depths 2 8 16]
 
-Four runs start from the same weights on the same real text: BF16, tensorwise, delayed as `--fp8-delayed-start
-calibrated` starts it, and as `te` does. Tensorwise has scales that fit from the first step on: more than its quality no
-start can give. Nothing hides what the first update does: the learning rate has no warm-up, and is low, because at a
-high one any two runs part within ten steps, whatever their difference. Two measures, taken against BF16 of the same
-seed:
+Four runs start from the same weights on the same real text: BF16, tensorwise, and delayed with `--fp8-delayed-start
+calibrated` and with `te`. Tensorwise has suitable scales from the first step on, so it is the upper limit for delayed
+scaling. The learning rate has no warmup, so that the effect of the first update is visible, and is low, because at a
+high one any two runs diverge within ten steps. Two measures, relative to BF16 with the same seed:
 
     first gradient    |g - g_bf16| / |g_bf16| over all parameters
     losses            root mean square over the seeds of the difference at each step
 
-All runs are in one process on one CPU rank and one thread; so is one microbatch a step: from the second microbatch on,
-Transformer Engine's start has scales too.
+All runs are in one process on one CPU rank with one thread, and one microbatch per step: from the second microbatch on,
+Transformer Engine also has scales.
 """
 
 from __future__ import annotations

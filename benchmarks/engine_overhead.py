@@ -1,15 +1,15 @@
-"""What megafp8 adds to a training step: against a bare megatron-core loop that does the same work.
+"""Overhead of megafp8 per training step, compared with a bare megatron-core loop that does the same work.
 
     python benchmarks/engine_overhead.py [--rounds 40] [--profile] [--control] [--json FILE]
 
-Both sides train the same model (same layers, weights, optimizer, schedule) on the same samples, in turns, in one
-process on one CPU rank and one thread, each with a model of its own. The bare loop is the one that megatron-core's
-examples show: batches from a plain DataLoader, zeroed gradients, the forward-backward schedule, the loss summed over
-ranks, optimizer and learning rate. megafp8's side is what `pretrain_gpt.py` does each step: its loader, the check for
-bad numbers, the times, the record, and all sinks (JSONL, console, TensorBoard). That the work is the same is checked:
-the losses must agree bit by bit. The model that is built first is some 0.5% faster than one built later, so everything
-is built several times, in turns in the one order and in the other. `--control` adds a second bare loop, whose ratio
-shows what the method can tell apart. Bar: a median ratio of 1.03.
+Both sides train the same model (same layers, weights, optimizer, schedule) on the same samples, alternating in one
+process on one CPU rank with one thread, each with its own model. The bare loop follows megatron-core's examples:
+batches from a plain DataLoader, zeroed gradients, the forward-backward schedule, the loss summed over ranks, optimizer
+and learning rate. megafp8's side is a step of `pretrain_gpt.py`: its loader, the check for non-finite values, timers,
+the record, and all sinks (JSONL, console, TensorBoard). The losses must be bitwise equal, which shows that the work is
+the same. The model that is built first is about 0.5% faster than later ones, so everything is built several times, in
+alternating order. `--control` adds a second bare loop, whose ratio shows the resolution of the method. Bar: a median
+ratio of 1.03.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A training step with emulated FP8 linears against the same step in BF16 and in FP32, on a CPU.
+"""Time of a training step with emulated FP8 linear layers, compared with BF16 and FP32, on a CPU.
 
     python benchmarks/fp8_step_cpu.py [--rounds 20] [--profile] [--json FILE]
 
-All train the same model on the same samples, in turns, in one process on one CPU rank and one thread. The recipes run
-on BF16 parameters, as `pretrain_gpt.py --bf16 --fp8-format hybrid --fp8-recipe tensorwise` runs the first of them.
-`--profile` shows where its time goes beyond BF16's. Bars, at hidden size 512: see BARS.
+All train the same model on the same samples, alternating in one process on one CPU rank with one thread. The recipes
+run on BF16 parameters, as with `pretrain_gpt.py --bf16 --fp8-format hybrid --fp8-recipe tensorwise`. `--profile` shows
+where the first recipe spends more time than BF16. Bars, at hidden size 512: see BARS.
 """
 
 from __future__ import annotations

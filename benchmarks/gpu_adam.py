@@ -1,9 +1,9 @@
-"""The optimizer's kernel against the bytes that it must move, and against megatron-core's passes for the same work.
+"""The optimizer's kernel, compared with the bytes that it must move and with megatron-core's optimizer.
 
     python benchmarks/gpu_adam.py [--parameters 1.4e9] [--sweep]
 
-Weights of shapes as a model has them, FP32 gradients and state, BF16 copies. The bandwidth of a plain copy on the same
-GPU is printed first. `--sweep` also tries other sizes of blocks.
+Weights have the shapes of a model, with FP32 gradients and state, and BF16 copies. The bandwidth of a plain copy on the
+same GPU is printed first. `--sweep` also measures other block sizes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/gpu_steps.py --shape A --rounds 1 --modes profiled=delayed --profile profiled
 
 `gpu_steps.py` and `gpu_layouts.py` call `profiled`. The table has the milliseconds and the number of kernels of each
-group, the idle time between kernels and where it lies, the span from the first kernel to the last, and how long
-communication ran beside no other kernel. Kernels are identified by their names; what no pattern matches is `other`,
+group, the idle time between kernels and its position, the time from the first kernel to the last, and the time in which
+only communication ran. Kernels are identified by their names; kernels that match no pattern are `other` and are listed
 by name below.
 """
 

@@ -1,9 +1,9 @@
-"""Splitting and rotating queries, keys and values: the kernel against the bytes that it must move.
+"""Splitting and rotating queries, keys and values: the kernel, compared with the bytes that it must move.
 
     python benchmarks/gpu_rope.py [--sweep]
 
-Forward and backward at the shapes of `gpu_train.py`, one layer; every number is read once and written once. Backward
-also with the amax of what it writes, and the zero that this starts from.
+Forward and backward at the shapes of `gpu_train.py`, one layer; every element is read once and written once. Backward
+also with the amax of its output, including the initialization of the amax with zero.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Step times of several settings on one GPU, built in turn: quick ratios, and where a step goes.
+"""Step times of several settings on one GPU: quick ratios, and a profile of a step.
 
     python benchmarks/gpu_steps.py --shape A --rounds 2 --modes \\
         "peer=@delayed" "delayed=delayed --use-transformer-engine-op-fuser" [--profile delayed] [--json FILE]
 
-A mode is NAME=RECIPE FLAGS..., with a recipe of `gpu_train.py`, or NAME=@RECIPE: a bare loop of megatron-core with the
-settings that are its fastest (`megatron_loop.py`). Every round builds every mode, in alternating order; a mode trains
-some steps to warm up and then `--steps`, timed together from one synchronization to the other. Each build is a process
-of its own, forked from one that has imported everything but not touched the GPU: it begins at once, and what it leaves
-behind or breaks is gone with it.
+A mode is NAME=RECIPE FLAGS..., with a recipe of `gpu_train.py`, or NAME=@RECIPE: a bare megatron-core loop with its
+fastest settings (`megatron_loop.py`). Every round builds every mode, in alternating order. A mode runs warmup steps and
+then `--steps` steps, timed together between two synchronizations. Each build is a separate process, forked from one
+that has imported everything but not touched the GPU: it starts immediately, and cannot affect later modes.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Training speed on one GPU: `pretrain_gpt.py` in BF16 and with each FP8 recipe, on the shapes of our peers' numbers.
+"""Training speed on one GPU: `pretrain_gpt.py` in BF16 and with each FP8 recipe, and a bare megatron-core loop.
 
     python benchmarks/gpu_train.py [--shape A] [--modes bf16 tensorwise peer-delayed] [--rounds 2] [--json FILE]
 
-One process a mode, in turns, since clocks and caches drift: ratios are taken within a round. Per process the median of
-its last steps, from records.jsonl; of these the median over the rounds. Shape A: llama-1b, 1.439e9 parameters, 8
-sequences of 2048 tokens. Shape B: 8 layers of llama3-8b with a vocabulary of 50,304, 2.157e9 parameters, 2 sequences
-of 4096. Shapes C and D: llama-1b at half its width, 1 and 8 sequences of 2048. TFLOP/s counts the model's FLOPs
-(6 N + 6 L h s a token), not those of the hardware. Weights are saved at the end of each process, because the records
-come with `--save`, and deleted. The `emulated-` modes run the same recipes on the emulated layers, on any GPU. The
-`peer-` modes are a bare loop of megatron-core with the settings that are its fastest, timed by `gpu_steps.py` from one
-synchronization to the other; `--extra` is not for them.
+One process per mode, in alternating order, since clocks and caches drift: ratios are computed within a round. The time
+of a process is the median of its last steps, from records.jsonl; the result is the median over the rounds. Shape A:
+llama-1b, 1.439e9 parameters, 8 sequences of 2048 tokens. Shape B: 8 layers of llama3-8b with a vocabulary of 50,304,
+2.157e9 parameters, 2 sequences of 4096. Shapes C and D: llama-1b with half the hidden size, 1 and 8 sequences of 2048.
+TFLOP/s counts the model's FLOPs (6 N + 6 L h s per token), not those of the hardware. Weights are saved at the end of
+each process, because records need `--save`, and then deleted. The `emulated-` modes run the same recipes on the
+emulated layers, on any GPU. The `peer-` modes are a bare megatron-core loop with its fastest settings, timed by
+`gpu_steps.py` between two synchronizations; `--extra` does not apply to them.
 
-`--tiny` runs the tiny preset, so that the benchmark itself can be tried on any machine. With `--minutes` it starts no
-process that would not end in time. The JSON is written after every process.
+`--tiny` uses the tiny preset, to try the benchmark on any machine. With `--minutes` it starts no process that would not
+finish in time. The JSON is written after every process.
 """
 
 from __future__ import annotations

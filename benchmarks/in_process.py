@@ -1,8 +1,7 @@
-"""Runs of megafp8 inside the benchmark's own process, on one CPU rank and one thread, several beside each other.
+"""Runs of megafp8 inside the benchmark's process, on one CPU rank and one thread, several concurrently.
 
-What megatron-core keeps for the whole process is the groups and the random states. Runs of one layout can share both:
-each has a configuration, model, optimizer and schedule of its own, and without dropout none draws random numbers while
-it trains.
+megatron-core keeps process groups and random states per process. Runs of one layout can share both: each has its own
+configuration, model, optimizer and schedule, and without dropout none draws random numbers during training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A bare training loop of megatron-core on one GPU with the settings that are its fastest: the peer of our benchmarks.
+"""A bare megatron-core training loop on one GPU with its fastest settings: the baseline of the benchmarks.
 
-The same shapes, numbers and random tokens as `gpu_steps.py`; Transformer Engine's fused operations, fused loss, fused
-rotary embedding, overlapped reductions, FP32 gradients that are accumulated inside the GEMM.
+The same shapes, dtypes and random tokens as `gpu_steps.py`; Transformer Engine's fused operations, fused loss, fused
+rotary embedding, overlapped reductions, FP32 gradients accumulated in the GEMM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How many operations a step launches, and how often it waits for the device: what it costs beside arithmetic.
+"""Counts the operations that a step launches, and how often the host waits for the device.
 
-On a GPU the profiler counts kernels, copies and fills, and calls that wait. On a CPU, where nothing is launched,
-torch's own operations are counted, and numbers that Python reads from tensors: on a GPU each would be a wait.
+On a GPU the profiler counts kernels, copies and fills, and calls that wait. On a CPU, where nothing is launched, it
+counts torch's operations, and reads of tensor elements by Python, each of which would be a wait on a GPU.
 """
 
 from __future__ import annotations

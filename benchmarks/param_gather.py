@@ -1,10 +1,10 @@
-"""FP8 weights, kept and gathered as codes, against weights in BF16 that each rank quantizes: bytes, step and memory.
+"""FP8 weights that are stored and gathered as codes, compared with BF16 weights: bytes, step time and memory.
 
     torchrun --nproc-per-node 2 benchmarks/param_gather.py [--rounds 10] [--json FILE]
 
-The emulated layers on CPU ranks with the distributed optimizer, in turns, in the same processes, on the same samples.
-Both sides of a recipe must have the same losses, bit for bit. Rank 0 reports. Bytes are what it gets from others in a
-step, counted at the collectives; weights are what it holds of them between steps, quantized copies not counted.
+The emulated layers on CPU ranks with the distributed optimizer, alternating in the same processes on the same samples.
+Both sides of a recipe must have bitwise equal losses. Rank 0 reports. Bytes are those that a rank receives in a step,
+counted at the collectives; weights are the bytes that it stores between steps, without quantized copies.
 """
 
 from __future__ import annotations

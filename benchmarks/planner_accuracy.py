@@ -1,8 +1,8 @@
-"""How wrong the planner is: every measured row against its prediction, and every published one.
+"""Accuracy of the planner: every measured and published step time and memory size, compared with its prediction.
 
     python benchmarks/planner_accuracy.py [--write] [--fit]
 
-Prints the tables of benchmarks/RESULTS.md; `--write` puts them there, `--fit` finds the constants of
+Prints the tables of benchmarks/RESULTS.md; `--write` updates the file, `--fit` fits the constants of
 `megafp8/planning/planned_run.py` again. Bars, for rows held out of the fit: memory 10%, step time 15%.
 """
 

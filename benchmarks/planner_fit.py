@@ -1,6 +1,6 @@
-"""The constants of `megafp8/planning/planned_run.py` from the rows marked `fit`, each from the kernels it describes.
+"""Fits the constants of `megafp8/planning/planned_run.py` to the rows marked `fit`, each to the kernels it describes.
 
-One is fitted to published rows, since no GPU of ours has what it describes: block-scaled GEMMs.
+The speed of block-scaled GEMMs is fitted to published rows, because no GPU with such kernels was available.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ports for programs that are started side by side."""
+"""Network ports for programs that run concurrently."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""How fast text becomes token shards: tools/preprocess_data.py against the pipeline of Megatron-LM's script of that
-name (`single_writer.py`), and against the tokenizer's own library at its best.
+"""Preprocessing speed: tools/preprocess_data.py, compared with the pipeline of Megatron-LM's script of that
+name (`single_writer.py`) and with the tokenizer's own library.
 
     python benchmarks/preprocess.py --folder runs/preprocess [--megabytes 400] [--rounds 3] [--json FILE]
     python benchmarks/preprocess.py --folder runs/preprocess --memory-limit-mb 600 --megabytes 2000
 
-The first makes a corpus (Python's own standard library, over again with other words), trains four tokenizers, and runs
-both pipelines in turns as whole processes on the same text: the shards must be equal, byte for byte. Bar: 20 times the
-documents a second for byte-pair encodings. Where gigatoken does not know the tokenizer, the bar is 0.85 of the speed of
-the library's batch calls on texts in memory, on as many cores. The second runs under a limit of memory for each
-process, and shows what was used at most.
+The first command creates a corpus (Python's standard library, repeated with other words), trains four tokenizers, and
+runs both pipelines alternately as separate processes on the same text: the shards must be byte-identical. Bar: 20 times
+the documents per second for byte-pair encodings. If gigatoken does not support the tokenizer, the bar is 0.85 of the
+speed of the library's batch calls on texts in memory, on the same number of cores. The second command sets a memory
+limit for each process and reports the peak.
 """
 
 from __future__ import annotations

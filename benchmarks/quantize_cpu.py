@@ -1,11 +1,11 @@
-"""Time of the emulated FP8 linear on a CPU, forward and backward, against a plain linear of the same type.
+"""Time of the emulated FP8 linear layer on a CPU, forward and backward, compared with a plain linear layer.
 
     python benchmarks/quantize_cpu.py [--tokens 2048] [--dtype bf16] [--json FILE]
 
-All run in turn in one process, so that a change of the machine's speed meets all; medians are compared. `reused` is
-the emulated linear with the weight's codes known already, as in all microbatches of a step but the first. Times are
-CPU times with one thread, since those count other processes least, else wall times. Below the linears: what it costs
-to quantize a matrix and to dequantize it again by each rule of each recipe, against a copy of it.
+All alternate in one process, so that changes of the machine's speed affect all of them equally; medians are compared.
+`reused` is the emulated layer with the weight already quantized, as in all microbatches of a step except the first.
+Times are CPU times with one thread, because other processes affect them least, else wall times. A second table has the
+time to quantize and dequantize a matrix by each rule of each recipe, relative to a copy of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The pipeline of Megatron-LM's preprocess_data.py, to compare with: one document a call in a pool of processes, and
-the parent writes what they send back, through megatron-core's IndexedDatasetBuilder.
+"""The pipeline of Megatron-LM's preprocess_data.py, for comparison: a pool of processes tokenizes one document per
+call, and the parent process writes the results with megatron-core's IndexedDatasetBuilder.
 
-Tokenizers are megatron-core's own classes; but for Hugging Face's, whose class needs `transformers`, the library
-`tokenizers` is called as that class calls it.
+Tokenizers are megatron-core's own classes, except for Hugging Face's, whose class needs `transformers`: the library
+`tokenizers` is called in the same way.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How long a user waits: for `--help` of every command, and from start to the first training step.
+"""Startup time: `--help` of every command, and the time from start to the first training step.
 
     python benchmarks/startup.py [--rounds 5] [--json FILE]
 
-Whole processes, as a shell starts them, in turns; medians. The tiny preset trains on one CPU rank on made-up tokens,
-and the clock stops when the line of its first step comes. Below: what the imports take of it. Bars: `--help` of
-`pretrain_gpt.py` 0.5 s, first step 15 s.
+Commands run as separate processes, as from a shell, in alternating order; medians. The tiny preset trains on one CPU
+rank on synthetic tokens until the line of the first step is printed. A second table has the time of the imports. Bars:
+`--help` of `pretrain_gpt.py` 0.5 s, first step 15 s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The small model and the text of the benchmarks that train: those of examples/compare_recipes.sh."""
+"""The small model and the text of the training benchmarks: those of examples/compare_recipes.sh."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What looking at quantization costs: steps that are looked at against steps that are not.
+"""Cost of quantization statistics: steps with statistics, compared with steps without.
 
     python benchmarks/telemetry_overhead.py [--rounds 12] [--fp8-what-if mxfp8,nvfp4] [--recipe delayed] [--json FILE]
 
-One run, in which every second step is looked at (`--fp8-log-interval 2`), from the batch to the record in all sinks;
-each such step is compared with the one before it. A run that looks every 100 steps pays a hundredth of the difference:
-its other steps are those of a run that never looks. Bar: 2% of the step time at an interval of 100. On a CPU rank and
-one thread; on a GPU where there is one, with the layers that run there, and then wall time counts. Beside the times
-stand the operations that a step launches, and how often the host waits (`operations.py`), of one more step each.
+One run collects statistics in every second step (`--fp8-log-interval 2`), from the batch to the record in all sinks;
+each statistics step is compared with the step before it. At an interval of 100 steps the cost is a hundredth of the
+difference, because all other steps are unaffected. Bar: 2% of the step time at an interval of 100. On a CPU: one rank
+and one thread. On a GPU: the layers that run there, and wall time. The number of launched operations and of waits of
+the host (`operations.py`) is that of one more step each.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the benchmarks share: timing in turns, medians and ratios with their uncertainty, tables, JSON.
+"""Shared by the benchmarks: alternating measurements, medians and ratios with their uncertainty, tables, JSON.
 
-Sides that are compared run in turns, one round after the other and every second round in reverse order, so that a
-change of the machine's speed meets all of them. A ratio is taken round by round, and of these ratios the median.
+Sides that are compared run alternately, in rounds, with every second round in reverse order, so that changes of the
+machine's speed affect all of them equally. A ratio is computed for each round, and the median of these is reported.
 
-CPU time does not count what other processes take, and so is the steadier of the two where this process computes on
-one thread. It leaves out waiting for files. How much of the wall time was not spent computing is reported: on a quiet
-machine next to nothing.
+CPU time does not count other processes, so it varies less than wall time if the process computes on one thread. It
+excludes waiting for files. The part of the wall time without computation is reported; on an idle machine it is close
+to zero.
 """
 
 from __future__ import annotations

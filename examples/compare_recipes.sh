@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# What does each FP8 and FP4 recipe cost in loss? One small Llama-style GPT on real text, trained on this machine in
-# every recipe from the same three seeds, and a report that looks at the pairs:
+# Compare the loss of all FP8 and FP4 recipes. A small Llama-style GPT is trained on real text on this machine, in every
+# recipe and with the same three seeds. The report compares runs of the same seed:
 #
 #   bash examples/compare_recipes.sh [FOLDER]        (default runs/recipes)
 #
-# The text is the source of this machine's own Python standard library. Emulated on a CPU it takes about twenty minutes
-# of one core, and the same commands run on a GPU. Started again, it resumes where it stopped.
-# STEPS, SEEDS, RECIPES, EVAL_ITERS, PARALLEL (runs at a time) and MAX_BYTES (of text) in the environment change what is
-# run.
+# The text is the source of the Python standard library of this machine. With emulation on a CPU it takes about twenty
+# minutes on one core; the same commands run on a GPU. If it is interrupted, run it again to resume.
+# Environment variables: STEPS, SEEDS, RECIPES, EVAL_ITERS, PARALLEL (concurrent runs) and MAX_BYTES (of text).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/setup_venv.sh
@@ -27,7 +26,7 @@ model=(
   --position-embedding-type rope --normalization RMSNorm --swiglu --qk-layernorm
   --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
 )
-# Validation is a tenth of the text; weights are kept without the optimizer's state, which only a resumption needs.
+# A tenth of the text is for validation. Optimizer state is not saved, because only resuming needs it.
 training=(
   --micro-batch-size 16 --global-batch-size 16 --train-iters "${STEPS:-300}" --seed 1
   --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.07

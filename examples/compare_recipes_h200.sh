@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# What do Hopper's FP8 recipes cost in loss and gain in speed? A Llama-style GPT of 374 million parameters on real text,
-# trained in BF16, delayed, tensorwise and blockwise with the same seeds, one run a GPU, several GPUs at once:
+# Compare loss and speed of Hopper's FP8 recipes. A Llama-style GPT with 374 million parameters is trained on real text
+# in BF16, delayed, tensorwise and blockwise with the same seeds, one run per GPU, on several GPUs concurrently:
 #
 #   bash examples/compare_recipes_h200.sh [FOLDER]       (default runs/recipes_h200)
 #
-# The text is the source of the Python packages that this machine has, 80 MB: 1000 steps of 16,384 tokens read it about
-# once. Other packages make another text and other tokens, so that losses of two machines are no pair: take FOLDER/data
-# along to train on the same. Every recipe, BF16 too, has the loss and the optimizer that are fastest on one GPU, and its
-# steps run as CUDA graphs, since layers of this size wait for the host; without these a run took about three minutes of
-# one H200. All recipes of a seed come before the next seed. Started again, it resumes where it stopped; after a SIGTERM,
-# too.
-# In the environment: STEPS, SEEDS (default 3), RECIPES (those that the GPU has: emulated layers have no graph), PARALLEL
-# (default: one run for each GPU), NO_REPORT=1 to train only. The report is made again, on any machine, from the records:
+# The text is the source of the Python packages on this machine, 80 MB: 1000 steps of 16,384 tokens read it about once.
+# Machines with other packages have other text, so their losses are not comparable: copy FOLDER/data to train on the
+# same text. All recipes, including BF16, use the loss and the optimizer that are fastest on one GPU, and CUDA graphs,
+# since layers of this size are bound by kernel launches; without graphs a run took about three minutes on one H200.
+# All recipes of a seed run before the next seed. If it is interrupted, also by a SIGTERM, run it again to resume.
+# Environment variables: STEPS, SEEDS (default 3), RECIPES (only native ones: emulated layers have no graph), PARALLEL
+# (default: one run per GPU), NO_REPORT=1 to train only. The report can be created again from the records on any
+# machine:
 #
 #   python tools/compare_runs.py FOLDER/*/seed* --baseline bf16 --output-dir FOLDER/report
 set -euo pipefail
@@ -47,7 +47,7 @@ training=(
 )
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')
 
-# exec: a signal to this script is one to the comparison, which has its runs save.
+# exec: signals to this script reach the comparison, whose runs then save.
 exec "$PYTHON" tools/run_comparison.py --output-dir "$out" --seeds "${SEEDS:-3}" --parallel "${PARALLEL:-$gpus}" \
   --bound 0.5 --title "What Hopper's recipes cost in loss" ${NO_REPORT:+--no-report} \
   --recipes "${RECIPES:-bf16,delayed,tensorwise,blockwise,bf16-control}" -- \

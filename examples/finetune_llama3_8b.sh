@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# Go on training Llama 3 8B in FP8, from its files on the Hugging Face hub, on all GPUs of one machine.
+# Continue training Llama 3 8B in FP8, from its files on the Hugging Face Hub, on all GPUs of one machine.
 #
 #   hf download meta-llama/Meta-Llama-3-8B --local-dir Meta-Llama-3-8B --exclude "original/*"
 #   HF_MODEL=Meta-Llama-3-8B DATA_PATH=data/corpus_text_document bash examples/finetune_llama3_8b.sh
 #
-# First its weights become a checkpoint (once; tools/convert_checkpoint.py). The shards are made with its tokenizer:
-# tools/preprocess_data.py --tokenizer-type HuggingFaceTokenizer --tokenizer-model Meta-Llama-3-8B. Started again, it
-# resumes from its last checkpoint. Back to a model of transformers:
+# First the weights are converted to a checkpoint, once (tools/convert_checkpoint.py). Create the shards with the
+# model's tokenizer: tools/preprocess_data.py --tokenizer-type HuggingFaceTokenizer --tokenizer-model Meta-Llama-3-8B.
+# If the run is interrupted, start it again to resume from its last checkpoint. To convert the result back for
+# transformers:
 #
 #   python tools/convert_checkpoint.py to-hf runs/llama3-8b models/mine
 #
 # HF_MODEL       folder with config.json, safetensors and tokenizer
 # DATA_PATH      prefix of the shards, or "weight prefix weight prefix ..."
-# CONVERTED      folder for the checkpoint made of HF_MODEL (default models/llama3-8b)
+# CONVERTED      folder for the converted checkpoint (default models/llama3-8b)
 # SAVE           folder for checkpoints, records and TensorBoard (default runs/llama3-8b)
-# GPUS_PER_NODE  ranks to start (default: one for each GPU)
-# PYTHON         the Python that has megafp8 (default .venv/bin/python, else python3)
+# GPUS_PER_NODE  ranks to start (default: one per GPU)
+# PYTHON         Python interpreter with megafp8 (default .venv/bin/python, else python3)
 #
-# Arguments are more flags of pretrain_gpt.py; they win over those below. HF_MODEL may be any Llama: the settings of the
-# model come with it.
+# Arguments are further flags of pretrain_gpt.py, which override those below. HF_MODEL may be any Llama model: the model
+# settings are taken from its files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -38,7 +39,7 @@ ranks=${GPUS_PER_NODE:-$("$python" -c 'import torch; print(max(1, torch.cuda.dev
 # torchrun sets this for several ranks and warns that it does.
 [ "$ranks" = 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-# After a SIGTERM torchrun waits so long for its ranks to save, instead of 30 s.
+# After a SIGTERM, torchrun waits this long for its ranks to save, instead of 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
   --config "$converted/config.json" --pretrained-checkpoint "$converted" \

@@ -1,24 +1,23 @@
 #!/usr/bin/env bash
-# GPT-2's smallest model, trained twice on the same data in the same order: does FP8 change the loss?
+# The smallest GPT-2, trained twice on the same data in the same order to compare the loss of FP8 and BF16.
 #
 #   export DATA_PATH=data/corpus_text_document VOCAB_FILE=data/vocab.json MERGE_FILE=data/merges.txt
 #   SAVE=runs/gpt2/bf16 bash examples/pretrain_gpt2_124m.sh
 #   SAVE=runs/gpt2/fp8 bash examples/pretrain_gpt2_124m.sh --fp8-format hybrid --fp8-recipe tensorwise
 #   python3 tools/compare_runs.py runs/gpt2/bf16 runs/gpt2/fp8 --output-dir runs/gpt2/comparison
 #
-# It runs on whatever is there: Transformer Engine on a GPU that has FP8, emulated FP8 elsewhere. The plan first, on any
-# machine:
+# It uses Transformer Engine on a GPU with FP8, and emulated FP8 elsewhere. To print the plan on any machine:
 #
 #   bash examples/pretrain_gpt2_124m.sh --dry-run --world-size 8 --target h200
 #
-# DATA_PATH               prefix of the shards, or "weight prefix weight prefix ...". Without it tokens are made up and
-#                         nothing is saved: enough to see the speed.
-# VOCAB_FILE, MERGE_FILE  GPT-2's vocab.json and merges.txt, which made the shards
+# DATA_PATH               prefix of the shards, or "weight prefix weight prefix ...". Without it, the run uses synthetic
+#                         tokens to measure the speed, and saves nothing.
+# VOCAB_FILE, MERGE_FILE  GPT-2's vocab.json and merges.txt, with which the shards were created
 # SAVE                    folder for checkpoints, records and TensorBoard (default runs/gpt2-124m)
-# GPUS_PER_NODE           ranks to start (default: one for each GPU; one without a GPU)
-# PYTHON                  the Python that has megafp8 (default .venv/bin/python, else python3)
+# GPUS_PER_NODE           ranks to start (default: one per GPU; one without a GPU)
+# PYTHON                  Python interpreter with megafp8 (default .venv/bin/python, else python3)
 #
-# Arguments are more flags of pretrain_gpt.py; they win over those below.
+# Arguments are further flags of pretrain_gpt.py, which override those below.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -32,13 +31,13 @@ if [ -n "${DATA_PATH:-}" ]; then
     --eval-interval 1000 --eval-iters 20
   )
 else
-  echo "DATA_PATH is not set: made-up tokens, nothing is saved" >&2
+  echo "DATA_PATH is not set: using synthetic tokens, nothing is saved" >&2
   data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 50256 --eval-iters 0)
 fi
 
-# The preset is the model as published: learned positions, LayerNorm, GELU, biases, tied embeddings, dropout 0.1.
+# The preset is the published model: learned positions, LayerNorm, GELU, biases, tied embeddings, dropout 0.1.
 model=(--model-preset gpt2-124m --seq-length 1024 --attention-dropout 0 --hidden-dropout 0)
-# 512 sequences are half a million tokens a step; 19,000 steps are 10 billion tokens.
+# 512 sequences are half a million tokens per step; 19,000 steps are 10 billion tokens.
 training=(
   --bf16 --micro-batch-size 8 --global-batch-size 512 --train-iters 19000 --seed 1234
   --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --lr-warmup-fraction 0.04
@@ -46,7 +45,7 @@ training=(
 )
 
 launcher=("$python")
-# A dry run is one process and needs no GPU.
+# A dry run needs one process and no GPU.
 if [[ " $* " != *" --dry-run "* ]]; then
   ranks=${GPUS_PER_NODE:-$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}
   # torchrun sets this for several ranks and warns that it does.
@@ -54,6 +53,6 @@ if [[ " $* " != *" --dry-run "* ]]; then
   launcher+=(-m torch.distributed.run --standalone --nproc-per-node "$ranks")
 fi
 
-# After a SIGTERM torchrun waits so long for its ranks to save, instead of 30 s.
+# After a SIGTERM, torchrun waits this long for its ranks to save, instead of 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 exec "${launcher[@]}" pretrain_gpt.py "${model[@]}" "${training[@]}" "${data[@]}" "$@"

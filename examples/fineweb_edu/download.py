@@ -2,8 +2,8 @@
 
     python examples/fineweb_edu/download.py --output text --config sample-10BT --gigabytes 5
 
-Documents are streamed in the dataset's order, so that only what is wanted is fetched. Files are whole or not there:
-started again, it goes on after the last one. `--dataset` takes any other dataset with a column `text`.
+Documents are streamed in the order of the dataset, so that only the requested part is downloaded. Every file is
+complete: an interrupted download resumes after the last file. `--dataset` can be any dataset with a column `text`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def parse_arguments(argv: Optional[list[str]]) -> argparse.Namespace:
     parser.add_argument("--dataset", default="HuggingFaceFW/fineweb-edu", help="default %(default)s")
     parser.add_argument("--config", default="sample-10BT", help="part of the dataset (default %(default)s)")
     parser.add_argument("--split", default="train", help="default %(default)s")
-    parser.add_argument("--gigabytes", type=float, help="stop after so much text (default: all of it)")
+    parser.add_argument("--gigabytes", type=float, help="gigabytes of text to download (default: all)")
     return parser.parse_args(argv)
 
 
@@ -35,8 +35,8 @@ def download(dataset: Any, folder: Path, max_bytes: Optional[float]) -> tuple[in
 
     Args:
         dataset: of the library `datasets`, streaming, with a column `text`.
-        folder: for the files; those that are there are kept.
-        max_bytes: text to write in all, those files included; None: all there is.
+        folder: for the files; existing files are kept.
+        max_bytes: total bytes of text, including existing files; None: the complete dataset.
 
     Returns:
         Documents and bytes of text in the folder.

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# FineWeb-Edu, educational pages of the web, from the Hugging Face hub to a trained model on one machine: download,
-# tokenizer, token shards, and a Llama-style GPT of 1.4 billion parameters in FP8.
+# FineWeb-Edu (educational web pages), from the Hugging Face Hub to a trained model on one machine: download the text,
+# train a tokenizer, create token shards, and pretrain a Llama-style GPT with 1.4 billion parameters in FP8.
 #
 #   pip install -e '.[datasets]'
 #   GIGABYTES=5 bash examples/fineweb_edu/run.sh
 #   sbatch examples/fineweb_edu/slurm.sh                  the same as a Slurm job
 #
-# Killed and started again, each step resumes where it was. Without a network on the machine that trains, run the first
-# three steps elsewhere (STOP_AFTER=shards) and copy OUT. The plan of the training first, on any machine:
+# If it is interrupted, run it again to resume. If the training machine has no network, run the first three steps on
+# another machine (STOP_AFTER=shards) and copy OUT. To print the plan of the training on any machine:
 #
 #   bash examples/fineweb_edu/run.sh --dry-run --world-size 8 --target h200
 #
 # OUT              folder for everything (default runs/fineweb_edu)
-# TEXT             folder of Parquet files with a column "text" that is there already: nothing is downloaded
-# CONFIG           part of the dataset: sample-10BT (default), sample-100BT, sample-350BT, or default for all of it
+# TEXT             existing folder of Parquet files with a column "text"; nothing is downloaded
+# CONFIG           part of the dataset: sample-10BT (default), sample-100BT, sample-350BT, or default (all)
 # GIGABYTES        how much text to download (default: all of CONFIG; 10 billion tokens are about 45 GB)
 # TOKENIZER_MODEL  folder with a tokenizer.json and tokenizer_config.json (default: one is trained on the text)
-# VOCAB_SIZE       of the tokenizer that is trained (default 50304)
-# WORKERS          processes that tokenize (default: one a core)
-# STOP_AFTER       text, tokenizer or shards: stop there
+# VOCAB_SIZE       vocabulary size of the trained tokenizer (default 50304)
+# WORKERS          tokenizer processes (default: one per core)
+# STOP_AFTER       stop after this step: text, tokenizer or shards
 #
-# Arguments, GPUS_PER_NODE and PYTHON go to examples/pretrain_llama_1b.sh.
+# Arguments, GPUS_PER_NODE and PYTHON are passed to examples/pretrain_llama_1b.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

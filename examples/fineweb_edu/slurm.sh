@@ -14,11 +14,10 @@
 #
 #   sbatch --export=ALL,OUT=/shared/fineweb_edu examples/fineweb_edu/slurm.sh
 #
-# A job that is requeued resumes where it was. Options of sbatch on the command line win over those above; arguments
-# after the script are flags of pretrain_gpt.py. Where computing machines have no network, download first, on one that
-# has it:
+# A requeued job resumes. Options of sbatch on the command line override those above; arguments after the script are
+# flags of pretrain_gpt.py. If compute nodes have no network, download the text first on a machine with one:
 #
 #   OUT=/shared/fineweb_edu STOP_AFTER=text bash examples/fineweb_edu/run.sh
 set -euo pipefail
-# Slurm runs a copy of this file from elsewhere; the job was submitted from the project's folder.
+# Slurm runs a copy of this file in another folder; the job must be submitted from the project's folder.
 exec srun bash "${SLURM_SUBMIT_DIR:-.}/examples/fineweb_edu/run.sh" "$@"

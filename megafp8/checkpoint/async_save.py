@@ -121,9 +121,7 @@ class AsyncSave:
         if not self._work.done():
             # The thread may still be blocked on the disk. It must not change the folder when the disk responds.
             self._prepared.lease.revoke()
-            raise CheckpointError(
-                f"it is not written after {self._timeout_s:g} s; --async-save-timeout gives it more time"
-            )
+            raise CheckpointError(f"writing takes longer than {self._timeout_s:g} s; raise --async-save-timeout")
         return self._work.result()
 
 
@@ -152,8 +150,8 @@ class HostBuffers:
         free = psutil.virtual_memory().available
         if needed > free:
             raise CheckpointError(
-                f"--async-save copies {needed / 1e9:.3f} GB to host memory and {free / 1e9:.3f} GB is free: save "
-                "without it, or use more ranks"
+                f"--async-save needs {needed / 1e9:.3f} GB of host memory for a copy of the state, but only "
+                f"{free / 1e9:.3f} GB are free: remove --async-save, or use more ranks"
             )
         is_pinned = torch.cuda.is_available()
         for index, value in wanted.items():
@@ -198,7 +196,7 @@ class HostCopy:
         if self._stream:
             self._stream.copied.synchronize()
         if self._is_abandoned:
-            raise CheckpointError("the copy to host memory was not made in time: weights have changed since")
+            raise CheckpointError("the copy to host memory was not complete before the weights changed")
 
     def wait(self, timeout_s: float) -> None:
         """Block until weights and moments may change. A copy that is not made in time is abandoned."""

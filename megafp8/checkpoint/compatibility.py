@@ -37,14 +37,14 @@ NULL_TOKENIZER = "NullTokenizer"
 SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
-    "lr_warmup_steps": "samples of the warm-up (--lr-warmup-iters, -samples or -fraction)",
+    "lr_warmup_steps": "samples of the warmup (--lr-warmup-iters, -samples or -fraction)",
     "lr_decay_steps": "samples of the schedule (--lr-decay-iters or -samples, else --train-iters or -samples)",
     "lr_decay_style": "--lr-decay-style",
     "init_lr": "--lr-warmup-init",
     "wsd_decay_steps": "samples of WSD's final decay (--lr-wsd-decay-iters or -samples)",
     "lr_wsd_decay_style": "--lr-wsd-decay-style",
-    "start_wd": "weight decay at the start (--weight-decay or --start-weight-decay)",
-    "end_wd": "weight decay at the end (--weight-decay or --end-weight-decay)",
+    "start_wd": "initial weight decay (--weight-decay or --start-weight-decay)",
+    "end_wd": "final weight decay (--weight-decay or --end-weight-decay)",
     "wd_incr_steps": "samples of the run (--train-iters or --train-samples)",
     "wd_incr_style": "--weight-decay-incr-style",
 }
@@ -74,9 +74,9 @@ def check_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
     lines = [line for line in lines if not line.startswith(unchecked)]
     if lines:
         raise CheckpointError(
-            f"{path} is of another model (checkpoint -> this run):\n"
+            f"{path} is a checkpoint of a different model (checkpoint -> this run):\n"
             + "\n".join(f"  {line}" for line in lines)
-            + "\nfix: give the checkpoint's values, or start from another checkpoint"
+            + "\nfix: use the checkpoint's values, or start from another checkpoint"
         )
 
 
@@ -86,8 +86,8 @@ def check_amax_history(path: Path, saved: RunConfig, config: RunConfig) -> None:
     has_both = all(each.fp8_format is not None and registry.get(each.fp8_recipe).is_stateful for each in (before, now))
     if has_both and before.fp8_amax_history_len != now.fp8_amax_history_len:
         raise CheckpointError(
-            f"{path} has amax histories of {before.fp8_amax_history_len} entries, this run has "
-            f"{now.fp8_amax_history_len}; give --fp8-amax-history-len {before.fp8_amax_history_len}"
+            f"{path} has amax histories of length {before.fp8_amax_history_len}, but this run uses "
+            f"{now.fp8_amax_history_len}; use --fp8-amax-history-len {before.fp8_amax_history_len}"
         )
 
 
@@ -110,9 +110,7 @@ def check_vocabulary(path: Path, config: RunConfig, num_rows: int) -> None:
             if config.data.tokenizer_type == NULL_TOKENIZER
             else "the tokenizer that the checkpoint was trained with"
         )
-        raise CheckpointError(
-            f"{path} has an embedding of {saved_rows} rows and this run one of {num_rows}: give {fix}"
-        )
+        raise CheckpointError(f"{path} has an embedding of {saved_rows} rows, but this run has {num_rows}: use {fix}")
 
 
 def check_sample_order(path: Path, chain: SampleHashChain, is_overridden: bool) -> tuple[str, ...]:
@@ -132,7 +130,7 @@ def check_sample_order(path: Path, chain: SampleHashChain, is_overridden: bool) 
     """
     saved = load_common_state(path).get("samples")
     if saved is None:
-        return ("it does not say which samples it was trained on: that this run continues after them is not checked",)
+        return ("it has no record of its training samples, so the sample order of this run cannot be checked",)
     before = SampleHash.from_plain(saved)
     if before.num_samples > len(chain):
         return ()  # the checkpoint is past the end of this run, which reads no samples
@@ -140,14 +138,16 @@ def check_sample_order(path: Path, chain: SampleHashChain, is_overridden: bool) 
     if before.sha256 == now.sha256:
         return ()
     differences = before.differences(now) or [
-        "the order itself, which another version of megafp8, megatron-core or numpy makes otherwise"
+        "only the order; other versions of megafp8, megatron-core or numpy can cause this"
     ]
     if is_overridden:
-        return (f"sample {before.num_samples} of another order comes next ({'; '.join(differences)})",)
+        return (f"training continues at sample {before.num_samples} of a different order ({'; '.join(differences)})",)
     raise CheckpointError(
-        f"{path} was trained on {before.num_samples} samples that are not the first of this run (checkpoint -> this "
-        "run):\n" + "\n".join(f"  {line}" for line in differences) + "\nSome samples would be repeated and others "
-        "left out. Give what the checkpoint was trained with, or --override-sample-order to continue in the new order"
+        f"{path} was trained on {before.num_samples} samples, which differ from the first samples of this run "
+        "(checkpoint -> this run):\n"
+        + "\n".join(f"  {line}" for line in differences)
+        + "\nSome samples would be repeated and others skipped.\nfix: use the checkpoint's values, or "
+        "--override-sample-order to continue in the new order"
     )
 
 
@@ -156,31 +156,31 @@ def check_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_optimi
     if not with_optimizer:
         return
     if saved.checkpoint.no_save_optim:
-        raise CheckpointError(f"{path} was saved with --no-save-optim; give --no-load-optim or --finetune")
+        raise CheckpointError(f"{path} was saved with --no-save-optim; use --no-load-optim or --finetune")
     before, now = (bool(each.parallel.use_distributed_optimizer) for each in (saved, config))
     names = saved.optimizer.optimizer, config.optimizer.optimizer
     rates = saved.optimizer.decoupled_lr, config.optimizer.decoupled_lr
     dtypes = derived.params_dtype(saved.precision), derived.params_dtype(config.precision)
     if before != now:
         problem = (
-            f"was saved {'with' if before else 'without'} --use-distributed-optimizer, this run is "
-            f"{'with' if now else 'without'} it, and the two keep their state differently"
+            f"was saved {'with' if before else 'without'} --use-distributed-optimizer, but this run is "
+            f"{'with' if now else 'without'} it, and their optimizer states are incompatible"
         )
     elif names[0] != names[1]:
-        problem = f"has the state of --optimizer {names[0]}, this run has {names[1]}"
+        problem = f"has the state of --optimizer {names[0]}, but this run uses {names[1]}"
     elif None in rates and rates[0] != rates[1]:
         problem = (
-            f"was saved {'without' if rates[0] is None else 'with'} --decoupled-lr, this run is "
-            f"{'without' if rates[1] is None else 'with'} it, and their groups of parameters differ"
+            f"was saved {'without' if rates[0] is None else 'with'} --decoupled-lr, but this run is "
+            f"{'without' if rates[1] is None else 'with'} it, and their parameter groups differ"
         )
     elif not now and (dtypes[0] == "fp32") != (dtypes[1] == "fp32"):
         problem = (
-            f"has {dtypes[0]} weights and this run {dtypes[1]}: without --use-distributed-optimizer their optimizer "
-            "state differs"
+            f"has {dtypes[0]} weights, but this run has {dtypes[1]}, and without --use-distributed-optimizer their "
+            "optimizer states are incompatible"
         )
     else:
         return
-    raise CheckpointError(f"{path} {problem}; use the same, or --no-load-optim")
+    raise CheckpointError(f"{path} {problem}; use the checkpoint's setting, or --no-load-optim")
 
 
 def check_schedule(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -196,9 +196,9 @@ def check_schedule(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> No
             for name in different
         )
         raise CheckpointError(
-            f"{path} has another learning-rate schedule (checkpoint -> this run):\n{lines}\nfix: "
-            "give the checkpoint's, --override-opt_param-scheduler for this run's, or "
-            "--use-checkpoint-opt_param-scheduler for the saved one"
+            f"{path} has a different learning-rate schedule (checkpoint -> this run):\n{lines}\nfix: use the "
+            "checkpoint's values, --override-opt_param-scheduler to use this run's schedule, or "
+            "--use-checkpoint-opt_param-scheduler to use the checkpoint's"
         )
 
 
@@ -208,8 +208,8 @@ def thread_count_notes(path: Path) -> tuple[str, ...]:
     if saved in (None, now):  # older checkpoints do not record it
         return ()
     return (
-        f"WARNING: {path} was saved with {saved} CPU threads a rank, this run has {now}: sums are divided differently, "
-        f"so results differ in their last bits; give --num-threads {saved} for the same bits",
+        f"WARNING: {path} was saved with {saved} CPU threads per rank, this run has {now}: sums are computed in a "
+        f"different order, so results are not bitwise equal; for bitwise equal results use --num-threads {saved}",
     )
 
 
@@ -247,7 +247,7 @@ def precision_map_changes(before: RunConfig, now: RunConfig) -> list[str]:
         changed.setdefault(f"{old[name]} -> {new[name]}", []).append(name)
     lines = []
     for change, names in changed.items():
-        more = f" and {len(names) - MAX_LISTED_LINEARS} others" if len(names) > MAX_LISTED_LINEARS else ""
+        more = f" and {len(names) - MAX_LISTED_LINEARS} more" if len(names) > MAX_LISTED_LINEARS else ""
         lines.append(f"precision of {', '.join(names[:MAX_LISTED_LINEARS])}{more}: {change}")
     return lines
 
@@ -272,11 +272,11 @@ def check_number_formats(path: Path, config: RunConfig) -> tuple[str, ...]:
     if not lines:
         return ()
     if config.checkpoint.override_precision:
-        return (f"continues in other number formats ({'; '.join(lines)})",)
+        return (f"training continues with a different precision ({'; '.join(lines)})",)
     raise CheckpointError(
-        f"{path} was trained in other number formats (checkpoint -> this run):\n"
+        f"{path} was trained with a different precision (checkpoint -> this run):\n"
         + "\n".join(f"  {line}" for line in lines)
-        + "\nfix: give the checkpoint's values, or --override-precision to continue in these"
+        + "\nfix: use the checkpoint's values, or --override-precision to continue with this run's"
     )
 
 
@@ -302,15 +302,15 @@ def check_keys(path: Path, strictness: str, unexpected: Iterable[str], missing: 
     """
     unexpected, missing, flag = sorted(unexpected), sorted(missing), f"--dist-ckpt-strictness {strictness}"
     if unexpected and strictness not in LENIENT_STRICTNESS:
-        raise CheckpointError(f"{path} is of another model: it lacks {', '.join(unexpected)}")
+        raise CheckpointError(f"{path} is a checkpoint of a different model: it lacks {', '.join(unexpected)}")
     if others := [key for key in unexpected if checkpoint_part(key) != "model"]:
         raise CheckpointError(
-            f"{path} lacks {summarize(others)}, and {flag} is for weights alone: give --no-load-optim, "
-            "--no-load-rng or --finetune"
+            f"{path} lacks {summarize(others)}, and {flag} applies to weights only: use --no-load-optim, --no-load-rng "
+            "or --finetune"
         )
     if missing and strictness == "raise_all":
         raise CheckpointError(f"{path} has {summarize(missing)}, which this run does not load ({flag})")
     if strictness == "ignore_all":
         return ()
-    notes = {"lacks weights, which stay as initialized": unexpected, "has keys that are not loaded": missing}
+    notes = {"lacks weights, which keep their initial values": unexpected, "has keys that are not loaded": missing}
     return tuple(f"warning: {path} {text} ({flag}): {summarize(keys)}" for text, keys in notes.items() if keys)

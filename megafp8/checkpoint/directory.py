@@ -73,8 +73,8 @@ def check_free_space(folder: Path, num_bytes: int) -> None:
     needed, free = num_bytes + SPARE_BYTES + int(num_bytes * SPARE_FRACTION), shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
-            f"{folder} has {free / 1e9:.3f} GB free and a checkpoint takes {needed / 1e9:.3f} GB: make room, keep "
-            "fewer with --ckpt-keep, or save to another folder"
+            f"{folder} has {free / 1e9:.3f} GB of free space, but a checkpoint needs {needed / 1e9:.3f} GB: free disk "
+            "space, keep fewer checkpoints (--ckpt-keep), or save to another folder"
         )
 
 
@@ -98,8 +98,8 @@ def check_writable(folder: Path, num_bytes: int, rank: int = 0) -> None:
             check_free_space(folder, num_bytes)
     except OSError as error:
         raise CheckpointError(
-            f"--save {folder}: no checkpoint can be written there ({error.strerror}); one takes "
-            f"{num_bytes / 1e9:.3f} GB: choose another folder"
+            f"--save {folder}: cannot write a checkpoint of {num_bytes / 1e9:.3f} GB ({error.strerror}): choose "
+            "another folder"
         ) from error
 
 
@@ -117,7 +117,7 @@ def publish(folder: Path, step: int, manifest: Manifest, lease: AbstractContextM
     written, final = unfinished_path(folder, step), checkpoint_path(folder, step)
     if missing := differences(written, manifest):
         raise CheckpointError(
-            f"{written} lacks what the ranks wrote ({missing[0]}): give a folder that all machines share"
+            f"{written} lacks files of other ranks ({missing[0]}): use a folder shared by all machines"
         )
     fault_injection.point("save.before_manifest", step=step)
     write_manifest(written, manifest)
@@ -212,7 +212,7 @@ def find_checkpoint(folder: Path, step: Optional[int] = None) -> Optional[tuple[
     steps = complete_steps(folder)
     if step is not None and step not in steps:
         have = ", ".join(map(str, steps)) or "none"
-        raise CheckpointError(f"--ckpt-step {step}: {folder} holds steps: {have}")
+        raise CheckpointError(f"--ckpt-step {step}: no such checkpoint; {folder} has steps: {have}")
     if not steps:
         return None
     chosen = steps[-1] if step is None else step

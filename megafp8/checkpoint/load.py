@@ -172,10 +172,10 @@ def restore_schedule(path: Path, training_state: TrainingState, saved: dict[str,
     schedule.step(increment=0)  # megatron-core sets the groups' weight decay before it loads the saved one
     if schedule.lr_decay_steps < planned and schedule.lr_decay_style != "constant" and dist.get_rank() == 0:
         print(
-            f"notice: the schedule of {path}, taken by --use-checkpoint-opt_param-scheduler, ends after "
-            f"{compatibility.format_schedule_value(schedule.lr_decay_steps)} samples and this run's own after "
-            f"{compatibility.format_schedule_value(planned)}: from there on the learning rate stays {schedule.min_lr}; "
-            "--override-opt_param-scheduler takes this run's",
+            f"notice: the schedule of {path} (--use-checkpoint-opt_param-scheduler) ends after "
+            f"{compatibility.format_schedule_value(schedule.lr_decay_steps)} samples, this run's schedule after "
+            f"{compatibility.format_schedule_value(planned)}: after the end of the checkpoint's schedule the learning "
+            f"rate is {schedule.min_lr}; --override-opt_param-scheduler uses this run's schedule",
             flush=True,
         )
 
@@ -196,17 +196,19 @@ def load_notes(
         consumers: what uses RNG state that another device type cannot restore; empty if nothing does.
     """
     if weights_only:
-        return ("weights only: optimizer, schedule and data restart",)
+        return ("weights only; optimizer, schedule and data restart",)
     notes = []
     if not with_optimizer:
         notes.append("optimizer state and schedule restart")
     if not same_layout:
-        notes.append("another layout: random state is derived again, so dropout differs from the run before")
+        notes.append(
+            "different layout: random-number state is initialized again, so dropout differs from the previous run"
+        )
     elif not with_rng:
-        notes.append("random state restarts")
+        notes.append("random-number state restarts")
     elif consumers:
         notes.append(
-            "another kind of device: random state is derived again, so other numbers are drawn for "
-            f"{consumers} than in the run before"
+            "different kind of device: random-number state is initialized again, so the random numbers for "
+            f"{consumers} differ from the previous run"
         )
     return tuple(notes)

@@ -98,8 +98,8 @@ def read_manifest(folder: Path) -> Manifest:
         if not error.is_missing:
             raise CheckpointError(f"{MANIFEST} cannot be read: {error.reason}") from error
         raise CheckpointError(
-            f"{MANIFEST} is missing: the checkpoint is cut off, or older than manifests (megafp8 checkpoint "
-            f"seal {folder} makes one from the files as they are)"
+            f"{MANIFEST} is missing: the checkpoint is incomplete, or was saved by a version without manifests "
+            f"(megafp8 checkpoint seal {folder} creates one from the existing files)"
         ) from error
     try:
         manifest = _decode(parse_json(content))
@@ -151,7 +151,7 @@ def differences(folder: Path, manifest: Manifest) -> list[str]:
         if name not in present:
             found.append(f"{name} is missing")
         elif path.is_symlink() or not path.is_file():
-            found.append(f"{name} is not a plain file")
+            found.append(f"{name} is not a regular file")
         elif path.stat().st_size != entry.num_bytes:
             found.append(f"{name} has {path.stat().st_size} bytes instead of {entry.num_bytes}")
     return found

@@ -70,8 +70,8 @@ def check_readable(path: Path) -> None:
         torch.load(path / COMMON_FILE, map_location="cpu", weights_only=True)
     except LOAD_EXCEPTIONS as error:
         raise CheckpointError(
-            f"it was written, but cannot be read back with Python {platform.python_version()} and torch "
-            f"{torch.__version__} (constraints.txt has the versions that were tested): {error_text(error)}"
+            f"it was written, but cannot be read with Python {platform.python_version()} and torch {torch.__version__} "
+            f"(tested versions: constraints.txt): {error_text(error)}"
         ) from error
 
 
@@ -167,14 +167,14 @@ def seal(path: Path) -> Manifest:
         CheckpointError: it has a manifest, or is not a checkpoint.
     """
     if (path / MANIFEST).exists():
-        raise CheckpointError(f"{path} has a manifest already")
+        raise CheckpointError(f"{path} already has a manifest")
     match = FOLDER_NAME.fullmatch(path.resolve().name)
     if match is None:
-        raise CheckpointError(f"{path} is not named as a checkpoint is: iter_ and at least seven digits")
+        raise CheckpointError(f"{path} does not have the name of a checkpoint: iter_ and at least seven digits")
     read_contents(path)
     common = load_common_state(path)
     if common["step"] != int(match[1]):
-        raise CheckpointError(f"{path} holds step {common['step']}")
+        raise CheckpointError(f"{path} contains step {common['step']}")
     manifest = build_manifest(path, common["step"], common["consumed_samples"], tuple(common["layout"]))
     write_manifest(path, manifest)
     return manifest

@@ -1,7 +1,7 @@
 """Distributed-optimizer state as sharded tensors, saved and loaded without gathering.
 
 Each data-parallel rank updates a flat range of each parameter's elements. megatron-core 0.16 gathers all ranges in the
-memory of every rank (several FP32 copies of the whole state), one rank writes them, and on load every rank reads
+memory of every rank (several FP32 copies of the complete state), one rank writes them, and on load every rank reads
 everything. With more than one gradient bucket its load looks up parameters in the wrong bucket. Here every rank saves
 and loads its own ranges. A flat range of a tensor is a few boxes, and a checkpoint may be cut into arbitrary boxes.
 Names and shapes are those of megatron-core's `fully_reshardable` layout, so megatron-core can load the state.
@@ -87,7 +87,7 @@ def local_state(part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tens
     """Return master weight and moments of a parameter's local range; FP32, flat.
 
     They alias the optimizer's tensors. If the optimizer stores another dtype, they are converted and moved to the CPU,
-    because a second copy of the whole state may not fit on the GPU.
+    because a second copy of the complete state may not fit on the GPU.
     """
     state = part._get_main_param_and_optimizer_states(parameter)
     if has_param_remainder(part, parameter):

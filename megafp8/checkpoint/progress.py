@@ -71,9 +71,9 @@ class SkipHistory:
             }
             reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
             ranges = ", ".join(f"{samples.first}-{samples.end - 1}" for samples in self.skipped)
-            parts.append(f"{sum(counts.values())} samples changed no weight ({reasons}): {ranges}")
+            parts.append(f"{sum(counts.values())} samples were consumed without an update ({reasons}): {ranges}")
         if self.num_overflows:
-            parts.append(f"{self.num_overflows} steps made no update because gradients overflowed at their loss scale")
+            parts.append(f"{self.num_overflows} steps had no update because gradients overflowed at their loss scale")
         return "; ".join(parts)
 
     def plain(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Progress:
 
     Attributes:
         step: optimizer steps done, skipped updates included.
-        consumed_samples: samples read or skipped; the whole state of the data loader.
+        consumed_samples: samples read or skipped; the complete state of the data loader.
         history: skipped updates.
     """
 

@@ -61,7 +61,7 @@ def choose_checkpoint(
         return None
     lines = "\n".join(f"  {path.name}: {text}" for path, text in damaged)
     where, which = " and ".join(map(str, folders)), f" of step {step}" if step else ""
-    raise CheckpointError(f"{where} holds no complete checkpoint{which}:\n{lines}")
+    raise CheckpointError(f"{where} has no complete checkpoint{which}:\n{lines}")
 
 
 def choose_rollback_checkpoint(*folders: Path, step: int, with_hashes: bool = True) -> Optional[ResumePoint]:
@@ -100,8 +100,8 @@ def set_damaged_aside(damaged: list[tuple[Path, str]], is_own: bool) -> tuple[st
     for path, text in damaged:
         renamed = ""
         if is_own:
-            renamed = f", now {call_on_rank_0(partial(set_aside, path, CORRUPT)).name}"
-        notes.append(f"{path} is damaged ({text}){renamed}: the one before is used")
+            renamed = f", renamed to {call_on_rank_0(partial(set_aside, path, CORRUPT)).name}"
+        notes.append(f"{path} is damaged ({text}){renamed}; using the previous checkpoint")
     return tuple(notes)
 
 
@@ -110,7 +110,7 @@ def retire_newer(folder: Path, step: int) -> tuple[str, ...]:
 
     def retire() -> list[str]:
         newer = [checkpoint_path(folder, each) for each in list_steps(folder) if each > step]
-        return [f"{path.name} is newer than step {step}, now {set_aside(path, RETIRED).name}" for path in newer]
+        return [f"{path.name} is newer than step {step}, renamed to {set_aside(path, RETIRED).name}" for path in newer]
 
     return tuple(call_on_rank_0(retire))
 
@@ -133,8 +133,8 @@ def steps_on_all_ranks(folders: tuple[Path, ...]) -> list[tuple[int, Path]]:
                 for rank in (0, other)
             ]
             raise CheckpointError(
-                f"{folder}: the ranks do not see the same checkpoints ({', '.join(words)}); "
-                "give a folder that all machines share"
+                f"{folder}: the ranks see different checkpoints ({', '.join(words)}); use a folder shared by all "
+                "machines"
             )
         found += [(step, folder) for step in by_rank[0]]
     return sorted(found, key=lambda pair: pair[0])

@@ -94,7 +94,7 @@ class WriteLease:
         self._lock.acquire()
         if self._is_revoked:
             self._lock.release()
-            raise CheckpointError("the save was given up before")
+            raise CheckpointError("the save was cancelled")
 
     def __exit__(
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]

@@ -64,7 +64,7 @@ def check_before_reading(path: Path) -> None:
     value = os.environ.get(UNSAFE_LOAD_VARIABLE, "0")
     if value.lower() not in ("0", "", "n", "no", "false"):
         raise CheckpointError(
-            f"{UNSAFE_LOAD_VARIABLE}={value} lets checkpoints run code while they are loaded: unset it"
+            f"{UNSAFE_LOAD_VARIABLE}={value} allows checkpoints to run code while they are loaded: unset it"
         )
     register_safe_globals()
     for name in (FORMAT_FILE, METADATA_FILE, COMMON_FILE):
@@ -83,7 +83,7 @@ def check_plain_file(folder: Path, name: str) -> None:
     """
     path = folder / name
     if Path(name).name != name or path.is_symlink() or (path.exists() and not path.is_file()):
-        raise CheckpointError(f"{folder} names {name!r} as one of its files: it has to be a plain file in that folder")
+        raise CheckpointError(f"{folder} lists the file {name!r}, which is not a regular file in that folder")
 
 
 def check_archive(stream: IO[bytes], num_bytes: int, name: str) -> None:
@@ -96,9 +96,9 @@ def check_archive(stream: IO[bytes], num_bytes: int, name: str) -> None:
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise CheckpointError(f"{name} has compressed parts, which torch does not write")
+        raise CheckpointError(f"{name} has compressed entries, which torch does not write")
     if sum(member.file_size for member in members) > num_bytes:
-        raise CheckpointError(f"{name} says that it holds more than its {num_bytes} bytes")
+        raise CheckpointError(f"{name} declares more data than its {num_bytes} bytes")
     stream.seek(0)
 
 
@@ -118,7 +118,7 @@ class MetadataUnpickler(pickle.Unpickler):
             return enum_member
         if (module, name) not in ALLOWED_CLASSES:
             raise pickle.UnpicklingError(
-                f"{METADATA_FILE} asks for {module}.{name}, which is refused: it could run code"
+                f"{METADATA_FILE} refers to {module}.{name}, which is refused because it could run code"
             )
         return super().find_class(module, name)
 
@@ -132,14 +132,14 @@ def enum_member(owner: Any, name: Any) -> enum.Enum:
     is_allowed = isinstance(owner, enum.EnumMeta) and (owner.__module__, owner.__qualname__) in ALLOWED_CLASSES
     if not is_allowed or type(name) is not str or name not in owner.__members__:
         raise pickle.UnpicklingError(
-            f"{METADATA_FILE} asks for builtins.getattr of something else than a member of an enum, which is refused: "
-            "it could run code"
+            f"{METADATA_FILE} refers to builtins.getattr of something other than an enum member, which is refused "
+            "because it could run code"
         )
     return owner.__members__[name]
 
 
 class SafeReader(CachedMetadataFileSystemReader):
-    """Storage reader that unpickles metadata safely and reads files of its own folder only."""
+    """Storage reader that unpickles metadata safely and reads files only in its folder."""
 
     _cached_metadata: Optional[Metadata]  # set by the base class
     """Reads files of its own folder only, and metadata without running it."""
@@ -162,12 +162,14 @@ class SafeReader(CachedMetadataFileSystemReader):
         """Raise unless this is metadata that refers to plain files of the checkpoint's folder only."""
         storage_data = getattr(metadata, "storage_data", None)
         if type(metadata) is not Metadata or not isinstance(storage_data, dict):
-            raise CheckpointError(f"{self.path}: {METADATA_FILE} holds a {type(metadata).__name__} and no metadata")
+            raise CheckpointError(
+                f"{self.path}: {METADATA_FILE} contains a {type(metadata).__name__} instead of metadata"
+            )
         for name in {info.relative_path for info in storage_data.values()}:
             check_plain_file(self.path, name)
         for info in storage_data.values():
             if info.transform_descriptors or min(info.offset, info.length) < 0:
-                raise CheckpointError(f"{self.path}: {METADATA_FILE} has a part that nobody writes: {info}")
+                raise CheckpointError(f"{self.path}: {METADATA_FILE} has an unexpected entry: {info}")
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         file_slice = cast(IO[bytes], FileSlice(file, sinfo.offset, sinfo.length))  # RawIOBase has what IO declares

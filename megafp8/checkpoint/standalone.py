@@ -135,7 +135,7 @@ def build_write_items(sources: Mapping[str, LazyTensor]) -> list[WriteItem]:
 
 
 def tensor_location(name: str, source: LazyTensor) -> TensorLocation:
-    """Return the location of a tensor. A layer's tensor lies in the stack of all layers."""
+    """Return the location of a tensor. A layer's tensor is in the stack of all layers."""
     match = LAYER_PATTERN.search(name)
     key = LAYER_PATTERN.sub(r"\g<1>layers.", name, count=1)
     return TensorLocation(key, None if match is None else int(match[2]), source.shape, source.dtype)
@@ -150,7 +150,7 @@ def make_tensor(source: LazyTensor, item: WriteItem) -> Tensor:
     tensor = source.make()
     if (tuple(tensor.shape), tensor.dtype) != (source.shape, source.dtype):
         raise CheckpointError(
-            f"{item.index.fqn} was made as {tuple(tensor.shape)} {tensor.dtype}, not as {source.shape} {source.dtype}"
+            f"{item.index.fqn} has {tuple(tensor.shape)} {tensor.dtype}, expected {source.shape} {source.dtype}"
         )
     return tensor.view(item.tensor_data.chunk.sizes)
 
@@ -213,7 +213,7 @@ class CheckpointTensors:
         tensor = torch.empty(location.chunk.sizes, dtype=location.dtype)
         items = create_read_items_for_chunk_list(location.key, self._kinds[location.key], [location.chunk])
         if sum(prod(item.lengths) for item in items) != tensor.numel():
-            raise CheckpointError(f"{self.path} does not hold all of {name}")
+            raise CheckpointError(f"{self.path} does not contain all of {name}")
         with load_errors(self.path):
             self._reader.read_data(LoadPlan(items), SingleTensorPlanner(tensor)).wait()
         return tensor.view(location.shape)
@@ -261,7 +261,7 @@ def load_matching(path: Path, pattern: str) -> Iterator[tuple[str, Tensor]]:
         have = ", ".join(list(tensors.locations)[:MAX_LISTED_NAMES]) + (
             ", ..." if len(tensors.locations) > MAX_LISTED_NAMES else ""
         )
-        raise CheckpointError(f"{path}: no tensor's name matches {pattern!r}; they are {have}")
+        raise CheckpointError(f"{path}: no tensor name matches {pattern!r}; the names are {have}")
     for name in wanted:
         yield name, tensors.load(name)
 

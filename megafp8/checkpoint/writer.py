@@ -164,7 +164,7 @@ class HashingStream:
 
 
 def to_cpu(data: Any) -> Any:
-    """Copy a tensor's elements to the CPU. A view is cloned: torch would write its whole storage."""
+    """Copy a tensor's elements to the CPU. A view is cloned: torch would write its complete storage."""
     if not isinstance(data, torch.Tensor):
         return data
     data = data.detach()

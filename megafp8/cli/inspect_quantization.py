@@ -1,17 +1,17 @@
-"""What each FP8 and FP4 recipe does to a tensor, or to the weights of a checkpoint.
+"""Quantize tensors, or the weights of a checkpoint, with FP8 and FP4 recipes and measure the errors.
 
     python tools/inspect_quantization.py outliers:4096x4096
     python tools/inspect_quantization.py activations.npy --operand input --recipes tensorwise mxfp8
     python tools/inspect_quantization.py runs/quickstart/fp8 --parameter "decoder.*fc2.weight" --output-dir report
 
-Each tensor is quantized as the emulated layers do it, along its rows and along its columns where these differ.
+Each tensor is quantized as in the emulated layers, along its rows and along its columns where these differ.
 
-    scale min, max   of the dequantization scales; octaves: log2 of their quotient
-    underflow        share of the nonzero values that become zero
-    scale zero       the part of that whose scale became zero, and all of its block with it: NVFP4's are E4M3
-    saturated        share of the values beyond the largest number that their scale expresses
-    SQNR             10 log10(sum of squares / sum of squared errors): hears the largest values only
-    local SQNR       median of the same over runs of 32 neighbours: what becomes of all the others
+    scale min, max   range of the dequantization scales; octaves: log2 of max / min
+    underflow        fraction of the nonzero values that become zero
+    scale zero       fraction of the nonzero values that become zero because their scale does; NVFP4 scales are E4M3
+    saturated        fraction of the values beyond the largest number that their scale can represent
+    SQNR             10 log10(sum of squares / sum of squared errors); the largest values dominate it
+    local SQNR       median SQNR of groups of 32 adjacent values; small values count equally
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 RECIPES = registry.names()
 DEFAULT_RECIPES = tuple(recipe.name for recipe in registry.stateless() if recipe.family == "fp8")
+STATEFUL_RECIPES = tuple(recipe.name for recipe in registry.recipes() if recipe.is_stateful)
+STOCHASTIC_RECIPES = tuple(recipe.name for recipe in registry.recipes() if recipe.is_stochastic({}))
 FORMATS = ("e4m3", "e5m2")
 OPERANDS = ("input", "weight", "grad_output")
 WEIGHTS_OF_LINEARS = "decoder.layers.*.linear_*.weight"  # a full name: those of optimizer state contain it
@@ -51,30 +53,34 @@ def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__)
     parser.add_argument(
         "source", type=path_text, metavar="TENSOR_OR_CHECKPOINT",
-        help="a .npy, .pt or .safetensors file; normal:RxC[:DEVIATION] or outliers:RxC[:FACTOR], made up; or a run's "
-        "folder, or one checkpoint in it",
+        help="a .npy, .pt or .safetensors file; a random matrix, normal:RxC[:DEVIATION] or outliers:RxC[:FACTOR]; a "
+        "run's folder, or one checkpoint in it",
     )  # fmt: skip
     parser.add_argument(
         "--recipes", nargs="+", choices=RECIPES, default=DEFAULT_RECIPES,
-        help=f"default {' '.join(DEFAULT_RECIPES)}; with --operand grad_output nvfp4 rounds stochastically",
+        help=f"recipes to apply; default {' '.join(DEFAULT_RECIPES)}. With --operand grad_output, "
+        f"{' and '.join(STOCHASTIC_RECIPES)} uses stochastic rounding",
     )  # fmt: skip
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="of FP8; default both")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="FP8 formats; default both")
     parser.add_argument(
         "--operand", choices=OPERANDS,
-        help="what the tensor is in a linear: weights have square blocks under blockwise (default weight for a "
+        help="role of the tensor in a linear layer; some recipes use other blocks for weights (default: weight for a "
         "checkpoint, else input)",
     )  # fmt: skip
     parser.add_argument(
         "--parameter", metavar="PATTERN",
-        help=f"names to take, as in a shell (default: {WEIGHTS_OF_LINEARS} of a checkpoint, every matrix of a file)",
+        help=f"shell pattern of tensor names (default: {WEIGHTS_OF_LINEARS} for a checkpoint, all matrices of a file)",
     )  # fmt: skip
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint of a run; default the newest")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
     parser.add_argument(
         "--delayed-amax-ratio", type=float, default=1.0, metavar="R",
-        help="delayed: amax in the history to the tensor's own; 0.5: the tensor has doubled since (default 1)",
+        help="for recipes with an amax history: amax of the history divided by that of the tensor; 0.5: the tensor's "
+        "amax has doubled (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of a made-up tensor (default 0)")
-    parser.add_argument("--output-dir", type=path_argument, metavar="D", help=f"write {TABLE} and {PICTURE} here")
+    parser.add_argument("--seed", type=int, default=0, help="seed of a random matrix (default: 0)")
+    parser.add_argument(
+        "--output-dir", type=path_argument, metavar="D", help=f"write {TABLE} and {PICTURE} to this folder"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     return parser
 
@@ -115,7 +121,10 @@ def problems(arguments: argparse.Namespace) -> list[str]:
     if not (math.isfinite(arguments.delayed_amax_ratio) and arguments.delayed_amax_ratio > 0):
         found.append(f"--delayed-amax-ratio {arguments.delayed_amax_ratio:g}: must be above 0")
     elif arguments.delayed_amax_ratio != 1 and not any(registry.get(name).is_stateful for name in arguments.recipes):
-        found.append("--delayed-amax-ratio has no effect without --recipes delayed")
+        found.append(
+            "--delayed-amax-ratio has no effect without "
+            f"{' or '.join(f'--recipes {name}' for name in STATEFUL_RECIPES)}"
+        )
     is_folder = Path(arguments.source).is_dir()
     if arguments.ckpt_step is not None and not is_folder:
         found.append("--ckpt-step has no effect: the source is no run's folder")

@@ -38,11 +38,11 @@ def parse_blend(words: Sequence[str]) -> Blend:
         raise ValueError("weights and prefixes must alternate (weight prefix weight prefix), or be prefixes only")
     bad = [word for word, weight in zip(words[0::2], weights, strict=True) if not (0 < weight < math.inf)]
     if bad:
-        raise ValueError(f"a weight must be above 0, and {', '.join(bad)} is not")
+        raise ValueError(f"weights must be above 0, and {', '.join(bad)} is not")
     total = sum(weights)
     if any(weight / total == 0 for weight in weights):
         raise ValueError(
-            f"the smallest weight, {min(weights):g}, is 0 as a share of their sum, {total:g}: give weights such as "
+            f"the smallest weight, {min(weights):g}, rounds to 0 relative to the sum, {total:g}: use weights such as "
             "0.7 and 0.3"
         )
     return Blend(tuple(words[1::2]), tuple(weights))

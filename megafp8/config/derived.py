@@ -296,8 +296,8 @@ def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:
         return tokenizer_size
     if tokenizer_size > requested:
         raise ConfigError(
-            f"--vocab-size {requested} (given, or of the preset) is less than the tokenizer's {tokenizer_size} ids; "
-            f"use --vocab-size {tokenizer_size}"
+            f"--vocab-size {requested} (from the flag or the preset) is less than the tokenizer's {tokenizer_size} "
+            f"ids; use --vocab-size {tokenizer_size}"
         )
     return requested
 
@@ -368,7 +368,8 @@ def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
             settings.use_precision_aware_optimizer
             and precision.fp8_param_gather
             and registry.get(precision.fp8_recipe).is_stateful,
-            "--use-precision-aware-optimizer for FP8 weights of delayed scaling, which then have no FP32 masters",
+            "--use-precision-aware-optimizer with --fp8-param-gather under delayed scaling, which keeps no FP32 "
+            "master weights",
         ),
     )
     return next((text for is_there, text in obstacles if is_there), None)

@@ -1,7 +1,7 @@
 """Command line of a run. The argparse parser is built from the schema: one group per section, one option per field.
 
 argparse stops at its first error. To report all problems at once, the command line is split into options (a flag and
-its values), and each is given to argparse by itself. The values then override those of other sources:
+its values), and each is given to argparse separately. The values then override those of other sources:
 
     default  <  preset  <  --config file  <  --precision-map file  <  flag
 
@@ -24,6 +24,7 @@ from megafp8.config import megatron_flags, settings
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, section_titles, value_of, with_values
 from megafp8.errors import ConfigError
+from megafp8.recipes import registry
 from megafp8.utils.files import UnreadableFile, path_text, printable, read_text
 
 TARGETS = ("cpu", "h100", "h200", "b200")
@@ -101,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Build the argparse parser of all flags."""
     parser = _Parser(
-        description="Pretrain a GPT in FP8 or BF16 on one rank or many. Flags are Megatron-LM's where it has them.",
+        description="Pretrain a GPT in FP8 or BF16 on one or many ranks, with Megatron-LM's flags.",
         epilog="All problems with a command line are reported together, with exit status 64.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -115,19 +116,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("invocation", "What to do with the settings.")
+    group = parser.add_argument_group("invocation", "Configuration files and dry runs.")
     group.add_argument(
-        "--config", type=path_text, metavar="FILE", help="start from the settings in this JSON file (flags win)"
+        "--config", type=path_text, metavar="FILE", help="read settings from this JSON file; flags override them"
     )
     group.add_argument(
         "--precision-map",
         dest="precision_map_file",
         type=path_text,
         metavar="FILE",
-        help="YAML with recipes by linear and GEMM, before those of --precision (see docs/precision.md)",
+        help="YAML file with recipes of linear layers and GEMMs; entries of --precision take precedence (see "
+        "docs/precision.md)",
     )
-    group.add_argument("--dry-run", action="store_true", help="check everything, print the plan of the run and stop")
-    group.add_argument("--world-size", type=_whole_number, metavar="N", help="ranks to plan for, with --dry-run")
+    group.add_argument("--dry-run", action="store_true", help="check all settings, print the plan of the run and exit")
+    group.add_argument(
+        "--world-size", type=_whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
+    )
     group.add_argument("--target", choices=TARGETS, help="machine to plan for, with --dry-run")
     group.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the model presets and exit")
     group.add_argument("--version", action="version", version=f"megafp8 {__version__}")
@@ -138,11 +142,12 @@ def add_setting(group: Any, setting: Setting) -> None:
     help_text = _help_of(setting)
     if setting.type is bool and not setting.many:
         if setting.flags:
-            note = help_text if not setting.default else f"{setting.help} (always on; accepted as confirmation)"
-            group.add_argument(*setting.flags, dest=setting.name, action="store_true", help=note)
+            note = " (default)" if setting.off else " (always on)"
+            full_text = help_text + note if setting.default else help_text
+            group.add_argument(*setting.flags, dest=setting.name, action="store_true", help=full_text)
         if setting.off:
-            note = f"turn off: {setting.help}".replace("%", "%%")
-            group.add_argument(*setting.off, dest=setting.name, action="store_false", help=note)
+            off_text = f"disable {setting.flags[0]}" if setting.flags else f"do not {help_text}"
+            group.add_argument(*setting.off, dest=setting.name, action="store_false", help=off_text)
         return
     options: dict[str, Any] = {"dest": setting.name, "type": _converter(setting), "help": help_text}
     if setting.choices:
@@ -156,10 +161,13 @@ def add_setting(group: Any, setting: Setting) -> None:
 
 
 def _help_of(setting: Setting) -> str:
-    text = setting.help
-    if setting.type is not bool and setting.default not in (None, ()) and "default" not in text:
+    notes = []
+    if setting.section == "precision" and (recipes := registry.with_setting(setting.field)):
+        notes.append(f"{', '.join(recipes)} only")
+    if setting.type is not bool and setting.default not in (None, ()) and "default" not in setting.help:
         default = " ".join(map(str, setting.default)) if setting.many else setting.default
-        text += f" (default: {default})"
+        notes.append(f"default: {default}")
+    text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
     return text.replace("%", "%%")
 
 
@@ -196,7 +204,7 @@ def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
 
 
 class _ListPresets(argparse.Action):
@@ -247,7 +255,7 @@ def _read_option(
 ) -> None:
     flag, words = option[0], option[1:]
     if not flag:
-        problems.append(f"{words[0]!r} belongs to no flag")
+        problems.append(f"{words[0]!r} does not belong to any flag")
         return
     if flag not in parser._option_string_actions:
         verdict = megatron_flags.classify(flag, words)
@@ -305,7 +313,7 @@ def _merge_sources(
         notices.append(f"--model-preset {named} replaces the model section of --config {path}")
     preset = named if named is not None else from_file.get("model.model_preset")
     if preset is not None and preset not in PRESETS:
-        problems.append(f"--model-preset {preset}: no such preset; there are {', '.join(PRESETS)}")
+        problems.append(f"--model-preset {preset}: unknown preset; presets: {', '.join(PRESETS)}")
         preset = None
     config = with_values(RunConfig(), PRESETS[preset]) if preset is not None else RunConfig()
     config = with_values(config, from_file)

@@ -69,23 +69,31 @@ def replace(options: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str
 # ---- accepted with a notice ---------------------------------------------------------------------------------------
 
 _ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
-    ("--use-mcore-models", 0, "every model here is megatron-core's"),
-    ("--use-flash-attn", 0, "kernels are chosen by --attention-backend; auto takes flash attention where it can"),
+    ("--use-mcore-models", 0, "all models are megatron-core's"),
+    (
+        "--use-flash-attn",
+        0,
+        "kernels are chosen by --attention-backend; auto uses flash attention where it is supported",
+    ),
     ("--no-async-tensor-model-parallel-allreduce", 0, "it has no effect in megatron-core either"),
     ("--no-scatter-gather-tensors-in-pipeline", 0, "it has no effect in megatron-core either"),
     ("--no-query-key-layer-scaling", 0, "that is the default"),
     ("--fp8-interval", 1, "FP8 scales are updated in every step, as in Transformer Engine since 1.8"),
-    ("--local-rank --local_rank", 1, "the rank is read from the environment that torchrun sets"),
+    ("--local-rank --local_rank", 1, "the rank is read from torchrun's environment variables"),
     ("--auto-detect-ckpt-format --use-dist-ckpt --ckpt-fully-parallel-save", 0, "there is one checkpoint format"),
     ("--dist-ckpt-format", 1, "the format is chosen by --ckpt-format"),
     (
         "--use-persistent-ckpt-worker --ckpt-assume-constant-structure --ckpt-fully-parallel-load",
         0,
-        "it changes only how fast a checkpoint is written or read, and is not used",
+        "it only affects the speed of checkpointing, and is not used",
     ),
     ("--dist-ckpt-optim-fully-reshardable", 0, "checkpoints can always be loaded under another layout"),
-    ("--log-straggler", 0, "slow ranks are always named, with the lines of the log"),
-    ("--exit-signal-handler-for-dataloader", 0, "loader processes always leave signals to the training process"),
+    ("--log-straggler", 0, "slow ranks are always reported, with the console lines"),
+    (
+        "--exit-signal-handler-for-dataloader",
+        0,
+        "data loader processes always ignore signals, which the training process handles",
+    ),
     ("--no-use-tokenizer-model-from-checkpoint-args", 0, "the tokenizer always comes from the flags"),
     ("--log-validation-ppl-to-tensorboard", 0, "the validation loss is recorded; perplexity is exp(loss)"),
     (
@@ -96,28 +104,28 @@ _ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
     (
         "--no-log-loss-scale-to-tensorboard --no-log-learnig-rate-to-tensorboard",
         0,
-        "the records of a run are complete; a chart can leave out what it likes",
+        "the records of a run are always complete",
     ),
-    ("--tensorboard-queue-size", 1, "points are written when they are logged"),
+    ("--tensorboard-queue-size", 1, "values are written when they are logged"),
     ("--timing-log-level --timing-log-option", 1, "the parts of a step are timed with --log-timers-to-tensorboard"),
     ("--no-barrier-with-level-1-timing", 0, "timers use no barrier"),
-    ("--config-logger-dir", 1, "every run writes its full configuration beside its records"),
+    ("--config-logger-dir", 1, "every run writes its complete configuration next to its records"),
     ("--use-pytorch-profiler", 0, "--profile always records a torch profile"),
     ("--no-one-logger", 0, "there is no one_logger here"),
-    ("--one-logger-project --one-logger-run-name --app-tag-run-name --app-tag-run-version", 1, "nothing reads it here"),
-    ("--disable-gloo-process-groups", 0, "gloo groups are made only where something needs them"),
+    ("--one-logger-project --one-logger-run-name --app-tag-run-name --app-tag-run-version", 1, "it is not used"),
+    ("--disable-gloo-process-groups", 0, "Gloo groups are created only where they are needed"),
     ("--disable-msc", 0, "files are read from local paths only"),
     ("--enable-experimental", 0, "there are no experimental features to enable"),
-    ("--use-cpu-initialization", 0, "weights start equal on every device and under every layout"),
+    ("--use-cpu-initialization", 0, "initial weights are equal on every device and under every layout"),
     ("--no-persist-layer-norm", 0, "the kernel of the norm is chosen by --transformer-impl"),
-    ("--no-align-grad-reduce --no-align-param-gather", 0, "it changes only when a collective starts, and is not used"),
+    ("--no-align-grad-reduce --no-align-param-gather", 0, "it only affects when a collective starts, and is not used"),
     ("--num-dataset-builder-threads", 1, "dataset indices are built by one thread"),
-    ("--train-sync-interval", 1, "every step is synchronized when its record is taken"),
+    ("--train-sync-interval", 1, "every step is synchronized for its record"),
     ("--legacy-tokenizer --tokenizer-hf-use-fast", 0, "there is one implementation of each tokenizer"),
     (
         "--disable-tp-comm-split-ag --disable-tp-comm-split-rs",
         0,
-        "Transformer Engine has no split overlap any more; see --disable-tp-comm-overlap-ag and -rs",
+        "Transformer Engine no longer has a split overlap; see --disable-tp-comm-overlap-ag and -rs",
     ),
 )
 
@@ -146,30 +154,33 @@ _HARMLESS_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # ---- refused ------------------------------------------------------------------------------------------------------
 
 _MOE = "dense models only so far; remove the mixture-of-experts flags"
-_FSDP = "no fully sharded data parallelism; --use-distributed-optimizer shards the optimizer state"
-_GRAPHS = "give --cuda-graph-impl local, which captures a whole step"
-_OTHER_MODEL = "it belongs to another kind of model; megafp8 trains GPTs on text"
-_EVEN_STAGES = "every pipeline stage holds equally many layers; choose --num-layers to divide"
-_LAUNCHER = "it belongs to torchrun: put it before the training script, or start with megafp8 torchrun"
-_CKPT_ARGS = "settings are not taken from checkpoints; start from the run's own with --config FILE (each run writes it)"
-_NO_INIT_CHOICE = "weights start normal with --init-method-std"
+_FSDP = "fully sharded data parallelism is not supported; --use-distributed-optimizer shards the optimizer state"
+_GRAPHS = "use --cuda-graph-impl local, which captures a complete step"
+_OTHER_MODEL = "it is for another kind of model; megafp8 trains GPT models on text"
+_EVEN_STAGES = "every pipeline stage has the same number of layers; choose a divisible --num-layers"
+_LAUNCHER = "it is a flag of torchrun: put it before the training script, or start with megafp8 torchrun"
+_CKPT_ARGS = "settings are not read from checkpoints; use --config FILE with the file that each run writes"
+_NO_INIT_CHOICE = "weights are initialized from a normal distribution with --init-method-std"
 _OLD = "no longer valid in Megatron-LM either; use "
 
 _REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("--moe- --expert-", _MOE),
     ("--megatron-fsdp- --torch-fsdp2- --fsdp-", _FSDP),
     ("--kitchen-", "NVIDIA's internal quantization library is not used; use --fp8-format and --fp8-recipe"),
-    ("--tp-comm-split --tp-comm-atomic", "Transformer Engine has no such overlap any more; use --tp-comm-overlap"),
+    ("--tp-comm-split --tp-comm-atomic", "Transformer Engine no longer has this overlap; use --tp-comm-overlap"),
     ("--optimizer-offload-", "the optimizer stays on the device; remove it, or shard with --use-distributed-optimizer"),
-    ("--non-persistent-local-", "such checkpoints lie in one folder; use --non-persistent-ckpt-type global"),
+    (
+        "--non-persistent-local-",
+        "non-persistent checkpoints are in one shared folder; use --non-persistent-ckpt-type global",
+    ),
     ("--replication", "checkpoints are not replicated; use --save on a shared file system"),
-    ("--ckpt-convert-", "checkpoints are not converted here"),
+    ("--ckpt-convert-", "checkpoints are not converted on load or save; see tools/convert_checkpoint.py"),
     ("--inprocess-", "a failed run is restarted by its launcher; use torchrun --max-restarts"),
-    ("--muon-", "optimizers are adam and sgd; see --optimizer"),
-    ("--inference-", "this trains; megafp8 generate samples from a checkpoint"),
+    ("--muon-", "the supported optimizers are adam and sgd; see --optimizer"),
+    ("--inference-", "it is for inference; megafp8 generate generates text from a checkpoint"),
     ("--rl- --grpo- --langrl-", "this pretrains; no reinforcement learning"),
-    ("--mtp-", "multi-token prediction is not there; remove it"),
-    ("--heterogeneous-", "all layers are alike; remove it"),
+    ("--mtp-", "multi-token prediction is not supported; remove it"),
+    ("--heterogeneous-", "all layers are equal; remove it"),
     ("--straggler-", "no straggler detection; the JSONL records hold each step's time"),
     ("--nproc --nnodes --node-rank --node_rank --master --rdzv", _LAUNCHER),
     (
@@ -191,18 +202,21 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
         "--use-sharp --sharp-enabled-group --symmetric-ar-type "
         "--nccl-communicator-config-path --high-priority-stream-groups --pipeline-model-parallel-comm-backend "
         "--use-ring-exchange-p2p",
-        "NCCL is used as it comes; tune it with NCCL_* environment variables",
+        "NCCL has its default settings; tune it with NCCL_* environment variables",
     ),
     ("--enable-cuda-graph --external-cuda-graph", _GRAPHS),
-    ("--te-rng-tracker", "random generators are megatron-core's, and graphs are for runs without dropout; remove it"),
+    (
+        "--te-rng-tracker",
+        "random number generators are megatron-core's, and CUDA graphs do not support dropout; remove it",
+    ),
     ("--fp8-quantizer-factory", "quantizers are chosen by --fp8-recipe"),
     ("--fp4-quantizer-factory", "quantizers are chosen by --fp4-recipe"),
     ("--fp4-param-gather", "weights are gathered in high precision and quantized after; remove it"),
-    ("--te-precision-config-file", "another format than ours: give --precision-map FILE (docs/precision.md)"),
-    ("--reuse-grad-buf-for-mxfp8-param-ag", "MXFP8 weights are not gathered in FP8 yet; remove it"),
+    ("--te-precision-config-file", "its file format is not supported: use --precision-map FILE (docs/precision.md)"),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "gathering weights in this format is not supported yet; remove it"),
     (
         "--fp8-multi-head-attention",
-        "queries and keys are rotated in BF16 between the linear and attention; give --fp8-dot-product-attention",
+        "the rotary embedding between linear_qkv and attention is in BF16; use --fp8-dot-product-attention",
     ),
     ("--fp8-output-proj", "give --precision output_layer=RECIPE"),
     ("--use-kitchen-attention", "attention is chosen by --attention-backend"),
@@ -217,7 +231,7 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--use-tp-pp-dp-mapping", "ranks are always ordered tensor, context, data, pipeline (megatron-core's default)"),
     ("--hierarchical-context-parallel-sizes", "context parallelism has one level; use --context-parallel-size"),
     ("--distributed-timeout-seconds-after-init", "use --distributed-timeout-minutes"),
-    ("--lazy-mpu-init", "process groups are made at the start; remove it"),
+    ("--lazy-mpu-init", "process groups are created at startup; remove it"),
     (
         "--optimizer-cpu-offload --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
         "--no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers",
@@ -227,21 +241,24 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     (
         "--distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-save-pre-mcore-014 "
         "--ckpt-drop-redundant-extra-state --no-ckpt-fully-parallel-save",
-        "there is one way to write a checkpoint; remove it",
+        "there is only one way to write a checkpoint; remove it",
     ),
     ("--load-main-params-from-ckpt", "weights and master weights are loaded together; use --finetune for weights only"),
-    ("--no-initialization", "weights are always initialized: clipping relies on what that marks; remove it"),
+    (
+        "--no-initialization",
+        "weights are always initialized: gradient clipping needs attributes that this sets; remove it",
+    ),
     ("--use-checkpoint-args --use-mp-args-from-checkpoint-args", _CKPT_ARGS),
     ("--yaml-cfg", "settings come from flags and from JSON: --config FILE"),
     ("--spec --use-legacy-models", "models are megatron-core's; layers are chosen by --transformer-impl"),
     ("--rampup-batch-size --decrease-batch-size-if-needed", "the global batch is constant; use --global-batch-size"),
     (
         "--iterations-to-skip --result-rejected-tracker-filename",
-        "steps are not skipped by their number; --max-skipped-steps and --spike-policy skip them by theirs",
+        "steps cannot be skipped by their number; --max-skipped-steps and --spike-policy skip steps by their values",
     ),
     (
         "--rerun-mode --error-injection-rate --error-injection-type",
-        "steps are not run again for comparison; loss and gradient norm are checked in every step",
+        "steps are not repeated for comparison; loss and gradient norm are checked in every step",
     ),
     ("--check-for-spiky-loss --check-for-large-grads", "use --spike-policy skip or --spike-policy rollback"),
     (
@@ -250,23 +267,26 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "--disable-straggler-on-startup --run-workload-inspector-server",
-        "slow ranks are named in the records, from the first step on; nothing is served",
+        "slow ranks are reported in the records from the first step; there is no server",
     ),
     ("--log-energy", "energy is not measured; remove it"),
     ("--record-memory-history --memory-snapshot-path", "use --profile and --log-memory-to-tensorboard"),
-    ("--one-logger-async", "there is no one_logger here; remove it"),
-    ("--full-validation --multiple-validation-sets", "validation reads --eval-iters global batches of one set"),
+    ("--one-logger-async", "one_logger is not supported; remove it"),
+    (
+        "--full-validation --multiple-validation-sets",
+        "validation reads --eval-iters global batches of one validation set",
+    ),
     ("--data-args-path --per-split-data-args-path", "give the list itself: --data-path $(cat FILE)"),
     ("--object-storage-cache-path", "data is read from local paths; copy it first"),
     (
         "--mid-level-dataset-surplus --sample-rate --short-seq-prob --allow-ambiguous-pad-tokens",
-        "samples follow the shards as they are; remove it",
+        "samples are read from the shards unchanged; remove it",
     ),
     ("--padded-vocab-size", "padding follows --vocab-size, --make-vocab-size-divisible-by and the layout"),
     (
         "--tokenizer-metadata --tiktoken-special-tokens "
         "--tokenizer-hf-include-special-tokens --trust-remote-code --vocab-extra-ids",
-        "tokenizers are used as their files define them; see --tokenizer-type and --tokenizer-model",
+        "tokenizers are defined by their files alone; see --tokenizer-type and --tokenizer-model",
     ),
     (
         "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --v-head-dim --rotary-scaling-factor "
@@ -277,7 +297,7 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--rope-type", "rotary embeddings are plain or scaled as Llama 3.1's; see --use-rope-scaling"),
     (
         "--softmax-type --qk-l2-norm --no-rope-freq --window-attn-skip-freq",
-        "all layers attend alike, with a plain softmax",
+        "all layers have the same attention, with a plain softmax",
     ),
     (
         "--openai-gelu --quick-geglu --activation-func-clamp-value --glu-linear-offset --onnx-safe",
@@ -285,7 +305,7 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "--apply-residual-connection-post-layernorm --fp32-residual-connection",
-        "residuals are pre-norm, in the weights' format",
+        "residual connections are pre-norm, in the dtype of the weights",
     ),
     ("--fp16-lm-cross-entropy", "the loss is computed in FP32; remove it"),
     ("--init-method-xavier-uniform --embedding-init-method-std", _NO_INIT_CHOICE),
@@ -342,14 +362,14 @@ def classify(flag: str, words: Sequence[str]) -> Optional[Verdict]:
     if refusal is None:
         return None
     if len(words) == 1 and words[0] in _HARMLESS_VALUES.get(flag, ()):
-        return Verdict(True, f"{flag} {words[0]}{NO_EFFECT}that is how it is here anyway")
+        return Verdict(True, f"{flag} {words[0]}{NO_EFFECT}this is always the case")
     return Verdict(False, f"{flag}: {refusal}")
 
 
 def refusal_reason(flag: str) -> Optional[str]:
     """Why a flag is refused and what to use instead; None if it is not."""
     if flag in _OVERRIDABLE:
-        return f"set megatron-core's field itself: --override {_OVERRIDABLE[flag]}"
+        return f"set megatron-core's field directly: --override {_OVERRIDABLE[flag]}"
     for flags, reason in _REFUSED_GROUPS:
         if flag in flags.split():
             return reason

@@ -239,16 +239,16 @@ def gemm_alignment_problems(config: RunConfig) -> Iterator[str]:
     align, rule = _required_alignment(config, LINEARS[:2])
     if qkv.out_features % align or proj.in_features % align:
         yield (
-            f"linear_qkv gives {qkv.out_features} and linear_proj takes {proj.in_features} channels per rank "
-            f"(heads of {derived.kv_channels(model)}, tensor-parallel size {tp}): {rule}; "
-            f"use --kv-channels {derived.round_up(derived.kv_channels(model), align)}"
+            f"linear_qkv has {qkv.out_features} output and linear_proj {proj.in_features} input channels per rank "
+            f"(heads of {derived.kv_channels(model)}, tensor-parallel size {tp}): {rule}; use --kv-channels "
+            f"{derived.round_up(derived.kv_channels(model), align)}"
         )
     align, rule = _required_alignment(config, LINEARS[2:])
     if fc2.in_features % align:
         ffn = derived.ffn_hidden_size(model)
         yield (
-            f"linear_fc2 takes {ffn} / {tp} = {fc2.in_features} channels per rank: {rule}; "
-            f"use --ffn-hidden-size {derived.round_up(ffn, align * tp)}"
+            f"linear_fc2 has {ffn} / {tp} = {fc2.in_features} input channels per rank: {rule}; use --ffn-hidden-size "
+            f"{derived.round_up(ffn, align * tp)}"
         )
     align, rule = _required_alignment(config, (*LINEARS, OUTPUT_LAYER))
     if qkv.rows % align:
@@ -256,7 +256,7 @@ def gemm_alignment_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _required_alignment(config: RunConfig, linears: tuple[str, ...]) -> tuple[int, str]:
-    """The alignment of these linears in all layers, and a text that says which recipe needs it."""
+    """The alignment of these linears in all layers, and a text that names the recipe that needs it."""
     recipes = precision_map.recipes_of(config.model, config.precision, linears)
     if not recipes:
         return 1, ""
@@ -273,8 +273,8 @@ def _rows_problem(config: RunConfig, align: int, rule: str) -> str:
     padded_seq = derived.round_up(seq, unit // math.gcd(unit, micro))
     padded_micro = derived.round_up(micro, unit // math.gcd(unit, seq))
     return (
-        f"a microbatch gives each rank {micro} x {seq} / {shards} = {rows_per_rank(config)} rows: {rule}; "
-        f"use --seq-length {padded_seq} or --micro-batch-size {padded_micro}"
+        f"a microbatch has {micro} x {seq} / {shards} = {rows_per_rank(config)} rows per rank: {rule}; use "
+        f"--seq-length {padded_seq} or --micro-batch-size {padded_micro}"
     )
 
 

@@ -1,6 +1,6 @@
 """Precision map: the recipe of each GEMM of each linear, from `--precision`, `--precision-map` and related flags.
 
-Linears are named as in records: `layers.3.linear_fc2`, counted from 0 over the whole model in every layout, and
+Linears are named as in records: `layers.3.linear_fc2`, counted from 0 over the complete model in every layout, and
 `output_layer`. Later sources win:
 
     --fp8-format and --fp8-recipe (--fp4-...)   linears of all layers; the output layer is in high precision
@@ -137,16 +137,18 @@ def parse_entry(text: str) -> MapEntry:
         raise ValueError("give PATTERN=RECIPE or PATTERN:GEMMS=RECIPE, for example *.linear_fc2:dgrad,wgrad=bf16")
     gemms = tuple(parts["gemms"].split(",")) if parts["gemms"] else GEMMS
     if unknown := [gemm for gemm in gemms if gemm not in GEMMS]:
-        raise ValueError(f"{unknown[0]!r} is no GEMM: they are {', '.join(GEMMS)}{_suggestion(unknown[0], GEMMS)}")
+        raise ValueError(
+            f"{unknown[0]!r} is not a GEMM; the GEMMs are {', '.join(GEMMS)}{_suggestion(unknown[0], GEMMS)}"
+        )
     if twice := [gemm for gemm in GEMMS if gemms.count(gemm) > 1]:
-        raise ValueError(f"{twice[0]} is there twice")
+        raise ValueError(f"{twice[0]} is given twice")
     recipe, fmt, known = parts["recipe"], parts["format"], (*HIGH_PRECISION_DTYPES, *registry.names())
     if recipe not in known:
-        raise ValueError(f"{recipe!r} is no recipe: they are {', '.join(known)}{_suggestion(recipe, known)}")
+        raise ValueError(f"{recipe!r} is not a recipe; the recipes are {', '.join(known)}{_suggestion(recipe, known)}")
     formats = () if recipe in HIGH_PRECISION_DTYPES else registry.get(recipe).formats
     if fmt is not None and fmt not in formats:
-        has = f"has {', '.join(formats)}" if formats else "has no format of its own"
-        raise ValueError(f"{fmt!r} is no format of {recipe}, which {has}")
+        has = f"has {', '.join(formats)}" if formats else "has a fixed format"
+        raise ValueError(f"{fmt!r} is not a format of {recipe}, which {has}")
     return MapEntry(parts["pattern"], gemms, recipe, fmt)
 
 
@@ -189,7 +191,7 @@ def pattern_problem(pattern: str, num_layers: int) -> str:
     """Why a pattern matches no linear of the model, or a part of its range of layers does not exist; else empty."""
     layers = _LAYER_RANGE.fullmatch(pattern)
     if layers is not None and int(layers[1]) > int(layers[2]):
-        return f"layers.{layers[1]}-{layers[2]}: a range goes up; give layers.{layers[2]}-{layers[1]}"
+        return f"layers.{layers[1]}-{layers[2]}: a range must be ascending; use layers.{layers[2]}-{layers[1]}"
     if layers is not None and int(layers[2]) >= num_layers:
         return f"layers.{layers[1]}-{layers[2]}: the layers are 0 to {num_layers - 1}"
     names = linear_names(num_layers)
@@ -197,8 +199,8 @@ def pattern_problem(pattern: str, num_layers: int) -> str:
         return ""
     patterns = (*(f"*.{linear}" for linear in LINEARS), OUTPUT_LAYER, *names)
     return (
-        f"{pattern} names no linear: they are layers.0 to layers.{num_layers - 1} with {', '.join(LINEARS)}, and "
-        f"{OUTPUT_LAYER}{_suggestion(pattern, patterns)}"
+        f"{pattern} matches no linear layer; the names are layers.0 to layers.{num_layers - 1} with "
+        f"{', '.join(LINEARS)}, and {OUTPUT_LAYER}{_suggestion(pattern, patterns)}"
     )
 
 

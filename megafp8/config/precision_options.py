@@ -64,13 +64,13 @@ def _parse_entries(text: str) -> Iterator[tuple[str, str]]:
         given: dict[str, str] = {}
         for gemms, recipe in _mapping_items(value, pattern.value):
             if not isinstance(recipe, yaml.ScalarNode):
-                raise ValueError(f"{_line_of(recipe)}: {pattern.value}, {gemms.value}: give a recipe")
+                raise ValueError(f"{_line_of(recipe)}: {pattern.value}, {gemms.value}: expected the name of a recipe")
             # The keys of a mapping have no order, so `dgrad` and `dgrad,wgrad` contradict each other.
             for gemm in gemms.value.split(","):
                 if (before := given.setdefault(gemm, gemms.value)) != gemms.value:
                     raise ValueError(
-                        f"{_line_of(gemms)}: {pattern.value}: {before!r} and {gemms.value!r} both say what {gemm} is; "
-                        "give each GEMM once"
+                        f"{_line_of(gemms)}: {pattern.value}: {before!r} and {gemms.value!r} both set {gemm}; give "
+                        "each GEMM once"
                     )
             yield _line_of(gemms), f"{pattern.value}:{gemms.value}={recipe.value}"
 
@@ -81,7 +81,7 @@ def _syntax_error(text: str, error: UnreadableFile) -> str:
     if mark is None or problem is None:
         return error.reason
     line = next(iter(text.splitlines()[mark.line :]), "").strip()
-    hint = ": a pattern that begins with * needs quotes, as in '*.linear_fc2': blockwise"
+    hint = ": a pattern that starts with * needs quotes, as in '*.linear_fc2': bf16"
     return f"line {mark.line + 1}: not YAML: {line!r}: {problem}" + (hint if line.startswith("*") else "")
 
 
@@ -91,16 +91,16 @@ def _mapping_items(node: Any, name: str) -> Iterator[tuple[Any, Any]]:
 
     if not isinstance(node, yaml.MappingNode):
         where = "" if node is None else f"{_line_of(node)}: "
-        raise ValueError(f"{where}{name} is to give recipes by name, as in '*.linear_fc2: blockwise'")
+        raise ValueError(f"{where}{name} must map patterns to recipes, as in '*.linear_fc2': bf16")
     if not node.value:
-        raise ValueError(f"{_line_of(node)}: {name} gives no recipe")
+        raise ValueError(f"{_line_of(node)}: {name} is empty; give at least one recipe")
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise ValueError(f"{_line_of(key)}: a name is one word")
+            raise ValueError(f"{_line_of(key)}: a key must be a plain string")
         # PyYAML would silently keep the last of two equal keys.
         if key.value in seen:
-            raise ValueError(f"{_line_of(key)}: {key.value} is there twice")
+            raise ValueError(f"{_line_of(key)}: {key.value} is given twice")
         seen.add(key.value)
         yield key, value
 
@@ -141,22 +141,22 @@ def parse_schedule(text: str) -> tuple[SchedulePhase, ...]:
     for part in parts:
         word, colon, step = part.strip().partition(":")
         if word not in (*RECIPE_FAMILIES, *HIGH_PRECISION_DTYPES):
-            raise ValueError(f"{word!r} is none of {', '.join((*HIGH_PRECISION_DTYPES, *RECIPE_FAMILIES))}")
+            raise ValueError(f"{word!r} is not one of {', '.join((*HIGH_PRECISION_DTYPES, *RECIPE_FAMILIES))}")
         if colon and not step.isdecimal():
-            raise ValueError(f"{part.strip()!r}: the last step of a stretch is a whole number")
+            raise ValueError(f"{part.strip()!r}: the last step of a phase must be an integer")
         phases.append(SchedulePhase(word, int(step) if colon else None))
     steps = [phase.last_step for phase in phases[:-1] if phase.last_step is not None]
     if len(steps) < len(phases) - 1:
-        raise ValueError("every stretch but the last has its last step, as in bf16:100,fp8:900,bf16")
+        raise ValueError("every phase except the last needs its last step, as in bf16:100,fp8:900,bf16")
     if phases[-1].last_step is not None:
         raise ValueError(
-            f"{parts[-1].strip()!r}: the last stretch goes to the end of the run and has no last step: give "
-            f"{phases[-1].precision}, or another stretch behind it"
+            f"{parts[-1].strip()!r}: the last phase lasts to the end of the run and takes no step: give "
+            f"{phases[-1].precision}, or add another phase after it"
         )
     if any(later <= earlier for earlier, later in zip([0, *steps], steps)):  # noqa: B905
-        raise ValueError(f"last steps rise from 1: {', '.join(map(str, steps))}")
+        raise ValueError(f"last steps must increase, starting from at least 1: {', '.join(map(str, steps))}")
     if any(a.is_quantized == b.is_quantized for a, b in itertools.pairwise(phases)):
-        raise ValueError("stretches in high precision and quantized ones take turns")
+        raise ValueError("phases must alternate between high precision and FP8 or FP4")
     return tuple(phases)
 
 

@@ -61,8 +61,9 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
     recipe = registry.get(recipe_name) if recipe_name in registry.names() else None
     if recipe is None or (number_format or recipe.default_format) not in recipe.formats:
         raise ConfigError(
-            f"recipe {name}: known are {', '.join(names())}, and FP8 recipes with one of the formats "
-            f"{', '.join(FP8_FORMATS)}, such as delayed-e4m3; for anything else give --variant NAME='FLAGS'"
+            f"recipe {name}: unknown; choose from {', '.join(names())}, or an FP8 recipe with one of the formats "
+            f"{', '.join(FP8_FORMATS)}, such as {registry.DEFAULT_FP8}-e4m3; for other settings use --variant "
+            "NAME='FLAGS'"
         )
     family, number_format = f"--{recipe.family}", number_format or recipe.default_format
     return Variant(name=name, flags=("--bf16", f"{family}-format", number_format, f"{family}-recipe", recipe_name))
@@ -77,7 +78,7 @@ def parse_variant(text: str) -> Variant:
     """
     name, _, words = text.partition("=")
     if not words or not re.fullmatch(r"[\w.-]+", name):
-        raise ConfigError(f"--variant {text}: give it as NAME='FLAGS', the name of letters, digits, - and _")
+        raise ConfigError(f"--variant {text}: must be NAME='FLAGS', with a name of letters, digits, - and _")
     try:
         variant = Variant(name=name, flags=("--bf16", *shlex.split(words)))
     except ValueError as error:
@@ -91,13 +92,13 @@ def _variant_problems(words: Sequence[str]) -> list[str]:
     """Problems that only a variant's flags can have. Others are found when they are parsed with the shared flags."""
     invocation, _ = config_flags.parse_with_problems(words)
     problems = [
-        f"{flag}: the comparison gives it, from --output-dir and from --seeds and the --seed of all runs; remove it"
+        f"{flag}: set by the comparison, from --output-dir, --seeds and the --seed of all runs; remove it"
         for name, flag in (*FOLDER_FLAGS.items(), ("training.seed", "--seed"))
         if name in invocation.given
     ]
     names = [word.partition("=")[0] for word in words]
     problems += [
-        f"{flag} is given twice, and a run would take the last alone: give one"
+        f"{flag} is given twice, and a run would use only the last one: keep one"
         for flag in RECIPE_FLAGS.values()
         if names.count(flag) > 1
     ]
@@ -112,7 +113,7 @@ def _auto_micro_batch_problems(config: RunConfig) -> list[str]:
     """A problem if each run would choose its own micro-batch size."""
     if config.training.micro_batch_size != AUTO:
         return []
-    return ["--micro-batch-size auto: each run would find another size; give one"]
+    return ["--micro-batch-size auto: each run could find a different size; give a number"]
 
 
 def control_micro_batch_size(config: RunConfig, world_size: int) -> int:
@@ -126,8 +127,8 @@ def control_micro_batch_size(config: RunConfig, world_size: int) -> int:
     other = micro // 2 if micro % 2 == 0 else 2 * micro
     if not other or per_rank % other:
         raise ConfigError(
-            f"{CONTROL}: with --micro-batch-size {micro} and {per_rank} sequences a rank there is no other way to cut "
-            "the batch; take an even micro-batch or a larger --global-batch-size, or leave the control out"
+            f"{CONTROL}: --micro-batch-size {micro} and {per_rank} sequences per rank allow no other division of the "
+            "batch; use an even micro-batch size or a larger --global-batch-size, or leave the control out"
         )
     return other
 
@@ -142,7 +143,7 @@ def parse_shared_flags(words: Sequence[str], folder: str) -> tuple[RunConfig, li
     invocation, problems = config_flags.parse_with_problems(words)
     own = FOLDER_FLAGS | RECIPE_FLAGS
     problems += [
-        f"{flag} among the flags of all runs: the comparison gives it, from --output-dir and --recipes"
+        f"{flag} in the flags of all runs: set by the comparison, from --output-dir and --recipes; remove it"
         for name, flag in own.items()
         if name in invocation.given
     ]
@@ -152,8 +153,8 @@ def parse_shared_flags(words: Sequence[str], folder: str) -> tuple[RunConfig, li
     is_mixed = precision.fp8_schedule is not None or precision.first_last_layers_bf16
     if is_mixed or (precision_map.is_quantized(precision) and not has_own_flags):
         problems.append(
-            "the settings of all runs quantize, or have a precision map or schedule: the baseline would, too; give "
-            "them to a variant of their own, --variant NAME='FLAGS'"
+            "the flags of all runs enable quantization, a precision map or a schedule, which would also apply to the "
+            "baseline; give them to a variant, --variant NAME='FLAGS'"
         )
     problems += _auto_micro_batch_problems(config)
     return with_values(invocation.config, {"checkpoint.save": folder, "checkpoint.load": folder}), problems

@@ -223,8 +223,8 @@ def _open_shard(kind: type[EpochsDataset], prefix: str, shard: CheckedShard, con
     num_bytes = 0 if config.mock else bin_path(prefix).stat().st_size
     if num_bytes != shard.num_bytes:
         raise DataError(
-            f"{bin_path(prefix)} is {num_bytes} bytes long on {socket.gethostname()} and {shard.num_bytes} on rank 0's "
-            "machine: all machines need the same shards."
+            f"{bin_path(prefix)} has {num_bytes} bytes on {socket.gethostname()}, but {shard.num_bytes} bytes on the "
+            "machine of rank 0: all machines need the same shards."
         )
     return opened
 
@@ -245,9 +245,8 @@ def _size_problems(plan: SplitPlan, opened: dict[str, Any], config: RunConfig) -
         tokens = int(lengths[first:end].sum(dtype=np.int64))
         if tokens < needed:
             problems.append(
-                f"The {plan.name} part of {prefix} holds {tokens} tokens (documents {first} to {end} of "
-                f"{len(lengths)}), but one sample takes {needed} (--seq-length {needed - 1} + 1). "
-                f"{_remedy(plan, config)}"
+                f"The {plan.name} part of {prefix} has {tokens} tokens (documents {first} to {end} of {len(lengths)}), "
+                f"but one sample needs {needed} (--seq-length {needed - 1} + 1). {_remedy(plan, config)}"
             )
     return problems
 
@@ -255,7 +254,7 @@ def _size_problems(plan: SplitPlan, opened: dict[str, Any], config: RunConfig) -
 def _remedy(plan: SplitPlan, config: RunConfig) -> str:
     ways = ["use more text", "a shorter --seq-length"]
     if derived.split(config) is not None:
-        ways.insert(0, f"Give it a larger share (--split, now {derived.split(config)})")
+        ways.insert(0, f"Increase its proportion (--split, now {derived.split(config)})")
     if plan.split is Split.valid:
         ways.append("no validation (--eval-iters 0)")
     text = ", ".join(ways[:-1]) + f", or {ways[-1]}."
@@ -280,15 +279,15 @@ def _build_split(plan: SplitPlan, kind: type[EpochsDataset], opened: dict[str, A
         weights = [len(dataset) for dataset in datasets]
         if sum(weights) < total:
             raise DataError(
-                f"The {plan.name} data has {sum(weights)} samples, but {total} are to be read. Several shards without "
-                "weights are drawn once only: give each a weight (--data-path 0.5 A 0.5 B), which repeats them as "
-                "often as needed, or read fewer samples."
+                f"The {plan.name} data has {sum(weights)} samples, but {total} are needed. Several shards without "
+                "weights are read only once: give each a weight (--data-path 0.5 A 0.5 B), so that they are repeated "
+                "as needed, or train on fewer samples."
             )
     return EpochsBlend(datasets, weights, total, config)
 
 
 def _cache_folder(config: RunConfig, prefixes: Sequence[str]) -> Path:
-    """Return the folder for indices: `--data-cache-path`, else below `--save`, else beside the first shard."""
+    """Return the folder for indices: `--data-cache-path`, else in `--save`, else next to the first shard."""
     if config.data.data_cache_path:
         return Path(config.data.data_cache_path)
     if config.checkpoint.save:

@@ -3,12 +3,12 @@
 Order of samples. megatron-core concatenates the documents of an epoch in shuffled order, cuts them into samples and
 shuffles the samples. For several epochs it shuffles all documents together, with or without the last epoch, depending
 on the number of samples. A run that is made longer therefore reads other samples from its first step on. Here every
-epoch is shuffled by itself, with a generator seeded by the seed and the epoch's number:
+epoch is shuffled separately, with a generator seeded by the seed and the epoch's number:
 
     documents   epoch 0 shuffled | epoch 1 shuffled | ...      concatenated, also across epochs
     samples     those that end in epoch 0, shuffled | those that end in epoch 1, shuffled | ...
 
-More epochs extend the order and do not change its beginning. The first epoch, and thus a run of one epoch, has exactly
+More epochs only append to the order. The first epoch, and thus a run of one epoch, has exactly
 megatron-core's order. A blend is extended likewise: its next shard depends only on the weights and on earlier draws.
 
 Indices come from `IndexCache`. megatron-core's own index files are loaded with `allow_pickle=True`, and named after the
@@ -139,8 +139,8 @@ class EpochsDataset(GPTDataset):
             place = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
             raise DataError(
                 f"Shard {self.dataset_path}: token {place} of sample {idx} (documents {documents.tolist()}) has the id "
-                f"{tokens[place]}, but the vocabulary has {vocab_size}. Give the tokenizer that the shard was made "
-                "with, or make or copy the shard again."
+                f"{tokens[place]}, but the vocabulary size is {vocab_size}. Use the tokenizer that the shard was "
+                "created with, or create or copy the shard again."
             )
         return tokens, documents
 
@@ -206,7 +206,7 @@ class GuardedFile:
         path: path of the file.
         sha256: SHA-256 of its content, if known. A file of the same size with another modification time or inode (after
             `touch`, or restored from a copy) is then read once, and accepted if the hash matches.
-        stamp: required stamp of the file; None accepts the file as it is.
+        stamp: required stamp of the file; None accepts any.
     """
 
     def __init__(self, path: Path, sha256: Optional[str], stamp: Optional[FileStamp] = None):
@@ -229,9 +229,9 @@ class GuardedFile:
             return
         if now.num_bytes != self.stamp.num_bytes or self._sha256 is None or self._hash() != self._sha256:
             raise DataError(
-                f"{self.path} was changed while this run reads it: {self.stamp.num_bytes} bytes, modified at "
-                f"{self.stamp.mtime_ns} ns, became {now.num_bytes} bytes, modified at {now.mtime_ns} ns. Put the old "
-                "shard back and resume from the last checkpoint; give a new shard another name."
+                f"{self.path} was modified while this run reads it: from {self.stamp.num_bytes} bytes, modified at "
+                f"{self.stamp.mtime_ns} ns, to {now.num_bytes} bytes, modified at {now.mtime_ns} ns. Restore the old "
+                "shard and resume from the last checkpoint; give new shards new names."
             )
         self.stamp = now
 
@@ -272,7 +272,9 @@ class GuardedReader:
         while len(left):
             num_bytes = os.preadv(self._tokens.descriptor, [left], int(offset))
             if num_bytes == 0:
-                raise DataError(f"{self._tokens.path} ends at byte {offset}, {len(left)} bytes too early.")
+                raise DataError(
+                    f"{self._tokens.path} is truncated: it ends at byte {offset}, {len(left)} bytes are missing."
+                )
             left, offset = left[num_bytes:], offset + num_bytes
         return ids
 
@@ -303,7 +305,7 @@ class GuardedIndexedDataset(IndexedDataset):
         self.bin_reader = GuardedReader(tokens, index, use_mmap=mmap)
         # megatron-core opened the index by its name. Check that it is the file that was opened above.
         if _file_stamp(os.stat(index.path)) != index.stamp:
-            raise DataError(f"{index.path} was replaced while this run opens it. Start again.")
+            raise DataError(f"{index.path} was replaced while this run opened it. Start the run again.")
 
     def __getstate__(self) -> Any:
         return super().__getstate__(), self.stamps

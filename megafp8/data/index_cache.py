@@ -78,7 +78,7 @@ class IndexCache:
         try:
             arrays = load_entry(self.folder, name)
         except CorruptEntryError as fault:
-            raise DataError(f"{self.folder} does not keep what is written to it: {fault}. Check the disk.") from fault
+            raise DataError(f"{self.folder} loses written data: {fault}. Check the disk.") from fault
         assert arrays is not None
         return arrays
 
@@ -119,11 +119,9 @@ def _load_array(path: Path, dtype: str, shape: list[int], sha256: str) -> np.nda
     # In contrast to np.load, this reads neither pickles nor zip files.
     array = np.lib.format.open_memmap(path, mode="r")
     if array.dtype.str != dtype or list(array.shape) != shape or not array.flags.c_contiguous:
-        raise CorruptEntryError(
-            f"{path} is {array.dtype} {array.shape}, and should be {np.dtype(dtype)} {tuple(shape)}"
-        )
+        raise CorruptEntryError(f"{path} has {array.dtype} {array.shape}, expected {np.dtype(dtype)} {tuple(shape)}")
     if hashlib.sha256(array.data).hexdigest() != sha256:
-        raise CorruptEntryError(f"{path} has other bytes than were written")
+        raise CorruptEntryError(f"{path} has different content than was written")
     return np.asarray(array)  # a view without np.memmap's slow access to single elements
 
 
@@ -150,6 +148,6 @@ def _convert_write_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         reason = f"{error.strerror} ({error.filename})" if error.filename else str(error)
         raise DataError(
-            f"The folder {folder} for the datasets' indices cannot be written: {reason}. Name another with "
-            "--data-cache-path, or fill this one with megafp8 build-index."
+            f"The folder {folder} for dataset indices cannot be written: {reason}. Choose another with "
+            "--data-cache-path, or create the indices with megafp8 build-index."
         ) from error

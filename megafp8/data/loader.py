@@ -119,7 +119,7 @@ def build_loader(
         DataError: the dataset holds fewer than `total_samples`; while iterating, a sample cannot be read.
     """
     if total_samples > len(dataset):
-        raise DataError(f"{total_samples} samples are to be read, but the dataset holds {len(dataset)}.")
+        raise DataError(f"{total_samples} samples are needed, but the dataset has {len(dataset)}.")
     sampler = MicrobatchSampler(
         consumed_samples=consumed_samples,
         total_samples=total_samples,
@@ -219,6 +219,6 @@ def loader_exits_as_data_errors() -> Iterator[None]:
 
 def _loader_exit_error(error: Exception) -> DataError:
     return DataError(
-        f"A loader process ended by itself: {error} Out of memory or of shared memory (/dev/shm), or a shard was "
-        "cut short while it was read. --num-workers 0 loads in the training process."
+        f"A data loader process died: {error} The machine may be out of memory or shared memory (/dev/shm), or a shard "
+        "was truncated while it was read. --num-workers 0 loads data in the training process."
     )

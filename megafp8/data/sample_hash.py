@@ -85,7 +85,7 @@ class SampleHash:
         for old, new in zip(self.sources, other.sources, strict=True):
             name = new.shard if new.shard == old.shard else f"{old.shard} -> {new.shard}"
             if old.content != new.content:
-                lines.append(f"shard {name}: other content")
+                lines.append(f"shard {name}: different content")
             if old.weight != new.weight:
                 lines.append(f"shard {name}: weight {old.weight} -> {new.weight}")
             if old.documents != new.documents:

@@ -85,7 +85,7 @@ class _OutputShard:
 
 
 def find_shards(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes that names stand for: a folder for all shards in it, sorted; any other name for itself.
+    """Return the prefixes that names stand for: a folder for all shards in it, sorted; any other name is a prefix.
 
     Raises:
         DataError: a folder without shards.
@@ -98,7 +98,7 @@ def find_shards(names: Sequence[str]) -> tuple[str, ...]:
         indices = sorted(Path(name).glob("*.idx"))
         found = [str(path.with_suffix("")) for path in indices if path.with_suffix(".bin").exists()]
         if not found:
-            raise DataError(f"--input {name}: the folder holds no shards (PREFIX.bin and PREFIX.idx).")
+            raise DataError(f"--input {name}: the folder has no shards (PREFIX.bin and PREFIX.idx).")
         for prefix in found:
             if fault := path_problem(prefix):
                 raise DataError(f"--input {name}: {printable(prefix)} {fault}. Rename its files.")
@@ -109,7 +109,7 @@ def find_shards(names: Sequence[str]) -> tuple[str, ...]:
 def merge_shards(job: MergeJob, on_progress: Callable[[int], None] = lambda _: None) -> MergeSummary:
     """Merge or divide shards.
 
-    Memory: 8 MiB and 2^20 index entries, beside the mapped indices.
+    Memory: 8 MiB and 2^20 index entries, in addition to the mapped indices.
 
     Args:
         job: what to make.
@@ -125,7 +125,7 @@ def merge_shards(job: MergeJob, on_progress: Callable[[int], None] = lambda _: N
     common = _common_manifest(inputs, job.trust_missing_manifests)
     outputs = _plan_outputs(job, [shard.index for shard in inputs])
     if both := {output.prefix for output in outputs} & set(job.inputs):
-        raise DataError(f"--output-prefix names an input: {', '.join(sorted(both))}. Choose another.")
+        raise DataError(f"--output-prefix is also an input: {', '.join(sorted(both))}. Choose another.")
     kept = [output for output in outputs if not job.overwrite and _is_up_to_date(output, inputs)]
     if job.is_verified and len(kept) < len(outputs):
         for shard in inputs:
@@ -151,9 +151,9 @@ def _check_job(job: MergeJob) -> None:
         try:
             split_shares(job.split)
         except ValueError:
-            problems.append(f"--split {job.split} should be up to three shares, such as 98,2 or 969,30,1.")
+            problems.append(f"--split {job.split} must be up to three proportions, such as 98,2 or 969,30,1.")
     if len(set(job.inputs)) < len(job.inputs):
-        problems.append("--input names a shard twice.")
+        problems.append("--input contains a shard twice.")
     if problems:
         raise ConfigError(problems)
 
@@ -182,8 +182,8 @@ def _common_manifest(inputs: Sequence[_InputShard], trust_missing: bool) -> dict
     for other in inputs[1:]:
         if other.index.dtype != first.index.dtype:
             raise DataError(
-                f"{first.prefix} has ids in {first.index.dtype.name}, {other.prefix} in {other.index.dtype.name}: "
-                "they were made for vocabularies of different size. Preprocess the text of one again."
+                f"{first.prefix} has {first.index.dtype.name} token ids, {other.prefix} has {other.index.dtype.name}: "
+                "they were created for different vocabulary sizes. Preprocess the text of one again."
             )
         if (other.index.sequence_modes is None) != (first.index.sequence_modes is None):
             raise DataError(f"One of {first.prefix} and {other.prefix} has sequence modes and the other has none.")
@@ -198,15 +198,15 @@ def _common_manifest(inputs: Sequence[_InputShard], trust_missing: bool) -> dict
     first_prefix, first_manifest = next(iter(known.items()))
     if unknown and not trust_missing:
         raise DataError(
-            f"{', '.join(unknown)}: no manifest says which tokenizer made it, but {first_prefix} has one. "
-            "--trust-missing-manifests takes it for the same."
+            f"{', '.join(unknown)}: no manifest with the tokenizer, but {first_prefix} has one. "
+            "--trust-missing-manifests assumes the same tokenizer."
         )
     for prefix, manifest in known.items():
         if manifest.tokenizer != first_manifest.tokenizer:
             raise DataError(
-                f"{first_prefix} and {prefix} were made with different tokenizers:\n"
-                f"  {describe_tokenizer(first_manifest.tokenizer or {})}\n"
-                f"  {describe_tokenizer(manifest.tokenizer or {})}"
+                f"{first_prefix} and {prefix} were created with different tokenizers:\n  "
+                f"{describe_tokenizer(first_manifest.tokenizer or {})}\n  "
+                f"{describe_tokenizer(manifest.tokenizer or {})}"
             )
         if manifest.append_eod != first_manifest.append_eod:
             raise DataError(f"Only one of {first_prefix} and {prefix} ends its documents with a token (--append-eod).")
@@ -243,7 +243,7 @@ def _plan_outputs(job: MergeJob, indices: Sequence[ShardIndex]) -> list[_OutputS
     else:
         outputs = [_OutputShard(prefix, 0, total)]
     if empty := [output.prefix for output in outputs if output.first >= output.last]:
-        raise ConfigError(f"No document would be in {', '.join(empty)}: {total} documents do not divide so.")
+        raise ConfigError(f"No document would be in {', '.join(empty)}: there are only {total} documents.")
     return outputs
 
 
@@ -254,7 +254,7 @@ def _number_outputs(prefix: str, cuts: Sequence[int]) -> list[_OutputShard]:
 
 
 def _cut_at_tokens(indices: Sequence[ShardIndex], fraction: float) -> int:
-    """The number of the document before which about this fraction of all tokens lies."""
+    """The number of the document before which there is about this fraction of all tokens."""
     target, num_documents = fraction * sum(index.num_tokens for index in indices), 0
     for index in indices:
         if target < index.num_tokens:
@@ -302,8 +302,8 @@ def _is_up_to_date(output: _OutputShard, inputs: Sequence[_InputShard]) -> bool:
         if sizes == [manifest.bin_bytes, manifest.idx_bytes]:
             return True
     raise DataError(
-        f"{output.prefix} is there already, but not from these shards, or not whole. Choose another --output-prefix, "
-        "or --overwrite."
+        f"{output.prefix} already exists, but is incomplete or from different shards. Choose another --output-prefix, "
+        "or use --overwrite."
     )
 
 
@@ -356,7 +356,7 @@ def _copy_tokens(prefix: str, index: ShardIndex, output: HashedStream, on_progre
         while left:
             num_bytes = stream.readinto(buffer[:left])
             if not num_bytes:
-                raise DataError(f"{bin_path(prefix)} became shorter while it was copied; {left} bytes are missing.")
+                raise DataError(f"{bin_path(prefix)} was truncated while it was copied; {left} bytes are missing.")
             output.write(buffer[:num_bytes])
             left -= num_bytes
             on_progress(num_bytes)

@@ -68,7 +68,7 @@ def check_shard(prefix: str, vocab_size: int, *, tokenizer_identifiers: Optional
     index = read_index(prefix)
     check_structure(prefix, index)
     if index.num_tokens == 0:
-        raise DataError(f"{bin_path(prefix)} holds no tokens.")
+        raise DataError(f"{bin_path(prefix)} has no tokens.")
     manifest = load_manifest(prefix)
     if manifest is not None:
         _check_manifest(prefix, manifest, tokenizer_identifiers)
@@ -89,8 +89,8 @@ def check_structure(prefix: str, index: ShardIndex) -> None:
     num_bytes = bin_path(prefix).stat().st_size
     if num_bytes != end:
         raise DataError(
-            f"{bin_path(prefix)} is {num_bytes} bytes long, but its index counts {end // index.dtype.itemsize} tokens "
-            f"of {index.dtype.itemsize} bytes, which are {end} bytes.{REMAKE}"
+            f"{bin_path(prefix)} has {num_bytes} bytes, but according to its index it has "
+            f"{end // index.dtype.itemsize} tokens of {index.dtype.itemsize} bytes, {end} bytes in total.{REMAKE}"
         )
 
 
@@ -162,9 +162,9 @@ def _check_documents(prefix: str, index: ShardIndex) -> None:
         for first in range(0, len(documents), INDEX_BLOCK)
     )
     if bounds != (0, num_sequences) or not rises:
-        text = "is empty" if bounds is None else f"goes from {bounds[0]} to {bounds[1]} over {len(documents)} entries"
+        text = "is empty" if bounds is None else f"ranges from {bounds[0]} to {bounds[1]} over {len(documents)} entries"
         raise DataError(
-            f"{idx_path(prefix)}: the document index {text}; it must rise from 0 to {num_sequences}.{REMAKE}"
+            f"{idx_path(prefix)}: the document index {text}; it must increase from 0 to {num_sequences}.{REMAKE}"
         )
 
 
@@ -173,19 +173,19 @@ def _check_manifest(prefix: str, manifest: ShardManifest, tokenizer_identifiers:
     num_bytes = bin_path(prefix).stat().st_size
     if (found, num_bytes) != (manifest.idx_sha256, manifest.bin_bytes):
         raise DataError(
-            f"Shard {prefix} is not the one that {manifest_path(prefix)} describes: SHA-256 of the index {found}, "
-            f"expected {manifest.idx_sha256}; {num_bytes} bytes of tokens, expected {manifest.bin_bytes}.{REMAKE} "
-            "If you replaced it on purpose, delete the manifest."
+            f"Shard {prefix} does not match its manifest {manifest_path(prefix)}: SHA-256 of the index {found}, "
+            f"expected {manifest.idx_sha256}; {num_bytes} bytes of tokens, expected {manifest.bin_bytes}.{REMAKE} If "
+            "you replaced it on purpose, delete the manifest."
         )
     if tokenizer_identifiers is None or manifest.tokenizer is None:
         return
     if manifest.tokenizer != dict(tokenizer_identifiers):
         raise DataError(
-            f"Shard {prefix} was made with another tokenizer:\n"
-            f"  the shard's: {describe_tokenizer(manifest.tokenizer)}\n"
-            f"  this run's:  {describe_tokenizer(tokenizer_identifiers)}\n"
-            "Give the shard's with --tokenizer-type and --tokenizer-model, or preprocess the text again. If you know "
-            "that the ids mean the same, --allow-other-tokenizer compares the size of the vocabulary only."
+            f"Shard {prefix} was created with a different tokenizer:\n  the shard's: "
+            f"{describe_tokenizer(manifest.tokenizer)}\n  this run's:  "
+            f"{describe_tokenizer(tokenizer_identifiers)}\nUse the shard's with --tokenizer-type and "
+            "--tokenizer-model, or preprocess the text again. If the token ids are known to be the same, use "
+            "--allow-other-tokenizer, which compares only the vocabulary sizes."
         )
 
 
@@ -193,15 +193,15 @@ def _check_token_range(prefix: str, index: ShardIndex, vocab_size: int) -> None:
     if index.dtype.kind == "i" and np.iinfo(index.dtype).max < vocab_size - 1:
         # Ids above the limit would be read as negative numbers, of which the chunks below may hold none.
         raise DataError(
-            f"{idx_path(prefix)} says that the ids are {index.dtype.name}, which ends at "
-            f"{np.iinfo(index.dtype).max}, but the vocabulary has {vocab_size}.{REMAKE}"
+            f"{idx_path(prefix)}: token ids are {index.dtype.name}, whose maximum is {np.iinfo(index.dtype).max}, but "
+            f"the vocabulary size is {vocab_size}.{REMAKE}"
         )
     bounds = [(int(chunk.min()), int(chunk.max())) for chunk in _sampled_tokens(prefix, index.dtype)]
     smallest, largest = min(low for low, _ in bounds), max(high for _, high in bounds)
     if smallest < 0 or largest >= vocab_size:
         raise DataError(
-            f"{bin_path(prefix)} holds token ids from {smallest} to {largest}, but the vocabulary has {vocab_size} "
-            f"(0 to {vocab_size - 1}). Give the tokenizer that the shard was made with, or preprocess the text again."
+            f"{bin_path(prefix)} has token ids from {smallest} to {largest}, but the vocabulary size is {vocab_size} "
+            f"(0 to {vocab_size - 1}). Use the tokenizer that the shard was created with, or preprocess the text again."
         )
 
 
@@ -269,12 +269,12 @@ def _compare_hash(check: str, found: str, expected: Optional[str]) -> ShardCheck
         return ShardCheckResult(check, None, f"{found}; no manifest to compare with")
     if found == expected:
         return ShardCheckResult(check, True, found)
-    return ShardCheckResult(check, False, f"{found}, but the manifest says {expected}")
+    return ShardCheckResult(check, False, f"{found}, but the manifest has {expected}")
 
 
 def _compare_counts(index: ShardIndex, manifest: Optional[ShardManifest]) -> ShardCheckResult:
     if manifest is None:
-        return ShardCheckResult(MANIFEST, None, "there is no manifest")
+        return ShardCheckResult(MANIFEST, None, "no manifest")
     counted = {
         "dtype": index.dtype.name,
         "num_documents": index.num_documents,
@@ -283,7 +283,7 @@ def _compare_counts(index: ShardIndex, manifest: Optional[ShardManifest]) -> Sha
         "bin_bytes": index.num_tokens * index.dtype.itemsize,
     }
     wrong = [
-        f"{name} {value} instead of {getattr(manifest, name)}"
+        f"{name} is {value}, expected {getattr(manifest, name)}"
         for name, value in counted.items()
         if value != getattr(manifest, name)
     ]
@@ -309,7 +309,7 @@ def _read_tokens(
             on_progress(len(block))
     detail = "no tokens" if smallest is None else f"ids from {smallest} to {largest}"
     if vocab_size is None:
-        result = ShardCheckResult(TOKEN_IDS, None, f"{detail}; the size of the vocabulary is not known")
+        result = ShardCheckResult(TOKEN_IDS, None, f"{detail}; the vocabulary size is unknown")
     else:
         detail += f", vocabulary 0 to {vocab_size - 1}"
         if first_wrong is not None:
@@ -335,7 +335,7 @@ def _check_ends(prefix: str, index: ShardIndex, eod: int) -> ShardCheckResult:
         wrong = has_tokens[tokens[ends[has_tokens] - 1] != eod]
         if len(wrong):
             last = tokens[ends[wrong[0]] - 1]
-            return ShardCheckResult(ENDS, False, f"document {number + wrong[0]} ends with {last} instead of {eod}")
+            return ShardCheckResult(ENDS, False, f"document {number + wrong[0]} ends with token {last}, expected {eod}")
         number += len(ends)
     return ShardCheckResult(ENDS, True, f"token {eod}")
 

@@ -46,7 +46,7 @@ DTYPE_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 UINT16_MAX_VOCAB_SIZE = 65500
 # Entries of an index that are processed at a time, which bounds the memory beside the mapped file.
 INDEX_BLOCK = 1 << 20
-REMAKE = " Make the shard again (megafp8 preprocess --overwrite) or copy it again."
+REMAKE = " Create the shard again (megafp8 preprocess --overwrite), or copy it again."
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -193,26 +193,25 @@ def read_index(prefix: str) -> ShardIndex:
         with open(path, "rb") as stream:
             header = stream.read(HEADER.size)
         if len(header) < HEADER.size:
-            raise DataError(f"{path} is {num_bytes} bytes long, less than its {HEADER.size} bytes of header.{REMAKE}")
+            raise DataError(f"{path} has {num_bytes} bytes, less than its header of {HEADER.size} bytes.{REMAKE}")
         content = np.memmap(path, dtype=np.uint8, mode="r")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     magic, version, code, num_sequences, num_entries = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
         raise DataError(
-            f"{path} is not an index in Megatron's format: it starts with {magic!r}, version {version}; "
-            f"expected {MAGIC!r}, version {VERSION}."
+            f"{path} is not an index in Megatron-LM's format: it starts with {magic!r}, version {version}; expected "
+            f"{MAGIC!r}, version {VERSION}."
         )
     if code not in DTYPES:
-        raise DataError(f"{path} has the dtype code {code}; token ids have one of {sorted(DTYPES)}.{REMAKE}")
+        raise DataError(f"{path} has the dtype code {code}; supported codes of token ids: {sorted(DTYPES)}.{REMAKE}")
     lengths_end = HEADER.size + 4 * num_sequences
     pointers_end = lengths_end + 8 * num_sequences
     documents_end = pointers_end + 8 * num_entries
     if len(content) not in (documents_end, documents_end + num_sequences):
         raise DataError(
-            f"{path} is {len(content)} bytes long, but {num_sequences} sequences and {num_entries} document entries "
-            f"take {documents_end} bytes ({documents_end + num_sequences} with modes). It is cut short or damaged."
-            f"{REMAKE}"
+            f"{path} has {len(content)} bytes, but {num_sequences} sequences and {num_entries} document entries need "
+            f"{documents_end} bytes ({documents_end + num_sequences} with modes). It is truncated or damaged.{REMAKE}"
         )
     modes = content[documents_end:].view(np.int8)
     return ShardIndex(
@@ -235,7 +234,7 @@ def check_files_exist(prefix: str) -> None:
         return
     hint = ""
     if prefix.endswith((".bin", ".idx")):
-        hint = " The path is given without .bin or .idx."
+        hint = " Give the path without .bin or .idx."
     elif idx_path(f"{prefix}_text_document").is_file():
         hint = f" Did you mean {prefix}_text_document?"
     raise DataError(f"Shard {prefix}: {' and '.join(missing)} missing.{hint}")
@@ -336,6 +335,6 @@ def load_manifest(prefix: str) -> Optional[ShardManifest]:
         return ShardManifest(**content)
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"{path} is not a manifest of a shard: {error}. Make the shard again, or delete the manifest to have only "
-            "the shard's own files checked."
+            f"{path} is not a manifest of a shard: {error}. Create the shard again, or delete the manifest to check "
+            "only the shard's own files."
         ) from error

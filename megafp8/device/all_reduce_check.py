@@ -53,7 +53,7 @@ def time_all_reduce(place: NodeRank, init_method: str, rank: int, size: int, tim
         seconds = (time.perf_counter() - start) / NUM_REPEATS
         expected = size * (size + 1) / 2
         if not bool((values == expected).all()):
-            raise RuntimeError(f"the sum of 1 to {size} came out as {values[values != expected][0].item()}")
+            raise RuntimeError(f"the sum of 1 to {size} was {values[values != expected][0].item()}")
         return seconds
     finally:
         dist.destroy_process_group()

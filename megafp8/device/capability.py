@@ -21,8 +21,8 @@ from megafp8.recipes.base import ANY_LATER
 
 NCCL_BUFFERS = "ddp.nccl_ub=true"
 
-_BY_BLOCK = "with it Transformer Engine reduces amaxes for all layers at once, when the last one has run"
-_NOT_SAVED = "megatron-core takes out of checkpoints what an output layer remembers; tensorwise has no memory"
+_BY_BLOCK = "Transformer Engine reduces the amaxes of all layers together, after the last layer"
+_NOT_SAVED = "megatron-core does not save the amax history of an output layer; use a recipe without amax history"
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
     "emulated": ("auto", "sdpa"),
@@ -65,8 +65,8 @@ def transformer_engine_version() -> tuple[Optional[str], Optional[str]]:
         return None, None
     if not has_te_torch_extension():
         return None, (
-            f"transformer-engine {version} is installed without its torch part, and megatron-core refuses to be "
-            "imported beside it: pip install 'transformer-engine[pytorch]', or pip uninstall transformer-engine"
+            f"transformer-engine {version} is installed without its torch extension, so megatron-core cannot be "
+            "imported: pip install 'transformer-engine[pytorch]', or pip uninstall transformer-engine"
         )
     return version, None
 
@@ -121,7 +121,7 @@ def emulation_notices(config: RunConfig, target: Target) -> list[str]:
     if not is_automatic or target.kind != "cuda" or resolve_implementation(config, target) != "emulated":
         return []
     return [
-        f"all layers are emulated because of {text}; --no-emulation refuses instead"
+        f"all layers are emulated because of {text}; to get an error instead: --no-emulation"
         for text in recipe_obstacles(config.precision, target) + precision_map_obstacles(config)
     ]
 
@@ -133,7 +133,7 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
     found += implementation_problems(config, target, implementation)
     found += recipe_problems(config.precision, target, implementation)
     if implementation == "transformer_engine":
-        found += [f"{text}; change it, or give --transformer-impl emulated" for text in precision_map_obstacles(config)]
+        found += [f"{text}; change it, or use --transformer-impl emulated" for text in precision_map_obstacles(config)]
         found += fp8_attention_problems(config, target)
     return found
 
@@ -142,8 +142,8 @@ def package_problems(logging: LoggingConfig) -> list[str]:
     """Requested packages that are not installed on this machine."""
     if logging.wandb_project and importlib.util.find_spec("wandb") is None:
         return [
-            f"--wandb-project {logging.wandb_project}: needs the package wandb, which is not installed; "
-            "pip install wandb, or leave the flag out (records.jsonl and TensorBoard hold the same numbers)"
+            f"--wandb-project {logging.wandb_project}: the package wandb is not installed; pip install wandb, or "
+            "remove the flag (records.jsonl and TensorBoard have the same values)"
         ]
     return []
 
@@ -153,25 +153,25 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
     found = []
     if implementation == "transformer_engine" and target.kind == "cpu":
         found.append(
-            f"--transformer-impl transformer_engine: {target.name} has no CUDA device; leave the flag out, or give "
+            f"--transformer-impl transformer_engine: {target.name} has no CUDA device; remove the flag, or use "
             "--transformer-impl emulated"
         )
     elif implementation == "transformer_engine" and not target.transformer_engine:
         found.append(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed; "
-            "pip install 'megafp8[te]', or give --transformer-impl emulated"
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; pip install 'megafp8[te]', or "
+            "use --transformer-impl emulated"
         )
     known = ATTENTION_BACKENDS[implementation]
     if config.precision.attention_backend not in known:
         found.append(
-            f"--attention-backend {config.precision.attention_backend}: the {implementation} layers have "
+            f"--attention-backend {config.precision.attention_backend}: the {implementation} layers support "
             f"{', '.join(known)}"
         )
     if config.parallel.distributed_backend == "nccl" and target.kind == "cpu":
-        found.append(f"--distributed-backend nccl: {target.name} has no CUDA device; leave the flag out, or give gloo")
+        found.append(f"--distributed-backend nccl: {target.name} has no CUDA device; remove the flag, or use gloo")
     if target.kind == "cpu":
         found += [
-            f"--override {entry}: {target.name} has no CUDA device, whose memory NCCL shares; remove it"
+            f"--override {entry}: {target.name} has no CUDA device, so NCCL user buffers are not available; remove it"
             for entry in config.overrides
             if entry.lower() == NCCL_BUFFERS
         ]
@@ -200,7 +200,7 @@ def te_only_options(config: RunConfig, target: Target, implementation: str) -> l
         f"--cuda-graph-impl {config.training.cuda_graph_impl}": derived.uses_cuda_graph(config),
     }
     return [
-        f"{flag}: needs --transformer-impl transformer_engine, this run has {implementation}"
+        f"{flag}: needs --transformer-impl transformer_engine, but this run uses {implementation}"
         for flag, is_requested in options.items() if is_requested
     ]  # fmt: skip
 
@@ -219,9 +219,9 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
         if precision.fp8_param_gather and two_copies:
             known = ", ".join(recipe.name for recipe in registry.recipes() if recipe.supports_param_gather)
             found.append(
-                f"--fp8-param-gather: {', '.join(two_copies)}, emulated, has two copies of a weight's codes, with "
-                "blocks along its rows and along its columns, which together are no smaller than BF16; leave the flag "
-                f"out, or give --fp8-recipe {known}"
+                f"--fp8-param-gather: {', '.join(two_copies)} stores two copies of a weight's codes when emulated, "
+                "with blocks along its rows and along its columns, which need as much memory as BF16; remove the flag, "
+                f"or use --fp8-recipe {known}"
             )
         return found
     fix = recipe_fix(target, precision.emulation)
@@ -242,7 +242,7 @@ def recipe_obstacles(precision: PrecisionConfig, target: Target) -> list[str]:
             capability_text(since) + (f" and below {capability_text(end)}" if end < ANY_LATER else "")
             for since, end in recipe.native_capabilities
         )
-        found.append(f"{asked}: needs compute capability {ranges}, {target.name} has {capability_text(capability)}")
+        found.append(f"{asked}: needs compute capability {ranges}, but {target.name} has {capability_text(capability)}")
     return found
 
 
@@ -269,17 +269,24 @@ def precision_map_obstacles(config: RunConfig) -> list[str]:
             found.setdefault("history", f"{entry}: {_NOT_SAVED}")
         elif name == OUTPUT_LAYER and config.model.share_embeddings_and_output_weights:
             found[OUTPUT_LAYER] = (
-                f"{entry}: Transformer Engine's linear has a weight of its own, and the output layer has the "
-                "embedding's without --untie-embeddings-and-output-weights"
+                f"{entry}: Transformer Engine's output layer cannot share the weight of the embedding; give "
+                "--untie-embeddings-and-output-weights"
             )
         elif not has_te_recipe(chosen):
-            found.setdefault("mix", f"{entry}: Transformer Engine has one recipe for all three, or high precision for "
-                             "the backward pass")  # fmt: skip
+            found.setdefault(
+                "mix",
+                f"{entry}: Transformer Engine supports one recipe for all three GEMMs, or one for fprop and high "
+                "precision for the backward pass",
+            )
         if precision.fp8_param_gather:
-            found.setdefault("weights", f"--fp8-param-gather: {entry}, and Transformer Engine makes FP8 weights by one "
-                             "recipe only")  # fmt: skip
+            found.setdefault(
+                "weights",
+                f"--fp8-param-gather: {entry}, but Transformer Engine supports FP8 weights in one recipe only",
+            )
         if precision.use_transformer_engine_op_fuser and name.endswith(precision_map.MLP_LINEARS):
-            found.setdefault("fuser", f"--use-transformer-engine-op-fuser: {entry}, and fused ones have one recipe")
+            found.setdefault(
+                "fuser", f"--use-transformer-engine-op-fuser: {entry}, but fused operations support one recipe only"
+            )
     return list(found.values())
 
 
@@ -293,9 +300,11 @@ def fp8_attention_problems(config: RunConfig, target: Target) -> list[str]:
         return []
     if capability[0] != 9:
         has = f"{target.name} has {capability_text(capability)}"
-        return [f"{flag}: is for compute capability 9.0 so far, {has}; remove it"]
+        return [f"{flag}: only compute capability 9.0 is supported, {has}; remove it"]
     if model.hidden_size and model.num_attention_heads and (channels := derived.kv_channels(model)) != 128:
-        return [f"{flag}: on {target.name} heads have 128 channels, not {channels}; give --kv-channels 128"]
+        return [
+            f"{flag}: on {target.name} only 128 channels per head are supported, not {channels}; use --kv-channels 128"
+        ]
     return []
 
 
@@ -310,9 +319,9 @@ def environment_notices(precision: PrecisionConfig, implementation: str) -> list
         return []
     found = []
     if precision.fp8_dot_product_attention and os.environ.get("NVTE_FP8_DPA_BWD") == "0":
-        found.append("NVTE_FP8_DPA_BWD=0: Transformer Engine heeds it, so that attention's backward pass is in BF16")
+        found.append("NVTE_FP8_DPA_BWD=0 is set, so Transformer Engine computes the backward pass of attention in BF16")
     return found + [
-        f"{variable}=1: Transformer Engine heeds it, so that {effect}, whatever this run says of its recipe"
+        f"{variable}=1 is set, so in Transformer Engine {effect}, regardless of this run's settings"
         for recipe in derived.used_recipes(precision)
         for variable, effect in recipe.te_switches
         if os.environ.get(variable) == "1"
@@ -327,11 +336,11 @@ def native_recipes(target: Target) -> list[str]:
 
 def emulated_only_options(precision: PrecisionConfig) -> list[str]:
     """Problems of number format options that Transformer Engine does not offer."""
-    by_environment = "Transformer Engine decides by its environment; leave the flag out"
+    by_environment = "Transformer Engine has environment variables for this; remove the flag"
     asked = {
         "--fp8-format e5m2": (
             precision.fp8_format == "e5m2" or any(entry.format == "e5m2" for entry in precision_map.entries(precision)),
-            "Transformer Engine refuses E5M2 for all tensors; give e4m3 or hybrid"
+            "Transformer Engine does not support E5M2 for all tensors; use e4m3 or hybrid"
         ),
         "--fp8-power-2-scale": (precision.fp8_power_2_scale, by_environment),
         "--fp8-block-scaling-fp32-scales": (precision.fp8_block_scaling_fp32_scales, by_environment),
@@ -340,15 +349,15 @@ def emulated_only_options(precision: PrecisionConfig) -> list[str]:
         "--no-fp4-2d-weights": (not precision.fp4_2d_weights, by_environment),
         "--fp8-amax-reduction all": (
             precision.fp8_amax_reduction != "te",
-            "Transformer Engine reduces where it gathers, and nowhere else; leave the flag out",
+            "Transformer Engine reduces amaxes only for operands that it gathers; remove the flag",
         ),
         "--no-fp8-wgrad": (
             not precision.fp8_wgrad,
-            "Transformer Engine 2 has no such setting (megatron-core drops it unseen); leave the flag out",
+            "Transformer Engine 2 has no such setting (megatron-core ignores it silently); remove the flag",
         ),
     }  # fmt: skip
     return [
-        f"{flag}: {reason}, or give --transformer-impl emulated"
+        f"{flag}: {reason}, or use --transformer-impl emulated"
         for flag, (is_asked, reason) in asked.items()
         if is_asked
     ]
@@ -357,8 +366,12 @@ def emulated_only_options(precision: PrecisionConfig) -> list[str]:
 def recipe_fix(target: Target, may_emulate: bool) -> str:
     """Alternatives to a recipe that the target does not support."""
     native = native_recipes(target)
-    emulated = "--transformer-impl emulated runs every recipe" if may_emulate else "leave --no-emulation out"
-    return f"native here: {', '.join(native)}; {emulated}" if native else f"no recipe is native here; {emulated}"
+    emulated = "--transformer-impl emulated supports every recipe" if may_emulate else "or remove --no-emulation"
+    return (
+        f"supported natively: {', '.join(native)}; {emulated}"
+        if native
+        else f"no recipe is supported natively; {emulated}"
+    )
 
 
 def capability_text(capability: tuple[int, int]) -> str:

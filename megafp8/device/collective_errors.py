@@ -33,7 +33,7 @@ def call_on_all_ranks(action: Callable[[], T]) -> list[T]:
     try:
         dist.all_gather_object(answers, (result, None if error is None else error_text(error)))
     except RuntimeError as lost:
-        raise PeerLost(f"another rank is gone: {lost}") from (error or lost)
+        raise PeerLost(f"another rank was lost: {lost}") from (error or lost)
     failed = [(rank, text) for rank, (_, text) in enumerate(answers) if text is not None]
     if failed:
         rank, text = failed[0]
@@ -64,7 +64,7 @@ def raise_peer_lost(error: BaseException) -> None:
     for cause in causes:
         # gloo raises a plain RuntimeError whose text has its source file.
         if isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "/gloo/" in str(cause)):
-            raise PeerLost(f"another rank is gone: {cause}") from error
+            raise PeerLost(f"another rank was lost: {cause}") from error
 
 
 def error_text(error: BaseException) -> str:

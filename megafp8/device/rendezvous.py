@@ -43,8 +43,8 @@ def join_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         arrivals.set(str(rank), socket.gethostname())
     except RuntimeError as error:
         raise PeerLost(
-            f"rank {rank} cannot reach the other ranks: {first_line(error)}. MASTER_ADDR and MASTER_PORT name the "
-            "store of the launcher: has it ended, or is the port closed between the nodes?"
+            f"rank {rank} cannot reach the other ranks: {first_line(error)}. MASTER_ADDR and MASTER_PORT must be the "
+            "launcher's store: check that the launcher is running and that the port is open between the nodes"
         ) from error
     try:
         arrivals.wait(
@@ -61,10 +61,10 @@ def missing_ranks_text(arrivals: dist.Store, world_size: int, timeout_s: float, 
     with contextlib.suppress(RuntimeError):  # the store itself may be gone
         missing = [number for number in range(world_size) if not arrivals.check([str(number)])]
     if not missing:
-        return f"the ranks' store is gone before all {world_size} ranks arrived: {first_line(error)}"
+        return f"the store of the ranks was lost before all {world_size} ranks connected: {first_line(error)}"
     return (
-        f"{ranks_text(missing)} of {world_size} did not arrive within {timeout_s:g} s (--rendezvous-timeout-s). Their "
-        "own output says why; where they only start more slowly, raise the limit"
+        f"{ranks_text(missing)} of {world_size} did not connect within {timeout_s:g} s (--rendezvous-timeout-s). See "
+        "their output for the reason; if they only start slowly, raise the timeout"
     )
 
 
@@ -90,4 +90,4 @@ def wait_for_listener(host: str, port: int, timeout_s: float) -> None:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=left_s):
             return
         time.sleep(0.1)
-    raise RuntimeError(f"nobody listened on {host}:{port} within {timeout_s:.0f} s")
+    raise RuntimeError(f"no connection to {host}:{port} within {timeout_s:.0f} s")

@@ -52,7 +52,7 @@ def main(text: str) -> None:
     try:
         rendezvous(dataclasses.replace(place, nodes=tuple(place.nodes)))
     except RendezvousTimeoutError:
-        sys.exit(f"at {where}: not all {len(place.nodes)} nodes came within {place.timeout_s:g} s")
+        sys.exit(f"at {where}: not all {len(place.nodes)} nodes connected within {place.timeout_s:g} s")
     except (RendezvousError, RuntimeError, PeerLost) as error:
         cause = f": {first_line(error.__cause__)}" if error.__cause__ and not isinstance(error, PeerLost) else ""
         sys.exit(f"at {where}: {first_line(error)}{cause}")

@@ -53,7 +53,7 @@ class Job:
         gpus_per_node: 0 for a job on CPUs.
         ranks_per_node: required without GPUs; default: one rank per GPU.
         cpus_per_node: CPUs to request from Slurm; None: no request.
-        exclusive: whether the job has its nodes, and all their memory, for itself.
+        exclusive: whether the job has exclusive use of its nodes and all their memory.
         time: Slurm's time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. None: the partition's.
         time_to_save_s: time that a run needs for a step and a checkpoint. The warning signal comes this long before the
             time limit, and ranks are not killed earlier after it.
@@ -189,39 +189,40 @@ def check_job(job: Job) -> None:
     elif job.time is not None and time_limit_s(job.time) <= reserved_time_s(job):
         check = fix = ""
         if job.check_nodes:
-            check = f", and the check of the nodes may take {NODE_CHECK_TIMEOUT_S} s before it trains"
+            check = f", and the node check may take {NODE_CHECK_TIMEOUT_S} s before training starts"
             fix = ", or set check_nodes to false (--no-check-nodes)"
         problems.append(
-            f"time: {job.time} with time_to_save_s {job.time_to_save_s}: the warning comes {signal_lead_s(job)} s "
-            f"before the end, and Slurm may send it {SLURM_EARLY_S} s early{check}: nothing is left to train in. Give "
-            f"more than {reserved_time_s(job)} s{fix}"
+            f"time: {job.time} with time_to_save_s {job.time_to_save_s}: the signal is sent {signal_lead_s(job)} s "
+            f"before the end, and Slurm may send it {SLURM_EARLY_S} s early{check}, so no time is left for training. "
+            f"Use more than {reserved_time_s(job)} s{fix}"
         )
-    problems += [f"environment: {name!r} is no name of a variable" for name in job.environment if not
+    problems += [f"environment: {name!r} is not a valid variable name" for name in job.environment if not
                  VARIABLE_NAME.fullmatch(name)]  # fmt: skip
-    problems += [f"sbatch: {name}: a job's fields or the launcher itself give it" for name in job.sbatch
+    problems += [f"sbatch: {name}: set by the launcher or by a field of the job; remove it" for name in job.sbatch
                  if name in RESERVED_OPTIONS]  # fmt: skip
-    problems += [f"sbatch: {name!r} is no long name of an option" for name in job.sbatch if not
+    problems += [f"sbatch: {name!r} is not the long name of an option" for name in job.sbatch if not
                  SBATCH_OPTION.fullmatch(name)]  # fmt: skip
     if job.gpus_per_node and job.ranks_per_node not in (None, job.gpus_per_node):
-        problems.append(f"ranks_per_node: {job.ranks_per_node}, gpus_per_node: {job.gpus_per_node}: a rank has one GPU")
+        problems.append(f"ranks_per_node: {job.ranks_per_node}, gpus_per_node: {job.gpus_per_node}: must be equal")
     if job.endpoint is not None and not ENDPOINT.fullmatch(job.endpoint):
-        problems.append(f"endpoint: {job.endpoint!r}: HOST:PORT")
+        problems.append(f"endpoint: {job.endpoint!r}: must be HOST:PORT")
     if job.array_limit and not job.runs:
-        problems.append(f"array_limit: {job.array_limit}: there are no `runs`")
+        problems.append(f"array_limit: {job.array_limit}: has no effect without `runs`")
     if job.mounts and not job.container:
-        problems.append("mounts: there is no container")
+        problems.append("mounts: have no effect without a container")
     saves = [flag_value("--save", words) for words in job.commands]
     for save, words in zip(saves, job.commands, strict=True):
         load = flag_value("--load", words)
         if save is None or save != load:
-            problems.append(
-                f"--save {save} and --load {load}: a job that comes again resumes where it stopped if both name one "
-                "folder"
-            )
+            problems.append(f"--save {save} and --load {load}: must be the same folder, so that a requeued job resumes")
     counts = Counter(save for save in saves if save is not None)
-    problems += [f"--save {save}: {count} runs have it" for save, count in sorted(counts.items()) if count > 1]
+    problems += [
+        f"--save {save}: used by {count} runs; each run needs its own folder"
+        for save, count in sorted(counts.items())
+        if count > 1
+    ]
     if job.runs and not job.logs:
-        problems.append("logs: an array needs a folder for its output")
+        problems.append("logs: missing; a job array needs a folder for its output")
     if problems:
         raise ConfigError(problems)
 
@@ -246,7 +247,7 @@ def read_job(
     except UnreadableFile as error:
         raise ConfigError(f"the job file cannot be read: {error.reason}") from None
     if not isinstance(plain, dict):
-        raise ConfigError("the job file is no table of fields")
+        raise ConfigError("the job file must be a mapping of fields")
     merged = {**(default or {}), **plain, **given}
     for name in plain.keys() & given.keys():
         if isinstance(plain[name], dict) and isinstance(given[name], dict):
@@ -261,9 +262,9 @@ def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
         ConfigError: fields are unknown, invalid or missing.
     """
     fields = {field.name: str(field.type) for field in dataclasses.fields(Job)}
-    problems = [f"{name}: no such field; there are {', '.join(fields)}" for name in plain if name not in fields]
+    problems = [f"{name}: no such field; the fields are {', '.join(fields)}" for name in plain if name not in fields]
     if "name" not in plain:
-        problems.append("name: is not given")
+        problems.append("name: missing")
     values: dict[str, Any] = {"training": ()}
     for name in plain.keys() & fields.keys():
         try:
@@ -289,17 +290,17 @@ def parse_field(kind: str, value: Any) -> Any:
         return tuple(split_words(run) for run in (value if isinstance(value, list) else value.splitlines()))
     if kind.startswith("Mapping"):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{value!r}: a table of names and values is expected")
+            raise ValueError(f"{value!r}: must be a mapping of names to values")
         return {key: str(item) for key, item in value.items()}
     if not isinstance(value, str):
-        raise ValueError(f"{value!r}: a text is expected")
+        raise ValueError(f"{value!r}: must be a string")
     if kind == "bool":
         if value not in ("true", "false"):
-            raise ValueError(f"{value!r}: true or false is expected")
+            raise ValueError(f"{value!r}: must be true or false")
         return value == "true"
     if kind in ("int", "Optional[int]"):
         if not INTEGER.fullmatch(value):  # int() would accept line breaks around it
-            raise ValueError(f"{value!r}: a whole number is expected")
+            raise ValueError(f"{value!r}: must be an integer")
         return int(value)
     return value
 
@@ -313,12 +314,12 @@ def split_words(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(shlex.split(value, comments=True))
     if not all(isinstance(word, str) for word in value):
-        raise ValueError(f"{value!r}: words are expected")
+        raise ValueError(f"{value!r}: must be a list of words")
     return tuple(value)
 
 
 MAX_LINE_WIDTH = 116
-VARIABLE_COMMENTS = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "  # seconds from a signal until ranks are killed"}
+VARIABLE_COMMENTS = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "  # seconds between a signal and the kill of the ranks"}
 
 
 def join_script(parts: Sequence[Sequence[str]]) -> str:
@@ -340,7 +341,7 @@ def environment_lines(job: Job) -> list[str]:
     if job.venv:
         lines.append(f". {shlex.quote(job.venv)}/bin/activate")
     lines += [
-        "# Set once, for all ranks. Transformer Engine's variables of the submitting shell are removed.",
+        "# Environment of all ranks. Transformer Engine's variables of the submitting shell are removed.",
         'unset "${!NVTE_@}"',
         *(
             f"export {name}={shlex.quote(value)}{VARIABLE_COMMENTS.get(name, '')}"

@@ -136,7 +136,7 @@ def evaluate_nodes(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]
     present = [report for report in reports if report is not None]
     for node, report in zip(nodes, reports, strict=True):
         if report is None:
-            wrong[node].append("it gave no report in time")
+            wrong[node].append("no report in time")
             continue
         wrong[node] += [*report.problems, *gpu_problems(report)]
         local_errors = [group.error for group in report.groups if len(group.members) == 1 and group.error]
@@ -146,7 +146,7 @@ def evaluate_nodes(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]
         usual_software = statistics.mode(report.software for report in present)
         for report in present:
             if report.software != usual_software:
-                wrong[report.node].append(f"it has {report.software}; most nodes have {usual_software}")
+                wrong[report.node].append(f"its software is {report.software}; most nodes have {usual_software}")
             ahead_s = report.clock_s - usual_s
             if abs(ahead_s) > MAX_CLOCK_SKEW_S:
                 direction = "ahead of" if ahead_s > 0 else "behind"
@@ -164,12 +164,13 @@ def gpu_problems(report: NodeReport) -> list[str]:
     for gpu in report.gpus:
         if gpu.used_bytes > IDLE_MEMORY_FRACTION * gpu.total_bytes:
             problems.append(
-                f"GPU {gpu.index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB are in use by others"
+                f"GPU {gpu.index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB are in use by other "
+                "processes"
             )
         if gpu.uncorrected_errors:
-            problems.append(f"GPU {gpu.index}: {gpu.uncorrected_errors} uncorrected errors of its memory")
+            problems.append(f"GPU {gpu.index}: {gpu.uncorrected_errors} uncorrected memory errors")
         if gpu.is_slowed:
-            problems.append(f"GPU {gpu.index}: its clock is held down by the hardware")
+            problems.append(f"GPU {gpu.index}: its clock is throttled by the hardware")
     return problems
 
 
@@ -205,7 +206,7 @@ def healthy_summary(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]
     clocks = [report.clock_s for report in present]
     gpus = f", {len(present[0].gpus)} x {present[0].gpus[0].name} each" if present and present[0].gpus else ""
     slowest = f", slowest all-reduce {speeds[0][0]:.2f} GB/s ({speeds[0][1]})" if speeds else ""
-    return f"{len(present)} nodes are well{gpus}{slowest}, clocks within {max(clocks) - min(clocks):.1f} s"
+    return f"{len(present)} nodes passed{gpus}{slowest}, clocks within {max(clocks) - min(clocks):.1f} s"
 
 
 NVIDIA_SMI_QUERY = (
@@ -213,7 +214,7 @@ NVIDIA_SMI_QUERY = (
 )
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
 MIB = 1 << 20
-NO_ANSWER = "no answer in time"
+NO_ANSWER = "no result in time"
 
 
 def measure_node(
@@ -311,7 +312,7 @@ def wait_or_kill(process: subprocess.Popen, wait_s: float, errors: Path) -> str:
         process.kill()
         process.wait()
         return NO_ANSWER
-    return f"ended with status {process.returncode}{last_error_line(errors)}"
+    return f"exited with status {process.returncode}{last_error_line(errors)}"
 
 
 def collect_results(place: NodeRank, scratch: Path, ranks: Sequence[subprocess.Popen]) -> tuple[GroupResult, ...]:

@@ -82,7 +82,7 @@ class RunOutcome:
         """Why the run ended; empty if it is done."""
         if self.state is None:
             end = f"status {self.returned}" if self.returned >= 0 else f"signal {-self.returned}"
-            return f"its command ended with {end} before the run began"
+            return f"its command ended with {end} before the run started"
         if self.is_done:
             return ""
         detail = self.state.reason and f": {self.state.reason}"

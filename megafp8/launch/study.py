@@ -105,8 +105,8 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
     except UnreadableFile as error:
         raise ConfigError(f"{path}: cannot be read: {error.reason}") from None
     if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: not a mapping with the keys {', '.join(KEYS)}")
-    problems = [f"unknown key {key!r}; there are {', '.join(KEYS)}" for key in plain if key not in KEYS]
+        raise ConfigError(f"{path}: must be a mapping with the keys {', '.join(KEYS)}")
+    problems = [f"unknown key {key!r}; the keys are {', '.join(KEYS)}" for key in plain if key not in KEYS]
     common = read_option(
         "", {key: plain[key] for key in ("flags", *SIZE_KEYS) if key in plain}, "of all runs", problems
     )
@@ -115,7 +115,7 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
     grids = tuple(read_grid(grid, problems) for grid in plain_grids)
     slurm = plain.get("slurm") or {}
     if not isinstance(slurm, dict):
-        problems.append(f"slurm: {slurm!r} is not a mapping of settings")
+        problems.append(f"slurm: {slurm!r} must be a mapping of settings")
     name = str(plain.get("name") or path.stem)
     problems += name_problems(name)  # also a name of folders, and of jobs under Slurm
     folder = folder or Path(str(plain.get("folder") or f"runs/{name}"))
@@ -136,7 +136,7 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
 def read_grid(plain: Any, problems: list[str]) -> Grid:
     """Read one grid, and append its problems to `problems`."""
     if not isinstance(plain, dict) or not plain:
-        problems.append(f"grid: {plain!r} is not a mapping of axes, such as seed: [1, 2, 3]")
+        problems.append(f"grid: {plain!r} must be a mapping of axes, such as seed: [1, 2, 3]")
         return {}
     return {str(axis): read_axis(str(axis), options, problems) for axis, options in plain.items()}
 
@@ -147,14 +147,16 @@ def read_axis(axis: str, plain: Any, problems: list[str]) -> tuple[Option, ...]:
         return tuple(read_option(str(name), option, f"{axis}: {name}", problems) for name, option in plain.items())
     if isinstance(plain, list) and plain:
         return tuple(read_value(axis, value, problems) for value in plain)
-    problems.append(f"grid: {axis}: {plain!r} is neither a list of values nor a mapping of names to flags")
+    problems.append(f"grid: {axis}: {plain!r} must be a list of values, or a mapping of names to flags")
     return ()
 
 
 def read_value(axis: str, value: Any, problems: list[str]) -> Option:
     """Read a value of an axis that is a list."""
     if not isinstance(value, str):
-        problems.append(f"grid: {axis}: {value!r} is no value of a flag; options that are more are named ones")
+        problems.append(
+            f"grid: {axis}: {value!r} cannot be the value of a flag; for several flags use a mapping of names to flags"
+        )
         return Option()
     if axis in SIZE_KEYS:
         return read_option(f"{axis}{value}", {axis: value}, f"grid: {axis}", problems)
@@ -165,12 +167,12 @@ def read_option(name: str, plain: Any, where: str, problems: list[str]) -> Optio
     """Read an option: flags as text, or a mapping of flags and sizes."""
     plain = plain if isinstance(plain, dict) else {"flags": plain}
     problems += [
-        f"{where}: unknown key {key!r}; there are flags, {', '.join(SIZE_KEYS)}"
+        f"{where}: unknown key {key!r}; the keys are flags, {', '.join(SIZE_KEYS)}"
         for key in plain if key not in ("flags", *SIZE_KEYS)
     ]  # fmt: skip
     flags = plain.get("flags") or ""
     if not isinstance(flags, str):
-        problems.append(f"{where}: {flags!r} is not a text of flags")
+        problems.append(f"{where}: {flags!r} must be a string of flags")
         flags = ""
     sizes = {key: read_number(plain[key], f"{where}: {key}", problems) for key in SIZE_KEYS if key in plain}
     try:
@@ -188,7 +190,7 @@ def read_number(value: Any, where: str, problems: list[str]) -> float:
     except (TypeError, ValueError):
         number = 0.0
     if not 0 < number < float("inf"):
-        problems.append(f"{where}: {value!r} is not a number above 0")
+        problems.append(f"{where}: {value!r} must be a number above 0")
         return 1.0
     return number
 
@@ -323,15 +325,18 @@ def study_problems(invocation: Invocation, gpus: float, budget: Optional[tuple[s
     """Problems of settings that are valid in a run, but not in a study."""
     config, problems = invocation.config, []
     if invocation.dry_run or config.checkpoint.save or config.checkpoint.load:
-        problems.append("--save, --load and --dry-run: each run has a folder of its own in the study's; remove them")
+        problems.append("--save, --load and --dry-run: set by the study, with one folder per run; remove them")
     if gpus % 1:
-        problems.append(f"gpus: {gpus:g} is no whole number")
+        problems.append(f"gpus: {gpus:g} must be an integer")
     if budget is None:
         return problems
     if config.training.train_iters is not None or config.training.train_samples is not None:
-        problems.append(f"--train-iters and --train-samples follow from {budget[0]}: give one of both")
+        problems.append(f"--train-iters and --train-samples are derived from {budget[0]}: keep one of them")
     if budget[0] == "tokens_per_parameter" and vocabulary_size(config) is None:
-        problems.append("tokens_per_parameter: the vocabulary is the tokenizer's, which is not read: give --vocab-size")
+        problems.append(
+            "tokens_per_parameter: the vocabulary size is unknown, because the tokenizer is not read here: give "
+            "--vocab-size"
+        )
     return problems
 
 

@@ -45,7 +45,7 @@ def build_jobs(study: Study, runs: Sequence[StudyRun]) -> list[Job]:
             not request CPUs.
     """
     if own := [name for name in ("name", "training", "runs", "nodes", "ranks_per_node") if name in study.slurm]:
-        raise ConfigError(f"slurm: {', '.join(own)}: follow from the study; remove them")
+        raise ConfigError(f"slurm: {', '.join(own)}: set by the study; remove them")
     sizes = list(dict.fromkeys(run.world_size for run in runs))
     jobs = []
     for size in sizes:
@@ -57,9 +57,9 @@ def build_jobs(study: Study, runs: Sequence[StudyRun]) -> list[Job]:
         job = build_job(fields, study.common.flags)
         if not job.exclusive and not job.cpus_per_node:
             raise ConfigError(
-                f"slurm: runs of {job.world_size} GPUs or ranks share a node, and Slurm gives one core unless it is "
-                "asked: give cpus_per_node for one run, and its memory if the cluster's default for these is too "
-                "little (sbatch: {mem: 64G}); or exclusive: true"
+                f"slurm: runs of {job.world_size} GPUs or ranks share a node, and Slurm's default is one core: set "
+                "cpus_per_node for one run, and its memory if the cluster's default is too small (sbatch: {mem: 64G}); "
+                "or use exclusive: true"
             )
         jobs.append(job)
     return jobs
@@ -74,14 +74,14 @@ def job_shape(study: Study, world_size: int) -> dict[str, str]:
     try:
         per_node = int(study.slurm.get("gpus_per_node", GPUS_PER_NODE))
     except ValueError:
-        raise ConfigError(f"slurm: gpus_per_node: {study.slurm['gpus_per_node']!r} is no whole number") from None
+        raise ConfigError(f"slurm: gpus_per_node: {study.slurm['gpus_per_node']!r} must be an integer") from None
     if per_node == 0:
         return {"gpus_per_node": "0", "ranks_per_node": str(world_size)}
     if world_size <= per_node:
         shared = {"exclusive": "false"} if world_size < per_node and "exclusive" not in study.slurm else {}
         return {"gpus_per_node": str(world_size)} | shared
     if world_size % per_node:
-        raise ConfigError(f"gpus: {world_size} are no multiple of a node's {per_node} (slurm: gpus_per_node)")
+        raise ConfigError(f"gpus: {world_size} is not a multiple of the {per_node} of a node (slurm: gpus_per_node)")
     return {"gpus_per_node": str(per_node), "nodes": str(world_size // per_node)}
 
 
@@ -93,7 +93,9 @@ def submit(study: Study, runs: Sequence[StudyRun]) -> list[str]:
     """
     jobs = build_jobs(study, runs)
     if away := [job.project for job in jobs if Path(job.project).resolve() != Path.cwd()]:
-        raise ConfigError(f"jobs run in {away[0]}, which the study's paths are relative to: start this from there")
+        raise ConfigError(
+            f"jobs run in {away[0]}, and the study's paths are relative to it: start this command in that folder"
+        )
     lines = []
     for job in jobs:
         path = Path(job.log_folder, f"{job.name}.sbatch")
@@ -119,7 +121,7 @@ def queued_ids(folder: Path) -> set[str]:
     except (UnreadableFile, TypeError, KeyError) as error:
         if isinstance(error, UnreadableFile) and error.is_missing:
             return set()
-        raise ConfigError(f"{path} is damaged ({error}): delete it if no job of this study is in the queue") from error
+        raise ConfigError(f"{path} is damaged ({error}); if no job of this study is in the queue, delete it") from error
     try:
         answer = subprocess.run(
             ["squeue", "--me", "--noheader", "--array", "--format=%i"], capture_output=True, text=True
@@ -158,7 +160,7 @@ def check_gpus(runs: Sequence[StudyRun], gpus: Sequence[str]) -> None:
         ConfigError: a run needs more GPUs than there are.
     """
     if large := [run.label for run in runs if gpus and run.world_size > len(gpus)]:
-        raise ConfigError(f"{labels_text(large)}: more GPUs (gpus) than the {len(gpus)} of this machine")
+        raise ConfigError(f"{labels_text(large)}: needs more GPUs (gpus) than the {len(gpus)} of this machine")
 
 
 def run_here(
@@ -180,7 +182,7 @@ def run_here(
 
     def is_still_due(run: PooledRun) -> bool:
         progress = run_progress(runs_by_folder[run.folder])
-        if not is_due(progress):  # somebody else has started it in the meantime
+        if not is_due(progress):  # another process has started it in the meantime
             report(f"{progress.state:<10} {run.name}")
         return is_due(progress)
 
@@ -213,11 +215,11 @@ def outcome_text(outcome: RunOutcome) -> str:
     if outcome.state is not None:
         state = outcome.state.state
     if is_started_elsewhere(outcome):
-        return f"{RUNNING:<10} {label}, started by someone else"
+        return f"{RUNNING:<10} {label}, started by another process"
     if state in (DONE, STOPPED):
         return f"{state:<10} {label} in {outcome.seconds:.0f} s"
     reason = outcome.reason.splitlines()[0]
-    return f"{state:<10} {label}: {reason}; see {outcome.run.folder / OUTPUT_FILE}"
+    return f"{state:<10} {label}: {reason}; output in {outcome.run.folder / OUTPUT_FILE}"
 
 
 def is_started_elsewhere(outcome: RunOutcome) -> bool:

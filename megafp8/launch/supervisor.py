@@ -36,7 +36,7 @@ RESTARTS_FILE = "restarts.jsonl"
 PERMANENT_ERRORS = tuple(
     error.exit_status for error in (ConfigError, NumericsError, DataError, RunFolderInUse, CheckpointError)
 )
-# Starts in a row that may end before the run writes its first state. Under torchrun, wrong flags look like that.
+# Starts in a row that may end before the run writes its first state. Under torchrun, wrong flags have this effect.
 MAX_STILLBORN = 2
 # Exit status of a shell for a command that cannot be executed.
 COMMAND_NOT_STARTED = 126
@@ -131,7 +131,9 @@ class Supervisor:
         best_step = saved_step(current_state(self.folder))
         while True:
             if (left_s := self.time_left_s()) < self.policy.least_time_s:
-                self.report(f"{left_s:.0f} s are left: too few to start, and to get the warning before they are over")
+                self.report(
+                    f"{left_s:.0f} s are left: too little time to start the run and to save before the time limit"
+                )
                 return PREEMPTED
             last = self.start_once(last)
             saved, min_progress = last.saved_step or 0, self.policy.min_progress_steps
@@ -144,7 +146,7 @@ class Supervisor:
                 return status
             pause_s = min(MAX_BACKOFF_S, self.policy.backoff_s * 2**num_fruitless)
             num_fruitless += 1
-            self.report(f"start {last.number} {describe_start(last)}; starts again from step {saved} in {pause_s:g} s")
+            self.report(f"start {last.number} {describe_start(last)}; restarting from step {saved} in {pause_s:g} s")
             self.wake.wait(pause_s)
             if self.stop_signal is not None:
                 return PREEMPTED
@@ -152,23 +154,26 @@ class Supervisor:
     def final_status(self, last: StartRecord, num_fruitless: int, num_stillborn: int) -> tuple[Optional[int], str]:
         """The exit status to end with, and the reason; None to restart."""
         if last.state in ("done", "stopped"):
-            return 0, "nothing is left to do" if last.state == "done" else "as it was asked to"
+            return 0, "finished" if last.state == "done" else "stopped as requested"
         is_retried = self.policy.retry_bad_numbers and last.exit_status == NumericsError.exit_status
         if last.exit_status in PERMANENT_ERRORS and not is_retried:
-            return last.exit_status, "starting it again would not fix that"
+            return last.exit_status, "a restart would not help"
         if self.stop_signal is not None:
-            return PREEMPTED, f"{signal.Signals(self.stop_signal).name} came; start this again to resume"
+            return PREEMPTED, f"received {signal.Signals(self.stop_signal).name}; run the same command again to resume"
         if last.state == "preempted" and self.policy.ends_when_preempted:
-            return PREEMPTED, "start this again to resume"
+            return PREEMPTED, "run the same command again to resume"
         if num_stillborn >= MAX_STILLBORN:
             # A command that has trained before is valid and may work later or on another node. But a run that is done
             # may refuse another start, which leaves no run state.
             has_trained = last.saved_step and finished_state(self.folder) is None
             status = INTERNAL if has_trained else last.exit_status or INTERNAL
-            return status, f"{num_stillborn} starts in a row; the output above says why"
+            return (
+                status,
+                f"{num_stillborn} consecutive starts failed before training; see the output above for the reason",
+            )
         if num_fruitless >= self.policy.max_restarts:
             return last.exit_status or INTERNAL, (
-                f"gives up after {num_fruitless} restarts without {self.policy.min_progress_steps} more saved steps "
+                f"giving up after {num_fruitless} restarts without {self.policy.min_progress_steps} more saved steps "
                 "(--max-restarts, --min-progress-steps)"
             )
         return None, ""
@@ -190,7 +195,7 @@ class Supervisor:
         if found is not None and found.is_of(before):
             found = None
         if found is not None and found.state == "running":  # on another machine, whose processes cannot be checked
-            found = dataclasses.replace(found, state="died", reason=f"{found.process} ended without a word")
+            found = dataclasses.replace(found, state="died", reason=f"{found.process} ended without an error message")
         state = found or before
         step = 0 if state is None else state.step
         if found is not None and found.first_step_at is not None:
@@ -220,7 +225,7 @@ class Supervisor:
             self.forward(self.stop_signal, None)
         returned = self.child.wait()
         self.child = None
-        return returned, f"ended with status {returned}"
+        return returned, f"exited with status {returned}"
 
     def launch(self, environment: dict[str, str]) -> subprocess.Popen:
         """Start the command's process."""

@@ -32,7 +32,7 @@ MAX_DB_OF_SATURATED = {"e2m1": 14.0}  # measured in blocks of 16: at least 16.8 
 # Of nonzero values. Measured in FP8: up to 0.04%. E2M1 underflows below 1/24 of the block's amax: 7% of normal numbers,
 # 13% of Laplace's, 28% of products with a log-normal number.
 MAX_UNDERFLOW = {"e4m3": 0.05, "e5m2": 0.05, "e2m1": 0.5}
-# Measured over runs of 32 neighbours: 17 to 23 dB in E2M1, 14 dB in 16 x 16 blocks where rows differ; over whole
+# Measured over runs of 32 neighbours: 17 to 23 dB in E2M1, 14 dB in 16 x 16 blocks where rows differ; over complete
 # tensors 31 dB in E4M3 and 25 dB in E5M2. At 10 dB the error is a third of the values.
 MIN_LOCAL_DB = 10.0
 MIN_UPDATE_TO_WEIGHT = 1e-7  # below, FP32 master weights no longer change
@@ -43,7 +43,7 @@ NUM_LASTING = 2  # statistics steps in a row
 NUM_GROWING = 4  # statistics steps over which an outlier grows
 EVENT = "health"
 MAX_NAMED = 3
-ONLY_WHAT_IF = ", in high precision, asked for numbers that are not finite alone (other rules are about a run's recipe)"
+ONLY_WHAT_IF = ", in high precision, checked for non-finite values only (the other rules apply to quantized layers)"
 StatisticsRecords = Sequence[QuantizationRecord]
 
 
@@ -88,7 +88,7 @@ def find_nonfinite(records: StatisticsRecords) -> Iterator[HealthFinding]:
         first, order = (forward[0], "forward") if forward else (bad[-1], "backward")
         what = f"{tensors[first].num_non_finite} values are not finite"
         count = len({name.removesuffix(".row").removesuffix(".column") for name in bad})
-        others = f"; of {count} such operands of linears the first in the order of the {order} pass"
+        others = f"; first of {count} such operands of linear layers in the order of the {order} pass"
         yield HealthFinding(first, what + (others if count > 1 else ""))
 
 
@@ -96,7 +96,7 @@ def find_saturated(records: StatisticsRecords) -> Iterator[HealthFinding]:
     """Values saturate at the largest number that their scale expresses."""
     for name, recent in recent_stats(records):
         if all(is_saturated(stats) for stats in recent):
-            yield HealthFinding(name, f"{recent[-1].saturated_fraction:.2%} of its values are cut off")
+            yield HealthFinding(name, f"{recent[-1].saturated_fraction:.2%} of its values saturate")
 
 
 def is_saturated(stats: TensorStats) -> bool:
@@ -119,7 +119,7 @@ def find_noise(records: StatisticsRecords) -> Iterator[HealthFinding]:
     for name, recent in recent_stats(records):
         levels = [stats.mean_local_sqnr_db for stats in recent if stats.mean_local_sqnr_db is not None]
         if len(levels) == len(recent) and all(level < MIN_LOCAL_DB for level in levels):
-            yield HealthFinding(name, f"its values lie {levels[-1]:.1f} dB above their errors")
+            yield HealthFinding(name, f"signal-to-quantization-noise ratio of {levels[-1]:.1f} dB")
 
 
 def find_moving_scales(records: StatisticsRecords) -> Iterator[HealthFinding]:
@@ -131,7 +131,7 @@ def find_moving_scales(records: StatisticsRecords) -> Iterator[HealthFinding]:
         factors = [max(after / before, before / after) for before, after in zip(amaxes, amaxes[1:], strict=False)]
         if all(factor > 2**MOVING_OCTAVES for factor in factors):
             history = " -> ".join(f"{amax:.3g}" for amax in amaxes)
-            yield HealthFinding(name, f"its amax went {history} between statistics steps")
+            yield HealthFinding(name, f"its amax changed {history} between statistics steps")
 
 
 def find_stale_scales(records: StatisticsRecords) -> Iterator[HealthFinding]:
@@ -141,9 +141,12 @@ def find_stale_scales(records: StatisticsRecords) -> Iterator[HealthFinding]:
         if len(octaves) < len(recent):
             continue
         if all(each > STALE_OCTAVES for each in octaves):
-            yield HealthFinding(name, f"its amax is {2 ** octaves[-1]:.3g} times what its scale was made for")
+            yield HealthFinding(name, f"its amax is {2 ** octaves[-1]:.3g} times the amax of its scale")
         elif all(each < LOOSE_OCTAVES for each in octaves):
-            yield HealthFinding(name, f"its scale was made for {2 ** -octaves[-1]:.3g} times its amax: range is wasted")
+            yield HealthFinding(
+                name,
+                f"its scale is for {2 ** -octaves[-1]:.3g} times its amax, so part of the format's range is unused",
+            )
 
 
 def find_stalled_weights(records: StatisticsRecords) -> Iterator[HealthFinding]:
@@ -154,9 +157,9 @@ def find_stalled_weights(records: StatisticsRecords) -> Iterator[HealthFinding]:
             continue
         changed = [stats.codes_changed_fraction or 0 for stats in recent]
         if all(ratio < MIN_UPDATE_TO_WEIGHT for ratio in ratios):
-            yield HealthFinding(name, f"a step moves it by {ratios[-1]:.2g} of its norm")
+            yield HealthFinding(name, f"an update changes it by {ratios[-1]:.2g} of its norm")
         elif all(fraction < MIN_CODES_CHANGED for fraction in changed):
-            yield HealthFinding(name, f"a step changes {changed[-1]:.2g} of its codes, though it moves it")
+            yield HealthFinding(name, f"an update changes only {changed[-1]:.2g} of its codes")
 
 
 def find_growing_outliers(records: StatisticsRecords) -> Iterator[HealthFinding]:
@@ -170,19 +173,19 @@ def find_growing_outliers(records: StatisticsRecords) -> Iterator[HealthFinding]
             yield HealthFinding(
                 name,
                 f"channel {recent[-1].outlier_channel} has {2 ** octaves[-1]:.3g} times the amax of the median "
-                f"channel, {2 ** octaves[0]:.3g} times {NUM_GROWING - 1} statistics steps ago",
+                f"channel, up from {2 ** octaves[0]:.3g} times {NUM_GROWING - 1} statistics steps ago",
             )
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("numbers that are not finite", find_nonfinite, health_advice.for_nonfinite_values),
+    Rule("non-finite values", find_nonfinite, health_advice.for_nonfinite_values),
     Rule("saturation", find_saturated, health_advice.for_saturation),
     Rule("gradients underflow", find_underflow, health_advice.for_underflow),
     Rule("quantization noise", find_noise, health_advice.for_noise),
-    Rule("scales still moving after warm-up", find_moving_scales, health_advice.for_moving_scales, True),
+    Rule("scales still changing after warmup", find_moving_scales, health_advice.for_moving_scales, True),
     Rule("stale delayed scales", find_stale_scales, health_advice.for_stale_scales),
     Rule("stalled weights", find_stalled_weights, health_advice.for_stalled_weights, True),
-    Rule("an outlier channel grows", find_growing_outliers, health_advice.for_outliers),
+    Rule("growing outlier channel", find_growing_outliers, health_advice.for_outliers),
 )
 
 
@@ -247,12 +250,12 @@ class HealthMonitor:
         assert interval is not None
         steps, text = range(first_step, last_step + 1), f"steps {first_step} to {last_step}"
         if not any(step % interval == 0 for step in steps):
-            return f"none of the {text} is a multiple of --fp8-log-interval {interval}; give a shorter one"
+            return f"none of the {text} is a multiple of --fp8-log-interval {interval}; use a shorter interval"
         if not any(is_quantized_at(precision, step) for step in steps):
-            return f"--fp8-schedule {precision.fp8_schedule} has the {text} in high precision"
+            return f"the {text} are in high precision (--fp8-schedule {precision.fp8_schedule})"
         return (
-            f"--fp8-schedule {precision.fp8_schedule} has those of the {text} in high precision that are multiples of "
-            f"--fp8-log-interval {interval}; give a shorter one"
+            f"those of the {text} that are multiples of --fp8-log-interval {interval} are in high precision "
+            f"(--fp8-schedule {precision.fp8_schedule}); use a shorter interval"
         )
 
 

@@ -130,9 +130,9 @@ def block_recipes(case: Case) -> Iterator[Remedy]:
     names = [recipe.name for recipe in reversed(registry.recipes("fp8")) if recipe.block_length]
     what_if = [name for name in names if case.accepts(("--fp8-what-if", name))]
     if what_if and case.config.logging.fp8_what_if is None:
-        yield Remedy(("--fp8-what-if", ",".join(what_if)), " shows what recipes of blocks would do")
+        yield Remedy(("--fp8-what-if", ",".join(what_if)), " to see the effect of recipes with block scales")
     for recipe in names:
-        yield from other_recipe(case, recipe, ", whose blocks have scales of their own")
+        yield from other_recipe(case, recipe, ", which has one scale per block")
 
 
 def high_precision_linear(case: Case, gemms: Sequence[str] = GEMMS) -> Iterator[Remedy]:
@@ -140,14 +140,14 @@ def high_precision_linear(case: Case, gemms: Sequence[str] = GEMMS) -> Iterator[
     if case.linear is not None and any(choice.recipe for choice in case.choice):
         suffix = "" if len(gemms) == len(GEMMS) else f":{','.join(gemms)}"
         dtype = derived.params_dtype(case.config.precision)
-        yield Remedy(("--precision", f"{case.linear}{suffix}={dtype}"), ", which takes it out of the recipe")
+        yield Remedy(("--precision", f"{case.linear}{suffix}={dtype}"), ", which keeps it in high precision")
 
 
 def lower_learning_rate(case: Case) -> Iterator[Remedy]:
     """A lower learning rate and a longer warm-up."""
     optimizer, training = case.config.optimizer, case.config.training
     if optimizer.lr is not None:
-        yield Remedy(("--lr", f"{optimizer.lr / 2:g}"), ", half of what it is")
+        yield Remedy(("--lr", f"{optimizer.lr / 2:g}"), ", half of the current value")
     if optimizer.lr_warmup_fraction is not None:
         yield Remedy(("--lr-warmup-fraction", f"{WARMUP_FACTOR * optimizer.lr_warmup_fraction:g}"))
         return
@@ -179,7 +179,7 @@ def longer_amax_history(case: Case) -> Iterator[Remedy]:
     if case.is_stateful:
         length = max(LONG_AMAX_HISTORY, 2 * case.config.precision.fp8_amax_history_len)
         words = ("--fp8-amax-history-len", str(length), "--fp8-amax-compute-algo", "max")
-        yield Remedy(words, ", whose scales keep room")
+        yield Remedy(words, ", which leaves headroom in the scales")
 
 
 def more_statistics(case: Case) -> Iterator[Remedy]:
@@ -188,7 +188,7 @@ def more_statistics(case: Case) -> Iterator[Remedy]:
         is_quantized = precision_map.is_quantized(case.config.precision)
         what_if = () if is_quantized else ("--fp8-what-if", registry.stateless()[0].name)
         words = ("--fp8-log-interval", str(STATISTICS_INTERVAL), *what_if)
-        yield Remedy(words, " names the first linear with such numbers")
+        yield Remedy(words, " to find the first linear layer with such values")
 
 
 # --- remedies for each rule -------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def for_underflow(case: Case) -> Iterator[Remedy]:
     """Gradients that are too small for their scales."""
     dgrad = case.choice.dgrad
     if dgrad.format == "e4m3":
-        why = ", whose gradients reach further down"
+        why = ", whose gradient format represents smaller values"
         if case.has_run_recipe:
             yield Remedy(("--fp8-format", "hybrid"), why)
         else:
@@ -233,7 +233,7 @@ def for_underflow(case: Case) -> Iterator[Remedy]:
 def for_noise(case: Case) -> Iterator[Remedy]:
     """A recipe with a large error."""
     if any(recipe.family == "fp4" for recipe in case.recipes):
-        yield Remedy(("--no-fp4-2d-weights",), ", which gives weights blocks of 16 values instead of 256")
+        yield Remedy(("--no-fp4-2d-weights",), ", which uses blocks of 16 weights instead of 256")
     yield from current_scaling(case)
     yield from block_recipes(case)
     yield from high_precision_linear(case)
@@ -249,14 +249,14 @@ def for_stale_scales(case: Case) -> Iterator[Remedy]:
     """Delayed scales that no longer fit their tensors."""
     yield from current_scaling(case)
     if case.config.precision.fp8_amax_history_len > 1:
-        yield Remedy(("--fp8-amax-history-len", "1"), ", whose scales follow")
+        yield Remedy(("--fp8-amax-history-len", "1"), ", whose scales adapt faster")
     yield from longer_amax_history(case)
 
 
 def for_stalled_weights(case: Case) -> Iterator[Remedy]:
     """Updates that do not change a weight: the possible causes."""
     clip = ", --clip-grad" if case.config.optimizer.clip_grad else ""
-    yield Remedy((), f"look at --lr and its schedule at this step{clip}, and whether gradients of the layer underflow")
+    yield Remedy((), f"check --lr and its schedule at this step{clip}, and whether gradients of the layer underflow")
 
 
 def for_outliers(case: Case) -> Iterator[Remedy]:

@@ -74,7 +74,7 @@ def quantization_stats(
     Numerics: sums in FP64.
     """
     if values.shape != dequantized.shape or not values.numel():
-        raise ValueError(f"needs two tensors of one shape that is not empty, got {values.shape}, {dequantized.shape}")
+        raise ValueError(f"expected two non-empty tensors of equal shape, got {values.shape} and {dequantized.shape}")
     sums = _ErrorSums()
     for x, y, scale in _chunks(values, dequantized, dequant_scales.expand(values.shape)):
         sums.add(x, y, scale, format_max)

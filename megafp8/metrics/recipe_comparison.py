@@ -84,8 +84,8 @@ def inspect_tensor(
     for recipe in (recipe for recipe in recipes if registry.get(recipe).code_bytes < 1):
         if rows.shape[0] % nvfp4.HADAMARD_SIZE or rows.shape[1] % 2:
             raise DataError(
-                f"{name} has {rows.shape[0]} rows and {rows.shape[1]} columns: {recipe} takes rows in groups of "
-                f"{nvfp4.HADAMARD_SIZE} and columns in pairs; leave it out of --recipes"
+                f"{name} has {rows.shape[0]} rows and {rows.shape[1]} columns: {recipe} needs a multiple of "
+                f"{nvfp4.HADAMARD_SIZE} rows and an even number of columns; remove it from --recipes"
             )
     return [
         QuantizationResult(
@@ -171,7 +171,7 @@ def sample_distribution(source: str, seed: int = 0) -> Tensor:
     factor = _number(match[4]) if match and match[4] else None
     if not match or not int(match[2]) * int(match[3]) or factor == 0 or (match[4] and factor is None):
         raise DataError(
-            f"{source!r} is no distribution: give normal:ROWSxCOLUMNS, normal:ROWSxCOLUMNS:DEVIATION, "
+            f"{source!r} is not a distribution: use normal:ROWSxCOLUMNS, normal:ROWSxCOLUMNS:DEVIATION, "
             "outliers:ROWSxCOLUMNS or outliers:ROWSxCOLUMNS:FACTOR, for example outliers:4096x4096:1000"
         )
     generator = torch.Generator().manual_seed(seed)
@@ -201,7 +201,9 @@ def load_tensor_file(path: Path, pattern: Optional[str] = None) -> dict[str, Ten
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if path.suffix not in SUFFIXES:
-        raise DataError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; give {', '.join(SUFFIXES)}")
+        raise DataError(
+            f"{path}: unsupported file type {path.suffix or '(no suffix)'}; supported: {', '.join(SUFFIXES)}"
+        )
     found = _flatten(_read(path), "")
     is_single = "" in found
     named = {name or path.stem: tensor for name, tensor in found.items()}
@@ -215,7 +217,7 @@ def load_tensor_file(path: Path, pattern: Optional[str] = None) -> dict[str, Ten
     if not taken:
         have = ", ".join(f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in named.items())
         wanted = "with rows and columns" if pattern is None else f"whose name matches {pattern!r}"
-        raise DataError(f"{path} has no FP32, BF16, FP16 or FP64 tensor {wanted}; it has {have or 'none at all'}")
+        raise DataError(f"{path} has no FP32, BF16, FP16 or FP64 tensor {wanted}; its tensors: {have or 'none'}")
     return taken
 
 
@@ -238,7 +240,9 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         from safetensors.torch import load_file
     except ImportError as error:
-        raise CapabilityError(f"{path}: reading .safetensors needs a library: pip install safetensors") from error
+        raise CapabilityError(
+            f"{path}: .safetensors files need the package safetensors: pip install safetensors"
+        ) from error
     try:
         return load_file(path)
     except Exception as error:  # the library's own exception is not a subclass of any other

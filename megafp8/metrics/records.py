@@ -71,7 +71,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step. Rates count the whole job unless the name says `per_device`."""
+    """One optimizer step. Rates are those of the job unless the name says `per_device`."""
 
     kind: ClassVar[str] = "step"
 
@@ -123,7 +123,7 @@ class EvalRecord:
 
     def __post_init__(self) -> None:
         if self.split not in ("valid", "test"):
-            raise DataError(f'an evaluation record has split {self.split!r}; known are "valid" and "test"')
+            raise DataError(f'an evaluation record has split {self.split!r}; expected "valid" or "test"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,15 +240,15 @@ def from_json(line: str) -> Record:
     try:
         content = parse_json(line)
     except UnreadableFile as error:
-        text = f"not a line of JSON ({error.reason.removeprefix('not JSON: ')}): {_shorten(line)}"
+        text = f"not valid JSON ({error.reason.removeprefix('not JSON: ')}): {_shorten(line)}"
         # A killed run leaves a line without its end, which is a syntax error. Other errors are damage.
         is_torn = isinstance(error.__cause__, json.JSONDecodeError)
         raise (TornLineError if is_torn else DataError)(text) from error
     if not isinstance(content, dict):
-        raise DataError(f"a record is a JSON object, this is not one: {_shorten(line)}")
+        raise DataError(f"a record must be a JSON object: {_shorten(line)}")
     kind = content.pop("kind", None)
     if kind not in RECORD_TYPES:
-        raise DataError(f"unknown kind of record {kind!r}; known are {', '.join(RECORD_TYPES)}: {_shorten(line)}")
+        raise DataError(f"unknown kind of record {kind!r}; expected one of {', '.join(RECORD_TYPES)}: {_shorten(line)}")
     return _build(RECORD_TYPES[kind], content, kind, f"a {kind} record", line)
 
 
@@ -262,7 +262,9 @@ def _build(cls: type, content: Mapping[str, Any], where: str, name: str, line: s
     types = _field_types(cls)
     unknown = sorted(set(content) - set(types))
     if unknown:
-        raise DataError(f"{name} has unknown fields {', '.join(unknown)}; was it written by a newer megafp8?")
+        raise DataError(
+            f"{name} has unknown fields {', '.join(unknown)}; it may have been written by a newer version of megafp8"
+        )
     missing = [
         field.name
         for field in dataclasses.fields(cls)
@@ -305,7 +307,7 @@ def _decode(value: Any, expected: Any, where: str) -> Any:
     if expected in (int, str, bool) and type(value) is expected:
         return value
     name = getattr(origin or expected, "__name__", str(expected))
-    raise DataError(f"{where} should be of type {name} and is {value!r}")
+    raise DataError(f"{where} must be of type {name}, not {value!r}")
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Table of tensor statistics that are reduced over ranks by sums and maxima, one row per tensor.
 
-All ranks have the same rows. Each fills those of its own layers, shards and samples. At the end of a statistics step,
+All ranks have the same rows. Each fills the rows of its layers, shards and samples. At the end of a statistics step,
 two reductions bring the table to rank 0 under any parallel layout: sums of counts and squares, and maxima of amaxes and
 scales.
 """
@@ -23,7 +23,7 @@ LOCAL_DB_LIMIT = 60.0
 MAX_EXPONENTS = 33  # the 32 exponent fields of E5M2, and zeros
 
 # Of a weight: squared norms of weight and update, numbers of codes and of changed codes, and squared norms of the
-# gradients of a few sequences and of the whole batch.
+# gradients of a few sequences and of the global batch.
 WEIGHT_SUMS = ("weight", "update", "codes", "changed", "few_gradient", "all_gradient")
 # Of quantization. `compared` counts the values behind the following fields; it is 0 without high-precision values.
 QUANTIZATION_SUMS = ("values", "non_finite", "compared", "nonzero", "underflow", "saturated", "signal", "noise",

@@ -30,7 +30,7 @@ from megafp8.optimizer.gradient_communication import add_grad_sync_hook
 
 WEIGHT, GRADIENT = "weight", "gradient"
 ATTENTION, PROJECTION = ".self_attention.", ".linear_proj."
-NORM_OVERFLOW = "none by itself; the squares of all gradients together overflow"
+NORM_OVERFLOW = "none individually; the sum of squares of all gradients overflows"
 LOSS_ONLY = "none; weights and gradients are finite"
 
 

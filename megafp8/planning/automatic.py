@@ -182,7 +182,7 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
     local = {"training.cuda_graph_impl": "local"}
     if shortage := _memory_shortage(with_values(config, local), target, world_size):
         return none, [Choice("--cuda-graph-impl", "none", shortage)]
-    return local, [Choice("--cuda-graph-impl", "local", "nothing prevents it")]
+    return local, [Choice("--cuda-graph-impl", "local", "supported by all settings")]
 
 
 def _memory_shortage(config: RunConfig, target: Target, world_size: int) -> str:
@@ -201,6 +201,6 @@ def _memory_shortage(config: RunConfig, target: Target, world_size: int) -> str:
     if needed_bytes > limit_bytes or needed_bytes + graph_bytes <= limit_bytes:
         return ""
     return (
-        f"needs {gib(graph_bytes)} GiB beside the graph for statistics steps and validation, "
+        f"needs {gib(graph_bytes)} GiB beside the graph for statistics steps and validation, but only "
         f"{gib(limit_bytes - needed_bytes)} GiB are free"
     )

@@ -1,4 +1,4 @@
-"""Predicted speedup of FP8 over BF16: per linear, including its casts, and for the whole step.
+"""Predicted speedup of FP8 over BF16: per linear, including its casts, and for the complete step.
 
 The times are the planner's (`compute`, `step_time`). A linear quantizes its input and its grad_output once per
 microbatch, each in both orientations, and its weight once per step.
@@ -85,15 +85,15 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     has_map = bool(run.config.precision.precision_map)
     source = "the precision map" if has_map else derived.recipe_flag(run.config.precision)
     lines = [
-        f"{source} is not expected to pay on {run.gpu.name}: {speedup:.2f} of BF16's "
-        f"speed, {1e3 * quantized.seconds:.1f} ms a step against {1e3 * bf16.seconds:.1f}"
+        f"{source} is not expected to be faster than BF16 on {run.gpu.name}: {speedup:.2f} of BF16's speed, "
+        f"{1e3 * quantized.seconds:.1f} ms per step instead of {1e3 * bf16.seconds:.1f}"
     ]
     host_share = quantized.parts.get("host", 0.0) / quantized.seconds
     if host_share > 1 - 1 / MIN_SPEEDUP:
         or_graph = "" if any(cuda_graph.cuda_graph_obstacles(run.config)) else ", or --cuda-graph-impl local"
         lines.append(
-            f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which starts more of "
-            f"them in FP8: use a larger --micro-batch-size or --seq-length{or_graph}"
+            f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which launches more "
+            f"kernels in FP8: use a larger --micro-batch-size or --seq-length{or_graph}"
         )
     slow = [
         f"{gain.linear.name} ({gain.linear.in_features} to {gain.linear.out_features} channels, "
@@ -101,5 +101,5 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
         for gain in linear_gains(run) if gain.speedup < MIN_SPEEDUP
     ]  # fmt: skip
     if slow and not has_map:  # with a map, the linears do not share one recipe
-        lines.append("too small for FP8, quantizing included: " + ", ".join(slow))
+        lines.append("too small for FP8, including quantization: " + ", ".join(slow))
     return lines

@@ -135,7 +135,7 @@ def possible_sizes(config: RunConfig, world_size: int) -> list[int]:
 def refused_sizes(config: RunConfig, world_size: int) -> list[str]:
     """One line for each size that divides the global batch but violates rules, with these rules."""
     return [
-        f"{size} is left out: {'; '.join(problems)}"
+        f"{size} is skipped: {'; '.join(problems)}"
         for size, problems in _problems_by_size(config, world_size).items() if problems
     ]  # fmt: skip
 

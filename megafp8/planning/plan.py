@@ -65,9 +65,9 @@ def make_plan(
     config = with_values(invocation.config, assumed)
     problems = layouts.machine_problems(config, gpu)
     if vocabulary_size(config) is None:
-        problems.append("the vocabulary is the tokenizer's, which a plan does not read: give --vocab-size")
+        problems.append("the vocabulary size is unknown, because a plan does not read the tokenizer: give --vocab-size")
     if (config.model.num_layers or 0) > MAX_LAYERS:
-        problems.append(f"--num-layers {config.model.num_layers:,}: a plan takes at most {MAX_LAYERS:,}")
+        problems.append(f"--num-layers {config.model.num_layers:,}: a plan supports at most {MAX_LAYERS:,}")
     if problems:
         raise ConfigError(problems)
 
@@ -99,15 +99,15 @@ def search_problems(search: LayoutSearch, config: RunConfig, given: Collection[s
     if search.nearest is None:
         sizes = [f"{flags[name]} {value_of(config, name)}" for name in (TENSOR, PIPELINE, CONTEXT) if name in given]
         return [
-            f"{search.world_size:,} GPUs are no multiple of {' x '.join(sizes)}: give sizes whose product divides "
-            "them, or another --gpus"
+            f"{search.world_size:,} GPUs are not a multiple of {' x '.join(sizes)}: use sizes whose product divides "
+            "the number of GPUs, or another --gpus"
         ]
     if search.common_problems:
         return search.common_problems
     nearest, problems = search.nearest
     chosen = [f"{flag} {value_of(nearest, name)}" for name, flag in flags.items() if name not in given]
-    head = f"none of {search.num_tried:,} layouts of {search.world_size:,} GPUs goes with what was given"
-    return [f"{head}. The nearest, for which the search took {', '.join(chosen)}: {text}" for text in problems]
+    head = f"none of {search.num_tried:,} layouts of {search.world_size:,} GPUs is compatible with the given flags"
+    return [f"{head}. The nearest layout, {', '.join(chosen)}: {text}" for text in problems]
 
 
 def vocabulary_size(config: RunConfig) -> Optional[int]:

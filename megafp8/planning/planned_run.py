@@ -20,7 +20,7 @@ class Calibration:
     one H200, one step on four, a small model whose step waits for the host, and the GEMMs and casts of a model with
     hidden size 1024. `benchmarks/planner_measurements.py` has the rows, including those that were held out. Other GPUs
     are assumed to reach the same values, except for block-scaled GEMMs: they need Blackwell, which was not measured.
-    Their fraction comes from published speeds of whole runs.
+    Their fraction comes from published speeds of complete runs.
     """
 
     bf16_gemm_fraction: float = 0.744

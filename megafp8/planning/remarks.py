@@ -19,7 +19,7 @@ HOST_FRACTION = 0.05
 
 
 def nearby_counts(world_size: int) -> list[int]:
-    """Nearby numbers of GPUs that divide better: whole and half nodes, or whole and half groups of nodes."""
+    """Nearby numbers of GPUs that divide better: full and half nodes, or full and half groups of nodes."""
     unit = GPUS_PER_NODE if world_size % GPUS_PER_NODE else GPUS_PER_NODE_GROUP
     counts = {
         count
@@ -39,10 +39,10 @@ def gpu_count_remarks(search: LayoutSearch, nearby: Mapping[int, LayoutSearch]) 
     if not faster:
         return
     alternatives = ", ".join(
-        f"{other:,} GPUs give {other * theirs:,.0f}" + (f" ({theirs / speed - 1:+.0%} a GPU)" if speed else "")
+        f"{other:,} GPUs give {other * theirs:,.0f}" + (f" ({theirs / speed - 1:+.0%} per GPU)" if speed else "")
         for other, theirs in faster.items()
     )
-    text = f"{count:,} GPUs {factor_text(count)}: in all they give {count * speed:,.0f} tokens/s"
+    text = f"{count:,} GPUs {factor_text(count)}: in total they give {count * speed:,.0f} tokens/s"
     is_fewer = any(other < count and other * theirs > count * speed for other, theirs in faster.items())
     yield f"{text}; {alternatives}" + (": more with fewer GPUs" if is_fewer else "")
 
@@ -57,7 +57,7 @@ def factor_text(count: int) -> str:
     odd = count // (count & -count)
     factor = next((divisor for divisor in range(3, int(odd**0.5) + 1, 2) if odd % divisor == 0), odd)
     if factor == count:
-        return f"are a prime number, which divides into 1 x {count:,} only"
+        return f"are a prime number, which can only be divided as 1 x {count:,}"
     return f"have the odd factor {odd:,}, which few layouts can use"
 
 
@@ -67,21 +67,21 @@ def ranking_remarks(config: RunConfig, gpu: Gpu, search: LayoutSearch) -> Iterat
         if not recipe.native_capabilities:
             rate = "FP8" if recipe.multiplies_codes(gpu.compute_capability) else "BF16"
             yield (
-                f"{recipe.name}: not in Transformer Engine, so the emulated layers run it; planned with GEMMs at "
-                f"{rate}'s rate, and its casts are not measured in a whole step"
+                f"{recipe.name}: not supported by Transformer Engine, so layers are emulated; planned with GEMMs at "
+                f"the speed of {rate}, and its casts were not measured in a complete step"
             )
     if gpu.compute_capability < (10, 0):
         return
     unknown = [recipe.name for recipe in derived.used_recipes(config.precision) if not recipe.is_ranked_on_blackwell]
     if unknown:
         yield (
-            f"{' and '.join(unknown)}: not ranked on {gpu.name}, where nobody has measured or published the speed: "
-            "this plan does not tell whether another recipe is faster"
+            f"{' and '.join(unknown)}: not ranked on {gpu.name}, because no measured or published speed is available: "
+            "another recipe may be faster"
         )
     step = search.layouts[0].step if search.layouts else None
     host_fraction = step.parts.get("host", 0.0) / step.seconds if step else 0.0
     if host_fraction > HOST_FRACTION:
         yield (
-            f"recipes are not ranked where layers wait for the host ({host_fraction:.0%} of layout 1's step): its time "
-            f"was measured beside an H200, not a {gpu.name}"
+            f"recipes are not ranked where layers wait for the host ({host_fraction:.0%} of layout 1's step): launch "
+            f"times were measured on the host of an H200, not of a {gpu.name}"
         )

@@ -29,7 +29,9 @@ def plan_text(plan: Plan, top: int) -> str:
     )
     if not search.layouts:
         assert search.smallest_bytes is not None
-        needs = f"the smallest needs {search.smallest_bytes / GIB:.1f} GiB a GPU: more GPUs, or a smaller micro batch"
+        needs = (
+            f"the smallest needs {search.smallest_bytes / GIB:.1f} GiB per GPU: use more GPUs, or a smaller micro-batch"
+        )
         return "\n\n".join([head, *plan.remarks, needs, *scaling_sections(plan), assumptions_text(plan)])
     best = search.layouts[0]
     sections = [
@@ -40,9 +42,10 @@ def plan_text(plan: Plan, top: int) -> str:
             [(str(number), *layout_cells(layout)) for number, layout in enumerate(search.layouts[:top], start=1)],
             "rl",
         ),
-        "memory of layout 1, GiB on its fullest GPU\n  " + bytes_text(memory_parts(best), GIB),
-        "a step of layout 1\n  " + step_text(best),
-        "layout 1 sends, GB a GPU and step\n  " + (bytes_text(bytes_by_group(best.run), 1e9) or "nothing"),
+        "memory of layout 1, GiB on the GPU that needs most\n  " + bytes_text(memory_parts(best), GIB),
+        "step time of layout 1\n  " + step_text(best),
+        "communication of layout 1, GB sent per GPU and step\n  "
+        + (bytes_text(bytes_by_group(best.run), 1e9) or "nothing"),
         *scaling_sections(plan),
         assumptions_text(plan),
         "flags of layout 1\n  " + " \\\n  ".join(command_lines(best)),
@@ -94,9 +97,10 @@ def scaling_sections(plan: Plan) -> list[str]:
         ))  # fmt: skip
     header = ("GPUs", "tokens/s/GPU", "MFU", "step s", "largest loss", "layout")
     lines = [
-        f"below {limit.share:.0%} of the best speed a GPU at {limit.world_size:,} GPUs: {limit.part} grew the most"
+        f"speed per GPU falls below {limit.share:.0%} of the best at {limit.world_size:,} GPUs: {limit.part} grew the "
+        "most"
         for limit in scaling_limits(plan.scaling)
-    ] or ["no number of GPUs loses a tenth of the best speed"]
+    ] or ["speed per GPU stays above 90% of the best at every number of GPUs"]
     batches = {layout.run.config.training.global_batch_size for layout in plan.scaling.values() if layout}
     batch = "the same batch" if len(batches) <= 1 else "about the same batch"
     return [f"{batch} on more GPUs\n" + text_table(header, rows, "rrrrll"), "\n".join(lines)]
@@ -110,30 +114,31 @@ def assumptions_text(plan: Plan) -> str:
     filled = [flag_of[name] if value is True else f"{flag_of[name]} {value}" for name, value in plan.assumed.items()]
     is_blackwell = gpu.compute_capability >= (10, 0)
     block_fraction = (
-        f"{measured.block_scaled_gemm_fraction} (MXFP8, NVFP4, blockwise: fitted to published speeds)"
-        if is_blackwell else f"{measured.blockwise_gemm_fraction} (blockwise)"
+        f"{measured.block_scaled_gemm_fraction} (recipes with block scales: fitted to published speeds)"
+        if is_blackwell else f"{measured.blockwise_gemm_fraction} (recipes with block scales)"
     )  # fmt: skip
     lines = [
         f"{gpu.name}: dense peaks {peaks} TFLOP/s, HBM {gpu.hbm_bytes_per_s / 1e12:.2f} TB/s, NVLink "
-        f"{gpu.nvlink_bytes_per_s / 1e9:.0f} GB/s and network {gpu.network_bytes_per_s / 1e9:.1f} GB/s each way, "
-        f"{gpu.gpus_per_node} GPUs a node",
-        f"of that reached: GEMMs {measured.bf16_gemm_fraction} (BF16), {measured.fp8_gemm_fraction} (FP8), "
-        f"{block_fraction}; passes over memory {measured.memory_fraction}, "
-        f"casts {measured.cast_fraction}, optimizer {measured.optimizer_fraction}; NVLink {measured.nvlink_fraction}: "
-        f"{'the others ' if is_blackwell else ''}measured on H200s, taken for every GPU. "
-        f"Network {NETWORK_FRACTION}: assumed",
-        "communication does not slow computation, all GPUs are equally fast, no time for saving or validation",
+        f"{gpu.nvlink_bytes_per_s / 1e9:.0f} GB/s and network {gpu.network_bytes_per_s / 1e9:.1f} GB/s per direction, "
+        f"{gpu.gpus_per_node} GPUs per node",
+        f"fractions reached: GEMMs {measured.bf16_gemm_fraction} (BF16), {measured.fp8_gemm_fraction} (FP8), "
+        f"{block_fraction}; memory-bound operations {measured.memory_fraction}, casts {measured.cast_fraction}, "
+        f"optimizer {measured.optimizer_fraction}; NVLink {measured.nvlink_fraction}: "
+        f"{'the others ' if is_blackwell else ''}measured on H200s and assumed for all GPUs. Network "
+        f"{NETWORK_FRACTION}: assumed",
+        "communication does not slow down computation, all GPUs are equally fast, checkpoints and validation take no "
+        "time",
         f"{FREE_MEMORY_FRACTION:.0%} of the memory stays free",
     ]
     if any(layout.cuda_graph_bytes for layout in plan.search.layouts):
         lines.append(
-            "a CUDA graph keeps the memory of its capture; beside it a statistics step (--fp8-log-interval) has a "
-            "step's activations and logits again, a validation (--eval-iters) logits and one layer: estimated, not "
-            "measured"
+            "a CUDA graph keeps the memory of its capture; in addition to it, a statistics step (--fp8-log-interval) "
+            "allocates activations and logits of a step, and a validation (--eval-iters) logits and one layer: "
+            "estimated, not measured"
         )
     if filled:
-        lines.append("not given, so taken: " + ", ".join(filled))
-    head = "assumptions (docs/planning.md has the errors against measurements)"
+        lines.append("assumed settings that were not given: " + ", ".join(filled))
+    head = "assumptions (errors against measurements: docs/planning.md)"
     return "\n".join([head, *(f"  {line}" for line in lines)])
 
 

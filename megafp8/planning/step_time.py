@@ -298,7 +298,7 @@ def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[int, int]:
 
     The fused kernel moves 34 bytes: grad norm 4, reading gradient, master weight and moments 16, writing them 12, BF16
     weight 2. megatron-core's optimizer moves 46: grad norm 4, clipping 8, Adam 28, copy to BF16 6; with per-token loss,
-    dividing the whole gradient buffer by the number of tokens adds 8. Zeroing the gradient buffer adds 4 where
+    dividing the complete gradient buffer by the number of tokens adds 8. Zeroing the gradient buffer adds 4 where
     gradients are accumulated into it. For FP16 and FP8 moments the kernel reads moments and gradient (4) once more to
     find their scales.
     """

@@ -7,7 +7,7 @@ A linear layer y = x w^T + b has three GEMMs. With T tokens, K inputs and N outp
     wgrad   dw [N, K] = dy [T, N]^T . x [T, K]
 
 Each operand (input x, weight w, grad_output dy) is replaced by low-precision codes c and a dequantization scale d. The
-scale of a whole tensor factors out of the sums: with x ~ c_x d_x and w ~ c_w d_w,
+per-tensor scale factors out of the sums: with x ~ c_x d_x and w ~ c_w d_w,
 
     y = (d_x d_w) (c_x . c_w^T) + b
 
@@ -40,7 +40,7 @@ Tensor parallelism over P ranks, for megatron-core's two layers, which do the ou
     row-parallel      w is [N, K/P]; x is [T, K/P]; the layer itself sums y over the ranks
 
 The collective of dx overlaps with wgrad. Gathered codes must share the tensor's scale, so that with sequence
-parallelism the amax of x is reduced over the group. `AmaxGroups` says which other amaxes are reduced. Column blocks
+parallelism the amax of x is reduced over the group. `AmaxGroups` has the other amax reductions. Column blocks
 that would span two shards (T/P is not a multiple of their length) are quantized after a gather in high precision, as
 in Transformer Engine.
 """
@@ -183,7 +183,7 @@ class _EmulatedLinear(torch.autograd.Function):
 
 
 def _saves_codes(input: Tensor, plan: LinearPlan) -> bool:
-    """Whether the input is quantized for wgrad in the forward pass; otherwise it is saved as it is."""
+    """Whether the input is quantized for wgrad in the forward pass; otherwise it is saved unquantized."""
     rule = plan.recipe.rule(Operand.INPUT, Gemm.WGRAD)
     if rule is None:
         return False

@@ -130,7 +130,7 @@ class QuantizedWeight(NamedTuple):
 def quantize_weight(weight: Tensor, plan: LinearPlan) -> QuantizedWeight:
     """Quantize a weight [N, K] for fprop and dgrad. The result is valid until the weight changes.
 
-    A weight that is stored as codes (`QuantizedParameter`) is returned as it is.
+    A weight that is stored as codes (`QuantizedParameter`) is returned unchanged.
     """
     if isinstance(weight, QuantizedParameter):
         if plan.delayed is not None:

@@ -137,7 +137,7 @@ def quantize_by_torch(
 def _tensor_scales(
     tensor: Tensor, rule: OperandRule, group: Optional[dist.ProcessGroup], delayed: Optional[DelayedScale]
 ) -> Scales:
-    """The scale of a whole tensor, by current scaling or delayed scaling."""
+    """The per-tensor scale, by current scaling or delayed scaling."""
     amax = compute_amax(tensor)
     if rule.scale_rule is ScaleRule.DELAYED:
         assert delayed is not None, "delayed scaling has its scale from before"

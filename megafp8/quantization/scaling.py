@@ -178,7 +178,7 @@ def two_level_scales(amax: Tensor, tensor_amax: Tensor) -> Scales:
 
     Args:
         amax: FP32 amaxes of the blocks.
-        tensor_amax: FP32 scalar, of the whole tensor over all its ranks.
+        tensor_amax: FP32 scalar, of the complete tensor over all its ranks.
 
     Numerics: in the order of Transformer Engine's kernel, each step one FP32 operation.
     """

@@ -33,7 +33,7 @@ def build(number_format: str, *, fp8_block_scaling_fp32_scales: bool = False) ->
 
 RECIPE = Recipe(
     name="blockwise",
-    description="one scale for 1 x 128 activations and gradients, and for 128 x 128 weights",
+    description="one scale per block: 1 x 128 for activations and gradients, 128 x 128 for weights",
     build=build,
     default_format="e4m3",
     option_names=("fp8_block_scaling_fp32_scales",),

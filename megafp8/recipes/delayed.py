@@ -40,7 +40,7 @@ def build(
 
 RECIPE = Recipe(
     name="delayed",
-    description="one scale a tensor, from the amaxes of earlier steps (delayed scaling)",
+    description="one scale per tensor, from the amaxes of previous steps (delayed scaling)",
     build=build,
     option_names=("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red"),
     run_option_names=("fp8_delayed_start",),
@@ -48,7 +48,7 @@ RECIPE = Recipe(
     native_capabilities=(((8, 9), ANY_LATER),),
     te_recipe_class="DelayedScaling",
     te_quantizer=("float8_tensor", "Float8Quantizer"),
-    te_switches=(("NVTE_UNFUSED_FP8_UPDATE", "histories roll for a tensor that was not there, too"),),
+    te_switches=(("NVTE_UNFUSED_FP8_UPDATE", "amax histories are also updated for missing tensors"),),
     fuses_swiglu=True,
     supports_userbuffers=True,
     supports_fp8_attention=True,

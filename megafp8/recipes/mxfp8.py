@@ -29,7 +29,7 @@ def build(number_format: str) -> LinearRecipe:
 
 RECIPE = Recipe(
     name="mxfp8",
-    description="one power-of-two scale for 32 values along the sum",
+    description="one power-of-two scale per 32 values along the contracted dimension",
     build=build,
     default_format="e4m3",
     gemm_alignment=LENGTH,

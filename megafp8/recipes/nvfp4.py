@@ -51,7 +51,7 @@ def build(
 
 RECIPE = Recipe(
     name="nvfp4",
-    description="one E4M3 scale for 16 values along the sum, for 16 x 16 weights",
+    description="one E4M3 scale per 16 values along the contracted dimension, 16 x 16 for weights",
     family="fp4",
     formats=FP4_FORMATS,
     default_format="e2m1",
@@ -65,6 +65,6 @@ RECIPE = Recipe(
         ("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "gradients are rounded to nearest"),
         ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "weights have blocks of 1x16"),
     ),
-    fallbacks=(("mxfp8", ", eight bits instead of four"),),
+    fallbacks=(("mxfp8", ", which has eight bits instead of four"),),
     is_ranked_on_blackwell=True,
 )

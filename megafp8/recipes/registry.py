@@ -62,6 +62,26 @@ def with_triton_casts() -> tuple[str, ...]:
     return tuple(each.name for each in recipes() if each.te_quantizer is not None)
 
 
+def with_fused_swiglu() -> tuple[str, ...]:
+    """Names of the recipes for which the Triton SwiGLU can quantize its output without the Triton casts."""
+    return tuple(each.name for each in recipes() if each.fuses_swiglu)
+
+
+def with_param_gather() -> tuple[str, ...]:
+    """Names of the recipes whose weights the emulated layers can store as codes and scales alone."""
+    return tuple(each.name for each in recipes() if each.supports_param_gather)
+
+
+def with_fp8_attention() -> tuple[str, ...]:
+    """Names of the recipes under which attention can run in FP8."""
+    return tuple(each.name for each in recipes() if each.supports_fp8_attention)
+
+
+def with_setting(field: str) -> tuple[str, ...]:
+    """Names of the recipes without which a field of `PrecisionConfig` has no effect; empty for the other fields."""
+    return tuple(each.name for each in recipes() if field in each.setting_names)
+
+
 def clear_cache() -> None:
     """Read the environment variable again at the next use. For tests."""
     _recipes.cache_clear()
@@ -72,7 +92,7 @@ def _recipes() -> dict[str, Recipe]:
     found: dict[str, Recipe] = {}
     for recipe in (*_built_in(), *_external()):
         if recipe.name in found:
-            raise ConfigError(f"{RECIPES_VARIABLE}: there is a recipe {recipe.name!r} already; give it another name")
+            raise ConfigError(f"{RECIPES_VARIABLE}: a recipe {recipe.name!r} already exists; choose another name")
         found[recipe.name] = recipe
     return found
 

@@ -36,7 +36,7 @@ def build(number_format: str) -> LinearRecipe:
 
 RECIPE = Recipe(
     name="rowwise",
-    description="one power-of-two scale for a token, and for an output channel of weights",
+    description="one power-of-two scale per token, and per output channel of weights",
     build=build,
     default_format="e4m3",
     scaled_mm_capabilities=(((9, 0), (9, 1)),),  # only Hopper was tested

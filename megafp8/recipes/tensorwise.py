@@ -24,7 +24,7 @@ def build(number_format: str, *, fp8_power_2_scale: bool = False) -> LinearRecip
 
 RECIPE = Recipe(
     name="tensorwise",
-    description="one scale a tensor, from its own amax (current scaling)",
+    description="one scale per tensor, from its current amax (current scaling)",
     build=build,
     option_names=("fp8_power_2_scale",),
     resume_option_names=("fp8_power_2_scale",),

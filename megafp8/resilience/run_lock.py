@@ -113,7 +113,7 @@ def describe_stale_lock(path: Path, now: float) -> Optional[str]:
         if silent_s < 0:
             touch(path)  # a live holder touches it again
         raise RunFolderInUse(in_use_message(path.parent, holder, touched, silent_s))
-    how = "is gone" if is_alive is False else f"has given no sign of life for {silent_s / 60:.0f} minutes"
+    how = "is gone" if is_alive is False else f"has not updated its lock for {silent_s / 60:.0f} minutes"
     return f"the lock of {holder or 'a run'}, which {how}, is taken over"
 
 

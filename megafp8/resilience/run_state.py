@@ -117,7 +117,7 @@ def current_state(folder: Path) -> Optional[RunState]:
     if is_alive:
         return found
     return dataclasses.replace(
-        found, state="died", reason=f"{found.process} ended without a word, last heard of {silent_s:.0f} s ago"
+        found, state="died", reason=f"{found.process} ended without an error message, last update {silent_s:.0f} s ago"
     )
 
 

@@ -44,7 +44,7 @@ DUPLICATE_SIGNAL_S = 5.0
 MARGIN_S, MARGIN_FRACTION = 2.0, 0.1
 TICK_S = 1.0
 HEARTBEAT_S = 10.0
-# A tick this late means that the whole process was stopped (SIGSTOP).
+# A tick this late means that the process was stopped (SIGSTOP).
 PAUSED_S = 5.0
 # Time for the training thread to notice a lost peer itself.
 LOST_PEER_S = 5.0
@@ -240,7 +240,9 @@ class Watchdog:
             return
         self.record_signal(number, None)
         if number in IMMEDIATE_SIGNALS and now - self.signal_time > DUPLICATE_SIGNAL_S:
-            self.abort("preempted", f"a second {signal.Signals(number).name}; nothing more is saved", PREEMPTED)
+            self.abort(
+                "preempted", f"received a second {signal.Signals(number).name}; exiting without saving", PREEMPTED
+            )
 
     def set_timer(self) -> None:
         """Arm the faulthandler timer, in case this thread cannot run when the limit is reached."""
@@ -356,7 +358,7 @@ class PhaseClock:
         self.current, self.excluded_s = Phase(name, step, now), 0.0
 
     def exclude(self, seconds: float) -> None:
-        """Exclude time during which the whole process was stopped."""
+        """Exclude time during which the process was stopped."""
         self.excluded_s += seconds
 
     def limit_s(self, name: str) -> Optional[float]:

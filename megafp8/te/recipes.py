@@ -2,8 +2,8 @@
 
 megatron-core enters one autocast around a layer, or around all layers of a chunk under delayed scaling. It can give a
 linear another recipe (`TEQuantizationRecipe`), but not one whose backward pass is in high precision. Where the layer's
-autocast is not quantized, it also never tells the linear that weights have changed. Here such a linear runs in an
-autocast of its own.
+autocast is not quantized, it also never notifies the linear that weights have changed. Here such a linear runs in a
+separate autocast.
 
 megatron-core's output layer is in high precision. `OutputLayer` is a Transformer Engine linear, which computes logits
 and their gradients in FP8. It does not support delayed scaling, whose state megatron-core removes from checkpoints for

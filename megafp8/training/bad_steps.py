@@ -33,7 +33,7 @@ from megafp8.resilience import fault_injection
 from megafp8.training.checks import machine_problems
 from megafp8.training.run import Run
 
-SUM_OVERFLOWS = "gradients overflow when those of all ranks are added up"
+SUM_OVERFLOWS = "gradients overflow in the sum over all ranks"
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,12 @@ def check_may_skip(run: Run, progress: Progress, bad_step: BadStep) -> None:
         return
     limit = ""
     if is_skippable and num_before:
-        limit = f", after {num_before} left out in a row (--max-skipped-steps {training.max_skipped_steps})"
+        limit = f", after {num_before} consecutive skipped updates (--max-skipped-steps {training.max_skipped_steps})"
     case = Case(run.config, run.place.world_size, machine_problems=machine_problems)
     raise NumericsError(
-        f"step {progress.step + 1}: {bad_step.text}\nthe weights were not updated{limit}\n"
-        "fix: resume from the last checkpoint with other data (--override-sample-order), or try one of: "
-        f"{advice(case, for_nonfinite_values)}; another schedule goes with --override-opt_param-scheduler, other "
-        "number formats with --override-precision"
+        f"step {progress.step + 1}: {bad_step.text}\nthe weights were not updated{limit}\nfix: resume from the last "
+        f"checkpoint with other data (--override-sample-order), or try one of: {advice(case, for_nonfinite_values)}; a "
+        "different schedule needs --override-opt_param-scheduler, a different precision --override-precision"
     )
 
 

@@ -69,7 +69,9 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     if invocation.world_size is None and invocation.target is None:
         found += local_problems
     elif not invocation.dry_run:
-        found.append("--world-size and --target stand in for a machine that is not there: they go with --dry-run only")
+        found.append(
+            "--world-size and --target describe another machine and need --dry-run: add --dry-run or remove them"
+        )
     else:
         notices += (f"on this machine: {problem}" for problem in local_problems)
     found = problems + drop_misread_flags(found, problems)

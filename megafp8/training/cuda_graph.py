@@ -112,8 +112,8 @@ def check_graph_optimizer(config: RunConfig, obstacle: Optional[str]) -> None:
     """
     if obstacle is not None and derived.uses_cuda_graph(config):
         raise ConfigError(
-            f"--cuda-graph-impl {config.training.cuda_graph_impl}: needs the one-pass optimizer, which does not go "
-            f"with {obstacle} (megatron-core's waits for the number of tokens, which a graph cannot)"
+            f"--cuda-graph-impl {config.training.cuda_graph_impl}: CUDA graphs need the one-pass optimizer, which does "
+            f"not support {obstacle}"
         )
 
 

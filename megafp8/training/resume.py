@@ -46,14 +46,14 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
         if is_own and chosen is not None and checkpoint.ckpt_step is None:
             chosen = skip_crashing_checkpoint(run, chosen, folders, with_hashes)
     if chosen is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint (--exit-on-missing-checkpoint)")
+        raise CheckpointError(f"--load {checkpoint.load} has no checkpoint (--exit-on-missing-checkpoint)")
     if chosen is None and checkpoint.pretrained_checkpoint:
         chosen, weights_only = choose_checkpoint(Path(checkpoint.pretrained_checkpoint), with_hashes=with_hashes), True
         if chosen is None:
-            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint")
+            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} has no checkpoint")
     if chosen is None:
         # A first start or a wrong folder: the note lets the user tell which.
-        return Progress(), (f"{checkpoint.load} holds none: starts from step 0",) if checkpoint.load else ()
+        return Progress(), (f"no checkpoint in {checkpoint.load}: starting from step 0",) if checkpoint.load else ()
     compatibility.check_vocabulary(chosen.path, run.config, run.vocab_size)
     notes = chosen.notes
     continues_training = not (weights_only or run.config.training.skip_train)
@@ -82,7 +82,10 @@ def skip_crashing_checkpoint(run: Run, chosen: ResumePoint, folders: list[Path],
     place = call_on_rank_0(lambda: set_aside(chosen.path, CORRUPT))
     before = choose_checkpoint(*folders, with_hashes=with_hashes, is_own=True)
     assert before is not None
-    note = f"{chosen.path}: {failed} starts crashed while they loaded it, now {place.name}: the one before is used"
+    note = (
+        f"{chosen.path}: {failed} starts crashed while loading it; renamed to {place.name}, using the previous "
+        "checkpoint"
+    )
     return dataclasses.replace(before, notes=(note, *before.notes))
 
 
@@ -99,9 +102,9 @@ def check_no_newer_checkpoint(run: Run, step: int) -> None:
         steps = call_on_rank_0(partial(list_steps, folder))
         if steps and steps[-1] > step:
             raise CheckpointError(
-                f"--save {folder} holds a checkpoint of step {steps[-1]}, and this run begins at step {step}: the next "
-                f"start would resume from that one. Give --load {run.config.checkpoint.save} to resume from it, with "
-                "--ckpt-step N to go back in it, or save to another folder"
+                f"--save {folder} has a checkpoint of step {steps[-1]}, but this run starts at step {step}, so the "
+                f"next start would resume from the wrong checkpoint. Use --load {run.config.checkpoint.save} to resume "
+                "from it (with --ckpt-step N from an earlier step), or save to another folder"
             )
 
 

@@ -43,8 +43,8 @@ def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
     if not precision_map.is_quantized(precision):
         return []
     rows, arithmetic = resolve_precision_map(config), describe_arithmetic(precision, implementation)
-    others = ["  weights are kept and gathered as codes and scales"] if precision.fp8_param_gather else []
-    others += ["  attention's two products are in FP8 as well"] if precision.fp8_dot_product_attention else []
+    others = ["  weights are stored and gathered as codes and scales"] if precision.fp8_param_gather else []
+    others += ["  both attention GEMMs are also in FP8"] if precision.fp8_dot_product_attention else []
     if has_mixed_recipes(rows, precision):
         table = [f"  {line}" for line in format_recipes(rows, precision).splitlines()]
         return [f"recipes: {arithmetic}", *table, *others]
@@ -108,7 +108,7 @@ def describe_threads(run: Run) -> dict[str, str]:
     if run.platform.kind != "cpu" or run.config.training.num_threads is not None or threads >= useful:
         return {}
     return {
-        "threads": f"{threads} a rank, from {' or '.join(THREAD_VARIABLES)} (torchrun sets the first to 1 where it is "
+        "threads": f"{threads} per rank, from {' or '.join(THREAD_VARIABLES)} (torchrun sets the first to 1 if it is "
         f"not set); --num-threads {useful} would be faster"
     }
 
@@ -119,7 +119,7 @@ def describe_update(run: Run) -> dict[str, str]:
     on_cuda = run.platform.kind == "cuda"
     if on_cuda:
         obstacle = fused_adam.obstacle(run.config, on_cuda)
-        found["optimizer"] = "one pass" if obstacle is None else f"megatron-core's passes ({obstacle})"
+        found["optimizer"] = "one pass" if obstacle is None else f"megatron-core's optimizer ({obstacle})"
     if run.config.parallel.use_distributed_optimizer and (run.place.data_size > 1 or on_cuda):
         found["parameter gather"] = describe_gather(run)
     return found

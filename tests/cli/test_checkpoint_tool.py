@@ -176,4 +176,4 @@ def test_seal_writes_a_missing_manifest(tool, run: Path, capsys) -> None:
     assert find_damage(path) == []
     (path / MANIFEST).unlink()
     assert tool.main(["seal", str(path.rename(run / "iter_0000008"))]) == 74
-    assert "holds step 7" in capsys.readouterr().err
+    assert "contains step 7" in capsys.readouterr().err

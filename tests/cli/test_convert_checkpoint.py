@@ -172,7 +172,7 @@ def test_an_import_runs_on_mock_data(tool: ModuleType, tmp_path: Path) -> None:
     )
     refused = run_script("pretrain_gpt.py", *run.split())
     assert refused.returncode == 74
-    assert "an embedding of 256 rows and this run one of 384: give --vocab-size 255," in refused.stderr
+    assert "an embedding of 256 rows, but this run has 384: use --vocab-size 255," in refused.stderr
     trained = run_script("pretrain_gpt.py", *run.split(), "--vocab-size", "255")
     assert trained.returncode == 0, trained.stderr
 

@@ -51,4 +51,4 @@ def test_a_broken_torch_is_a_finding(fault: str, tmp_path: Path) -> None:
     (finding,) = [finding for finding in data["findings"] if finding["level"] == "error"]
     assert finding["check"] == "torch" and "cannot be imported" in finding["text"]
     assert finding["mend"] == "pip install --force-reinstall torch"
-    assert set(data["recipes"].values()) == {"does not run: see above"}
+    assert set(data["recipes"].values()) == {"not available: see above"}

@@ -128,8 +128,8 @@ def test_folders_without_the_requested_data(folder, tmp_path, capsys: pytest.Cap
     assert here([str(tmp_path)]) == 74
     assert "holds no checkpoint" in capsys.readouterr().err
     assert here([str(folder), "--ckpt-step", "8"]) == 74
-    assert "holds steps: 7" in capsys.readouterr().err
+    assert "has steps: 7" in capsys.readouterr().err
     result = run_script(SCRIPT, folder, "--parameter", "fc9")
     assert result.returncode == 74
-    assert "no tensor's name matches 'fc9'; they are" in result.stderr
+    assert "no tensor name matches 'fc9'; the names are" in result.stderr
     assert "Traceback" not in result.stderr

@@ -87,7 +87,7 @@ def test_without_a_model_only_the_model_is_requested() -> None:
     result = run("tools/plan.py", "--gpus", "8")
     assert result.returncode == 64
     problem = result.stderr.splitlines()[1:]
-    assert len(problem) == 1 and problem[0].endswith("give them, or a shape by name with --model-preset")
+    assert len(problem) == 1 and problem[0].endswith("give them, or choose a named shape with --model-preset")
 
 
 def test_a_model_that_does_not_fit_is_status_64_with_the_needed_memory() -> None:

@@ -79,7 +79,7 @@ def test_schedules_that_a_run_refuses_are_refused(tool, capsys, words: str, said
 def test_a_run_within_its_warmup_gives_a_notice(tool, capsys) -> None:
     assert tool.main([*RUN, "--lr-warmup-fraction", "0.6", "--lr-decay-iters", "200"]) == 0
     captured = capsys.readouterr()
-    assert "notice: the warm-up of 120 steps is not shorter than the run of 100" in captured.err
+    assert "notice: the warmup of 120 steps is not shorter than the run of 100" in captured.err
     assert captured.out.splitlines()[-1].split()[3] == "0.000825"  # 99 / 120 of the peak
 
 

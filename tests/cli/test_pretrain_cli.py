@@ -127,7 +127,7 @@ def test_one_rank_of_every_machine_reports_its_errors(capsys, monkeypatch, local
 @pytest.mark.parametrize(
     ("ends", "saying"),
     [
-        (("of another model", "of another model"), [True, False]),
+        (("of a different model", "of a different model"), [True, False]),
         (("no such file", "stale file handle"), [True, True]),
         ((None, "stale file handle"), [False, True]),
     ],
@@ -168,9 +168,9 @@ def test_problems_of_every_kind_are_reported_together(capsys, monkeypatch) -> No
         "--transformer-impl local --attention-backend fused",
     )
     for part in (
-        "'stray' belongs to no flag", "did you mean --eval-interval?", "--lr: a value is missing",
-        "--swiglu: does not take 'yes'", "--fp4-param-gather: ", "'ten' is not a whole number",
-        "2 x 2 x 1 = 4 (6 / 4 = 1.5): start 8 ranks", "--num-layers 5 does not divide", "--hidden-size 100 is not",
+        "'stray' does not belong to any flag", "did you mean --eval-interval?", "--lr: a value is missing",
+        "--swiglu: does not take 'yes'", "--fp4-param-gather: ", "'ten' is not an integer",
+        "2 x 2 x 1 = 4 (6 / 4 = 1.5): start 8 ranks", "--num-layers 5 is not divisible", "--hidden-size 100 is not",
         "--num-attention-heads 3 does not divide", "--train-iters", "/nowhere/shard.bin", "--save /dev/null/run: ",
         "--tokenizer-model /nowhere/model: no such file", "--attention-backend fused: the local layers have",
     ):  # fmt: skip
@@ -195,8 +195,8 @@ def test_an_indivisible_batch_names_the_next_divisible_one(capsys) -> None:
 @pytest.mark.parametrize(
     ("recipe", "target", "part"),
     [
-        ("mxfp8", "h100", "native here: tensorwise, delayed, blockwise"),
-        ("delayed", "cpu", "no recipe is native here"),
+        ("mxfp8", "h100", "supported natively: tensorwise, delayed, blockwise"),
+        ("delayed", "cpu", "no recipe is supported natively"),
     ],
 )
 def test_an_unsupported_recipe_is_refused_with_the_supported_ones(capsys, recipe: str, target: str, part: str) -> None:
@@ -232,7 +232,7 @@ def test_dry_run_shows_the_sizes_of_an_automatic_search(capsys) -> None:
     assert [row[0] for row in rows] == ["1", "2", "3", "4", "6", "12"] and rows[-1][-1] == "first"
     assert "1 microbatches x 12 sequences x 2 data-parallel ranks" in plan
     small = plan_of(capsys, f"{flags} --target cpu --micro-batch-size-memory-limit 0.01")
-    assert "below 0.01 GiB a rank" in small and "not tried: predicted far above the limit" in small
+    assert "in 0.01 GiB per rank" in small and "not tried: predicted far above the limit" in small
     fp8 = plan_of(capsys, f"{flags} --target cpu --fp8-format e4m3 --fp8-recipe mxfp8 --seq-length 16")
     assert "\n  1 is left out: a microbatch gives each rank" in fp8
 

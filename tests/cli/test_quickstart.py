@@ -36,6 +36,6 @@ def test_quickstart_finishes_and_reuses_finished_runs(tmp_path: Path) -> None:
     (out / "fp8" / "done").unlink()
     shutil.rmtree(out / "comparison")
     second = run_quickstart(out)
-    assert "baseline is trained already" in second
+    assert "baseline is already trained" in second
     assert "loaded" in second and "step 1/4" not in second
     assert (out / "comparison" / "loss_curves.png").exists()

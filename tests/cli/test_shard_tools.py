@@ -100,7 +100,7 @@ def test_merge_and_split(shard, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--input", "SHARD", "--output-prefix", "OUT", "--split", "1;2"], 64, "--split 1;2 should be"),
+        (["--input", "SHARD", "--output-prefix", "OUT", "--split", "1;2"], 64, "--split 1;2 must be"),
         (["--input", "OUT", "--output-prefix", "OUT2"], 66, "missing"),
         (["--input", "SHARD", "--output-prefix", "/dev/null/x"], 74, "failed"),
     ],

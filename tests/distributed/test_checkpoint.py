@@ -149,7 +149,7 @@ def test_generators_of_another_device_type_are_not_loaded(flags: str, drawn: str
         return notes, is_seeded
 
     (on_gpu,), (on_cpu,) = run_ranks(1, save, tmp_path / "gpu", OF_CUDA), run_ranks(1, save, tmp_path / "cpu")
-    told = f"another kind of device: random state is derived again, so other numbers are drawn for {drawn} than in"
+    told = f"different kind of device: random-number state is initialized again, so the random numbers for {drawn}"
     ((notes, is_seeded),) = run_ranks(1, load, on_gpu)
     assert is_seeded and len(notes) == bool(drawn) and all(note.startswith(told) for note in notes)
     assert run_ranks(1, load, on_cpu) == [((), False)]
@@ -267,7 +267,7 @@ def test_a_saved_schedule_shorter_than_the_run_is_reported(tmp_path: Path, capfd
     run_ranks(1, load, "--lr-decay-iters 4")
     assert "notice" not in capfd.readouterr().out
     run_ranks(1, load, "--lr-decay-iters 9")
-    assert "from there on the learning rate stays 1e-05" in capfd.readouterr().out
+    assert "after the end of the checkpoint's schedule the learning rate is 1e-05" in capfd.readouterr().out
 
 
 def optimizer_moments(run: Run) -> list[torch.Tensor]:

@@ -54,7 +54,7 @@ def refusal(folder: Path, config: RunConfig) -> str:
 def test_another_model_is_refused(saved: Path, style: str, flags: str, field: str) -> None:
     """Also where every tensor would fit: another rotary base is another model."""
     text = refusal(saved, small_config(style, f"{PLAIN} {flags}"))
-    assert "is of another model" in text
+    assert "is a checkpoint of a different model" in text
     assert field in text
 
 
@@ -71,7 +71,7 @@ def test_a_vocabulary_of_the_tokenizer_is_compared_by_its_size(saved: Path) -> N
     def compare() -> None:
         path = find_checkpoint(saved)[1]
         check_vocabulary(path, unsaid, 256)
-        with pytest.raises(CheckpointError, match="an embedding of 256 rows and this run one of 320"):
+        with pytest.raises(CheckpointError, match="an embedding of 256 rows, but this run has 320"):
             check_vocabulary(path, unsaid, 320)
 
     run_ranks(1, compare)
@@ -89,7 +89,7 @@ def test_mock_data_is_compared_by_vocabulary_rows() -> None:
 
 def test_distributed_and_plain_optimizer_state_are_not_interchangeable(saved: Path) -> None:
     text = refusal(saved, small_config("llama", f"{PLAIN} {DISTRIBUTED}"))
-    assert "without --use-distributed-optimizer, this run is with it" in text
+    assert "without --use-distributed-optimizer, but this run is with it" in text
     assert "--no-load-optim" in text
 
 
@@ -103,7 +103,7 @@ def test_state_of_another_optimizer_is_refused(saved: Path, flags: str) -> None:
 def test_another_schedule_is_refused(saved: Path) -> None:
     """Every difference is named by its flag."""
     text = refusal(saved, small_config("llama", f"{PLAIN} --lr 2e-3 --lr-decay-iters 17 --lr-decay-style constant"))
-    assert "another learning-rate schedule" in text and "--override-opt_param-scheduler" in text
+    assert "a different learning-rate schedule" in text and "--override-opt_param-scheduler" in text
     assert "--lr: 0.001 -> 0.002\n" in text and "--lr-decay-iters" in text and "-> constant" in text
 
 
@@ -120,7 +120,7 @@ def test_another_number_of_threads_is_reported(
     (notes,) = run_ranks(1, resumed)
     warnings = [note for note in notes if "CPU threads" in note]
     assert len(warnings) == warns
-    assert all("saved with 1 CPU threads a rank, this run has 3" in text for text in warnings)
+    assert all("saved with 1 CPU threads per rank, this run has 3" in text for text in warnings)
     assert all("--num-threads 1" in text for text in warnings)
 
 

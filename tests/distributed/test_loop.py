@@ -54,7 +54,7 @@ def test_a_resumed_run_has_the_records_of_the_unbroken_run(world_size: int, flag
     assert stopped == Progress(4, 32)
     assert complete_steps(tmp_path / "parts") == [4], "saved because it stopped"
     (started,) = (event for event in load_run(tmp_path / "parts").events if event.name == "checkpoint")
-    assert started.detail == f"{tmp_path / 'parts'} holds none: starts from step 0"
+    assert started.detail == f"no checkpoint in {tmp_path / 'parts'}: starting from step 0"
     finished, resumed_weights = run_loop(tmp_path / "parts", flags, world_size)
     parts = load_run(tmp_path / "parts")
 
@@ -100,7 +100,7 @@ def test_saving_into_a_folder_with_newer_checkpoints_is_refused(tmp_path: Path) 
         return str(raised.value)
 
     (message,) = run_ranks(1, start)
-    assert "holds a checkpoint of step 6, and this run begins at step 0" in message
+    assert "has a checkpoint of step 6, but this run starts at step 0" in message
     assert complete_steps(tmp_path) == [6]
 
 

@@ -75,7 +75,7 @@ def test_loss_scale_hysteresis_and_growth_window(tmp_path: Path) -> None:
     assert scales[:2] == [4096, 4096] and min(scales) < 4096
     assert any(after > before for before, after in zip(scales, scales[1:], strict=False))
     (event,) = (event for event in records.events if event.name == "skipped")
-    assert event.detail == f"{sum(skipped)} steps made no update because gradients overflowed at their loss scale"
+    assert event.detail == f"{sum(skipped)} steps had no update because gradients overflowed at their loss scale"
 
 
 @pytest.mark.parametrize("flags", [f"{PLAIN} {SHARDED}", "--bf16", f"--bf16 {FP8}", f"--bf16 {SHARDED}"])
@@ -112,7 +112,7 @@ def constant_gradient(run: Run, value: float) -> None:
     [
         ("--initial-loss-scale 4 --min-loss-scale 4", float("inf"), "the loss scale is at its minimum of 4: lower"),
         ("--loss-scale 8", float("inf"), "the loss scale is fixed at 8: lower --loss-scale"),
-        ("--loss-scale 8", 40000.0, "gradients overflow when those of all ranks are added up"),
+        ("--loss-scale 8", 40000.0, "gradients overflow in the sum over all ranks"),
     ],
 )
 def test_overflow_at_the_minimum_loss_scale_is_a_nonfinite_gradient(flags: str, value: float, says: str) -> None:

@@ -228,7 +228,7 @@ def test_the_search_reports_excluded_sizes_first() -> None:
     config = auto_config("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --seq-length 8")
     lines = introduction(config, [4], 2 * GIB, 4).splitlines()
     assert "divisors of the 8 sequences" in lines[0] and "(4) below 2.00 GiB" in lines[0]
-    assert [line.split(":")[1] for line in lines[1:]] == [" 1 is left out", " 2 is left out"]
+    assert [line.split(":")[1] for line in lines[1:]] == [" 1 is skipped", " 2 is skipped"]
     assert "--fp8-recipe mxfp8 needs multiples of 32" in lines[1]
 
 
@@ -276,7 +276,7 @@ def test_a_choice_of_an_earlier_version_is_reused(tmp_path: Path) -> None:
 def test_a_choice_above_a_new_memory_limit_is_repeated(tmp_path: Path) -> None:
     run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2"))
     told, asked = run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 3"))[0][1:]
-    assert not asked and "found below 2.00 GiB, and also below --micro-batch-size-memory-limit 3" in told
+    assert not asked and "found within 2.00 GiB, and below --micro-batch-size-memory-limit 3" in told
     assert run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 1.5"))[0][2]
 
 
@@ -296,10 +296,11 @@ def test_a_choice_of_another_machine_is_reused_and_reported(tmp_path: Path) -> N
     size, told, asked = run_ranks(1, choose, config)[0]
     assert (size, asked) == (2, [])
     assert (
-        "found on NVIDIA H100 with 80.00 GiB, here is" in told and "kept, so that the run continues as it was" in told
+        "found on NVIDIA H100 with 80.00 GiB, this machine is" in told
+        and "kept, so that the run continues unchanged" in told
     )
     path.write_text('{"micro_batch_size": 2}')
-    with pytest.raises(DataError, match="is damaged .* delete it to try sizes again"):
+    with pytest.raises(DataError, match="is damaged .* delete it to repeat the search"):
         read_choice(path)
     with pytest.raises(AssertionError) as failed:
         run_ranks(1, choose, config)

@@ -201,7 +201,7 @@ def test_overflowing_norms_are_named_after_the_reduction() -> None:
     text = norm_report(PLAIN, partial(spoil_gradient, value=1e25), 1)
     assert "  rank 1: first bad tensor: gradient of " in text and "  rank 0" not in text
     text = norm_report(PLAIN, spoil_norm, 1)
-    assert "  rank 1: first bad tensor: none by itself; " in text and "  rank 0" not in text
+    assert "  rank 1: first bad tensor: none individually; " in text and "  rank 0" not in text
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -251,7 +251,7 @@ def test_calibration_at_the_first_quantized_step(tmp_path: Path) -> None:
     unbroken, parts = (load_run(tmp_path / name) for name in ("unbroken", "parts"))
     assert curves_of_records(unbroken) == curves_of_records(parts)
     events = [(event.step, event.detail) for event in unbroken.events if event.name == "precision"]
-    assert events == [(2, "quantized from step 3 on"), (4, "high from step 5 on")]
+    assert events == [(2, "quantized, starting at step 3"), (4, "high, starting at step 5")]
     assert calibrations(tmp_path / "unbroken") == calibrations(tmp_path / "parts") == [2]
 
 

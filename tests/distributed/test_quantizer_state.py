@@ -131,7 +131,7 @@ def test_history_of_another_length_is_refused(tmp_path: Path) -> None:
     other = DELAYED.replace("--fp8-amax-history-len 4", "--fp8-amax-history-len 8")
     with pytest.raises(RankFailed) as error:
         run_ranks(1, states_after_load, small_config("llama", other), tmp_path)
-    assert "give --fp8-amax-history-len 4" in str(error.value.__cause__)
+    assert "use --fp8-amax-history-len 4" in str(error.value.__cause__)
 
 
 def evaluated_between(config: RunConfig, evaluates: bool) -> Curve:

@@ -103,14 +103,14 @@ def test_a_run_never_restarts_over_damaged_checkpoints(folder: Path) -> None:
     for step in (2, 4, 6):
         (folder / f"iter_{step:07d}" / "common.pt").unlink()
     text = refusal(folder)
-    assert "holds no complete checkpoint" in text
+    assert "has no complete checkpoint" in text
     assert text.count("common.pt is missing") == 3
     assert list_steps(folder) == [2, 4, 6], "and nothing is renamed"
 
 
 def test_a_requested_damaged_step_is_refused(folder: Path) -> None:
     flip(folder / "iter_0000004" / ".metadata")
-    assert "holds no complete checkpoint of step 4" in refusal(folder, 4)
+    assert "has no complete checkpoint of step 4" in refusal(folder, 4)
     assert "--ckpt-step 3" in refusal(folder, 3)
 
 
@@ -174,7 +174,7 @@ def test_training_continues_after_a_failed_save(tmp_path: Path, unbroken: tuple[
     assert complete_steps(tmp_path) == [2, 6]
     (detail,) = details(tmp_path, "checkpoint failed")
     assert f"step 4 cannot be saved to {tmp_path}: rank 0: FileExistsError" in detail
-    assert capfd.readouterr().err.count(f"megafp8: {detail}; training continues without it") == 1
+    assert capfd.readouterr().err.count(f"megafp8: {detail}; training continues without this checkpoint") == 1
 
 
 def test_a_run_with_a_failed_last_save_fails(tmp_path: Path) -> None:

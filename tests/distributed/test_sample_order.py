@@ -76,25 +76,28 @@ def test_resume_in_other_layouts_reads_the_samples_of_the_unbroken_run(tmp_path:
     assert unbroken.num_samples == 48
     assert mark(tmp_path / "unbroken", 4) == mark(tmp_path / "parts", 4) != unbroken
     notes = [event.detail for event in load_run(tmp_path / "parts").events if event.name == "checkpoint"]
-    assert not any("order" in note or "not checked" in note for note in notes)
+    assert not any("order" in note or "cannot be checked" in note for note in notes)
 
 
 def test_a_changed_sample_order_is_refused(tmp_path: Path, shards: tuple[str, str]) -> None:
     blend = ("1", shards[0], "2", shards[1])
     start(tmp_path / "run", blend, 2)
     seed = refusal(tmp_path / "run", blend, 4, "--seed 77")
-    assert "was trained on 16 samples that are not the first of this run" in seed
+    assert "was trained on 16 samples, which differ from the first samples of this run" in seed
     assert "--seed: 1234 -> 77" in seed and "--override-sample-order" in seed and "shard" not in seed
     assert "weight 0.333" in refusal(tmp_path / "run", ("1", shards[0], "3", shards[1]), 4)
     assert "shards: " in refusal(tmp_path / "run", shards[:1], 4)
     assert "documents 0 to 9 -> 0 to 4" in refusal(tmp_path / "run", blend, 4, "--split 1,1")
     assert "--seq-length: 32 -> 16" in refusal(tmp_path / "run", blend, 4, "--seq-length 16")
     write(Path(shards[1]), 3, 90)
-    assert f"shard {shards[1]}: other content" in refusal(tmp_path / "run", blend, 4)
+    assert f"shard {shards[1]}: different content" in refusal(tmp_path / "run", blend, 4)
 
     assert start(tmp_path / "run", blend, 4, "--override-sample-order") == Progress(4, 32)
     notes = [event.detail for event in load_run(tmp_path / "run").events]
-    assert any(f"sample 16 of another order comes next (shard {shards[1]}: other content)" in note for note in notes)
+    assert any(
+        f"training continues at sample 16 of a different order (shard {shards[1]}: different content)" in note
+        for note in notes
+    )
     assert start(tmp_path / "run", blend, 6) == Progress(6, 48), "from then on the new order is the run's"
 
 

@@ -308,7 +308,7 @@ def test_a_healthy_run_has_no_findings(flags: str, tmp_path: Path) -> None:
 
 def test_a_tiny_learning_rate_stalls_weights(tmp_path: Path) -> None:
     told, summary = health_of(tmp_path, f"{TENSORWISE} --lr 1e-10 --min-lr 0")
-    assert told.startswith("stalled weights: layers.0.linear_qkv.weight: a step moves it by ")
+    assert told.startswith("stalled weights: layers.0.linear_qkv.weight: an update changes it by ")
     assert "stalled weights (16 tensors, first at step 2)" in summary
 
 
@@ -325,7 +325,7 @@ def test_a_scale_without_updates_is_stale(tmp_path: Path) -> None:
 
     run_ranks(1, start)
     told = [event.detail for event in load_run(tmp_path).events if event.name == "health"]
-    assert any(detail.startswith("stale delayed scales: ") and "range is wasted" in detail for detail in told), told
+    assert any(detail.startswith("stale delayed scales: ") and "range is unused" in detail for detail in told), told
 
 
 def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ def answers(sizes: list[int], end: str, timeout_s: float = 30.0) -> list[TrialRe
     ("end", "reason"),
     [
         ("raises", "CUDA out of memory"),
-        ("killed", "the process was killed, as the system does when memory is short"),
-        ("grows", "the process grew beyond the limit"),
-        ("breaks", "the process grew beyond the limit"),  # and the other rank's process sees a broken connection first
+        ("killed", "the process was killed, probably because the system ran out of memory"),
+        ("grows", "the process exceeded the memory limit"),
+        ("breaks", "the process exceeded the memory limit"),  # and the other rank's sees a broken connection first
     ],
 )
 def test_out_of_memory_on_one_rank_rejects_the_size_on_all(end: str, reason: str) -> None:
@@ -44,7 +44,7 @@ def test_out_of_memory_on_one_rank_rejects_the_size_on_all(end: str, reason: str
 
 @pytest.mark.parametrize(
     ("end", "reason"),
-    [("crashes", "the process ended with status 3"), ("errs", "ValueError: no"), ("hangs", "no answer in 2 s")],
+    [("crashes", "the process exited with status 3"), ("errs", "ValueError: no"), ("hangs", "no result within 2 s")],
 )
 def test_other_failures_are_reported_on_all_ranks(end: str, reason: str) -> None:
     heard = run_ranks(2, answers, [16], end, 2.0 if end == "hangs" else 30.0)

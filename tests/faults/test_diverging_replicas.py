@@ -87,11 +87,11 @@ FC2, NORM = "decoder.layers.3.mlp.linear_fc2.weight", "decoder.layers.3.pre_mlp_
 @pytest.mark.parametrize(
     ("world_size", "flags", "bad_rank", "find", "words"),
     [
-        (2, PLAIN, 1, weight, f"data-parallel: ranks 0, 1, of which none has a majority; first tensor: {FC2}"),
-        (4, f"--bf16 {FP8} --micro-batch-size 2", 2, weight, f"data-parallel: rank 2 unlike 0, 1, 3; first tensor: "
-         f"{FC2}"),
-        (2, "--bf16", 0, master, f"ranks 0, 1, of which none has a majority; first tensor: master weight of {FC2}"),
-        (2, f"--bf16 {FP8} {TENSOR}", 1, norm, f"tensor-parallel: ranks 0, 1, of which none has a majority; first "
+        (2, PLAIN, 1, weight, f"data-parallel: ranks 0, 1, without a majority; first tensor: {FC2}"),
+        (4, f"--bf16 {FP8} --micro-batch-size 2", 2, weight, "data-parallel: rank 2 differs from 0, 1, 3; "
+         f"first tensor: {FC2}"),
+        (2, "--bf16", 0, master, f"ranks 0, 1, without a majority; first tensor: master weight of {FC2}"),
+        (2, f"--bf16 {FP8} {TENSOR}", 1, norm, f"tensor-parallel: ranks 0, 1, without a majority; first "
          f"tensor: {NORM}"),
         (2, GATHER, 1, codes, f"first tensor: {FC2} (codes)"),
         (2, GATHER, 1, scales, f"first tensor: {FC2} (scales)"),
@@ -104,7 +104,10 @@ def test_one_flipped_bit_is_detected(
 ) -> None:
     texts = compared(flags, world_size, bad_rank, find)
     assert words in texts[0] and texts == [texts[0]] * world_size
-    assert texts[0].startswith("step 4: ranks that hold the same weights differ") and texts[0].count("-parallel: ") == 1
+    assert (
+        texts[0].startswith("step 4: replicas of the weights differ between ranks")
+        and texts[0].count("-parallel: ") == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_a_run_stops_at_the_next_replica_check_without_a_save(tmp_path: Path) ->
     """One unit in the last place, in step 3. Weights are compared in steps 2 and 4."""
     flags = f"{PLAIN} --check-weight-hash-across-dp-replicas-interval 2 --save-interval 2 --train-iters 6"
     ended = run_loop(tmp_path, "ulp:rank=1,step=3,at=step.weights", flags)
-    assert ended.error.startswith("step 4: ranks that hold the same weights differ")
+    assert ended.error.startswith("step 4: replicas of the weights differ between ranks")
     assert complete_steps(tmp_path) == [2]
     (event,) = (event for event in load_run(tmp_path).events if event.name == "replicas differ")
     assert (event.step, event.detail) == (4, ended.error)

@@ -55,7 +55,7 @@ def test_a_lasting_change_of_level_stops_the_run(tmp_path: Path) -> None:
     plan = ";".join(f"scale:rank=0,step={step},factor=9,at=step.loss" for step in (7, 8, 9))
     text = run_loop(tmp_path, plan, f"{PLAIN} {SKIP}").error
     assert text.startswith("step 9: loss ") and "(samples 64-71)" in text
-    assert "after 2 left out in a row" in text
+    assert "after 2 consecutive skipped updates" in text
 
 
 def weights_after_reload(folder: Path, flags: str, first: Progress, last_step: int) -> list[str]:
@@ -89,7 +89,7 @@ def test_rollback_skips_the_batches(tmp_path: Path) -> None:
     assert [record.step for record in run.steps] == [1, 2, 3, 4, 9, 10, 11, 12]
     assert [start.resumed_from_step for start in run.runs] == [None, 4]
     (detail,) = (event.detail for event in run.events if event.name == "rolled back")
-    assert "iter_0000004, past 4 batches (samples 32-63), because of step 7: gradient norm " in detail
+    assert "iter_0000004, skipping 4 batches (samples 32-63), because of step 7: gradient norm " in detail
 
     run_loop(tmp_path / "parts", SPIKE_AT_7, f"{back} --exit-interval 4")
     assert weights_after_reload(tmp_path / "parts", flags, Progress(8, 64), 12) == unbroken.weights
@@ -107,7 +107,7 @@ def test_rollbacks_are_limited(tmp_path: Path) -> None:
 
 def test_rollback_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     ended = run_loop(tmp_path, "nan:rank=1,step=2,at=step.loss", f"{PLAIN} {BACK} --train-iters 12")
-    assert "holds no complete checkpoint yet; lower --save-interval" in ended.error
+    assert "has no complete checkpoint yet; lower --save-interval" in ended.error
 
 
 def test_rollback_does_not_pass_the_end_of_the_run(tmp_path: Path) -> None:

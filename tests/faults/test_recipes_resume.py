@@ -71,4 +71,4 @@ def test_resume_from_bf16_to_fp8_and_back(tmp_path: Path, cache: Path) -> None:
     # The first step of each process and the last step, in runs far shorter than the logging interval.
     assert [each.memory_peak_bytes is not None for each in run.steps] == [True, False, True, True]
     assert [start.resumed_from_step for start in run.runs] == [None, 2, 3]
-    assert sum("continues in other number formats" in event.detail for event in run.events) == 2
+    assert sum("continues with a different precision" in event.detail for event in run.events) == 2

@@ -61,7 +61,7 @@ def test_a_finished_run_stays_done_after_a_refused_start(tmp_path: Path, cache: 
     assert first.statuses == (0,), first.report()
     before = {path: path.read_bytes() for path in run.folder.glob("*.json*")}
     second = run_forked(1, command)
-    assert second.statuses == (74,) and "holds a checkpoint of step 3" in second.output[0], second.report()
+    assert second.statuses == (74,) and "has a checkpoint of step 3" in second.output[0], second.report()
     assert {path: path.read_bytes() for path in run.folder.glob("*.json*")} == before
     assert not is_unfinished(run.folder)
 
@@ -85,8 +85,8 @@ def test_a_checkpoint_that_crashes_the_load_is_set_aside(tmp_path: Path, cache: 
         assert state is not None and (state.loading, state.loads, state.crashes) == (newest, 2, 1)
         assert start_alone(run, f"term:step={4 if newest == 2 else 3},at=step.begin")[0] == 75
     assert complete_steps(run.folder) == [2, 3] and (run.folder / "iter_0000004.corrupt").is_dir()
-    (note,) = (event.detail for event in load_run(run.folder).events if "crashed while they loaded" in event.detail)
-    assert "iter_0000004: 2 starts crashed while they loaded it, now iter_0000004.corrupt" in note
+    (note,) = (event.detail for event in load_run(run.folder).events if "crashed while loading" in event.detail)
+    assert "iter_0000004: 2 starts crashed while loading it; renamed to iter_0000004.corrupt" in note
 
 
 def test_a_run_that_keeps_crashing_stops(tmp_path: Path, cache: Path) -> None:

@@ -158,7 +158,7 @@ def test_every_skip_is_recorded_and_in_the_checkpoint(tmp_path: Path) -> None:
     assert "rank 0: loss is not finite; first bad tensor: none; weights and gradients are finite; " in details[3]
     assert details[3].endswith("samples 16-19")
     (summary,) = (event.detail for event in run.events if event.name == "skipped" and event.step == 6)
-    assert summary == "24 samples changed no weight (24 not finite): 8-15, 16-23, 32-39"
+    assert summary == "24 samples were consumed without an update (24 not finite): 8-15, 16-23, 32-39"
     assert read_contents(checkpoint_path(tmp_path, 6)).history == finished.history
 
 
@@ -168,7 +168,7 @@ def test_too_many_consecutive_skips_stop_the_run(tmp_path: Path) -> None:
     assert run_loop(tmp_path, plan, f"{LENGTH} {SKIP} --exit-interval 4").progress.history.num_in_row == 2
     text = run_loop(tmp_path, plan, f"{LENGTH} {SKIP}").error
     assert text.startswith("step 5: loss or gradients are not finite (samples 32-39):\n  rank 1: loss is not finite; ")
-    assert "the weights were not updated, after 2 left out in a row (--max-skipped-steps 2)" in text
+    assert "the weights were not updated, after 2 consecutive skipped updates (--max-skipped-steps 2)" in text
     (event,) = (event for event in load_run(tmp_path).events if event.name == "bad numbers")
     assert (event.step, event.detail) == (5, text)
 

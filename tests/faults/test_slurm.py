@@ -88,7 +88,7 @@ def test_a_preempted_job_resumes_bitwise(
     hit.assert_done_like(unbroken["dp2"])
     assert hit.ends() == ["preempted", "done"]
     told = cluster.output(hit.job)
-    assert f"job {hit.job} goes back into the queue" in told and "step 16/16" in told
+    assert f"requeueing job {hit.job}" in told and "step 16/16" in told
     logs = list((hit.run.folder / "logs/ranks").rglob("std*.log"))
     assert {path.relative_to(hit.run.folder / "logs/ranks").parts[0] for path in logs} == {*NODES}
 
@@ -120,7 +120,7 @@ def test_a_job_saves_before_its_time_limit(
 def test_nodes_are_checked_first(cluster: Cluster, tmp_path: Path, cache: Path) -> None:
     hit = SlurmRun(cluster, tmp_path, cache, "", pause_s=0)
     assert cluster.wait_for_state(hit.job, "COMPLETED", "FAILED") == "COMPLETED"
-    assert "nodes: 2 nodes are well" in cluster.output(hit.job)
+    assert "nodes: 2 nodes passed" in cluster.output(hit.job)
 
 
 @pytest.mark.long
@@ -195,7 +195,7 @@ def test_an_array_runs_each_of_its_runs(cluster: Cluster, project: Path, monkeyp
     for index, run in enumerate(runs):
         log = (project / f"runs/logs/{array}_{index}.log").read_text()
         assert seen(project / f"runs/{index}")["words"] == list(run), log
-        assert "done at step 1; nothing is left to do" in log
+        assert "done at step 1; finished" in log
     states = {line.split()[1] for line in cluster.ask("squeue", "-h", "-t", "all", "-r", "-o", "%i %T").splitlines()
               if line.startswith(f"{array}_")}  # fmt: skip
     assert states == {"COMPLETED"}
@@ -253,5 +253,5 @@ def test_a_cancelled_job_stays_cancelled(cluster: Cluster, project: Path, monkey
     cluster.ask("scancel", str(number))
     wait_until(lambda: cluster.ask("squeue", "-h", "-j", str(number)) == "", "the job to end")
     assert read_run_state(project / "run").state == "preempted"
-    assert f"job {number} is COMPLETING: it is not put back" in (project / f"run/logs/{number}.log").read_text()
+    assert f"job {number} is COMPLETING: not requeued" in (project / f"run/logs/{number}.log").read_text()
     assert cluster.job(number)["JobState"] == "CANCELLED"

@@ -6,6 +6,7 @@ Tests, documents, examples and benchmarks may name recipes.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from megafp8.recipes import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("megafp8", "tools", "launcher", "pretrain_gpt.py")
+# Strings that name a recipe among other words, and why they may.
+MENTIONS = {
+    "megafp8/cli/run_comparison.py": "variants that --help gives as examples",
+    "megafp8/mcore/cpu_patches.py": "quotes the source of megatron-core",
+}
+# "delayed scaling" and "delayed scales" name the technique, which Transformer Engine and Megatron-LM call so.
+MENTION = re.compile(
+    rf"(?<![\w.-])({'|'.join(map(re.escape, registry.names()))})(?![\w-]| scal(es|ing))", re.IGNORECASE
+)
 
 
 def recipe_literals(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -33,6 +43,21 @@ def named_defaults(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno, ast.unparse(node)
 
 
+def recipe_mentions(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of the strings with a recipe's name among other words, without docstrings."""
+    docstrings = {
+        id(node.value)
+        for parent in ast.walk(tree)
+        if isinstance(body := getattr(parent, "body", None), list)
+        for node in body
+        if isinstance(node, ast.Expr)
+    }
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in docstrings else None
+        if isinstance(text, str) and text not in registry.names() and MENTION.search(text):
+            yield node.lineno, text
+
+
 def files() -> Iterator[Path]:
     for place in PLACES:
         path = ROOT / place
@@ -44,6 +69,18 @@ def files() -> Iterator[Path]:
 )
 def test_a_recipe_literal_is_detected(source: str) -> None:
     assert list(recipe_literals(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source", ["x = 'blocks of MXFP8'", "f(help='delayed: margin')", "f'{flag}: not with tensorwise; remove {x}'"]
+)
+def test_a_name_among_other_words_is_detected(source: str) -> None:
+    assert list(recipe_mentions(ast.parse(source)))
+
+
+@pytest.mark.parametrize("source", ["x = 'delayed scaling'", "def f():\n    'About mxfp8.'", "x = 'my_mxfp8'"])
+def test_docstrings_and_the_technique_are_not_detected(source: str) -> None:
+    assert not list(recipe_mentions(ast.parse(source)))
 
 
 def test_a_comparison_with_a_default_is_detected() -> None:
@@ -59,3 +96,18 @@ def test_no_file_outside_recipes_names_a_recipe(rule) -> None:
         for line, text in rule(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert not found, "ask the recipe object instead:\n" + "\n".join(found)
+
+
+def test_no_string_of_the_package_names_one_among_other_words() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in files()
+        if path.parent != ROOT / "megafp8" / "recipes" and str(path.relative_to(ROOT)) not in MENTIONS
+        for line, text in recipe_mentions(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found, "describe the property, or take the names from the registry:\n" + "\n".join(found)
+
+
+def test_every_exception_is_needed() -> None:
+    for name in MENTIONS:
+        assert list(recipe_mentions(ast.parse((ROOT / name).read_text(encoding="utf-8")))), name

@@ -56,7 +56,11 @@ EXAMPLES = {
         6,
         "2 x 1 x 2 = 4",
     ),
-    "tensor_ranks_divide_the_model": ({"parallel.tensor_model_parallel_size": 4}, 4, "--num-query-groups 2 does not"),
+    "tensor_ranks_divide_the_model": (
+        {"parallel.tensor_model_parallel_size": 4},
+        4,
+        "--num-query-groups 2 is not divisible",
+    ),
     "stages_divide_the_layers": ({"parallel.pipeline_model_parallel_size": 4}, 4, "2 / 4 = 0.5"),
     "one_spelling_of_virtual_stages": (
         {
@@ -64,7 +68,7 @@ EXAMPLES = {
             "parallel.num_virtual_stages_per_pipeline_rank": 2,
         },
         1,
-        "in two ways",
+        "two ways to set the same value",
     ),
     "virtual_stages_divide_the_layers": (
         {
@@ -126,12 +130,12 @@ EXAMPLES = {
     "recipe_settings_need_their_recipe": (
         {"precision.fp8_recipe": "blockwise", "precision.fp8_power_2_scale": True},
         1,
-        "not blockwise",
+        "not of blockwise",
     ),
     "fp8_attention_is_supported": (
         {"precision.fp8_recipe": "tensorwise", "precision.fp8_dot_product_attention": True},
         1,
-        "give --fp8-recipe delayed",
+        "use --fp8-recipe delayed",
     ),
     "fp8_weights_need_sharded_optimizer": (
         {"precision.fp8_param_gather": True, "parallel.use_distributed_optimizer": False},
@@ -166,7 +170,7 @@ EXAMPLES = {
     "split_rope_needs_whole_rotations": (
         {"precision.split_rope_fusion": True, "model.rotary_percent": 0.5},
         1,
-        "rotated whole",
+        "does not support --qk-layernorm",
     ),
     "swiglu_fusion_has_what_it_fuses": (
         {"precision.swiglu_quantize_fusion": True},
@@ -188,19 +192,19 @@ EXAMPLES = {
         1,
         "not deterministic",
     ),
-    "entries_can_be_read": ({"precision.precision_map": ("*.linear_fc2=fp7",)}, 1, "'fp7' is no recipe"),
-    "entries_name_linears": ({"precision.precision_map": ("*.fc2=mxfp8",)}, 1, "names no linear"),
+    "entries_can_be_read": ({"precision.precision_map": ("*.linear_fc2=fp7",)}, 1, "'fp7' is not a recipe"),
+    "entries_name_linears": ({"precision.precision_map": ("*.fc2=mxfp8",)}, 1, "matches no linear layer"),
     "high_precision_is_that_of_the_weights": ({"precision.precision_map": ("*=fp32",)}, 1, "give bf16"),
     "delayed_scales_have_one_format": (
         {"precision.precision_map": ("*:fprop=delayed/e4m3", "*:wgrad=delayed/hybrid")},
         1,
         "e4m3 and hybrid",
     ),
-    "schedule_can_be_read": ({"precision.fp8_schedule": "bf16:100"}, 1, "has no last step: give bf16"),
+    "schedule_can_be_read": ({"precision.fp8_schedule": "bf16:100"}, 1, "takes no step: give bf16"),
     "schedule_ends_within_the_run": (
         {"precision.fp8_schedule": "bf16:10000000,fp8"},
         1,
-        "nothing comes after bf16:10000000",
+        "no phase after bf16:10000000",
     ),
     "weights_in_fp8_have_one_form": (
         {
@@ -238,11 +242,11 @@ EXAMPLES = {
         1,
         "--use-distributed-optimizer",
     ),
-    "dynamic_loss_scale_can_move": ({"optimizer.loss_scale_window": 2.5}, 1, "no whole number of steps"),
+    "dynamic_loss_scale_can_move": ({"optimizer.loss_scale_window": 2.5}, 1, "an integer number of steps"),
     "sharded_state_is_adams": (
         {"optimizer.optimizer": "sgd", "parallel.use_distributed_optimizer": True},
         1,
-        "not sgd: leave one of them out",
+        "not sgd: remove one of them",
     ),
     "low_precision_state_needs_its_switch": ({"optimizer.exp_avg_dtype": "bf16"}, 1, "--use-precision-aware-optimizer"),
     "full_recompute_says_which_layers": (
@@ -263,7 +267,7 @@ EXAMPLES = {
             "training.recompute_modules": ("layernorm",),
         },
         1,
-        "leave layernorm out",
+        "remove layernorm",
     ),
     "mlp_recompute_excludes_biases": (
         {
@@ -290,7 +294,7 @@ EXAMPLES = {
         "without --cuda-graph-impl local",
     ),
     "data_has_one_source": ({"data.data_path": ("a",)}, 1, "keep one"),
-    "evaluation_shards_need_training_shards": ({"data.valid_data_path": ("a",)}, 1, "goes with --train-data-path"),
+    "evaluation_shards_need_training_shards": ({"data.valid_data_path": ("a",)}, 1, "needs --train-data-path"),
     "split_has_three_parts": ({"data.split": "90;10"}, 1, "969,30,1"),
     "blends_are_pairs": ({"data.data_path": ("0.3", "a", "b")}, 1, "must alternate"),
     "tokenizer_has_its_files": ({"data.tokenizer_type": "GPT2BPETokenizer"}, 1, "--vocab-file and --merge-file"),
@@ -332,7 +336,7 @@ EXAMPLES = {
         1,
         "keep one",
     ),
-    "skipping_spikes_has_a_limit": ({"training.spike_policy": "skip"}, 1, "may skip no step"),
+    "skipping_spikes_has_a_limit": ({"training.spike_policy": "skip"}, 1, "could not skip any step"),
     "spike_settings_need_their_policy": (
         {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.max_rollbacks": 1},
         1,
@@ -360,12 +364,12 @@ EXAMPLES = {
     "patterns_name_linears": (
         {"logging.fp8_log_interval": 10, "logging.fp8_log_layers": "*fc3"},
         1,
-        "*fc3 names no linear",
+        "*fc3 matches no linear layer",
     ),
     "tried_recipes_can_be_tried": (
         {"logging.fp8_log_interval": 10, "logging.fp8_what_if": "delayed"},
         1,
-        "can try tensorwise",
+        "choose from tensorwise",
     ),
     "fused_operations_have_no_statistics": (
         {"logging.fp8_log_interval": 10, "precision.use_transformer_engine_op_fuser": True},
@@ -375,7 +379,7 @@ EXAMPLES = {
     "checkpoints_to_load_are_there": (
         {"checkpoint.load": "/nowhere/a", "checkpoint.save": "/tmp"},
         1,
-        "it is not --save /tmp either",
+        "it differs from --save /tmp",
     ),
     "outputs_can_be_written": ({"checkpoint.save": "/dev/null/run"}, 1, "/dev/null is not a folder"),
 }
@@ -425,9 +429,12 @@ def test_problems_name_flags_that_exist():
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"data.mock_data": False}, "no data: give"),
+        ({"data.mock_data": False}, "no training data: give"),
         ({"data.mock_data": False, "data.data_path": ("a",), "data.train_data_path": ("b",)}, "keep one"),
-        ({"data.mock_data": False, "data.data_path": ("a",), "data.valid_data_path": ("b",)}, "--valid-data-path goes"),
+        (
+            {"data.mock_data": False, "data.data_path": ("a",), "data.valid_data_path": ("b",)},
+            "--valid-data-path needs",
+        ),
         ({"data.mock_data": False, "data.train_data_path": ("a",), "data.split": "1,1,1"}, "--split 1,1,1 has no"),
         ({"data.mock_data": False, "data.data_path": ("x", "a", "1", "b")}, "must alternate"),
         ({"data.mock_data": False, "data.train_data_path": ("0", "a", "1", "b")}, "and 0 is not"),

@@ -13,7 +13,7 @@ FAMILIES = (llama.FAMILY, gpt2.FAMILY)
 
 
 def family_of_run(config: RunConfig) -> tuple[HFFamily, list[str]]:
-    """Return the family closest to a run's model, and what of the model it does not support."""
+    """Return the family closest to a run's model, and the features of the model that it does not support."""
     candidates = [(family, family.unsupported_features(config)) for family in FAMILIES]
     return min(candidates, key=lambda candidate: len(candidate[1]))
 

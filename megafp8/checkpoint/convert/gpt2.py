@@ -53,7 +53,7 @@ def tensor_table(model: ModelConfig, num_tokens: int, num_rows: int) -> list[Ten
 
 
 def unsupported_features(config: RunConfig) -> list[str]:
-    """Return what of a run's model GPT-2 does not support, as text."""
+    """Return the features of a run's model that GPT-2 does not support, as text."""
     model = config.model
     channels = derived.query_projection_size(model)
     checks = (

@@ -60,7 +60,7 @@ def tensor_table(model: ModelConfig, num_tokens: int, num_rows: int) -> list[Ten
 
 
 def unsupported_features(config: RunConfig) -> list[str]:
-    """Return what of a run's model Llama does not support, as text."""
+    """Return the features of a run's model that Llama does not support, as text."""
     model = config.model
     checks = (
         (

@@ -180,7 +180,7 @@ def write_batches(
     """Write safetensors files, with an index if there is more than one.
 
     Args:
-        max_file_bytes: of tensors per file; a larger batch gets a file of its own.
+        max_file_bytes: of tensors per file; a larger batch gets a separate file.
         on_bytes: called with the size of each batch that was made.
 
     Raises:

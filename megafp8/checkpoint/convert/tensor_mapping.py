@@ -26,7 +26,7 @@ class HFFamily:
     Attributes:
         model_type: in config.json.
         architecture: class of its causal language model.
-        unsupported_features: returns what of a run's model the family does not support, as text.
+        unsupported_features: returns the features of a run's model that the family does not support, as text.
         to_hf_config: returns the fields of config.json for a run, except for the vocabulary.
         from_hf_config: returns settings by `section.field`. Fields that it cannot convert become problems.
         tensor_table: returns the tensors, given the number of tokens and the padded number of embedding rows.
@@ -45,7 +45,7 @@ class HFFamily:
 
 
 def unsupported_by_all(config: RunConfig) -> list[str]:
-    """Return what of a run's model no family supports, as text."""
+    """Return the features of a run's model that no family supports, as text."""
     model = config.model
     checks = (
         (model.apply_layernorm_1p, "--apply-layernorm-1p: norm weights there are not stored - 1"),

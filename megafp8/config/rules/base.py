@@ -98,25 +98,25 @@ UNSUPPORTED_SETTINGS: tuple[UnsupportedSetting, ...] = (
     UnsupportedSetting(
         "parallel.ddp_average_in_collective",
         bool,
-        "gradients are summed over the ranks and divided by the number of tokens once; averaging as well would divide "
-        "twice. Remove it",
+        "gradients are summed over the ranks and then divided by the number of tokens; averaging in the collective "
+        "would divide them twice. Remove it",
     ),
     UnsupportedSetting(
         "checkpoint.non_persistent_ckpt_type",
         lambda kind: kind != "global",
-        "on each machine's own disk a checkpoint is lost with one of them, and nothing copies its parts to others. "
-        "Give global and a folder that all ranks share (--non-persistent-global-ckpt-dir)",
+        "a checkpoint on local disks is lost with any of the machines, because its parts are not replicated. Use "
+        "global and a folder shared by all ranks (--non-persistent-global-ckpt-dir)",
     ),
     UnsupportedSetting(
         "data.reset_attention_mask",
         bool,
-        "attention is causal over the whole sequence in every layer, and a mask made by the loader would be ignored. "
-        "Leave it out; --reset-position-ids and --eod-mask-loss work",
+        "attention is always causal over the complete sequence, so a mask from the data loader would be ignored. "
+        "Remove it; --reset-position-ids and --eod-mask-loss are supported",
     ),
     UnsupportedSetting(
         "training.data_parallel_random_init",
         bool,
-        "weights start from their global names and the seed, equal on every data-parallel rank. Remove it",
+        "initial weights depend only on the seed and the parameter names, so data-parallel ranks are equal. Remove it",
     ),
 )
 

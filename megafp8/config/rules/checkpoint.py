@@ -36,7 +36,10 @@ def second_folder_is_used(config: RunConfig, world_size: int) -> Iterator[str]:
     if checkpoint.non_persistent_save_interval is None:
         yield no_effect_without(f"--non-persistent-global-ckpt-dir {second}", "--non-persistent-save-interval")
     elif checkpoint.save is not None and os.path.abspath(second) == os.path.abspath(checkpoint.save):
-        yield f"--non-persistent-global-ckpt-dir {second} is --save, whose checkpoints would be deleted: choose another"
+        yield (
+            f"--non-persistent-global-ckpt-dir {second} is the same folder as --save, so regular checkpoints would be "
+            "deleted: choose another"
+        )
 
 
 def late_saves_end_before_collectives(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -44,9 +47,9 @@ def late_saves_end_before_collectives(config: RunConfig, world_size: int) -> Ite
     timeout_s, collective_s = config.checkpoint.async_save_timeout, 60 * config.parallel.distributed_timeout_minutes
     if config.checkpoint.async_save and timeout_s >= collective_s:
         yield (
-            f"--async-save-timeout {timeout_s} is not below the {collective_s} seconds after which a collective gives "
-            f"up (--distributed-timeout-minutes {config.parallel.distributed_timeout_minutes}): lower the first or "
-            "raise the second"
+            f"--async-save-timeout {timeout_s} must be below the timeout of collectives, {collective_s} seconds "
+            f"(--distributed-timeout-minutes {config.parallel.distributed_timeout_minutes}): lower the first or raise "
+            "the second"
         )
 
 
@@ -55,8 +58,8 @@ def late_saves_end_before_the_run(config: RunConfig, world_size: int) -> Iterato
     timeout_s, limit_s = config.checkpoint.async_save_timeout, config.training.checkpoint_timeout_s
     if config.checkpoint.async_save and 0 < limit_s <= timeout_s:
         yield (
-            f"--async-save-timeout {timeout_s} is not below --checkpoint-timeout-s {limit_s:g}, after which the whole "
-            "run counts as hung: lower the first or raise the second"
+            f"--async-save-timeout {timeout_s} must be below --checkpoint-timeout-s {limit_s:g}, after which the "
+            "watchdog stops the run: lower the first or raise the second"
         )
 
 
@@ -87,7 +90,7 @@ def grace_is_for_signals(config: RunConfig, world_size: int) -> Iterator[str]:
     if training.exit_signal_grace_s is not None and not training.exit_signal_handler:
         yield (
             f"--exit-signal-grace-s {training.exit_signal_grace_s:g} has no effect with --no-exit-signal-handler: a "
-            "signal ends the process at once; remove one"
+            "signal ends the process immediately; remove one"
         )
 
 

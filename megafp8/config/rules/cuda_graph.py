@@ -22,43 +22,49 @@ def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     stochastic = next((each for each in derived.used_recipes(precision) if each.is_stochastic(vars(precision))), None)
     optimizer = derived.fused_adam_obstacle(config)
     checks = (
-        *((rate > 0, f"{flag} {rate}", f"a graph draws no random numbers; give {flag} 0") for flag, rate in dropouts),
-        *((size > 1, f"{flag} {size}", "graphs hold one stage's whole step; give 1") for flag, size in sizes),
+        *(
+            (rate > 0, f"{flag} {rate}", f"dropout is not supported in CUDA graphs; use {flag} 0")
+            for flag, rate in dropouts
+        ),
+        *(
+            (size > 1, f"{flag} {size}", "CUDA graphs do not support pipeline or context parallelism; use 1")
+            for flag, size in sizes
+        ),
         (
             stochastic is not None,
             "" if stochastic is None else stochastic.flag,
-            "its gradients are rounded at random, and a graph draws no random numbers; launch kernel by kernel",
+            "stochastic rounding is not supported in CUDA graphs; use --cuda-graph-impl none",
         ),
         (
             granularity is not None,
             f"--recompute-granularity {granularity}",
-            "recomputing sets the state of random generators; leave it out",
+            "recomputation sets random-number state, which a CUDA graph cannot; remove it",
         ),
         (
             precision.fp8_schedule is not None,
             f"--fp8-schedule {precision.fp8_schedule}",
-            "a graph has one precision; leave it out",
+            "a CUDA graph has a fixed precision; remove it",
         ),
         (
             optimizer is not None,
             str(optimizer),
-            "needs the one-pass optimizer (--use-distributed-optimizer, Adam, FP32 master weights, no loss scale): "
-            "megatron-core's waits for the number of tokens",
+            "CUDA graphs need the one-pass optimizer (--use-distributed-optimizer, Adam, FP32 master weights, no loss "
+            "scale), because megatron-core's optimizer waits for the number of tokens",
         ),
         (
             parallel.tp_comm_overlap,
             "--tp-comm-overlap",
-            "its buffers signal between ranks outside of graphs; leave it out",
+            "user buffers synchronize ranks outside CUDA graphs; remove it",
         ),
         (
             parallel.distributed_backend == "gloo",
             "--distributed-backend gloo",
-            "its collectives pass through the host; leave it out",
+            "Gloo collectives run on the host; remove it",
         ),
         (
             training.micro_batch_size == AUTO,
             "--micro-batch-size auto",
-            "sizes are tried without a graph; find the size first, then give it",
+            "trials of micro-batch sizes run without CUDA graphs; find the size first, then give it as a number",
         ),
     )
     yield from ((flag, reason) for is_there, flag, reason in checks if is_there)

@@ -26,9 +26,12 @@ def data_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
     }
     given = [flag for flag, is_given in sources.items() if is_given]
     if not given:
-        yield "no data: give --data-path or --train-data-path (shards made by preprocess_data), or --mock-data"
+        yield (
+            "no training data: give --data-path or --train-data-path (shards from tools/preprocess_data.py), or "
+            "--mock-data"
+        )
     elif len(given) > 1:
-        yield f"{' and '.join(given)} are given: the data has one source, keep one"
+        yield f"{' and '.join(given)} are given, but only one source of data is supported: keep one"
 
 
 def evaluation_shards_need_training_shards(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -36,7 +39,7 @@ def evaluation_shards_need_training_shards(config: RunConfig, world_size: int) -
     data = config.data
     for flag, shards in (("--valid-data-path", data.valid_data_path), ("--test-data-path", data.test_data_path)):
         if shards and not data.train_data_path:
-            yield f"{flag} goes with --train-data-path; one set of shards is divided with --data-path and --split"
+            yield f"{flag} needs --train-data-path; to divide one set of shards, use --data-path and --split"
 
 
 def split_has_three_parts(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -49,10 +52,13 @@ def split_has_three_parts(config: RunConfig, world_size: int) -> Iterator[str]:
     try:
         shares = derived.split_shares(split)
     except ValueError:
-        yield f"--split {split!r} is not up to three numbers with a sum above 0, such as 969,30,1"
+        yield f"--split {split!r} must be up to three numbers with a sum above 0, such as 969,30,1"
         return
     if not shares[0] and not config.training.skip_train:
-        yield f"--split {split} leaves nothing to train on: the first part is training's"
+        yield (
+            f"--split {split} leaves no training data: the first number is the proportion of the training data and "
+            "must be above 0"
+        )
 
 
 def blends_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -69,7 +75,7 @@ def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[str]
     data, kind = config.data, derived.tokenizer_type(config.data)
     if kind is None:
         fix = "for --mock-data, --tokenizer-type NullTokenizer --vocab-size N" if data.mock_data else "see --help"
-        yield f"--tokenizer-type is missing: what the tokens mean and which ends a document; {fix}"
+        yield f"--tokenizer-type is missing; it defines the vocabulary and the end-of-document token; {fix}"
         return
     needed: dict[str, dict[str, object]] = {
         "GPT2BPETokenizer": {"--vocab-file": data.vocab_file, "--merge-file": data.merge_file},
@@ -87,7 +93,7 @@ def overrides_name_a_field(config: RunConfig, world_size: int) -> Iterator[str]:
     """--override has the form SECTION.FIELD=VALUE. `mcore/overrides.py` checks the field and its type."""
     for override in config.overrides:
         if not _OVERRIDE.fullmatch(override):
-            yield (f"--override {override!r} is not transformer.FIELD=VALUE, ddp.FIELD=VALUE or optimizer.FIELD=VALUE")
+            yield (f"--override {override!r} must be transformer.FIELD=VALUE, ddp.FIELD=VALUE or optimizer.FIELD=VALUE")
 
 
 RULES: tuple[Rule, ...] = (
@@ -110,7 +116,7 @@ def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
         for prefix in prefixes:
             missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
             if missing:
-                yield f"{flag} {prefix}: no file {' and no '.join(missing)}{_prefix_hint(prefix)}"
+                yield f"{flag} {prefix}: no such file: {', '.join(missing)}{_prefix_hint(prefix)}"
 
 
 def _prefix_hint(prefix: str) -> str:
@@ -118,7 +124,7 @@ def _prefix_hint(prefix: str) -> str:
     if prefix.endswith((".bin", ".idx")):
         return " (give the prefix, without .bin or .idx)"
     shards = [path.removesuffix(".idx") for path in sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))]
-    return f"; there is {' and '.join(shards)}" if shards else ""
+    return f"; did you mean {' or '.join(shards)}?" if shards else ""
 
 
 def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -136,7 +142,7 @@ def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[st
         if not os.path.exists(path):
             yield f"{flag} {path}: no such file"
         elif not os.access(path, os.R_OK):
-            yield f"{flag} {path}: this user may not read it"
+            yield f"{flag} {path}: permission denied"
 
 
 def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -147,8 +153,8 @@ def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterato
             yield f"--load {checkpoint.load}: no such folder"
         elif os.path.abspath(checkpoint.load) != os.path.abspath(checkpoint.save):
             yield (
-                f"--load {checkpoint.load}: no such folder, and it is not --save {checkpoint.save} either, so there "
-                "will never be anything to resume"
+                f"--load {checkpoint.load}: no such folder, and it differs from --save {checkpoint.save}, so the run "
+                "could never resume from it"
             )
     if checkpoint.pretrained_checkpoint is not None and not os.path.isdir(checkpoint.pretrained_checkpoint):
         yield f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint}: no such folder"
@@ -175,13 +181,13 @@ def write_problem(path: str) -> str:
     if not path:
         return "the name is empty"
     if "://" in path:
-        return "only folders of this machine's file systems can be written"
+        return "only folders in a local or mounted file system are supported"
     absolute = Path(path).absolute()
     nearest = next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
     if not nearest.is_dir():
         return f"{nearest} is not a folder"
     if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"this user may not write to {nearest}"
+        return f"no write permission for {nearest}"
     return ""
 
 

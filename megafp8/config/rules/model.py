@@ -28,7 +28,7 @@ def shape_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
     }
     missing = [flag for flag, value in required.items() if value is None]
     if missing:
-        yield f"the model has no {' and no '.join(missing)}: give them, or a shape by name with --model-preset"
+        yield f"{', '.join(missing)}: missing; give them, or choose a named shape with --model-preset"
 
 
 def heads_divide_hidden_size(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -41,7 +41,7 @@ def heads_divide_hidden_size(config: RunConfig, world_size: int) -> Iterator[str
     if hidden % heads:
         yield (
             f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: use --hidden-size "
-            f"{derived.round_up(hidden, heads)}, or give the width of a head with --kv-channels"
+            f"{derived.round_up(hidden, heads)}, or set the channels per head with --kv-channels"
         )
 
 
@@ -71,7 +71,7 @@ def mlp_has_width(config: RunConfig, world_size: int) -> Iterator[str]:
     """The default width with SwiGLU is rounded down to a multiple of 64, which is 0 for very small models."""
     hidden = config.model.hidden_size
     if all_positive(hidden) and derived.ffn_hidden_size(config.model) == 0:
-        yield f"--hidden-size {hidden} with --swiglu derives an MLP of width 0: give --ffn-hidden-size"
+        yield f"--hidden-size {hidden} with --swiglu results in an MLP of hidden size 0: give --ffn-hidden-size"
 
 
 def positions_reach_the_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -118,8 +118,8 @@ def rotated_channels_are_pairs(config: RunConfig, world_size: int) -> Iterator[s
     rotated = int(channels * model.rotary_percent)
     if channels > 0 and (rotated < 2 or rotated % 2):
         yield (
-            f"--rotary-percent {model.rotary_percent:g} of a head's {channels} channels is {rotated}, which is no "
-            "number of pairs: change it, or the width of a head with --kv-channels"
+            f"--rotary-percent {model.rotary_percent:g} of a head's {channels} channels is {rotated}, but rotary "
+            "embedding needs an even number of at least 2: change --rotary-percent or --kv-channels"
         )
 
 
@@ -169,9 +169,8 @@ def tensor_ranks_divide_the_model(config: RunConfig, world_size: int) -> Iterato
         assert size is not None
         if size % tp:
             yield (
-                f"{flag} {size} does not divide over --tensor-model-parallel-size {tp} "
-                f"({size} / {tp} = {size / tp:.4g}): use {flag} {derived.round_up(size, tp)}, or fewer "
-                "tensor-parallel ranks"
+                f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp} ({size} / {tp} = "
+                f"{size / tp:.4g}): use {flag} {derived.round_up(size, tp)}, or fewer tensor-parallel ranks"
             )
 
 
@@ -180,9 +179,8 @@ def stages_divide_the_layers(config: RunConfig, world_size: int) -> Iterator[str
     layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     if all_positive(layers, pp) and layers is not None and layers % pp:
         yield (
-            f"--num-layers {layers} does not divide over --pipeline-model-parallel-size {pp} "
-            f"({layers} / {pp} = {layers / pp:.4g}): use {derived.round_up(layers, pp)} layers, or another number of "
-            "stages"
+            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp} ({layers} / {pp} = "
+            f"{layers / pp:.4g}): use {derived.round_up(layers, pp)} layers, or another number of stages"
         )
 
 
@@ -193,7 +191,7 @@ def one_spelling_of_virtual_stages(config: RunConfig, world_size: int) -> Iterat
     if per_stage is not None and chunks is not None:
         yield (
             f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank {chunks} "
-            "say the same thing in two ways: keep one"
+            "are two ways to set the same value: keep one"
         )
 
 
@@ -210,7 +208,7 @@ def virtual_stages_divide_the_layers(config: RunConfig, world_size: int) -> Iter
         if divisor is not None and divisor > 0 and (layers // pp) % divisor:
             yield (
                 f"{flag} {divisor} does not divide the {layers} / {pp} = {layers // pp} layers of a pipeline rank: use "
-                "a divisor"
+                f"a divisor of {layers // pp}"
             )
 
 
@@ -232,9 +230,9 @@ def interleaving_needs_a_pipeline(config: RunConfig, world_size: int) -> Iterato
         micro, dp = config.training.micro_batch_size, derived.data_parallel_size(config, world_size)
         assert micro is not None
         yield (
-            f"the interleaved schedule takes microbatches in rounds of --pipeline-model-parallel-size {pp}, and a "
-            f"step has {derived.global_batch_size(config, world_size)} / ({micro} x {dp}) = {count}: use "
-            f"--global-batch-size {derived.round_up(count, pp) * micro * dp}"
+            "the interleaved schedule needs a number of microbatches per step that is a multiple of "
+            f"--pipeline-model-parallel-size {pp}, not {derived.global_batch_size(config, world_size)} / ({micro} x "
+            f"{dp}) = {count}: use --global-batch-size {derived.round_up(count, pp) * micro * dp}"
         )
 
 
@@ -251,8 +249,8 @@ def sequence_divides(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     elif parallel.sequence_parallel and (seq // cp) % tp:
         yield (
-            f"--sequence-parallel splits {seq} / {cp} = {seq // cp} tokens over --tensor-model-parallel-size {tp}, "
-            f"which does not divide them: use --seq-length {derived.round_up(seq, 2 * cp * tp if cp > 1 else tp)}"
+            f"--sequence-parallel: {seq} / {cp} = {seq // cp} tokens are not divisible by --tensor-model-parallel-size "
+            f"{tp}: use --seq-length {derived.round_up(seq, 2 * cp * tp if cp > 1 else tp)}"
         )
 
 
@@ -265,8 +263,8 @@ def context_exchange_divides_heads(config: RunConfig, world_size: int) -> Iterat
     groups = derived.num_query_groups(config.model)
     if groups % (tp * cp):
         yield (
-            f"--cp-comm-type a2a spreads key/value heads over tensor x context ranks, and {groups} heads do not divide "
-            f"over {tp} x {cp} = {tp * cp}: use --cp-comm-type p2p, or other sizes"
+            f"--cp-comm-type a2a distributes key-value heads over tensor x context ranks, but {groups} heads are not "
+            f"divisible by {tp} x {cp} = {tp * cp}: use --cp-comm-type p2p, or change the parallel sizes"
         )
 
 
@@ -281,7 +279,7 @@ def parameter_gather_overlap_has_its_parts(config: RunConfig, world_size: int) -
     }
     missing = [flag for flag, given in needed.items() if given is False]
     if missing:
-        yield f"--overlap-param-gather needs {' and '.join(missing)} too"
+        yield f"--overlap-param-gather also needs {' and '.join(missing)}"
 
 
 def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -304,19 +302,25 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
         yield "--tp-comm-overlap needs --tensor-model-parallel-size above 1 and --sequence-parallel"
     if precision.use_transformer_engine_op_fuser:
         yield (
-            "--tp-comm-overlap with --use-transformer-engine-op-fuser: communication is overlapped by Transformer "
-            "Engine's layers, not by its fused operations; remove one"
+            "--tp-comm-overlap with --use-transformer-engine-op-fuser: Transformer Engine's fused operations do not "
+            "support the overlap; remove one"
         )
     if precision.precision_map:
-        yield "--tp-comm-overlap with a precision map: its buffers are made for one recipe; leave the overlap out"
+        yield (
+            "--tp-comm-overlap with a precision map: the user buffers support only one recipe; remove "
+            "--tp-comm-overlap or the map"
+        )
     if config.training.micro_batch_size == AUTO:
-        yield "--tp-comm-overlap has buffers of one size: give a number to --micro-batch-size, not auto"
+        yield (
+            "--tp-comm-overlap with --micro-batch-size auto: the user buffers have a fixed size; give a number as "
+            "--micro-batch-size"
+        )
     recipe = derived.quantization_recipe(precision)
     if recipe is not None and not registry.get(recipe).supports_userbuffers:
         known = ", ".join(each.name for each in registry.recipes() if each.supports_userbuffers)
         yield (
-            f"--tp-comm-overlap with {recipe}: Transformer Engine's user buffers send codes of {known}; leave the "
-            "overlap out"
+            f"--tp-comm-overlap with {recipe}: Transformer Engine's user buffers support only {known}; remove "
+            "--tp-comm-overlap"
         )
 
 

@@ -43,11 +43,14 @@ def _cuda_graph_notices(config: RunConfig, implementation: str, world_size: int)
     if derived.uses_cuda_graph(config):
         if world_size > derived.model_parallel_size(config):
             yield (
-                f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks cannot be identified, since a graph "
-                "shows no moment within a step"
+                f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks cannot be identified, because times "
+                "within a graph cannot be measured"
             )
     elif implementation == "transformer_engine" and not any(cuda_graph.cuda_graph_obstacles(config)):
-        yield "steps are launched kernel by kernel, and small layers wait for the host: --cuda-graph-impl local"
+        yield (
+            "steps are launched kernel by kernel, which is slow for small layers; to launch them as a CUDA graph: "
+            "--cuda-graph-impl local"
+        )
 
 
 def _op_fuser_notices(config: RunConfig, implementation: str) -> Iterator[str]:
@@ -55,8 +58,8 @@ def _op_fuser_notices(config: RunConfig, implementation: str) -> Iterator[str]:
         return
     if not uses_op_fuser(config) and uses_op_fuser(with_values(config, {"precision.precision_map": ()})):
         yield (
-            "the MLP runs in Transformer Engine's layers, not in its fused operations (the op fuser), which have one "
-            "recipe: the precision map gives linears of an MLP another"
+            "the MLP uses Transformer Engine's layers instead of its fused operations (the op fuser), which support a "
+            "single recipe: the precision map sets another recipe for a linear layer of the MLP"
         )
 
 
@@ -72,17 +75,17 @@ def _recipe_notices(config: RunConfig) -> Iterator[str]:
     if derived.is_stateful(precision) and precision.fp8_margin < 0:
         yield (
             f"--fp8-margin {precision.fp8_margin} multiplies scales by {2**-precision.fp8_margin}: values above "
-            f"1/{2**-precision.fp8_margin} of the amax saturate; 0 uses the whole range of the format"
+            f"1/{2**-precision.fp8_margin} of the amax saturate; --fp8-margin 0 uses the full range of the format"
         )
     if precision.fp8_format == "hybrid" and chosen.default_format == "e4m3":
-        yield f"--fp8-format hybrid makes gradients E5M2 under {recipe} too, where E4M3 is usual: --fp8-format e4m3"
+        yield f"--fp8-format hybrid quantizes gradients to E5M2; {recipe} usually uses E4M3: --fp8-format e4m3"
     history = (precision.fp8_amax_history_len, precision.fp8_amax_compute_algo)
     is_delayed = precision.fp8_format is not None and chosen.is_stateful
     if is_delayed and history == MEGATRON_HISTORY:
         length, algorithm = TRANSFORMER_ENGINE_HISTORY
         yield (
-            f"{recipe} takes scales from the most recent amax, which is Megatron-LM's default; Transformer Engine's is "
-            f"--fp8-amax-history-len {length} --fp8-amax-compute-algo {algorithm}"
+            f"{recipe} computes scales from the most recent amax, Megatron-LM's default; Transformer Engine's default "
+            f"is --fp8-amax-history-len {length} --fp8-amax-compute-algo {algorithm}"
         )
 
 
@@ -96,23 +99,23 @@ def warmup_notices(config: RunConfig, world_size: int) -> Iterator[str]:
     if length <= warmup < schedule:
         last = start + (peak - start) * (length - batch) / warmup
         yield (
-            f"the warm-up of {warmup / batch:g} steps is not shorter than the run of {length / batch:g}: the learning "
-            f"rate only reaches {last:.3g} of --lr {peak:g}; a full run takes a lower --lr-warmup-iters, "
-            "--lr-warmup-samples or --lr-warmup-fraction, or trains longer"
+            f"the warmup of {warmup / batch:g} steps is not shorter than the run of {length / batch:g} steps: the "
+            f"learning rate only reaches {last:.3g}, below --lr {peak:g}; lower --lr-warmup-iters, --lr-warmup-samples "
+            "or --lr-warmup-fraction, or train longer"
         )
 
 
 def _unused_setting_notices(config: RunConfig, implementation: str) -> Iterator[str]:
     parallel, data = config.parallel, config.data
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        yield "--sequence-parallel has nothing to split: --tensor-model-parallel-size is 1"
+        yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
     if data.tokenizer_type != "TikTokenizer":
         for flag, value in (
             ("--tiktoken-pattern", data.tiktoken_pattern),
             ("--tiktoken-num-special-tokens", data.tiktoken_num_special_tokens),
         ):
             if value is not None:
-                yield f"{flag} {value} is for TikTokenizer: {data.tokenizer_type} has its own"
+                yield f"{flag} {value} has no effect: it is for TikTokenizer, not {data.tokenizer_type}"
     fixed = config.optimizer.loss_scale
     if fixed is not None or not config.precision.fp16:
         reason = "only --fp16 has a dynamic loss scale" if fixed is None else f"--loss-scale {fixed:g} is fixed"
@@ -120,6 +123,9 @@ def _unused_setting_notices(config: RunConfig, implementation: str) -> Iterator[
             setting = settings_by_name()[f"optimizer.{name}"]
             value = value_of(config, setting.name)
             if value != setting.default:
-                yield f"{setting.flags[0]} {value:g}: {reason}"
+                yield f"{setting.flags[0]} {value:g} has no effect: {reason}"
     if parallel.cp_comm_type != "p2p" and implementation != "transformer_engine" and parallel.context_parallel_size > 1:
-        yield f"--cp-comm-type {parallel.cp_comm_type}: the {implementation} layers gather keys and values (allgather)"
+        yield (
+            f"--cp-comm-type {parallel.cp_comm_type} has no effect: the {implementation} layers always all-gather keys "
+            "and values"
+        )

@@ -48,7 +48,10 @@ def schedule_is_counted_like_the_run(config: RunConfig, world_size: int) -> Iter
     for flag, value in (in_steps if by_samples else in_samples).items():
         if value is not None:
             other = flag.replace("-iters", "-samples") if by_samples else flag.replace("-samples", "-iters")
-            yield f"{flag} {value} with {length}: the run is counted otherwise; use {other}"
+            yield (
+                f"{flag} {value} with {length}: use {other}, because the length of the run and the schedule need the "
+                "same unit"
+            )
 
 
 def warmup_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -73,7 +76,7 @@ def warmup_ends_within_the_schedule(config: RunConfig, world_size: int) -> Itera
     if warmup >= steps:
         batch = derived.global_batch_size(config, world_size)
         yield (
-            f"the warm-up of {warmup:g} samples ({warmup / batch:g} steps) is not shorter than the schedule of {steps} "
+            f"the warmup of {warmup:g} samples ({warmup / batch:g} steps) is not shorter than the schedule of {steps} "
             f"samples ({steps / batch:g} steps): lower --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction, "
             "or make the schedule longer"
         )
@@ -95,8 +98,8 @@ def wsd_has_its_decay(config: RunConfig, world_size: int) -> Iterator[str]:
     decay = None if steps is None else derived.lr_wsd_decay_samples(config, world_size)
     if steps is not None and decay is not None and decay + derived.lr_warmup_samples(config, world_size) > steps:
         yield (
-            f"WSD's decay of {decay} samples and the warm-up of {derived.lr_warmup_samples(config, world_size):g} are "
-            f"more than the schedule of {steps}: lower --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            f"WSD's decay of {decay} samples and the warmup of {derived.lr_warmup_samples(config, world_size):g} "
+            f"samples exceed the schedule of {steps} samples: lower --lr-wsd-decay-iters or --lr-wsd-decay-samples"
         )
 
 
@@ -113,7 +116,7 @@ def weight_decay_has_its_ends(config: RunConfig, world_size: int) -> Iterator[st
     elif start is None or end is None:
         yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
     elif end < start:
-        yield f"--end-weight-decay {end:g} is below --start-weight-decay {start:g}: weight decay can only rise"
+        yield f"--end-weight-decay {end:g} is below --start-weight-decay {start:g}: weight decay can only increase"
 
 
 def fixed_loss_scale_has_a_scaler(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -135,17 +138,14 @@ def dynamic_loss_scale_can_move(config: RunConfig, world_size: int) -> Iterator[
             f"{optimizer.initial_loss_scale:g}: lower it"
         )
     if optimizer.loss_scale_window % 1:
-        yield (
-            f"--loss-scale-window {optimizer.loss_scale_window:g} is no whole number of steps, and would never be "
-            "reached: round it"
-        )
+        yield (f"--loss-scale-window {optimizer.loss_scale_window:g} must be an integer number of steps: round it")
 
 
 def sharded_state_is_adams(config: RunConfig, world_size: int) -> Iterator[str]:
     """megatron-core's distributed optimizer can shard and save the state of Adam only."""
     name = config.optimizer.optimizer
     if config.parallel.use_distributed_optimizer and name != "adam":
-        yield f"--use-distributed-optimizer is for --optimizer adam, not {name}: leave one of them out"
+        yield f"--use-distributed-optimizer supports only --optimizer adam, not {name}: remove one of them"
 
 
 def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -162,13 +162,13 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
         yield from flags_without_effect(is_given, "--use-precision-aware-optimizer")
         return
     if optimizer.optimizer != "adam":
-        yield f"--use-precision-aware-optimizer is for --optimizer adam, not {optimizer.optimizer}"
+        yield f"--use-precision-aware-optimizer supports only --optimizer adam, not {optimizer.optimizer}"
     if config.parallel.use_distributed_optimizer is False:
         yield "--use-precision-aware-optimizer needs --use-distributed-optimizer"
     if optimizer.main_grads_dtype == "bf16" and not config.precision.grad_reduce_in_bf16:
         yield (
-            "--main-grads-dtype bf16: the optimizer reads the gradients that are reduced, and those are FP32; give "
-            "--grad-reduce-in-bf16 too"
+            "--main-grads-dtype bf16: the optimizer reads the reduced gradients, which are FP32; also give "
+            "--grad-reduce-in-bf16"
         )
 
 

@@ -61,7 +61,7 @@ def recipe_settings_need_their_recipe(config: RunConfig, world_size: int) -> Ite
     used = precision_map.used_recipes(config.precision)
     for recipe in (recipe for recipe in registry.recipes("fp8") if recipe.name not in used):
         for flag in (flag for name in recipe.setting_names for flag in non_default_flags(config, name)):
-            yield f"{flag} belongs to {recipe.flag}, not {chosen}: remove it, or change the recipe"
+            yield f"{flag} is an option of {recipe.flag}, not of {chosen}: remove it, or change the recipe"
 
 
 def non_default_flags(config: RunConfig, name: str) -> Iterator[str]:
@@ -79,9 +79,9 @@ def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> It
 
 
 def fp8_weights_need_masters(config: RunConfig, world_size: int) -> Iterator[str]:
-    """FP8 weights are cast from FP32 master weights, which exist only beside BF16 weights."""
+    """FP8 weights are cast from FP32 master weights, which exist only with BF16 weights."""
     if config.precision.fp8_param_gather and derived.params_dtype(config.precision) == "fp32":
-        yield "--fp8-param-gather needs --bf16: FP32 weights are their own master weights and stay as they are"
+        yield "--fp8-param-gather needs --bf16: without it, the weights are FP32 and have no separate master weights"
 
 
 def low_formats_need_quantizing_layers(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -153,12 +153,12 @@ def split_rope_obstacles(config: RunConfig) -> Iterator[str]:
     if not config.precision.apply_rope_fusion:
         yield f"{flag} with --no-rope-fusion: remove one"
     if model.qk_layernorm or model.rotary_interleaved or model.rotary_percent != 1.0:
-        yield f"{flag} is for heads rotated whole: not with --qk-layernorm, --rotary-interleaved or --rotary-percent"
+        yield f"{flag} does not support --qk-layernorm, --rotary-interleaved or --rotary-percent below 1"
     if has_shape(config) and (size := derived.kv_channels(model)) & (size - 1):
-        yield f"{flag} is for heads whose size is a power of two, not {size}"
+        yield f"{flag} needs a power of two as the channels per head, not {size}"
     groups, tp = derived.num_query_groups(model) if has_shape(config) else 0, config.parallel.tensor_model_parallel_size
     if 0 < groups < tp:
-        yield f"{flag} with {groups} query groups over {tp} tensor-parallel ranks: every rank needs a group"
+        yield f"{flag} with {groups} query groups over {tp} tensor-parallel ranks: every rank needs at least one group"
 
 
 def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -173,15 +173,14 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
     name = derived.quantization_recipe(precision)
     recipe = None if name is None else registry.get(name)
     if recipe is None or recipe.te_quantizer is None:
-        yield no_effect_without(flag, f"--fp8-recipe {' or '.join(recipes_that_fuse_swiglu())}")
+        yield no_effect_without(flag, f"--fp8-recipe {' or '.join(registry.with_fused_swiglu())}")
     elif not recipe.fuses_swiglu and name not in requested_triton_cast_recipes(config):
         yield no_effect_without(f"{flag} with {recipe.flag}", "--quantize-kernels triton")
     if config.model.swiglu and not swiglu_has_tiles(config):
         fc2 = model_shapes.gemm_dimensions(config)[-1]
         yield (
-            f"{flag} takes {TILE_LENGTH} tokens and channels at a time, and a rank's SwiGLU makes {fc2.rows} x "
-            f"{fc2.in_features}: choose --seq-length, --micro-batch-size and --ffn-hidden-size for multiples, or "
-            "remove it"
+            f"{flag} needs multiples of {TILE_LENGTH} tokens and channels per rank, but SwiGLU's output is {fc2.rows} "
+            f"x {fc2.in_features}: change --seq-length, --micro-batch-size or --ffn-hidden-size, or remove it"
         )
 
 
@@ -195,18 +194,13 @@ def residual_fusion_has_its_norm(config: RunConfig, world_size: int) -> Iterator
     if config.model.normalization != "RMSNorm":
         yield no_effect_without(flag, "--normalization RMSNorm")
     if derived.recompute_granularity(config.training) is not None:
-        yield f"{flag} takes the MLP's input from its forward pass, and recomputation runs that twice: remove one"
-
-
-def recipes_that_fuse_swiglu() -> tuple[str, ...]:
-    """Names of the recipes for which the Triton SwiGLU can quantize whichever kernels cast the other operands."""
-    return tuple(recipe.name for recipe in registry.recipes() if recipe.fuses_swiglu)
+        yield f"{flag} does not support activation recomputation, which runs the MLP's forward pass twice: remove one"
 
 
 def has_swiglu_quantization_kernel(config: RunConfig) -> bool:
     """Whether the Triton SwiGLU can quantize its output for the run's recipe."""
     name = derived.quantization_recipe(config.precision)
-    return name in (*recipes_that_fuse_swiglu(), *triton_cast_recipes(config))
+    return name in (*registry.with_fused_swiglu(), *triton_cast_recipes(config))
 
 
 def swiglu_has_tiles(config: RunConfig) -> bool:
@@ -226,8 +220,8 @@ def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int)
         yield no_effect_without(flag, f"--fp8-recipe {' or '.join(registry.with_triton_casts())}")
     elif has_gemm_dimensions(config) and (tokens := model_shapes.rows_per_rank(config)) % TILE_LENGTH:
         yield (
-            f"{flag} takes {TILE_LENGTH} tokens at a time, and a rank quantizes {tokens} of a microbatch: choose "
-            "--seq-length and --micro-batch-size for a multiple, or remove it"
+            f"{flag} needs a multiple of {TILE_LENGTH} tokens per rank and microbatch, not {tokens}: change "
+            "--seq-length or --micro-batch-size, or remove it"
         )
 
 
@@ -309,8 +303,8 @@ def layout_independent_scales_need_complete_blocks(config: RunConfig, world_size
     is_split = derived.model_parallel_size(config) > 1
     for recipe in (recipe for recipe in recipes if recipe.has_whole_dimensions and is_split):
         yield (
-            f"--fp8-amax-reduction all: {precision_map.recipe_source(precision, recipe.name)} has scales of whole rows "
-            "and columns, of which each rank has a part, so that scales depend on the layout; give "
+            f"--fp8-amax-reduction all: {precision_map.recipe_source(precision, recipe.name)} has one scale per row or "
+            "column, and each rank has only a part of a row or column, so scales would depend on the layout; use "
             "--fp8-amax-reduction te"
         )
     blocks = {recipe.name: recipe.block_length for recipe in recipes if recipe.block_length}
@@ -332,8 +326,8 @@ def layout_independent_scales_need_complete_blocks(config: RunConfig, world_size
     for what, size in parts.items():
         if size % length:
             yield (
-                f"--fp8-amax-reduction all: {source} has blocks of {length}, and {what} are {size:g}, so that scales "
-                "would depend on the layout; choose multiples, or give --fp8-amax-reduction te"
+                f"--fp8-amax-reduction all: {source} has blocks of {length}, and {what} are {size:g}, so scales would "
+                f"depend on the layout; use multiples of {length}, or --fp8-amax-reduction te"
             )
 
 

@@ -34,12 +34,12 @@ def high_precision_is_that_of_the_weights(config: RunConfig, world_size: int) ->
     fix = {"bf16": "give bf16", "fp32": "give fp32, or --bf16 for the run", "fp16": "remove it, or give --bf16"}[dtype]
     for source, entry in precision_map.entries_with_source(config.precision):
         if entry.recipe in precision_map.HIGH_PRECISION_DTYPES and entry.recipe != dtype:
-            yield f"{source}: the weights of this run are {dtype}: {fix}"
+            yield f"{source}: the weights of this run are {dtype}; {fix}"
     for phase in precision_schedule(config):
         if phase.precision in precision_map.HIGH_PRECISION_DTYPES and phase.precision != dtype:
             yield (
                 f"--fp8-schedule {config.precision.fp8_schedule}: {phase.precision}, but the weights of this run are "
-                f"{dtype}: {fix}"
+                f"{dtype}; {fix}"
             )
 
 
@@ -52,8 +52,8 @@ def delayed_scales_have_one_format(config: RunConfig, world_size: int) -> Iterat
         formats = sorted({str(choice.format) for choice in stateful})
         if len(formats) > 1:
             yield (
-                f"the precision map gives {name} delayed scaling in {' and '.join(formats)}: an operand has one scale "
-                "for both; give its GEMMs one format"
+                f"the precision map gives {name} delayed scaling in {' and '.join(formats)}, but an operand has a "
+                "single scale: use the same format for all its GEMMs"
             )
 
 
@@ -72,7 +72,7 @@ def schedule_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
         if word not in families:
             yield no_effect_without(f"{word} in {flag}", f"--{word}-format")
     if not any(phase.is_quantized for phase in phases):
-        yield f"{flag} never is in FP8: remove it, and --fp8-format"
+        yield f"{flag} has no quantized phase: remove it, and --fp8-format"
 
 
 def schedule_ends_within_the_run(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -84,8 +84,8 @@ def schedule_ends_within_the_run(config: RunConfig, world_size: int) -> Iterator
     for phase in precision_schedule(config)[:-1]:
         if phase.last_step is not None and phase.last_step >= num_steps:
             yield (
-                f"--fp8-schedule {config.precision.fp8_schedule}: the run ends at step {num_steps}, and nothing comes "
-                f"after {phase.precision}:{phase.last_step}"
+                f"--fp8-schedule {config.precision.fp8_schedule}: the run ends at step {num_steps}, so no phase after "
+                f"{phase.precision}:{phase.last_step} is reached"
             )
 
 
@@ -106,16 +106,16 @@ def weights_in_fp8_have_one_form(config: RunConfig, world_size: int) -> Iterator
         return
     if precision.fp8_schedule is not None:
         yield (
-            f"--fp8-param-gather with --fp8-schedule {precision.fp8_schedule}: steps in high precision need weights in "
-            "high precision; remove one"
+            f"--fp8-param-gather with --fp8-schedule {precision.fp8_schedule}: high-precision phases need "
+            "high-precision weights; remove one"
         )
     if not all_positive(config.model.num_layers):
         return
     for name, chosen in precision_map.resolve(config.model, precision).items():
         if name != precision_map.OUTPUT_LAYER and chosen.fprop != chosen.dgrad:
             yield (
-                f"--fp8-param-gather: the precision map gives {name} one recipe for fprop and another for dgrad, and "
-                "its weight has codes of one; give both the same, or remove the flag"
+                f"--fp8-param-gather: the precision map gives {name} one recipe for fprop and another for dgrad, but "
+                "an FP8 weight is stored in one recipe; use the same for both, or remove the flag"
             )
 
 
@@ -130,22 +130,27 @@ def fp8_attention_is_supported(config: RunConfig, world_size: int) -> Iterator[s
     if not registry.get(precision.fp8_recipe).supports_fp8_attention:
         known = " or ".join(recipe.flag for recipe in registry.recipes() if recipe.supports_fp8_attention)
         yield (
-            f"{flag} with --fp8-recipe {precision.fp8_recipe}: on Hopper Transformer Engine has it for delayed scaling "
-            f"alone; give {known}, or remove it"
+            f"{flag} with --fp8-recipe {precision.fp8_recipe}: Transformer Engine does not support FP8 attention with "
+            f"this recipe; use {known}, or remove it"
         )
     if precision.attention_backend not in ("auto", "fused"):
-        yield f"{flag} with --attention-backend {precision.attention_backend}: only fused attention has FP8; give fused"
+        yield (
+            f"{flag} with --attention-backend {precision.attention_backend}: only fused attention supports FP8; use "
+            "--attention-backend fused"
+        )
     if "core_attn" in derived.recompute_modules(config.training):
         yield (
-            f"{flag} with --recompute-modules core_attn: megatron-core would compute it again outside of the recipe: "
-            "recompute other modules, or give --recompute-granularity full"
+            f"{flag} with --recompute-modules core_attn: megatron-core would recompute attention without FP8; "
+            "recompute other modules, or use --recompute-granularity full"
         )
     untried = (
         (model.attention_dropout, f"--attention-dropout {model.attention_dropout}", "give --attention-dropout 0"),
         (parallel.context_parallel_size > 1, f"--context-parallel-size {parallel.context_parallel_size}", "remove one"),
         (model.window_size is not None, f"--window-size {model.window_size}", "remove one"),
     )
-    yield from (f"{flag} with {other}: this was not tried; {fix}" for is_given, other, fix in untried if is_given)
+    yield from (
+        f"{flag} with {other}: this combination is untested; {fix}" for is_given, other, fix in untried if is_given
+    )
 
 
 RULES: tuple[Rule, ...] = (

@@ -16,7 +16,7 @@ def full_recompute_says_which_layers(config: RunConfig, world_size: int) -> Iter
     if training.recompute_granularity != "full":
         return
     if training.recompute_activations:
-        yield "--recompute-activations means selective and --recompute-granularity says full: keep one"
+        yield "--recompute-activations (selective) contradicts --recompute-granularity full: keep one"
     needed = {
         "--recompute-method": training.recompute_method,
         "--recompute-num-layers": training.recompute_num_layers,
@@ -60,15 +60,15 @@ def delayed_scaling_excludes_norm_recompute(config: RunConfig, world_size: int) 
     name = derived.quantization_recipe(config.precision)
     recipe = None if name is None else registry.get(name)
     if recipe and recipe.is_stateful and "layernorm" in derived.recompute_modules(config.training):
-        yield f"--recompute-modules layernorm does not go with {recipe.flag}: leave layernorm out"
+        yield f"--recompute-modules layernorm is not supported with {recipe.flag}: remove layernorm"
 
 
 def mlp_recompute_excludes_biases(config: RunConfig, world_size: int) -> Iterator[str]:
     """megatron-core's recomputed MLP returns its bias unchanged, and its backward pass then recurses infinitely."""
     if config.model.add_bias_linear and "mlp" in derived.recompute_modules(config.training):
         yield (
-            "--recompute-modules mlp does not go with biases in the linears: leave mlp out, "
-            "or give --disable-bias-linear"
+            "--recompute-modules mlp is not supported with biases in linear layers: remove mlp, or give "
+            "--disable-bias-linear"
         )
 
 
@@ -81,11 +81,14 @@ def saved_activations_have_ranks_to_spread_over(config: RunConfig, world_size: i
         yield no_effect_without("--distribute-saved-activations", "--recompute-granularity full")
     if parallel.tensor_model_parallel_size == 1:
         yield (
-            "--distribute-saved-activations spreads over tensor-parallel ranks and there is one: remove it, "
-            "or use --tensor-model-parallel-size 2 or more"
+            "--distribute-saved-activations needs more than one tensor-parallel rank: remove it, or use "
+            "--tensor-model-parallel-size 2 or more"
         )
     if parallel.sequence_parallel:
-        yield "--distribute-saved-activations with --sequence-parallel, which spreads them already: remove the former"
+        yield (
+            "--distribute-saved-activations with --sequence-parallel, which already shards saved activations: remove "
+            "the former"
+        )
 
 
 RULES: tuple[Rule, ...] = (

@@ -36,7 +36,10 @@ def patterns_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every pattern of --fp8-log-layers matches a linear that has statistics."""
     num_layers, patterns = config.model.num_layers, derived.log_layer_patterns(config.logging)
     if not patterns:
-        yield f"--fp8-log-layers {config.logging.fp8_log_layers!r} names nothing: leave it out to look at all linears"
+        yield (
+            f"--fp8-log-layers {config.logging.fp8_log_layers!r} contains no pattern: remove it to record all linear "
+            "layers"
+        )
     if num_layers is None or not all_positive(num_layers):
         return
     for pattern in patterns:
@@ -55,24 +58,30 @@ def missing_statistics_problems(config: RunConfig, pattern: str) -> Iterator[str
     if any(precision_map.matches_pattern(name, pattern) for name in observable):
         return
     if not observable:
-        yield f"--fp8-log-interval {config.logging.fp8_log_interval}: the run's recipes quantize no linear; remove it"
+        yield (
+            f"--fp8-log-interval {config.logging.fp8_log_interval}: no linear layer of this run is quantized; remove it"
+        )
     elif precision_map.is_quantized(config.precision):
         yield (
-            f"{flag} names linears in high precision alone, at which nobody looks: quantized are {observable[0]} to "
-            f"{observable[-1]}, {len(observable)} linears; name some of those, or give these a recipe by --precision"
+            f"{flag} matches only linear layers in high precision, which have no statistics; choose some of the "
+            f"{len(observable)} quantized ones, {observable[0]} to {observable[-1]}, or set a recipe for these with "
+            "--precision"
         )
     elif derived.what_if_recipes(config.logging):
-        yield f"{flag}: in high precision recipes are tried on the layers' linears alone; name some of layers.*"
+        yield (
+            f"{flag}: in a high-precision run, --fp8-what-if covers only the linear layers of transformer layers; "
+            "choose some of layers.*"
+        )
 
 
 def tried_recipes_can_be_tried(config: RunConfig, world_size: int) -> Iterator[str]:
     """Recipes of --fp8-what-if exist, are given once, and support the GEMM dimensions."""
     recipes, known = derived.what_if_recipes(config.logging), [recipe.name for recipe in registry.stateless()]
     if config.logging.fp8_what_if is not None and not recipes:
-        yield f"--fp8-what-if {config.logging.fp8_what_if!r} names no recipe: give some of {', '.join(known)}"
+        yield f"--fp8-what-if {config.logging.fp8_what_if!r} contains no recipe: choose from {', '.join(known)}"
     for recipe in dict.fromkeys(recipes):
         if recipe not in known:
-            yield f"--fp8-what-if {recipe}: can try {', '.join(known)}"
+            yield f"--fp8-what-if {recipe}: not available; choose from {', '.join(known)}"
         elif has_gemm_dimensions(config):
             yield from (
                 f"--fp8-what-if {recipe}: {problem}"
@@ -96,8 +105,8 @@ def fused_operations_have_no_statistics(config: RunConfig, world_size: int) -> I
     """Transformer Engine's op fuser does not expose the operands of the MLP."""
     if config.logging.fp8_log_interval is not None and config.precision.use_transformer_engine_op_fuser:
         yield (
-            f"--fp8-log-interval {config.logging.fp8_log_interval} with --use-transformer-engine-op-fuser: the fused "
-            "MLP shows nobody its operands; remove one"
+            f"--fp8-log-interval {config.logging.fp8_log_interval} with --use-transformer-engine-op-fuser: fused "
+            "operations do not expose the MLP's operands; remove one"
         )
 
 

@@ -19,11 +19,11 @@ def batch_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
     """The micro-batch size and the sequence length have no default."""
     if config.training.micro_batch_size is None:
         yield (
-            "--micro-batch-size is missing: sequences in one forward pass of one rank; 1 always fits best, auto finds "
-            "the fastest that fits"
+            "--micro-batch-size is missing: sequences per forward pass of a rank; 1 needs the least memory, auto finds "
+            "the fastest size that fits"
         )
     if config.data.seq_length is None:
-        yield "--seq-length is missing: tokens in one training sequence"
+        yield "--seq-length is missing: tokens per training sequence"
 
 
 def global_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -52,9 +52,9 @@ def automatic_size_divides_a_given_batch(config: RunConfig, world_size: int) -> 
             yield no_effect_without(effect, "--micro-batch-size auto")
         return
     if training.global_batch_size is None:
-        yield "--micro-batch-size auto keeps to --global-batch-size, which is missing: sequences in one optimizer step"
+        yield "--micro-batch-size auto needs --global-batch-size, which is missing: sequences per optimizer step"
     if training.skip_train:
-        yield "--micro-batch-size auto tries training steps, and --skip-train makes none: give a number"
+        yield "--micro-batch-size auto runs trial training steps, which --skip-train excludes: give a number"
 
 
 def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -70,13 +70,16 @@ def samples_fill_a_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     """--train-samples is at least one global batch."""
     samples, batch = config.training.train_samples, batch_size(config, world_size)
     if all_positive(samples) and samples is not None and batch is not None and samples < batch:
-        yield f"--train-samples {samples} do not fill one global batch of {batch}: use at least {batch}"
+        yield f"--train-samples {samples} is less than one global batch of {batch}: use at least {batch}"
 
 
 def garbage_interval_needs_manual_collection(config: RunConfig, world_size: int) -> Iterator[str]:
     """--manual-gc-interval needs --manual-gc."""
     if config.training.manual_gc_interval > 0 and not config.training.manual_gc:
-        yield f"--manual-gc-interval {config.training.manual_gc_interval} has no effect without --manual-gc: add it"
+        yield (
+            f"--manual-gc-interval {config.training.manual_gc_interval} has no effect without --manual-gc: add "
+            "--manual-gc"
+        )
 
 
 BATCH_RULES: tuple[Rule, ...] = (
@@ -176,7 +179,10 @@ def profiled_ranks_exist(config: RunConfig, world_size: int) -> Iterator[str]:
     """--profile-ranks are ranks of the run."""
     outside = [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]
     if outside and config.logging.profile:
-        yield f"--profile-ranks {' '.join(map(str, outside))}: the ranks of this run are 0 to {world_size - 1}"
+        yield (
+            f"--profile-ranks {' '.join(map(str, outside))}: no such rank; the ranks of this run are 0 to "
+            f"{world_size - 1}"
+        )
 
 
 def profile_ends_after_it_starts(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -185,7 +191,7 @@ def profile_ends_after_it_starts(config: RunConfig, world_size: int) -> Iterator
     if logging.profile and logging.profile_step_end <= logging.profile_step_start:
         yield (
             f"--profile-step-end {logging.profile_step_end} must be above --profile-step-start "
-            f"{logging.profile_step_start}: the end is the step after the last profiled one"
+            f"{logging.profile_step_start}: the end step itself is not profiled"
         )
 
 
@@ -210,8 +216,8 @@ def skipping_spikes_has_a_limit(config: RunConfig, world_size: int) -> Iterator[
     """--spike-policy skip needs a limit of consecutive skipped updates."""
     if config.training.spike_policy == "skip" and config.training.max_skipped_steps == 0:
         yield (
-            "--spike-policy skip with --max-skipped-steps 0 may skip no step: give how many in a row, for example "
-            "--max-skipped-steps 10"
+            "--spike-policy skip with --max-skipped-steps 0 could not skip any step: set the maximum number of "
+            "consecutive skipped steps, for example --max-skipped-steps 10"
         )
 
 
@@ -233,8 +239,8 @@ def spikes_are_detectable(config: RunConfig, world_size: int) -> Iterator[str]:
     training = config.training
     if training.spike_policy != "off" and training.spike_min_steps > training.spike_window:
         yield (
-            f"--spike-min-steps {training.spike_min_steps} is above --spike-window {training.spike_window}: no step "
-            "would ever be a spike"
+            f"--spike-min-steps {training.spike_min_steps} is above --spike-window {training.spike_window}: spikes "
+            "could never be detected; lower --spike-min-steps"
         )
 
 
@@ -244,15 +250,15 @@ def rollback_has_somewhere_to_go(config: RunConfig, world_size: int) -> Iterator
     if config.training.spike_policy != "rollback":
         return
     if checkpoint.save is None or checkpoint.save_interval is None:
-        yield "--spike-policy rollback goes back to a checkpoint of this run: give --save and --save-interval"
+        yield "--spike-policy rollback needs checkpoints of this run: give --save and --save-interval"
     elif checkpoint.finetune or checkpoint.load is None or Path(checkpoint.load) != Path(checkpoint.save):
         yield (
-            f"--spike-policy rollback takes every checkpoint in --save {checkpoint.save} for this run's: give --load "
-            f"{checkpoint.save} and no --finetune (--pretrained-checkpoint gives weights to start from)"
+            "--spike-policy rollback needs a --save folder with checkpoints of this run only: give --load "
+            f"{checkpoint.save} without --finetune (to start from other weights, use --pretrained-checkpoint)"
         )
     for flag, given in (("--no-save-optim", checkpoint.no_save_optim), ("--no-save-rng", checkpoint.no_save_rng)):
         if given:
-            yield f"--spike-policy rollback resumes from a checkpoint, which {flag} makes incomplete: remove one"
+            yield f"--spike-policy rollback needs complete checkpoints, which {flag} excludes: remove one"
 
 
 SKIPPED_UPDATE_RULES: tuple[Rule, ...] = (

@@ -13,153 +13,168 @@ from megafp8.recipes.base import FP4_FORMATS, FP8_FORMATS
 class PrecisionConfig:
     """Number formats."""
 
-    bf16: bool = setting(False, "BF16 weights and activations with FP32 master weights")
-    fp16: bool = setting(False, "FP16 weights and activations with loss scaling")
+    bf16: bool = setting(False, "train in BF16 with FP32 master weights")
+    fp16: bool = setting(False, "train in FP16 with FP32 master weights and loss scaling")
     fp8_format: Optional[str] = setting(
         None,
-        "FP8 in the linears: e4m3 for all tensors, hybrid: e4m3 forward and e5m2 gradients, e5m2 for all tensors "
-        "(emulated only: Transformer Engine has no such format)",
+        "train linear layers in FP8; e4m3: all tensors, hybrid: E4M3 for inputs and weights, E5M2 for output "
+        "gradients, e5m2: all tensors (emulated only)",
         choices=FP8_FORMATS,
     )
     fp8_recipe: str = setting(
-        registry.DEFAULT_FP8, "how FP8 scales are found", choices=functools.partial(registry.names, "fp8")
+        registry.DEFAULT_FP8,
+        "FP8 recipe: granularity and computation of the scales",
+        choices=functools.partial(registry.names, "fp8"),
     )
-    fp4_format: Optional[str] = setting(None, "FP4 in the linears: e2m1 for all tensors", choices=FP4_FORMATS)
+    fp4_format: Optional[str] = setting(None, "train linear layers in FP4; e2m1: all tensors", choices=FP4_FORMATS)
     fp4_recipe: str = setting(
-        registry.DEFAULT_FP4, "how FP4 scales are found", choices=functools.partial(registry.names, "fp4")
+        registry.DEFAULT_FP4,
+        "FP4 recipe: granularity and computation of the scales",
+        choices=functools.partial(registry.names, "fp4"),
     )
     fp4_hadamard: bool = setting(
-        True, "nvfp4: Hadamard-transform the operands of the weight gradient", off=("--no-fp4-hadamard",)
+        True, "apply a Hadamard transform to the operands of the wgrad GEMM", off=("--no-fp4-hadamard",)
     )
     fp4_stochastic_rounding: bool = setting(
-        True, "nvfp4: round gradients stochastically", off=("--no-fp4-stochastic-rounding",)
+        True, "round output gradients stochastically", off=("--no-fp4-stochastic-rounding",)
     )
     fp4_2d_weights: bool = setting(
-        True, "nvfp4: 16 x 16 blocks for weights, the same values forward and backward", off=("--no-fp4-2d-weights",)
+        True,
+        "quantize weights in square blocks, so that forward and backward passes use the same values",
+        off=("--no-fp4-2d-weights",),
     )
-    fp8_margin: int = setting(0, "delayed: scale is divided by 2^margin")
-    fp8_amax_history_len: int = setting(1, "delayed: steps of amax history")
-    fp8_amax_compute_algo: str = setting(
-        "most_recent", "delayed: amax from the history", choices=("most_recent", "max")
-    )
+    fp8_margin: int = setting(0, "divide quantization scales by 2^margin")
+    fp8_amax_history_len: int = setting(1, "length of the amax history, in steps")
+    fp8_amax_compute_algo: str = setting("most_recent", "amax to use from the history", choices=("most_recent", "max"))
     fp8_delayed_start: str = setting(
         "calibrated",
-        "delayed: scales of the first step. calibrated = from the first batch, which runs forward and backward before "
-        "the first step without an update; te = all 1, as Transformer Engine starts",
+        "scales of the first step; calibrated: from an extra forward and backward pass of the first batch without an "
+        "update, te: all 1, as in Transformer Engine",
         choices=("calibrated", "te"),
     )
     tp_only_amax_red: bool = setting(
-        False, "delayed: reduce amaxes over tensor- and context-parallel ranks only, not over data-parallel ones"
+        False, "reduce amaxes over tensor- and context-parallel ranks only, not over data-parallel ranks"
     )
-    fp8_wgrad: bool = setting(True, "weight gradient GEMM in FP8", off=("--no-fp8-wgrad", "--disable-fp8-wgrad"))
+    fp8_wgrad: bool = setting(True, "compute the wgrad GEMM in FP8", off=("--no-fp8-wgrad", "--disable-fp8-wgrad"))
     fp8_param_gather: bool = setting(
         False,
-        "keep the linears' weights as FP8 codes and scales, without a BF16 copy, and gather those: half the "
-        "bytes; emulated with tensorwise, delayed and blockwise",
+        "store and all-gather the weights of linear layers as FP8 codes and scales, without a BF16 copy (emulated: "
+        f"{', '.join(registry.with_param_gather())})",
     )
-    fp8_power_2_scale: bool = setting(False, "tensorwise: round scales down to powers of two")
+    fp8_power_2_scale: bool = setting(False, "with emulated layers, round scales down to powers of two")
     fp8_block_scaling_fp32_scales: bool = setting(
         False,
-        "blockwise: FP32 scales instead of powers of two (emulated; in Transformer Engine the environment "
-        "variable NVTE_FP8_BLOCK_SCALING_FP32_SCALES does it)",
+        "with emulated layers, use FP32 scales instead of powers of two; for Transformer Engine, set the environment "
+        "variable NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1",
     )
     fp8_amax_reduction: str = setting(
         "te",
-        "emulated amax reduction over tensor-parallel ranks: te = where Transformer Engine reduces, "
-        "all = every operand, so that scales do not depend on the layout",
+        "amax reduction over tensor-parallel ranks with emulated layers; te: the operands that Transformer Engine "
+        "reduces, all: every operand, so that scales do not depend on the layout",
         choices=("te", "all"),
     )
-    first_last_layers_bf16: bool = setting(False, "keep the first and last layers in high precision")
-    num_layers_at_start_in_bf16: int = setting(1, "layers at the start, with --first-last-layers-bf16")
-    num_layers_at_end_in_bf16: int = setting(1, "layers at the end, with --first-last-layers-bf16")
+    first_last_layers_bf16: bool = setting(False, "keep the first and last transformer layers in high precision")
+    num_layers_at_start_in_bf16: int = setting(1, "first layers in high precision with --first-last-layers-bf16")
+    num_layers_at_end_in_bf16: int = setting(1, "last layers in high precision with --first-last-layers-bf16")
     precision_map: tuple[str, ...] = setting(
         (),
-        "recipes by linear and GEMM: PATTERN[:GEMMS]=RECIPE[/FORMAT], for example '*.linear_fc2=blockwise' "
-        "'layers.20-23.*:dgrad,wgrad=bf16' output_layer=mxfp8; adds up, later entries win (see docs/precision.md)",
+        "recipe of linear layers or of some of their GEMMs: PATTERN[:GEMMS]=RECIPE[/FORMAT], for example "
+        "'layers.20-23.*:dgrad,wgrad=bf16'; repeatable, later entries take precedence (see docs/precision.md)",
         flags=("--precision",),
         many=True,
         metavar="ENTRY",
     )
     fp8_schedule: Optional[str] = setting(
         None,
-        "steps in FP8 and steps in high precision, each stretch with its last step: bf16:100,fp8:900,bf16",
-        metavar="STRETCHES",
+        "alternating phases in FP8 and high precision, each with its last step: bf16:100,fp8:900,bf16",
+        metavar="PHASES",
     )
     transformer_impl: str = setting(
         "auto",
-        "layer implementation: transformer_engine (CUDA), emulated (any device; FP8 by emulation), local "
-        "(megatron-core's own layers, no FP8), auto = transformer_engine where it has the recipe, else emulated",
+        "layer implementation; transformer_engine: CUDA only, emulated: emulated FP8 and FP4 on any device, local: "
+        "megatron-core's layers without FP8, auto: transformer_engine if it supports the recipe on this GPU, else "
+        "emulated",
         choices=("auto", "transformer_engine", "emulated", "local"),
     )
     emulation: bool = setting(
-        True, "emulate a recipe that the device does not have; without, that is an error", off=("--no-emulation",)
+        True,
+        "emulate recipes that the device does not support (without emulation, they are an error)",
+        off=("--no-emulation",),
     )
     attention_backend: str = setting(
-        "auto", "attention kernels", choices=("auto", "flash", "fused", "unfused", "local", "sdpa")
+        "auto", "attention implementation", choices=("auto", "flash", "fused", "unfused", "local", "sdpa")
     )
     cross_entropy_loss_fusion: Optional[bool] = setting(
         None,
-        "fused cross entropy; default Transformer Engine's with its layers, else none",
+        "use a fused cross-entropy loss; default with Transformer Engine's layers",
         flags=("--cross-entropy-loss-fusion",),
         off=("--no-cross-entropy-loss-fusion",),
     )
     cross_entropy_fusion_impl: Optional[str] = setting(
         None,
-        "which fused cross entropy; default native with --cross-entropy-loss-fusion",
+        "implementation of the fused cross-entropy loss; default native with --cross-entropy-loss-fusion",
         choices=("native", "te"),
     )
     gradient_accumulation_fusion: bool = setting(
         True,
-        "accumulate weight gradients inside the GEMM where the layer can",
+        "accumulate weight gradients in the wgrad GEMM where the layer supports it",
         off=("--no-gradient-accumulation-fusion",),
     )
     gradient_overwrite: bool = setting(
         True,
-        "a step's first weight gradients overwrite their buffers instead of being added to zeros "
-        "(Transformer Engine's linears, without pipeline stages)",
+        "overwrite gradient buffers in the first microbatch instead of zeroing and accumulating (Transformer Engine's "
+        "layers without pipeline parallelism)",
         off=("--no-gradient-overwrite",),
     )
     fp8_dot_product_attention: bool = setting(
-        False, "both products of attention in FP8, too, under delayed scaling (Transformer Engine's layers, cuDNN)"
+        False,
+        "compute both attention GEMMs in FP8 (Transformer Engine's layers with cuDNN; "
+        f"{', '.join(registry.with_fp8_attention())} only)",
     )
-    masked_softmax_fusion: bool = setting(True, "fused masked softmax (CUDA)", off=("--no-masked-softmax-fusion",))
-    bias_swiglu_fusion: bool = setting(True, "fused bias and SwiGLU", off=("--no-bias-swiglu-fusion",))
-    bias_gelu_fusion: bool = setting(True, "fused bias and GELU", off=("--no-bias-gelu-fusion",))
-    bias_dropout_fusion: bool = setting(True, "fused bias, dropout and residual add", off=("--no-bias-dropout-fusion",))
-    apply_rope_fusion: bool = setting(True, "fused rotary embedding (CUDA)", off=("--no-rope-fusion",))
+    masked_softmax_fusion: bool = setting(
+        True, "use the fused masked softmax (CUDA)", off=("--no-masked-softmax-fusion",)
+    )
+    bias_swiglu_fusion: bool = setting(True, "fuse bias and SwiGLU", off=("--no-bias-swiglu-fusion",))
+    bias_gelu_fusion: bool = setting(True, "fuse bias and GELU", off=("--no-bias-gelu-fusion",))
+    bias_dropout_fusion: bool = setting(
+        True, "fuse bias, dropout and residual addition", off=("--no-bias-dropout-fusion",)
+    )
+    apply_rope_fusion: bool = setting(True, "use the fused rotary embedding (CUDA)", off=("--no-rope-fusion",))
     split_rope_fusion: Optional[bool] = setting(
         None,
-        "one kernel splits queries, keys and values and rotates them; default where Transformer Engine's layers "
-        "rotate whole heads",
+        "split queries, keys and values and apply the rotary embedding in one kernel; default with Transformer "
+        "Engine's layers at --rotary-percent 1",
         flags=("--split-rope-fusion",),
         off=("--no-split-rope-fusion",),
     )
     swiglu_quantize_fusion: Optional[bool] = setting(
         None,
-        "SwiGLU writes both FP8 copies of its result by kernels of ours (delayed, blockwise, and tensorwise "
-        "where these quantize it, see --quantize-kernels); default with fused operations",
+        f"compute SwiGLU and quantize its output in one megafp8 kernel ({', '.join(registry.with_fused_swiglu())}; "
+        f"{', '.join(registry.with_triton_casts())} with --quantize-kernels triton); default with fused operations",
         flags=("--swiglu-quantize-fusion",),
         off=("--no-swiglu-quantize-fusion",),
     )
     quantize_kernels: Optional[str] = setting(
         None,
-        "who quantizes activations and gradients in Transformer Engine's layers, tensorwise, delayed and "
-        "blockwise: its kernels (te), or ours to the same bytes; default triton for blockwise and in graphs, else te",
+        "kernels that quantize activations and gradients in Transformer Engine's layers "
+        f"({', '.join(registry.with_triton_casts())}); te: Transformer Engine's, triton: megafp8's, with bitwise "
+        "equal results; default: the faster one",
         choices=("te", "triton"),
     )
     residual_norm_fusion: bool = setting(
         False,
-        "with fused operations: the kernel of the MLP's RMSNorm adds the residual's gradient to its own, which "
-        "rounds their sum once instead of twice",
+        "with fused operations, add the residual's gradient in the backward kernel of the MLP's RMSNorm; the sum is "
+        "rounded once instead of twice",
     )
     use_transformer_engine_op_fuser: Optional[bool] = setting(
         None,
-        "Transformer Engine's fused operations for the MLP; default where they are known to train as its layers",
+        "use Transformer Engine's fused operations for the MLP; default where tests show the same results as its "
+        "layers",
         flags=("--use-transformer-engine-op-fuser",),
         off=("--no-use-transformer-engine-op-fuser",),
     )
     accumulate_allreduce_grads_in_fp32: bool = setting(
-        False, "FP32 gradient buffers and reduction; with --bf16 they are FP32 unless --grad-reduce-in-bf16"
+        False, "accumulate and reduce gradients in FP32; default with --bf16, unless --grad-reduce-in-bf16"
     )
     grad_reduce_in_bf16: bool = setting(False, "reduce gradients in BF16")
-    deterministic_mode: bool = setting(False, "only kernels that give the same bits every time")
+    deterministic_mode: bool = setting(False, "use only deterministic kernels, so that runs are bitwise reproducible")

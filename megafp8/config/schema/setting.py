@@ -27,7 +27,8 @@ def setting(
 
     Args:
         default: value without the flag.
-        help: one line for `--help`, with the unit.
+        help: one line for `--help`, with the unit. With `off` and without `flags` it starts with a verb, because
+            `--help` shows "do not" before it.
         flags: flags that set the field, or that set a boolean to True. Empty means `--` and the field's name with
             dashes, unless `off` is given.
         off: flags that set a boolean to False, for example `--disable-bias-linear`.

@@ -81,8 +81,8 @@ def stdlib_documents(folder: Path, *, max_bytes: int, seed: int) -> Iterator[Doc
         yield Document(text, relative.as_posix())
     if total_bytes == 0:
         raise DataError(
-            f"No Python module was found in {folder} that fits into {max_bytes} bytes. "
-            "Is the standard library installed as .py files? Otherwise raise --max-bytes."
+            f"No Python module was found in {folder} with at most {max_bytes} bytes. Is the standard library installed "
+            "as .py files? Otherwise raise --max-bytes."
         )
 
 
@@ -95,7 +95,7 @@ def write_stdlib_corpus(
 
     Args:
         path: the JSONL file.
-        folder: where to look for modules; None: the running interpreter's standard library.
+        folder: where to search for modules; None: the running interpreter's standard library.
         max_bytes: limit on the bytes of UTF-8 text.
         seed: seed of the order of the documents.
 

@@ -54,7 +54,7 @@ def read_texts(sources: Sequence[InputSource], key: str) -> Iterator[str]:
                     raise DataError(f"{source.path} {source.record_name} {number + 1}: {reason}.")
                 yield from documents.columns[0]
         except DamagedFileError as error:
-            raise DataError(f"{source.path} is damaged: {error}. Fetch or compress the file again.") from error
+            raise DataError(f"{source.path} is damaged: {error}. Download or compress the file again.") from error
 
 
 def read_documents(
@@ -175,7 +175,7 @@ def _text_under_key(document: dict[str, Any], key: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"the value of {key!r} is not Unicode: half of a surrogate pair, \\u{ord(text[error.start]):04x}, at "
+            f"the value of {key!r} is not valid Unicode: an unpaired surrogate, \\u{ord(text[error.start]):04x}, at "
             f"character {error.start}"
         ) from error
     return text
@@ -195,4 +195,4 @@ def _decode(content: bytes) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         context = content[max(error.start - MAX_SHOWN // 2, 0) : error.start + MAX_SHOWN // 2]
-        raise DataError(f"it is not UTF-8: {error.reason} at byte {error.start}, in {context!r}") from error
+        raise DataError(f"it is not valid UTF-8: {error.reason} at byte {error.start}, in {context!r}") from error

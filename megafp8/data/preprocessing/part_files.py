@@ -1,4 +1,4 @@
-"""Part files: the tokens of finished parts, kept beside the output until the shards are complete.
+"""Part files: the tokens of finished parts, kept next to the output until the shards are complete.
 
 `PREFIX.parts/` holds `job.json`, which identifies the job, and for each part
 
@@ -81,7 +81,7 @@ class PartFolder:
                 if time.monotonic() > deadline:
                     stream.close()
                     raise DataError(
-                        f"Another job writes to {self.path}. Wait for it, or choose another --output-prefix."
+                        f"Another job is writing to {self.path}. Wait for it, or choose another --output-prefix."
                     ) from error
                 time.sleep(0.1)
             except OSError:  # a file system without locks
@@ -131,7 +131,7 @@ class PartFolder:
         return any(path.name != "job.json" for path in self.path.glob("*.json"))
 
     def clear(self) -> None:
-        """Delete all parts. The job's description goes first, so that a partial folder is not taken for a job's."""
+        """Delete all parts, the job's description first, so that no partial folder seems valid."""
         (self.path / "job.json").unlink(missing_ok=True)
         for path in self.path.iterdir():
             if path.name != "lock":

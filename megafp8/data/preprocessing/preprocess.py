@@ -158,14 +158,14 @@ class _JobRun:
                 self._make_parts(worker, units, assembly)
                 if assembly.num_tokens == 0:
                     self.folder.clear()
-                    skipped = f", {assembly.num_skipped} records were skipped" if assembly.num_skipped else ""
-                    raise DataError(f"--input holds no text: {len(self.sources)} files, 0 tokens{skipped}.")
+                    skipped = f", {assembly.num_skipped} records skipped" if assembly.num_skipped else ""
+                    raise DataError(f"--input has no text: {len(self.sources)} files, 0 tokens{skipped}.")
                 return self._publish(choice, assembly)
         except EncoderMismatchError as error:
             if self.job.encoder == GIGATOKEN:
                 raise CapabilityError(f"--encoder gigatoken cannot be used: {error}") from error
             self.folder.clear()
-            refused = f"gigatoken is not used, and all is done again: {error}"
+            refused = f"gigatoken is not used, and the job starts over: {error}"
             self.folder.save_job({"job": self.description, "refused": refused})
             return self._make_shards()
 
@@ -185,8 +185,8 @@ class _JobRun:
             found = saved.get("job", {})
             other = [name.replace("_", " ") for name, value in self.description.items() if found.get(name) != value]
             raise DataError(
-                f"{self.folder.path} holds an unfinished job with other {' and '.join(other)}. Run that again to "
-                "finish it, choose another --output-prefix, or --overwrite to drop it."
+                f"{self.folder.path} has an unfinished job with different {' and '.join(other)}. Run that command "
+                "again to finish it, choose another --output-prefix, or use --overwrite to discard it."
             )
         self.folder.clear()
         return {"job": self.description, "refused": ""}
@@ -230,8 +230,8 @@ class _JobRun:
                     assembly.end_stream(result.stream_name, result.num_parts)
         except WorkerDiedError as error:
             raise DataError(
-                f"A tokenizer process died: {error}. The machine may be out of memory; fewer --workers than {workers} "
-                "take less. What is done is kept: the same command resumes."
+                f"A tokenizer process died: {error}. The machine may be out of memory; use fewer --workers than "
+                f"{workers}. Finished parts are kept: the same command resumes the job."
             ) from error
 
     def _publish(self, choice: EncoderChoice, assembly: ShardAssembly) -> PreprocessSummary:
@@ -273,7 +273,7 @@ class _JobRun:
             difference = self._describe_difference(prefix, manifest)
             if difference or manifest is None:
                 raise DataError(
-                    f"{prefix} is there already, but {difference}. Choose another --output-prefix, or --overwrite."
+                    f"{prefix} already exists, but {difference}. Choose another --output-prefix, or use --overwrite."
                 )
             shards.append((prefix, manifest))
         # With shards for only some of the keys, keys were added: all are made again.
@@ -283,10 +283,10 @@ class _JobRun:
         """Say how a shard differs from what the job asks for; an empty text if it does not."""
         tokenizer, sources = self.description["tokenizer"], self.description["sources"]
         if manifest is None:
-            return f"without the manifest {manifest_path(prefix)} that says from what"
+            return f"without its manifest {manifest_path(prefix)}"
         if manifest.tokenizer != tokenizer:
             found = "an unknown one" if manifest.tokenizer is None else describe_tokenizer(manifest.tokenizer)
-            return f"with the tokenizer {found}, now asked for is {describe_tokenizer(tokenizer)}"
+            return f"with the tokenizer {found} instead of {describe_tokenizer(tokenizer)}"
         if manifest.append_eod != self.job.append_eod:
             return f"{'with' if manifest.append_eod else 'without'} --append-eod"
         if manifest.num_skipped and not self.job.skip_bad:
@@ -295,13 +295,13 @@ class _JobRun:
         for name, (path, expected) in files.items():
             num_bytes = path.stat().st_size if path.exists() else 0
             if num_bytes != expected:
-                return f"its {name} file {path} is {num_bytes} bytes long instead of {expected}"
+                return f"its {name} file {path} has {num_bytes} bytes instead of {expected}"
         if len(manifest.sources) != len(sources):
-            return f"from {len(manifest.sources)} input files, now {len(sources)}"
+            return f"from {len(manifest.sources)} input files instead of {len(sources)}"
         for before, now in zip(manifest.sources, sources, strict=True):
             # Paths are not compared, since the folder may have moved. Nor are the hashes that older versions wrote.
             if any(before.get(name) != now.get(name) for name in ("bytes", "mtime_ns", "separator", "fingerprint")):
-                return f"from {_describe_source(before)}, now {_describe_source(now)}"
+                return f"from {_describe_source(before)} instead of {_describe_source(now)}"
         return ""
 
 

@@ -157,8 +157,8 @@ def _read_document(source: InputSource, content: _Content) -> bytes:
     text = content.read(source.max_document_bytes + 1)
     if len(text) > source.max_document_bytes:
         raise DataError(
-            f"{source.path} is one document of more than {source.max_document_bytes} bytes. Say what separates its "
-            "documents, --text-separator '\\n', or raise --max-document-bytes."
+            f"{source.path} is one document of more than {source.max_document_bytes} bytes. Set the separator of "
+            "documents, for example --text-separator '\\n', or raise --max-document-bytes."
         )
     content.read(1)  # makes the decompressor verify the checksum at the end
     return text
@@ -228,6 +228,6 @@ def _split(
 
 def _too_long(source: InputSource) -> DataError:
     return DataError(
-        f"{source.path} has a {source.record_name} of more than {source.max_document_bytes} bytes. If that is right, "
-        "raise --max-document-bytes; it is held in memory several times."
+        f"{source.path} has a {source.record_name} of more than {source.max_document_bytes} bytes. If this is correct, "
+        "raise --max-document-bytes; memory holds several copies of a document."
     )

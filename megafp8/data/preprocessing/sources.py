@@ -101,7 +101,7 @@ def find_sources(
             text file that is one document of more than `max_document_bytes`. All problems are in one error.
     """
     if text_separator == "":
-        raise DataError("--text-separator is empty. Leave it out when each text file is one document.")
+        raise DataError("--text-separator is empty. Remove it if each text file is one document.")
     sources: list[InputSource] = []
     found: set[str] = set()
     problems: list[str] = []
@@ -109,19 +109,19 @@ def find_sources(
         matches, left_out = _find_files(name)
         if left_out:
             on_notice(
-                f"--input {name}: left out {len(left_out)} files that tokenizers or preprocessing wrote, such as "
-                f"{left_out[0]}; name a file itself to read it"
+                f"--input {name}: ignored {len(left_out)} files written by tokenizers or preprocessing, such as "
+                f"{left_out[0]}; to read such a file, give its path"
             )
         if not matches:
-            kinds = f" of a known kind: {KNOWN_SUFFIXES}" if Path(name).is_dir() else ""
-            problems.append(f"--input {name}: there is no such file{kinds}.")
+            kinds = f" of a supported type: {KNOWN_SUFFIXES}" if Path(name).is_dir() else ""
+            problems.append(f"--input {name}: no such file{kinds}.")
         repeated = [path for path in matches if os.path.realpath(path) in found]
         found.update(map(os.path.realpath, matches))
         if repeated:
             more = f" and {len(repeated) - 1} more" if len(repeated) > 1 else ""
             problems.append(
-                f"--input {name}: {repeated[0]}{more} was named before, and its text would be taken twice. For text "
-                "that is to be seen more often, give a shard of its own a larger weight in --data-path."
+                f"--input {name}: {repeated[0]}{more} is given twice. To train on some text more often, give its shard "
+                "a larger weight in --data-path."
             )
         for path in matches:
             try:
@@ -169,12 +169,12 @@ def _find_files(name: str) -> tuple[list[Path], list[Path]]:
 
 
 def _is_tool_output(path: Path) -> bool:
-    """Whether a file's name, or a file beside it, shows that a tokenizer or a preprocessing job wrote it."""
+    """Whether a file's name, or a file next to it, shows that a tokenizer or a preprocessing job wrote it."""
     return (
         path.name in TOKENIZER_FILES
         or path.name.endswith(TOOL_OUTPUT_SUFFIXES)
         or path.parent.suffix == ".parts"
-        # The record of `tokenizer_training`: PREFIX.json beside PREFIX.model, or training.json in the folder.
+        # The record of `tokenizer_training`: PREFIX.json next to PREFIX.model, or training.json in the folder.
         or (path.name == "training.json" and path.with_name("tokenizer.json").exists())
         or (path.suffix == ".json" and path.with_suffix(".model").exists())
     )
@@ -192,7 +192,7 @@ def _build_source(path: Path, text_separator: Optional[str], max_document_bytes:
         raise DataError(f"{problem}. Rename the file.")
     found = _kind_of(path.name)
     if found is None:
-        raise DataError(f"its kind follows from its name, and the known kinds are {KNOWN_SUFFIXES}.")
+        raise DataError(f"unsupported file type; supported suffixes are {KNOWN_SUFFIXES}.")
     kind, compression = found
     delimiter = b"\n" if kind == JSONL else None
     if kind == TEXT and text_separator is not None:
@@ -201,8 +201,8 @@ def _build_source(path: Path, text_separator: Optional[str], max_document_bytes:
     if kind == TEXT and delimiter is None and status.st_size > max_document_bytes:
         raise DataError(
             f"it has {status.st_size} bytes, and without --text-separator a text file is one document (of at most "
-            f"{max_document_bytes} bytes). Say what separates its documents, --text-separator '\\n', or raise "
-            "--max-document-bytes."
+            f"{max_document_bytes} bytes). Set the separator of documents, for example --text-separator '\\n', or "
+            "raise --max-document-bytes."
         )
     if compression == ".zst":
         import_zstd(str(path))

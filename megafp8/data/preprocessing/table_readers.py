@@ -73,7 +73,7 @@ def read_rows(source: InputSource, keys: Sequence[str], start: int, stop: int) -
 
 
 def table_end(source: InputSource) -> int:
-    """Return the `stop` with which `read_rows` reads the whole table."""
+    """Return the `stop` with which `read_rows` reads the complete table."""
     return len(_load_dataset(source.path)) if source.kind == DATASET else _open_parquet(source).metadata.num_row_groups
 
 
@@ -116,7 +116,7 @@ def _parquet_tables(source: InputSource, keys: Sequence[str], start: int, stop: 
             num_rows = max(int(BLOCK_BYTES / max(row_bytes, 1)), 1)
             yield from file.iter_batches(num_rows, row_groups=[group], columns=list(keys), use_threads=False)
     except (OSError, _import_pyarrow(source.path).ArrowException) as error:
-        raise DataError(f"{source.path} is damaged ({error}). Fetch the file again.") from error
+        raise DataError(f"{source.path} is damaged ({error}). Download the file again.") from error
 
 
 def _dataset_tables(source: InputSource, keys: Sequence[str], start: int, stop: int) -> Iterator[Any]:
@@ -145,12 +145,14 @@ def _check_columns(source: InputSource, schema: Any, keys: Sequence[str]) -> Non
     for key in keys:
         if key not in schema.names:
             raise DataError(
-                f"{source.path} has no column {key!r}, but {', '.join(map(repr, schema.names))}. Name the right one "
-                "with --json-keys."
+                f"{source.path} has no column {key!r}; its columns are {', '.join(map(repr, schema.names))}. Choose "
+                "one with --json-keys."
             )
         kind = str(schema.field(key).type)
         if kind not in ("string", "large_string", "string_view"):
-            raise DataError(f"{source.path}: the column {key!r} holds {kind}, not text. Name another with --json-keys.")
+            raise DataError(
+                f"{source.path}: the column {key!r} contains {kind}, not text. Choose another with --json-keys."
+            )
 
 
 def _open_parquet(source: InputSource) -> Any:
@@ -160,7 +162,7 @@ def _open_parquet(source: InputSource) -> Any:
     try:
         return ParquetFile(source.path, memory_map=True)
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{source.path} is not a Parquet file, or damaged ({error}).") from error
+        raise DataError(f"{source.path} is not a Parquet file, or is damaged ({error}).") from error
 
 
 def _import_pyarrow(path: str) -> Any:

@@ -87,7 +87,9 @@ def train_sentencepiece(
     if model_path.exists() and not overwrite:
         return _load_finished(model_path, record_path, settings)
     if vocab_size <= NUM_FIXED_PIECES:
-        raise DataError(f"--vocab-size {vocab_size} leaves no room beside the {NUM_FIXED_PIECES} fixed pieces.")
+        raise DataError(
+            f"--vocab-size {vocab_size} must be larger than the number of fixed pieces, {NUM_FIXED_PIECES}."
+        )
 
     texts = _first_texts(sources, json_key, max_text_bytes)
     model = _train_sentencepiece_model(texts, vocab_size, model_type, num_threads)
@@ -138,7 +140,9 @@ def train_byte_bpe(
     if model_path.exists() and not overwrite:
         return _load_finished(model_path, record_path, settings)
     if vocab_size <= NUM_FIXED_BYTE_TOKENS:
-        raise DataError(f"--vocab-size {vocab_size} leaves no room beside the {NUM_FIXED_BYTE_TOKENS} fixed tokens.")
+        raise DataError(
+            f"--vocab-size {vocab_size} must be larger than the number of fixed tokens, {NUM_FIXED_BYTE_TOKENS}."
+        )
 
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -152,7 +156,7 @@ def train_byte_bpe(
     tokenizer.train_from_iterator(_first_texts(sources, json_key, max_text_bytes), trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise DataError(
-            f"Only {tokenizer.get_vocab_size()} tokens could be learned from this text. Give it more text or a smaller "
+            f"Only {tokenizer.get_vocab_size()} tokens could be learned from this text. Use more text, or a smaller "
             f"--vocab-size than {vocab_size}."
         )
     num_verified, _ = check_lossless(
@@ -193,7 +197,7 @@ def check_lossless(
         else:
             start = len(os.path.commonprefix([text, decoded]))
             raise DataError(
-                f"The tokenizer is not lossless: {text[start : start + 40]!r} came back as "
+                f"The tokenizer is not lossless: {text[start : start + 40]!r} was decoded as "
                 f"{decoded[start : start + 40]!r}. No model was written."
             )
     return num_exact, num_lossy
@@ -226,8 +230,8 @@ def _train_sentencepiece_model(texts: Iterator[str], vocab_size: int, model_type
         )
     except (RuntimeError, OSError) as error:
         raise DataError(
-            f"SentencePiece could not train {vocab_size} pieces ({model_type}) on this text: {error} "
-            "Give it more text or another --vocab-size."
+            f"SentencePiece could not train {vocab_size} pieces ({model_type}) on this text: {error} Use more text or "
+            "another --vocab-size."
         ) from error
     return model.getvalue()
 
@@ -283,7 +287,7 @@ def _load_finished(model_path: Path, record_path: Path, settings: dict[str, Any]
         record = {}
     if record.get("settings") != settings or record.get("model_sha256") != file_sha256(model_path):
         raise DataError(
-            f"{model_path} is there already, but not from these settings and inputs (its record is {record_path}). "
-            "Choose another --model-prefix, or --overwrite."
+            f"{model_path} already exists, with different settings or inputs (see {record_path}). Choose another "
+            "--model-prefix, or use --overwrite."
         )
     return TrainingSummary(model_path, record["num_verified_documents"], record["num_lossy_documents"], trained=False)

@@ -4,7 +4,7 @@ Memory of a worker: one batch of texts and their ids (about ten times `Encoder.b
 longest document and the encoder.
 
 `run_tasks` is the process pool. In contrast to concurrent.futures, a task can yield many results, a worker whose parent
-is killed exits by itself because its pipe breaks, and a worker that is killed is an error at once.
+is killed exits because its pipe breaks, and a worker that is killed is an error at once.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class _PartEncoder:
             return
         found = self._worker.sources[source]
         raise DataError(
-            f"{found.path} {found.record_name} {self._count_before(source) + number + 1}: {reason}. "
-            "(--on-bad-document skip leaves out such, and counts them.)"
+            f"{found.path} {found.record_name} {self._count_before(source) + number + 1}: {reason}. (--on-bad-document "
+            "skip skips and counts such records.)"
         )
 
     def reject_rest(self, source: int, number: int, damage: str) -> None:

@@ -77,7 +77,7 @@ def build_tokenizer(data: DataConfig, vocab_size: Optional[int] = None) -> Token
     """
     kind = derived.tokenizer_type(data)
     if kind is None:
-        raise ConfigError("--tokenizer-type is missing. Made-up data (--mock-data) goes with NullTokenizer.")
+        raise ConfigError("--tokenizer-type is missing. With --mock-data, use NullTokenizer.")
 
     def required(flag: str, value: Any) -> Any:
         if value is None:

@@ -57,7 +57,7 @@ ENCODING_SCHEMES = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "gpt4", 
 
 
 class UnsupportedTokenizerError(Exception):
-    """gigatoken is not installed, or does not support this tokenizer. The text says which."""
+    """gigatoken is not installed, or does not support this tokenizer. The text has the reason."""
 
 
 class EncoderMismatchError(Exception):
@@ -126,7 +126,7 @@ def choose_encoder(tokenizer: Tokenizer, requested: str, sample: Callable[[], Se
         if requested == GIGATOKEN:
             raise CapabilityError(f"--encoder gigatoken cannot be used: {error}") from error
         return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, f"gigatoken is not used: {error}")
-    reason = f"it gives the ids of the tokenizer's own library on {len(texts)} texts of this input"
+    reason = f"its ids equal those of the tokenizer's own library on {len(texts)} texts of this input"
     return EncoderChoice(encoder, GIGATOKEN, reason)
 
 
@@ -160,7 +160,9 @@ def encode_documents(
         smallest, largest = int(ids.min()) if ids.dtype.kind == "i" else 0, int(ids.max())
         if smallest < 0 or largest >= vocab_size:
             wrong = smallest if smallest < 0 else largest
-            raise DataError(f"it has the token id {wrong}, but the vocabulary has {vocab_size} (0 to {vocab_size - 1})")
+            raise DataError(
+                f"it has the token id {wrong}, but the vocabulary size is {vocab_size} (0 to {vocab_size - 1})"
+            )
     if eod is None:
         return ids.astype(dtype, copy=False), lengths.astype(np.int32)
     has_tokens = lengths > 0
@@ -285,13 +287,13 @@ def _backend_builder(tokenizer: Tokenizer) -> tuple[Callable[[], Any], int]:
         scheme, ranks = _tiktoken_form(encoding)
         return lambda: _from_ranks(gigatoken, ranks, scheme), min(encoding._mergeable_ranks.values())
     else:
-        raise UnsupportedTokenizerError(f"it has nothing like {type(tokenizer).__name__}")
+        raise UnsupportedTokenizerError(f"it does not support {type(tokenizer).__name__}")
 
     def build() -> Any:
         try:
             return gigatoken.Tokenizer.from_json(form)
         except Exception as error:  # errors of several types, for what it does not support
-            raise UnsupportedTokenizerError(f"it does not know this tokenizer: {_first_line(error)}") from error
+            raise UnsupportedTokenizerError(f"it does not support this tokenizer: {_first_line(error)}") from error
 
     return build, 0
 
@@ -308,7 +310,9 @@ def _sentencepiece_form(processor: Any) -> str:
 
         form = json.loads(sentencepiece_to_tokenizer_json(processor.serialized_model_proto()))
     except Exception as error:  # ImportError with another version; ValueError for what it does not support
-        raise UnsupportedTokenizerError(f"it does not know this SentencePiece model: {_first_line(error)}") from error
+        raise UnsupportedTokenizerError(
+            f"it does not support this SentencePiece model: {_first_line(error)}"
+        ) from error
     pieces = range(processor.get_piece_size())
     kinds = (processor.is_control, processor.is_unknown, processor.is_byte, processor.is_unused)
     not_text = {processor.id_to_piece(piece) for piece in pieces if any(is_kind(piece) for is_kind in kinds)}
@@ -326,7 +330,7 @@ def _tiktoken_form(encoding: Any) -> tuple[str, bytes]:
     """gigatoken's splitting scheme for an encoding, and its ranks, from 0, in the format of a .tiktoken file."""
     scheme = "nemotron" if encoding._pat_str == TIKTOKEN_PATTERNS["v2"] else ENCODING_SCHEMES.get(encoding.name)
     if scheme is None:
-        raise UnsupportedTokenizerError(f"it has no splitting pattern like {encoding._pat_str[:40]}...")
+        raise UnsupportedTokenizerError(f"it does not support the splitting pattern {encoding._pat_str[:40]}...")
     tokens = sorted(encoding._mergeable_ranks, key=encoding._mergeable_ranks.__getitem__)
     return scheme, b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
 
@@ -338,7 +342,7 @@ def _from_ranks(gigatoken: Any, ranks: bytes, scheme: str) -> Any:
         try:
             return gigatoken.Tokenizer.from_tiktoken(file.name, pretokenizer=scheme, special_tokens={})
         except Exception as error:
-            raise UnsupportedTokenizerError(f"it does not know these ranks: {_first_line(error)}") from error
+            raise UnsupportedTokenizerError(f"it does not support these ranks: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -348,7 +352,7 @@ def _first_line(error: Exception) -> str:
 def _describe_difference(tokenizer: Tokenizer, found: list[int], expected: list[int]) -> str:
     start = len(os.path.commonprefix([found, expected]))
     text = tokenizer.detokenize(expected[max(start - 3, 0) : start + 3])
-    return f"near {text!r} it gives the ids {found[start : start + 4]}, the library {expected[start : start + 4]}"
+    return f"near {text!r} its ids are {found[start : start + 4]}, those of the library {expected[start : start + 4]}"
 
 
 def _resident_bytes() -> Optional[int]:

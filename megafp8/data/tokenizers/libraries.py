@@ -83,8 +83,8 @@ class SentencePieceTokenizer(_BaseTokenizer):
         self.eod = self.library_tokenizer.eos_id()
         if self.eod < 0:
             raise DataError(
-                f"--tokenizer-model {path} has no end-of-sentence piece, which marks the end of a document. "
-                "Train it with an eos piece (megafp8 train-tokenizer does)."
+                f"--tokenizer-model {path} has no end-of-sentence piece, which is needed as the end-of-document token. "
+                "Train the tokenizer with an eos piece, as megafp8 train-tokenizer does."
             )
         self._set_identifiers([file_sha256(path)])
 
@@ -127,9 +127,9 @@ class HuggingFaceTokenizer(_TokenizersTokenizer):
         path = Path(model)
         if not path.exists():
             raise DataError(
-                f"--tokenizer-model {model} is neither a tokenizer.json nor a folder with one. A tokenizer of the "
-                f"Hugging Face hub is fetched first: hf download {model} tokenizer.json tokenizer_config.json "
-                "--local-dir FOLDER"
+                f"--tokenizer-model {model} is neither a tokenizer.json nor a folder with one. Download a tokenizer of "
+                f"the Hugging Face Hub first: hf download {model} tokenizer.json tokenizer_config.json --local-dir "
+                "FOLDER"
             )
         path = _existing_file(str(path / "tokenizer.json" if path.is_dir() else path), "--tokenizer-model")
         try:
@@ -154,8 +154,8 @@ class HuggingFaceTokenizer(_TokenizersTokenizer):
                 raise DataError(f"{folder / name} names the eos_token {text!r}, which the tokenizer does not have.")
             return token_id
         raise DataError(
-            f"No eos_token, which marks the end of a document, for the tokenizer in {folder}: put the model's "
-            "tokenizer_config.json beside tokenizer.json."
+            f"The tokenizer in {folder} has no eos_token, which is needed as the end-of-document token: copy the "
+            "model's tokenizer_config.json to the folder of tokenizer.json."
         )
 
 
@@ -183,7 +183,9 @@ class GPT2BPETokenizer(_TokenizersTokenizer):
         self.vocab_size = self._num_ids()
         end_of_text = tokenizer.token_to_id(self.END_OF_TEXT)
         if end_of_text is None:
-            raise DataError(f"--vocab-file {vocab_path} has no {self.END_OF_TEXT}, which marks the end of a document.")
+            raise DataError(
+                f"--vocab-file {vocab_path} has no {self.END_OF_TEXT}, which is needed as the end-of-document token."
+            )
         self.eod = end_of_text
         self._set_identifiers([file_sha256(vocab_path), file_sha256(merge_path)])
 
@@ -201,8 +203,8 @@ class ByteLevelTokenizer(_BaseTokenizer):
     def tokenize(self, text: str) -> list[int]:
         if "\0" in text:
             raise DataError(
-                f"ByteLevelTokenizer takes no text with U+0000 (character {text.index(chr(0))}): the byte 0 ends a "
-                "document"
+                f"ByteLevelTokenizer does not support U+0000 in a text (character {text.index(chr(0))}): byte 0 is the "
+                "end-of-document token"
             )
         return list(text.encode("utf-8"))
 
@@ -221,7 +223,7 @@ class NullTokenizer(_BaseTokenizer):
         try:
             return [int(word) for word in text.split()]
         except ValueError as error:
-            raise DataError(f"NullTokenizer takes text that is token ids separated by spaces: {error}") from error
+            raise DataError(f"NullTokenizer expects token ids separated by spaces: {error}") from error
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in ids)
@@ -258,18 +260,18 @@ class TikTokenizer(_BaseTokenizer):
         self, tiktoken: ModuleType, path: Path, pattern: str, num_special: Optional[int], vocab_size: Optional[int]
     ) -> None:
         if pattern not in TIKTOKEN_PATTERNS:
-            raise ConfigError(f"--tiktoken-pattern {pattern} is unknown; known are {', '.join(TIKTOKEN_PATTERNS)}.")
+            raise ConfigError(f"--tiktoken-pattern {pattern} is unknown; choose from {', '.join(TIKTOKEN_PATTERNS)}.")
         num_special = DEFAULT_NUM_SPECIAL_TOKENS if num_special is None else num_special
         if num_special < len(SPECIAL_TOKENS):
             raise ConfigError(
-                f"--tiktoken-num-special-tokens {num_special} is less than the {len(SPECIAL_TOKENS)} that there are: "
-                f"{' '.join(SPECIAL_TOKENS)}."
+                f"--tiktoken-num-special-tokens {num_special} is less than the number of special tokens, "
+                f"{len(SPECIAL_TOKENS)}: {' '.join(SPECIAL_TOKENS)}."
             )
         self.vocab_size = vocab_size or DEFAULT_VOCAB_SIZE
         num_ranks, ranks = self.vocab_size - num_special, _read_ranks(path)
         if not 256 <= num_ranks <= len(ranks):
             raise DataError(
-                f"--tokenizer-model {path} holds {len(ranks)} ranks, but --vocab-size {self.vocab_size} less "
+                f"--tokenizer-model {path} has {len(ranks)} ranks, but --vocab-size {self.vocab_size} minus "
                 f"{num_special} special tokens needs {num_ranks} (at least 256)."
             )
         special = [*SPECIAL_TOKENS, *(f"<SPECIAL_{number}>" for number in range(len(SPECIAL_TOKENS), num_special))]
@@ -288,21 +290,21 @@ class TikTokenizer(_BaseTokenizer):
         known = tiktoken.list_encoding_names()
         if name not in known:
             raise DataError(
-                f"--tokenizer-model {name} is neither a file nor an encoding of tiktoken's: {', '.join(sorted(known))}."
+                f"--tokenizer-model {name} is neither a file nor a tiktoken encoding: {', '.join(sorted(known))}."
             )
         if pattern is not None or num_special_tokens is not None:
             flag = "--tiktoken-pattern" if pattern is not None else "--tiktoken-num-special-tokens"
-            raise ConfigError(f"{flag} is for a file of ranks; the encoding {name} has its own.")
+            raise ConfigError(f"{flag} is only for a file of ranks; the encoding {name} defines its own.")
         try:
             encoding = self.library_tokenizer = tiktoken.get_encoding(name)
         except Exception as error:  # errors of requests, of tiktoken itself, and of plugins
             raise DataError(
-                f"tiktoken cannot load the encoding {name}: {error}. It fetches the encoding's file once; without a "
-                "network, set TIKTOKEN_CACHE_DIR to a folder in which that was done elsewhere."
+                f"tiktoken cannot load the encoding {name}: {error}. tiktoken downloads the encoding once; without a "
+                "network, set TIKTOKEN_CACHE_DIR to a cache folder filled on another machine."
             ) from error
         self.vocab_size = encoding.n_vocab
         if "<|endoftext|>" not in encoding.special_tokens_set:
-            raise DataError(f"The encoding {name} has no <|endoftext|>, which marks the end of a document.")
+            raise DataError(f"The encoding {name} has no <|endoftext|>, which is needed as the end-of-document token.")
         self.eod = encoding.eot_token
         self._set_identifiers([_hash_encoding(encoding)], encoding=name)
 
@@ -317,14 +319,14 @@ def load_library(name: str, kind: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise CapabilityError(
-            f"--tokenizer-type {kind} needs the package {name}, which cannot be imported here ({error}). "
-            f"Install it: pip install {name}"
+            f"--tokenizer-type {kind} needs the package {name}, which cannot be imported ({error}). Install it: pip "
+            f"install {name}"
         ) from error
 
 
 def _existing_file(path: str, flag: str) -> Path:
     if not Path(path).is_file():
-        raise DataError(f"{flag} {path}: there is no such file.")
+        raise DataError(f"{flag} {path}: no such file.")
     return Path(path)
 
 
@@ -345,13 +347,13 @@ def _read_ranks(path: Path) -> list[bytes]:
     try:
         ranks = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
         if [entry["rank"] for entry in entries] != list(range(len(ranks))) or len(set(ranks)) != len(ranks):
-            raise ValueError("ranks must count from 0, each with another token")
+            raise ValueError("ranks must be 0, 1, 2, ..., each with a different token")
         if ranks[:256] != [bytes([number]) for number in range(256)]:
             raise ValueError("the first 256 ranks must be the bytes")
     except (TypeError, KeyError, ValueError, binascii.Error) as error:
         raise DataError(
-            f"--tokenizer-model {path} is not Megatron's list of byte-pair ranks (rank, token_bytes, token_str): "
-            f"{error!r}"
+            f"--tokenizer-model {path} is not a list of byte-pair ranks in Megatron-LM's format (rank, token_bytes, "
+            f"token_str): {error!r}"
         ) from error
     return ranks
 

@@ -21,7 +21,7 @@ MIN_FREE_BYTES, FULL_BYTES = 20 * 2**30, 2**30
 MIN_DISK_BYTES_PER_S = 50e6
 MB, GIB = 1e6, 2**30
 DRIVER_FIX = (
-    "dmesg | grep -i nvrm says why; restart the machine or install the driver again (no GPU: remove nvidia-smi)"
+    "for the reason: dmesg | grep -i nvrm; restart the machine or reinstall the driver (no GPU: remove nvidia-smi)"
 )
 
 
@@ -40,7 +40,7 @@ def python(machine: Machine) -> Iterator[DoctorFinding]:
     elif (3, 11) <= machine.python < (3, 11, 4):
         text = (
             f"{version}: Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr. megafp8 reads such "
-            "checkpoints; other loaders that refuse unknown functions may not"
+            "checkpoints; other safe loaders may refuse them"
         )
         yield warning("Python", text, "install Python 3.11.4 or newer")
     else:
@@ -65,11 +65,11 @@ def megatron_core(machine: Machine) -> Iterator[DoctorFinding]:
     """megatron-core is installed, in the version that the project's patches are written for."""
     version = machine.packages.get("megatron-core")
     fix = f"pip install 'megatron-core=={facts.MEGATRON_CORE}'"
-    then = f"fix what it names, then: {fix}"
+    then = f"fix this error, then: {fix}"
     if version is None:
         yield error("megatron-core", "is not installed", fix)
     elif version != facts.MEGATRON_CORE:
-        yield error("megatron-core", f"{version}: megafp8 is written for {facts.MEGATRON_CORE}", fix)
+        yield error("megatron-core", f"{version}: megafp8 needs {facts.MEGATRON_CORE}", fix)
     elif machine.works("torch") and (
         problem := import_finding(machine, "megatron-core", "megatron.core", version, then)
     ):
@@ -98,12 +98,12 @@ def transformer_engine(machine: Machine) -> Iterator[DoctorFinding]:
     if version is None:
         if machine.has_gpu:
             yield warning(
-                check, "is not installed: layers are emulated, slower than BF16", "pip install 'megafp8[te]'"
+                check, "is not installed: FP8 is emulated, which is slower than BF16", "pip install 'megafp8[te]'"
             )  # fmt: skip
         else:
             yield ok(check, "not installed, and not needed without a GPU")
     elif not machine.has_te_torch_part:
-        state = "is installed without its torch part"
+        state = "is installed without its torch extension"
         if "transformer-engine-torch" not in machine.packages:
             state = "is the empty meta package, without transformer-engine-torch"
         yield error(
@@ -127,17 +127,18 @@ def cuda_libraries(machine: Machine) -> Iterator[DoctorFinding]:
     others = sorted(name for name, major in found.items() if major != machine.cuda_major)
     if any(name.startswith("transformer-engine") for name in others):
         yield error(
-            "CUDA libraries", f"torch is built for CUDA {machine.torch_cuda}, and {', '.join(others)} is not",
+            "CUDA libraries", f"torch is built for CUDA {machine.torch_cuda}, but {', '.join(others)} is not",
             f"pip uninstall {' '.join(others)} && pip install 'transformer-engine[pytorch]'",
         )  # fmt: skip
     elif others:
         yield warning(
-            "CUDA libraries", f"torch is built for CUDA {machine.torch_cuda}; {', '.join(others)} lies beside it",
+            "CUDA libraries",
+            f"torch is built for CUDA {machine.torch_cuda}, but {', '.join(others)} is also installed",
             f"pip uninstall {' '.join(others)}",
         )  # fmt: skip
     else:
         nccl = f", NCCL {machine.nccl_version}" if machine.nccl_version else ""
-        yield ok("CUDA libraries", f"all of CUDA {machine.cuda_major}{nccl}")
+        yield ok("CUDA libraries", f"all packages are for CUDA {machine.cuda_major}{nccl}")
 
 
 def cudnn(machine: Machine) -> Iterator[DoctorFinding]:
@@ -149,11 +150,16 @@ def cudnn(machine: Machine) -> Iterator[DoctorFinding]:
     shown = f"{version // 10000}.{version // 100 % 100}.{version % 100}" if version else "of unknown version"
     fix = f"export CUDNN_HOME={wheel}" if wheel else "unset CUDNN_HOME CUDNN_PATH, and keep one cuDNN"
     if len(machine.loaded_cudnn) > 1:
-        yield error("cuDNN", f"two are loaded at once: {', '.join(machine.loaded_cudnn)}; attention falls back", fix)
+        yield error(
+            "cuDNN",
+            f"two versions are loaded: {', '.join(machine.loaded_cudnn)}; attention falls back to slower kernels",
+            fix,
+        )
     elif wheel and found and not found[0].startswith(wheel):
         yield error(
-            "cuDNN", f"torch brings {shown} in {wheel}, and Transformer Engine finds another in {found[0]} "
-            f"({found[1]}): mixed, attention falls back to unfused, 30% slower", fix,
+            "cuDNN",
+            f"torch uses {shown} in {wheel}, but Transformer Engine finds another in {found[0]} ({found[1]}): mixed "
+            "versions make attention fall back to unfused, 30% slower", fix,
         )  # fmt: skip
     else:
         yield ok("cuDNN", shown + (f" in {wheel}" if wheel else ""))
@@ -171,9 +177,9 @@ def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
         pythons = ", ".join(".".join(map(str, version)) for version in expected.pythons)
         differences.append(f"Python {'.'.join(map(str, machine.python[:2]))} (tested {pythons})")
     if differences:
-        fix = "not needed if it works: "
+        fix = "optional; to test this machine: "
         fix += "bash tests/run.sh" if not machine.has_gpu else "python -m pytest -m gpu tests"
-        yield warning("tested set", f"not that of {expected.name}: {', '.join(differences)}", fix)
+        yield warning("tested set", f"differs from {expected.name}: {', '.join(differences)}", fix)
     else:
         yield ok("tested set", expected.name)
 
@@ -184,21 +190,21 @@ def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
 def driver(machine: Machine) -> Iterator[DoctorFinding]:
     """The driver is recent enough for torch's CUDA, and torch can use all GPUs of the driver."""
     if machine.driver_error is not None:
-        usable = f"; torch can use {len(machine.gpus)}" if machine.gpus else ""
+        usable = f"; torch sees {len(machine.gpus)}" if machine.gpus else ""
         text = f"broken driver: {machine.driver_error}{usable}"
         yield (warning if machine.gpus else error)("GPU", text, DRIVER_FIX)
         return
     if "CUDA" in machine.slow_imports:
         start = f"{gpu_names(machine.driver_gpus)}; CUDA did not start {timeout_text(machine, 'CUDA')}"
-        text = f"{start}: not known whether it works"
-        yield warning("GPU", text, "run the doctor again on an idle machine; nvidia-smi shows what the GPUs do")
+        text = f"{start}: unknown whether it works"
+        yield warning("GPU", text, "run the doctor again on an idle machine; nvidia-smi shows the load of the GPUs")
         return
     if not machine.has_gpu:
-        yield ok("GPU", "none: runs are on the CPU, with every recipe emulated")
+        yield ok("GPU", "none: training runs on the CPU, with emulated recipes")
         return
     least = facts.MINIMUM_DRIVER.get(machine.cuda_major or 0)
     if machine.torch_version is not None and machine.torch_cuda is None:
-        text = f"{gpu_names(machine.driver_gpus)}, and torch {machine.torch_version} is built without CUDA"
+        text = f"{gpu_names(machine.driver_gpus)}, but torch {machine.torch_version} is built without CUDA"
         yield error("GPU", text, "pip uninstall torch && pip install -c constraints.txt torch")
     elif machine.driver and least and version_numbers(machine.driver)[0] < least:
         yield error(
@@ -207,7 +213,7 @@ def driver(machine: Machine) -> Iterator[DoctorFinding]:
         )  # fmt: skip
     elif machine.works("torch") and len(machine.gpus) < len(machine.driver_gpus):
         why = machine.cuda_error or f"CUDA_VISIBLE_DEVICES={machine.environment.get('CUDA_VISIBLE_DEVICES', 'not set')}"
-        text = f"the driver has {gpu_names(machine.driver_gpus)}, torch can use {len(machine.gpus)}: {why}"
+        text = f"the driver has {gpu_names(machine.driver_gpus)}, but torch sees {len(machine.gpus)}: {why}"
         hidden = "CUDA_VISIBLE_DEVICES" in machine.environment and machine.cuda_error is None
         yield (warning if hidden else error)("GPU", text, "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi -q")
     else:
@@ -222,8 +228,8 @@ def links(machine: Machine) -> Iterator[DoctorFinding]:
     slow = [link for link in machine.links if not link.startswith("NV")]
     if slow:
         yield warning(
-            "GPU links", f"between some GPUs there is no NVLink ({', '.join(slow)}): tensor parallelism will be slow",
-            "keep --tensor-model-parallel-size at 1, or within the GPUs that nvidia-smi topo -m joins by NV",
+            "GPU links", f"some GPUs have no NVLink between them ({', '.join(slow)}): tensor parallelism will be slow",
+            "use --tensor-model-parallel-size 1, or only within GPUs connected by NV in nvidia-smi topo -m",
         )  # fmt: skip
     else:
         yield ok("GPU links", f"NVLink ({', '.join(machine.links)})")
@@ -236,10 +242,10 @@ def triton(machine: Machine) -> Iterator[DoctorFinding]:
     if "triton" not in machine.packages:
         yield error("Triton", "is not installed", "pip install triton")
     elif machine.compiler is None:
-        yield error("Triton", "finds no C compiler", "apt-get install gcc, or export CC=COMPILER")
+        yield error("Triton", "cannot find a C compiler", "apt-get install gcc, or export CC=COMPILER")
     elif not machine.has_python_headers:
         version = ".".join(map(str, machine.python[:2]))
-        yield error("Triton", "finds no Python.h", f"apt-get install python{version}-dev")
+        yield error("Triton", "cannot find Python.h", f"apt-get install python{version}-dev")
     else:
         yield ok("Triton", f"{machine.packages['triton']}, {machine.compiler}")
 
@@ -248,7 +254,10 @@ def apex(machine: Machine) -> Iterator[DoctorFinding]:
     """`apex` is NVIDIA's or absent: megatron-core imports it for the output layer's wgrad."""
     version = machine.packages.get("apex", "not installed")
     if machine.has_other_apex:
-        text = f"{version} is not NVIDIA's: PyPI's apex is a toolkit for Pyramid, and megatron-core imports it"
+        text = (
+            f"{version} is not NVIDIA's: the package apex on PyPI is a toolkit for Pyramid, and megatron-core imports "
+            "it"
+        )
         yield warning("Apex", text, "pip uninstall apex")
     else:
         yield ok("Apex", f"{version}; not needed")
@@ -268,7 +277,7 @@ def switches(machine: Machine) -> Iterator[DoctorFinding]:
         value = machine.environment[variable]
         yield warning("environment", f"{variable}={value} ({effect})", f"unset {variable}")
     if not changed:
-        yield ok("environment", "no variable changes a recipe or the attention")
+        yield ok("environment", "no variable that changes recipes or attention is set")
 
 
 # ---- the rest of the machine --------------------------------------------------------------------------------------
@@ -278,10 +287,10 @@ def shared_memory(machine: Machine) -> Iterator[DoctorFinding]:
     """/dev/shm is large enough for data loader processes and NCCL."""
     size = machine.shared_memory_bytes
     if size is None:
-        yield warning("shared memory", "there is no /dev/shm", "mount -t tmpfs tmpfs /dev/shm, or --num-workers 0")
+        yield warning("shared memory", "/dev/shm does not exist", "mount -t tmpfs tmpfs /dev/shm, or --num-workers 0")
     elif size < MIN_SHARED_MEMORY_BYTES:
         yield warning(
-            "shared memory", f"{size / MB:,.0f} MB: loader processes and NCCL may run out of it",
+            "shared memory", f"{size / MB:,.0f} MB: data loader processes and NCCL may run out of shared memory",
             "docker run --shm-size 8g (or --ipc host), or train with --num-workers 0",
         )  # fmt: skip
     else:
@@ -292,7 +301,7 @@ def open_files(machine: Machine) -> Iterator[DoctorFinding]:
     """The limit on open files is high enough for shards, data loaders and sockets."""
     limit = machine.open_files
     if limit is not None and 0 <= limit < MIN_OPEN_FILES:
-        yield warning("open files", f"at most {limit} for a process", "ulimit -n 65536")
+        yield warning("open files", f"at most {limit} per process", "ulimit -n 65536")
     else:
         yield ok("open files", "unlimited" if limit is None or limit < 0 else f"{limit:,}")
 
@@ -300,18 +309,26 @@ def open_files(machine: Machine) -> Iterator[DoctorFinding]:
 def disk(machine: Machine) -> Iterator[DoctorFinding]:
     """The folder for checkpoints is writable, has free space and is fast enough."""
     if machine.disk_error is not None:
-        fix = "free space, or give another --folder"
+        fix = "free disk space, or choose another --folder"
         yield error("disk", f"{machine.folder} cannot be written: {machine.disk_error}", fix)
         return
     free, speed = machine.disk_free_bytes or 0, machine.disk_bytes_per_s
     text = f"{free / GIB:,.0f} GiB free in {machine.folder}" + (f", writes {speed / MB:,.0f} MB/s" if speed else "")
     if free < FULL_BYTES:
         text = f"full: {free / MB:,.0f} MB free in {machine.folder}"
-        yield error("disk", text + ", and checkpoints take 14 to 18 bytes a parameter", "free space, or another --save")
+        yield error(
+            "disk",
+            text + ", but checkpoints need 14 to 18 bytes per parameter",
+            "free disk space, or choose another --save",
+        )
     elif free < MIN_FREE_BYTES:
-        yield warning("disk", text + ": checkpoints take 14 to 18 bytes a parameter", "free space, or another --save")
+        yield warning(
+            "disk",
+            text + ": checkpoints need 14 to 18 bytes per parameter",
+            "free disk space, or choose another --save",
+        )
     elif speed is not None and speed < MIN_DISK_BYTES_PER_S:
-        yield warning("disk", text + ": checkpoints will take long", "a faster file system, or --async-save")
+        yield warning("disk", text + ": checkpoints will take long", "use a faster file system, or --async-save")
     else:
         yield ok("disk", text)
 
@@ -333,17 +350,19 @@ def run_checks(machine: Machine, num_gpus: int = 0) -> list[DoctorFinding]:
     is_counted = not {"torch", "CUDA"} & set(machine.slow_imports)
     count = len(machine.gpus if is_counted else machine.driver_gpus)
     if count < num_gpus:
-        text = f"{num_gpus} were asked for, {'torch can use' if is_counted else 'the driver has'} {count}"
-        findings.append(error("GPU", text, "nvidia-smi, then fix what the line above says, or another machine"))
+        text = f"{num_gpus} expected, {'torch sees' if is_counted else 'the driver has'} {count}"
+        findings.append(
+            error("GPU", text, "check nvidia-smi, fix the problem in the line above, or use another machine")
+        )
     return findings
 
 
 def recipe_support(machine: Machine) -> dict[str, str]:
     """How each recipe runs: `native`, `emulated`, or why it does not run."""
     if machine.slow_imports:
-        return dict.fromkeys(registry.names(), "not known: see above")
+        return dict.fromkeys(registry.names(), "unknown: see above")
     if not (machine.works("torch") and machine.works("megatron.core")):
-        return dict.fromkeys(registry.names(), "does not run: see above")
+        return dict.fromkeys(registry.names(), "not available: see above")
     target = build_target(machine)
     has_kernels = target.kind == "cuda" and target.transformer_engine is not None
     return {

@@ -235,7 +235,7 @@ def read_facts(lines: Sequence[str], status: Optional[int]) -> dict[str, Any]:
         facts["slow_imports"] = {pending: IMPORT_TIMEOUT_S}
         facts["load_per_core"] = os.getloadavg()[0] / (os.cpu_count() or 1)
     elif pending is not None:
-        errors[pending] = f"the process ended with status {status}"
+        errors[pending] = f"the process exited with status {status}"
     if cuda_error := errors.pop("CUDA", None):
         facts["cuda_error"] = cuda_error
     return facts | {"import_errors": errors}
@@ -300,10 +300,10 @@ def query_command(*command: str) -> tuple[Optional[str], Optional[str]]:
     except OSError as error:
         return None, f"{command[0]} cannot be started: {error.strerror}"
     if ended.status is None:
-        return None, f"{command[0]} did not answer in {COMMAND_TIMEOUT_S:g} s"
+        return None, f"{command[0]} did not finish within {COMMAND_TIMEOUT_S:g} s"
     if ended.status != 0:
         line = next(filter(None, map(str.strip, (ended.output + "\n" + ended.errors).splitlines())), "no word")
-        return None, f"{command[0]} ended with status {ended.status}: {line}"
+        return None, f"{command[0]} exited with status {ended.status}: {line}"
     return ended.output, None
 
 
@@ -344,7 +344,7 @@ def find_cudnn(environment: Mapping[str, str]) -> Optional[tuple[str, str]]:
     folder, then what the loader finds for the unversioned name, which the wheel does not have.
     """
     named = [(variable, environment[variable]) for variable in CUDNN_VARIABLES if environment.get(variable)]
-    for origin, home in [*named, ("the usual folder of CUDA", DEFAULT_CUDA_FOLDER)]:
+    for origin, home in [*named, ("the default CUDA folder", DEFAULT_CUDA_FOLDER)]:
         libraries = [path for path in Path(home).glob("**/libcudnn.so*") if "stub" not in str(path)]
         if libraries:
             return str(max(libraries, key=lambda path: path.name).parent.resolve()), origin

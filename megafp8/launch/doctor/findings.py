@@ -42,9 +42,11 @@ def error(check: str, text: str, fix: str) -> DoctorFinding:
 
 
 DRIVER_LIBRARY = re.compile(r"lib(cuda|nvidia-[\w-]+)\.so")
-NO_MEMORY = re.compile(r"MemoryError|Cannot allocate memory|ended with status -9\b")
-REINSTALL_FIX = "install NVIDIA's driver (a container: docker run --gpus all), or a torch without CUDA"
-MEMORY_FIX = "free memory, or allow the container more; dmesg | grep -i oom names what the kernel has ended"
+NO_MEMORY = re.compile(r"MemoryError|Cannot allocate memory|exited with status -9\b")
+REINSTALL_FIX = "install the NVIDIA driver (in a container: docker run --gpus all), or a CPU build of torch"
+MEMORY_FIX = (
+    "free memory, or raise the container's limit; dmesg | grep -i oom lists the processes that the kernel killed"
+)
 
 
 def import_finding(machine: Machine, check: str, module: str, version: str, reinstall: str) -> Optional[DoctorFinding]:
@@ -54,9 +56,9 @@ def import_finding(machine: Machine, check: str, module: str, version: str, rein
         reinstall: the command that reinstalls the library. Failures of the driver or of memory get another fix.
     """
     if module in machine.slow_imports:
-        again = "run the doctor again on an idle machine; what takes the time: "
+        again = "run the doctor again on an idle machine; to profile the import: "
         return warning(
-            check, f"{version} was not imported {timeout_text(machine, module)}: not known whether it works",
+            check, f"{version} was not imported {timeout_text(machine, module)}: unknown whether it works",
             f"{again}python -X importtime -c 'import {module}'",
         )  # fmt: skip
     failure = machine.import_errors.get(module)
@@ -72,5 +74,5 @@ def import_finding(machine: Machine, check: str, module: str, version: str, rein
 
 def timeout_text(machine: Machine, module: str) -> str:
     """The time limit of an import and the load, such as `within 120 s (load of 5.1 a core)`."""
-    load = "" if machine.load_per_core is None else f" (load of {machine.load_per_core:.1f} a core)"
+    load = "" if machine.load_per_core is None else f" (load {machine.load_per_core:.1f} per core)"
     return f"within {machine.slow_imports[module]:g} s{load}"

@@ -39,12 +39,13 @@ def report_text(machine: Machine, findings: Sequence[DoctorFinding]) -> str:
 def verdict(machine: Machine, findings: Sequence[DoctorFinding]) -> str:
     """One sentence on whether training can run."""
     errors = sum(finding.level == ERROR for finding in findings)
-    warnings = sum(finding.level == WARNING for finding in findings)
+    num_warnings = sum(finding.level == WARNING for finding in findings)
+    warnings = "1 warning" if num_warnings == 1 else f"{num_warnings} warnings"
     if errors:
-        return f"training cannot run as this machine is: {errors} to fix, {warnings} to look at"
+        return f"training cannot run on this machine: {errors} error{'s' * (errors > 1)}, {warnings}"
     if machine.slow_imports:
-        return "not known whether training can run: imports took too long"
-    return f"training can run; {warnings} to look at" if warnings else "training can run; nothing to fix"
+        return "unknown whether training can run: imports took too long"
+    return f"training can run; {warnings}" if num_warnings else "training can run; nothing to fix"
 
 
 def report_data(machine: Machine, findings: Sequence[DoctorFinding]) -> dict[str, Any]:

@@ -116,12 +116,12 @@ def describe_run(record: RunRecord) -> str:
         f" run {record.config_hash[:8]}",
         record.recipe,
         f"{record.world_size} x {record.device_name} ({axes})",
-        "" if threads is None else f"{threads} thread{'s' if threads > 1 else ''} a rank",
+        "" if threads is None else f"{threads} thread{'s' if threads > 1 else ''} per rank",
         "" if parameters is None else f"{format_count(parameters)} parameters",
         "" if step is None else f"resumed from step {step}",
-        "no MFU: the device's peak is not known"
+        "no MFU: the peak of the device is unknown"
         if peak is None
-        else f"MFU against {peak / 1e12:g} TFLOP/s {record.mfu_dtype} ({record.peak_source})",
+        else f"MFU relative to {peak / 1e12:g} TFLOP/s {record.mfu_dtype} ({record.peak_source})",
     ]
     return " | ".join(filter(None, parts))
 

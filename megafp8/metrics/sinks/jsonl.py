@@ -41,7 +41,7 @@ class JsonlSink:
     def write(self, record: Record) -> None:
         num_lost = self._append(record)
         if num_lost:
-            detail = f"{num_lost}: their disk could not be written"
+            detail = f"{num_lost} records could not be written to disk"
             self._append(EventRecord(step=getattr(record, "step", 0), name="records lost", detail=detail))
 
     def close(self) -> None:

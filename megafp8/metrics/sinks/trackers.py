@@ -54,8 +54,8 @@ class TensorBoardSink:
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise CapabilityError(
-                f"TensorBoard files need the package tensorboard, which is not importable ({error}): "
-                "pip install tensorboard, or run without --save and --tensorboard-dir"
+                f"TensorBoard files need the package tensorboard, which cannot be imported ({error}): pip install "
+                "tensorboard, or remove --save and --tensorboard-dir"
             ) from error
         self._event_pb2, self._summary_pb2 = event_pb2, summary_pb2
         self._tensor_pb2, self._tensor_shape_pb2 = tensor_pb2, tensor_shape_pb2
@@ -151,8 +151,8 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise CapabilityError(
-                f"--wandb-project {project} needs the package wandb, which is not importable ({error}): "
-                "pip install wandb, or leave the flag out (records.jsonl and TensorBoard hold the same numbers)"
+                f"--wandb-project {project} needs the package wandb, which cannot be imported ({error}): pip install "
+                "wandb, or remove the flag (records.jsonl and TensorBoard have the same values)"
             ) from error
         self._histogram = wandb.Histogram
         self._outage = Outage("Weights & Biases", "records")

@@ -44,12 +44,12 @@ def report_attention(run: Run, sinks: Sinks, step: int) -> None:
     if chosen == "unfused" and precision.attention_backend == "auto" and has_faster_kernels:
         cudnn = Path(torch.__file__).parents[1] / "nvidia/cudnn"
         raise CapabilityError(
-            "Transformer Engine fell back to unfused attention, a third slower with far more memory; usually a second "
-            f"cuDNN on the system: export CUDNN_HOME={cudnn}, or set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why; "
-            "--attention-backend unfused accepts it"
+            "Transformer Engine fell back to unfused attention, which is about 30% slower and needs far more memory. "
+            f"The usual cause is a second cuDNN on the system: export CUDNN_HOME={cudnn}. For the reason, set "
+            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2. To accept it: --attention-backend unfused"
         )
     if precision.fp8_dot_product_attention and is_quantized_at(precision, step) and not chosen.endswith(", FP8)"):
         raise CapabilityError(
-            f"--fp8-dot-product-attention: Transformer Engine took {chosen}; unset NVTE_DPA_FP8_RECIPE, or set "
-            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why"
+            f"--fp8-dot-product-attention: Transformer Engine uses {chosen}; unset NVTE_DPA_FP8_RECIPE. For the "
+            "reason, set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2"
         )

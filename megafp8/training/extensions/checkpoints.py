@@ -183,7 +183,10 @@ class CheckpointSaver:
         self.finish(is_last=False)
         waited_s = time.monotonic() - started
         if waited_s >= MIN_REPORTED_WAIT_S:
-            detail = f"waited {waited_s:.1f} s for the checkpoint of step {previous_step}: save less often"
+            detail = (
+                f"waited {waited_s:.1f} s for the checkpoint of step {previous_step} to be written; increase "
+                "--save-interval"
+            )
             self._sinks.write(EventRecord(step=step, name="checkpoint late", detail=detail))
 
     def _check(self, is_waiting: bool, is_last: bool) -> None:
@@ -214,6 +217,6 @@ class CheckpointSaver:
             raise error
         most = self._run.config.checkpoint.ckpt_max_failures
         if most and self._num_failed >= most:
-            raise CheckpointError(f"{error}; {self._num_failed} saves in a row failed (--ckpt-max-failures {most})")
+            raise CheckpointError(f"{error}; {self._num_failed} consecutive saves failed (--ckpt-max-failures {most})")
         if self._run.place.rank == 0:
-            print(f"megafp8: {error}; training continues without it", file=sys.stderr, flush=True)
+            print(f"megafp8: {error}; training continues without this checkpoint", file=sys.stderr, flush=True)

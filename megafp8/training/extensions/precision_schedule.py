@@ -16,7 +16,7 @@ class PrecisionSchedule(Extension):
         precision, step = state.run.config.precision, state.step + 1
         if changes_at(precision, step):
             now = "quantized" if is_quantized_at(precision, step) else HIGH_PRECISION
-            detail = f"{now} from step {step} on"
+            detail = f"{now}, starting at step {step}"
             state.sinks.write(EventRecord(step=state.step, name="precision", detail=detail))
 
 

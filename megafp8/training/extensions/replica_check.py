@@ -125,10 +125,10 @@ def check_replicas(run: Run, step: int) -> None:
         by_rank = hashes_by_rank(copies, hashes)
         lines = "\n".join(f"  {describe_mismatch(each, by_rank)}" for each in found)
         raise NumericsError(
-            f"step {step}: ranks that hold the same weights differ "
-            f"(--check-weight-hash-across-dp-replicas-interval):\n{lines}\n"
-            "fix: resume from the last checkpoint; a rank that is named again has a faulty device, and "
-            "--deterministic-mode excludes kernels that add in changing order"
+            f"step {step}: replicas of the weights differ between ranks "
+            f"(--check-weight-hash-across-dp-replicas-interval):\n{lines}\nfix: resume from the last checkpoint. If "
+            "the same rank is reported again, its device is probably faulty; --deterministic-mode rules out kernels "
+            "that sum in a varying order"
         )
 
 
@@ -216,7 +216,8 @@ def describe_mismatch(found: ReplicaMismatch, by_rank: Sequence[TensorHashes]) -
     )
     others = [rank for rank in found.ranks if rank not in found.outliers]
     outliers = f"rank{'s' if len(found.outliers) > 1 else ''} {', '.join(map(str, found.outliers))}"
-    text = f"{outliers} unlike {', '.join(map(str, others))}" if others else f"{outliers}, of which none has a majority"
+    verb = "differ" if len(found.outliers) > 1 else "differs"
+    text = f"{outliers} {verb} from {', '.join(map(str, others))}" if others else f"{outliers}, without a majority"
     return f"{found.kind}: {text}; first tensor: {first}"
 
 

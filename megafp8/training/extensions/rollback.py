@@ -75,7 +75,7 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, total_steps: int, erro
     chosen = choose_rollback_checkpoint(*folders, step=step - training.spike_rollback_steps, with_hashes=with_hashes)
     if chosen is None:
         raise NumericsError(
-            f"{error}\n--spike-policy rollback: {folders[0]} holds no complete checkpoint yet; lower --save-interval"
+            f"{error}\n--spike-policy rollback: {folders[0]} has no complete checkpoint yet; lower --save-interval"
         ) from error
     if run.graph is not None:
         run.graph.reset()
@@ -88,7 +88,9 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, total_steps: int, erro
     resumed = progress_after_rollback(run, progress, loaded, num_batches)
     sinks.write(run_record(run, chosen.step))
     cause = str(error).splitlines()[0].rstrip(":")
-    past = f"past {num_batches} batches ({describe_samples(range(loaded.consumed_samples, resumed.consumed_samples))})"
+    past = (
+        f"skipping {num_batches} batches ({describe_samples(range(loaded.consumed_samples, resumed.consumed_samples))})"
+    )
     detail = f"to {chosen.path}, {past}, because of {cause}"
     sinks.write(EventRecord(step=chosen.step, name="rolled back", detail=detail))
     for note in notes:

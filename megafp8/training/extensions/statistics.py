@@ -272,7 +272,7 @@ class StatisticsStep:
         )
 
     def gradient_noise(self) -> dict[str, Optional[float]]:
-        """The gradient noise scale and its parts; empty if a microbatch is the whole batch."""
+        """The gradient noise scale and its parts; empty if a microbatch is the global batch."""
         num_few, num_all = self.run.micro_batch_size, self.run.global_batch_size
         few, all = (self.table.total(self.plan.linears, field) for field in ("few_gradient", "all_gradient"))
         if not few or num_few == num_all:

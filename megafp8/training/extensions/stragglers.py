@@ -3,7 +3,7 @@
 The gradient reduction ends a step at the same time on all ranks. What differs is the local time: from the start of a
 step until the rank's first gradient bucket is ready for the reduction, without waits for gathered parameters. Its mean
 is exchanged at the steps that are logged, and compared among the ranks of a pipeline stage. Tensor- and
-context-parallel ranks wait for each other in every layer, so that a slow one makes its whole group look slow.
+context-parallel ranks wait for each other in every layer, so that a slow rank makes its group appear slow.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def slow_ranks(times: torch.Tensor) -> list[str]:
         if own_ms > SLOW_FACTOR * usual_ms > 0:
             ratio = own_ms / usual_ms
             found.append(
-                f"rank {rank} takes {own_ms:.0f} ms a step until its gradients are ready, {ratio:.1f} times the median "
-                f"of {usual_ms:.0f} ms"
+                f"rank {rank} needs {own_ms:.0f} ms per step until its gradients are ready, {ratio:.1f} times the "
+                f"median of {usual_ms:.0f} ms"
             )
     return found

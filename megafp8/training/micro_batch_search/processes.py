@@ -32,7 +32,7 @@ from megafp8.training.micro_batch_search.messages import (
 )
 
 POLL_S = 0.1
-# For a process that ends by itself when the trial is cancelled.
+# For a process that exits on its own when the trial is cancelled.
 EXIT_WAIT_S = 1.0
 CANCELLED = "called off"
 
@@ -120,7 +120,7 @@ class TrialProcess:
                 if self.is_cancelled() and not self.pipe.poll(EXIT_WAIT_S):
                     return TooLarge(CANCELLED)
                 if time.monotonic() > deadline:
-                    return Failed(f"no answer in {self.timeout_s:g} s")
+                    return Failed(f"no result within {self.timeout_s:g} s")
             return self.pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return self.exit_result()
@@ -132,10 +132,10 @@ class TrialProcess:
         self.process.join()
         status = self.process.exitcode
         if status == MEMORY_EXCEEDED_STATUS:
-            return TooLarge("the process grew beyond the limit")
+            return TooLarge("the process exceeded the memory limit")
         if status == -signal.SIGKILL:
-            return TooLarge("the process was killed, as the system does when memory is short")
-        return Failed(f"the process ended with status {status}")
+            return TooLarge("the process was killed, probably because the system ran out of memory")
+        return Failed(f"the process exited with status {status}")
 
     def cancel_others(self) -> None:
         """Cancel the trials of other ranks, which wait for this one's."""

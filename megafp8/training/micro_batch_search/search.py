@@ -1,6 +1,6 @@
 """`--micro-batch-size auto`: the search for the fastest micro-batch size that fits, before the run is built.
 
-Each rank measures the sizes in a process of its own (`processes.py`). `planning/micro_batch.py` chooses the order.
+Each rank measures the sizes in a separate process (`processes.py`). `planning/micro_batch.py` chooses the order.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SizeChoice:
             else f"{each.size}: {gib(each.peak_bytes)} GiB {each.ms_per_sample:.4g} ms/sample"
             for each in sorted(self.trials, key=lambda each: each.size)
         )  # fmt: skip
-        return f"{self.micro_batch_size}, from trials on {self.device} below {gib(self.limit_bytes)} GiB ({tried})"
+        return f"{self.micro_batch_size}, from trials on {self.device} within {gib(self.limit_bytes)} GiB ({tried})"
 
 
 def choose_micro_batch(
@@ -135,22 +135,22 @@ def load_known_choice(config: RunConfig, platform: Platform, implementation: str
     now = {"world_size": world_size(), "layers": implementation} | relevant_settings(config)
     changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
     if changed:
-        return None, f"{paths[0]} is of another run ({'; '.join(changed)}): sizes are tried again"
+        return None, f"{paths[0]} belongs to a different run ({'; '.join(changed)}): repeating the search"
     asked = config.training.micro_batch_size_memory_limit
     peak_bytes = next((each.peak_bytes or 0 for each in choice.trials if each.size == choice.micro_batch_size), 0)
     if asked is not None and peak_bytes > asked * GIB:
         return None, (
-            f"{paths[0]} has {choice.micro_batch_size}, which took {gib(peak_bytes)} GiB, and "
-            f"--micro-batch-size-memory-limit is {asked:g}: sizes are tried again"
+            f"{paths[0]} has {choice.micro_batch_size}, which needed {gib(peak_bytes)} GiB, more than "
+            f"--micro-batch-size-memory-limit {asked:g}: repeating the search"
         )
-    note = f"{choice.micro_batch_size}, as {paths[0]} has it"
+    note = f"{choice.micro_batch_size}, from {paths[0]}"
     if asked is not None and int(asked * GIB) != choice.limit_bytes:
-        note += f"; found below {gib(choice.limit_bytes)} GiB, and also below --micro-batch-size-memory-limit {asked:g}"
+        note += f"; found within {gib(choice.limit_bytes)} GiB, and below --micro-batch-size-memory-limit {asked:g}"
     memory_bytes = platform.total_memory_bytes()
     if (choice.device, choice.memory_bytes) != (platform.name, memory_bytes):
         note += (
-            f"; found on {choice.device} with {gib(choice.memory_bytes)} GiB, here is {platform.name} with "
-            f"{gib(memory_bytes)} GiB: kept, so that the run continues as it was; delete the file to try again"
+            f"; found on {choice.device} with {gib(choice.memory_bytes)} GiB, this machine is {platform.name} with "
+            f"{gib(memory_bytes)} GiB: kept, so that the run continues unchanged; to repeat the search, delete the file"
         )
     return choice.micro_batch_size, note
 
@@ -166,7 +166,7 @@ def read_choice(path: Path) -> SizeChoice:
         trials = tuple(micro_batch.Trial(**each) for each in content.pop("trials"))
         return SizeChoice(**content, trials=trials)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path} is damaged ({error}): delete it to try sizes again") from error
+        raise DataError(f"{path} is damaged ({error}): delete it to repeat the search") from error
 
 
 # ---- the search -----------------------------------------------------------------------------------------------------
@@ -207,9 +207,9 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
     size = micro_batch.best_size(times_ms)
     if size is None:
         raise ConfigError(
-            f"--micro-batch-size auto: not even {min(trials)} fits below {gib(limit_bytes)} GiB a rank "
-            f"({trials[min(trials)].note}). Give --recompute-granularity, --use-distributed-optimizer or more ranks to "
-            "share the model, or a higher --micro-batch-size-memory-limit; megafp8 plan finds layouts"
+            f"--micro-batch-size auto: even {min(trials)} does not fit in {gib(limit_bytes)} GiB per rank "
+            f"({trials[min(trials)].note}). Use --recompute-granularity, --use-distributed-optimizer, more "
+            "model-parallel ranks, or a higher --micro-batch-size-memory-limit; megafp8 plan searches for layouts"
         )
     choice = SizeChoice(
         micro_batch_size=size, world_size=ranks, implementation=implementation, settings=relevant_settings(config),
@@ -218,7 +218,7 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
     )  # fmt: skip
     if is_verbose:
         num_microbatches = derived.num_microbatches(micro_batch.with_size(config, size), ranks)
-        report(f"micro-batch size: {size}, {num_microbatches} microbatches a step")
+        report(f"micro-batch size: {size}, {num_microbatches} microbatches per step")
     return choice
 
 
@@ -243,8 +243,8 @@ def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: i
     assert batch is not None
     tried = (
         f"micro-batch size: auto tries divisors of the {batch // derived.data_parallel_size(config, ranks)} sequences "
-        f"that each data-parallel rank has of --global-batch-size {batch} ({', '.join(map(str, sizes))}) below "
-        f"{gib(limit_bytes)} GiB a rank, from {first} on"
+        f"per data-parallel rank of --global-batch-size {batch} ({', '.join(map(str, sizes))}) within "
+        f"{gib(limit_bytes)} GiB per rank, starting with {first}"
     )
     return "\n".join([tried, *(f"micro-batch size: {line}" for line in micro_batch.refused_sizes(config, ranks))])
 

@@ -180,10 +180,10 @@ def step_kinds(config: RunConfig) -> list[int]:
     lengths: Counter[bool] = Counter()
     training, first = config.training, 1
     steps = training.train_iters or (training.train_samples or 0) // (training.global_batch_size or 1)
-    for stretch in parse_schedule(config.precision.fp8_schedule):
-        last = stretch.last_step or max(first, steps)
-        first_of.setdefault(stretch.is_quantized, first)
-        lengths[stretch.is_quantized] += last - first + 1
+    for phase in parse_schedule(config.precision.fp8_schedule):
+        last = phase.last_step or max(first, steps)
+        first_of.setdefault(phase.is_quantized, first)
+        lengths[phase.is_quantized] += last - first + 1
         first = last + 1
     return [first_of[is_quantized] for is_quantized, _ in lengths.most_common()]
 

@@ -40,7 +40,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path) -> None:
 
 
 def test_the_first_invalid_line_is_named(tmp_path) -> None:
-    for text, said in (("\nhello\nworld\n", "line 2: not a line of JSON"), ('{"kind": "x"', "line 1: not a line of")):
+    for text, said in (("\nhello\nworld\n", "line 2: not valid JSON"), ('{"kind": "x"', "line 1: not valid")):
         (tmp_path / "records.jsonl").write_text(text)
         with pytest.raises(DataError, match=f"0 records and no run record, .*; {said}"):
             load_run(tmp_path)

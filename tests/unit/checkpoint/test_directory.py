@@ -72,9 +72,9 @@ def test_a_requested_step(tmp_path: Path) -> None:
     for step in (5, 10):
         put(tmp_path, f"iter_{step:07d}")
     assert directory.find_checkpoint(tmp_path, 5) == (5, tmp_path / "iter_0000005")
-    with pytest.raises(CheckpointError, match="--ckpt-step 7: .* holds steps: 5, 10"):
+    with pytest.raises(CheckpointError, match="--ckpt-step 7: .* has steps: 5, 10"):
         directory.find_checkpoint(tmp_path, 7)
-    with pytest.raises(CheckpointError, match="holds steps: none"):
+    with pytest.raises(CheckpointError, match="has steps: none"):
         directory.find_checkpoint(tmp_path / "absent", 7)
 
 
@@ -92,7 +92,7 @@ def test_a_checkpoint_gets_its_name_when_complete(tmp_path: Path) -> None:
 def test_files_of_all_ranks_must_exist_before_publishing(tmp_path: Path) -> None:
     manifest = write(tmp_path, 5)
     (directory.unfinished_path(tmp_path, 5) / "__0_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match="__0_0.distcp is missing.*all machines share"):
+    with pytest.raises(CheckpointError, match="__0_0.distcp is missing.*shared by all machines"):
         directory.publish(tmp_path, 5, manifest)
     assert directory.complete_steps(tmp_path) == []
 
@@ -113,7 +113,9 @@ def test_a_step_saved_before_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_detected_before_any_write(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"GB free and a checkpoint takes 1010000\.001 GB: .*--ckpt-keep"):
+    with pytest.raises(
+        CheckpointError, match=r"GB of free space, but a checkpoint needs 1010000\.001 GB: .*--ckpt-keep"
+    ):
         directory.make_unfinished_folder(tmp_path, 5, num_bytes=10**15)
     assert list(tmp_path.iterdir()) == []
 
@@ -125,13 +127,15 @@ def test_a_probe_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_room_is_found_before_training(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"run has .* GB free and a checkpoint takes 1010000\.001 GB"):
+    with pytest.raises(CheckpointError, match=r"run has .* GB of free space, but a checkpoint needs 1010000\.001 GB"):
         directory.check_writable(tmp_path / "run", 10**15)
 
 
 def test_a_folder_below_a_file_is_found_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"--save .*/file/run: .*Not a directory.*takes 1\.000 GB"):
+    with pytest.raises(
+        CheckpointError, match=r"--save .*/file/run: cannot write a checkpoint of 1\.000 GB .*Not a directory"
+    ):
         directory.check_writable(tmp_path / "file" / "run", 10**9)
 
 

@@ -78,7 +78,7 @@ def test_wrong_sizes_are_detected(change, text: str, complete: Path) -> None:
 def test_a_link_is_not_a_file(complete: Path) -> None:
     (complete / "__1_0.distcp").rename(complete.parent / "elsewhere")
     (complete / "__1_0.distcp").symlink_to(complete.parent / "elsewhere")
-    assert find_damage(complete) == ["__1_0.distcp is not a plain file"]
+    assert find_damage(complete) == ["__1_0.distcp is not a regular file"]
 
 
 def test_swapped_files_are_detected_by_hash(complete: Path) -> None:

@@ -36,10 +36,10 @@ def test_progress_survives_a_checkpoint() -> None:
 def test_summary() -> None:
     assert SkipHistory().summary() == ""
     skipped = (SkippedSamples(8, 16, 2, SPIKE), SkippedSamples(24, 64, 7, ROLLBACK), SkippedSamples(80, 88, 9, SPIKE))
-    overflows = "2 steps made no update because gradients overflowed at their loss scale"
+    overflows = "2 steps had no update because gradients overflowed at their loss scale"
     assert SkipHistory(num_overflows=2).summary() == overflows
     both = SkipHistory(skipped[:1], num_overflows=2).summary()
-    assert both == f"8 samples changed no weight (8 spike): 8-15; {overflows}"
+    assert both == f"8 samples were consumed without an update (8 spike): 8-15; {overflows}"
     assert SkipHistory(skipped).summary() == (
-        "56 samples changed no weight (16 spike, 40 rollback): 8-15, 24-63, 80-87"
+        "56 samples were consumed without an update (16 spike, 40 rollback): 8-15, 24-63, 80-87"
     )

@@ -50,7 +50,7 @@ def test_a_megatron_command_line_reads_as_it_is():
     assert config.logging.profile_ranks == (0, 1)
     assert config.data.mmap_bin_files is False
     assert config.checkpoint.use_checkpoint_opt_param_scheduler
-    assert invocation.notices == ("--use-mcore-models: no effect; every model here is megatron-core's",)
+    assert invocation.notices == ("--use-mcore-models: no effect; all models are megatron-core's",)
     assert "model.add_bias_linear" in invocation.given
     assert "model.norm_epsilon" not in invocation.given
 
@@ -107,18 +107,18 @@ def test_all_problems_are_reported_together():
         "/nowhere.json",
     )
     expected = [
-        "'stray' belongs to no flag",
+        "'stray' does not belong to any flag",
         "unknown flag --hiden-size; did you mean --hidden-size?",
         "--lr: a value is missing",
         "--min-lr: 'abc' is not a number",
-        "--num-layers: '1.5' is not a whole number",
+        "--num-layers: '1.5' is not an integer",
         "--bf16: does not take 'yes'",
         "--clip-grad: 'nan' is not a finite number",
         "--position-embedding-type: invalid choice: 'foo'",
         "--hidden-size: does not take '2'",
         "--num-experts: dense models only",
         "--config /nowhere.json: cannot be read",
-        "--model-preset huge: no such preset",
+        "--model-preset huge: unknown preset",
         "--world-size 0",
     ]
     assert len(found) == len(expected), found

@@ -30,5 +30,5 @@ def test_overlap_options_need_tp_comm_overlap(part: str) -> None:
 def test_main_grads_dtype_must_match_the_reduced_gradients() -> None:
     state = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16"
     (text,) = problems(state)
-    assert text.startswith("--main-grads-dtype bf16: ") and "give --grad-reduce-in-bf16 too" in text
+    assert text.startswith("--main-grads-dtype bf16: ") and "also give --grad-reduce-in-bf16" in text
     assert problems(f"{state} --grad-reduce-in-bf16") == []

@@ -32,9 +32,9 @@ def test_compatible_settings(text: str) -> None:
         (f"{SKIP} --no-check-for-nan-in-loss-and-grad", "--spike-policy skip contradicts"),
         ("--spike-policy rollback --save a --load a", "give --save and --save-interval"),
         (BACK, "give --load runs/a"),
-        (f"{BACK} --load runs/b", "for this run's: give --load runs/a"),
-        (f"{BACK} --load runs/a --finetune", "no --finetune"),
-        (f"{BACK} --load runs/a --no-save-rng", "--no-save-rng makes incomplete"),
+        (f"{BACK} --load runs/b", "of this run only: give --load runs/a"),
+        (f"{BACK} --load runs/a --finetune", "without --finetune"),
+        (f"{BACK} --load runs/a --no-save-rng", "which --no-save-rng excludes"),
     ],
 )
 def test_incompatible_settings_are_refused(text: str, part: str) -> None:

@@ -63,7 +63,9 @@ def test_incompatible_settings_are_refused(text: str) -> None:
 
 def test_the_optimizer_that_a_graph_needs_is_named() -> None:
     (problem,) = problems("--cuda-graph-impl local --attention-dropout 0 --hidden-dropout 0")
-    assert problem.startswith("no --use-distributed-optimizer with --cuda-graph-impl local: needs the one-pass")
+    assert problem.startswith(
+        "no --use-distributed-optimizer with --cuda-graph-impl local: CUDA graphs need the one-pass"
+    )
 
 
 @pytest.mark.parametrize(

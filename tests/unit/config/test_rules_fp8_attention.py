@@ -68,8 +68,8 @@ def test_fp8_attention_needs_an_fp8_recipe() -> None:
     ("target", "extra", "said"),
     [
         ("h200", "", ""),
-        ("h200", "--kv-channels 64", "heads have 128 channels, not 64"),
-        ("b200", "", "is for compute capability 9.0 so far, b200 has 10.0"),
+        ("h200", "--kv-channels 64", "only 128 channels per head are supported, not 64"),
+        ("b200", "", "only compute capability 9.0 is supported, b200 has 10.0"),
         ("cpu", "", "has no CUDA device"),
         ("h200", "--transformer-impl emulated", "needs --transformer-impl transformer_engine"),
     ],

@@ -74,7 +74,7 @@ def test_our_kernels_need_multiples_of_128_tokens(seq_length: int, fits: bool) -
     sizes = PRESETS["tiny"] | {"data.seq_length": seq_length, "training.micro_batch_size": 2}
     config = with_values(RunConfig(), BLOCKWISE | TRITON | sizes)
     found = list(quantize_kernels_have_what_they_quantize(config, 1))
-    assert fits or "a rank quantizes 144" in found[0]
+    assert fits or "microbatch, not 144" in found[0]
     assert len(found) == (not fits)
 
 
@@ -95,7 +95,7 @@ def test_swiglu_needs_multiples_of_128_tokens_and_channels(
     config = with_values(RunConfig(), recipe | tiny)
     assert fuses_swiglu_quantization(config) == (made is None)
     found = list(swiglu_fusion_has_what_it_fuses(with_values(config, {"precision.swiglu_quantize_fusion": True}), 1))
-    assert len(found) == (made is not None) and all(f"a rank's SwiGLU makes {made}" in problem for problem in found)
+    assert len(found) == (made is not None) and all(f"SwiGLU's output is {made}" in problem for problem in found)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_an_amax_is_recorded_where_our_kernels_need_it(values: dict[str, Any], e
         ({}, None),
         (LAYERS, "without --use-transformer-engine-op-fuser"),
         ({"training.recompute_activations": True}, "without --use-transformer-engine-op-fuser"),
-        ({"training.recompute_activations": True} | FUSED, "recomputation runs that twice"),
+        ({"training.recompute_activations": True} | FUSED, "which runs the MLP's forward pass twice"),
         ({"model.normalization": "LayerNorm"}, "without --normalization RMSNorm"),
     ],
 )
@@ -162,4 +162,4 @@ def test_a_map_that_excludes_fused_operations_is_a_notice(
     values: dict[str, Any], implementation: str, is_noticed: bool
 ) -> None:
     found = [notice for notice in notices(with_values(RunConfig(), values), implementation, 1) if "fuser" in notice]
-    assert len(found) == is_noticed and all("not in its fused operations" in notice for notice in found)
+    assert len(found) == is_noticed and all("instead of its fused operations" in notice for notice in found)

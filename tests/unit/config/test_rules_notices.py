@@ -24,7 +24,7 @@ CASES = (
     (
         {"optimizer.loss_scale": 8.0, "optimizer.hysteresis": 1, "precision.fp16": True},
         "emulated",
-        "--hysteresis 1: --loss-scale 8 is fixed",
+        "--hysteresis 1 has no effect: --loss-scale 8 is fixed",
     ),
 )
 
@@ -53,13 +53,13 @@ def test_an_effective_setting_gives_no_notice(values: dict, implementation: str)
 def test_e5m2_gradients_of_a_block_recipe_give_a_notice(recipe: str) -> None:
     values = {**BF16, "precision.fp8_format": "hybrid", "precision.fp8_recipe": recipe}
     (notice,) = rules.notices(with_values(RunConfig(), values), "emulated", 1)
-    assert notice.startswith(f"--fp8-format hybrid makes gradients E5M2 under --fp8-recipe {recipe}")
+    assert notice.startswith(f"--fp8-format hybrid quantizes gradients to E5M2; --fp8-recipe {recipe}")
 
 
 def test_a_short_amax_history_gives_a_notice() -> None:
     values = {**BF16, "precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
     (notice,) = rules.notices(with_values(RunConfig(), values), "emulated", 1)
-    assert "Transformer Engine's is --fp8-amax-history-len 1024 --fp8-amax-compute-algo max" in notice
+    assert "Transformer Engine's default is --fp8-amax-history-len 1024 --fp8-amax-compute-algo max" in notice
 
 
 @pytest.mark.parametrize("values", [
@@ -104,9 +104,9 @@ def test_a_negative_margin_saturates(recipe: str) -> None:
 )
 def test_a_run_within_its_warmup_is_trained(length: str, warmup: str, steps: str, rate: float) -> None:
     config = flags.parse([*TINY, *length.split(), *warmup.split()]).config
-    assert [text for text in rules.setting_problems(config, 1) if "warm-up" in text] == []
+    assert [text for text in rules.setting_problems(config, 1) if "warmup" in text] == []
     (notice,) = rules.notices(config, "emulated", 1)
-    assert f"the warm-up of {steps}" in notice and f"{rate:.3g} of --lr 0.001" in notice
+    assert f"the warmup of {steps}" in notice and f"{rate:.3g}, below --lr 0.001" in notice
 
 
 def test_a_warmup_beyond_the_schedule_is_refused() -> None:

@@ -23,9 +23,9 @@ def test_a_preprocessing_prefix_gets_a_hint_at_its_shard(tmp_path):
     (tmp_path / "corpus_text_document.idx").touch()
     (tmp_path / "corpora_text_document.idx").touch()
     (problem,) = shards_are_there(RunConfig(data=DataConfig(data_path=(f"{tmp_path}/corpus",))), 1)
-    assert problem.endswith(f"corpus.idx; there is {tmp_path}/corpus_text_document")
+    assert problem.endswith(f"corpus.idx; did you mean {tmp_path}/corpus_text_document?")
 
 
 def test_logs_go_to_folders_and_not_to_addresses():
     (problem,) = outputs_can_be_written(RunConfig(logging=LoggingConfig(tensorboard_dir="s3://bucket/boards")), 1)
-    assert problem.startswith("--tensorboard-dir s3://bucket/boards: only folders of this machine's file systems")
+    assert problem.startswith("--tensorboard-dir s3://bucket/boards: only folders in a local or mounted file system")

@@ -20,15 +20,15 @@ def problems_of(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (f"{FP8} --fp8-log-layers output_layer", "names linears in high precision alone"),
-        (f"{FP8} {TRIED} --fp8-log-layers output_layer", "give these a recipe by --precision"),
-        (f"{FP8} --fp8-log-layers layers.0.* --precision layers.0.*=bf16", "quantized are layers.1.linear_qkv to"),
+        (f"{FP8} --fp8-log-layers output_layer", "matches only linear layers in high precision"),
+        (f"{FP8} {TRIED} --fp8-log-layers output_layer", "set a recipe for these with --precision"),
+        (f"{FP8} --fp8-log-layers layers.0.* --precision layers.0.*=bf16", "quantized ones, layers.1.linear_qkv to"),
         (f"{FP8} --fp8-log-layers layers.1.*,layers.0.* --precision layers.0.*=bf16", "--fp8-log-layers layers.0.*"),
-        (f"{FP8} --precision *=bf16", "the run's recipes quantize no linear"),
-        (f"{TRIED} --fp8-log-layers output_layer", "tried on the layers' linears alone"),
+        (f"{FP8} --precision *=bf16", "no linear layer of this run is quantized"),
+        (f"{TRIED} --fp8-log-layers output_layer", "covers only the linear layers"),
         (f"{FP8} --fp8-log-layers layers.0-5.*", "layers.0-5: the layers are 0 to 1"),
-        (f"{FP8} --fp8-log-layers layers.1-0.*", "a range goes up; give layers.0-1"),
-        (f"{FP8} --fp8-log-layers *.linear_fc3", "names no linear"),
+        (f"{FP8} --fp8-log-layers layers.1-0.*", "a range must be ascending; use layers.0-1"),
+        (f"{FP8} --fp8-log-layers *.linear_fc3", "matches no linear layer"),
     ],
 )
 def test_a_pattern_without_statistics_is_refused(text: str, why: str) -> None:

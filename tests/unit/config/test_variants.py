@@ -47,7 +47,7 @@ def test_the_control_is_the_baseline_in_other_microbatches() -> None:
     assert differences(bf16, control) == ["training.micro_batch_size: 4 -> 2"]
     odd = flags.parse([*SHARED, "--micro-batch-size", "1", "--global-batch-size", "2"]).config
     assert control_micro_batch_size(odd, 1) == 2
-    with pytest.raises(ConfigError, match="no other way to cut"):
+    with pytest.raises(ConfigError, match="no other division"):
         control_micro_batch_size(odd, 2)
 
 
@@ -59,7 +59,7 @@ def test_a_default_global_batch_is_unchanged() -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "bf16-e4m3", "delayed-e2m1", "nvfp4-e4m3", ""])
 def test_unknown_names_are_reported_with_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match="known are bf16, bf16-control, tensorwise"):
+    with pytest.raises(ConfigError, match="choose from bf16, bf16-control, tensorwise"):
         build_variant(name, config_of([]), 1)
 
 
@@ -74,10 +74,10 @@ def test_flags_that_the_comparison_gives_are_refused() -> None:
     [
         ("x=--fp8-format hybrid --fp8-format=e4m3", "--variant x: --fp8-format is given twice"),
         ("x=--fp8-recipe delayed", "--fp8-recipe has no effect without --fp8-format"),
-        ("x=--fp8-format hybrid --micro-batch-size auto", "auto: each run would find another size"),
-        ("x=--seed 3", "--seed: the comparison gives it"),
+        ("x=--fp8-format hybrid --micro-batch-size auto", "auto: each run could find a different size"),
+        ("x=--seed 3", "--seed: set by the comparison"),
         ("x=--precision '*=bf16", "No closing quotation"),
-        ("a/b=--fp8-format hybrid", "give it as NAME='FLAGS'"),
+        ("a/b=--fp8-format hybrid", "must be NAME='FLAGS'"),
     ],
 )
 def test_a_variant_that_contradicts_itself_is_refused(text: str, words: str) -> None:

@@ -206,12 +206,12 @@ def test_file_reads_give_the_same_tokens_as_mapped_memory(shards, tokenizer):
         (
             "999,1,0",
             (10, 10, 0),
-            r"validation part .* holds 0 tokens \(documents 100 to 100 of 100\).*takes 301 .*999,1,0",
+            r"validation part .* has 0 tokens \(documents 100 to 100 of 100\).*needs 301 .*999,1,0",
         ),
-        ("96,4,0", (10, 10, 0), "validation part .* holds 200 tokens.*--eval-iters 0"),
+        ("96,4,0", (10, 10, 0), "validation part .* has 200 tokens.*--eval-iters 0"),
         ("96,4,0", (10, 0, 0), None),
-        ("4,96,0", (10, 10, 0), "training part .* holds 200 tokens"),
-        ("94,6,0", (10, 10, 0), "holds 300 tokens"),
+        ("4,96,0", (10, 10, 0), "training part .* has 200 tokens"),
+        ("94,6,0", (10, 10, 0), "has 300 tokens"),
     ],
 )
 def test_a_part_without_one_sample_is_refused(shards, tokenizer, split, counts, message):
@@ -233,7 +233,7 @@ def test_an_empty_test_split_of_the_default_is_omitted(shards, tokenizer):
 
 
 def test_damaged_and_foreign_shards_are_refused(shards, shard, tokenizer):
-    with pytest.raises(DataError, match="another tokenizer"):
+    with pytest.raises(DataError, match="a different tokenizer"):
         build_datasets(run_config(data_path=(shard,)), tokenizer, (10, 0, 0))
     allowed = run_config(data_path=(shard,), allow_other_tokenizer=True)
     assert build_datasets(allowed, tokenizer, (10, 0, 0))[0] is not None
@@ -262,7 +262,7 @@ def test_a_shard_rewritten_during_a_run_stops_it(tmp_path, tokenizer, mmap_bin_f
     assert train[0]["tokens"].shape == (16,)
     with open(tmp_path / "a.bin", "r+b") as stream:
         stream.truncate(4000)
-    with pytest.raises(DataError, match="was changed while this run reads it"):
+    with pytest.raises(DataError, match="was modified while this run reads it"):
         train[1]
 
 

@@ -100,7 +100,7 @@ def test_a_shard_of_another_size_on_one_machine_is_reported(tmp_path, shard, tok
             return error_of(configure(tokenizer_config, folder, "copy"))
         return build_train(configure(tokenizer_config, folder, "copy")) and ""
 
-    assert "on rank 0's machine: all machines need the same shards" in run_ranks(2, open_mine)[1]
+    assert "on the machine of rank 0: all machines need the same shards" in run_ranks(2, open_mine)[1]
 
 
 def test_a_bad_shard_stops_all_ranks(tmp_path, tokenizer_config):

@@ -255,7 +255,7 @@ def test_an_id_beyond_the_vocabulary_names_shard_and_sample(tmp_path, tokenizer,
     documents = [[number] * 49 for number in range(20)]
     documents[13][20] = token
     prefix = write_shard(tmp_path / "s", documents, dtype)
-    with pytest.raises(DataError, match="holds token ids"):
+    with pytest.raises(DataError, match="has token ids"):
         build_datasets(run_config(data_path=(prefix,)), tokenizer, (10, 0, 0))
     monkeypatch.setattr("megafp8.data.shard_verification._check_token_range", lambda *args: None)
     dataset = build_datasets(run_config(data_path=(prefix,), split="1"), tokenizer, (40, 0, 0))[0]

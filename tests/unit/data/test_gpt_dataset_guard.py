@@ -64,7 +64,7 @@ def test_a_change_in_place_is_an_error_at_the_next_read(prefix, is_mapped, damag
     dataset = GuardedIndexedDataset(prefix, mmap=is_mapped)
     assert dataset[0].tolist() == [1, 2, 3]
     damage(prefix)
-    with pytest.raises(DataError, match="was changed while this run reads it"):
+    with pytest.raises(DataError, match="was modified while this run reads it"):
         dataset.get(0)
 
 
@@ -85,7 +85,7 @@ def test_a_later_process_refuses_a_replaced_shard(tmp_path, prefix, is_mapped):
     other = write_shard(tmp_path / "other", [[9, 9, 9], [9], [], [9, 9]])
     for suffix in (".bin", ".idx"):
         os.replace(other + suffix, prefix + suffix)
-    with pytest.raises(DataError, match="was changed"):
+    with pytest.raises(DataError, match="was modified"):
         pickle.loads(for_a_process)
     Path(f"{prefix}.idx").unlink()
     with pytest.raises(DataError, match="missing"):
@@ -104,7 +104,7 @@ def test_touching_a_shard_with_a_manifest_is_accepted(tmp_path, shard, is_mapped
     assert read_all(pickle.loads(pickle.dumps(dataset))) == expected
     # Its hashes are in the manifest, so an equal time does not make other tokens valid.
     patch(f"{prefix}.bin", 0, b"\1\1")
-    with pytest.raises(DataError, match="was changed"):
+    with pytest.raises(DataError, match="was modified"):
         dataset.get(0)
 
 
@@ -112,7 +112,7 @@ def test_touching_a_shard_without_a_manifest_is_an_error(prefix):
     assert not manifest_path(prefix).exists()
     dataset = GuardedIndexedDataset(prefix)
     os.utime(f"{prefix}.bin")
-    with pytest.raises(DataError, match="was changed"):
+    with pytest.raises(DataError, match="was modified"):
         dataset.get(0)
 
 

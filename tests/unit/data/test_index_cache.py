@@ -192,7 +192,7 @@ def test_a_disk_that_corrupts_writes_is_an_error(tmp_path, monkeypatch):
         flip(-1)(array_path(folder, name, "first"))
 
     monkeypatch.setattr("megafp8.data.index_cache.save_entry", save_and_damage)
-    with pytest.raises(DataError, match="does not keep what is written to it.*other bytes"):
+    with pytest.raises(DataError, match="loses written data.*different content"):
         IndexCache(tmp_path).load_or_build("the test", CONTENT, arrays)
 
 

@@ -171,7 +171,7 @@ def test_a_dying_loader_process_is_an_error():
             with loader_exits_as_data_errors():
                 samples(loader(dataset=Deadly(80), workers=1))
         except DataError as error:
-            os._exit(7 if "A loader process ended by itself" in str(error) else 1)
+            os._exit(7 if "A data loader process died" in str(error) else 1)
 
     # torch may raise again at any time until the loader is deleted: not in this process.
     child = multiprocessing.get_context("fork").Process(target=read)
@@ -192,7 +192,7 @@ def test_a_programming_error_is_not_wrapped():
 
 
 def test_too_few_samples_is_an_error():
-    with pytest.raises(DataError, match="81 .* holds 80"):
+    with pytest.raises(DataError, match="81 .* has 80"):
         loader(80, total=81)
 
 

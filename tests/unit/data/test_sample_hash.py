@@ -100,9 +100,12 @@ def test_a_mark_survives_plain_values():
         (chain(seed=2), ["--seed: 1 -> 2"]),
         (chain(seq_length=32, seed=3), ["--seq-length: 16 -> 32", "--seed: 1 -> 3"]),
         (chain(SOURCES[:1]), ["shards: a b -> a"]),
-        (chain((SOURCES[0], dataclasses.replace(SOURCES[1], content="new"))), ["shard b: other content"]),
+        (chain((SOURCES[0], dataclasses.replace(SOURCES[1], content="new"))), ["shard b: different content"]),
         (chain((SOURCES[0], dataclasses.replace(SOURCES[1], shard="c"))), []),
-        (chain((SOURCES[0], dataclasses.replace(SOURCES[1], shard="c", content="x"))), ["shard b -> c: other content"]),
+        (
+            chain((SOURCES[0], dataclasses.replace(SOURCES[1], shard="c", content="x"))),
+            ["shard b -> c: different content"],
+        ),
         (
             chain(tuple(dataclasses.replace(source, weight=0.5, documents=(0, 9)) for source in SOURCES)),
             [

@@ -145,16 +145,16 @@ def test_other_files_are_not_replaced_without_overwrite(tmp_path, pair):
     merge(pair, tmp_path / "out")
     before = content_of(str(tmp_path / "out"))
     for inputs in (pair[:1], pair[::-1]):
-        with pytest.raises(DataError, match="there already.*--overwrite"):
+        with pytest.raises(DataError, match="already exists.*--overwrite"):
             merge(inputs, tmp_path / "out")
     assert content_of(str(tmp_path / "out")) == before
     merge(pair[:1], tmp_path / "out", overwrite=True)
     assert content_of(str(tmp_path / "out")) == content_of(pair[0])
     os.truncate(tmp_path / "out.bin", 2)
-    with pytest.raises(DataError, match="not whole"):
+    with pytest.raises(DataError, match="incomplete"):
         merge(pair[:1], tmp_path / "out")
     manifest_path(str(tmp_path / "out")).unlink()
-    with pytest.raises(DataError, match="there already"):
+    with pytest.raises(DataError, match="already exists"):
         merge(pair[:1], tmp_path / "out")
 
 
@@ -204,7 +204,7 @@ def test_damaged_inputs_are_not_given_new_hashes(tmp_path, pair):
     [
         ({"tokenizer": TOKENIZER | {"sha256": ["ab" * 32]}}, "different tokenizers:\n.*sha256 -.*\n.*sha256 abababab"),
         ({"append_eod": True}, "Only one of .* ends its documents"),
-        ({"tokenizer": None}, "b: no manifest says which tokenizer.*--trust-missing-manifests"),
+        ({"tokenizer": None}, "b: no manifest with the tokenizer.*--trust-missing-manifests"),
     ],
 )
 def test_incompatible_shards_are_refused(tmp_path, pair, change, message):
@@ -237,9 +237,9 @@ def test_a_missing_manifest_may_be_trusted(tmp_path, pair):
         ({"num_parts": 2, "split": "1,1"}, "--num-parts and --split exclude each other"),
         ({"num_parts": 0}, "--num-parts 0: must be at least 1"),
         ({"documents_per_part": -1}, "--documents-per-part -1"),
-        ({"split": "1,2,3,4"}, "--split 1,2,3,4 should be"),
+        ({"split": "1,2,3,4"}, "--split 1,2,3,4 must be"),
         ({"num_parts": 8}, "No document would be in .*_00004-of-00008"),
-        ({"split": "99,1"}, "No document would be in .*out_valid: 7 documents"),
+        ({"split": "99,1"}, "No document would be in .*out_valid: there are only 7 documents"),
     ],
 )
 def test_impossible_jobs_are_refused(tmp_path, pair, options, message):
@@ -248,7 +248,7 @@ def test_impossible_jobs_are_refused(tmp_path, pair, options, message):
 
 
 def test_inputs_are_not_outputs_and_not_named_twice(tmp_path, pair):
-    with pytest.raises(DataError, match="names an input"):
+    with pytest.raises(DataError, match="is also an input"):
         merge(pair, pair[0])
     with pytest.raises(ConfigError, match="twice"):
         merge([pair[0], pair[0]], tmp_path / "out")
@@ -258,5 +258,5 @@ def test_a_folder_stands_for_its_shards(tmp_path, pair):
     (tmp_path / "lone.idx").touch()
     (tmp_path / "empty").mkdir()
     assert find_shards([str(tmp_path), "x"]) == (*pair, "x")
-    with pytest.raises(DataError, match="holds no shards"):
+    with pytest.raises(DataError, match="has no shards"):
         find_shards([str(tmp_path / "empty")])

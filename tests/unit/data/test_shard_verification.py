@@ -81,7 +81,7 @@ def test_cut_index(bare_copy, num_bytes):
 @pytest.mark.parametrize(
     ("offset", "content", "message"),
     [
-        (0, b"X", "not an index in Megatron's format"),
+        (0, b"X", "not an index in Megatron-LM's format"),
         (9, b"\2", "version 2"),
         (17, b"\7", "dtype code 7"),
         (17, b"\4", "bytes"),
@@ -106,7 +106,7 @@ def test_flipped_bytes_in_the_index(bare_copy, offset, content, message):
 def test_a_flipped_last_length_contradicts_the_token_size(bare_copy):
     length = int(read_index(bare_copy).sequence_lengths[59])
     patch(f"{bare_copy}.idx", 34 + 4 * 59, struct.pack("<i", length + 1))
-    with pytest.raises(DataError, match=r"copy\.bin is"):
+    with pytest.raises(DataError, match=r"copy\.bin has"):
         check_shard(bare_copy, 320)
 
 
@@ -168,7 +168,7 @@ def test_a_dtype_too_narrow_for_the_vocabulary(tmp_path, vocab_size, is_refused)
     if not is_refused:
         check_shard(prefix, vocab_size)
         return
-    with pytest.raises(DataError, match="int16, which ends at 32767"):
+    with pytest.raises(DataError, match="int16, whose maximum is 32767"):
         check_shard(prefix, vocab_size)
 
 
@@ -214,13 +214,13 @@ def test_an_unreadable_file_is_an_error(read_only_copy, suffix):
 
 
 def test_empty_shard(tmp_path):
-    with pytest.raises(DataError, match="holds no tokens"):
+    with pytest.raises(DataError, match="has no tokens"):
         check_shard(write_shard(tmp_path / "s", [[]]), 10)
 
 
 def test_another_tokenizers_shard(copy, tokenizer_config):
     identifiers = dict(build_tokenizer(tokenizer_config).unique_identifiers)
-    with pytest.raises(DataError, match="another tokenizer") as caught:
+    with pytest.raises(DataError, match="a different tokenizer") as caught:
         check_shard(copy, 320, tokenizer_identifiers=identifiers | {"sha256": ["0" * 64]})
     for text in (identifiers["sha256"][0][:12], "0" * 12, "vocab_size 320", "--allow-other-tokenizer"):
         assert text in str(caught.value)

@@ -72,8 +72,8 @@ def test_wrong_counts_in_the_manifest_are_detected(copy):
     save_manifest(copy, dataclasses.replace(manifest, num_tokens=manifest.num_tokens + 1, dtype="int32"))
     (finding,) = [each for each in verify_shard(copy) if each.check == MANIFEST]
     assert finding.passed is False
-    assert f"num_tokens {manifest.num_tokens} instead of {manifest.num_tokens + 1}" in finding.detail
-    assert "dtype uint16 instead of int32" in finding.detail
+    assert f"num_tokens is {manifest.num_tokens}, expected {manifest.num_tokens + 1}" in finding.detail
+    assert "dtype is uint16, expected int32" in finding.detail
     manifest_path(copy).write_text("{")
     assert states(copy)[MANIFEST] is False
 
@@ -88,7 +88,7 @@ def test_documents_without_an_end_are_detected(tmp_path, monkeypatch, shard, blo
         save_manifest(prefix, known)
     assert states(good)[ENDS] is True
     (finding,) = [each for each in verify_shard(bad) if each.check == ENDS]
-    assert (finding.passed, finding.detail) == (False, "document 3 ends with 5 instead of 9")
+    assert (finding.passed, finding.detail) == (False, "document 3 ends with token 5, expected 9")
 
 
 def test_unreadable_parts_give_no_other_findings(copy):

@@ -36,7 +36,7 @@ def only_problem(config: RunConfig, target: Target) -> str:
 def test_a_missing_package_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = capability.package_problems(LoggingConfig(wandb_project="mine"))
-    assert problem.startswith("--wandb-project mine: needs the package wandb")
+    assert problem.startswith("--wandb-project mine: the package wandb is not installed")
     assert capability.package_problems(LoggingConfig()) == []
 
 
@@ -90,8 +90,10 @@ def test_recipes_that_transformer_engine_runs(target: Target, native: tuple[str,
 def test_an_unsupported_recipe_names_the_supported_ones() -> None:
     config = fp8("mxfp8", transformer_impl="transformer_engine")
     found = only_problem(config, H200)
-    assert "--fp8-recipe mxfp8: needs compute capability 10.0 and below 12.0, h200 has 9.0" in found
-    assert "native here: tensorwise, delayed, blockwise; --transformer-impl emulated runs every recipe" in found
+    assert "--fp8-recipe mxfp8: needs compute capability 10.0 and below 12.0, but h200 has 9.0" in found
+    assert (
+        "supported natively: tensorwise, delayed, blockwise; --transformer-impl emulated supports every recipe" in found
+    )
     found = only_problem(fp8("tensorwise", transformer_impl="transformer_engine"), A100)
     assert "no recipe is native here; --transformer-impl emulated" in found
 
@@ -113,8 +115,8 @@ def test_emulation_can_be_disabled(target: Target) -> None:
     assert capability_problems(RunConfig(precision=PrecisionConfig(emulation=False)), target) == []
     found = only_problem(fp8("mxfp8", emulation=False), target)
     assert "--fp8-recipe mxfp8" in found
-    assert found.endswith("; leave --no-emulation out")
-    assert ("native here: tensorwise, delayed, blockwise" in found) == (target is H200)
+    assert found.endswith("; or remove --no-emulation")
+    assert ("supported natively: tensorwise, delayed, blockwise" in found) == (target is H200)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -176,10 +178,10 @@ def test_transformer_engines_loss_works_with_emulated_layers() -> None:
 def test_attention_and_collectives_that_need_a_gpu() -> None:
     flash = RunConfig(precision=PrecisionConfig(attention_backend="flash"))
     assert capability_problems(flash, H200) == []
-    assert "the emulated layers have auto, sdpa" in only_problem(flash, CPU)
+    assert "the emulated layers support auto, sdpa" in only_problem(flash, CPU)
     nccl = replace(RunConfig(), parallel=replace(RunConfig().parallel, distributed_backend="nccl"))
     assert capability_problems(nccl, H200) == []
-    assert "give gloo" in only_problem(nccl, CPU)
+    assert "use gloo" in only_problem(nccl, CPU)
     buffers = replace(RunConfig(), overrides=("ddp.nccl_ub=True",))
     assert capability_problems(buffers, H200) == []
     assert "--override ddp.nccl_ub=True: cpu has no CUDA device" in only_problem(buffers, CPU)
@@ -239,14 +241,14 @@ def test_environment_variables_that_change_the_recipe_give_a_notice(monkeypatch:
     monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0")
     blockwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")
     (notice,) = capability.environment_notices(blockwise, "transformer_engine")
-    assert notice.startswith("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1: ") and "scales are FP32" in notice
+    assert notice.startswith("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set") and "scales are FP32" in notice
     assert capability.environment_notices(blockwise, "emulated") == []
     tensorwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")
     assert capability.environment_notices(tensorwise, "transformer_engine") == []
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     attention = [PrecisionConfig(fp8_format="hybrid", fp8_dot_product_attention=asked) for asked in (True, False)]
     (notice,), nothing = (capability.environment_notices(each, "transformer_engine") for each in attention)
-    assert "backward pass is in BF16" in notice and nothing == []
+    assert "computes the backward pass of attention in BF16" in notice and nothing == []
 
 
 # ---- precision maps -------------------------------------------------------------------------------------------------
@@ -285,16 +287,19 @@ def test_a_stateless_output_layer_works_with_every_recipe(recipe: str) -> None:
     [
         (mapped("*.linear_fc2=mxfp8/e4m3"), "--precision *.linear_fc2=mxfp8/e4m3: needs compute capability 10.0"),
         (mapped("*.linear_fc2:wgrad=bf16"), "layers.0.linear_fc2 fprop tensorwise hybrid, dgrad tensorwise hybrid, w"),
-        (mapped("*.linear_fc2:dgrad,wgrad=blockwise"), "one recipe for all three, or high precision for the backward"),
-        (mapped("layers.0.*=bf16", fp8_recipe="delayed"), "reduces amaxes for all layers at once"),
-        (mapped("output_layer=delayed", fp8_recipe="delayed"), "takes out of checkpoints what an output layer remem"),
-        (mapped("output_layer=delayed"), "takes out of checkpoints what an output layer remembers"),
+        (
+            mapped("*.linear_fc2:dgrad,wgrad=blockwise"),
+            "one recipe for all three GEMMs, or one for fprop and high precision for the backward",
+        ),
+        (mapped("layers.0.*=bf16", fp8_recipe="delayed"), "reduces the amaxes of all layers together"),
+        (mapped("output_layer=delayed", fp8_recipe="delayed"), "does not save the amax history of an output layer"),
+        (mapped("output_layer=delayed"), "does not save the amax history of an output layer"),
         (mapped("output_layer=tensorwise", fp8_recipe="delayed", tied=True), "--untie-embeddings-and-output-weights"),
         (mapped(fp8_recipe="delayed", first_last_layers_bf16=True), "--first-last-layers-bf16 with delayed scaling"),
         (mapped("output_layer=tensorwise", tied=True), "--untie-embeddings-and-output-weights"),
         (mapped("layers.0.*=bf16", fp8_param_gather=True), "the precision map gives layers.0.linear_qkv"),
-        (mapped("layers.0.*=bf16", use_transformer_engine_op_fuser=True), "fused ones have one recipe"),
-        (mapped("*.linear_fc1=tensorwise/e5m2"), "Transformer Engine refuses E5M2"),
+        (mapped("layers.0.*=bf16", use_transformer_engine_op_fuser=True), "fused operations support one recipe"),
+        (mapped("*.linear_fc1=tensorwise/e5m2"), "Transformer Engine does not support E5M2"),
     ],
 )
 def test_maps_unsupported_by_transformer_engine_are_refused_or_emulated(config: RunConfig, words: str) -> None:
@@ -320,7 +325,7 @@ def test_maps_unsupported_by_transformer_engine_are_refused_or_emulated(config: 
 def test_notice_of_auto_emulation_has_the_reason(config: RunConfig, words: str) -> None:
     (notice,) = capability.emulation_notices(config, H200)
     assert notice.startswith(f"all layers are emulated because of {words}")
-    assert notice.endswith("; --no-emulation refuses instead")
+    assert notice.endswith("; to get an error instead: --no-emulation")
     told = replace(config, precision=replace(config.precision, transformer_impl="emulated"))
     strict = replace(config, precision=replace(config.precision, emulation=False))
     silent = [(told, H200), (strict, H200), (config, CPU), (config, replace(H200, transformer_engine=None))]
@@ -333,4 +338,4 @@ def test_layers_of_transformer_engine_need_no_notice() -> None:
 
 def test_weights_of_block_recipes_are_not_kept_as_codes() -> None:
     config = mapped("*.linear_fc2=mxfp8", fp8_param_gather=True, transformer_impl="emulated")
-    assert "--precision *.linear_fc2=mxfp8, emulated, has two copies" in only_problem(config, CPU)
+    assert "--precision *.linear_fc2=mxfp8 stores two copies" in only_problem(config, CPU)

@@ -76,20 +76,20 @@ def test_ranks_meet_at_the_store_of_rank_0() -> None:
 def test_ranks_meet_at_the_store_of_torchrun_also_when_it_starts_them_again(torchrun: dict[str, str]) -> None:
     assert met([0, 1], 2, 60.0, **torchrun) == ["met"] * 2
     (told,) = met([0], 2, 1.0, **torchrun, TORCHELASTIC_RESTART_COUNT="1")
-    assert told.startswith("rank 1 of 2 did not arrive")
+    assert told.startswith("rank 1 of 2 did not connect")
 
 
 def test_missing_ranks_are_named_within_the_bound(torchrun: dict[str, str]) -> None:
-    expected = "of 5 did not arrive within 1 s (--rendezvous-timeout-s)"
+    expected = "of 5 did not connect within 1 s (--rendezvous-timeout-s)"
     for told in met([0, 3], 5, 1.0, **torchrun):
         assert told.startswith("ranks ") and {"1,", "2,", "4"} <= {*told.split()} and expected in told
     (told,) = met([0], 2, 1.0, MASTER_PORT=port())
-    assert told.startswith("rank 1 of 2 did not arrive within 1 s")
+    assert told.startswith("rank 1 of 2 did not connect within 1 s")
 
 
 def test_a_missing_launcher_is_an_error_within_the_bound() -> None:
     (told,) = met([1], 2, 1.0, MASTER_PORT=port(), TORCHELASTIC_USE_AGENT_STORE="True")
-    assert told.startswith("rank 1 cannot reach the other ranks: nobody listened on 127.0.0.1:")
+    assert told.startswith("rank 1 cannot reach the other ranks: no connection to 127.0.0.1:")
 
 
 @pytest.mark.parametrize(("count", "end"), [(1, "rank 0"), (16, "14, 15"), (30, "15 and 14 more")])

@@ -68,7 +68,7 @@ def test_healthy_nodes_are_not_blamed(num_nodes: int) -> None:
     reports = reports_of(num_nodes)
     assert blamed(reports) == {}
     text = healthy_summary([report.node for report in reports], reports)
-    assert text.startswith(f"{num_nodes} nodes are well, 1 x H200 each, slowest all-reduce 1.00 GB/s (n0")
+    assert text.startswith(f"{num_nodes} nodes passed, 1 x H200 each, slowest all-reduce 1.00 GB/s (n0")
 
 
 @pytest.mark.parametrize("bad", range(5))
@@ -110,7 +110,7 @@ def test_a_failure_that_one_end_saw_counts() -> None:
 def test_a_node_without_a_report_is_named_and_explains_its_links() -> None:
     reports: list = reports_of(4, lambda members: 1 in members and len(members) == 2)
     reports[1] = None
-    assert blamed(reports) == {"n1": ["it gave no report in time"]}
+    assert blamed(reports) == {"n1": ["no report in time"]}
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,14 @@ def test_a_node_without_a_report_is_named_and_explains_its_links() -> None:
     [
         ({"clock_s": 60.0}, "60.0 s ahead of the others'"),
         ({"clock_s": -60.0}, "60.0 s behind the others'"),
-        ({"software": "driver 570"}, "it has driver 570; most nodes have driver 580"),
+        ({"software": "driver 570"}, "its software is driver 570; most nodes have driver 580"),
         ({"problems": ("disk: runs cannot be written: Read-only file system",)}, "Read-only"),
-        ({"gpus": (dataclasses.replace(GPU, used_bytes=40 * GIB),)}, "GPU 3: 40.0 of 140.0 GiB are in use by others"),
-        ({"gpus": (dataclasses.replace(GPU, uncorrected_errors=2),)}, "GPU 3: 2 uncorrected errors"),
-        ({"gpus": (dataclasses.replace(GPU, is_slowed=True),)}, "GPU 3: its clock is held down"),
+        (
+            {"gpus": (dataclasses.replace(GPU, used_bytes=40 * GIB),)},
+            "GPU 3: 40.0 of 140.0 GiB are in use by other processes",
+        ),
+        ({"gpus": (dataclasses.replace(GPU, uncorrected_errors=2),)}, "GPU 3: 2 uncorrected memory errors"),
+        ({"gpus": (dataclasses.replace(GPU, is_slowed=True),)}, "GPU 3: its clock is throttled"),
     ],
 )
 def test_errors_of_a_node_are_reported(change: dict, words: str) -> None:

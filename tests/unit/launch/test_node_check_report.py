@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path, monkeypatch: pyte
     leave(tmp_path, 1, said([0], 1.0))
     ranks = [leave(tmp_path, 0, said([0], 1.0), said([0, 1], 1.0)), subprocess.Popen(["sleep", "60"])]
     (own, link) = node_check.collect_results(place(("a", "b")), tmp_path, ranks)
-    assert own.error is None and link.error == "rank 1: no answer in time"
+    assert own.error is None and link.error == "rank 1: no result in time"
     assert all(process.poll() is not None for process in ranks)
 
 
@@ -74,4 +74,4 @@ def test_the_last_output_of_a_dead_rank_is_reported(tmp_path: Path) -> None:
     (tmp_path / "rank1").touch()
     (tmp_path / "errors1").write_text("Traceback\nImportError: no torch\n\n")
     (own,) = node_check.collect_results(place(timeout_s=30.0), tmp_path, [process, dead])
-    assert own.error == "rank 1: ended with status 7: ImportError: no torch"
+    assert own.error == "rank 1: exited with status 7: ImportError: no torch"

@@ -40,7 +40,7 @@ def test_one_failed_run_does_not_stop_others(tmp_path: Path) -> None:
     outcomes = run(2, [fake(tmp_path / name, end) for name, end in ends.items()])
     assert sorted(name for name, outcome in outcomes.items() if outcome.is_done) == ["a", "d"]
     assert "failed at step 0" in outcomes["b"].reason
-    assert outcomes["c"].reason == "its command ended with status 3 before the run began"
+    assert outcomes["c"].reason == "its command ended with status 3 before the run started"
     assert finished_state(tmp_path / "d") is not None and finished_state(tmp_path / "c") is None
 
 
@@ -57,7 +57,7 @@ def test_an_old_state_is_not_used_for_a_new_start(tmp_path: Path) -> None:
     run(1, [fake(tmp_path / "a", "done:60:60")])
     assert finished_state(tmp_path / "a") is not None
     again = PooledRun(name="a", command=(sys.executable, "-c", "raise SystemExit(64)"), folder=tmp_path / "a")
-    assert "status 64 before the run began" in run(1, [again])["a"].reason
+    assert "status 64 before the run started" in run(1, [again])["a"].reason
 
 
 def test_each_run_has_its_own_gpus(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_signal_before_a_run_started_is_not_a_failure(tmp_path: Path) -> None:
     ]
     outcomes = run(2, runs)
     assert outcomes["ended"].is_stopped and not outcomes["crashed"].is_stopped
-    assert outcomes["crashed"].reason == "its command ended with signal 9 before the run began"
+    assert outcomes["crashed"].reason == "its command ended with signal 9 before the run started"
 
 
 @pytest.mark.parametrize(("when", "number"), [("before", signal.SIGHUP), ("after", signal.SIGTERM)])

@@ -108,7 +108,7 @@ def test_jobs_of_adjacent_numbers_have_different_ports() -> None:
 def test_words_survive_the_shell(tmp_path: Path) -> None:
     """Flags of an array's task that contain a space come out of bash unchanged."""
     text = script("array.sbatch")
-    flags = text[text.index("training=(") : text.index("# Once on")]
+    flags = text[text.index("training=(") : text.index("# Prefix of commands")]
     ended = subprocess.run(
         ["bash", "-euc", f'{flags}printf "%s\\n" "${{training[@]}}"'], env={"SLURM_ARRAY_TASK_ID": "1"},
         capture_output=True, text=True, check=True,
@@ -201,10 +201,10 @@ def test_a_jobs_own_variables_and_options_take_precedence() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"runs": (("--save", "a", "--load", "a"),), "logs": "logs"}, "an array is Slurm's"),
-        ({"container": "image.sif"}, "start this inside of it"),
-        ({"nodes": 2}, "none is given"),
-        ({"nodes": 2, "endpoint": "first:29500", "max_restarts": 2}, "max_restarts: 2: no supervisor"),
+        ({"runs": (("--save", "a", "--load", "a"),), "logs": "logs"}, "job arrays need Slurm"),
+        ({"container": "image.sif"}, "start the script inside the container"),
+        ({"nodes": 2}, "endpoint is missing"),
+        ({"nodes": 2, "endpoint": "first:29500", "max_restarts": 2}, "max_restarts: 2: automatic restarts"),
     ],
 )
 def test_jobs_that_need_slurm_are_refused_with_torchrun(change: dict, words: str) -> None:

@@ -70,7 +70,7 @@ def test_a_run_ended_by_slurm_is_requeued_and_not_restarted(tmp_path: Path) -> N
     status, told = job.supervise("preempted:40:40 done:60:60")
     assert status == 75 and job.requeued
     assert (tmp_path / "run/starts").read_text() == "1"
-    assert "job 17 goes back into the queue, the 3. time" in told
+    assert "requeueing job 17 (requeue number 3)" in told
 
 
 def test_crashes_are_restarted_here_before_a_requeue(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
     job = Job(tmp_path, state="COMPLETING")
     status, told = job.supervise("preempted:40:40")
     assert status == 75 and not job.requeued
-    assert "job 17 is COMPLETING: it is not put back" in told
+    assert "job 17 is COMPLETING: not requeued" in told
 
 
 def test_nothing_is_started_after_the_warning_of_the_end(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_nothing_is_started_after_the_warning_of_the_end(tmp_path: Path) -> None
     job = Job(tmp_path, left_s=100)
     status, told = job.supervise("70:40:40", "--least-time-s", "360")
     assert status == 75 and job.requeued and not (tmp_path / "run/starts").exists()
-    assert " s are left: too few to start" in told
+    assert " s are left: too little time to start" in told
 
 
 @pytest.mark.parametrize("left_s", [1000, None])
@@ -122,7 +122,7 @@ def test_a_run_starts_with_time_left(tmp_path: Path, left_s: Optional[float]) ->
 def test_requeues_are_limited(tmp_path: Path) -> None:
     job = Job(tmp_path, restarts=5)
     _, told = job.supervise("preempted:40:40", "--max-requeues", "5")
-    assert not job.requeued and "5 times already" in told
+    assert not job.requeued and "already requeued 5 times" in told
     assert Job(tmp_path, restarts=4).supervise("preempted:40:40", "--max-requeues", "5")[0] == 75
     assert job.requeued
 
@@ -136,7 +136,7 @@ def test_a_job_that_repeatedly_starts_nothing_is_not_requeued(tmp_path: Path) ->
         said.unlink()
     status, told = job.supervise("preempted:40:40", "--least-time-s", "360")
     assert status == 70 and not job.requeued
-    assert "job 17 came out of the queue 3 times in a row and saved nothing after step 0" in told
+    assert "job 17 was requeued 3 times in a row without a checkpoint after step 0" in told
 
 
 def test_requeues_after_which_the_run_saved_are_not_fruitless(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_requeues_that_cannot_be_counted_are_still_made(tmp_path: Path) -> None:
     (tmp_path / "run" / slurm.REQUEUES_FILE).mkdir(parents=True)
     job = Job(tmp_path, left_s=100)
     status, told = job.supervise("preempted:40:40", "--least-time-s", "360")
-    assert status == 75 and job.requeued and "requeues are not counted: Is a directory" in told
+    assert status == 75 and job.requeued and "cannot count requeues: Is a directory" in told
 
 
 def test_the_last_array_task_is_not_the_complete_array(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_job_is_requeued_without_its_bad_nodes(tmp_path: Path, before: str, af
     )
     ended = decide_nodes(job, "n1", "n2")
     assert ended.returncode == 70 and job.requeued, ended.stderr
-    assert "nodes: n2: it gave no report in time" in ended.stderr and "n1:" not in ended.stderr
+    assert "nodes: n2: no report in time" in ended.stderr and "n1:" not in ended.stderr
     assert f"scontrol update JobId=17 ExcNodeList={after}\n" in (tmp_path / "said").read_text()
 
 

@@ -40,16 +40,16 @@ def test_a_dying_run_is_restarted_until_it_is_done(tmp_path: Path) -> None:
     assert [start["lost_steps"] for start in log] == [7, 0, 5, 0]
     assert [start["recovery_s"] is None for start in log] == [True, False, False, False]
     assert 0 < log[1]["recovery_s"] < 30
-    assert "start 1 died at step 47, 7 steps lost" in told[0] and "starts again from step 40" in told[0]
-    assert "ended without a word" in told[0]
-    assert told[-1].endswith("start 4 done at step 60; nothing is left to do")
+    assert "start 1 died at step 47, 7 steps lost" in told[0] and "restarting from step 40" in told[0]
+    assert "ended without an error message" in told[0]
+    assert told[-1].endswith("start 4 done at step 60; finished")
 
 
 @pytest.mark.parametrize("hopeless", ["64", "65", "66", "73", "74"])
 def test_permanent_failures_are_not_restarted(tmp_path: Path, hopeless: str) -> None:
     status, told, log = supervise(tmp_path, f"{hopeless}:0:0 done:60:60")
     assert (status, len(log)) == (int(hopeless), 1)
-    assert "would not fix" in told[-1]
+    assert "would not help" in told[-1]
 
 
 def test_nonfinite_values_are_restarted_a_limited_number_of_times(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_nonfinite_values_are_restarted_a_limited_number_of_times(tmp_path: Path
         tmp_path / "always", "65:40:47 65:40:47 65:40:47 done:60:60", "--retry-bad-numbers", "--max-restarts", "1"
     )
     assert (status, len(log)) == (65, 2)
-    assert "gives up after 1 restarts" in told[-1]
+    assert "giving up after 1 restarts" in told[-1]
 
 
 def test_restarts_without_progress_are_limited(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_restarts_without_progress_are_limited(tmp_path: Path) -> None:
         "--min-progress-steps", "5",
     )  # fmt: skip
     assert (status, len(log)) == (70, 5)
-    assert "gives up after 2 restarts" in told[-1]
+    assert "giving up after 2 restarts" in told[-1]
 
 
 def test_with_no_progress_asked_for_every_restart_counts(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_command_that_never_starts_its_run(tmp_path: Path) -> None:
     supervise(tmp_path, "74:0:0")
     status, told, log = supervise(tmp_path, "74:0:0 nothing")
     assert (status, [start["state"] for start in log]) == (3, ["failed", "stillborn", "stillborn"])
-    assert "the command ended with status 3 before its run began" in told[0]
+    assert "the command exited with status 3 before its run began" in told[0]
 
 
 def test_a_run_with_progress_may_be_requeued(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def signalled(folder: Path, *signals: signal.Signals, **options: Any) -> tuple[i
 def test_a_signal_is_passed_on_and_no_restart_follows(tmp_path: Path, number: signal.Signals) -> None:
     status, told = signalled(tmp_path, number)
     assert status == 75
-    assert f"preempted at step 8; {number.name} came" in told
+    assert f"preempted at step 8; received {number.name}" in told
     assert (tmp_path / "got").read_text() == f"{number.name} SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGQUIT"
 
 

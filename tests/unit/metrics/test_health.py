@@ -27,12 +27,12 @@ STALLED, FROZEN = {"update_to_weight": 1e-9}, {"codes_changed_fraction": 0.0}
 # Rule -> changes of consecutive statistics (of the input, the weight, the gradient), the tensor, and a part of the
 # finding's text at the last one.
 PROVOKED = {
-    "numbers that are not finite": [
+    "non-finite values": [
         ([(None, None, BAD)], f"{FC1}.grad_output: 3 values are not finite"),
-        ([(BAD, None, BAD)], f"{FC1}.input: 3 values are not finite; of 2 such operands of linears the first"),
+        ([(BAD, None, BAD)], f"{FC1}.input: 3 values are not finite; first of 2 such operands of linear layers"),
     ],
     "saturation": [
-        ([(SATURATED, None, None)] * 2, f"{FC1}.input: 2.00% of its values are cut off"),
+        ([(SATURATED, None, None)] * 2, f"{FC1}.input: 2.00% of its values saturate"),
         ([(FOUR_BITS | {"saturated_fraction": 0.3, "mean_local_sqnr_db": 11.0}, None, None)] * 2, "30.00% of its"),
     ],
     "gradients underflow": [
@@ -40,21 +40,21 @@ PROVOKED = {
         ([(None, None, FOUR_BITS | {"underflow_fraction": 0.74})] * 2, "74.0% of its values become zero"),
     ],
     "quantization noise": [
-        ([(NOISY, None, None)] * 2, f"{FC1}.input: its values lie 5.0 dB above their errors"),
-        ([(None, FOUR_BITS | NOISY, None)] * 2, f"{FC1}.weight: its values lie 5.0 dB above their errors"),
+        ([(NOISY, None, None)] * 2, f"{FC1}.input: signal-to-quantization-noise ratio of 5.0 dB"),
+        ([(None, FOUR_BITS | NOISY, None)] * 2, f"{FC1}.weight: signal-to-quantization-noise ratio of 5.0 dB"),
     ],
-    "scales still moving after warm-up": [
+    "scales still changing after warmup": [
         ([({"amax": 2.0}, None, None), ({"amax": 9.0}, None, None), ({"amax": 1.0}, None, None)], "2 -> 9 -> 1")
     ],
     "stale delayed scales": [
-        ([(STALE, None, None)] * 2, f"{FC1}.input: its amax is 2.83 times what its scale was made for"),
-        ([(None, None, LOOSE)] * 2, f"{FC1}.grad_output: its scale was made for 16 times its amax"),
+        ([(STALE, None, None)] * 2, f"{FC1}.input: its amax is 2.83 times the amax of its scale"),
+        ([(None, None, LOOSE)] * 2, f"{FC1}.grad_output: its scale is for 16 times its amax"),
     ],
     "stalled weights": [
-        ([(None, STALLED, None)] * 2, f"{FC1}.weight: a step moves it by 1e-09 of its norm"),
-        ([(None, FROZEN, None)] * 2, f"{FC1}.weight: a step changes 0 of its codes"),
+        ([(None, STALLED, None)] * 2, f"{FC1}.weight: an update changes it by 1e-09 of its norm"),
+        ([(None, FROZEN, None)] * 2, f"{FC1}.weight: an update changes only 0 of its codes"),
     ],
-    "an outlier channel grows": [
+    "growing outlier channel": [
         ([({"outlier_octaves": octaves}, None, None) for octaves in (5.0, 5.5, 6.0, 7.0)], "channel 3 has 128 times")
     ],
 }
@@ -148,8 +148,11 @@ def test_many_tensors_are_one_event(make_statistics: Make) -> None:
     ("flags", "why"),
     [
         ("--fp8-log-interval 100", "none of the steps 1 to 8 is a multiple of --fp8-log-interval 100"),
-        ("--fp8-log-interval 5 --fp8-schedule bf16:5,fp8", "has those of the steps 1 to 8 in high precision"),
-        ("--fp8-log-interval 5 --fp8-schedule bf16:9,fp8", "bf16:9,fp8 has the steps 1 to 8 in high precision"),
+        ("--fp8-log-interval 5 --fp8-schedule bf16:5,fp8", "those of the steps 1 to 8 that are multiples of"),
+        (
+            "--fp8-log-interval 5 --fp8-schedule bf16:9,fp8",
+            "the steps 1 to 8 are in high precision (--fp8-schedule bf16:9,fp8)",
+        ),
     ],
 )
 def test_a_run_without_statistics_reports_why(flags: str, why: str) -> None:
@@ -168,9 +171,9 @@ def test_what_if_recipes_are_checked_for_nonfinite_values(make_statistics: Make)
     calm = HealthMonitor(config)
     assert calm.update(tried(1)) == []
     said = calm.summary(1, 1).detail
-    assert said.startswith("1 statistics step, 3 tensors, in high precision, asked for numbers that are not")
+    assert said.startswith("1 statistics step, 3 tensors, in high precision, checked for non-finite values")
     (told,) = HealthMonitor(config).update(tried(1, of_input=BAD, of_gradient=BAD))
-    assert told.detail.startswith(f"numbers that are not finite: {FC1}.input: 3 values are not finite; of 2 such")
+    assert told.detail.startswith(f"non-finite values: {FC1}.input: 3 values are not finite; first of 2 such")
 
 
 def test_row_and_column_codes_are_one_operand(make_statistics: Make) -> None:

@@ -89,7 +89,7 @@ def test_a_format_that_reaches_further_down_is_advised_where_there_is_one() -> N
 
 
 def test_statistics_are_advised_where_they_are_off() -> None:
-    assert "--fp8-log-interval 100 names" in advice(case_of("tensorwise", None), for_nonfinite_values)
+    assert "--fp8-log-interval 100 to find" in advice(case_of("tensorwise", None), for_nonfinite_values)
     tried = advice(case_of("bf16-not-looked-at", None), for_nonfinite_values)
     assert "--fp8-log-interval 100 --fp8-what-if tensorwise" in tried
     assert "--fp8-log-interval" not in advice(case_of("op-fuser", None), for_nonfinite_values), "it shows no operands"

@@ -167,7 +167,7 @@ def test_one_huge_value_dominates_the_sqnr_but_not_the_local_sqnr() -> None:
 
 def test_other_shapes_are_refused() -> None:
     for values, dequantized in ((torch.ones(2), torch.ones(3)), (torch.ones(0), torch.ones(0))):
-        with pytest.raises(ValueError, match="needs two tensors"):
+        with pytest.raises(ValueError, match="two non-empty tensors"):
             quantization_stats(values, dequantized, torch.ones(()), FORMAT_MAX)
 
 

@@ -109,7 +109,7 @@ def test_nvfp4_is_compared_with_all_its_options() -> None:
 
 @pytest.mark.parametrize("shape", [(15, 16), (16, 15)])
 def test_nvfp4_names_an_unsupported_shape(shape: tuple[int, int]) -> None:
-    with pytest.raises(DataError, match="x has .* nvfp4 takes rows in groups of 16 and columns in pairs"):
+    with pytest.raises(DataError, match="x has .* nvfp4 needs a multiple of 16 rows and an even number of columns"):
         inspect_tensor("x", torch.ones(shape), Operand.INPUT, RECIPES, FORMATS)
 
 

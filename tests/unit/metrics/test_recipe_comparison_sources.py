@@ -42,7 +42,7 @@ def test_outliers_fill_some_columns(columns: int, num_outliers: int, given: str,
      "cauchy:4x4", "normal:4x4:1.2.3", "normal:4x4:1e999", "normal:-4x4"],
 )  # fmt: skip
 def test_other_distributions_are_refused_with_an_example(source: str) -> None:
-    with pytest.raises(DataError, match="give normal:ROWSxCOLUMNS.*for example"):
+    with pytest.raises(DataError, match="use normal:ROWSxCOLUMNS.*for example"):
         sample_distribution(source)
 
 
@@ -71,7 +71,7 @@ def test_a_dictionary_gives_its_matrices_or_the_requested_tensors(tmp_path: Path
     torch.save(state, tmp_path / "x.pt")
     assert list(load_tensor_file(tmp_path / "x.pt")) == ["model.fc.weight"]
     assert list(load_tensor_file(tmp_path / "x.pt", "*.bias")) == ["model.fc.bias"]
-    with pytest.raises(DataError, match=r"whose name matches 'ids'; it has .*ids \[2, 3\] int64"):
+    with pytest.raises(DataError, match=r"whose name matches 'ids'; its tensors: .*ids \[2, 3\] int64"):
         load_tensor_file(tmp_path / "x.pt", "ids")
 
 

@@ -91,7 +91,7 @@ WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 4"
 )
 def test_a_resume_refuses_another_warm_up_and_another_decay_of_wsd(flags: str, words: str) -> None:
     saved, trainee = built(WSD).state_dict(), SimpleNamespace(schedule=built(flags))
-    with pytest.raises(CheckpointError, match="another learning-rate schedule") as caught:
+    with pytest.raises(CheckpointError, match="a different learning-rate schedule") as caught:
         restore_schedule(Path("iter_1"), trainee, saved)
     assert words in str(caught.value)
 

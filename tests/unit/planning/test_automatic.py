@@ -75,9 +75,9 @@ def test_a_flag_wins(flag: str, field: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ("--attention-dropout 0.1", "--attention-dropout 0.1: a graph draws no random numbers"),
-        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: graphs hold one stage's whole step"),
-        ("--no-use-distributed-optimizer", "no --use-distributed-optimizer: needs the one-pass optimizer"),
+        ("--attention-dropout 0.1", "--attention-dropout 0.1: dropout is not supported"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: CUDA graphs do not support"),
+        ("--no-use-distributed-optimizer", "no --use-distributed-optimizer: CUDA graphs need the one-pass optimizer"),
         ("--transformer-impl emulated", "needs Transformer Engine's layers"),
     ],
 )

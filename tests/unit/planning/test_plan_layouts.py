@@ -120,11 +120,11 @@ def test_null_tokenizer_does_not_change_the_vocabulary(planned):
 def test_the_text_has_every_section(planned):
     text = plan_text(planned, 3)
     for part in (
-        "legal layouts", "memory of layout 1", "a step of layout 1", "layout 1 sends", "the same batch on more GPUs",
-        "assumptions", "HBM 4.80 TB/s", "flags of layout 1", "--micro-batch-size",
+        "legal layouts", "memory of layout 1", "step time of layout 1", "communication of layout 1",
+        "the same batch on more GPUs", "assumptions", "HBM 4.80 TB/s", "flags of layout 1", "--micro-batch-size",
     ):  # fmt: skip
         assert part in text
-    assert "below 50% of the best speed a GPU at 4,096 GPUs" in text
+    assert "speed per GPU falls below 50% of the best at 4,096 GPUs" in text
 
 
 def test_flags_of_a_layout_are_read_back_as_it(planned):
@@ -140,7 +140,7 @@ def test_a_prime_number_of_gpus_is_compared_with_others():
     plan = invoked(f"--model-preset llama3-8b --bf16 {few}", gpus=13, scaling=(8, 13, 4096))
     assert all(plan.scaling.values())
     text = plan_text(plan, 1)
-    assert "about the same batch on more GPUs" in text and "best speed a GPU at 4,096 GPUs" in text
+    assert "about the same batch on more GPUs" in text and "of the best at 4,096 GPUs" in text
 
 
 def test_scaling_limits_are_where_efficiency_drops(planned):
@@ -165,7 +165,7 @@ def test_slow_small_clusters_are_not_scaling_limits(planned):
         ("--model-preset llama3-8b --transformer-impl emulated --fp8-recipe tensorwise", "h200", "--no-emulation"),
         ("--model-preset tiny", "h200", "give --vocab-size"),
         ("--fp8-recipe tensorwise", "h200", "--model-preset"),
-        ("--model-preset llama3-8b --tensor-model-parallel-size 3", "h200", "are no multiple"),
+        ("--model-preset llama3-8b --tensor-model-parallel-size 3", "h200", "are not a multiple"),
         ("--model-preset gpt2-124m --seq-length 2048", "h200", "--max-position-embeddings"),
     ],
 )  # fmt: skip
@@ -183,7 +183,7 @@ def test_impossible_plans_are_refused_with_the_reason(text, gpu, problem):
         ("--tensor-model-parallel-size 0", 8, "--tensor-model-parallel-size 0 must be at least 1"),
         ("--num-layers 0", 8, "--num-layers 0 must be at least 1"),
         ("--num-layers 9000", 8, "at most 4,096"),
-        ("--tensor-model-parallel-size 3", 8, "8 GPUs are no multiple of --tensor-model-parallel-size 3: give"),
+        ("--tensor-model-parallel-size 3", 8, "8 GPUs are not a multiple of --tensor-model-parallel-size 3: use"),
     ],
 )
 def test_a_refusal_names_given_settings(text, gpus, problem):
@@ -199,8 +199,8 @@ def test_a_refusal_without_one_cause_is_about_the_nearest_layout():
         invoked("--model-preset llama3-8b --global-batch-size 64 --micro-batch-size 3", gpus=8, scaling=())
     (problem,) = raised.value.problems
     chosen = [f"--{name}-parallel-size 1" for name in ("tensor-model", "pipeline-model", "context")]
-    assert "layouts of 8 GPUs goes with what was given" in problem
-    assert f"The nearest, for which the search took {', '.join(chosen)}: --global" in problem
+    assert "layouts of 8 GPUs is compatible with the given flags" in problem
+    assert f"The nearest layout, {', '.join(chosen)}: --global" in problem
     assert problem.endswith("--global-batch-size 64 is not a multiple of --micro-batch-size x data-parallel size = "
                             "3 x 8 = 24 (64 / 24 = 2.667): use --global-batch-size 72")  # fmt: skip
 
@@ -232,9 +232,9 @@ def test_a_cuda_graph_reduces_the_memory_for_eager_steps() -> None:
     best = plan_data(graph, 1)["layouts"][0]
     assert best["memory_parts_bytes"]["beside the graph"] > 2**30
     assert sum(best["memory_parts_bytes"].values()) == best["memory_bytes"]
-    assert "beside it a statistics step" in plan_text(graph, 1) and "beside it a statistics step" not in plan_text(
-        plain, 1
-    )
+    assert "in addition to it, a statistics step" in plan_text(
+        graph, 1
+    ) and "in addition to it, a statistics step" not in plan_text(plain, 1)
 
 
 def test_an_automatic_micro_batch_is_searched() -> None:

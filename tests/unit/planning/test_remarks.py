@@ -30,7 +30,7 @@ def test_numbers_that_divide_well_are_not_compared(gpus, nearby) -> None:
 
 
 def test_why_a_number_is_hard_to_divide() -> None:
-    assert factor_text(509) == "are a prime number, which divides into 1 x 509 only"
+    assert factor_text(509) == "are a prime number, which can only be divided as 1 x 509"
     assert factor_text(1018) == "have the odd factor 509, which few layouts can use"
     assert "odd factor 25," in factor_text(25)
 
@@ -53,7 +53,7 @@ def test_a_prime_number_of_gpus_is_compared_with_its_neighbours() -> None:
 def test_where_nothing_fits_neighbours_that_fit_are_reported() -> None:
     one = "--tensor-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 1"
     plan = planned(f"--num-layers 96 {one}", gpu="h100", gpus=13)
-    assert not plan.search.layouts and "in all they give 0 tokens/s; 12 GPUs give" in plan.remarks[0]
+    assert not plan.search.layouts and "in total they give 0 tokens/s; 12 GPUs give" in plan.remarks[0]
     assert plan.remarks[0] in plan_text(plan, 1)
 
 
@@ -78,12 +78,12 @@ def test_recipes_without_a_published_speed_are_not_ranked(recipe, gpu, is_ranked
 def test_recipes_are_not_ranked_where_another_machines_host_decides() -> None:
     text = "--fp8-recipe mxfp8 --seq-length 1024 --micro-batch-size 1 --tensor-model-parallel-size 8"
     (remark,) = planned(text, gpu="b200", gpus=8).remarks
-    assert "layers wait for the host" in remark and "not a b200" in remark
+    assert "layers wait for the host" in remark and "not of a b200" in remark
     assert planned(text.replace("mxfp8", "tensorwise"), gpu="h200", gpus=8).remarks == []
 
 
 def test_assumptions_name_the_constant_of_the_gpu() -> None:
     of_blackwell = plan_text(planned("--bf16", gpu="b200", gpus=1), 1)
     of_hopper = plan_text(planned("--bf16", gpu="h200", gpus=1), 1)
-    assert "0.615 (MXFP8, NVFP4, blockwise: fitted to published speeds)" in of_blackwell
-    assert "0.566 (blockwise);" in of_hopper and "published" not in of_hopper
+    assert "0.615 (recipes with block scales: fitted to published speeds)" in of_blackwell
+    assert "0.566 (recipes with block scales);" in of_hopper and "published" not in of_hopper

@@ -113,7 +113,7 @@ def test_sizes_that_break_a_rule_are_reported() -> None:
     config = flags.parse(f"{asked} --swiglu-quantize-fusion".split()).config
     assert possible_sizes(config, 1) == [2, 4] and possible_sizes(flags.parse(asked.split()).config, 1) == [1, 2, 4]
     (line,) = refused_sizes(config, 1)
-    assert line.startswith("1 is left out: --swiglu-quantize-fusion takes 128 tokens and channels at a time")
+    assert line.startswith("1 is skipped: --swiglu-quantize-fusion needs multiples of 128 tokens and channels")
     assert refused_sizes(flags.parse(asked.split()).config, 1) == []
 
 

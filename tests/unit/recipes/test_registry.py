@@ -110,7 +110,7 @@ def test_the_environment_adds_a_recipe(monkeypatch: pytest.MonkeyPatch, fresh_re
     ("text", "message"),
     [("", "must define RECIPE"), ("RECIPE = 3", "must be a megafp8.recipes.base.Recipe"),
      ("1 / 0", "ZeroDivisionError"),
-     ("from megafp8.recipes.mxfp8 import RECIPE", "there is a recipe 'mxfp8' already"),
+     ("from megafp8.recipes.mxfp8 import RECIPE", "a recipe 'mxfp8' already exists"),
      ("import dataclasses\nfrom megafp8.recipes.mxfp8 import RECIPE\nRECIPE = dataclasses.replace(RECIPE, name='a-b')",
       "letters, digits and underscores")],
     ids=["empty", "no recipe", "raises", "taken", "name"],

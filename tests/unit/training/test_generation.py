@@ -208,7 +208,9 @@ def test_a_weight_that_is_not_in_the_checkpoint_is_named(gpt2) -> None:
     path = find_checkpoint(gpt2)[1]
     config = read_config(path)
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, qk_layernorm=True))
-    with pytest.raises(AssertionError, match="is of another model: it lacks .*q_layernorm.weight") as caught:
+    with pytest.raises(
+        AssertionError, match="is a checkpoint of a different model: it lacks .*q_layernorm.weight"
+    ) as caught:
         run_ranks(1, lambda: load_weights(path, build_initial(other).chunks))
     assert isinstance(caught.value.__cause__, CheckpointError)
 
@@ -240,7 +242,7 @@ def test_a_missing_checkpoint_error_names_the_flag(tmp_path) -> None:
 
 
 def test_a_missing_step_lists_the_existing_ones(llama) -> None:
-    with pytest.raises(CheckpointError, match=f"--ckpt-step 8: .* holds steps: {STEP}"):
+    with pytest.raises(CheckpointError, match=f"--ckpt-step 8: .* has steps: {STEP}"):
         load_language_model(llama, step=8)
 
 

@@ -44,7 +44,7 @@ def test_layers_kept_high_are_in_the_table_and_the_record() -> None:
 
 def test_fp8_weights_are_reported() -> None:
     usual, codes = (lines_of(fp8_format="hybrid", fp8_param_gather=gather) for gather in (False, True))
-    assert codes == [*usual, "  weights are kept and gathered as codes and scales"]
+    assert codes == [*usual, "  weights are stored and gathered as codes and scales"]
 
 
 def test_a_map_is_a_table() -> None:
@@ -80,7 +80,7 @@ def test_high_precision_has_no_recipe() -> None:
 
 def test_fp8_attention_is_reported() -> None:
     usual, attention = (lines_of(fp8_format="hybrid", fp8_dot_product_attention=asked) for asked in (False, True))
-    assert attention[1:] == [*usual[1:], "  attention's two products are in FP8 as well"]
+    assert attention[1:] == [*usual[1:], "  both attention GEMMs are also in FP8"]
     assert "delayed with attention, " in attention[0] and "attention" not in usual[0]
 
 

@@ -22,9 +22,9 @@ BAD_LINES = {
     b'{"body": "x"}': "'text' is missing.*'body'.*--json-keys",
     b'{"text": 5}': "'text' is a int",
     b'{"text": null}': "'text' is a NoneType",
-    b'{"text": "\xff"}': "not UTF-8: invalid start byte at byte 10",
-    b'{"text": "\xed\xa0\x80"}': "not UTF-8",
-    b'{"text": "\\ud800"}': "half of a surrogate pair",
+    b'{"text": "\xff"}': "not valid UTF-8: invalid start byte at byte 10",
+    b'{"text": "\xed\xa0\x80"}': "not valid UTF-8",
+    b'{"text": "\\ud800"}': "an unpaired surrogate",
     b'{"text": "a\nb"}': "not JSON",
     b'{"text": "a\x00"}': "not JSON",
     b'\xef\xbb\xbf{"text": "a"}': "not JSON",
@@ -103,7 +103,7 @@ def test_plain_texts():
     assert list(found.numbers) == [3, 6]
     ((number, reason),) = found.bad
     assert number == 5
-    assert "not UTF-8" in reason
+    assert "not valid UTF-8" in reason
 
 
 def test_rows():

@@ -207,7 +207,7 @@ def test_moved_text_is_the_same_text(job, tmp_path, corpus_file):
     os.utime(moved, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert not preprocess(dataclasses.replace(job, inputs=(str(moved),))).made
     os.utime(moved)
-    with pytest.raises(DataError, match="corpus.jsonl .*, now .*elsewhere.jsonl .* written"):
+    with pytest.raises(DataError, match="corpus.jsonl .* instead of .*elsewhere.jsonl .* written"):
         preprocess(dataclasses.replace(job, inputs=(str(moved),)))
 
 
@@ -215,20 +215,20 @@ def test_other_files_under_the_prefix_are_refused(job, tmp_path, corpus_file):
     ((prefix, _),) = preprocess(job).shards
     with pytest.raises(DataError, match="with --append-eod"):
         preprocess(dataclasses.replace(job, append_eod=False))
-    with pytest.raises(DataError, match="with the tokenizer SentencePiece.*now asked for is Null"):
+    with pytest.raises(DataError, match="with the tokenizer SentencePiece.*instead of Null"):
         preprocess(dataclasses.replace(job, tokenizer=NULL, vocab_size=5))
     (tmp_path / "t.txt").write_text("one|two")
-    with pytest.raises(DataError, match="1 input files, now 2"):
+    with pytest.raises(DataError, match="1 input files instead of 2"):
         preprocess(dataclasses.replace(job, inputs=(*job.inputs, str(tmp_path / "t.txt"))))
     separated = dataclasses.replace(job, inputs=(str(tmp_path / "t.txt"),), output_prefix=str(tmp_path / "t"))
     preprocess(separated)
     with pytest.raises(DataError, match=r"documents separated by '\|'"):
         preprocess(dataclasses.replace(separated, text_separator="|"))
     Path(f"{prefix}.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="is 0 bytes long"):
+    with pytest.raises(DataError, match="has 0 bytes"):
         preprocess(job)
     Path(f"{prefix}.manifest.json").unlink()
-    with pytest.raises(DataError, match="without the manifest"):
+    with pytest.raises(DataError, match="without its manifest"):
         preprocess(job)
 
 
@@ -243,7 +243,7 @@ def test_a_difference_in_the_middle_of_the_job_restarts_it(job, shard, monkeypat
     def differ_later(encoder, texts):
         encoded.append(len(texts))
         if len(encoded) == 4:
-            raise encoders.EncoderMismatchError("near 'x' it gives the ids [1], the library [2]")
+            raise encoders.EncoderMismatchError("near 'x' its ids are [1], those of the library [2]")
         return encode(encoder, texts)
 
     monkeypatch.setattr(encoders.GigatokenEncoder, "encode", differ_later)
@@ -252,7 +252,7 @@ def test_a_difference_in_the_middle_of_the_job_restarts_it(job, shard, monkeypat
     assert shard_bytes(prefix) == shard_bytes(shard)
     assert manifest.encoder == "SentencePieceTokenizer's own library"
     assert notices[0].startswith("tokenizing with gigatoken")
-    assert "all is done again: in " in notices[1] and "corpus.jsonl: near 'x'" in notices[1]
+    assert "the job starts over: in " in notices[1] and "corpus.jsonl: near 'x'" in notices[1]
     assert [progress.num_documents for progress in seen].count(0) == 2
     encoded.clear()
     with pytest.raises(CapabilityError, match="--encoder gigatoken cannot be used: in .*corpus.jsonl"):

@@ -25,7 +25,7 @@ from megafp8.utils.files import file_sha256
 
 
 BAD = {"{": "not JSON", '{"txt": "1"}': "'text' is missing", '{"text": "1 5000"}': "token id 5000, but the vocabulary",
-       '{"text": "1 -1"}': "token id -1", '{"text": "one"}': "NullTokenizer takes"}  # fmt: skip
+       '{"text": "1 -1"}': "token id -1", '{"text": "one"}': "NullTokenizer expects"}  # fmt: skip
 
 
 @pytest.fixture(params=["jsonl", "jsonl.gz"])
@@ -110,7 +110,7 @@ def test_no_text_at_all_is_an_error(tmp_path):
         preprocess(null_job(tmp_path, ["", " "]))
     job = dataclasses.replace(null_job(tmp_path, []), skip_bad=True)
     Path(job.inputs[0]).write_text("x\ny\n")
-    with pytest.raises(DataError, match="2 records were skipped"):
+    with pytest.raises(DataError, match="2 records skipped"):
         preprocess(job)
 
 
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_written(job, tmp_path):
 def test_two_jobs_with_one_prefix(job, monkeypatch, tmp_path):
     monkeypatch.setattr(part_files, "LOCK_PATIENCE_S", 0.2)
     folder = PartFolder(job.output_prefix, 1, np.dtype(np.uint16))
-    with folder.lock(), pytest.raises(DataError, match="Another job writes to .*c.parts"):
+    with folder.lock(), pytest.raises(DataError, match="Another job is writing to .*c.parts"):
         preprocess(job)
 
 
@@ -207,7 +207,7 @@ def test_an_unfinished_other_job_is_not_touched(job, monkeypatch, small_parts):
         patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
         with pytest.raises(Interrupted):
             preprocess(job)
-    with pytest.raises(DataError, match="c.parts holds an unfinished job with other append eod"):
+    with pytest.raises(DataError, match="c.parts has an unfinished job with different append eod"):
         preprocess(dataclasses.replace(job, append_eod=False))
     # --overwrite drops it, but resumes its own.
     notices, seen = [], []

@@ -220,9 +220,9 @@ def test_files_written_by_tools_are_excluded(tmp_path):
     notices = []
     found = find_sources([str(tmp_path)], on_notice=notices.append)
     assert sorted(Path(source.path).relative_to(tmp_path).as_posix() for source in found) == sorted(text)
-    assert len(notices) == 1 and f"left out {len(written)} files" in notices[0]
+    assert len(notices) == 1 and f"ignored {len(written)} files" in notices[0]
     found = find_sources([str(tmp_path / "*.json*")], on_notice=notices.append)
-    assert [Path(source.path).name for source in found] == ["a.jsonl"] and "left out 4 files" in notices[1]
+    assert [Path(source.path).name for source in found] == ["a.jsonl"] and "ignored 4 files" in notices[1]
     assert len(find_sources([str(tmp_path / "c.skipped.jsonl")], on_notice=notices.append)) == 1 and len(notices) == 2
     with pytest.raises(DataError, match="no such file of a known kind"):
         find_sources([str(tmp_path / "gpt")])
@@ -231,7 +231,7 @@ def test_files_written_by_tools_are_excluded(tmp_path):
 def test_a_file_is_not_read_twice(tmp_path):
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_text("x")
-    with pytest.raises(DataError, match=r"b\.txt and 1 more was named before"):
+    with pytest.raises(DataError, match=r"b\.txt and 1 more is given twice"):
         find_sources([str(tmp_path / "b.txt"), str(tmp_path / "c.txt"), str(tmp_path)])
     assert len(find_sources([str(tmp_path / "a.txt"), str(tmp_path / "[bc].txt")])) == 3
 

@@ -57,9 +57,9 @@ def test_missing_and_undecodable_values(tmp_path):
 
 
 def test_columns_that_are_no_text_are_refused(source, tmp_path):
-    with pytest.raises(DataError, match="no column 'body', but 'id', 'text', 'url'.*--json-keys"):
+    with pytest.raises(DataError, match="no column 'body'; its columns are 'id', 'text', 'url'.*--json-keys"):
         table_readers.divide(source, ("body",), 1)
-    with pytest.raises(DataError, match="column 'id' holds int64, not text"):
+    with pytest.raises(DataError, match="column 'id' contains int64, not text"):
         table_readers.divide(source, ("id",), 1)
 
 
@@ -67,7 +67,7 @@ def test_columns_that_are_no_text_are_refused(source, tmp_path):
 def test_a_damaged_file_is_one_error(source, kept_bytes):
     with open(source.path, "r+b") as stream:
         stream.truncate(kept_bytes)
-    with pytest.raises(DataError, match="a.parquet is not a Parquet file, or damaged"):
+    with pytest.raises(DataError, match="a.parquet is not a Parquet file, or is damaged"):
         table_readers.divide(source, ("text",), 1)
 
 

@@ -61,7 +61,7 @@ def test_texts_that_are_refused():
         encode_documents(LibraryEncoder(NULL), texts, **options)
     reasons = rejected_texts(LibraryEncoder(NULL), texts, **options)
     assert sorted(reasons) == [1, 2, 3, 5]
-    assert "token id 2000, but the vocabulary has 1001" in reasons[1]
+    assert "token id 2000, but the vocabulary size is 1001" in reasons[1]
     assert "token id -1" in reasons[2]
 
 
@@ -199,7 +199,7 @@ def test_a_difference_is_detected_before_and_during_the_job(bpe, texts):
     assert "gigatoken is not used: near " in choice.reason
     with pytest.raises(CapabilityError, match="--encoder gigatoken cannot be used: near"):
         choose_encoder(other, GIGATOKEN, lambda: texts)
-    with pytest.raises(EncoderMismatchError, match="it gives the ids"):
+    with pytest.raises(EncoderMismatchError, match="its ids are"):
         GigatokenEncoder(other).encode(["Thing7"])
     # Letters beyond ASCII first: they are checked everywhere in the batch.
     with pytest.raises(EncoderMismatchError):
@@ -229,8 +229,8 @@ def test_unsupported_tokenizers_use_the_library(tmp_path, corpus_file, tiktoken_
     )
     for config, vocab_size, reason in (
         (unigram, None, "unigram"),
-        (v1, 1268, "no splitting pattern"),
-        (DataConfig(tokenizer_type="NullTokenizer"), 1000, "nothing like NullTokenizer"),
+        (v1, 1268, "does not support the splitting pattern"),
+        (DataConfig(tokenizer_type="NullTokenizer"), 1000, "does not support NullTokenizer"),
     ):
         tokenizer = build_tokenizer(config, vocab_size)
         with pytest.raises(UnsupportedTokenizerError, match=reason):

@@ -97,27 +97,27 @@ CASES = {
     "little shared memory": (
         {"shared_memory_bytes": 64 * 2**20}, WARNING, "shared memory", "67 MB", "--shm-size"
     ),
-    "no shared memory": ({"shared_memory_bytes": None}, WARNING, "shared memory", "no /dev/shm", "mount"),
+    "no shared memory": ({"shared_memory_bytes": None}, WARNING, "shared memory", "/dev/shm does not exist", "mount"),
     "few open files": ({"open_files": 1024}, WARNING, "open files", "1024", "ulimit -n"),
     "little space": ({"disk_free_bytes": 2**30, "disk_bytes_per_s": None}, WARNING, "disk", "1 GiB free", "space"),
     "a full disk": ({"disk_free_bytes": 2**29, "disk_bytes_per_s": None}, ERROR, "disk", "full: 537 MB free", "space"),
-    "no space for a file": ({"disk_error": "No space left on device"}, ERROR, "disk", "No space left", "free space"),
+    "no space for a file": ({"disk_error": "No space left on device"}, ERROR, "disk", "No space left", "disk space"),
     "a slow disk": ({"disk_bytes_per_s": 5e6}, WARNING, "disk", "5 MB/s", "faster"),
     "torch without the driver's library": (
         {"import_errors": failing(CPU, torch="ImportError: libcuda.so.1: cannot open shared object file")}, ERROR,
-        "torch", "libcuda.so.1", "install NVIDIA's driver",
+        "torch", "libcuda.so.1", "install the NVIDIA driver",
     ),
     "torch without memory": (
-        {"import_errors": failing(CPU, torch="the process ended with status -9")}, ERROR, "torch", "status -9",
+        {"import_errors": failing(CPU, torch="the process exited with status -9")}, ERROR, "torch", "status -9",
         "free memory",
     ),
     "nvidia-smi without a driver": (
-        {"driver_error": "nvidia-smi ended with status 9: NVIDIA-SMI has failed"}, ERROR, "GPU",
-        "broken driver: nvidia-smi ended with status 9: NVIDIA-SMI has failed", "dmesg | grep -i nvrm",
+        {"driver_error": "nvidia-smi exited with status 9: NVIDIA-SMI has failed"}, ERROR, "GPU",
+        "broken driver: nvidia-smi exited with status 9: NVIDIA-SMI has failed", "dmesg | grep -i nvrm",
     ),
     "the other Apex": (
         {"packages": without(CPU, apex="0.9.10.dev0"), "has_other_apex": True}, WARNING, "Apex",
-        "0.9.10.dev0 is not NVIDIA's: PyPI's apex is a toolkit for Pyramid", "pip uninstall apex",
+        "0.9.10.dev0 is not NVIDIA's: the package apex on PyPI is a toolkit for Pyramid", "pip uninstall apex",
     ),
     "no writing": ({"disk_error": "Read-only file system"}, ERROR, "disk", "Read-only file system", "--folder"),
 }  # fmt: skip
@@ -125,11 +125,11 @@ CASES = {
 GPU_CASES = {
     "no GPU for torch": (
         {"gpus": (), "cuda_error": "Found no NVIDIA driver on your system"}, ERROR, "GPU",
-        "torch can use 0: Found no NVIDIA driver", "nvidia-smi",
+        "torch sees 0: Found no NVIDIA driver", "nvidia-smi",
     ),
     "hidden GPUs": (
         {"gpus": H200.gpus[:2], "environment": {"CUDA_VISIBLE_DEVICES": "0,1"}}, WARNING, "GPU",
-        "torch can use 2: CUDA_VISIBLE_DEVICES=0,1", "unset",
+        "torch sees 2: CUDA_VISIBLE_DEVICES=0,1", "unset",
     ),
     "torch for CPUs": (
         {"gpus": (), "torch_cuda": None, "torch_version": "2.11.0+cpu"}, ERROR, "GPU", "built without CUDA", "torch"
@@ -142,7 +142,7 @@ GPU_CASES = {
         "emulated", "megafp8[te]",
     ),
     "half a Transformer Engine": (
-        {"has_te_torch_part": False}, ERROR, "Transformer Engine", "without its torch part", "pip uninstall"
+        {"has_te_torch_part": False}, ERROR, "Transformer Engine", "without its torch extension", "pip uninstall"
     ),
     "Transformer Engine's Python alone": (
         {"packages": without(H200, "transformer-engine-torch"), "has_te_torch_part": False}, ERROR,
@@ -150,8 +150,8 @@ GPU_CASES = {
         "pip install 'transformer-engine[pytorch]==2.20.2', or: pip uninstall transformer-engine",
     ),
     "a driver that hangs beside working GPUs": (
-        {"driver_error": "nvidia-smi did not answer in 60 s", "driver": None, "driver_gpus": ()}, WARNING, "GPU",
-        "broken driver: nvidia-smi did not answer in 60 s; torch can use 8", "dmesg",
+        {"driver_error": "nvidia-smi did not finish within 60 s", "driver": None, "driver_gpus": ()}, WARNING, "GPU",
+        "broken driver: nvidia-smi did not finish within 60 s; torch sees 8", "dmesg",
     ),
     "CUDA that does not start": (
         {"gpus": (), "slow_imports": {"CUDA": 120}}, WARNING, "GPU",
@@ -171,14 +171,14 @@ GPU_CASES = {
     ),
     "the system's cuDNN": (
         {"found_cudnn": ("/usr/lib/x86_64-linux-gnu", "the loader's cache")}, ERROR, "cuDNN",
-        "brings 9.19.0 in /site/nvidia/cudnn, and Transformer Engine finds another in /usr/lib/x86_64-linux-gnu",
+        "uses 9.19.0 in /site/nvidia/cudnn, but Transformer Engine finds another in /usr/lib/x86_64-linux-gnu",
         "export CUDNN_HOME=/site/nvidia/cudnn",
     ),
     "two loaded cuDNNs": (
-        {"loaded_cudnn": (WHEEL + "/lib", "/usr/lib")}, ERROR, "cuDNN", "two are loaded", f"CUDNN_HOME={WHEEL}"
+        {"loaded_cudnn": (WHEEL + "/lib", "/usr/lib")}, ERROR, "cuDNN", "two versions are loaded", f"CUDNN_HOME={WHEEL}"
     ),
     "no Triton": ({"packages": without(H200, "triton")}, ERROR, "Triton", "not installed", "pip install triton"),
-    "no compiler": ({"compiler": None}, ERROR, "Triton", "no C compiler", "gcc"),
+    "no compiler": ({"compiler": None}, ERROR, "Triton", "a C compiler", "gcc"),
     "no headers": ({"has_python_headers": False}, ERROR, "Triton", "Python.h", "python3.12-dev"),
     "no NVLink": ({"links": ("NV18", "SYS")}, WARNING, "GPU links", "SYS", "--tensor-model-parallel-size"),
     "a switch": (
@@ -219,7 +219,7 @@ def test_a_bare_machine_has_every_problem() -> None:
     findings = run_checks(nothing, num_gpus=8)
     errors = {finding.check for finding in findings if finding.level == ERROR}
     assert errors == {"Python", "torch", "megatron-core", "libraries", "disk", "GPU"}
-    assert set(recipe_support(nothing).values()) == {"does not run: see above"}
+    assert set(recipe_support(nothing).values()) == {"not available: see above"}
     assert "training cannot run" in report_text(nothing, findings)
 
 
@@ -240,31 +240,31 @@ def test_a_slow_import_is_not_reported_as_broken(module: str, check: str) -> Non
     machine = change(H200, import_errors=tried, slow_imports={module: 120.0}, load_per_core=5.25)
     found = [finding for finding in run_checks(machine) if finding.level != OK]
     assert [(finding.check, finding.level) for finding in found] == [(check, WARNING)]
-    assert "not imported within 120 s (load of 5.2 a core): not known whether it works" in found[0].text
+    assert "not imported within 120 s (load 5.2 per core): unknown whether it works" in found[0].text
     assert "reinstall" not in str(found) and "pip" not in str(found)
     assert exit_status(found) == 0 and exit_status(found, strict=True) == 1
-    assert "not known whether training can run" in report_text(machine, found)
-    assert set(recipe_support(machine).values()) == {"not known: see above"}
+    assert "unknown whether training can run" in report_text(machine, found)
+    assert set(recipe_support(machine).values()) == {"unknown: see above"}
     assert report_data(machine, found)["can_train"] is None
 
 
 def test_a_gpu_that_torch_cannot_use_is_found() -> None:
     """No report says that Transformer Engine is not needed without a GPU."""
     no_engine = {"packages": without(H200, "transformer-engine"), "gpus": (), "has_te_torch_part": False}
-    for changes in ({}, {"driver": None, "driver_gpus": (), "driver_error": "nvidia-smi ended with status 9: failed"}):
+    for changes in ({}, {"driver": None, "driver_gpus": (), "driver_error": "nvidia-smi exited with status 9: failed"}):
         machine = change(H200, **no_engine, **changes)
         text = report_text(machine, run_checks(machine))
-        assert "without a GPU" not in text and "layers are emulated" in text
-        assert "none: runs are on the CPU" not in text
+        assert "without a GPU" not in text and "FP8 is emulated" in text
+        assert "none: training runs on the CPU" not in text
 
 
 def test_requested_gpus_must_exist() -> None:
     assert exit_status(run_checks(H200, num_gpus=8)) == 0
     assert exit_status(run_checks(CPU, num_gpus=1)) == 64
-    assert "16 were asked for, torch can use 8" in report_text(H200, run_checks(H200, num_gpus=16))
+    assert "16 expected, torch sees 8" in report_text(H200, run_checks(H200, num_gpus=16))
     late = change(H200, gpus=(), slow_imports={"CUDA": 120})
     assert exit_status(run_checks(late, num_gpus=8)) == 0
-    assert "16 were asked for, the driver has 8" in report_text(late, run_checks(late, num_gpus=16))
+    assert "16 expected, the driver has 8" in report_text(late, run_checks(late, num_gpus=16))
 
 
 def test_recipes_are_native_emulated_or_not_at_all() -> None:

@@ -48,7 +48,7 @@ def test_broken_modules_are_found_in_a_real_process(tmp_path: Path, monkeypatch:
         "fine_module": None,
         "no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
         "raises_module": "OSError: libx.so: no such file",
-        "dies_module": "the process ended with status 9",
+        "dies_module": "the process exited with status 9",
     }
 
 
@@ -83,7 +83,7 @@ def test_output_of_libraries_is_ignored() -> None:
 def test_driver_errors_are_not_reported_as_torch_errors() -> None:
     lines = [json.dumps(fact) for fact in ({"begin": "torch"}, {"module": "torch", "error": None}, {"begin": "CUDA"})]
     died, late = probes.read_facts(lines, -11), probes.read_facts(lines, None)
-    assert died == {"import_errors": {"torch": None}, "cuda_error": "the process ended with status -11"}
+    assert died == {"import_errors": {"torch": None}, "cuda_error": "the process exited with status -11"}
     assert late["import_errors"] == {"torch": None} and late["slow_imports"] == {"CUDA": probes.IMPORT_TIMEOUT_S}
 
 
@@ -109,11 +109,11 @@ def test_driver_and_links_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: 
     command(tmp_path, "nvidia-smi", "\n".join(rows))
     assert probes.gpu_links() == ("NV18", "SYS")
     command(tmp_path, "nvidia-smi", "NVIDIA-SMI has failed", status=9)
-    assert probes.driver_facts() == (None, (), "nvidia-smi ended with status 9: NVIDIA-SMI has failed")
+    assert probes.driver_facts() == (None, (), "nvidia-smi exited with status 9: NVIDIA-SMI has failed")
     assert probes.gpu_links() == ()
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
     monkeypatch.setattr(probes, "COMMAND_TIMEOUT_S", 0.05)
-    assert probes.driver_facts() == (None, (), "nvidia-smi did not answer in 0.05 s")
+    assert probes.driver_facts() == (None, (), "nvidia-smi did not finish within 0.05 s")
     (tmp_path / "nvidia-smi").write_text("no program", encoding="utf-8")
     version, names, error = probes.driver_facts()
     assert (version, names, error) == (None, (), "nvidia-smi cannot be started: Exec format error")

@@ -92,7 +92,7 @@ def test_every_run_has_its_own_gpus(study_of) -> None:
 
 def test_too_many_gpus_are_refused_before_anything_starts(study_of) -> None:
     runs = study_of({"1": ["done"]}, ", gpus: [1, 4]")
-    with pytest.raises(ConfigError, match="gpus4: more GPUs .gpus. than the 2"):
+    with pytest.raises(ConfigError, match="gpus4: needs more GPUs .gpus. than the 2"):
         check_gpus(runs, ("0", "1"))
 
 
@@ -119,7 +119,7 @@ def test_a_failed_start_does_not_report_the_previous_state(study_of) -> None:
     runs = study_of({"1": ["66:0:3", "nothing"]})
     assert start(runs)[0] == 66
     status, told = start(runs)
-    assert status == 3 and told[-1].startswith("failed") and "status 3 before the run began" in told[-1]
+    assert status == 3 and told[-1].startswith("failed") and "status 3 before the run started" in told[-1]
 
 
 def test_a_run_stopped_by_its_flags_has_not_failed(study_of) -> None:
@@ -130,8 +130,8 @@ def test_a_run_stopped_by_its_flags_has_not_failed(study_of) -> None:
 @pytest.mark.parametrize(
     ("state", "returned", "status", "words"),
     [
-        ("running", 1, 0, "running    a, started by someone else"),
-        (None, RunFolderInUse.exit_status, 0, "running    a, started by someone else"),
+        ("running", 1, 0, "running    a, started by another process"),
+        (None, RunFolderInUse.exit_status, 0, "running    a, started by another process"),
         ("died", 1, 1, "died       a: died at step 0"),
         (None, 1, 1, "failed     a: its command ended with status 1"),
         (None, -signal.SIGTERM, INTERNAL, "preempted  a: its command ended with signal 15"),

@@ -47,10 +47,10 @@ def test_ranks_on_cpus(write_study) -> None:
 @pytest.mark.parametrize(
     ("gpus", "fields", "told"),
     [
-        ("12", "gpus_per_node: 8", "gpus: 12 are no multiple of a node's 8"),
-        ("1", "nodes: 2", "slurm: nodes: follow from the study"),
-        ("1", "gpus_per_node: eight", "gpus_per_node: 'eight' is no whole number"),
-        ("1", "time: 1:00:00", "runs of 1 GPUs or ranks share a node, and Slurm gives one core"),
+        ("12", "gpus_per_node: 8", "gpus: 12 is not a multiple of the 8 of a node"),
+        ("1", "nodes: 2", "slurm: nodes: set by the study"),
+        ("1", "gpus_per_node: eight", "gpus_per_node: 'eight' must be an integer"),
+        ("1", "time: 1:00:00", "runs of 1 GPUs or ranks share a node, and Slurm's default is one core"),
         ("1", "partitoin: gpu", "partitoin: no such field"),
     ],
 )
@@ -109,6 +109,6 @@ def test_a_damaged_list_of_jobs(write_study, line: str) -> None:
 def test_submitting_from_elsewhere_is_refused(write_study, cluster: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     study = write_study(GRID % "1" + SHARED)
-    with pytest.raises(ConfigError, match="start this from there"):
+    with pytest.raises(ConfigError, match="start this command in that folder"):
         submit(study, expand(study))
     assert not (cluster / "script").exists()

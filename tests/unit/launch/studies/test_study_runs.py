@@ -112,10 +112,10 @@ def test_a_folder_is_found_by_its_id(write_study) -> None:
         ("tokens: 9\ngrid: {lr: [1], hidden_size: [33]}", "--hidden-size 33"),
         ("tokens: 9\ngrid: {lr: [1], hidden_size: [32], gpus: [3], t: {a: --tensor-model-parallel-size 2}}", "world"),
         ("grid: {lr: [1], hidden_size: [32]}", "--train-iters"),
-        ("tokens: 9\ngrid: {lr: [1], hidden_size: [32], train_iters: [3]}", "follow from tokens"),
+        ("tokens: 9\ngrid: {lr: [1], hidden_size: [32], train_iters: [3]}", "are derived from tokens"),
         ("tokens: 9\ngrid: {lr: [1], hidden_size: [32], a: {b: --save x}}", "--save, --load"),
         ("tokens: 9\ngrid: {lr: [1], hidden_size: [32], a: {b: --dry-run}}", "--dry-run"),
-        ("tokens: 9\ngpus: 1.5\ngrid: {lr: [1], hidden_size: [32]}", "gpus: 1.5 is no whole number"),
+        ("tokens: 9\ngpus: 1.5\ngrid: {lr: [1], hidden_size: [32]}", "gpus: 1.5 must be an integer"),
         ("tokens: 9\ngrid: {lr: [1, 1.0], hidden_size: [32]}", "the same run as lr1-hidden_size32"),
     ],
 )

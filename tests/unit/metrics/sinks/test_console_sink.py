@@ -92,10 +92,10 @@ def test_run_evaluation_and_event_lines(make_run, make_eval) -> None:
     lines = stream.getvalue().splitlines()
     assert lines[0] == (
         " run 01234567 | bf16 | 2 x cpu (tensor 1 data 2) | 4.2M parameters | resumed from step 20 | "
-        "no MFU: the device's peak is not known"
+        "no MFU: the peak of the device is unknown"
     )
-    assert lines[1].endswith("MFU against 989.4 TFLOP/s bf16 (sheet)")
-    assert lines[2].endswith("no MFU: the device's peak is not known")
+    assert lines[1].endswith("MFU relative to 989.4 TFLOP/s bf16 (sheet)")
+    assert lines[2].endswith("no MFU: the peak of the device is unknown")
     assert lines[3] == " step  20/400 | validation loss 3.0000 | perplexity 20.09 | 65.5k tokens | 1.5 s"
     assert " test loss 3.0000" in lines[4]
     assert lines[5] == " step  20/400 | checkpoint saved: runs/a"

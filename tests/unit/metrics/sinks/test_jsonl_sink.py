@@ -57,7 +57,7 @@ def test_damage_in_the_middle_is_an_error(tmp_path, make_run, make_step) -> None
     write_all(path, [make_run(), make_step(1), make_step(2)])
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], lines[1][:20], lines[2]]) + b"\n")
-    with pytest.raises(DataError, match=r"records.jsonl, line 2: not a line of JSON"):
+    with pytest.raises(DataError, match=r"records.jsonl, line 2: not valid JSON"):
         read_records(path)
 
 
@@ -123,7 +123,7 @@ def test_records_lost_on_a_full_disk_are_an_event(tmp_path, make_run, make_step,
     steps = [record.step for record in records if record.kind == "step"]
     assert steps == list(range(steps[0], 21)) and steps[0] > 10
     (event,) = [record for record in records if record.kind == "event"]
-    assert (event.name, event.detail) == ("records lost", f"{steps[0] - 10}: their disk could not be written")
+    assert (event.name, event.detail) == ("records lost", f"{steps[0] - 10} records could not be written to disk")
     warnings = capsys.readouterr().out.splitlines()
     assert len(warnings) == 3 and "the disk is full" in warnings[0]
 

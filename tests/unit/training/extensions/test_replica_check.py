@@ -49,11 +49,8 @@ def test_tensors_replicated_over_tensor_ranks_are_compared() -> None:
 def test_the_first_tensor_that_differs() -> None:
     by_rank = [[("a", False, rank), ("b", True, 7), ("c", True, 5 if rank == 1 else 4)] for rank in range(3)]
     found = ReplicaMismatch(TENSOR, (0, 1, 2), (1,))
-    assert describe_mismatch(found, by_rank) == "tensor-parallel: rank 1 unlike 0, 2; first tensor: c", (
+    assert describe_mismatch(found, by_rank) == "tensor-parallel: rank 1 differs from 0, 2; first tensor: c", (
         "a is split over them"
     )
     found = ReplicaMismatch(DATA, (0, 1, 2), (0, 1, 2))
-    assert (
-        describe_mismatch(found, by_rank)
-        == "data-parallel: ranks 0, 1, 2, of which none has a majority; first tensor: a"
-    )
+    assert describe_mismatch(found, by_rank) == "data-parallel: ranks 0, 1, 2, without a majority; first tensor: a"

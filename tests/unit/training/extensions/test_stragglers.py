@@ -30,5 +30,5 @@ def test_stages_are_not_compared() -> None:
     """The first stage has its gradients last."""
     times = torch.tensor([[300.0, 0.0], [310.0, 0.0], [100.0, 1.0], [250.0, 1.0]], dtype=torch.float64)
     assert slow_ranks(times) == [
-        "rank 3 takes 250 ms a step until its gradients are ready, 2.5 times the median of 100 ms"
+        "rank 3 needs 250 ms per step until its gradients are ready, 2.5 times the median of 100 ms"
     ]
