@@ -366,7 +366,7 @@ def emulated_only_options(precision: PrecisionConfig) -> list[str]:
 def recipe_fix(target: Target, may_emulate: bool) -> str:
     """Alternatives to a recipe that the target does not support."""
     native = native_recipes(target)
-    emulated = "--transformer-impl emulated supports every recipe" if may_emulate else "or remove --no-emulation"
+    emulated = "--transformer-impl emulated supports every recipe" if may_emulate else "remove --no-emulation"
     return (
         f"supported natively: {', '.join(native)}; {emulated}"
         if native

@@ -62,7 +62,7 @@ def test_text_tokenizers_and_shards_share_a_folder(tmp_path):
     for tool, *arguments in commands * 2:
         done = run_script(f"tools/{tool}", *arguments)
         assert done.returncode == 0, done.stderr
-    assert "already exists" in done.stdout and "ignored 7 files" in done.stdout
+    assert "is there already" in done.stdout and "ignored 7 files" in done.stdout
     manifest = json.loads((tmp_path / "corpus_text_document.manifest.json").read_text())
     assert [source["path"] for source in manifest["sources"]] == [str(tmp_path / "c.jsonl")]
 
@@ -92,7 +92,7 @@ def test_bad_documents_stop_or_are_listed(tmp_path):
     assert "a.jsonl line 2: it is not JSON" in output
     output = preprocess_ids(tmp_path, lines, "--on-bad-document", "skip")
     assert "2 documents, 4 tokens" in output
-    assert "2 records skipped, see" in output
+    assert "2 records were skipped, see" in output
     listed = [json.loads(line) for line in (tmp_path / "a.skipped.jsonl").read_text().splitlines()]
     assert [(entry["line"], entry["reason"][:20]) for entry in listed] == [
         (2, "it is not JSON: Expe"), (4, "it has the token id "),

@@ -56,7 +56,7 @@ def test_from_parquet_to_a_model_twice(tmp_path: Path, texts: list[str]) -> None
     assert f"{len(texts)} documents" in first
     assert not (tmp_path / "out" / "llama-1b").exists()
     second = run_example(tmp_path / "out", *TINY.split(), **data)
-    assert second.count("already exists") == 2
+    assert second.count("is there already") == 2
     assert "step 2/2" in second
     assert "validation" in second
     assert (tmp_path / "out" / "llama-1b" / "iter_0000002").is_dir()
