@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def zigzag_positions(rank: int, size: int, local_length: int, device: torch.device) -> Tensor:
@@ -25,6 +26,9 @@ def zigzag_positions(rank: int, size: int, local_length: int, device: torch.devi
     piece_length = local_length // 2
     offsets = torch.arange(piece_length, device=device)
     return torch.cat((rank * piece_length + offsets, (2 * size - 1 - rank) * piece_length + offsets))
+
+
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class CausalAttention(torch.nn.Module):
@@ -79,7 +83,9 @@ class CausalAttention(torch.nn.Module):
         # With sequence parallelism the transformer block has forked into it already; forking again would rewind it.
         forks = probability > 0 and not self.is_sequence_parallel
         fork = tensor_parallel.get_cuda_rng_tracker().fork() if forks else nullcontext()
-        with fork:
+        # cuDNN builds a plan for each number of keys, which takes 0.1 s for every token after a key-value cache.
+        kernels = nullcontext() if is_causal else sdpa_kernel(WITHOUT_PLANS)
+        with fork, kernels:
             output = F.scaled_dot_product_attention(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),

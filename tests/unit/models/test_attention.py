@@ -93,6 +93,21 @@ def test_one_query_without_a_mask_attends_to_all_keys(num_groups: int) -> None:
     assert not torch.allclose(attention()(query[-1:], key, value).double(), expected, atol=1e-2)
 
 
+def test_one_query_excludes_the_kernels_that_need_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's attention builds a plan for each number of keys, which grows with every token after a key-value cache."""
+    allowed, compute = [], torch.nn.functional.scaled_dot_product_attention
+
+    def record(*args: Tensor, **options: object) -> Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return compute(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    query, key, value = inputs()
+    attention()(query, key, value)
+    attention()(query[-1:], key, value, attn_mask_type=AttnMaskType.no_mask)
+    assert allowed == [True, False]
+
+
 def test_dropout_in_training_only() -> None:
     patches.import_core("tensor_parallel.random").model_parallel_cuda_manual_seed(
         3, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0
