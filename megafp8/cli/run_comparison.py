@@ -29,6 +29,7 @@ from megafp8.config import derived, flags, rules, settings, variants
 from megafp8.config.schema import RunConfig
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
+from megafp8.planning.automatic import with_recorded
 from megafp8.resilience.run_state import current_state, finished_state
 from megafp8.utils.best_effort import best_effort
 from megafp8.utils.files import UnreadableFile, path_argument, read_text
@@ -128,7 +129,7 @@ def problems_of(words: Sequence[str], folder: Path, ranks: int) -> list[str]:
         before = settings.from_json(read_text(path))
     except (UnreadableFile, ConfigError) as error:
         raise ConfigError(f"{path} cannot be read: {error}: {advice}") from error
-    if lines := variants.differences(before, invocation.config):
+    if lines := variants.differences(before, with_recorded(invocation.config, before)):
         problems.append(f"{folder} holds a run with other settings ({'; '.join(lines)}): {advice}")
     return problems
 

@@ -216,11 +216,8 @@ def check_job(job: Job) -> None:
         if save is None or save != load:
             problems.append(f"--save {save} and --load {load}: must be the same folder, so that a requeued job resumes")
     counts = Counter(save for save in saves if save is not None)
-    problems += [
-        f"--save {save}: used by {count} runs; each run needs its own folder"
-        for save, count in sorted(counts.items())
-        if count > 1
-    ]
+    problems += [f"--save {save}: used by {count} runs; each run needs its own folder"
+                 for save, count in sorted(counts.items()) if count > 1]  # fmt: skip
     if job.runs and not job.logs:
         problems.append("logs: missing; a job array needs a folder for its output")
     if problems:

@@ -25,7 +25,7 @@ from megafp8.config import derived, rules
 from megafp8.config.rules.cuda_graph import cuda_graph_obstacles
 from megafp8.config.rules.precision import uses_op_fuser
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import with_values
+from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
@@ -74,6 +74,30 @@ def choose(
         values, choices = chooser(config, target, world_size)
         config, made = with_values(config, values), made + choices
     return config, tuple(made)
+
+
+AUTOMATIC = (
+    "parallel.use_distributed_optimizer",
+    "parallel.overlap_grad_reduce",
+    "parallel.overlap_param_gather",
+    "precision.cross_entropy_loss_fusion",
+    "precision.cross_entropy_fusion_impl",
+    "training.cuda_graph_impl",
+)
+MAXIMUM = ("precision.precision_map", "precision.residual_norm_fusion")
+"""Settings that `--performance max` changes."""
+
+
+def with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
+    """The configuration with the choices of a run that was started from the same command line.
+
+    Args:
+        recorded: the configuration of that run, which has values for the automatic settings.
+    """
+    names = [name for name in AUTOMATIC if value_of(config, name) in (None, "auto")]
+    if config.training.performance == recorded.training.performance == "max":
+        names += MAXIMUM
+    return with_values(config, {name: value_of(recorded, name) for name in names})
 
 
 def with_choices(config: RunConfig, gpu: Gpu, world_size: int) -> RunConfig:

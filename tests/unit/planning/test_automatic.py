@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.config import flags
+from megafp8.config import flags, settings
 from megafp8.errors import ConfigError
 from megafp8.planning import automatic
 from megafp8.training import checks
@@ -142,3 +142,18 @@ def test_a_checkpoint_decides_the_form_of_the_optimizer_state(tmp_path: Path) ->
 def test_wrong_settings_are_still_refused() -> None:
     with pytest.raises(ConfigError, match="contradict each other"):
         checked(f"{DELAYED} --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32")
+
+
+def test_a_recorded_run_is_the_same_run(tmp_path: Path) -> None:
+    words = f"{MODEL} {DELAYED} --performance max --target h200 --world-size 2".split()
+    asked, recorded = flags.parse(words).config, check(*flags.parse_with_problems(words)).invocation.config
+    assert asked != recorded and automatic.with_recorded(asked, recorded) == recorded
+    other = flags.parse([*words, "--no-overlap-grad-reduce"]).config
+    assert automatic.with_recorded(other, recorded) != recorded
+
+
+def test_every_automatic_setting_is_listed() -> None:
+    words = f"{MODEL} {DELAYED} --target h200 --world-size 2".split()
+    asked, recorded = flags.parse(words).config, check(*flags.parse_with_problems(words)).invocation.config
+    changed = {line.partition(":")[0] for line in settings.diff(asked, recorded)}
+    assert changed == set(automatic.AUTOMATIC)
