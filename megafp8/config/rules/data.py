@@ -27,7 +27,7 @@ def data_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
     given = [flag for flag, is_given in sources.items() if is_given]
     if not given:
         yield (
-            "no training data: give --data-path or --train-data-path (shards from tools/preprocess_data.py), or "
+            "no training data: give --data-path or --train-data-path (shards from megafp8 preprocess), or "
             "--mock-data"
         )
     elif len(given) > 1:
