@@ -75,7 +75,7 @@ def test_a_line_of_records(line: str, tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_bytes(b"\n" + hostile_files.JSON[line] + b"\n")
     for script in ("tools/compare_runs.py", "tools/plot_telemetry.py"):
         ended = run_script(script, tmp_path)
-        assert ended.returncode == 66 and "records.jsonl, line 2: not a line of JSON" in ended.stderr, ended.stderr
+        assert ended.returncode == 66 and "records.jsonl, line 2: not valid JSON" in ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize(
