@@ -23,7 +23,7 @@ class ConfigError(Megafp8Error):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__(f"{head} with what was asked for:\n" + "\n".join(f"  - {text}" for text in self.problems))
+        super().__init__(f"{head} with the settings:\n" + "\n".join(f"  - {text}" for text in self.problems))
 
 
 class CapabilityError(ConfigError):

@@ -51,7 +51,7 @@ def test_the_command_lists_subcommands_without_importing_them() -> None:
 def test_the_exit_status_is_the_subcommands(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["megafp8"])
     assert main.main(["plan", "--gpus", "0", "--model-preset", "tiny"]) == 64
-    assert capsys.readouterr().err.startswith("plan: 1 problem with what was asked for:\n  - --gpus 0")
+    assert capsys.readouterr().err.startswith("plan: 1 problem with the settings:\n  - --gpus 0")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def problems_of(capsys: pytest.CaptureFixture, arguments: str) -> list[str]:
     output = capsys.readouterr()
     assert output.out == ""
     head, *problems = output.err.splitlines()
-    assert head.endswith(f"{len(problems)} problem{'s' * (len(problems) > 1)} with what was asked for:")
+    assert head.endswith(f"{len(problems)} problem{'s' * (len(problems) > 1)} with the settings:")
     return [problem.removeprefix("  - ") for problem in problems]
 
 

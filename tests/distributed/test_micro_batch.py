@@ -214,7 +214,7 @@ def test_the_fastest_size_that_fits_is_chosen_and_stored(tmp_path: Path) -> None
     config = auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2")
     assert run_ranks(1, choose, config)[0][0] == 2
     size, told, asked = run_ranks(1, choose, config)[0]
-    assert (size, told, asked) == (2, f"2, as {tmp_path / CHOICE_FILE} has it", []), "found before: nothing is tried"
+    assert (size, told, asked) == (2, f"2, from {tmp_path / CHOICE_FILE}", []), "found before: nothing is tried"
     choice = read_choice(tmp_path / CHOICE_FILE)
     assert {each.size for each in choice.trials} == {1, 2, 4, 8}
     assert choice.limit_bytes == 2 * GIB
@@ -227,7 +227,7 @@ def test_the_fastest_size_that_fits_is_chosen_and_stored(tmp_path: Path) -> None
 def test_the_search_reports_excluded_sizes_first() -> None:
     config = auto_config("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --seq-length 8")
     lines = introduction(config, [4], 2 * GIB, 4).splitlines()
-    assert "divisors of the 8 sequences" in lines[0] and "(4) below 2.00 GiB" in lines[0]
+    assert "divisors of the 8 sequences" in lines[0] and "(4) within 2.00 GiB" in lines[0]
     assert [line.split(":")[1] for line in lines[1:]] == [" 1 is skipped", " 2 is skipped"]
     assert "--fp8-recipe mxfp8 needs multiples of 32" in lines[1]
 
@@ -311,7 +311,7 @@ def test_a_model_that_fits_at_no_size_is_an_error() -> None:
     with pytest.raises(AssertionError) as failed:
         run_ranks(1, choose, auto_config(), 1.0, lambda size: TooLarge("no room"))
     assert isinstance(failed.value.__cause__, ConfigError)
-    assert "not even 1 fits" in str(failed.value.__cause__) and "no room" in str(failed.value.__cause__)
+    assert "even 1 does not fit" in str(failed.value.__cause__) and "no room" in str(failed.value.__cause__)
     with pytest.raises(AssertionError, match="the trial of --micro-batch-size 8 failed: ValueError: no"):
         run_ranks(1, choose, auto_config(), 1.0, lambda size: Failed("ValueError: no"))
 
@@ -360,7 +360,7 @@ def test_automatic_size_is_bit_equal_to_that_size_given(is_tight: bool, tmp_path
     assert configs[0]["training"] == configs[1]["training"]
     (auto / CHOICE_FILE).write_text(json.dumps(dataclasses.asdict(choice) | {"memory_bytes": 1}))
     again = run_forked(1, found, timeout_s=300)
-    assert again.statuses == (0,) and f"micro-batch size: {size}, as {auto / CHOICE_FILE} has it; " in again.output[0]
+    assert again.statuses == (0,) and f"micro-batch size: {size}, from {auto / CHOICE_FILE}; " in again.output[0]
 
 
 @pytest.mark.long

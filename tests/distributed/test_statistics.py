@@ -341,7 +341,7 @@ def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
         return [each.detail for each in records[1:]]
 
     (told,) = run_ranks(1, start)
-    expected = "numbers that are not finite: layers.2.linear_proj.weight: 1 values"
+    expected = "non-finite values: layers.2.linear_proj.weight: 1 values"
     assert any(each.startswith(expected) for each in told)
 
 
@@ -366,10 +366,10 @@ def test_nonfinite_values_in_high_precision_give_one_finding(flags: str, tmp_pat
     (text,) = run_ranks(1, start)
     assert "loss is not finite; its weights are finite, and bad gradients follow from the loss; " in text
     assert "fix: " in text and "--clip-grad 1" in text and "--fp8-recipe" not in text
-    assert ("--fp8-log-interval 100 --fp8-what-if tensorwise names the first linear" in text) == (not flags)
+    assert ("--fp8-log-interval 100 --fp8-what-if tensorwise to find the first linear" in text) == (not flags)
     told = [event.detail for event in load_run(tmp_path).events if event.name == "health"]
     assert len(told) == bool(flags)
-    first = r"numbers that are not finite: layers\.0\.\S+: .* the first in the order of the forward pass"
+    first = r"non-finite values: layers\.0\.\S+: .* in the order of the forward pass"
     assert all(re.match(first, each) for each in told)
 
 

@@ -116,7 +116,7 @@ def test_a_signal_to_all_ranks_and_loader_processes(
         state = assert_preempted(run, forked.wait(60))
     assert state.reason == f"{number.name} to 2 ranks"
     slow = [event.detail for event in load_run(run.folder).events if event.name == "straggler"]
-    assert any(text.startswith("rank 1 takes ") for text in slow), "the rank that sleeps is named, too"
+    assert any(text.startswith("rank 1 needs ") for text in slow), "the rank that sleeps is named, too"
     assert set(run.start(flags=flags).statuses) == {0}
     assert_done(run, unbroken[LAYOUT])
 
