@@ -174,7 +174,7 @@ _REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
         "non-persistent checkpoints are in one shared folder; use --non-persistent-ckpt-type global",
     ),
     ("--replication", "checkpoints are not replicated; use --save on a shared file system"),
-    ("--ckpt-convert-", "checkpoints are not converted on load or save; see tools/convert_checkpoint.py"),
+    ("--ckpt-convert-", "checkpoints are not converted on load or save; see megafp8 convert"),
     ("--inprocess-", "a failed run is restarted by its launcher; use torchrun --max-restarts"),
     ("--muon-", "the supported optimizers are adam and sgd; see --optimizer"),
     ("--inference-", "it is for inference; megafp8 generate generates text from a checkpoint"),

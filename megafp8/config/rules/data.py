@@ -27,7 +27,7 @@ def data_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
     given = [flag for flag, is_given in sources.items() if is_given]
     if not given:
         yield (
-            "no training data: give --data-path or --train-data-path (shards from tools/preprocess_data.py), or "
+            "no training data: give --data-path or --train-data-path (shards from megafp8 preprocess), or "
             "--mock-data"
         )
     elif len(given) > 1:
@@ -120,7 +120,7 @@ def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _prefix_hint(prefix: str) -> str:
-    """A hint for a prefix without files, which is often the --output-prefix of tools/preprocess_data.py."""
+    """A hint for a prefix without files, which is often the --output-prefix of megafp8 preprocess."""
     if prefix.endswith((".bin", ".idx")):
         return " (give the prefix, without .bin or .idx)"
     shards = [path.removesuffix(".idx") for path in sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))]
