@@ -78,7 +78,7 @@ def build(config: RunConfig, world_size: int) -> None:
         log(f"the indices in {folder} are complete")
 
 
-@returns_exit_status("build_index")
+@returns_exit_status("build-index")
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit status."""
     if "--help" in argv or "-h" in argv:

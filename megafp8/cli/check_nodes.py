@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@returns_exit_status("check_nodes")
+@returns_exit_status("check-nodes")
 def main(argv: Sequence[str]) -> int:
     """Measure this node, or evaluate the reports of all; return the exit status."""
     arguments = build_parser().parse_args(argv)

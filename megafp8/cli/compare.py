@@ -63,7 +63,7 @@ def problems_of(arguments: argparse.Namespace) -> list[str]:
     return [text for text, is_right in checks.items() if not is_right]
 
 
-@returns_exit_status("compare_runs")
+@returns_exit_status("compare")
 def main(argv: Sequence[str]) -> int:
     """Print and write the comparison; return the exit status."""
     arguments = build_parser().parse_args(argv)

@@ -145,7 +145,7 @@ def from_hf(options: argparse.Namespace) -> None:
 COMMANDS = {"to-hf": to_hf, "from-hf": from_hf}
 
 
-@common.returns_exit_status("convert_checkpoint")
+@common.returns_exit_status("convert")
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status. torch is imported only once the flags are read."""
     options = build_parser().parse_args(argv)

@@ -154,7 +154,7 @@ def write_samples(path: Path, samples: list[Sample]) -> None:
     log(f"wrote {path}")
 
 
-@common.returns_exit_status("generate_text")
+@common.returns_exit_status("generate")
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status. torch is imported only once the flags are read."""
     arguments = build_parser().parse_args(argv)

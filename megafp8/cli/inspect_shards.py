@@ -200,7 +200,7 @@ def draw(summaries: Sequence[ShardSummary], output: Path) -> Path:
     )
 
 
-@common.returns_exit_status("inspect_shards")
+@common.returns_exit_status("inspect-shards")
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit status."""
     options = build_parser().parse_args(argv)

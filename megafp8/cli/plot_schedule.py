@@ -100,7 +100,7 @@ def table(found: Sequence[ScheduledStep], marks: dict[str, float], config: RunCo
     return text_table(first, rows, "r")
 
 
-@returns_exit_status("plot_lr_schedule")
+@returns_exit_status("plot-schedule")
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status."""
     options, words = build_parser().parse_known_args(argv)

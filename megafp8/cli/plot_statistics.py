@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@returns_exit_status("plot_telemetry")
+@returns_exit_status("plot-statistics")
 def main(argv: Sequence[str]) -> int:
     """Write the picture and print the findings; return the exit status."""
     arguments = build_parser().parse_args(argv)

@@ -248,7 +248,7 @@ def report(runs: Sequence[PooledRun], options: argparse.Namespace) -> None:
         print(f"wrote {path}", file=sys.stderr)
 
 
-@returns_exit_status("run_comparison")
+@returns_exit_status("run-comparison")
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status."""
     options, status = build_parser().parse_args(argv), 0

@@ -39,7 +39,7 @@ def add_flags(group: Any) -> None:
     )
 
 
-@returns_exit_status("scaling_report")
+@returns_exit_status("scaling-report")
 def main(argv: Sequence[str]) -> int:
     """Fit, print and write the report; return the exit status."""
     arguments = build_parser().parse_args(argv)
