@@ -27,8 +27,7 @@ def data_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
     given = [flag for flag, is_given in sources.items() if is_given]
     if not given:
         yield (
-            "no training data: give --data-path or --train-data-path (shards from megafp8 preprocess), or "
-            "--mock-data"
+            "no training data: give --data-path or --train-data-path (shards from megafp8 preprocess), or --mock-data"
         )
     elif len(given) > 1:
         yield f"{' and '.join(given)} are given, but only one source of data is supported: keep one"
