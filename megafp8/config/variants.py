@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megafp8.config import derived, precision_map, settings
 from megafp8.config import flags as config_flags
 from megafp8.config.schema import AUTO, RunConfig
-from megafp8.config.settings import with_values
+from megafp8.config.settings import value_of, with_values
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.recipes.base import FP8_FORMATS
@@ -19,6 +19,11 @@ BASELINE, CONTROL = "bf16", "bf16-control"
 
 # Runs that differ in these settings only train alike, up to the order of summation.
 NEUTRAL_SETTINGS = ("checkpoint.", "logging.", "training.num_threads", "data.num_workers", "data.data_cache_path")
+# What a run chooses where the command line does not (`planning.automatic`).
+AUTOMATIC_SETTINGS = (
+    "parallel.use_distributed_optimizer", "parallel.overlap_grad_reduce", "parallel.overlap_param_gather",
+    "precision.cross_entropy_loss_fusion", "precision.cross_entropy_fusion_impl", "training.cuda_graph_impl",
+)  # fmt: skip
 # Flags that the comparison adds to the flags of its runs.
 FOLDER_FLAGS = {"checkpoint.save": "--save", "checkpoint.load": "--load"}
 RECIPE_FLAGS = {"precision.fp8_format": "--fp8-format", "precision.fp8_recipe": "--fp8-recipe",
@@ -134,8 +139,14 @@ def control_micro_batch_size(config: RunConfig, world_size: int) -> int:
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
-    """The settings that differ and affect training, as lines of `settings.diff`."""
-    return [line for line in settings.diff(before, after) if not line.startswith(NEUTRAL_SETTINGS)]
+    """The settings that differ and affect training, as lines of `settings.diff`.
+
+    Args:
+        before: of a run, with the values that it chose for automatic settings.
+        after: of a command line. Settings that it leaves automatic do not differ.
+    """
+    chosen = {name: value_of(before, name) for name in AUTOMATIC_SETTINGS if value_of(after, name) in (None, "auto")}
+    return [line for line in settings.diff(before, with_values(after, chosen)) if not line.startswith(NEUTRAL_SETTINGS)]
 
 
 def parse_shared_flags(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.config import flags
+from megafp8.config import flags, settings, variants
 from megafp8.errors import ConfigError
 from megafp8.planning import automatic
 from megafp8.training import checks
@@ -161,3 +161,14 @@ def test_a_checkpoint_decides_the_form_of_the_optimizer_state(tmp_path: Path) ->
 def test_wrong_settings_are_still_refused() -> None:
     with pytest.raises(ConfigError, match="contradict each other"):
         checked(f"{DELAYED} --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32")
+
+
+@pytest.mark.parametrize("target", ["h200", "cpu"])
+def test_chosen_settings_do_not_differ_from_those_left_open(target: str) -> None:
+    given = flags.parse_with_problems(f"{MODEL} {DELAYED}".split())[0].config
+    run = checked(DELAYED, target, 2).invocation.config
+    assert settings.diff(run, given) and variants.differences(run, given) == []
+    flag = "--no-use-distributed-optimizer" if target == "h200" else "--use-distributed-optimizer"
+    other = flags.parse_with_problems(f"{MODEL} {DELAYED} {flag}".split())[0].config
+    (line,) = variants.differences(run, other)
+    assert line.startswith("parallel.use_distributed_optimizer: ")
