@@ -5,7 +5,7 @@
 #   - else .venv in this project, made if it is not there, with the versions of constraints.txt.
 # A second call finds its own stamp and does nothing.
 
-megafp8_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+megafp8_root=$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.." && pwd) # $0 in zsh
 megafp8_extras=${MEGAFP8_EXTRAS:-}
 
 megafp8_find_python() {

@@ -1,12 +1,12 @@
-"""Check shards and build the indices of their samples, so that no GPU waits for it when a run starts.
+"""Check shards and build the indices of their samples, so that no GPU waits for them when a run starts.
 
     python tools/build_index.py --data-path 0.3 shards/a 0.7 shards/b --seq-length 2048 --train-iters 10000 \\
         --global-batch-size 512 --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \\
         --data-cache-path indices
 
-takes the flags of pretrain_gpt.py: give it the run's command line, flags that do not matter here are ignored. The run
-then finds all that it needs below --data-cache-path (default: below --save, else beside the shards). The same command
-again checks what is there and builds nothing. An index depends on the content of the shards, --seq-length, --seed,
+takes the flags of pretrain_gpt.py: give the command line of the run; flags without influence on the indices are
+ignored. The run then finds the indices in --data-cache-path (default: in --save, else next to the shards). Repeating
+the command checks existing indices. An index depends on the contents of the shards, --seq-length, --seed,
 --split, the weights, and on the length of the run only as far as that needs more epochs.
 """
 
@@ -41,7 +41,7 @@ def build_help_parser() -> argparse.ArgumentParser:
     for name in SETTINGS_THAT_MATTER:
         setting = settings_by_name()[name]
         parser.add_argument(setting.flags[0], help=setting.help, metavar="")
-    parser.add_argument("--world-size", metavar="", help="ranks of the run; matters without --global-batch-size")
+    parser.add_argument("--world-size", metavar="", help="number of ranks; needed without --global-batch-size")
     return parser
 
 
@@ -78,7 +78,7 @@ def build(config: RunConfig, world_size: int) -> None:
         log(f"the indices in {folder} are complete")
 
 
-@returns_exit_status("build_index")
+@returns_exit_status("build-index")
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit status."""
     if "--help" in argv or "-h" in argv:

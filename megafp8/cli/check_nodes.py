@@ -1,14 +1,14 @@
-"""Look at every node of a Slurm job before it trains, and name those that it should not run on.
+"""Check the nodes of a Slurm job before training, and report those that are not usable.
 
     srun --ntasks-per-node 1 python launcher/check_nodes.py measure FOLDER --gpus 8 --nodes n1 n2 n3
     python launcher/check_nodes.py judge FOLDER --gpus 8 --nodes n1 n2 n3 --requeue
 
-`measure` runs once on each node and leaves a report in FOLDER, which all nodes see: what tools/doctor.py says (GPUs,
-driver, libraries, disk), versions, memory of the GPUs that others use, their errors and clocks, the machine's clock,
-all-reduces among its GPUs and with its two neighbours, by NCCL or gloo, and the rendezvous of all nodes as torchrun
-makes it. Nodes know their places by SLURM_NODEID. `judge` runs once, when all have ended.
-Exit status 0: all are well; 70: some are not, or gave no report. With --requeue the job then goes back into the queue,
-and gets other nodes.
+`measure` runs once on each node and writes a report to FOLDER, which all nodes share: the checks of tools/doctor.py
+(GPUs, driver, libraries, disk), versions, GPU memory used by others, errors and clocks of the GPUs, the system clock,
+all-reduces among the GPUs of the node and with its two neighbors (NCCL or Gloo), and torchrun's rendezvous of all
+nodes. SLURM_NODEID gives the index of a node. `judge` runs once afterwards and evaluates the reports.
+Exit status: 0 if all nodes are usable; 70 if not, or if a report is missing. With --requeue, the job is then requeued
+without these nodes.
 """
 
 from __future__ import annotations
@@ -31,29 +31,36 @@ log = stderr_log("nodes: ")
 
 def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__)
-    parser.add_argument("what", choices=("measure", "judge"), help="on every node, or once afterwards")
+    parser.add_argument("what", choices=("measure", "judge"), help="measure: on every node; judge: once afterwards")
     parser.add_argument(
-        "folder", type=path_argument, metavar="FOLDER", help="for the reports; of this start of the job alone"
+        "folder",
+        type=path_argument,
+        metavar="FOLDER",
+        help="folder of the reports, a new one for each start of the job",
     )
-    parser.add_argument("--nodes", nargs="+", required=True, metavar="NODE", help="all of the job, in one order")
+    parser.add_argument(
+        "--nodes", nargs="+", required=True, metavar="NODE", help="all nodes of the job, in the same order everywhere"
+    )
     parser.add_argument(
         "--addresses", nargs="+", default=[], metavar="HOST",
-        help="where they are reached, in the same order (default: their names)",
+        help="addresses of the nodes, in the same order (default: their names)",
     )  # fmt: skip
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs that each must have (default: none)")
-    parser.add_argument("--port", type=int, default=29600, metavar="N", help="the first of 100 that may be used")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="required GPUs per node (default: 0)")
+    parser.add_argument(
+        "--port", type=int, default=29600, metavar="N", help="first of 100 ports to use (default %(default)s)"
+    )
     parser.add_argument(
         "--timeout-s", type=float, default=node_check.COLLECTIVE_TIMEOUT_S, metavar="S",
-        help="for each all-reduce (default %(default)g)",
+        help="timeout of each all-reduce, in seconds (default %(default)g)",
     )  # fmt: skip
+    parser.add_argument("--requeue", action="store_true", help="requeue the job without unusable nodes")
     parser.add_argument(
-        "--requeue", action="store_true", help="where nodes are bad, put the job back into the queue without them"
+        "--max-requeues", type=int, default=100, metavar="N", help="maximum number of requeues (default %(default)s)"
     )
-    parser.add_argument("--max-requeues", type=int, default=100, metavar="N", help="in all (default %(default)s)")
     return parser
 
 
-@returns_exit_status("check_nodes")
+@returns_exit_status("check-nodes")
 def main(argv: Sequence[str]) -> int:
     """Measure this node, or evaluate the reports of all; return the exit status."""
     arguments = build_parser().parse_args(argv)

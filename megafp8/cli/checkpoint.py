@@ -1,4 +1,4 @@
-"""What checkpoints hold, and whether they are whole.
+"""List, verify, show, prune, hash and seal checkpoints.
 
     python tools/checkpoint.py list runs/first
     python tools/checkpoint.py verify runs/first
@@ -7,12 +7,12 @@
     python tools/checkpoint.py hash runs/first
     python tools/checkpoint.py seal runs/old/iter_0000200
 
-A folder is a run's (what it had as --save) or a single checkpoint's. `list` compares sizes with the manifest, `verify`
-reads every byte, `show` tells settings and tensors, `prune` deletes all but the newest checkpoints once it has verified
-those, `hash` tells whether two checkpoints hold the same however their files are cut, `seal` writes a manifest for a
-checkpoint that has none. `list`, `verify`, `show` and `hash` also look into the run's `non_persistent`; a
---non-persistent-global-ckpt-dir has to be given as a folder of its own. Exit status: 0; 64 for flags that do not fit;
-74 when something is damaged, missing or refused. Nothing here runs code of a checkpoint.
+A folder is a run's (its --save) or a single checkpoint's. `list` compares file sizes with the manifest. `verify` reads
+every byte. `show` prints settings and tensors. `prune` verifies the newest checkpoints, then deletes all others. `hash`
+prints a hash that is equal for equal contents, in every layout of files. `seal` writes a manifest for a checkpoint that
+has none. `list`, `verify`, `show` and `hash` include the run's `non_persistent` folder; give a
+--non-persistent-global-ckpt-dir as a folder of its own. Exit status: 0; 64 for wrong flags; 74 for a checkpoint that is
+damaged, missing or refused. No code from a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("verify", "read every byte and compare with the manifests"),
         ("show", "settings and tensors of one checkpoint"),
         ("prune", "delete all but the newest"),
-        ("hash", "SHA-256 of what one checkpoint holds: weights, optimizer, scales, random states, progress"),
+        ("hash", "SHA-256 of the contents of one checkpoint: weights, optimizer, scales, random states, progress"),
         ("seal", "write a manifest for a checkpoint that has none"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("folder", type=path_argument, help="of a run, or of one checkpoint")
+        command.add_argument("folder", type=path_argument, help="folder of a run or of one checkpoint")
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         if name in ("verify", "show", "hash"):
             text = "this step only" if name == "verify" else "this step; default the newest"
@@ -53,9 +53,17 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "show":
             command.add_argument("--tensors", action="store_true", help="name every tensor")
         if name == "prune":
-            command.add_argument("--ckpt-keep", type=int, required=True, metavar="N", help="how many, at least 1")
-            command.add_argument("--set-aside", action="store_true", help="also delete .corrupt and .retired ones")
-            command.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
+            command.add_argument(
+                "--ckpt-keep",
+                type=int,
+                required=True,
+                metavar="N",
+                help="number of newest checkpoints to keep, at least 1",
+            )
+            command.add_argument(
+                "--set-aside", action="store_true", help="also delete .corrupt and .retired checkpoints"
+            )
+            command.add_argument("--dry-run", action="store_true", help="print what would be deleted and stop")
     return parser
 
 

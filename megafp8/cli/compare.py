@@ -1,12 +1,12 @@
-"""Compare finished runs: tables on standard output; with --output-dir also a page to look at, Markdown, JSON, pictures.
+"""Compare finished runs: tables on standard output; with --output-dir also an HTML page, Markdown, JSON and plots.
 
     python tools/compare_runs.py runs/bf16 runs/fp8 --output-dir runs/comparison
     python tools/compare_runs.py runs/recipes/*/seed* --baseline bf16 --bound 1 --output-dir runs/recipes/report
 
-Runs that differ in their seed alone are one recipe, and each is held against the baseline's run of the same seed. Over
-two seeds or more there is a verdict: whether the interval of the gap lies within the bound. It needs the records only.
-A run whose run_state.json says that it is not done is named, and has no figures (--include-unfinished). Exit status: 64
-for wrong flags, 66 for runs that are missing, damaged or not to be compared.
+Runs that differ only in their seed are one recipe. Each is compared with the baseline's run of the same seed. With two
+or more seeds there is a verdict: whether the interval of the gap is within the bound. Only the records are needed. A
+run that is not done, by its run_state.json, is listed without results unless --include-unfinished is given. Exit
+status: 64 for wrong flags, 66 for runs that are missing, damaged or not comparable.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megafp8.utils.files import path_argument, path_text
 
 def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__, Parser)
-    parser.add_argument("runs", nargs="+", type=path_text, metavar="RUN", help="folder that a run had as --save")
+    parser.add_argument("runs", nargs="+", type=path_text, metavar="RUN", help="folder of a run (its --save)")
     parser.add_argument(
-        "--baseline", type=path_text, metavar="RUN", help="run or recipe to compare with; default the first"
+        "--baseline", type=path_text, metavar="RUN", help="run or recipe to compare with; default: the first"
     )
     parser.add_argument(
         "--output-dir", type=path_argument,
@@ -40,17 +40,23 @@ def add_flags(group: Any) -> None:
     """Add the flags of a comparison to a parser or a group of one."""
     group.add_argument(
         "--bound", type=float, default=0.5, metavar="PERCENT",
-        help="validation loss above the baseline's that is accepted (default %(default)g)",
+        help="accepted increase of the validation loss over the baseline (default %(default)g)",
     )  # fmt: skip
     group.add_argument(
-        "--confidence", type=float, default=95.0, metavar="PERCENT", help="of the intervals (default %(default)g)"
+        "--confidence",
+        type=float,
+        default=95.0,
+        metavar="PERCENT",
+        help="confidence level of the intervals (default %(default)g)",
     )
     group.add_argument(
         "--include-unfinished", action="store_true",
-        help="compare runs that are not done, too, by what they have so far; decides nothing about their recipes",
+        help="also show results of unfinished runs; their recipes get no verdict",
     )  # fmt: skip
-    group.add_argument("--warmup-steps", type=int, default=10, help="first steps that do not count for the speed")
-    group.add_argument("--title", default="Comparison of recipes", help="title of the page and the picture")
+    group.add_argument(
+        "--warmup-steps", type=int, default=10, help="first steps to leave out of the speed (default %(default)s)"
+    )
+    group.add_argument("--title", default="Comparison of recipes", help="title of the page and the plots")
 
 
 def problems_of(arguments: argparse.Namespace) -> list[str]:
@@ -63,7 +69,7 @@ def problems_of(arguments: argparse.Namespace) -> list[str]:
     return [text for text, is_right in checks.items() if not is_right]
 
 
-@returns_exit_status("compare_runs")
+@returns_exit_status("compare")
 def main(argv: Sequence[str]) -> int:
     """Print and write the comparison; return the exit status."""
     arguments = build_parser().parse_args(argv)

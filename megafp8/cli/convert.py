@@ -1,17 +1,17 @@
-"""Checkpoints to and from the folders of Hugging Face's transformers: Llama and GPT-2, in safetensors.
+"""Convert checkpoints to and from Hugging Face's format: Llama and GPT-2, in safetensors.
 
     python tools/convert_checkpoint.py to-hf runs/first models/first
     python tools/convert_checkpoint.py to-hf runs/first models/first-fp8 --ckpt-step 200 --fp8 --fp8-recipe tensorwise
     python tools/convert_checkpoint.py from-hf Llama-3.2-1B models/llama --dtype bf16
     python pretrain_gpt.py --config models/llama/config.json --pretrained-checkpoint models/llama ...
 
-to-hf writes weights (in files of --max-shard-size at most), config.json, generation_config.json and the tokenizer's
-files. from-hf writes a checkpoint that any layout loads, its tokenizer, and a config.json with the settings that
-describe the model; they are printed as flags, too. Elements are only moved, so both ways together change no bit; what
-is rounded or left out is said. One tensor is in memory at a time, or one file's tensors. A model that the other side
-does not have is refused with every reason, and --dry-run tells without writing. Nothing is read with pickle.
+to-hf writes weights (in files of at most --max-shard-size), config.json, generation_config.json and the tokenizer's
+files. from-hf writes a checkpoint that every layout can load, its tokenizer, and a config.json with the settings of the
+model, which are also printed as flags. A conversion and its inverse give the same bits; values that are rounded or left
+out are reported. Memory holds one tensor, or the tensors of one file. A model that the target format does not support
+is refused with all reasons. --dry-run reports them without writing. No file is read with pickle.
 
-Exit status: 0; 64 for wrong flags; 66 for a missing tokenizer; 74 when something is damaged, missing or refused.
+Exit status: 0; 64 for wrong flags; 66 for a missing tokenizer; 74 for a file that is damaged, missing or refused.
 """
 
 from __future__ import annotations
@@ -36,38 +36,43 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def build_parser() -> argparse.ArgumentParser:
     parser = common.build_command_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    to_hf = commands.add_parser("to-hf", help="a checkpoint as a folder that transformers reads")
+    to_hf = commands.add_parser("to-hf", help="convert a checkpoint to a folder that transformers reads")
     to_hf.add_argument(
-        "source", type=path_argument, metavar="RUN", help="folder that the run had as --save, or a checkpoint's"
+        "source", type=path_argument, metavar="RUN", help="folder of a run (its --save) or of one checkpoint"
     )
-    to_hf.add_argument("output", type=path_argument, metavar="OUT", help="folder to make")
+    to_hf.add_argument("output", type=path_argument, metavar="OUT", help="folder to create")
     to_hf.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to convert; default the newest")
-    to_hf.add_argument("--fp8", action="store_true", help="the linears' weights as FP8 codes and scales (Llama)")
+    to_hf.add_argument(
+        "--fp8", action="store_true", help="write the weights of linear layers as FP8 codes and scales (Llama)"
+    )
     to_hf.add_argument(
         "--fp8-recipe", choices=registry.with_export_form(),
-        help="of --fp8: blocks of 128 x 128 as DeepSeek-V3, one scale a tensor or a channel as compressed-tensors; "
+        help="recipe of --fp8: blocks of 128 x 128 as in DeepSeek-V3, or one scale per tensor or channel as in "
+        "compressed-tensors; "
         "default the run's",
     )  # fmt: skip
     to_hf.add_argument(
         "--max-shard-size", type=num_bytes, default=num_bytes("5GB"), metavar="SIZE",
-        help="largest file, as 500MB or 5GB (default 5GB); so much memory is taken",
+        help="maximum file size, such as 500MB or 5GB (default 5GB); as much memory is used",
     )  # fmt: skip
     to_hf.add_argument(
         "--ignore-overrides", action="store_true", help="convert although the run had --override transformer.FIELD=..."
     )
-    group = to_hf.add_argument_group("tokenizer", "where its files are now; default where they were in training")
+    group = to_hf.add_argument_group("tokenizer", "current paths of its files; default as in training")
     common.add_tokenizer_file_flags(group)
-    from_hf = commands.add_parser("from-hf", help="such a folder as a checkpoint to train from")
+    from_hf = commands.add_parser("from-hf", help="convert such a folder to a checkpoint to train from")
     from_hf.add_argument("source", type=path_argument, metavar="FOLDER", help="with config.json and safetensors")
     from_hf.add_argument(
-        "output", type=path_argument, metavar="OUT", help="run's folder to make, with a checkpoint of step 0"
+        "output", type=path_argument, metavar="OUT", help="run folder to create, with a checkpoint of step 0"
     )
     from_hf.add_argument(
         "--make-vocab-size-divisible-by", type=int, metavar="N", help="pad the vocabulary to a multiple (default 128)"
     )
     for command in (to_hf, from_hf):
-        command.add_argument("--dtype", choices=("bf16", "fp32"), help="of the weights there; default as stored")
-        command.add_argument("--dry-run", action="store_true", help="only tell what would become what")
+        command.add_argument(
+            "--dtype", choices=("bf16", "fp32"), help="dtype of the converted weights; default as stored"
+        )
+        command.add_argument("--dry-run", action="store_true", help="print the mapping of tensors and stop")
     return parser
 
 
@@ -145,7 +150,7 @@ def from_hf(options: argparse.Namespace) -> None:
 COMMANDS = {"to-hf": to_hf, "from-hf": from_hf}
 
 
-@common.returns_exit_status("convert_checkpoint")
+@common.returns_exit_status("convert")
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status. torch is imported only once the flags are read."""
     options = build_parser().parse_args(argv)

@@ -1,8 +1,8 @@
-r"""Write a text corpus from the Python standard library of this machine: JSON lines, one module a document, no network.
+r"""Write a text corpus from this machine's Python standard library, without network: JSON lines, a document per module.
 
     python tools/build_stdlib_corpus.py --output corpus.jsonl
 
-With --folder another folder's modules, such as those of the installed packages where more text is wanted:
+--folder takes the modules of another folder, such as the installed packages for more text:
 
     python tools/build_stdlib_corpus.py --output corpus.jsonl --max-bytes 80000000 \
       --folder "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
@@ -24,10 +24,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__)
     parser.add_argument("--output", required=True, type=path_argument, help="JSON lines file to write")
     parser.add_argument(
-        "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="most bytes of text (default %(default)s)"
+        "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="maximum number of bytes of text (default %(default)s)"
     )
-    parser.add_argument("--folder", type=path_argument, metavar="D", help="take the modules below D instead")
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the order of the documents")
+    parser.add_argument(
+        "--folder", type=path_argument, metavar="D", help="folder with the modules; default: the standard library"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="seed of the order of the documents (default %(default)s)"
+    )
     return parser
 
 

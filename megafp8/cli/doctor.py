@@ -1,11 +1,11 @@
-"""Say what this machine has, whether training can run on it, which recipe runs how, and how to fix each problem.
+"""Check whether training can run on this machine and how each recipe runs, and print a fix for each problem.
 
     python tools/doctor.py
     python tools/doctor.py --gpus 8 --folder runs --strict || exit    # in a job script, before training
 
-Looks at Python, torch, CUDA, driver, cuDNN, NCCL, Transformer Engine, megatron-core, Triton's compiler, NVLink, shared
-memory, open files and the disk, and works where any of them is broken or missing. Exit status 0: training can run; 64:
-it cannot; with --strict 1 where there are warnings.
+Checks Python, torch, CUDA, driver, cuDNN, NCCL, Transformer Engine, megatron-core, Triton's compiler, NVLink, shared
+memory, open files and the disk. Each of them may be broken or missing. Exit status: 0 if training can run, 64 if not,
+1 with --strict if there are warnings.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from megafp8.utils.files import path_text
 
 def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__)
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs that must be there (default: none)")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="required number of GPUs (default: 0)")
     parser.add_argument(
-        "--folder", type=path_text, default=".", help="where runs will be saved: its disk is tried (default: here)"
+        "--folder",
+        type=path_text,
+        default=".",
+        help="folder for runs, whose disk is tested (default: the current folder)",
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 if there are warnings")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 

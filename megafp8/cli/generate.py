@@ -1,8 +1,8 @@
-"""Let a trained model continue a text.
+"""Continue a text with a trained model.
 
     python tools/generate_text.py --load RUN --prompt "def main("
 
-The text appears on standard output as it is generated, messages go to standard error. Tokens are generated with a
+The text is printed to standard output as it is generated, messages to standard error. Tokens are generated with a
 key-value cache, in high precision. --no-cache generates with the arithmetic of training, FP8 and FP4 included.
 """
 
@@ -34,27 +34,46 @@ show = partial(print, end="", flush=True)  # for parts of the text
 def build_parser() -> argparse.ArgumentParser:
     parser = common.build_command_parser(__doc__)
     parser.add_argument(
-        "--load", type=path_argument, required=True, metavar="RUN", help="folder that the run had as --save"
+        "--load", type=path_argument, required=True, metavar="RUN", help="folder of the run (its --save)"
     )
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to load; default the newest")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; default a new document")
     prompt.add_argument(
-        "--prompt-file", type=path_argument, metavar="F", help="file with the text to continue, to the byte"
+        "--prompt-file", type=path_argument, metavar="F", help="file with the text to continue, used unchanged"
     )
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations (default 1)")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens of one (default 200)")
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--temperature", type=float, default=0.8, help="below 1 is more careful (default 0.8)")
-    choice.add_argument("--greedy", action="store_true", help="always the most probable token")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K most probable (default 0: all)")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="number of continuations (default 1)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="only the fewest that add up to P (default 1: all)"
+        "--max-new-tokens",
+        type=int,
+        default=200,
+        metavar="N",
+        help="maximum number of tokens of a continuation (default 200)",
     )
-    parser.add_argument("--seed", type=int, default=1234, help="of the first sample; the others count on from it")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--temperature", type=float, default=0.8, help="divisor of the logits; lower is less random (default 0.8)"
+    )
+    choice.add_argument("--greedy", action="store_true", help="always the most probable token")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K most probable tokens (default 0: all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the fewest tokens with a total probability of P (default 1: all)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1234,
+        help="random seed of the first sample; each later one adds 1 (default %(default)s)",
+    )
     parser.add_argument(
         "--output", type=path_argument, metavar="F",
-        help="also write to F: the same text, or one JSON object a line for *.jsonl",
+        help="also write the text to F; for *.jsonl one JSON object per line",
     )  # fmt: skip
     parser.add_argument(
         "--no-cache", action="store_true",
@@ -66,8 +85,10 @@ def build_parser() -> argparse.ArgumentParser:
         "without quantization; default: checkpoint with --no-cache, else high, with FP32 in place of BF16 for "
         "quantized runs on devices that emulate BF16",
     )  # fmt: skip
-    group = parser.add_argument_group("tokenizer", "what it is and where its files are now; default as in training")
-    group.add_argument("--tokenizer-type", metavar="TYPE", help="of a converted checkpoint that came without one")
+    group = parser.add_argument_group("tokenizer", "type and current paths of its files; default as in training")
+    group.add_argument(
+        "--tokenizer-type", metavar="TYPE", help="for a checkpoint that was converted without a tokenizer"
+    )
     common.add_tokenizer_file_flags(group)
     return parser
 
@@ -154,7 +175,7 @@ def write_samples(path: Path, samples: list[Sample]) -> None:
     log(f"wrote {path}")
 
 
-@common.returns_exit_status("generate_text")
+@common.returns_exit_status("generate")
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status. torch is imported only once the flags are read."""
     arguments = build_parser().parse_args(argv)

@@ -218,7 +218,7 @@ def draw(folder: Path, panels: Sequence[tuple[str, Sequence[QuantizationResult]]
     return plot_ranges(drawn, ranges, folder / PICTURE)
 
 
-@returns_exit_status("inspect_quantization")
+@returns_exit_status("inspect-quantization")
 def main(argv: Sequence[str]) -> int:
     """Read, quantize and report; return the exit status. torch is imported only once the flags are read."""
     arguments = build_parser().parse_args(argv)

@@ -1,11 +1,12 @@
-"""What is in token shards, and whether they are sound.
+"""Summarize and verify token shards.
 
     python tools/inspect_shards.py shards/corpus_text_document
     python tools/inspect_shards.py shards/*.idx --verify --documents 0
     python tools/inspect_shards.py theirs --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json
 
-Counts and lengths come from the index. --verify reads every byte: all that the index says of the tokens, every id
-against the vocabulary, and both files against the hashes in the manifest; the exit status is 66 if anything is wrong.
+Counts and lengths come from the index. --verify reads every byte, and checks the index against the
+tokens, every id against the vocabulary, and both files against the hashes in the manifest. The exit status is 66 for
+damaged shards.
 """
 
 from __future__ import annotations
@@ -38,16 +39,18 @@ STATE = {True: "ok", False: "WRONG", None: "-"}
 def build_parser() -> argparse.ArgumentParser:
     parser = common.build_command_parser(__doc__)
     parser.add_argument(
-        "shards", nargs="+", type=path_text, metavar="PREFIX", help="path of a shard, .bin and .idx left out"
+        "shards", nargs="+", type=path_text, metavar="PREFIX", help="path of a shard, without .bin or .idx"
     )
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare")
-    parser.add_argument("--documents", type=int, default=3, metavar="N", help="first documents to show (default 3)")
-    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="tokens of each to show (default 100)")
+    parser.add_argument("--verify", action="store_true", help="read and check every byte")
     parser.add_argument(
-        "--plot", type=path_argument, metavar="F", help="write a picture of the documents' lengths to F (.png)"
+        "--documents", type=int, default=3, metavar="N", help="number of first documents to show (default 3)"
     )
+    parser.add_argument(
+        "--max-tokens", type=int, default=100, metavar="N", help="tokens to show of each document (default 100)"
+    )
+    parser.add_argument("--plot", type=path_argument, metavar="F", help="plot the lengths of documents to F (.png)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    common.add_tokenizer_flags(parser, "to show documents of shards without a manifest; default the one that it names")
+    common.add_tokenizer_flags(parser, "for the text of documents; default: the tokenizer in the manifest")
     return parser
 
 
@@ -200,7 +203,7 @@ def draw(summaries: Sequence[ShardSummary], output: Path) -> Path:
     )
 
 
-@common.returns_exit_status("inspect_shards")
+@common.returns_exit_status("inspect-shards")
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit status."""
     options = build_parser().parse_args(argv)

@@ -14,30 +14,30 @@ from megafp8.utils import strict_yaml
 from megafp8.utils.files import UnreadableFile, path_text, read_text
 
 TEXTS = (
-    ("--name", "NAME", "of the job"),
-    ("--nodes", "N", "machines (default 1)"),
-    ("--gpus-per-node", "N", "GPUs of each, one rank a GPU (default 8, under torchrun those of this machine; 0: CPUs)"),
-    ("--ranks-per-node", "N", "ranks of each machine without GPUs"),
-    ("--cpus-per-node", "N", "cores to ask for, where nodes are shared"),
-    ("--time", "LIMIT", "time limit, as Slurm writes it: HH:MM:SS or D-HH:MM:SS"),
-    ("--time-to-save-s", "S", "for a step and a checkpoint: the run hears so long before that its time is over "
-     "(default 300)"),
-    ("--partition", "NAME", "of the cluster"),
-    ("--account", "NAME", "that pays"),
-    ("--project", "DIR", "the checkout, the same on all nodes (default: this one)"),
-    ("--setup", "SHELL", "said before all else, such as 'module load cuda'"),
+    ("--name", "NAME", "name of the job"),
+    ("--nodes", "N", "number of machines (default 1)"),
+    ("--gpus-per-node", "N", "GPUs per machine, one rank each (default: 8, for megafp8 torchrun all; 0: CPUs)"),
+    ("--ranks-per-node", "N", "ranks per machine without GPUs"),
+    ("--cpus-per-node", "N", "cores to request, for shared nodes"),
+    ("--time", "LIMIT", "time limit in Slurm's format: HH:MM:SS or D-HH:MM:SS"),
+    ("--time-to-save-s", "S", "seconds before the time limit at which the run is signaled to save; enough for a step "
+     "and a checkpoint (default 300)"),
+    ("--partition", "NAME", "Slurm partition"),
+    ("--account", "NAME", "Slurm account"),
+    ("--project", "DIR", "folder of the checkout, the same on all nodes (default: this one)"),
+    ("--setup", "SHELL", "shell commands to run first, such as 'module load cuda'"),
     ("--venv", "DIR", "virtual environment to activate"),
-    ("--container", "IMAGE", "for the ranks: a .sif file is Apptainer's, another image Pyxis's"),
-    ("--max-restarts", "N", "in an allocation, in a row, without progress (default 3; none on several machines "
-     "without Slurm, which have no supervisor)"),
-    ("--max-requeues", "N", "how often the job comes out of the queue again (default 100)"),
-    ("--array-limit", "N", "of an array, runs at a time"),
-    ("--logs", "DIR", "for output of the job and its ranks (default: logs/ in --save)"),
-    ("--endpoint", "HOST:PORT", "of the first machine, for several without Slurm (megafp8 torchrun)"),
+    ("--container", "IMAGE", "container image of the ranks: .sif files run with Apptainer, others with Pyxis"),
+    ("--max-restarts", "N", "maximum number of consecutive restarts without progress in an allocation (default 3; "
+     "no restarts on several machines without Slurm)"),
+    ("--max-requeues", "N", "maximum number of requeues (default 100)"),
+    ("--array-limit", "N", "for job arrays: runs at the same time"),
+    ("--logs", "DIR", "folder for output of the job and its ranks (default: logs/ in --save)"),
+    ("--endpoint", "HOST:PORT", "address of the first machine, for several machines without Slurm (megafp8 torchrun)"),
 )  # fmt: skip
 TABLES = (
-    ("--environment", "NAME=VALUE", "variables for all ranks"),
-    ("--sbatch", "OPTION=VALUE", "more options of sbatch, such as qos=high or constraint=h200"),
+    ("--environment", "NAME=VALUE", "environment variables of all ranks"),
+    ("--sbatch", "OPTION=VALUE", "other options of sbatch, such as qos=high or constraint=h200"),
 )
 
 
@@ -47,21 +47,25 @@ def build_job_parser(description: Optional[str]) -> argparse.ArgumentParser:
         description, argument_default=argparse.SUPPRESS, usage="%(prog)s [JOB.yaml] [options] [-- TRAINING FLAGS]"
     )
     parser.add_argument(
-        "job_file", nargs="?", type=path_text, metavar="JOB.yaml", help="fields as the options, with _ for -"
+        "job_file", nargs="?", type=path_text, metavar="JOB.yaml", help="YAML file with the same options, with _ for -"
     )
     for flag, metavar, text in TEXTS:
         parser.add_argument(flag, type=path_text if metavar == "DIR" else str, metavar=metavar, help=text)
     for flag, metavar, text in TABLES:
         parser.add_argument(flag, metavar=metavar, nargs="+", action="extend", help=text)
     parser.add_argument(
-        "--mounts", type=path_text, metavar="DIR", nargs="+", help="folders that the container sees, besides --project"
+        "--mounts",
+        type=path_text,
+        metavar="DIR",
+        nargs="+",
+        help="folders to mount in the container, besides --project",
     )
     parser.add_argument(
-        "--shared-nodes", dest="exclusive", action="store_const", const="false", help="nodes may have other jobs"
+        "--shared-nodes", dest="exclusive", action="store_const", const="false", help="share nodes with other jobs"
     )
     parser.add_argument(
         "--no-check-nodes", dest="check_nodes", action="store_const", const="false",
-        help="start without looking at the nodes",
+        help="do not check the nodes before training",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the script and start nothing")
     return parser

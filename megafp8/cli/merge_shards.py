@@ -1,12 +1,12 @@
-"""Join token shards, or divide them.
+"""Join or split token shards.
 
     python tools/merge_shards.py --input a_text_document b_text_document --output-prefix all_text_document
     python tools/merge_shards.py --input shards/ --output-prefix all --num-parts 8
     python tools/merge_shards.py --input all --output-prefix all --split 99,1
 
-Inputs are joined end to end and, with --num-parts, --documents-per-part or --split, divided again between documents, in
-their order. Tokens are copied as bytes, and every output has a manifest. Inputs are compared with their manifests
-first. The same command again keeps what it made before.
+Inputs are joined in their order. --num-parts, --documents-per-part and --split split the result between documents.
+Tokens are copied as bytes, and every output has a manifest. Inputs are compared with their manifests first. Repeating
+the command keeps existing outputs.
 """
 
 from __future__ import annotations
@@ -26,22 +26,26 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--input", nargs="+", type=path_text, required=True, metavar="PREFIX", help="shards, or folders of shards"
     )
-    parser.add_argument("--output-prefix", type=path_text, required=True, metavar="PREFIX", help="of what is made")
-    parser.add_argument("--num-parts", type=int, metavar="N", help="divide into N shards of about as many tokens each")
-    parser.add_argument("--documents-per-part", type=int, metavar="N", help="divide into shards of N documents")
     parser.add_argument(
-        "--split", metavar="SHARES", help="divide into _train, _valid and _test by documents: 98,2 or 969,30,1"
+        "--output-prefix", type=path_text, required=True, metavar="PREFIX", help="path prefix of the outputs"
     )
-    parser.add_argument("--overwrite", action="store_true", help="make shards again that are there")
-    parser.add_argument("--no-verify", action="store_true", help="do not read the inputs before they are copied")
+    parser.add_argument(
+        "--num-parts", type=int, metavar="N", help="split into N shards with about equal numbers of tokens"
+    )
+    parser.add_argument("--documents-per-part", type=int, metavar="N", help="split into shards of N documents")
+    parser.add_argument(
+        "--split", metavar="SHARES", help="split documents into _train, _valid and _test: 98,2 or 969,30,1"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing shards")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare inputs with their manifests")
     parser.add_argument(
         "--trust-missing-manifests", action="store_true",
-        help="take shards without a manifest for shards of the others' tokenizer",
+        help="assume that shards without a manifest have the tokenizer of the others",
     )  # fmt: skip
     return parser
 
 
-@returns_exit_status("merge_shards")
+@returns_exit_status("merge-shards")
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit status."""
     options = build_parser().parse_args(argv)
@@ -61,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         with bytes_bar(total, desc="merging", leave=False) as bar:
             summary = merge_shards(job, on_progress=bar.update)
     except OSError as error:
-        print(f"merge_shards: reading --input or writing --output-prefix failed: {error}", file=sys.stderr)
+        print(f"merge-shards: reading --input or writing --output-prefix failed: {error}", file=sys.stderr)
         return os.EX_IOERR
     for prefix, manifest in summary.shards:
         state = " is there already, from the same shards" if prefix in summary.kept else ""

@@ -1,12 +1,12 @@
-"""Plan a run: which layout of a model on how many GPUs is fastest, what it needs, and what limits it.
+"""Find the fastest layouts of a model on a number of GPUs, their memory, and what limits their speed.
 
     python tools/plan.py --model-preset llama3-70b --gpus 512 --gpu h200 --fp8-recipe tensorwise
     python tools/plan.py --model-preset llama3-8b --gpus 64 --gpu h100 --tensor-model-parallel-size 2 --plot plan.png
 
-Takes every flag of pretrain_gpt.py beside its own. Tensor, pipeline (also interleaved) and context parallelism, micro
-batch and recompute are searched where they are not given; all else is as given. The best layouts come with memory, step
-time and traffic by part, and the flags of the first one ready for pretrain_gpt.py. No GPU and no torch is needed.
-docs/planning.md says how it computes and how wrong it was against measured runs.
+Accepts all flags of pretrain_gpt.py as well. Tensor, pipeline (also interleaved) and context parallelism, micro-batch
+size and recomputation are searched unless they are given. The output has memory, step time and traffic of the fastest
+layouts, and the flags of the first one for pretrain_gpt.py. Neither a GPU nor torch is needed. docs/planning.md
+describes the model and its errors against measurements.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to plan for")
     parser.add_argument("--gpu", choices=GPU_NAMES, default="h200", help="kind of GPU (default: h200)")
     parser.add_argument(
-        "--network-gbit-per-s", type=float, metavar="X", help="network adapter of a GPU; default that of its usual node"
+        "--network-gbit-per-s",
+        type=float,
+        metavar="X",
+        help="network bandwidth per GPU; default: that of a typical node",
     )
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="number of layouts to show (default: 5)")
     parser.add_argument(
         "--scaling", nargs="*", type=int, metavar="N",
-        help="numbers of GPUs to compare (default: 8 to 16,384 by doubling; none for no comparison)",
+        help="numbers of GPUs to compare (default: powers of two from 8 to 16,384; no number: no comparison)",
     )  # fmt: skip
     parser.add_argument(
-        "--plot", type=path_argument, metavar="PNG", help="draw speed over GPUs, memory and step by part"
+        "--plot",
+        type=path_argument,
+        metavar="PNG",
+        help="plot speed over numbers of GPUs, and the parts of memory and step time",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser

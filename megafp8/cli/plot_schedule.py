@@ -1,10 +1,10 @@
-"""The learning-rate schedule of a training command, before it trains: a table, and a picture with --output.
+"""Show the learning-rate schedule of a training command: a table, and a plot with --output.
 
     python tools/plot_lr_schedule.py --output schedule.png --train-iters 10000 --global-batch-size 64 \\
       --micro-batch-size 8 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 200 --lr-decay-style WSD --lr-wsd-decay-iters 2000
 
-It takes the flags of pretrain_gpt.py, all of them or those of the schedule, and makes the schedule that the run would
-make. --world-size N stands for ranks that decide the global batch. What the run would refuse is refused here.
+Give the flags of pretrain_gpt.py, all of them or those of the schedule. The schedule is computed as in the run. Give
+--world-size N if the global batch size depends on the number of ranks. Flags that the run refuses are refused here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_ROWS = 10
 
 def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__, allow_abbrev=False)
-    parser.add_argument("--output", type=path_argument, metavar="F", help="write a picture to F (.png, .svg or .pdf)")
+    parser.add_argument("--output", type=path_argument, metavar="F", help="write a plot to F (.png, .svg or .pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
@@ -100,7 +100,7 @@ def table(found: Sequence[ScheduledStep], marks: dict[str, float], config: RunCo
     return text_table(first, rows, "r")
 
 
-@returns_exit_status("plot_lr_schedule")
+@returns_exit_status("plot-schedule")
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status."""
     options, words = build_parser().parse_known_args(argv)

@@ -1,9 +1,9 @@
-"""A picture of what quantization did in a run that had --fp8-log-interval, and its findings.
+"""Plot the quantization statistics of a run with --fp8-log-interval, and print its findings.
 
     python tools/plot_telemetry.py runs/first --output-dir report
     python tools/plot_telemetry.py runs/first --field sqnr_db --recipe mxfp8 --output-dir report
 
-Above: a field of every linear's operands over the steps. Below: the codes of the last look by exponent.
+Top: a field of the operands of every linear over the steps. Bottom: the codes of the last record, by exponent.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ FIELDS = ("underflow_fraction", "saturated_fraction", "codes_changed_fraction", 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__)
-    parser.add_argument("run", type=path_text, metavar="RUN", help="folder that a run had as --save")
-    parser.add_argument("--field", choices=FIELDS, default=FIELDS[0], help=f"what to draw; default {FIELDS[0]}")
-    parser.add_argument("--recipe", metavar="NAME", help="one of --fp8-what-if; default the run's own")
+    parser.add_argument("run", type=path_text, metavar="RUN", help="folder of a run (its --save)")
+    parser.add_argument("--field", choices=FIELDS, default=FIELDS[0], help=f"field to plot; default {FIELDS[0]}")
+    parser.add_argument("--recipe", metavar="NAME", help="one of --fp8-what-if; default: the recipe of the run")
     parser.add_argument(
         "--output-dir", type=path_argument, default=Path("."), metavar="D", help=f"write {PICTURE} here"
     )
     return parser
 
 
-@returns_exit_status("plot_telemetry")
+@returns_exit_status("plot-statistics")
 def main(argv: Sequence[str]) -> int:
     """Write the picture and print the findings; return the exit status."""
     arguments = build_parser().parse_args(argv)

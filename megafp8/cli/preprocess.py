@@ -3,9 +3,9 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix shards/corpus --append-eod --workers 2 \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
-writes shards/corpus_text_document.bin, .idx and .manifest.json. The same command again does nothing; after a kill it
-resumes. Byte-pair tokenizers run through gigatoken where that gives the same ids (pip install
-'megafp8[data]'); the first line of output says what runs.
+writes shards/corpus_text_document.bin, .idx and .manifest.json. Repeating the command does nothing; after an
+interruption it resumes. Byte-pair tokenizers are encoded by gigatoken where it gives the same ids (pip install
+'megafp8[data]'). The first line of output names the encoder.
 """
 
 from __future__ import annotations
@@ -59,41 +59,49 @@ def build_parser() -> argparse.ArgumentParser:
         help="files, folders or glob patterns: JSON lines (.jsonl, .json, .ndjson) and plain text (.txt), each also "
         "with .gz or .zst, and Parquet (.parquet)",
     )  # fmt: skip
-    source.add_argument("--hf-dataset", metavar="NAME", help="a Hugging Face dataset, fetched where there is a network")
-    text.add_argument("--hf-dataset-config", metavar="NAME", help="its configuration, such as sample-10BT")
-    text.add_argument("--hf-dataset-split", default="train", metavar="NAME", help="its split (default %(default)s)")
+    source.add_argument("--hf-dataset", metavar="NAME", help="name of a Hugging Face dataset, downloaded if needed")
+    text.add_argument("--hf-dataset-config", metavar="NAME", help="configuration of the dataset, such as sample-10BT")
+    text.add_argument(
+        "--hf-dataset-split", default="train", metavar="NAME", help="split of the dataset (default %(default)s)"
+    )
     text.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY",
-        help="keys of JSON, or columns, that hold text; one shard each (default text)",
+        help="JSON keys or Parquet columns with text; one shard each (default text)",
     )  # fmt: skip
     text.add_argument(
         "--text-separator", type=_unescape, metavar="TEXT",
-        help="what stands between the documents of a .txt file, such as '\\n' or '<|endoftext|>' (default: each file "
-        "is one document)",
+        help="separator of documents in a .txt file, such as '\\n' or '<|endoftext|>' (default: each file is one "
+        "document)",
     )  # fmt: skip
     text.add_argument(
         "--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N",
-        help="largest document of JSON lines or text, decompressed; a longer one stops the job (default %(default)s)",
+        help="maximum size of a document, decompressed; a larger one is an error (default %(default)s)",
     )  # fmt: skip
     text.add_argument(
         "--on-bad-document", choices=("fail", "skip"), default="fail",
-        help="broken JSON, a missing key, text that is not UTF-8, ids beyond the vocabulary: stop, or leave the "
-        "document out, and list it in PREFIX.skipped.jsonl (default %(default)s)",
+        help="for broken JSON, a missing key, text that is not UTF-8 or ids beyond the vocabulary: fail, or skip the "
+        "document and list it in PREFIX.skipped.jsonl (default %(default)s)",
     )  # fmt: skip
     shards = parser.add_argument_group("shards")
     shards.add_argument(
-        "--output-prefix", type=path_text, required=True, help="writes PREFIX_KEY_document.bin, .idx, .manifest.json"
+        "--output-prefix",
+        type=path_text,
+        required=True,
+        help="path prefix of PREFIX_KEY_document.bin, .idx, .manifest.json",
     )
     shards.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    shards.add_argument("--overwrite", action="store_true", help="make shards again that are there")
+    shards.add_argument("--overwrite", action="store_true", help="replace existing shards")
     work = parser.add_argument_group("work")
     work.add_argument(
-        "--workers", type=int, default=_num_cores(), help="processes that tokenize (default: cores, here %(default)s)"
+        "--workers",
+        type=int,
+        default=_num_cores(),
+        help="number of tokenizing processes (default: cores, here %(default)s)",
     )
-    work.add_argument("--encoder", choices=ENCODERS, default=AUTO, help="what gives the ids (default %(default)s)")
+    work.add_argument("--encoder", choices=ENCODERS, default=AUTO, help="encoder (default %(default)s)")
     work.add_argument(
         "--log-interval", type=int, metavar="DOCUMENTS",
-        help="documents between two lines of progress, where the output is no terminal (default: 10 seconds)",
+        help="documents between lines of progress outside a terminal (default: a line every 10 seconds)",
     )  # fmt: skip
     common.add_tokenizer_flags(parser)
     others = parser.add_argument_group("Megatron's other flags")

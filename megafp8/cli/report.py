@@ -3,9 +3,9 @@
     python tools/report.py runs/bf16 runs/fp8 --output-dir runs/comparison
     python tools/report.py runs/stdlib_cpu --output-dir runs/stdlib_cpu/report
 
-Runs are compared, as by python tools/compare_runs.py. A study gets scaling laws, as by python tools/scaling_report.py,
-from its folder or from the points.json of an earlier report. Both write report.html, Markdown, JSON and pictures. Exit
-status: 64 for wrong flags, 66 for runs that are missing, damaged or not comparable.
+Runs are compared as by python tools/compare_runs.py. A study is given by its folder or by the points.json of an earlier
+report, and its scaling laws are fitted as by python tools/scaling_report.py. Both write report.html, Markdown, JSON and
+plots. Exit status: 64 for wrong flags, 66 for runs that are missing, damaged or not comparable.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__, Parser)
     parser.add_argument(
         "folders", nargs="+", type=path_argument, metavar="FOLDER",
-        help="folders of runs (their --save); or one folder of a study, or its points.json",
+        help="folders of runs (their --save), one folder of a study, or its points.json",
     )  # fmt: skip
     parser.add_argument("--baseline", type=path_text, metavar="NAME", help="run or recipe to compare with")
     parser.add_argument("--output-dir", type=path_argument, metavar="DIR", help="write the page and its data here")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    compare.add_flags(parser.add_argument_group("of runs"))
-    scaling_report.add_flags(parser.add_argument_group("of a study"))
+    compare.add_flags(parser.add_argument_group("comparison of runs"))
+    scaling_report.add_flags(parser.add_argument_group("report of a study"))
     return parser
 
 

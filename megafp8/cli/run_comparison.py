@@ -1,16 +1,16 @@
-"""Train one model in several recipes, each with the same seeds, data order and evaluation, and report what they cost.
+"""Train one model in several recipes with the same seeds, data order and evaluation, and report the differences.
 
     python tools/run_comparison.py --output-dir runs/recipes --recipes bf16,bf16-control,tensorwise,delayed,mxfp8 \\
       --seeds 3 --parallel 2 -- FLAGS OF PRETRAIN_GPT.PY
 
-Runs go to OUTPUT_DIR/RECIPE/SEED. Started again, the command skips the runs that are done and resumes the
-others; a run that fails is reported and stops no other. The report is in OUTPUT_DIR/report: report.html to look at,
-Markdown, JSON and a picture; tools/compare_runs.py makes it again from the records alone, on any machine.
+Runs are in OUTPUT_DIR/RECIPE/SEED. Repeating the command skips runs that are done and resumes the others. A run that
+fails is reported, and the others continue. The report is in OUTPUT_DIR/report: report.html, Markdown, JSON and a plot.
+tools/compare_runs.py writes it again from the records, on any machine.
 
-Recipes: bf16, bf16-control (the same in other microbatches: what mere rounding does), tensorwise, delayed, blockwise,
-mxfp8, nvfp4; with -e4m3, -hybrid or -e5m2 behind an FP8 recipe another format than the usual one. --variant adds what
-flags can say. Exit status: 0 when all runs are done, else that of the first problem (64 for wrong flags, 70
-for a run that failed).
+Recipes: bf16, bf16-control (other microbatches, to show the effect of rounding alone), tensorwise, delayed, rowwise,
+blockwise, mxfp8, nvfp4. The suffixes -e4m3, -hybrid and -e5m2 give an FP8 recipe another format. --variant adds any
+other set of flags. Exit status: 0 if all runs are done, else that of the first problem (64 for wrong flags, 70 for a
+run that failed).
 """
 
 from __future__ import annotations
@@ -42,25 +42,29 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--recipes", default=f"{variants.BASELINE},tensorwise", metavar="NAMES",
-        help=f"with commas between: {', '.join(variants.names())} (default %(default)s); the first one is the baseline",
+        help=f"comma-separated: {', '.join(variants.names())} (default %(default)s); the first is the baseline",
     )  # fmt: skip
     parser.add_argument(
         "--variant", action="append", default=[], metavar="NAME='FLAGS'",
-        help="one more, from flags of its own: edges='--fp8-format hybrid --fp8-recipe tensorwise "
+        help="another variant with its flags: edges='--fp8-format hybrid --fp8-recipe tensorwise "
         "--first-last-layers-bf16'",
     )  # fmt: skip
     parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="seeds: that of --seed and those after it (default 1)"
+        "--seeds", type=int, default=1, metavar="N", help="number of seeds, counted up from --seed (default 1)"
     )
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument(
-        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks of a run, through torchrun (default 1: none)"
+        "--parallel", type=int, default=1, metavar="N", help="number of runs at the same time (default 1)"
     )
-    parser.add_argument("--bound", type=float, default=0.5, metavar="PERCENT",
-                        help="validation loss above the baseline's that is accepted (default %(default)g)")  # fmt: skip
+    parser.add_argument(
+        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks of a run; above 1 under torchrun (default 1)"
+    )
+    parser.add_argument(
+        "--bound", type=float, default=0.5, metavar="PERCENT",
+        help="accepted increase of the validation loss over the baseline (default %(default)g)",
+    )  # fmt: skip
     parser.add_argument("--title", default="Comparison of recipes", help="title of the report")
     parser.add_argument("--no-report", action="store_true", help="train only")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, show the commands and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the commands and stop")
     parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: the flags that all runs share")
     return parser
 
@@ -249,7 +253,7 @@ def report(runs: Sequence[PooledRun], options: argparse.Namespace) -> None:
         print(f"wrote {path}", file=sys.stderr)
 
 
-@returns_exit_status("run_comparison")
+@returns_exit_status("run-comparison")
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status."""
     options, status = build_parser().parse_args(argv), 0

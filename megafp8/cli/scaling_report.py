@@ -1,11 +1,11 @@
-"""Report on a scaling study: loss against compute and size, each recipe's law, whether FP8 shifts it, speed.
+"""Report on a scaling study: loss over compute and size, the law of each recipe, its shift by FP8, speed.
 
     python tools/scaling_report.py runs/stdlib_cpu --output-dir runs/stdlib_cpu/report
     python tools/scaling_report.py docs/reports/stdlib_cpu/points.json
 
 Prints tables; with --output-dir it writes report.html (one file with its pictures), report.md with laws.svg,
-report.json, and points.json, from which the report can be made again. docs/scaling_studies.md says what is fitted and
-how.
+report.json, and points.json, from which the report can be written again. docs/scaling_studies.md
+describes the fits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megafp8.utils.files import path_argument
 def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__, Parser)
     parser.add_argument(
-        "study", type=path_argument, metavar="STUDY_FOLDER", help="the study's, or points.json of a report"
+        "study", type=path_argument, metavar="STUDY_FOLDER", help="folder of a study, or points.json of a report"
     )
     parser.add_argument("--output-dir", type=path_argument, metavar="DIR", help="write the page and its data here")
     parser.add_argument("--baseline", metavar="RECIPE", help="recipe to compare with (default: bf16, else the first)")
@@ -39,7 +39,7 @@ def add_flags(group: Any) -> None:
     )
 
 
-@returns_exit_status("scaling_report")
+@returns_exit_status("scaling-report")
 def main(argv: Sequence[str]) -> int:
     """Fit, print and write the report; return the exit status."""
     arguments = build_parser().parse_args(argv)

@@ -1,4 +1,4 @@
-"""Submit training to Slurm: from a job file, from flags or from both, to a batch script that you can read and edit.
+"""Submit training to Slurm from a job file, flags or both; writes a batch script that you can read and edit.
 
     python launcher/slurm.py --name first --nodes 4 --time 24:00:00 --partition gpu --dry-run -- FLAGS
     python launcher/slurm.py JOB.yaml --account mine
@@ -6,7 +6,7 @@
 FLAGS are those of pretrain_gpt.py, with --save and --load on one folder. They come after the job file's, and the last
 one wins. Everything is checked before anything is submitted. The script checks every node, starts one torchrun on
 each, and restarts the run after crashes. Before the time limit and at a preemption the run saves, and the job is
-requeued until the run is done. Exit status 64: the job or its flags are wrong.
+requeued until the run is done. Exit status: 64 for a wrong job or wrong flags.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megafp8.utils.formatting import control_problems
 def build_parser() -> argparse.ArgumentParser:
     parser = build_job_parser(__doc__)
     parser.add_argument(
-        "--output", type=path_argument, metavar="FILE", help="where to write the script (default: in --logs)"
+        "--output", type=path_argument, metavar="FILE", help="path of the script to write (default: in --logs)"
     )
     return parser
 

@@ -4,11 +4,11 @@
     python launcher/scaling_study.py STUDY.yaml --local --parallel 2
     python launcher/scaling_study.py STUDY.yaml --status
 
-Where there is Slurm, the runs become job arrays; elsewhere, and with --local, processes of this machine. Every run has
-a folder of its own with a name that stays when the grid grows. The same command again passes over runs that are done,
-running or queued and starts the others, which go on from their checkpoints. Nothing starts when the flags of one run
-are wrong. docs/scaling_studies.md describes the file. Exit status: 0 all done or submitted, 64 wrong study, 75 stopped
-by a signal, else that of the first run that failed.
+With Slurm, the runs are job arrays; without it or with --local, they are processes on this machine. Every run has its
+own folder, whose name does not change when the grid grows. Repeating the command skips runs that are done, running or
+queued, and starts or resumes the others. If the flags of one run are wrong, none starts. docs/scaling_studies.md
+describes the file. Exit status: 0 if all are done or submitted, 64 for a wrong study, 75 after a signal, else that of
+the first run that failed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = partial(print, flush=True)
 
 def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__)
-    parser.add_argument("study", type=path_argument, metavar="STUDY.yaml", help="what to run")
+    parser.add_argument("study", type=path_argument, metavar="STUDY.yaml", help="file of the study")
     parser.add_argument(
         "--folder", type=path_argument, metavar="DIR", help="folder of the study, instead of the file's"
     )
@@ -57,11 +57,11 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--parallel", type=int, metavar="N",
-        help="runs at a time on this machine (default: as many as its GPUs hold, without GPUs 1)",
+        help="number of runs at the same time on this machine (default: as many as fit on its GPUs; 1 on a CPU)",
     )  # fmt: skip
     parser.add_argument(
         "--gpu", choices=sorted(GPUS),
-        help="with --dry-run: GPU whose times the planner predicts; default from runs of the study that are done",
+        help="with --dry-run: GPU for which the planner predicts times; default: times of finished runs",
     )  # fmt: skip
     return parser
 

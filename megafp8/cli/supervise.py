@@ -1,12 +1,13 @@
-"""Run a training command until its run is done, and start it again whenever it was preempted, died or hung.
+"""Restart a training command after preemptions, crashes and hangs until its run is done.
 
-    python launcher/supervise.py --max-restarts 10 -- torchrun --nproc-per-node 8 pretrain_gpt.py \\
+    python launcher/supervise.py --max-restarts 10 -- torchrun --nproc-per-node 8 -m megafp8.cli.pretrain \\
       --save runs/first --load runs/first FLAGS
 
-The run's state decides (run_state.json in --save). Wrong flags, data or checkpoints, numbers that stay bad and a
-folder in use are not tried again. Restarts without progress are counted and pause longer and longer. A SIGTERM, SIGINT,
-SIGHUP or SIGUSR1 is passed on; when the run has saved, this ends with status 75. One line is printed for each restart,
-and restarts.jsonl in the run's folder has lost steps and the time to recover. Exit status: 0 done, else the run's own.
+Whether to restart is decided from run_state.json in --save. Wrong flags, data or checkpoints, persistent non-finite
+numbers and a folder in use are not retried. Restarts without progress are limited, and the pause before each doubles.
+SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on; after the run has saved, the exit status is 75. One line is printed
+for each restart. restarts.jsonl in the folder of the run has the lost steps and the time to recover. Exit status: 0
+when the run is done, else that of the run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__)
     parser.add_argument(
         "--max-restarts", type=int, default=DEFAULTS.max_restarts, metavar="N",
-        help="restarts in a row without progress (default %(default)s)",
+        help="maximum number of consecutive restarts without progress (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--min-progress-steps", type=int, default=DEFAULTS.min_progress_steps, metavar="N",
@@ -46,34 +47,33 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--retry-bad-numbers", action="store_true",
-        help="start again also after numbers that are not finite (status 65), which a fault of the hardware may have "
-        "made; counts as a restart without progress",
+        help="also restart after non-finite numbers (status 65), which faulty hardware may cause; counts as a restart "
+        "without progress",
     )  # fmt: skip
     parser.add_argument(
         "--backoff-s", type=float, default=DEFAULTS.backoff_s, metavar="S",
-        help="pause before a restart, doubled for each one without progress (default %(default)g)",
+        help="pause before a restart, in seconds; doubled after each restart without progress (default %(default)g)",
     )  # fmt: skip
     parser.add_argument(
         "--grace-s", type=float, default=DEFAULTS.grace_s, metavar="S",
-        help="time to save after a signal, for torchrun and its ranks; then they are killed (default %(default)g, "
+        help="seconds to save after a signal, before torchrun and its ranks are killed (default %(default)g, "
         "or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
     )  # fmt: skip
     parser.add_argument(
         "--requeue", action="store_true",
-        help="in a Slurm job: put the job back into the queue when a signal ended the run, or when restarts did not "
-        "help and other nodes may",
+        help="in a Slurm job: requeue the job after a signal, or if restarts failed and other nodes may help",
     )  # fmt: skip
     parser.add_argument(
-        "--max-requeues", type=int, default=100, metavar="N", help="how often, in all (default %(default)s)"
+        "--max-requeues", type=int, default=100, metavar="N", help="maximum number of requeues (default %(default)s)"
     )
     parser.add_argument(
         "--least-time-s", type=float, default=0.0, metavar="S",
-        help="with --requeue: start nothing in the last S seconds of the job, whose warning has come already",
+        help="with --requeue: do not restart in the last S seconds of the job, after its warning signal",
     )  # fmt: skip
     parser.add_argument(
-        "--run-folder", type=path_argument, metavar="DIR", help="the run's --save, if the command hides it"
+        "--run-folder", type=path_argument, metavar="DIR", help="the --save of the run, if it is not in the command"
     )
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: the whole training command")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: the training command")
     return parser
 
 

@@ -1,11 +1,11 @@
-"""Train a lossless tokenizer and prove that it gives text back to the byte.
+"""Train a lossless tokenizer, and verify that decoding returns the text byte by byte.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --model-prefix tokenizer
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --model-prefix gpt --model-type byte-bpe
 
-bpe and unigram are SentencePiece's, with bytes for what the vocabulary lacks and no normalization: PREFIX.model, for
---tokenizer-type SentencePieceTokenizer. byte-bpe is GPT-2's kind: the folder PREFIX, for HuggingFaceTokenizer
-(tokenizer.json) or GPT2BPETokenizer (vocab.json, merges.txt).
+bpe and unigram are SentencePiece models with byte fallback and without normalization: PREFIX.model, for
+--tokenizer-type SentencePieceTokenizer. byte-bpe is the type of GPT-2's tokenizer: the folder
+PREFIX, for HuggingFaceTokenizer (tokenizer.json) or GPT2BPETokenizer (vocab.json, merges.txt).
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ from megafp8.utils.files import path_text
 def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__)
     parser.add_argument(
-        "--input", nargs="+", type=path_text, required=True, help="text files as megafp8 preprocess takes them"
+        "--input", nargs="+", type=path_text, required=True, help="text files, in the formats of megafp8 preprocess"
     )
-    parser.add_argument("--json-key", default="text", help="where the text is in a JSON line (default %(default)s)")
-    parser.add_argument("--vocab-size", type=int, required=True, help="ids in all, 261 fixed ones among them (257)")
-    parser.add_argument("--model-prefix", type=path_text, required=True, metavar="PREFIX", help="where to write it")
+    parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default %(default)s)")
     parser.add_argument(
-        "--model-type", choices=tokenizer_training.MODEL_TYPES, default="bpe", help="default %(default)s"
+        "--vocab-size", type=int, required=True, help="number of ids, including 261 fixed ones (byte-bpe: 257)"
+    )
+    parser.add_argument(
+        "--model-prefix", type=path_text, required=True, metavar="PREFIX", help="path prefix of the files to write"
+    )
+    parser.add_argument(
+        "--model-type",
+        choices=tokenizer_training.MODEL_TYPES,
+        default="bpe",
+        help="type of model (default %(default)s)",
     )
     parser.add_argument(
         "--max-text-bytes", type=int, metavar="N", help="train on the first N bytes of text (default: all of it)"
@@ -40,8 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N",
         help="largest document, decompressed; a longer one is an error (default %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="default %(default)s")
-    parser.add_argument("--overwrite", action="store_true", help="train although another model is there")
+    parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="threads (default %(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing model")
     return parser
 
 

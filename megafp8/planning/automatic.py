@@ -6,8 +6,9 @@
     --cross-entropy-loss-fusion      Transformer Engine's kernel, with its layers
     --cuda-graph-impl                local where a step can be captured and memory allows it
 
-A CPU gets none of them. They change no numerics beyond the order of sums. Settings that do change numerics are chosen
-only by `--performance max`, with Transformer Engine's layers:
+On a CPU only a checkpoint that was saved with the distributed optimizer turns one of them on. They change no numerics
+beyond the order of sums. Settings that do change numerics are chosen only by `--performance max`, with Transformer
+Engine's layers:
 
     --precision output_layer=RECIPE  the output layer in FP8, where the recipe of the layers names one for it
     --residual-norm-fusion           with fused operations
@@ -21,7 +22,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
-from megafp8.config import derived, rules
+from megafp8.config import derived, precision_map, rules
 from megafp8.config.rules.cuda_graph import cuda_graph_obstacles
 from megafp8.config.rules.precision import uses_op_fuser
 from megafp8.config.schema import RunConfig
@@ -120,9 +121,10 @@ def _performance(config: RunConfig, target: Target, world_size: int) -> tuple[Va
     choices = []
     name = derived.quantization_recipe(config.precision)
     recipe = registry.get(name).output_layer_recipe if name is not None else None
-    entries = config.precision.precision_map
-    if recipe is not None and not any(entry.startswith("output_layer") for entry in entries):
-        mapped = {"precision.precision_map": (*entries, f"output_layer={recipe}")}
+    entries = precision_map.entries(config.precision)
+    is_mapped = any(precision_map.matches_pattern(precision_map.OUTPUT_LAYER, entry.pattern) for entry in entries)
+    if recipe is not None and not is_mapped:
+        mapped = {"precision.precision_map": (*config.precision.precision_map, f"output_layer={recipe}")}
         if _is_allowed(config, mapped, target, world_size):
             values |= mapped
             choices.append(Choice("--precision", f"output_layer={recipe}", "--performance max"))
@@ -147,10 +149,10 @@ def _is_allowed(config: RunConfig, values: Values, target: Target, world_size: i
 def _distributed_optimizer(
     config: RunConfig, target: Target, is_saved_sharded: Callable[[RunConfig], Optional[bool]]
 ) -> tuple[Values, list[Choice]]:
-    """On GPUs it has the one-pass update and shards the state; a checkpoint's state has one of the two forms."""
+    """On GPUs it has the one-pass update and shards the state. A checkpoint decides on every device."""
     if config.parallel.use_distributed_optimizer is not None:
         return {}, []
-    saved = is_saved_sharded(config) if target.kind == "cuda" else None
+    saved = is_saved_sharded(config)
     if saved is not None:
         is_sharded, reason = saved, "as the checkpoint"
     else:
@@ -163,7 +165,7 @@ def _distributed_optimizer(
 def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
     """Communication of the distributed optimizer beside forward and backward, where there is any."""
     parallel = config.parallel
-    replicas = world_size // max(1, derived.model_parallel_size(config) // parallel.context_parallel_size)
+    replicas = world_size // max(1, derived.model_parallel_size(config) // max(1, parallel.context_parallel_size))
     helps = bool(parallel.use_distributed_optimizer) and target.kind == "cuda" and replicas > 1
     values: Values = {}
     choices = []

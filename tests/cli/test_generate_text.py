@@ -117,7 +117,7 @@ def test_a_folder_without_a_checkpoint_is_status_74(tmp_path) -> None:
     result = generate("--load", tmp_path / "absent")
     assert result.returncode == 74
     assert result.stderr == (
-        f"generate_text: --load {tmp_path / 'absent'} holds no checkpoint; give the folder that a run had as --save\n"
+        f"generate: --load {tmp_path / 'absent'} holds no checkpoint; give the folder that a run had as --save\n"
     )
 
 

@@ -23,7 +23,7 @@ def test_a_folder_of_a_study_is_one(tmp_path: Path, capsys) -> None:
     (tmp_path / "study.json").write_text("{")
     assert report.main([str(tmp_path)]) == scaling_report.main([str(tmp_path)]) == 66
     first, second = capsys.readouterr().err.splitlines()
-    assert first == second and first.startswith("scaling_report: ")
+    assert first == second and first.startswith("scaling-report: ")
 
 
 def test_other_folders_are_runs(tmp_path: Path, capsys) -> None:

@@ -235,9 +235,7 @@ def test_a_hanging_copy_is_a_failed_save(tmp_path: Path) -> None:
             train(run, 1)
             may_copy.set()
             assert under_way._work.exception(timeout=60) is not None
-            with pytest.raises(
-                CheckpointError, match="step 1 cannot be saved .* not complete before the weights"
-            ):
+            with pytest.raises(CheckpointError, match="step 1 cannot be saved .* not complete before the weights"):
                 under_way.poll(is_waiting=True)
 
     run_ranks(1, save)

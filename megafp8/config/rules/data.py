@@ -119,7 +119,7 @@ def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _prefix_hint(prefix: str) -> str:
-    """A hint for a prefix without files, which is often the --output-prefix of tools/preprocess_data.py."""
+    """A hint for a prefix without files, which is often the --output-prefix of megafp8 preprocess."""
     if prefix.endswith((".bin", ".idx")):
         return " (give the prefix, without .bin or .idx)"
     shards = [path.removesuffix(".idx") for path in sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))]

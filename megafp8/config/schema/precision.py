@@ -149,7 +149,7 @@ class PrecisionConfig:
     )
     swiglu_quantize_fusion: Optional[bool] = setting(
         None,
-        f"compute SwiGLU and quantize its output in one kernel of megafp8 ({', '.join(registry.with_fused_swiglu())}; "
+        f"compute SwiGLU and quantize its output in one kernel ({', '.join(registry.with_fused_swiglu())}; "
         f"{', '.join(registry.with_triton_casts())} with --quantize-kernels triton); default with fused operations",
         flags=("--swiglu-quantize-fusion",),
         off=("--no-swiglu-quantize-fusion",),

@@ -121,9 +121,28 @@ def test_maximum_performance_reports_where_it_adds_nothing(extra: str, target: s
     assert choice.reason.startswith("adds nothing")
 
 
-def test_maximum_performance_keeps_a_map() -> None:
-    config = checked(f"{DELAYED} --performance max --precision output_layer=bf16").invocation.config
-    assert config.precision.precision_map == ("output_layer=bf16",)
+@pytest.mark.parametrize("entry", ["output_layer=bf16", "*=bf16", "output*:wgrad=bf16"])
+def test_maximum_performance_keeps_a_map(entry: str) -> None:
+    config = checked(f"{DELAYED} --performance max --precision {entry}").invocation.config
+    assert config.precision.precision_map == (entry,)
+
+
+@pytest.mark.parametrize("target", ["h200", "cpu"])
+@pytest.mark.parametrize("parallelism", ["tensor-model", "pipeline-model", "context"])
+def test_sizes_of_zero_are_refused(parallelism: str, target: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{parallelism}-parallel-size 0 must be at least 1"):
+        checked(f"--{parallelism}-parallel-size 0", target)
+
+
+@pytest.mark.parametrize("target", ["h200", "cpu"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_optimizer_state_of_a_checkpoint_is_loaded_in_its_form(is_sharded: bool, target: str) -> None:
+    run = checked(DELAYED, target)
+    parallel = dataclasses.replace(run.invocation.config.parallel, use_distributed_optimizer=None)
+    config = dataclasses.replace(run.invocation.config, parallel=parallel)
+    found, choices = automatic.choose(config, run.target, 1, lambda _: is_sharded)
+    assert found.parallel.use_distributed_optimizer is is_sharded
+    assert [choice.reason for choice in choices if "distributed" in choice.flag] == ["as the checkpoint"] * is_sharded
 
 
 def test_a_checkpoint_decides_the_form_of_the_optimizer_state(tmp_path: Path) -> None:
