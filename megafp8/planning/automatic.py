@@ -7,11 +7,8 @@
     --cuda-graph-impl                local where a step can be captured and memory allows it
 
 On a CPU only a checkpoint that was saved with the distributed optimizer turns one of them on. They change no numerics
-beyond the order of sums. Settings that do change numerics are chosen only by `--performance max`, with Transformer
-Engine's layers:
-
-    --precision output_layer=RECIPE  the output layer in FP8, where the recipe of the layers names one for it
-    --residual-norm-fusion           with fused operations
+beyond the order of sums. What does change numerics is chosen only by `--performance max`, with Transformer Engine's
+layers: `--precision output_layer=RECIPE`, the output layer in FP8, where the recipe of the layers names one for it.
 
 A flag always wins. The configuration that a run records has the values that were chosen.
 """
@@ -24,7 +21,6 @@ from typing import Any, NamedTuple, Optional
 
 from megafp8.config import derived, precision_map, rules
 from megafp8.config.rules.cuda_graph import cuda_graph_obstacles
-from megafp8.config.rules.precision import uses_op_fuser
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
@@ -85,8 +81,6 @@ AUTOMATIC = (
     "precision.cross_entropy_fusion_impl",
     "training.cuda_graph_impl",
 )
-MAXIMUM = ("precision.precision_map", "precision.residual_norm_fusion")
-"""Settings that `--performance max` changes."""
 
 
 def with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
@@ -97,7 +91,7 @@ def with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """
     names = [name for name in AUTOMATIC if value_of(config, name) in (None, "auto")]
     if config.training.performance == recorded.training.performance == "max":
-        names += MAXIMUM
+        names.append("precision.precision_map")
     return with_values(config, {name: value_of(recorded, name) for name in names})
 
 
@@ -112,29 +106,19 @@ def _has_te_layers(config: RunConfig, target: Target) -> bool:
 
 
 def _performance(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
-    """`--performance max`: settings that change numerics a little, as far as the run allows them."""
+    """`--performance max`: the output layer in FP8, where the run allows it."""
     if config.training.performance != "max":
         return {}, []
     if not _has_te_layers(config, target):
         return {}, [Choice("--performance", "max", "adds nothing: needs Transformer Engine's layers")]
-    values: Values = {}
-    choices = []
     name = derived.quantization_recipe(config.precision)
     recipe = registry.get(name).output_layer_recipe if name is not None else None
     entries = precision_map.entries(config.precision)
     is_mapped = any(precision_map.matches_pattern(precision_map.OUTPUT_LAYER, entry.pattern) for entry in entries)
-    if recipe is not None and not is_mapped:
-        mapped = {"precision.precision_map": (*config.precision.precision_map, f"output_layer={recipe}")}
-        if _is_allowed(config, mapped, target, world_size):
-            values |= mapped
-            choices.append(Choice("--precision", f"output_layer={recipe}", "--performance max"))
-    fused = {"precision.residual_norm_fusion": True}
-    mapped_config = with_values(config, values)
-    is_open = uses_op_fuser(mapped_config) and not config.precision.residual_norm_fusion
-    if is_open and _is_allowed(mapped_config, fused, target, world_size):
-        values |= fused
-        choices.append(Choice("--residual-norm-fusion", "on", "--performance max"))
-    return values, choices or [Choice("--performance", "max", "adds nothing to these settings")]
+    values: Values = {"precision.precision_map": (*config.precision.precision_map, f"output_layer={recipe}")}
+    if recipe is None or is_mapped or not _is_allowed(config, values, target, world_size):
+        return {}, [Choice("--performance", "max", "adds nothing to these settings")]
+    return values, [Choice("--precision", f"output_layer={recipe}", "--performance max")]
 
 
 def _is_allowed(config: RunConfig, values: Values, target: Target, world_size: int) -> bool:

@@ -122,7 +122,7 @@ class TrainingConfig:
     performance: str = setting(
         "exact",
         "automatic choice of performance settings; exact: those that do not change numerics, max: also the FP8 output "
-        "layer and --residual-norm-fusion, which raised the loss by less than 0.25% in tests",
+        "layer, whose mean cost is 0.01% to 0.14% of the loss",
         choices=("exact", "max"),
     )
     cuda_graph_impl: str = setting(

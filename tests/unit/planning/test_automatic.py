@@ -103,9 +103,9 @@ def test_no_graph_where_only_the_graph_would_not_fit(monkeypatch: pytest.MonkeyP
 
 def test_maximum_performance_adds_compatible_settings() -> None:
     found = chosen(f"{DELAYED} --performance max")
-    assert (found["--precision"], found["--residual-norm-fusion"]) == ("output_layer=tensorwise", "on")
+    assert found["--precision"] == "output_layer=tensorwise"
     config = checked(f"{DELAYED} --performance max").invocation.config
-    assert config.precision.precision_map == ("output_layer=tensorwise",) and config.precision.residual_norm_fusion
+    assert config.precision.precision_map == ("output_layer=tensorwise",)
 
 
 @pytest.mark.parametrize(
