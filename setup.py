@@ -7,6 +7,11 @@ from setuptools import find_packages, setup
 
 version = re.search(r'__version__ = "(.+)"', Path("megafp8/__init__.py").read_text(encoding="utf-8"))[1]
 
+# megatron-core 0.19 asks for Python 3.12; with 0.17 and 0.18 nothing was tested.
+MEGATRON_CORE = [
+    'megatron-core==0.16.1; python_version < "3.12"',
+    'megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*; python_version >= "3.12"',
+]
 TOKENIZERS = ["tokenizers>=0.21", "tiktoken"]
 SAFETENSORS = ["safetensors>=0.8"]
 # What converted models are compared with: transformers' models, and what it loads FP8 weights with.
@@ -35,6 +40,7 @@ setup(
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     packages=find_packages(include=["megafp8", "megafp8.*"]),
@@ -43,10 +49,11 @@ setup(
     entry_points={
         "console_scripts": ["megafp8 = megafp8.cli.main:main", "pretrain-gpt = megafp8.cli.pretrain:main"],
     },
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10,<3.14",
     install_requires=[
         "torch>=2.6",
-        "megatron-core==0.16.1",
+        *MEGATRON_CORE,
+        "packaging",  # comparison of megatron-core's versions
         "numpy",
         "PyYAML",  # job files of the launchers, precision maps
         "psutil",  # megatron-core needs it to save a checkpoint, and does not say so

@@ -23,11 +23,9 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as strategies
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
-    CachedMetadataFileSystemReader,
-)
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -138,11 +136,12 @@ def enum_member(owner: Any, name: Any) -> enum.Enum:
     return owner.__members__[name]
 
 
-class SafeReader(CachedMetadataFileSystemReader):
+class SafeReader(FileSystemReader):
     """Storage reader that unpickles metadata safely and reads files of its own folder only."""
 
-    _cached_metadata: Optional[Metadata]  # set by the base class
-    """Reads files of its own folder only, and metadata without running it."""
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._cached_metadata: Optional[Metadata] = None
 
     def read_metadata(self) -> Metadata:
         """Return the checked metadata. The file is read once.
@@ -234,7 +233,13 @@ class SafeLoadPlanner(strategies.MCoreLoadPlanner):
 class SafeLoadStrategy(strategies.TorchDistLoadShardedStrategy):
     """megatron-core's load strategy with `SafeReader` and `SafeLoadPlanner`, which it does not let callers choose."""
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+    def __init__(self) -> None:
+        super().__init__()
+        # megatron-core dequantizes FP8 weights before the load. Since 0.19 its planner would, but only those of
+        # Transformer Engine.
+        self.stream_ckpt_dequant = False
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *unused: Any) -> dict[str, Any]:
         """Load what the sharded state dictionary requests."""
         tensors = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
         flat, mapping, names = strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)

@@ -1,4 +1,4 @@
-"""Patches of megatron-core 0.16.1 for quantized weights and fused wgrad accumulation, on CPU and GPU.
+"""Patches of megatron-core for quantized weights and fused wgrad accumulation, on CPU and GPU.
 
 FP8 weights: megatron-core keeps them in byte buffers, gathers these, and calls a few functions for what depends on the
 tensor class. Those support only Transformer Engine's classes, and raise where it is not installed. They are wrapped
@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Optional
 
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 
@@ -34,12 +38,14 @@ class Patch:
         reason: what goes wrong without it.
         evidence: pairs of a file below `megatron/core/` and a text in it that makes the patch necessary.
         apply: applies it.
+        versions: of megatron-core that need it, such as `<0.19`; all supported ones if empty.
     """
 
     name: str
     reason: str
     evidence: tuple[tuple[str, str], ...]
     apply: Callable[[], None]
+    versions: str = ""
 
 
 def import_core(module: str) -> Any:
@@ -47,11 +53,27 @@ def import_core(module: str) -> Any:
     return importlib.import_module(f"megatron.core.{module}")
 
 
+@functools.cache
+def core_folder() -> Path:
+    """The folder of the installed megatron-core, found without importing it: it may need a patch first."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+@functools.cache
+def is_installed(versions: str) -> bool:
+    """Whether the installed megatron-core is one of these versions, such as `<0.19`. An empty text means all."""
+    text = (core_folder() / "package_info.py").read_text(encoding="utf-8")
+    version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
+    return SpecifierSet(versions).contains(version)
+
+
 WEIGHT_EVIDENCE = (
     ("fp8_utils.py", "FP8_TENSOR_CLASS = None"),
     ("fp8_utils.py", 'raise RuntimeError("Invalid Transformer Engine version for FP8 distributed optimizer")'),
     ("fp8_utils.py", 'if is_te_min_version("2.0"):\n        return fp8_tensor.dequantize()'),
-    ("optimizer/distrib_optimizer.py", "from ..fp8_utils import dequantize_fp8_tensor"),
+    ("optimizer/distrib_optimizer.py", "dequantize_fp8_tensor(model_param)"),
 )
 Quantize = Callable[[Sequence[Any], Sequence[Optional[Tensor]], Sequence[Optional[int]], Any], None]
 

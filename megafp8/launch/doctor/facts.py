@@ -107,8 +107,8 @@ class Machine:
         return self.import_errors.get(module, "not tried") is None
 
 
-MEGATRON_CORE = "0.16.1"
-PYTHON_FROM, PYTHON_BELOW = (3, 10), (3, 13)
+MEGATRON_CORE, OTHER_MEGATRON_CORE = "0.16.1", "0.19"
+PYTHON_FROM, PYTHON_BELOW = (3, 10), (3, 14)
 TORCH_FROM = (2, 6)
 
 
@@ -127,15 +127,24 @@ class TestedSet:
     __test__ = False  # keeps pytest from collecting it
 
 
-CPU_TESTED_SET = TestedSet(
-    name="CPU (continuous integration)",
-    pythons=((3, 11),),
-    packages={"torch": "2.13", "megatron-core": MEGATRON_CORE},
+CPU_TESTED_SETS = (
+    TestedSet(
+        name="CPU (continuous integration)",
+        pythons=((3, 11),),
+        packages={"torch": "2.13", "megatron-core": MEGATRON_CORE},
+    ),
+    TestedSet(
+        name="CPU, megatron-core 0.19 (continuous integration, chosen tests)",
+        pythons=((3, 11),),
+        packages={"torch": "2.13", "megatron-core": "0.19.2"},
+    ),
 )
-H200_TESTED_SET = TestedSet(
-    name="H200, driver 580.159, CUDA 13.0, cuDNN 9.19",
-    pythons=((3, 12),),
-    packages={"torch": "2.11", "megatron-core": MEGATRON_CORE, "transformer-engine": "2.20.2", "triton": "3.6"},
+GPU_TESTED_SETS = (
+    TestedSet(
+        name="H200, driver 580.159, CUDA 13.0, cuDNN 9.19",
+        pythons=((3, 12),),
+        packages={"torch": "2.11", "megatron-core": MEGATRON_CORE, "transformer-engine": "2.20.2", "triton": "3.6"},
+    ),
 )
 MINIMUM_DRIVER = {12: 525, 13: 580}
 """Minimum driver by CUDA major version. Source: CUDA Toolkit release notes, minor version compatibility."""
