@@ -1,6 +1,6 @@
 """Safe deserialization of checkpoints: loading never runs code from the checkpoint.
 
-torch and megatron-core 0.16 unpickle three parts of a checkpoint. `common.pt` is read with `weights_only`, unless an
+torch and megatron-core unpickle three parts of a checkpoint. `common.pt` is read with `weights_only`, unless an
 environment variable disables it. `.metadata` and every non-tensor object (RNG state, Transformer Engine's extra state)
 are unpickled without restriction, so a crafted checkpoint can run code. `.metadata` can also refer to any file of the
 machine.
@@ -57,7 +57,7 @@ def check_before_reading(path: Path) -> None:
     """Check everything that is read before the metadata; call it before opening a checkpoint.
 
     Raises:
-        CheckpointError: the environment disables `weights_only`, or a file is not a plain file or archive.
+        CheckpointError: the environment disables `weights_only`, or a file is missing or not a plain file or archive.
     """
     value = os.environ.get(UNSAFE_LOAD_VARIABLE, "0")
     if value.lower() not in ("0", "", "n", "no", "false"):
@@ -71,6 +71,9 @@ def check_before_reading(path: Path) -> None:
     if common.exists():
         with open(common, "rb") as stream:
             check_archive(stream, common.stat().st_size, COMMON_FILE)
+    elif (path / FORMAT_FILE).exists():
+        # megatron-core 0.19 would look for its content in the other files, and unpickle their metadata.
+        raise CheckpointError(f"{path} has no {COMMON_FILE}: a file is missing, or megafp8 did not write it")
 
 
 def check_plain_file(folder: Path, name: str) -> None:
