@@ -36,7 +36,7 @@ export PYTHONPATH=$PWD:$engine${PYTHONPATH:+:$PYTHONPATH}
 found=$("$PYTHON" -c 'from importlib.metadata import version; print(version("megatron-core"))')
 [ "$found" = "$version" ] || not_tested "Python finds $found before it"
 echo "tests with megatron-core $version:"
-"$PYTHON" -m pytest -p no:cacheprovider "$@" tests/unit/mcore tests/unit/optimizer tests/unit/checkpoint \
+exec "$PYTHON" -m pytest -p no:cacheprovider "$@" tests/unit/mcore tests/unit/optimizer tests/unit/checkpoint \
   tests/unit/models/test_attention.py tests/unit/models/test_initialization.py tests/unit/data/test_gpt_dataset.py \
   tests/parity/test_run_of_an_earlier_version.py tests/distributed/test_loop.py tests/distributed/test_silently_wrong.py \
   tests/both_engines.py

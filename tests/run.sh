@@ -17,13 +17,18 @@ fi
 # read clocks.
 computing=(tests/unit tests/conformance tests/parity tests/policy)
 log=$(mktemp)
+other_log=$(mktemp)
 nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider "${computing[@]}" > "$log" 2>&1 &
 beside=$!
-echo "running concurrently, reported at the end: ${computing[*]}"
-trap 'kill "$beside" 2>/dev/null || true; rm -f "$log"' EXIT
+nice -n 15 bash tests/other_engine.sh > "$other_log" 2>&1 &
+other_engine=$!
+echo "running concurrently, reported at the end: ${computing[*]} tests/other_engine.sh"
+trap 'kill "$beside" "$other_engine" 2>/dev/null || true; rm -f "$log" "$other_log"' EXIT
 status=0
 "$PYTHON" -m pytest "${computing[@]/#/--ignore=}" || status=$?
 [ "$status" != 2 ] || exit 2 # interrupted
+wait "$other_engine" || status=$?
+cat "$other_log"
 wait "$beside" || status=$?
 cat "$log"
 exit "$status"

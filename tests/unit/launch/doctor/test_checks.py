@@ -63,7 +63,7 @@ def test_a_machine_that_is_right_has_nothing_to_mend(machine: Machine) -> None:
 
 
 CASES = {
-    "python": ({"python": (3, 13, 0)}, ERROR, "Python", "3.13.0", "python3.11"),
+    "python": ({"python": (3, 14, 0)}, ERROR, "Python", "3.14.0", "python3.11"),
     "an early Python 3.11": ({"python": (3, 11, 3)}, WARNING, "Python", "3.11.3: Python 3.11.0 to 3.11.3", "3.11.4"),
     "torch is missing": (
         {"packages": without(CPU, "torch"), "torch_version": None,
