@@ -15,7 +15,6 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megafp8.mcore import patches, process_groups
 from megafp8.training.evaluation import evaluation_mode
 
-
 # Since 0.19 megatron-core makes them itself.
 COPIES = ["transpose"] if patches.is_installed("<0.19") else []
 
@@ -87,4 +86,4 @@ def test_which_megatron_core_makes_them_itself() -> None:
         before = of_model.index("if not self.ddp_config.overlap_param_gather")
         assert before < of_model.index("post_all_gather_processing")
     else:
-        assert "if force_sync and self.ddp_config.overlap_param_gather:\n            self._post_param_sync()" in of_group
+        assert "force_sync and self.ddp_config.overlap_param_gather:\n            self._post_param_sync()" in of_group
