@@ -73,7 +73,7 @@ def check_before_reading(path: Path) -> None:
             check_archive(stream, common.stat().st_size, COMMON_FILE)
     elif (path / FORMAT_FILE).exists():
         # megatron-core 0.19 would look for its content in the other files, and unpickle their metadata.
-        raise CheckpointError(f"{path} has no {COMMON_FILE}: a file is missing, or megafp8 did not write it")
+        raise CheckpointError(f"{path} has no {COMMON_FILE}: the file is lost, or another program wrote the checkpoint")
 
 
 def check_plain_file(folder: Path, name: str) -> None:

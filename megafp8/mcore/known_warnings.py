@@ -11,6 +11,7 @@ KNOWN_WARNINGS = (
     (UserWarning, r"full scope is deprecated", r"megatron\.core\.transformer\.transformer_config"),
     (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\..*"),
     (UserWarning, r"mxfp8 without using reuse_grad_buf", r"megatron\.core\.optimizer\..*"),
+    (UserWarning, r"MimoModelConfig is experimental", r"megatron\.core\.models\.mimo\..*"),
     (RuntimeWarning, r"Detected a Jax installation", r"transformer_engine"),
     (FutureWarning, r"`torch\.distributed\..*` is deprecated", r"torch\.distributed\.c10d_logger"),
     (FutureWarning, r"Please use DTensor instead", r"torch\.distributed\.checkpoint\..*"),
@@ -24,6 +25,9 @@ KNOWN_LOG_MESSAGES = (
     # One for each layer whose MLP is a class of ours: it takes the process's tensor-parallel group, which is the one
     # that megatron-core passes to its own classes.
     ("megatron.core.transformer.transformer_layer", "Unknown MLP type", "<0.19"),
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED", ">=0.19"),
+    # It then computes the layout itself, as 0.16 does.
+    ("megatron.core.distributed.distributed_data_parallel", "full_param_layout not provided", ">=0.19"),
     # The checkpoints have a file common.pt, as those of 0.16.
     ("megatron.core.dist_checkpointing.strategies.common", "load_common is deprecated", ">=0.19"),
     # A CUDA build of torch on a machine with the CUDA toolkit and without a GPU.
