@@ -72,7 +72,7 @@ def check_before_reading(path: Path) -> None:
         with open(common, "rb") as stream:
             check_archive(stream, common.stat().st_size, COMMON_FILE)
     elif (path / FORMAT_FILE).exists():
-        # megatron-core 0.19 would look for its content in the other files, and unpickle their metadata.
+        # megatron-core 0.19 would search the other files for its content, and unpickle their metadata.
         raise CheckpointError(f"{path} has no {COMMON_FILE}: the file is lost, or another program wrote the checkpoint")
 
 
