@@ -15,15 +15,17 @@ is gone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
+from unittest.mock import patch
 
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
@@ -115,6 +117,19 @@ def dispatch_on_class(cls: type, replacement: Callable[..., Any], original: Call
 def original_attribute(module: str, name: str) -> Any:
     """megatron-core's own attribute. The first call for each name must come before the attribute is patched."""
     return getattr(import_core(module), name)
+
+
+@contextlib.contextmanager
+def groups_matched_without_rates() -> Iterator[None]:
+    """Context in which a load matches parameter groups by other settings than their learning rates, as 0.16 does.
+
+    megatron-core 0.19 refuses a checkpoint that was saved with another learning rate.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in map(import_core, ("optimizer.optimizer", "optimizer.distrib_optimizer")):
+            keys = tuple(key for key in module.param_group_identifier_keys if key not in ("max_lr", "min_lr"))
+            stack.enter_context(patch.object(module, "param_group_identifier_keys", keys))
+        yield
 
 
 APEX_MODULE = "fused_weight_gradient_mlp_cuda"
