@@ -46,7 +46,8 @@ setup(
     python_requires=">=3.10,<3.13",
     install_requires=[
         "torch>=2.6",
-        "megatron-core==0.16.1",
+        "megatron-core==0.16.1",  # 0.19 runs on a CPU, see docs/upstream.md
+        "packaging",  # comparison of megatron-core's versions
         "numpy",
         "PyYAML",  # job files of the launchers, precision maps
         "psutil",  # megatron-core needs it to save a checkpoint, and does not say so

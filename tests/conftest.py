@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.mcore.cpu_patches import KNOWN_WARNINGS
+from megafp8.mcore.known_warnings import KNOWN_WARNINGS
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup SIGHUP is ignored, also by child processes

@@ -1,6 +1,6 @@
 """Safe deserialization of checkpoints: loading never runs code from the checkpoint.
 
-torch and megatron-core 0.16 unpickle three parts of a checkpoint. `common.pt` is read with `weights_only`, unless an
+torch and megatron-core unpickle three parts of a checkpoint. `common.pt` is read with `weights_only`, unless an
 environment variable disables it. `.metadata` and every non-tensor object (RNG state, Transformer Engine's extra state)
 are unpickled without restriction, so a crafted checkpoint can run code. `.metadata` can also refer to any file of the
 machine.
@@ -23,11 +23,9 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as strategies
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
-    CachedMetadataFileSystemReader,
-)
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -59,7 +57,7 @@ def check_before_reading(path: Path) -> None:
     """Check everything that is read before the metadata; call it before opening a checkpoint.
 
     Raises:
-        CheckpointError: the environment disables `weights_only`, or a file is not a plain file or archive.
+        CheckpointError: the environment disables `weights_only`, or a file is missing or not a plain file or archive.
     """
     value = os.environ.get(UNSAFE_LOAD_VARIABLE, "0")
     if value.lower() not in ("0", "", "n", "no", "false"):
@@ -73,6 +71,9 @@ def check_before_reading(path: Path) -> None:
     if common.exists():
         with open(common, "rb") as stream:
             check_archive(stream, common.stat().st_size, COMMON_FILE)
+    elif (path / FORMAT_FILE).exists():
+        # megatron-core 0.19 would search the other files for its content, and unpickle their metadata.
+        raise CheckpointError(f"{path} has no {COMMON_FILE}: the file is lost, or another program wrote the checkpoint")
 
 
 def check_plain_file(folder: Path, name: str) -> None:
@@ -138,11 +139,12 @@ def enum_member(owner: Any, name: Any) -> enum.Enum:
     return owner.__members__[name]
 
 
-class SafeReader(CachedMetadataFileSystemReader):
-    """Storage reader that unpickles metadata safely and reads files only in its folder."""
+class SafeReader(FileSystemReader):
+    """Storage reader that unpickles metadata safely and reads files of its own folder only."""
 
-    _cached_metadata: Optional[Metadata]  # set by the base class
-    """Reads files of its own folder only, and metadata without running it."""
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._cached_metadata: Optional[Metadata] = None
 
     def read_metadata(self) -> Metadata:
         """Return the checked metadata. The file is read once.
@@ -236,7 +238,13 @@ class SafeLoadPlanner(strategies.MCoreLoadPlanner):
 class SafeLoadStrategy(strategies.TorchDistLoadShardedStrategy):
     """megatron-core's load strategy with `SafeReader` and `SafeLoadPlanner`, which it does not let callers choose."""
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+    def __init__(self) -> None:
+        super().__init__()
+        # megatron-core dequantizes FP8 weights before the load. Since 0.19 its planner would, but only those of
+        # Transformer Engine.
+        self.stream_ckpt_dequant = False
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *unused: Any) -> dict[str, Any]:
         """Load what the sharded state dictionary requests."""
         tensors = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
         flat, mapping, names = strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)

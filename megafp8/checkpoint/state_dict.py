@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megafp8.checkpoint import optimizer_state as optimizer_parts
 from megafp8.checkpoint.progress import TrainingState
+from megafp8.mcore.patches import groups_matched_without_rates
 from megafp8.mcore.process_groups import gather_weights
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 
@@ -108,7 +109,8 @@ def load_optimizer_state(
         # A run with a fixed loss scale saves no scaler state. A dynamic loss scale then starts from its initial value.
         if "grad_scaler" in part_state and not part_state["grad_scaler"]:
             part_state["grad_scaler"] = part.grad_scaler.state_dict()
-    training_state.optimizer.load_state_dict(state)
+    with groups_matched_without_rates():
+        training_state.optimizer.load_state_dict(state)
     if isinstance(parts[0], DistributedOptimizer):
         for part, part_state in zip(parts, states, strict=True):
             optimizer_parts.store_moments(part, part_state)

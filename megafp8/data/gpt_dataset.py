@@ -128,12 +128,13 @@ class EpochsDataset(GPTDataset):
             generator.shuffle(shuffled[start:end])
         return {"document_index": documents.reshape(-1), "sample_index": samples, "shuffle_index": shuffled}
 
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a sample, with the ids checked; called by megatron-core.
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[Any, ...]:
+        """Return the tokens of a sample, with the ids checked, and its documents; called by megatron-core.
 
         With an invalid id, the embedding would read out of bounds, or raise without saying where the id comes from.
+        megatron-core 0.19 also returns the lengths of the documents.
         """
-        tokens, documents = super()._query_document_sample_shuffle_indices(idx)
+        tokens, documents, *lengths = super()._query_document_sample_shuffle_indices(idx)
         vocab_size = self.config.tokenizer.vocab_size
         if tokens.max() >= vocab_size or tokens.min() < 0:
             place = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
@@ -142,7 +143,7 @@ class EpochsDataset(GPTDataset):
                 f"{tokens[place]}, but the vocabulary size is {vocab_size}. Use the tokenizer that the shard was "
                 "created with, or create or copy the shard again."
             )
-        return tokens, documents
+        return tokens, documents, *lengths
 
 
 class MockEpochsDataset(EpochsDataset, MockGPTDataset):

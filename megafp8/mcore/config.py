@@ -20,6 +20,7 @@ from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.mcore.overrides import DTYPES, parsed_overrides
+from megafp8.mcore.patches import is_installed
 
 OVERRIDABLE_CONFIGS = {
     "transformer": TransformerConfig,
@@ -217,11 +218,20 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
         "deterministic_mode": precision.deterministic_mode,
     }
     if derived.uses_cuda_graph(config):
-        # With this scope megatron-core's loss skips a gradient check that synchronizes. megafp8 captures the graph.
-        fields["cuda_graph_scope"] = [CudaGraphScope.full_iteration]
+        fields |= full_iteration_graph_fields()
     if is_gelu and bias_activation and not on_cuda:
         fields["activation_func"] = tanh_gelu
     return fields
+
+
+def full_iteration_graph_fields() -> dict[str, Any]:
+    """Fields for a CUDA graph of the complete iteration, which megafp8 captures.
+
+    megatron-core itself then only skips a gradient check of its loss that synchronizes.
+    """
+    if is_installed("<0.19"):
+        return {"cuda_graph_scope": [CudaGraphScope.full_iteration]}
+    return {"cuda_graph_impl": "full_iteration"}
 
 
 def has_rope_kernel() -> bool:

@@ -25,7 +25,9 @@ class Adam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
         bias_correction: bool = True,
+        capturable: bool = False,
     ):
+        assert not capturable, "a CPU has no CUDA graphs"
         defaults = {
             "lr": lr,
             "betas": betas,

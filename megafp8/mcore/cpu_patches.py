@@ -1,4 +1,4 @@
-"""Patches that let megatron-core 0.16.1 run on a CPU build of torch. None is applied where a GPU is available.
+"""Patches that let megatron-core run on a CPU build of torch. None is applied where a GPU is available.
 
 megatron-core depends on CUDA in three ways, each with its own fix:
 
@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
+import importlib.util
 import multiprocessing
 import os
+import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from megafp8.mcore.cpu_adam import Adam
-from megafp8.mcore.patches import Patch, import_core
+from megafp8.mcore.known_warnings import silence_known_warnings, silence_log_message
+from megafp8.mcore.patches import Patch, import_core, is_installed
 
 CPU = torch.device("cpu")
 
@@ -78,6 +79,18 @@ def patch_random_state() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # megatron-core warns when the CPU state changes inside a fork of the CUDA state; here both are the same.
     silence_log_message(random.__name__, "CPU RNG state changed")
+
+
+PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
+
+
+def patch_triton_import() -> None:
+    """Without Triton, replace the module of kernels that imports it. Only mixture-of-experts layers call them."""
+    if importlib.util.find_spec("triton") is None:
+        names = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
+        module = types.ModuleType(PAGED_STASH)
+        module.__dict__.update(dict.fromkeys(names))
+        sys.modules[PAGED_STASH] = module
 
 
 FACTORIES = frozenset(("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange"))
@@ -202,7 +215,8 @@ def results_queue() -> Any:
 
 def patch_checkpoint_manager() -> None:
     """Fork the manager. A spawned one imports the program again, which takes seconds and hangs without a main guard."""
-    import_core("dist_checkpointing.strategies.filesystem_async")._get_write_results_queue = results_queue
+    name = "_get_write_results_queue" if is_installed("<0.19") else "get_write_results_queue"
+    setattr(import_core("dist_checkpointing.strategies.filesystem_async"), name, results_queue)
 
 
 def patch_recompute_without_fp8() -> None:
@@ -244,10 +258,17 @@ PATCHES = (
             ("distributed/param_and_grad_buffer.py", "torch.cuda.current_device()"),
             ("pipeline_parallel/p2p_communication.py", "torch.cuda.current_device()"),
             ("pipeline_parallel/p2p_communication.py", "torch.cuda.synchronize()"),
-            ("distributed/param_and_grad_buffer.py", "torch.cuda.default_stream()"),
+            ("distributed/param_and_grad_buffer.py", "self.communication_stream.wait_stream(torch.cuda."),
             ("models/common/language_module/language_module.py", ".cuda()"),
         ),
         patch_torch_cuda,
+    ),
+    Patch(
+        "Triton",
+        "Triton is imported without a test for it, and a CPU build of torch comes without it",
+        (("transformer/moe/ops/paged_stash.py", "import triton\n"),),
+        patch_triton_import,
+        versions=">=0.19",
     ),
     Patch(
         "random state",
@@ -301,7 +322,7 @@ PATCHES = (
     Patch(
         "checkpoint manager",
         "a spawned manager re-imports the program at the first save",
-        (("dist_checkpointing/strategies/filesystem_async.py", 'get_context("spawn")'),),
+        (("dist_checkpointing/strategies/filesystem_async.py", "_results_queue = ctx.Manager().Queue()"),),
         patch_checkpoint_manager,
     ),
     Patch(
@@ -323,42 +344,6 @@ PATCHES = (
         patch_dummy_wgrad,
     ),
 )
-KNOWN_WARNINGS = (
-    (UserWarning, r".*Apex (is|are) not installed.*", r"megatron\.core\..*"),
-    (UserWarning, r"Transformer Engine.* not installed.*", r"megatron\.core\..*"),
-    (UserWarning, r"full scope is deprecated", r"megatron\.core\.transformer\.transformer_config"),
-    (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\..*"),
-    (UserWarning, r"mxfp8 without using reuse_grad_buf", r"megatron\.core\.optimizer\..*"),
-    (RuntimeWarning, r"Detected a Jax installation", r"transformer_engine"),
-    (FutureWarning, r"`torch\.distributed\..*` is deprecated", r"torch\.distributed\.c10d_logger"),
-    (FutureWarning, r"Please use DTensor instead", r"torch\.distributed\.checkpoint\..*"),
-    (FutureWarning, r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\..*"),
-    (FutureWarning, r"`load_state_dict` is deprecated", r"megafp8\.checkpoint\.serialization"),
-    (FutureWarning, r"The 'is_cg_capturable' parameter is deprecated", r"transformer_engine\.pytorch\.cross_entropy"),
-)
-KNOWN_LOG_MESSAGES = (
-    # Synthetic data needs no cached index.
-    ("megatron.core.datasets.gpt_dataset", "path_to_cache is None"),
-    # One for each layer whose MLP is a class of ours: it takes the process's tensor-parallel group, which is the one
-    # that megatron-core passes to its own classes.
-    ("megatron.core.transformer.transformer_layer", "Unknown MLP type"),
-    # A CUDA build of torch on a machine with the CUDA toolkit and without a GPU.
-    ("torch.utils.cpp_extension", "No CUDA runtime is found"),
-)
-"""Logger and text of warnings that are logged, by the same criteria as `KNOWN_WARNINGS`."""
-
-
-def silence_known_warnings() -> None:
-    """Filter out warnings that every run gives and that users cannot act on."""
-    for category, message, module in KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", category=category, message=message, module=module)
-    for logger, text in KNOWN_LOG_MESSAGES:
-        silence_log_message(logger, text)
-
-
-def silence_log_message(logger: str, text: str) -> None:
-    """Filter out the records of a logger that contain a text."""
-    logging.getLogger(logger).addFilter(lambda record: text not in str(record.msg))
 
 
 @functools.cache
@@ -369,6 +354,6 @@ def install() -> None:
         return
     # megatron-core applies torch.compile at import, which on a CPU takes 10 s and needs a C++ compiler.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    patch_torch_cuda()
     for patch in PATCHES:
-        patch.apply()
+        if is_installed(patch.versions):
+            patch.apply()

@@ -1,4 +1,4 @@
-"""Patches of megatron-core 0.16.1 for quantized weights and fused wgrad accumulation, on CPU and GPU.
+"""Patches of megatron-core for quantized weights and fused wgrad accumulation, on CPU and GPU.
 
 FP8 weights: megatron-core keeps them in byte buffers, gathers these, and calls a few functions for what depends on the
 tensor class. Those support only Transformer Engine's classes, and raise where it is not installed. They are wrapped
@@ -15,13 +15,19 @@ is gone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import importlib.util
+import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Optional
+from unittest.mock import patch
 
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 
@@ -34,12 +40,14 @@ class Patch:
         reason: what goes wrong without it.
         evidence: pairs of a file below `megatron/core/` and a text in it that makes the patch necessary.
         apply: applies it.
+        versions: of megatron-core that need it, such as `<0.19`; all supported ones if empty.
     """
 
     name: str
     reason: str
     evidence: tuple[tuple[str, str], ...]
     apply: Callable[[], None]
+    versions: str = ""
 
 
 def import_core(module: str) -> Any:
@@ -47,11 +55,27 @@ def import_core(module: str) -> Any:
     return importlib.import_module(f"megatron.core.{module}")
 
 
+@functools.cache
+def core_folder() -> Path:
+    """The folder of the installed megatron-core, found without importing it: it may need a patch first."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+@functools.cache
+def is_installed(versions: str) -> bool:
+    """Whether the installed megatron-core is one of these versions, such as `<0.19`. An empty text means all."""
+    text = (core_folder() / "package_info.py").read_text(encoding="utf-8")
+    version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
+    return SpecifierSet(versions).contains(version)
+
+
 WEIGHT_EVIDENCE = (
     ("fp8_utils.py", "FP8_TENSOR_CLASS = None"),
     ("fp8_utils.py", 'raise RuntimeError("Invalid Transformer Engine version for FP8 distributed optimizer")'),
     ("fp8_utils.py", 'if is_te_min_version("2.0"):\n        return fp8_tensor.dequantize()'),
-    ("optimizer/distrib_optimizer.py", "from ..fp8_utils import dequantize_fp8_tensor"),
+    ("optimizer/distrib_optimizer.py", "dequantize_fp8_tensor(model_param)"),
 )
 Quantize = Callable[[Sequence[Any], Sequence[Optional[Tensor]], Sequence[Optional[int]], Any], None]
 
@@ -93,6 +117,19 @@ def dispatch_on_class(cls: type, replacement: Callable[..., Any], original: Call
 def original_attribute(module: str, name: str) -> Any:
     """megatron-core's own attribute. The first call for each name must come before the attribute is patched."""
     return getattr(import_core(module), name)
+
+
+@contextlib.contextmanager
+def groups_matched_without_rates() -> Iterator[None]:
+    """Context in which a load matches parameter groups by other settings than their learning rates, as 0.16 does.
+
+    megatron-core 0.19 refuses a checkpoint that was saved with another learning rate.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in map(import_core, ("optimizer.optimizer", "optimizer.distrib_optimizer")):
+            keys = tuple(key for key in module.param_group_identifier_keys if key not in ("max_lr", "min_lr"))
+            stack.enter_context(patch.object(module, "param_group_identifier_keys", keys))
+        yield
 
 
 APEX_MODULE = "fused_weight_gradient_mlp_cuda"

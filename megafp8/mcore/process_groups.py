@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megafp8.config.derived import virtual_pipeline_size
 from megafp8.config.schema import RunConfig
+from megafp8.mcore.patches import is_installed
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ def seed_rank(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(rank_seed, force_reset_rng=True)
 
 
+def split_over_context(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this context-parallel rank's part of a batch of (B, S) tensors: chunks r and 2n-1-r of 2n, for balance."""
+    return get_batch_on_this_cp_rank(batch, **({"is_hybrid_cp": False} if is_installed(">=0.19") else {}))
+
+
 def destroy_process_groups() -> None:
     """Destroy megatron-core's process groups and their communicators. The default group stays.
 
@@ -113,10 +120,11 @@ def gather_weights(chunks: Iterable[Any]) -> None:
 
     Transformer Engine keeps a transposed copy of each FP8 weight for dgrad. megatron-core 0.16 updates the copies after
     a gather, but not after a forced gather where gathers overlap with the forward pass. The next step would then
-    compute dgrad with outdated weights.
+    compute dgrad with outdated weights. 0.19 updates them after every gather.
     """
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
-        fp8_weights = [weight for weight in chunk.parameters() if is_float8tensor(weight)]
-        if fp8_weights and chunk.ddp_config.overlap_param_gather:
-            post_all_gather_processing(fp8_weights)
+        if is_installed("<0.19") and chunk.ddp_config.overlap_param_gather:
+            fp8_weights = [weight for weight in chunk.parameters() if is_float8tensor(weight)]
+            if fp8_weights:
+                post_all_gather_processing(fp8_weights)

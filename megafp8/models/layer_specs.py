@@ -30,6 +30,7 @@ from torch import Tensor
 from megafp8.config import precision_map
 from megafp8.config.precision_map import LINEARS, build_linear_recipe
 from megafp8.config.schema import RunConfig
+from megafp8.mcore.modules import mlp_spec
 from megafp8.models.attention import CausalAttention
 from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
 from megafp8.quantization.delayed_scaling import AmaxExchange
@@ -118,7 +119,7 @@ def layer_spec(
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
+            mlp=mlp_spec(MLP, MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=CHECKPOINT_KEYS,
         ),

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
+from megafp8.mcore.process_groups import split_over_context
 from megafp8.resilience import fault_injection
 
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -50,7 +50,7 @@ def build_forward_step(
             fault_injection.point("data.wait")
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(batches).items()}
             if context_parallel_size > 1:
-                batch = get_batch_on_this_cp_rank(batch)
+                batch = split_over_context(batch)
             tokens, positions = batch["tokens"], batch["position_ids"]
             labels, loss_mask = batch["labels"], batch["loss_mask"]
         output = model(tokens, positions, None, labels=labels)

@@ -26,6 +26,7 @@ from megafp8.config.rules.precision import (
 )
 from megafp8.config.schema import RunConfig
 from megafp8.mcore import patches as mcore_wgrad
+from megafp8.mcore.modules import mlp_spec, mlp_submodules
 from megafp8.te import patches
 from megafp8.te.attention import AmaxRotarySelfAttention, FP8Attention, RotarySelfAttention
 from megafp8.te.fused_mlp import FusedMLP, ResidualLayer, SwiGLUFusedMLP
@@ -48,9 +49,11 @@ def layer_spec(config: RunConfig) -> ModuleSpec:
     if config.precision.fp8_dot_product_attention:
         spec.submodules.self_attention.submodules.core_attention = FP8Attention
     if is_fused:
-        spec.submodules.mlp.module = SwiGLUFusedMLP if fuses_swiglu_quantization(config) else FusedMLP
-    if config.precision.residual_norm_fusion:
-        spec.module, spec.submodules.mlp.params = ResidualLayer, {"returns_input": True}
+        mlp = SwiGLUFusedMLP if fuses_swiglu_quantization(config) else FusedMLP
+        adds_residual = config.precision.residual_norm_fusion
+        spec.submodules.mlp = mlp_spec(mlp, mlp_submodules(spec.submodules.mlp), returns_input=adds_residual)
+        if adds_residual:
+            spec.module = ResidualLayer
     return spec
 
 

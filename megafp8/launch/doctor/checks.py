@@ -8,12 +8,13 @@ from typing import Optional
 
 from megafp8.device.capability import Target
 from megafp8.launch.doctor import facts
-from megafp8.launch.doctor.facts import Machine
+from megafp8.launch.doctor.facts import Machine, TestedSet
 from megafp8.launch.doctor.findings import DoctorFinding, error, import_finding, ok, timeout_text, warning
 from megafp8.recipes import registry
 
 LIBRARIES = (
     "numpy", "psutil", "pyyaml", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm",
+    "packaging", "argcomplete",
 )  # fmt: skip
 MIN_SHARED_MEMORY_BYTES = 2**30
 MIN_OPEN_FILES = 4096
@@ -36,7 +37,7 @@ def python(machine: Machine) -> Iterator[DoctorFinding]:
     version = ".".join(map(str, machine.python))
     if not facts.PYTHON_FROM <= machine.python[:2] < facts.PYTHON_BELOW:
         fix = "install python3.11, then: bash tests/run.sh"
-        yield error("Python", f"{version}: megafp8 needs 3.10, 3.11 or 3.12", fix)
+        yield error("Python", f"{version}: megafp8 needs 3.10 to 3.12", fix)
     elif (3, 11) <= machine.python < (3, 11, 4):
         text = (
             f"{version}: Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr. megafp8 reads such "
@@ -62,14 +63,15 @@ def torch(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def megatron_core(machine: Machine) -> Iterator[DoctorFinding]:
-    """megatron-core is installed, in the version that the project's patches are written for."""
+    """megatron-core is installed, in a version that the project's patches are written for."""
     version = machine.packages.get("megatron-core")
     fix = f"pip install 'megatron-core=={facts.MEGATRON_CORE}'"
     then = f"fix this error, then: {fix}"
     if version is None:
         yield error("megatron-core", "is not installed", fix)
-    elif version != facts.MEGATRON_CORE:
-        yield error("megatron-core", f"{version}: megafp8 needs {facts.MEGATRON_CORE}", fix)
+    elif not any(matches_version(version, each) for each in (facts.MEGATRON_CORE, facts.OTHER_MEGATRON_CORE)):
+        supported = f"{facts.MEGATRON_CORE} and {facts.OTHER_MEGATRON_CORE}"
+        yield error("megatron-core", f"{version}: megafp8 supports {supported}", fix)
     elif machine.works("torch") and (
         problem := import_finding(machine, "megatron-core", "megatron.core", version, then)
     ):
@@ -165,9 +167,8 @@ def cudnn(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("cuDNN", shown + (f" in {wheel}" if wheel else ""))
 
 
-def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
-    """The installed versions have been tested together."""
-    expected = facts.H200_TESTED_SET if machine.has_gpu else facts.CPU_TESTED_SET
+def differences_from(expected: TestedSet, machine: Machine) -> list[str]:
+    """The versions of a machine that are not those of a tested set, as text."""
     differences = [
         f"{name} {machine.packages.get(name, 'missing')} (tested {version})"
         for name, version in expected.packages.items()
@@ -176,6 +177,14 @@ def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
     if machine.python[:2] not in expected.pythons:
         pythons = ", ".join(".".join(map(str, version)) for version in expected.pythons)
         differences.append(f"Python {'.'.join(map(str, machine.python[:2]))} (tested {pythons})")
+    return differences
+
+
+def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
+    """The installed versions have been tested together."""
+    tested_sets = facts.GPU_TESTED_SETS if machine.has_gpu else facts.CPU_TESTED_SETS
+    expected = min(tested_sets, key=lambda each: len(differences_from(each, machine)))
+    differences = differences_from(expected, machine)
     if differences:
         fix = "optional; to test this machine: "
         fix += "bash tests/run.sh" if not machine.has_gpu else "python -m pytest -m gpu tests"

@@ -107,7 +107,7 @@ class Machine:
         return self.import_errors.get(module, "not tried") is None
 
 
-MEGATRON_CORE = "0.16.1"
+MEGATRON_CORE, OTHER_MEGATRON_CORE = "0.16.1", "0.19"
 PYTHON_FROM, PYTHON_BELOW = (3, 10), (3, 13)
 TORCH_FROM = (2, 6)
 
@@ -127,20 +127,22 @@ class TestedSet:
     __test__ = False  # keeps pytest from collecting it
 
 
-CPU_TESTED_SET = TestedSet(
-    name="CPU (continuous integration)",
-    pythons=((3, 11),),
-    packages={"torch": "2.13", "megatron-core": MEGATRON_CORE},
+CPU_TESTED_SETS = (
+    TestedSet(name="CPU", pythons=((3, 11),), packages={"torch": "2.13", "megatron-core": MEGATRON_CORE}),
+    TestedSet(name="CPU, chosen tests", pythons=((3, 11),), packages={"torch": "2.13", "megatron-core": "0.19.2"}),
 )
-H200_TESTED_SET = TestedSet(
-    name="H200, driver 580.159, CUDA 13.0, cuDNN 9.19",
-    pythons=((3, 12),),
-    packages={"torch": "2.11", "megatron-core": MEGATRON_CORE, "transformer-engine": "2.20.2", "triton": "3.6"},
+GPU_TESTED_SETS = (
+    TestedSet(
+        name="H200, driver 580.159, CUDA 13.0, cuDNN 9.19",
+        pythons=((3, 12),),
+        packages={"torch": "2.11", "megatron-core": MEGATRON_CORE, "transformer-engine": "2.20.2", "triton": "3.6"},
+    ),
 )
 MINIMUM_DRIVER = {12: 525, 13: 580}
 """Minimum driver by CUDA major version. Source: CUDA Toolkit release notes, minor version compatibility."""
 IMPORT_CHECK = Path(__file__).with_name("import_check.py")
 IMPORT_TIMEOUT_S = 120
+NO_TRITON = "ModuleNotFoundError: No module named 'triton'"
 COMMAND_TIMEOUT_S = 60
 KILL_TIMEOUT_S = 1
 DISK_TEST_BYTES = 64 * 2**20
@@ -236,6 +238,8 @@ def read_facts(lines: Sequence[str], status: Optional[int]) -> dict[str, Any]:
         facts["load_per_core"] = os.getloadavg()[0] / (os.cpu_count() or 1)
     elif pending is not None:
         errors[pending] = f"the process exited with status {status}"
+    if errors.get("megatron.core") == NO_TRITON and not facts.get("gpus"):
+        errors["megatron.core"] = None  # without a GPU, megafp8 does without this import (`mcore/cpu_patches.py`)
     if cuda_error := errors.pop("CUDA", None):
         facts["cuda_error"] = cuda_error
     return facts | {"import_errors": errors}

@@ -148,6 +148,16 @@ def test_plain_values_run_nothing(name: str, path: Path, tmp_path: Path) -> None
     assert not (tmp_path / "flag").exists()
 
 
+def test_without_plain_values_nothing_else_is_unpickled(path: Path, tmp_path: Path) -> None:
+    """megatron-core 0.19 searches the other files for them, and unpickles their metadata: of all ranks, and of each."""
+    (path / COMMON_FILE).unlink()
+    for name in (METADATA_FILE, "__0.metadata"):
+        (path / name).write_bytes(payloads(tmp_path / "flag")["os.mkdir"])
+    with pytest.raises(CheckpointError, match=f"has no {COMMON_FILE}"):
+        read_config(path)
+    assert not (tmp_path / "flag").exists()
+
+
 class Evil:
     """A module's extra state: an object that is no tensor."""
 

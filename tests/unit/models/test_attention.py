@@ -18,6 +18,7 @@ cpu_patches.install()
 
 from megatron.core.transformer.enums import AttnMaskType
 
+from megafp8.mcore.process_groups import split_over_context
 from megafp8.models.attention import CausalAttention, zigzag_positions
 
 LENGTH, BATCH, HEADS, CHANNELS = 16, 2, 4, 8
@@ -153,8 +154,7 @@ def test_positions_follow_megatron_cores_split() -> None:
 
     def on_rank() -> list[int]:
         patches.import_core("parallel_state").initialize_model_parallel(context_parallel_size=2)
-        split = patches.import_core("utils").get_batch_on_this_cp_rank
-        return split({"tokens": torch.arange(LENGTH)[None]})["tokens"][0].tolist()
+        return split_over_context({"tokens": torch.arange(LENGTH)[None]})["tokens"][0].tolist()
 
     found = run_ranks(2, on_rank)
     assert found == [zigzag_positions(rank, 2, LENGTH // 2, torch.device("cpu")).tolist() for rank in range(2)]

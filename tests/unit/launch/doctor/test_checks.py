@@ -63,7 +63,7 @@ def test_a_correct_machine_has_no_findings(machine: Machine) -> None:
 
 
 CASES = {
-    "python": ({"python": (3, 13, 0)}, ERROR, "Python", "3.13.0", "python3.11"),
+    "python": ({"python": (3, 14, 0)}, ERROR, "Python", "3.14.0", "python3.11"),
     "an early Python 3.11": ({"python": (3, 11, 3)}, WARNING, "Python", "3.11.3: Python 3.11.0 to 3.11.3", "3.11.4"),
     "torch is missing": (
         {"packages": without(CPU, "torch"), "torch_version": None,
@@ -78,8 +78,13 @@ CASES = {
         {"packages": without(CPU, "megatron-core")}, ERROR, "megatron-core", "not installed", "megatron-core==0.16.1"
     ),
     "another megatron-core": (
-        {"packages": without(CPU) | {"megatron-core": "0.19.2"}}, ERROR, "megatron-core", "0.19.2",
-        "megatron-core==0.16.1",
+        {"packages": without(CPU) | {"megatron-core": "0.18.1"}}, ERROR, "megatron-core", "0.18.1: megafp8 is written "
+        "for 0.16.1 and 0.19", "megatron-core==0.16.1",
+    ),
+    "a tested megatron-core on another Python": (
+        {"packages": without(CPU) | {"megatron-core": "0.19.2"}, "python": (3, 12, 1)}, WARNING, "tested set",
+        "not that of CPU, chosen tests: Python 3.12 (tested 3.11)",
+        "tests/run.sh",
     ),
     "megatron-core is broken": (
         {"import_errors": failing(CPU, megatron__core="AttributeError: x")}, ERROR, "megatron-core",
@@ -279,15 +284,17 @@ def test_recipes_are_native_emulated_or_not_at_all() -> None:
     assert recipe_support(change(H200, packages=without(H200, "transformer-engine")))["delayed"] == "emulated"
 
 
-def test_the_tested_cpu_set_is_the_one_in_constraints() -> None:
-    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
-    for name, version in facts.CPU_TESTED_SET.packages.items():
-        assert (pinned[name] + ".").startswith(version + "."), name
+def test_the_tested_cpu_sets_are_those_in_constraints() -> None:
+    pinned = re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    for name, version in (item for each in facts.CPU_TESTED_SETS for item in each.packages.items()):
+        assert any((pin + ".").startswith(version + ".") for pinned_name, pin in pinned if pinned_name == name), name
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-    assert f"megatron-core=={facts.MEGATRON_CORE}" in setup
+    assert f"megatron-core=={facts.MEGATRON_CORE}; " in setup
+    assert f"megatron-core>={facts.MEGATRON_CORE},<0.20,!=0.17.*,!=0.18.*; " in setup
+    assert facts.OTHER_MEGATRON_CORE == "0.19"
     assert f"torch>={'.'.join(map(str, facts.TORCH_FROM))}" in setup
     required = setup.partition("install_requires")[2].partition("extras_require")[0].lower()
-    assert {*re.findall(r'"([\w-]+)', required)} == {*LIBRARIES, "torch", "megatron-core"}
+    assert {*re.findall(r'"([\w-]+)', required)} == {*LIBRARIES, "torch"}
     lowest, highest = (".".join(map(str, version)) for version in (facts.PYTHON_FROM, facts.PYTHON_BELOW))
     assert f'python_requires=">={lowest},<{highest}"' in setup
 

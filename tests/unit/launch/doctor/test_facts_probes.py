@@ -185,3 +185,11 @@ def test_the_compiler_of_the_environment_comes_first(tmp_path: Path, monkeypatch
     assert probes.compiler({"CC": "mycc"}) == str(tmp_path / "mycc")
     command(tmp_path, "clang", "")
     assert probes.compiler({}) == str(tmp_path / "clang")
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_megatron_core_without_triton_is_broken_beside_a_gpu_only(has_gpu: bool) -> None:
+    """megatron-core 0.19 imports Triton, and its import is patched on a CPU."""
+    reports = [{"begin": "megatron.core"}, {"module": "megatron.core", "error": probes.NO_TRITON}]
+    lines = [json.dumps(report) for report in ([{"gpus": [{"name": "H200"}]}] if has_gpu else []) + reports]
+    assert probes.read_facts(lines, 0)["import_errors"] == {"megatron.core": probes.NO_TRITON if has_gpu else None}

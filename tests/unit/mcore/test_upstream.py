@@ -1,0 +1,68 @@
+"""docs/upstream.md: its tables are those of the code, and the faults that it shows still exist."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from reproducers import PAGE, expected_error, reproducers
+
+from megafp8.launch.doctor import facts
+from megafp8.mcore import cpu_patches, patches
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def rows_after(heading: str, header: str) -> list[list[str]]:
+    """Cells of the first table below a heading whose header begins with `header`."""
+    below = TEXT[TEXT.index(f"## {heading}\n") :]
+    lines = below[below.index(f"| {header} |") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_lists_the_patches_with_their_versions() -> None:
+    rows = rows_after("megatron-core on a CPU", "patch")
+    expected = [[patch.name, f"`{patch.versions}`" if patch.versions else "all"] for patch in cpu_patches.PATCHES]
+    assert [row[:2] for row in rows] == expected
+
+
+def test_the_page_lists_the_patches_of_transformer_engine() -> None:
+    """Their module imports Transformer Engine, so its text is read."""
+    tree = ast.parse((ROOT / "megafp8/te/patches.py").read_text(encoding="utf-8"))
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    names = [call.args[0].value for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Patch"]
+    assert [row[0] for row in rows_after("Transformer Engine", "patch")] == names and names
+
+
+def test_the_page_lists_the_tested_sets() -> None:
+    columns = ("torch", "megatron-core", "transformer-engine", "triton")
+    expected = [
+        [each.name, ", ".join(".".join(map(str, version)) for version in each.pythons)]
+        + [each.packages.get(name, "") for name in columns]
+        for each in (*facts.CPU_TESTED_SETS, *facts.GPU_TESTED_SETS)
+    ]
+    assert [row[:6] for row in rows_after("Tested versions", "set")] == expected
+
+
+def runs_here(library: str) -> bool:
+    """Whether a reproducer is for the installed version of a library, and needs no GPU."""
+    name, _, versions = library.partition(" ")
+    return name == "torch" or (name == "megatron-core" and patches.is_installed(versions))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="most faults are those of a machine without a GPU")
+def test_the_faults_of_the_page_still_exist() -> None:
+    """One that does not is fixed: what works around it can go."""
+    numbers = [number for number, (library, _) in enumerate(reproducers()) if runs_here(library)]
+    assert len(numbers) > 8
+    command = [sys.executable, str(ROOT / "tests/reproducers.py"), *map(str, numbers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    expected = [expected_error(reproducers()[number][1]) for number in numbers]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected, done.stderr
