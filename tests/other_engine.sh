@@ -38,6 +38,6 @@ found=$("$PYTHON" -c 'from importlib.metadata import version; print(version("meg
 echo "tests with megatron-core $version:"
 exec "$PYTHON" -m pytest -p no:cacheprovider "$@" tests/unit/mcore tests/unit/optimizer tests/unit/checkpoint \
   tests/unit/models/test_attention.py tests/unit/models/test_initialization.py tests/unit/data/test_gpt_dataset.py \
-  tests/parity/test_run_of_an_earlier_version.py tests/distributed/test_loop.py tests/distributed/test_silently_wrong.py \
+  tests/parity/test_run_of_an_earlier_version.py tests/distributed/test_loop.py tests/distributed/test_megatron_core_pitfalls.py \
   tests/distributed/test_checkpoint.py \
   tests/both_engines.py

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Optional
 
 from megafp8.device.capability import Target
 from megafp8.launch.doctor import facts
 from megafp8.launch.doctor.facts import Machine, TestedSet
 from megafp8.launch.doctor.findings import DoctorFinding, error, import_finding, ok, timeout_text, warning
+from megafp8.launch.doctor.versions import matches_version, version_numbers
 from megafp8.recipes import registry
 
 LIBRARIES = (
@@ -71,7 +71,7 @@ def megatron_core(machine: Machine) -> Iterator[DoctorFinding]:
         yield error("megatron-core", "is not installed", fix)
     elif not any(matches_version(version, each) for each in (facts.MEGATRON_CORE, facts.OTHER_MEGATRON_CORE)):
         supported = f"{facts.MEGATRON_CORE} and {facts.OTHER_MEGATRON_CORE}"
-        yield error("megatron-core", f"{version}: megafp8 supports {supported}", fix)
+        yield error("megatron-core", f"{version}: supported versions are {supported}", fix)
     elif machine.works("torch") and (
         problem := import_finding(machine, "megatron-core", "megatron.core", version, then)
     ):
@@ -388,16 +388,6 @@ def build_target(machine: Machine) -> Target:
     has_engine = machine.has_te_torch_part and machine.works("transformer_engine.pytorch")
     version = machine.packages.get("transformer-engine") if has_engine else None
     return Target(least.name, "cuda", least.compute_capability, version)
-
-
-def version_numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version: (2, 11, 0) for 2.11.0+cu130."""
-    return tuple(map(int, re.findall(r"\d+", version.split("+")[0])))
-
-
-def matches_version(found: Optional[str], wanted: str) -> bool:
-    """Whether a version is `wanted`, or starts with it."""
-    return found is not None and version_numbers(found)[: len(version_numbers(wanted))] == version_numbers(wanted)
 
 
 def gpu_names(gpus: tuple[str, ...]) -> str:
