@@ -293,7 +293,7 @@ def test_the_first_tested_cpu_set_is_that_in_constraints() -> None:
     assert facts.OTHER_MEGATRON_CORE == "0.19"
     assert f"torch>={'.'.join(map(str, facts.TORCH_FROM))}" in setup
     required = setup.partition("install_requires")[2].partition("extras_require")[0].lower()
-    assert {*re.findall(r'"([\w-]+)', required)} == {*LIBRARIES, "torch"}
+    assert {*re.findall(r'"([\w-]+)', required)} == {*LIBRARIES, "torch", "megatron-core"}
     lowest, highest = (".".join(map(str, version)) for version in (facts.PYTHON_FROM, facts.PYTHON_BELOW))
     assert f'python_requires=">={lowest},<{highest}"' in setup
 
