@@ -151,16 +151,20 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
     parallel = config.parallel
     replicas = world_size // max(1, derived.model_parallel_size(config) // max(1, parallel.context_parallel_size))
     helps = bool(parallel.use_distributed_optimizer) and target.kind == "cuda" and replicas > 1
-    values: Values = {}
-    choices = []
-    for name, is_possible in (("overlap_grad_reduce", True), ("overlap_param_gather", None)):
-        if getattr(parallel, name) is None:
-            if is_possible is None:  # a gather overlaps only beside buckets whose reduction overlaps
-                is_possible = values.get("parallel.overlap_grad_reduce", parallel.overlap_grad_reduce)
-            values[f"parallel.{name}"] = helps and bool(is_possible)
-            if helps and is_possible:
-                choices.append(Choice(f"--{name.replace('_', '-')}", "on", f"{replicas} data-parallel ranks"))
-    return values, choices
+    reduces, gathers = parallel.overlap_grad_reduce, parallel.overlap_param_gather
+    if reduces is None:
+        reduces = helps
+    if gathers is None:
+        gathers = helps and reduces  # only beside buckets whose reduction overlaps
+    values: Values = {"parallel.overlap_grad_reduce": reduces, "parallel.overlap_param_gather": gathers}
+    flags = (
+        ("--overlap-grad-reduce", "parallel.overlap_grad_reduce"),
+        ("--overlap-param-gather", "parallel.overlap_param_gather"),
+    )
+    reason = f"{replicas} ranks share gradients"
+    return values, [
+        Choice(flag, "on", reason) for flag, name in flags if value_of(config, name) is None and values[name]
+    ]
 
 
 def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
