@@ -224,7 +224,7 @@ def test_files_written_by_tools_are_excluded(tmp_path):
     found = find_sources([str(tmp_path / "*.json*")], on_notice=notices.append)
     assert [Path(source.path).name for source in found] == ["a.jsonl"] and "ignored 4 files" in notices[1]
     assert len(find_sources([str(tmp_path / "c.skipped.jsonl")], on_notice=notices.append)) == 1 and len(notices) == 2
-    with pytest.raises(DataError, match="no such file of a known kind"):
+    with pytest.raises(DataError, match="no such file of a supported type"):
         find_sources([str(tmp_path / "gpt")])
 
 
