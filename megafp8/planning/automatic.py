@@ -90,8 +90,9 @@ def with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
         recorded: the configuration of that run, which has values for the automatic settings.
     """
     names = [name for name in AUTOMATIC if value_of(config, name) in (None, "auto")]
-    if config.training.performance == recorded.training.performance == "max":
-        names.append("precision.precision_map")
+    has_added = recorded.precision.precision_map[:-1] == config.precision.precision_map
+    if config.training.performance == recorded.training.performance == "max" and has_added:
+        names.append("precision.precision_map")  # `_performance` adds the last entry
     return with_values(config, {name: value_of(recorded, name) for name in names})
 
 

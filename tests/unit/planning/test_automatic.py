@@ -169,6 +169,8 @@ def test_a_recorded_run_is_the_same_run(tmp_path: Path) -> None:
     assert asked != recorded and automatic.with_recorded(asked, recorded) == recorded
     other = flags.parse([*words, "--no-overlap-grad-reduce"]).config
     assert automatic.with_recorded(other, recorded) != recorded
+    mapped = flags.parse([*words, "--precision", "*.linear_fc2=bf16"]).config
+    assert automatic.with_recorded(mapped, recorded) != recorded
 
 
 def test_every_automatic_setting_is_listed() -> None:
