@@ -15,7 +15,7 @@ from megafp8.checkpoint.convert.tensor_mapping import (
     TensorMapping,
     Transposed,
     repeat_per_layer,
-    unsupported_by_all,
+    unsupported_of,
 )
 from megafp8.config import derived
 from megafp8.config.schema import ModelConfig, RunConfig
@@ -73,7 +73,7 @@ def unsupported_features(config: RunConfig) -> list[str]:
             f"--kv-channels {model.kv_channels}: in GPT-2 all heads together are as wide as the model",
         ),
     )
-    return [text for is_unsupported, text in checks if is_unsupported] + unsupported_by_all(config)
+    return unsupported_of(config, checks)
 
 
 def to_hf_config(config: RunConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megafp8.checkpoint.convert.tensor_mapping import (
     PaddedVocab,
     TensorMapping,
     repeat_per_layer,
-    unsupported_by_all,
+    unsupported_of,
 )
 from megafp8.config import derived
 from megafp8.config.schema import ModelConfig, RunConfig
@@ -80,7 +80,7 @@ def unsupported_features(config: RunConfig) -> list[str]:
             "--use-rope-scaling with --rotary-seq-len-interpolation-factor: Llama scales in one way",
         ),
     )
-    return [text for is_unsupported, text in checks if is_unsupported] + unsupported_by_all(config)
+    return unsupported_of(config, checks)
 
 
 def to_hf_config(config: RunConfig) -> dict[str, Any]:

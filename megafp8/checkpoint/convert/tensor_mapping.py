@@ -44,10 +44,11 @@ class HFFamily:
     prefix: str
 
 
-def unsupported_by_all(config: RunConfig) -> list[str]:
-    """Return the features of a run's model that no family supports, as text."""
+def unsupported_of(config: RunConfig, family_checks: Sequence[tuple[bool, str]]) -> list[str]:
+    """Return the features of a run's model that a family does not support, and those that no family does, as text."""
     model = config.model
     checks = (
+        *family_checks,
         (model.apply_layernorm_1p, "--apply-layernorm-1p: norm weights there are not stored - 1"),
         (model.qk_layernorm, "--qk-layernorm: queries and keys are not normalized there"),
         (model.squared_relu, "--squared-relu: not an activation there"),
