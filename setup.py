@@ -13,6 +13,11 @@ SAFETENSORS = ["safetensors>=0.8"]
 TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
 DOCS = ["mkdocs-material>=9.6,<10"]
+# The supported versions: 0.16.1 on every Python, 0.19 on those that it is made for. See docs/upstream.md.
+MEGATRON_CORE = [
+    'megatron-core==0.16.1; python_version < "3.12"',
+    'megatron-core>=0.16.1,!=0.17.*,!=0.18.*,<0.20; python_version >= "3.12"',
+]
 
 setup(
     name="megafp8",
@@ -35,6 +40,7 @@ setup(
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     packages=find_packages(include=["megafp8", "megafp8.*"]),
@@ -43,10 +49,10 @@ setup(
     entry_points={
         "console_scripts": ["megafp8 = megafp8.cli.main:main", "pretrain-gpt = megafp8.cli.pretrain:main"],
     },
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10,<3.14",
     install_requires=[
         "torch>=2.6",
-        "megatron-core==0.16.1",  # 0.19 runs on a CPU, see docs/upstream.md
+        *MEGATRON_CORE,
         "packaging",  # comparison of megatron-core's versions
         "numpy",
         "PyYAML",  # job files of the launchers, precision maps

@@ -1,27 +1,59 @@
 #!/usr/bin/env bash
-# Chosen tests with the supported version of megatron-core that is not installed:  bash tests/other_engine.sh
-# Its Python files come first on the path of the same Python, below .venv/engines. It asks for Python 3.12, but its files
-# also run with 3.11, for which there is a CPU build of torch.
+# Chosen tests with the newer version of megatron-core:  bash tests/other_engine.sh [PYTEST ARGUMENTS]
+# Its files come first on the path of a Python 3.12 or 3.13 for which pip has a build of torch in a local folder. Where
+# there is none, they come first on the path of the Python in use, although they ask for 3.12.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 MEGAFP8_EXTRAS=dev . tools/setup_venv.sh
 version=0.19.2
-engine=$PWD/.venv/engines/$version
+target=3.12
+native=$PWD/.venv/engines/native
+notice=
 
 not_tested() {
   echo "NOT TESTED with megatron-core $version: $1"
   exit 0
 }
 
+native_python() {
+  local candidate
+  for candidate in python3.13 python3.12; do
+    if "$candidate" -m pip install --dry-run --no-index --no-deps --ignore-installed torch > /dev/null 2>&1; then
+      echo "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
+# install_native PYTHON: an environment as .venv, also with 0.16.1, which the tests compare with.
+install_native() {
+  local install=("$native/bin/python" -m pip install --quiet --disable-pip-version-check -c "$native/constraints.txt")
+  rm -rf "$native" && "$1" -m venv "$native" \
+    && grep -v '^megatron-core==' constraints.txt > "$native/constraints.txt" \
+    && "${install[@]}" torch setuptools wheel \
+    && "${install[@]}" --no-build-isolation -e '.[dev]' megatron-core==0.16.1 \
+    && touch "$native/ready"
+}
+
+[ -d .venv ] || not_tested "there is no .venv, where it would be put"
+if found=$(native_python); then
+  target=${found#python}
+  [ -e "$native/ready" ] || install_native "$found" || not_tested "it cannot be installed for $found"
+  PYTHON=$native/bin/python
+else
+  notice="NOT TESTED natively: there is no Python 3.12 or 3.13 for which pip has a local build of torch"
+fi
+engine=$PWD/.venv/engines/$version-$target
+
 installed=$("$PYTHON" -c 'from importlib.metadata import version; print(version("megatron-core"))')
 [ "$installed" = 0.16.1 ] || not_tested "$installed is installed, and the other one is tested beside 0.16.1 only"
-[ -d .venv ] || not_tested "there is no .venv, where it would be put"
 if [ ! -d "$engine" ]; then
   mkdir -p .venv/engines
   new=$(mktemp -d .venv/engines/new.XXXXXX)
   trap 'rm -rf "$new"' EXIT
   "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
-    --only-binary :all: --implementation cp --python-version 3.12 --platform manylinux_2_28_x86_64 \
+    --only-binary :all: --implementation cp --python-version "$target" --platform manylinux_2_28_x86_64 \
     --target "$new" "megatron-core==$version" || not_tested "there is no wheel of it"
   # The compiled dataset index: the installed one, if it is of the same source.
   datasets=$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("megatron.core").submodule_search_locations[0])')/datasets
@@ -35,9 +67,24 @@ fi
 export PYTHONPATH=$PWD:$engine${PYTHONPATH:+:$PYTHONPATH}
 found=$("$PYTHON" -c 'from importlib.metadata import version; print(version("megatron-core"))')
 [ "$found" = "$version" ] || not_tested "Python finds $found before it"
-echo "tests with megatron-core $version:"
-exec "$PYTHON" -m pytest -p no:cacheprovider "$@" tests/unit/mcore tests/unit/optimizer tests/unit/checkpoint \
-  tests/unit/models/test_attention.py tests/unit/models/test_initialization.py tests/unit/data/test_gpt_dataset.py \
-  tests/parity/test_run_of_an_earlier_version.py tests/distributed/test_loop.py tests/distributed/test_megatron_core_pitfalls.py \
-  tests/distributed/test_checkpoint.py \
-  tests/both_engines.py
+echo "tests with megatron-core $version, $("$PYTHON" --version):"
+# Left out for their time, in seconds on a busy machine; they passed when they were run by hand: tests/faults (more than
+# 500), of tests/parity test_resharding.py (120) and test_fp8_layouts.py (25), of tests/distributed test_quantizer_state.py
+# (63) and test_fp8_param_gather.py (57). The second model's layouts take another 50.
+tests=(
+  tests/unit/mcore tests/unit/optimizer tests/unit/checkpoint tests/unit/models tests/unit/data/test_gpt_dataset.py
+  tests/unit/config/test_batch_schedule.py
+  tests/parity/test_layouts.py "--deselect=tests/parity/test_layouts.py::test_layout_follows_one_rank[gpt2"
+  tests/parity/test_earlier_version.py
+  tests/distributed/test_checkpoint.py tests/distributed/test_optimizer_shards.py tests/distributed/test_loop.py
+  tests/distributed/test_megatron_core_pitfalls.py tests/both_engines.py
+  # Refused with 0.19: --qk-layernorm-across-heads, --multi-latent-attention and --mtp-num-layers.
+  --ignore=tests/unit/models/test_latent_attention.py --ignore=tests/unit/models/test_multi_token.py
+  -k "not olmo and not deepseek"
+)
+"$PYTHON" -m pytest -p no:cacheprovider "$@" "${tests[@]}" &
+trap 'kill "$!"' INT TERM
+status=0
+wait "$!" || status=$?
+echo "$notice"
+exit "$status"

@@ -13,17 +13,21 @@ fi
 "$PYTHON" -m mypy
 [ $# = 0 ] || exec "$PYTHON" -m pytest "$@"
 
-# All tests. Those that mostly compute run at low priority, concurrently with the others, which wait for processes and
-# read clocks.
+# All tests. Those that mostly compute, and those with the other version of megatron-core, run at low priority,
+# concurrently with the others, which wait for processes and read clocks.
 computing=(tests/unit tests/conformance tests/parity tests/policy)
-log=$(mktemp)
-nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider "${computing[@]}" > "$log" 2>&1 &
-beside=$!
-echo "running concurrently, reported at the end: ${computing[*]}"
-trap 'kill "$beside" 2>/dev/null || true; rm -f "$log"' EXIT
+logs=$(mktemp -d)
+nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider "${computing[@]}" > "$logs/1" 2>&1 &
+beside=("$!")
+nice -n 10 bash tests/other_engine.sh > "$logs/2" 2>&1 &
+beside+=("$!")
+echo "running concurrently, reported at the end: ${computing[*]} tests/other_engine.sh"
+trap 'kill "${beside[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
 status=0
 "$PYTHON" -m pytest "${computing[@]/#/--ignore=}" || status=$?
 [ "$status" != 2 ] || exit 2 # interrupted
-wait "$beside" || status=$?
-cat "$log"
+for each in "${beside[@]}"; do
+  wait "$each" || status=$?
+done
+cat "$logs"/*
 exit "$status"

@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a tensor that FSDP2 has sharded; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Adam(torch.optim.Optimizer):
@@ -54,9 +60,10 @@ class Adam(torch.optim.Optimizer):
             if not self.state[parameter]:
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
                 self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
-        gradients = [p.grad for p in parameters]
-        exp_avgs = [self.state[p]["exp_avg"] for p in parameters]
-        exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in parameters]
+        gradients = [local(p.grad) for p in parameters]
+        exp_avgs = [local(self.state[p]["exp_avg"]) for p in parameters]
+        exp_avg_sqs = [local(self.state[p]["exp_avg_sq"]) for p in parameters]
+        parameters = [local(p) for p in parameters]
         beta1, beta2 = group["betas"]
         correction1, correction2 = 1.0, 1.0
         if group["bias_correction"]:

@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from megafp8.mcore.cpu_adam import Adam
+from megafp8.mcore import mixture_patches
+from megafp8.mcore.cpu_adam import Adam, local
 from megafp8.mcore.known_warnings import silence_known_warnings, silence_log_message
 from megafp8.mcore.patches import Patch, import_core, is_installed
 
@@ -170,7 +172,7 @@ def clip_by_total_norm(
     parameters: list[torch.Tensor], max_norm: float, total_norm: float, use_decoupled_grad: bool = False
 ) -> None:
     """Scale gradients so that their global norm is at most `max_norm`, as megatron-core does on a GPU."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [local(each.grad) for each in parameters if each.grad is not None]
     factor = max_norm / (total_norm + 1.0e-6)
     if factor < 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
@@ -184,8 +186,13 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float = 2.0, grad_stats
     """
     assert norm_type == 2.0
     squares = torch.zeros((), dtype=torch.float64)
+    sharding_group = None  # of FSDP2
     for gradient in gradients:
-        squares += torch.linalg.vector_norm(gradient.double()).square()
+        if isinstance(gradient, DTensor):
+            sharding_group = gradient.device_mesh.get_group()
+        squares += torch.linalg.vector_norm(local(gradient).double()).square()
+    if sharding_group is not None:
+        torch.distributed.all_reduce(squares, group=sharding_group)
     torch.distributed.all_reduce(squares, group=grad_stats_parallel_group)
     return squares.sqrt().float().item()
 
@@ -224,6 +231,19 @@ def patch_recompute_without_fp8() -> None:
     recompute = import_core("tensor_parallel.random").CheckpointWithoutOutput
     original = recompute.__init__
     recompute.__init__ = lambda self, fp8=False: original(self, fp8 or None)
+
+
+def copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Give a released output, and all views of it, the bytes of the recomputed one, without counting it as a change."""
+    storage, source = output.untyped_storage(), recomputed.untyped_storage()
+    storage.resize_(source.size())
+    storage.copy_(source)
+
+
+def patch_share_storage() -> None:
+    """Copy recomputed outputs. megatron-core compiles a C++ extension to share their memory: a minute for every user,
+    and a process that is killed meanwhile leaves a lock that all later ones wait for."""
+    import_core("tensor_parallel.random")._get_share_storage = lambda: copy_storage
 
 
 def patch_bucket_groups() -> None:
@@ -332,6 +352,13 @@ PATCHES = (
         patch_recompute_without_fp8,
     ),
     Patch(
+        "recomputed outputs",
+        "the first recomputation compiles a C++ extension, and one killed meanwhile blocks all later runs",
+        (("tensor_parallel/random.py", "_share_storage_ext = load_inline("),),
+        patch_share_storage,
+        versions=">=0.19",
+    ),
+    Patch(
         "buffers of two types",
         "gathered in one group, FP8 and BF16 weights come out as noise: gloo takes all for one type",
         (("distributed/param_and_grad_buffer.py", "group_buckets = [bucket] + non_fp8_buckets"),),
@@ -343,6 +370,7 @@ PATCHES = (
         (("tensor_parallel/layers.py", "get_dummy_wgrad(list(weight.main_grad.shape), input.dtype)"),),
         patch_dummy_wgrad,
     ),
+    *mixture_patches.CPU_PATCHES,
 )
 
 

@@ -11,6 +11,12 @@ KNOWN_WARNINGS = (
     (UserWarning, r"full scope is deprecated", r"megatron\.core\.transformer\.transformer_config"),
     (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\..*"),
     (UserWarning, r"mxfp8 without using reuse_grad_buf", r"megatron\.core\.optimizer\..*"),
+    # Nothing changes a model's output, the losses, in place.
+    (
+        UserWarning,
+        r"FSDP2-wrapped module \(FSDP(GPTModel|Float16Module)\) returned a view",
+        r"torch\.distributed\.fsdp",
+    ),
     (UserWarning, r"MimoModelConfig is experimental", r"megatron\.core\.models\.mimo\..*"),
     (RuntimeWarning, r"Detected a Jax installation", r"transformer_engine"),
     (FutureWarning, r"`torch\.distributed\..*` is deprecated", r"torch\.distributed\.c10d_logger"),

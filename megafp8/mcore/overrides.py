@@ -21,16 +21,22 @@ from megafp8.config import megatron_flags
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings
 from megafp8.errors import ConfigError
+from megafp8.mcore.patches import core_version
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 # Fields that are set by a flag with another name.
 FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType({
     "layernorm_epsilon": "--norm-epsilon",
+    "num_moe_experts": "--num-experts",
+    "moe_router_padding_for_fp8": "--moe-router-padding-for-fp8",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "gated_linear_unit": "--swiglu",
     "activation_func": "--swiglu or --squared-relu",
     "virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-pipeline-stage",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     "params_dtype": "--bf16 or --fp16",
     "pipeline_dtype": "--bf16 or --fp16",
     "fp8": "--fp8-format",
@@ -44,12 +50,23 @@ FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType({
 
 # Prefixes of the fields of unsupported features, with the flag whose refusal gives the reason.
 REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
-    ("moe_", "--num-experts"),
-    ("num_moe_experts", "--num-experts"),
-    ("expert_", "--num-experts"),
-    ("mtp_", "--mtp-num-layers"),
-    ("multi_latent_attention", "--multi-latent-attention"),
+    ("moe_", "--moe-use-grouped-tensor"),
+    ("overlap_moe", "--overlap-moe-expert-parallel-comm"),
+    ("mtp_standalone", "--mtp-standalone"),
 )
+
+# Fields that megatron-core's own training loop and optimizer step read. megafp8 has its own.
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType({
+    "optimizer_cuda_graph": "megafp8's optimizer step is not captured in a CUDA graph; leave it out",
+    "grad_norm_skip_threshold": "megafp8's optimizer step does not read it; use --spike-policy skip",
+})  # fmt: skip
+
+# Fields that megatron-core 0.19 added, of features that 0.16 does not have.
+FIELDS_OF_0_19 = frozenset((
+    "activation_offload_fraction", "delay_offload_until_cuda_graph", "fine_grained_offloading_max_inflight_offloads",
+    "flash_attention_version", "fp4_param_gather", "fp8_output_proj", "fused_residual_rmsnorm",
+    "mlp_chunks_for_training", "num_buckets", "param_name_patterns_for_fp32_local_accumulation",
+))  # fmt: skip
 
 
 def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, Any]:
@@ -68,8 +85,8 @@ def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, A
         owner, _, name = path.partition(".")
         if owner != section:
             continue
-        unknown = f"megatron-core's {kind.__name__} has no field {name}"
-        reason = override_refusal(name) if name in fields else unknown
+        known = name in fields or name in WITHOUT_EFFECT
+        reason = override_refusal(name) if known else unknown_field(kind, name)
         if reason is not None:
             problems.append(f"--override {entry}: {reason}")
             continue
@@ -89,8 +106,18 @@ def override_refusal(field: str) -> Optional[str]:
     )
     if flag is not None:
         return f"{field} is set by {flag}: give that"
+    if field in WITHOUT_EFFECT:
+        return f"{field}: {WITHOUT_EFFECT[field]}"
     refused = next((flag for prefix, flag in REFUSED_PREFIXES if field.startswith(prefix)), None)
     return megatron_flags.refusal_reason(refused) if refused is not None else None
+
+
+def unknown_field(kind: type, field: str) -> str:
+    """The message for a field that a class of the installed megatron-core does not have."""
+    text = f"megatron-core's {kind.__name__} has no field {field}"
+    if field in FIELDS_OF_0_19:
+        text += f": it was added in megatron-core 0.19, and {core_version()} is installed"
+    return text
 
 
 def parse_value(text: str, target: Any) -> Any:

@@ -64,11 +64,16 @@ def core_folder() -> Path:
 
 
 @functools.cache
+def core_version() -> str:
+    """The version of the installed megatron-core, such as 0.16.1."""
+    text = (core_folder() / "package_info.py").read_text(encoding="utf-8")
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
+
+
+@functools.cache
 def is_installed(versions: str) -> bool:
     """Whether the installed megatron-core is one of these versions, such as `<0.19`. An empty text means all."""
-    text = (core_folder() / "package_info.py").read_text(encoding="utf-8")
-    version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
-    return SpecifierSet(versions).contains(version)
+    return SpecifierSet(versions).contains(core_version())
 
 
 WEIGHT_EVIDENCE = (

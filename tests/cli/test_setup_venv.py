@@ -5,6 +5,7 @@ import pty
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Optional
 
 import pytest
 
@@ -54,3 +55,21 @@ def test_on_a_terminal_pip_shows_its_own_progress(checkout: Path) -> None:
     assert b"installing torch" in os.read(reader, 10_000)
     os.close(reader)
     assert "--quiet" not in (checkout / "calls").read_text()
+
+
+@pytest.mark.parametrize("supported", ["python3.13", "python3.10", None])
+def test_a_supported_python_makes_the_environment(checkout: Path, supported: Optional[str]) -> None:
+    """The version is asked of the Python itself: a supported one exits with 0."""
+    shutil.rmtree(checkout / ".venv")
+    (checkout / "bin").mkdir()
+    for name in ("python3", *(f"python3.{minor}" for minor in range(9, 15))):
+        path = checkout / "bin" / name
+        path.write_text(f"#!/bin/sh\n[ $1 = -c ] || echo {name} $*\nexit {int(name != supported)}\n", encoding="utf-8")
+        path.chmod(0o755)
+    environment = os.environ | {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", "-c", ". tools/setup_venv.sh"]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=60)
+    if supported is None:
+        assert "megafp8 needs Python 3.10 to 3.13 with venv" in done.stderr
+    else:
+        assert f"making .venv with {supported}\n{supported} -m venv {checkout}/.venv" in done.stdout

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator
 
 from megafp8.device.capability import Target
-from megafp8.launch.doctor import facts
-from megafp8.launch.doctor.facts import Machine, TestedSet
+from megafp8.launch.doctor import facts, versions
+from megafp8.launch.doctor.facts import Machine
 from megafp8.launch.doctor.findings import DoctorFinding, error, import_finding, ok, timeout_text, warning
-from megafp8.launch.doctor.versions import matches_version, version_numbers
+from megafp8.launch.doctor.versions import TestedSet, dotted, matches_version, version_numbers
 from megafp8.recipes import registry
 
 LIBRARIES = (
@@ -34,10 +34,10 @@ Check = Callable[[Machine], Iterator[DoctorFinding]]
 
 def python(machine: Machine) -> Iterator[DoctorFinding]:
     """A supported version of Python."""
-    version = ".".join(map(str, machine.python))
-    if not facts.PYTHON_FROM <= machine.python[:2] < facts.PYTHON_BELOW:
+    version = dotted(machine.python)
+    if not versions.PYTHON_FROM <= machine.python[:2] < versions.PYTHON_BELOW:
         fix = "install python3.11, then: bash tests/run.sh"
-        yield error("Python", f"{version}: megafp8 needs 3.10 to 3.12", fix)
+        yield error("Python", f"{version}: megafp8 needs {versions.PYTHONS}", fix)
     elif (3, 11) <= machine.python < (3, 11, 4):
         text = (
             f"{version}: Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr. megafp8 reads such "
@@ -55,8 +55,8 @@ def torch(machine: Machine) -> Iterator[DoctorFinding]:
         yield error("torch", "is not installed", "pip install -c constraints.txt torch")
     elif problem := import_finding(machine, "torch", "torch", version, "pip install --force-reinstall torch"):
         yield problem
-    elif version_numbers(version) < facts.TORCH_FROM:
-        least = ".".join(map(str, facts.TORCH_FROM))
+    elif version_numbers(version) < versions.TORCH_FROM:
+        least = dotted(versions.TORCH_FROM)
         yield error("torch", f"{version} is older than {least}", f"pip install --upgrade 'torch>={least}'")
     else:
         yield ok("torch", version + (f", CUDA {machine.torch_cuda}" if machine.torch_cuda else ", built without CUDA"))
@@ -65,12 +65,12 @@ def torch(machine: Machine) -> Iterator[DoctorFinding]:
 def megatron_core(machine: Machine) -> Iterator[DoctorFinding]:
     """megatron-core is installed, in a version that the project's patches are written for."""
     version = machine.packages.get("megatron-core")
-    fix = f"pip install 'megatron-core=={facts.MEGATRON_CORE}'"
+    fix = f"pip install 'megatron-core=={versions.megatron_core_for(machine.python)}'"
     then = f"fix this error, then: {fix}"
     if version is None:
         yield error("megatron-core", "is not installed", fix)
-    elif not any(matches_version(version, each) for each in (facts.MEGATRON_CORE, facts.OTHER_MEGATRON_CORE)):
-        supported = f"{facts.MEGATRON_CORE} and {facts.OTHER_MEGATRON_CORE}"
+    elif not any(matches_version(version, each) for each in versions.MEGATRON_CORE_VERSIONS):
+        supported = " and ".join(versions.MEGATRON_CORE_VERSIONS)
         yield error("megatron-core", f"{version}: supported versions are {supported}", fix)
     elif machine.works("torch") and (
         problem := import_finding(machine, "megatron-core", "megatron.core", version, then)
@@ -148,8 +148,7 @@ def cudnn(machine: Machine) -> Iterator[DoctorFinding]:
     if machine.cuda_major is None or "transformer-engine" not in machine.packages:
         return
     wheel, found = machine.wheel_cudnn, machine.found_cudnn
-    version = machine.cudnn_version
-    shown = f"{version // 10000}.{version // 100 % 100}.{version % 100}" if version else "of unknown version"
+    shown = machine.cudnn or "of unknown version"
     fix = f"export CUDNN_HOME={wheel}" if wheel else "unset CUDNN_HOME CUDNN_PATH, and keep one cuDNN"
     if len(machine.loaded_cudnn) > 1:
         yield error(
@@ -174,20 +173,20 @@ def differences_from(expected: TestedSet, machine: Machine) -> list[str]:
         for name, version in expected.packages.items()
         if not matches_version(machine.packages.get(name), version)
     ]
-    if machine.python[:2] not in expected.pythons:
-        pythons = ", ".join(".".join(map(str, version)) for version in expected.pythons)
-        differences.append(f"Python {'.'.join(map(str, machine.python[:2]))} (tested {pythons})")
+    if machine.python[:2] != expected.python:
+        differences.append(f"Python {dotted(machine.python[:2])} (tested {dotted(expected.python)})")
+    if machine.cudnn and expected.cudnn and not matches_version(machine.cudnn, expected.cudnn):
+        differences.append(f"cuDNN {machine.cudnn} (tested {expected.cudnn})")
     return differences
 
 
 def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
     """The installed versions have been tested together."""
-    tested_sets = facts.GPU_TESTED_SETS if machine.has_gpu else facts.CPU_TESTED_SETS
+    tested_sets = versions.GPU_TESTED_SETS if machine.has_gpu else versions.CPU_TESTED_SETS
     expected = min(tested_sets, key=lambda each: len(differences_from(each, machine)))
     differences = differences_from(expected, machine)
     if differences:
-        fix = "optional; to test this machine: "
-        fix += "bash tests/run.sh" if not machine.has_gpu else "python -m pytest -m gpu tests"
+        fix = f"optional; to test this machine: {tested_sets[0].command}"
         yield warning("tested set", f"differs from {expected.name}: {', '.join(differences)}", fix)
     else:
         yield ok("tested set", expected.name)
@@ -253,7 +252,7 @@ def triton(machine: Machine) -> Iterator[DoctorFinding]:
     elif machine.compiler is None:
         yield error("Triton", "cannot find a C compiler", "apt-get install gcc, or export CC=COMPILER")
     elif not machine.has_python_headers:
-        version = ".".join(map(str, machine.python[:2]))
+        version = dotted(machine.python[:2])
         yield error("Triton", "cannot find Python.h", f"apt-get install python{version}-dev")
     else:
         yield ok("Triton", f"{machine.packages['triton']}, {machine.compiler}")

@@ -1,4 +1,4 @@
-"""The doctor's facts about a machine, how to find them, and the sets of versions that were tested together.
+"""The doctor's facts about a machine, and how to find them.
 
 Functions that find facts return None or nothing instead of raising, because what is missing becomes a finding.
 """
@@ -98,6 +98,12 @@ class Machine:
         return int(self.torch_cuda.split(".")[0]) if self.torch_cuda else None
 
     @property
+    def cudnn(self) -> Optional[str]:
+        """The version of cuDNN that torch loaded, such as 9.19.0."""
+        number = self.cudnn_version
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
+
+    @property
     def has_gpu(self) -> bool:
         """Whether there is any sign of a GPU, even if torch cannot use it."""
         return bool(self.gpus or self.driver or self.driver_error)
@@ -107,37 +113,6 @@ class Machine:
         return self.import_errors.get(module, "not tried") is None
 
 
-MEGATRON_CORE, OTHER_MEGATRON_CORE = "0.16.1", "0.19"
-PYTHON_FROM, PYTHON_BELOW = (3, 10), (3, 13)
-TORCH_FROM = (2, 6)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TestedSet:
-    """Versions that were tested together.
-
-    Attributes:
-        packages: version, or start of a version such as `2.11`, by package.
-    """
-
-    name: str
-    pythons: tuple[tuple[int, int], ...]
-    packages: Mapping[str, str]
-
-    __test__ = False  # keeps pytest from collecting it
-
-
-CPU_TESTED_SETS = (
-    TestedSet(name="CPU", pythons=((3, 11),), packages={"torch": "2.13", "megatron-core": MEGATRON_CORE}),
-    TestedSet(name="CPU, chosen tests", pythons=((3, 11),), packages={"torch": "2.13", "megatron-core": "0.19.2"}),
-)
-GPU_TESTED_SETS = (
-    TestedSet(
-        name="H200, driver 580.159, CUDA 13.0, cuDNN 9.19",
-        pythons=((3, 12),),
-        packages={"torch": "2.11", "megatron-core": MEGATRON_CORE, "transformer-engine": "2.20.2", "triton": "3.6"},
-    ),
-)
 MINIMUM_DRIVER = {12: 525, 13: 580}
 """Minimum driver by CUDA major version. Source: CUDA Toolkit release notes, minor version compatibility."""
 IMPORT_CHECK = Path(__file__).with_name("import_check.py")

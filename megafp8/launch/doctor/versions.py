@@ -1,9 +1,80 @@
-"""Comparison of version numbers."""
+"""The supported versions, the sets of versions that were tested together, and comparison of version numbers."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Optional
+
+PYTHON_FROM, PYTHON_BELOW = (3, 10), (3, 14)
+PYTHONS = "3.10 to 3.13"
+TORCH_FROM = (2, 6)
+# Of megatron-core. Each Python gets the newest that is made for it, as `setup.py` and `constraints.txt` do.
+MEGATRON_CORE, NEWER_MEGATRON_CORE, NEWER_FROM_PYTHON = "0.16.1", "0.19.2", (3, 12)
+MEGATRON_CORE_VERSIONS = (MEGATRON_CORE, "0.19")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestedSet:
+    """Versions that were tested together: a row of the table of docs/upstream.md.
+
+    Attributes:
+        packages: version, or start of a version such as `2.11`, by package.
+        cudnn: start of the version of cuDNN; None on a CPU.
+        driver: start of the version of NVIDIA's driver. Another driver is no difference: it has a check of its own.
+        command: what runs the tests.
+    """
+
+    name: str
+    python: tuple[int, int]
+    packages: Mapping[str, str]
+    cudnn: Optional[str] = None
+    driver: Optional[str] = None
+    command: str
+
+    __test__ = False  # keeps pytest from collecting it
+
+
+CPU_TESTED_SETS = (
+    TestedSet(
+        name="CPU",
+        python=(3, 11),
+        packages={"torch": "2.13", "megatron-core": MEGATRON_CORE},
+        command="bash tests/run.sh",
+    ),
+    TestedSet(
+        name="CPU, chosen tests",
+        python=(3, 11),
+        packages={"torch": "2.13", "megatron-core": NEWER_MEGATRON_CORE},
+        command="bash tests/other_engine.sh",
+    ),
+)
+GPU_TESTED_SETS = (
+    TestedSet(
+        name="H200, CUDA 13.0",
+        python=(3, 12),
+        packages={"torch": "2.11", "megatron-core": MEGATRON_CORE, "transformer-engine": "2.20.2", "triton": "3.6"},
+        cudnn="9.19",
+        driver="580.159",
+        command="python -m pytest -m gpu tests",
+    ),
+    TestedSet(
+        name="H200, CUDA 13.0, chosen tests",
+        python=(3, 12),
+        packages={
+            "torch": "2.11", "megatron-core": NEWER_MEGATRON_CORE, "transformer-engine": "2.20.2", "triton": "3.6",
+        },
+        cudnn="9.19",
+        driver="580.159",
+        command="python -m pytest -m gpu tests/gpu/test_te_patches.py tests/gpu/test_step_graph.py",
+    ),
+)  # fmt: skip
+
+
+def megatron_core_for(python: tuple[int, ...]) -> str:
+    """The version of megatron-core that is installed for a Python."""
+    return NEWER_MEGATRON_CORE if python[:2] >= NEWER_FROM_PYTHON else MEGATRON_CORE
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
@@ -14,3 +85,8 @@ def version_numbers(version: str) -> tuple[int, ...]:
 def matches_version(found: Optional[str], wanted: str) -> bool:
     """Whether a version is `wanted`, or starts with it."""
     return found is not None and version_numbers(found)[: len(version_numbers(wanted))] == version_numbers(wanted)
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """A version as text: 3.12 for (3, 12)."""
+    return ".".join(map(str, version))

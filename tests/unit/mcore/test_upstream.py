@@ -12,7 +12,7 @@ import pytest
 import torch
 from reproducers import PAGE, expected_error, reproducers
 
-from megafp8.launch.doctor import facts
+from megafp8.launch.doctor import versions
 from megafp8.mcore import cpu_patches, patches
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,14 +40,15 @@ def test_the_page_lists_the_patches_of_transformer_engine() -> None:
     assert [row[0] for row in rows_after("Transformer Engine", "patch")] == names and names
 
 
-def test_the_page_lists_the_tested_sets() -> None:
+def test_the_page_lists_the_tested_sets_of_the_doctor() -> None:
     columns = ("torch", "megatron-core", "transformer-engine", "triton")
     expected = [
-        [each.name, ", ".join(".".join(map(str, version)) for version in each.pythons)]
+        [each.name, versions.dotted(each.python)]
         + [each.packages.get(name, "") for name in columns]
-        for each in (*facts.CPU_TESTED_SETS, *facts.GPU_TESTED_SETS)
+        + [each.cudnn or "", each.driver or "", f"`{each.command}`"]
+        for each in (*versions.CPU_TESTED_SETS, *versions.GPU_TESTED_SETS)
     ]
-    assert [row[:6] for row in rows_after("Tested versions", "set")] == expected
+    assert rows_after("Tested versions", "set") == expected
 
 
 def runs_here(library: str) -> bool:
