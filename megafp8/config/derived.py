@@ -1,7 +1,6 @@
 """Values derived from the settings: pure functions of a `RunConfig` and a world size.
 
-They follow Megatron-LM's `validate_args` and `get_optimizer_param_scheduler`. The settings that they read must have
-passed the rules in `config/rules`.
+They follow Megatron-LM's `validate_args`. The settings that they read must have passed the rules in `config/rules`.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ import math
 import re
 from typing import Optional
 
+from megafp8.config import batch_schedule as batches
 from megafp8.config import precision_map
 from megafp8.config.schema import (
     DataConfig,
     LoggingConfig,
     ModelConfig,
-    OptimizerConfig,
     PrecisionConfig,
     RunConfig,
     TrainingConfig,
@@ -26,14 +25,13 @@ from megafp8.recipes.base import Recipe
 
 DEFAULT_SPLIT = "969,30,1"
 ELEMENTS_PER_THREAD = 2**16
-
 # ---- layout -------------------------------------------------------------------------------------------------------
 
 
 def model_parallel_size(config: RunConfig) -> int:
     """Ranks per model replica: tensor x pipeline x context."""
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    sizes = config.parallel
+    return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
@@ -52,30 +50,44 @@ def data_parallel_size(config: RunConfig, world_size: int) -> int:
     return world_size // ranks
 
 
-def virtual_pipeline_size(config: RunConfig) -> Optional[int]:
-    """Model chunks per pipeline rank of the interleaved schedule; None without it and for one chunk."""
-    parallel = config.parallel
-    chunks = parallel.num_virtual_stages_per_pipeline_rank
-    if parallel.num_layers_per_virtual_pipeline_stage is not None:
-        chunks = layers_per_pipeline_rank(config) // parallel.num_layers_per_virtual_pipeline_stage
-    return chunks if chunks is not None and chunks > 1 else None
-
-
-def layers_per_pipeline_rank(config: RunConfig) -> int:
-    """Transformer layers on one pipeline rank, over all its chunks."""
-    assert config.model.num_layers is not None
-    return config.model.num_layers // config.parallel.pipeline_model_parallel_size
-
-
 # ---- batch and length ---------------------------------------------------------------------------------------------
 
 
-def global_batch_size(config: RunConfig, world_size: int) -> int:
-    """Sequences per optimizer step; without the flag, one micro-batch on each data-parallel rank."""
-    if config.training.global_batch_size is not None:
-        return config.training.global_batch_size
+def batch_schedule(config: RunConfig, world_size: int) -> batches.BatchSchedule:
+    """The global batch size of each step.
+
+    Without a flag it is one micro-batch on each data-parallel rank.
+
+    Raises:
+        ConfigError: the flags of the schedule are wrong.
+    """
+    training, seq_length = config.training, config.data.seq_length
+    if training.step_batch_size_schedule:
+        if not seq_length or seq_length < 1:
+            raise ConfigError("--step-batch-size-schedule counts tokens: --seq-length is missing")
+        return batches.step_schedule(" ".join(training.step_batch_size_schedule), seq_length)
+    size = training.global_batch_size or microbatch_sequences(config, world_size)
+    ramp = training.rampup_batch_size
+    schedule = batches.ramp_up(ramp, size) if ramp else batches.constant(size)
+    if training.decrease_batch_size_if_needed:
+        return schedule.rounded_down(microbatch_sequences(config, world_size))
+    return schedule
+
+
+def microbatch_sequences(config: RunConfig, world_size: int) -> int:
+    """Sequences of one microbatch over all data-parallel ranks."""
     assert config.training.micro_batch_size is not None
     return config.training.micro_batch_size * data_parallel_size(config, world_size)
+
+
+def global_batch_size(config: RunConfig, world_size: int) -> int:
+    """Sequences per optimizer step; under a batch schedule those of its last phase, the most."""
+    return batch_schedule(config, world_size).last_batch_size
+
+
+def eval_batch_size(config: RunConfig, world_size: int) -> int:
+    """Sequences per global batch of an evaluation."""
+    return config.training.eval_global_batch_size or global_batch_size(config, world_size)
 
 
 def useful_threads(config: RunConfig) -> int:
@@ -92,25 +104,29 @@ def useful_threads(config: RunConfig) -> int:
     return max(1, num_elements // ELEMENTS_PER_THREAD)
 
 
-def num_microbatches(config: RunConfig, world_size: int) -> int:
-    """Microbatches of one data-parallel rank per optimizer step.
+def has_batch_schedule(training: TrainingConfig) -> bool:
+    """Whether the global batch size changes during the run."""
+    return bool(training.rampup_batch_size or training.step_batch_size_schedule)
+
+
+def num_microbatches(config: RunConfig, world_size: int, batch_size: Optional[int] = None) -> int:
+    """Microbatches of one data-parallel rank in a global batch, by default that of `global_batch_size`.
 
     Raises:
         ConfigError: the global batch is not a multiple of micro batch x data-parallel size.
     """
-    micro, ranks = config.training.micro_batch_size, data_parallel_size(config, world_size)
-    assert micro is not None
-    batch = global_batch_size(config, world_size)
-    if batch % (micro * ranks):
+    sequences = microbatch_sequences(config, world_size)
+    batch = global_batch_size(config, world_size) if batch_size is None else batch_size
+    if batch % sequences:
         raise ConfigError(
-            f"global batch {batch} is not a multiple of micro batch x data-parallel size = {micro} x {ranks} "
-            f"= {micro * ranks}"
+            f"global batch {batch} is not a multiple of micro batch x data-parallel size = "
+            f"{config.training.micro_batch_size} x {data_parallel_size(config, world_size)} = {sequences}"
         )
-    return batch // (micro * ranks)
+    return batch // sequences
 
 
 def tokens_per_step(config: RunConfig, world_size: int) -> int:
-    """Tokens per optimizer step over all ranks."""
+    """Tokens per optimizer step over all ranks; under a batch schedule those of its last phase."""
     assert config.data.seq_length is not None
     return global_batch_size(config, world_size) * config.data.seq_length
 
@@ -120,14 +136,19 @@ def train_iters(config: RunConfig, world_size: int) -> int:
     if config.training.train_iters is not None:
         return config.training.train_iters
     assert config.training.train_samples is not None
-    return config.training.train_samples // global_batch_size(config, world_size)
+    return batch_schedule(config, world_size).num_steps(config.training.train_samples)
 
 
 def train_samples(config: RunConfig, world_size: int) -> int:
     """Sequences of the run; with --train-samples that number, even if the last batch is not full."""
     if config.training.train_iters is None and config.training.train_samples is not None:
         return config.training.train_samples
-    return train_iters(config, world_size) * global_batch_size(config, world_size)
+    return trained_samples(config, world_size)
+
+
+def trained_samples(config: RunConfig, world_size: int) -> int:
+    """Sequences of all steps of the run, without an incomplete last batch."""
+    return batch_schedule(config, world_size).advance(train_iters(config, world_size))
 
 
 def dataset_samples(config: RunConfig, world_size: int) -> tuple[int, int, int]:
@@ -135,7 +156,7 @@ def dataset_samples(config: RunConfig, world_size: int) -> tuple[int, int, int]:
 
     Every validation reads the same samples, so that losses are comparable within a run and between runs.
     """
-    held_out = config.training.eval_iters * global_batch_size(config, world_size)
+    held_out = config.training.eval_iters * eval_batch_size(config, world_size)
     return train_samples(config, world_size), held_out, held_out
 
 
@@ -158,49 +179,6 @@ def split_shares(text: str) -> tuple[float, ...]:
     if len(shares) < len(parts) or len(shares) > 3 or not sum(shares):
         raise ValueError(text)
     return shares
-
-
-# ---- learning-rate schedule, in samples ---------------------------------------------------------------------------
-
-
-def lr_decay_samples(config: RunConfig, world_size: int) -> int:
-    """Samples at which the schedule ends; by default the end of the run."""
-    optimizer = config.optimizer
-    if config.training.train_iters is None:
-        return optimizer.lr_decay_samples or train_samples(config, world_size)
-    steps = optimizer.lr_decay_iters if optimizer.lr_decay_iters is not None else config.training.train_iters
-    return steps * global_batch_size(config, world_size)
-
-
-def lr_warmup_samples(config: RunConfig, world_size: int) -> float:
-    """Samples of linear warm-up. With --lr-warmup-fraction it may be fractional, as in Megatron-LM."""
-    optimizer = config.optimizer
-    if optimizer.lr_warmup_fraction is not None:
-        return optimizer.lr_warmup_fraction * lr_decay_samples(config, world_size)
-    if config.training.train_iters is None:
-        return optimizer.lr_warmup_samples
-    return optimizer.lr_warmup_iters * global_batch_size(config, world_size)
-
-
-def lr_wsd_decay_samples(config: RunConfig, world_size: int) -> Optional[int]:
-    """Samples of the final decay of WSD; None if not given."""
-    if config.training.train_iters is None:
-        return config.optimizer.lr_wsd_decay_samples
-    steps = config.optimizer.lr_wsd_decay_iters
-    return None if steps is None else steps * global_batch_size(config, world_size)
-
-
-def weight_decay_samples(config: RunConfig, world_size: int) -> int:
-    """Samples over which weight decay changes from its start to its end value: those of the run."""
-    return train_samples(config, world_size)
-
-
-def weight_decay_range(optimizer: OptimizerConfig) -> tuple[float, float]:
-    """Weight decay at the start and at the end of the run."""
-    if optimizer.weight_decay_incr_style == "constant":
-        return optimizer.weight_decay, optimizer.weight_decay
-    assert optimizer.start_weight_decay is not None and optimizer.end_weight_decay is not None
-    return optimizer.start_weight_decay, optimizer.end_weight_decay
 
 
 # ---- model --------------------------------------------------------------------------------------------------------
@@ -303,8 +281,8 @@ def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """Rows of the embedding and of the output layer: `vocab_size` rounded up to `vocab_multiple`."""
-    return round_up(vocab_size, vocab_multiple(config))
+    """Rows of the embedding and of the output layer: `vocab_size` and padding, or --padded-vocab-size."""
+    return config.model.padded_vocab_size or round_up(vocab_size, vocab_multiple(config))
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -354,6 +332,12 @@ def softmax_in_fp32(model: ModelConfig) -> bool:
 # ---- optimizer ----------------------------------------------------------------------------------------------------
 
 
+def _has_expert_groups(config: RunConfig) -> bool:
+    parallel, size = config.parallel, config.parallel.expert_tensor_parallel_size
+    has_own_size = size is not None and size != parallel.tensor_model_parallel_size
+    return bool(config.model.num_experts) and (parallel.expert_model_parallel_size > 1 or has_own_size)
+
+
 def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
     """The setting that prevents the one-pass optimizer; None if it can be used."""
     settings, precision = config.optimizer, config.precision
@@ -361,6 +345,7 @@ def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
         (not settings.one_pass_optimizer, "--no-one-pass-optimizer"),
         (settings.optimizer != "adam", f"--optimizer {settings.optimizer}"),
         (not config.parallel.use_distributed_optimizer, "no --use-distributed-optimizer"),
+        (_has_expert_groups(config), "experts with data-parallel ranks of their own"),
         (precision.fp16, "--fp16"),
         (settings.loss_scale is not None, f"--loss-scale {settings.loss_scale}"),
         (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),
@@ -387,14 +372,14 @@ def uses_cuda_graph(config: RunConfig) -> bool:
 
 
 def recompute_granularity(training: TrainingConfig) -> Optional[str]:
-    """`full`, `selective` or None; --recompute-activations is short for selective."""
-    if training.recompute_granularity is None and training.recompute_activations:
-        return "selective"
-    return training.recompute_granularity
+    """`full`, `selective` or None; --recompute-activations and --moe-layer-recompute are short for selective."""
+    is_short = training.recompute_activations or training.moe_layer_recompute
+    return training.recompute_granularity or ("selective" if is_short else None)
 
 
 def recompute_modules(training: TrainingConfig) -> tuple[str, ...]:
     """The modules of selective recompute; empty without it."""
     if recompute_granularity(training) != "selective":
         return ()
-    return training.recompute_modules or ("core_attn",)
+    chosen = training.recompute_modules or ("core_attn",)
+    return (*chosen, *(("moe",) if training.moe_layer_recompute and "moe" not in chosen else ()))

@@ -3,7 +3,7 @@
 argparse stops at its first error. To report all problems at once, the command line is split into options (a flag and
 its values), and each is given to argparse separately. The values then override those of other sources:
 
-    default  <  preset  <  --config file  <  --precision-map file  <  flag
+    default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --config file  <  --precision-map file  <  flag
 
 A --model-preset on the command line replaces the model section of the --config file completely, because a mixture of
 two model shapes is never intended.
@@ -15,8 +15,9 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn, Optional
 
 from megafp8 import __version__
@@ -68,8 +69,13 @@ def parse(argv: Sequence[str]) -> Invocation:
     return invocation
 
 
-def parse_with_problems(argv: Sequence[str]) -> tuple[Invocation, list[str]]:
+def parse_with_problems(
+    argv: Sequence[str], from_checkpoint: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Invocation, list[str]]:
     """Parse a command line as far as possible, so that the caller can report these and other problems at once.
+
+    Args:
+        from_checkpoint: values of a checkpoint by setting, which all others override.
 
     Returns:
         The result and the problems: unknown, refused or incomplete flags, invalid values, an unreadable --config.
@@ -78,12 +84,14 @@ def parse_with_problems(argv: Sequence[str]) -> tuple[Invocation, list[str]]:
     expanded, notices = megatron_flags.replace(_options_of(argv))
     values: dict[str, Any] = {}
     problems: list[str] = []
+    flags_given = {option[0] for option in expanded}
     for option in expanded:
-        _read_option(parser, option, values, notices, problems)
+        _read_option(parser, option, flags_given, values, notices, problems)
     config_path, map_path = values.pop("config", None), values.pop("precision_map_file", None)
     options = {name: values.pop(name) for name in ("dry_run", "world_size", "target") if name in values}
     given = frozenset(values)
-    config = _merge_sources(values, config_path, map_path, notices, problems)
+    base = with_values(RunConfig(), from_checkpoint)
+    config = _merge_sources(base, values, config_path, map_path, notices, problems)
     if options.get("world_size", 1) < 1:
         problems.append(f"--world-size {options['world_size']}: must be at least 1")
     return Invocation(config=config, given=given, notices=tuple(notices), **options), problems
@@ -182,7 +190,7 @@ def _converter(setting: Setting) -> Callable[[str], Any]:
             return words[text]
         value = convert(text)
         if fault := setting.fault(value):
-            raise argparse.ArgumentTypeError(f"{printable(text)} {fault}")
+            raise argparse.ArgumentTypeError(f"{printable(text)} {fault}".strip())
         if setting.auto and value == AUTO:
             raise argparse.ArgumentTypeError(f"{text} must be at least 1, or auto")
         return value
@@ -209,28 +217,10 @@ def _whole_number(text: str) -> int:
 
 class _ListPresets(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        sys.stdout.write(_preset_table())
+        from megafp8.config.presets_table import preset_table
+
+        sys.stdout.write(preset_table())
         raise SystemExit(0)
-
-
-def _preset_table() -> str:
-    from megafp8.config import derived, model_shapes
-
-    lines = [
-        f"{'preset':<12}{'layers':>7}{'hidden':>8}{'heads':>7}{'kv':>5}{'ffn':>8}{'vocabulary':>13}{'parameters':>13}\n"
-    ]
-    for name, values in model_shapes.PRESETS.items():
-        model = with_values(RunConfig(), values).model
-        vocabulary = str(model.vocab_size) if model.vocab_size else "tokenizer's"
-        padded = derived.padded_vocab_size(RunConfig(), model.vocab_size or 0)
-        total_millions = model_shapes.count_parameters(model, padded).total / 1e6
-        suffix = "M" if model.vocab_size else "M + vocab"
-        lines.append(
-            f"{name:<12}{model.num_layers:>7}{model.hidden_size:>8}{model.num_attention_heads:>7}"
-            f"{derived.num_query_groups(model):>5}{derived.ffn_hidden_size(model):>8}{vocabulary:>13}"
-            f"{total_millions:>12,.1f}{suffix}\n"
-        )
-    return "".join(lines)
 
 
 # ---- one option at a time -----------------------------------------------------------------------------------------
@@ -251,19 +241,27 @@ def _options_of(argv: Sequence[str]) -> list[list[str]]:
 
 
 def _read_option(
-    parser: argparse.ArgumentParser, option: list[str], values: dict[str, Any], notices: list[str], problems: list[str]
+    parser: argparse.ArgumentParser,
+    option: list[str],
+    flags_given: set[str],
+    values: dict[str, Any],
+    notices: list[str],
+    problems: list[str],
 ) -> None:
     flag, words = option[0], option[1:]
     if not flag:
         problems.append(f"{words[0]!r} does not belong to any flag")
         return
     if flag not in parser._option_string_actions:
-        verdict = megatron_flags.classify(flag, words)
+        verdict = megatron_flags.classify(flag, words, flags_given)
         if verdict is None:
             problems.append(f"unknown flag {flag}{_suggestion(parser, flag)}")
         else:
             (notices if verdict.accepted else problems).append(verdict.text)
         return
+    if parser._option_string_actions[flag].nargs == "+":
+        words = _without_brackets(words)
+        option = [flag, *words]
     # argparse would take a value such as -1e-3 for an option, so it is joined to its flag.
     joined = [f"{flag}={words[0]}"] if len(words) == 1 and words[0].startswith("-") else option
     try:
@@ -278,6 +276,13 @@ def _read_option(
             earlier = values.get(name, ()) if name in _ACCUMULATED else ()
             value = (*earlier, *value)
         values[name] = value
+
+
+def _without_brackets(words: list[str]) -> list[str]:
+    """The values of a list that is written in brackets, as Megatron-LM's test configurations write lists."""
+    if words and words[0].startswith("[") and words[-1].endswith("]"):
+        return " ".join(words)[1:-1].split()
+    return words
 
 
 def _reword(flag: str, text: str) -> str:
@@ -301,9 +306,14 @@ def _suggestion(parser: argparse.ArgumentParser, flag: str) -> str:
 
 
 def _merge_sources(
-    values: dict[str, Any], path: Optional[str], map_path: Optional[str], notices: list[str], problems: list[str]
+    base: RunConfig,
+    values: dict[str, Any],
+    path: Optional[str],
+    map_path: Optional[str],
+    notices: list[str],
+    problems: list[str],
 ) -> RunConfig:
-    """Combine defaults, preset, files and flags."""
+    """Combine defaults or a checkpoint's settings, preset, files and flags."""
     from megafp8.config.model_shapes import PRESETS  # here, so that --help does not import it
 
     from_file = _read_config(path, problems) if path is not None else {}
@@ -315,7 +325,7 @@ def _merge_sources(
     if preset is not None and preset not in PRESETS:
         problems.append(f"--model-preset {preset}: unknown preset; presets: {', '.join(PRESETS)}")
         preset = None
-    config = with_values(RunConfig(), PRESETS[preset]) if preset is not None else RunConfig()
+    config = with_values(base, PRESETS[preset]) if preset is not None else base
     config = with_values(config, from_file)
     if map_path is not None:
         from_map = _read_precision_map(map_path, problems)

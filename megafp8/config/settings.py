@@ -59,6 +59,8 @@ class Setting:
         """What is wrong with a value of the right type, regardless of other settings; None if nothing is."""
         if self.type is int and isinstance(value, int) and abs(value) > self.maximum:
             return f"must be at most {self.maximum:,}"
+        if self.is_path and value == "":
+            return "is empty: give a path, or leave the flag out"
         return path_problem(value) if self.is_path and isinstance(value, str) else None
 
     def as_flag(self, value: Any) -> str:
@@ -205,7 +207,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
         value = value_of(config, setting.name)
         # 1000 and 1000.0 are equal settings and must serialize alike.
         if setting.type is float and value is not None:
-            value = float(value)
+            value = tuple(map(float, value)) if setting.many else float(value)
         holder = tree.setdefault(setting.section, {}) if setting.section else tree
         holder[setting.field] = list(value) if setting.many else setting.written(value)
     return tree

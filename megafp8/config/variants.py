@@ -56,7 +56,9 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
         return Variant(name=name, flags=("--bf16",))
     if name == CONTROL:
         batch, micro = derived.global_batch_size(shared, world_size), control_micro_batch_size(shared, world_size)
-        return Variant(name=name, flags=("--bf16", "--micro-batch-size", str(micro), "--global-batch-size", str(batch)))
+        # A step schedule gives the batch already.
+        given = () if shared.training.step_batch_size_schedule else ("--global-batch-size", str(batch))
+        return Variant(name=name, flags=("--bf16", "--micro-batch-size", str(micro), *given))
     recipe_name, _, number_format = name.partition("-")
     recipe = registry.get(recipe_name) if recipe_name in registry.names() else None
     if recipe is None or (number_format or recipe.default_format) not in recipe.formats:
@@ -129,6 +131,13 @@ def control_micro_batch_size(config: RunConfig, world_size: int) -> int:
         raise ConfigError(
             f"{CONTROL}: --micro-batch-size {micro} and {per_rank} sequences per rank allow no other division of the "
             "batch; use an even micro-batch size or a larger --global-batch-size, or leave the control out"
+        )
+    other_config = with_values(config, {"training.micro_batch_size": other})
+    is_rounded = config.training.decrease_batch_size_if_needed
+    if is_rounded and derived.batch_schedule(other_config, world_size) != derived.batch_schedule(config, world_size):
+        raise ConfigError(
+            f"{CONTROL}: --decrease-batch-size-if-needed gives other global batches with --micro-batch-size {other} "
+            f"than with {micro}: give global batches that both divide, or leave the control out"
         )
     return other
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megafp8.config import derived
+from megafp8.config import derived, lr_schedule, stages
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
@@ -50,7 +50,7 @@ def test_batch():
 )
 def test_virtual_stages(changes, chunks):
     config = config_of(model__num_layers=12, parallel__pipeline_model_parallel_size=2, **changes)
-    assert derived.virtual_pipeline_size(config) == chunks
+    assert stages.virtual_pipeline_size(config) == chunks
 
 
 def test_mlp_width_is_megatrons():
@@ -113,13 +113,13 @@ def test_schedule_in_steps():
         optimizer__lr_wsd_decay_iters=20,
     )
     assert derived.train_samples(config, 1) == 800
-    assert derived.lr_decay_samples(config, 1) == 800
-    assert derived.lr_warmup_samples(config, 1) == 80
-    assert derived.lr_wsd_decay_samples(config, 1) == 160
+    assert lr_schedule.lr_decay_samples(config, 1) == 800
+    assert lr_schedule.lr_warmup_samples(config, 1) == 80
+    assert lr_schedule.lr_wsd_decay_samples(config, 1) == 160
     shorter = with_values(config, {"optimizer.lr_decay_iters": 50, "optimizer.lr_warmup_fraction": 0.1})
-    assert derived.lr_decay_samples(shorter, 1) == 400
-    assert derived.lr_warmup_samples(shorter, 1) == 40
-    assert derived.weight_decay_samples(shorter, 1) == 800
+    assert lr_schedule.lr_decay_samples(shorter, 1) == 400
+    assert lr_schedule.lr_warmup_samples(shorter, 1) == 40
+    assert lr_schedule.weight_decay_samples(shorter, 1) == 800
 
 
 def test_schedule_in_samples():
@@ -131,9 +131,9 @@ def test_schedule_in_samples():
     )
     assert derived.train_iters(config, 1) == 100
     assert derived.train_samples(config, 1) == 805
-    assert derived.lr_decay_samples(config, 1) == 805
-    assert derived.lr_warmup_samples(config, 1) == 13
-    assert derived.lr_wsd_decay_samples(config, 1) == 100
+    assert lr_schedule.lr_decay_samples(config, 1) == 805
+    assert lr_schedule.lr_warmup_samples(config, 1) == 13
+    assert lr_schedule.lr_wsd_decay_samples(config, 1) == 100
 
 
 def test_samples_of_the_three_datasets():
@@ -194,11 +194,11 @@ def test_recompute():
 
 
 def test_weight_decay_range():
-    assert derived.weight_decay_range(config_of(optimizer__weight_decay=0.1).optimizer) == (0.1, 0.1)
+    assert lr_schedule.weight_decay_range(config_of(optimizer__weight_decay=0.1).optimizer) == (0.1, 0.1)
     changing = config_of(
         optimizer__weight_decay_incr_style="linear", optimizer__start_weight_decay=0.0, optimizer__end_weight_decay=0.2
     )
-    assert derived.weight_decay_range(changing.optimizer) == (0.0, 0.2)
+    assert lr_schedule.weight_decay_range(changing.optimizer) == (0.0, 0.2)
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,7 @@ def test_all_problems_are_reported_together():
         "--hidden-size",
         "1",
         "2",
-        "--num-experts",
-        "8",
+        "--use-megatron-fsdp",
         "--world-size",
         "0",
         "--model-preset",
@@ -116,7 +115,7 @@ def test_all_problems_are_reported_together():
         "--clip-grad: 'nan' is not a finite number",
         "--position-embedding-type: invalid choice: 'foo'",
         "--hidden-size: does not take '2'",
-        "--num-experts: dense models only",
+        "--use-megatron-fsdp: Megatron-FSDP",
         "--config /nowhere.json: cannot be read",
         "--model-preset huge: unknown preset",
         "--world-size 0",
@@ -221,3 +220,9 @@ def test_options_that_print_and_exit(option, part, capsys):
         parse([option])
     assert end.value.code == 0
     assert part in capsys.readouterr().out
+
+
+def test_a_list_may_be_written_in_brackets():
+    config = parse(["--recompute-modules", "[layernorm", "mlp]", "--profile-ranks", "[0]"]).config
+    assert config.training.recompute_modules == ("layernorm", "mlp")
+    assert config.logging.profile_ranks == (0,)

@@ -5,8 +5,16 @@ import re
 import pytest
 
 from megafp8.config import megatron_flags
-from megafp8.config.flags import build_parser, parse
-from megafp8.config.megatron_flags import _ACCEPTED_GROUPS, _HARMLESS_VALUES, _OVERRIDABLE, _REFUSED_GROUPS, REPLACED
+from megafp8.config.flags import build_parser, parse, parse_with_problems
+from megafp8.config.megatron_flags import (
+    ACCEPTED_GROUPS,
+    ACCEPTED_VALUES,
+    MANY,
+    REFUSED_GROUPS,
+    REFUSED_PREFIXES,
+    REPLACED,
+)
+from megafp8.config.megatron_flags.idle import IDLE_WITHOUT
 from megafp8.config.settings import settings_by_name
 from megafp8.errors import ConfigError
 
@@ -64,37 +72,67 @@ def _flags(groups):
 
 
 def test_no_flag_has_two_places():
-    places = [*_flags(_ACCEPTED_GROUPS), *_flags(_REFUSED_GROUPS), *_OVERRIDABLE, *REPLACED]
+    places = [*_flags(ACCEPTED_GROUPS), *_flags(REFUSED_GROUPS), *REPLACED]
     assert len(places) == len(set(places)), sorted(flag for flag in places if places.count(flag) > 1)
     assert not OURS & set(places)
     assert not [flag for flag in OURS if megatron_flags.refusal_reason(flag)]
-    assert not [flag for flag in _flags(_ACCEPTED_GROUPS) if megatron_flags.refusal_reason(flag)]
+    assert not [flag for flag in _flags(ACCEPTED_GROUPS) if megatron_flags.refusal_reason(flag)]
 
 
 def test_refused_flags_give_a_reason_and_name_flags_that_exist():
     not_ours = {"--max-restarts"}
-    for flag in [*_flags(_REFUSED_GROUPS), *_OVERRIDABLE]:
-        verdict = megatron_flags.classify(flag, ())
-        assert not verdict.accepted
-        assert verdict.text.startswith(f"{flag}: ")
-        reason = verdict.text.removeprefix(f"{flag}: ")
+    reasons = [reason for _, reason in (*REFUSED_GROUPS, *REFUSED_PREFIXES)]
+    for reason in reasons:
         for named in re.findall(r"--[a-z0-9][a-z0-9_-]*", reason):
-            assert named in OURS | not_ours, f"{named} in: {verdict.text}"
+            assert named in OURS | not_ours, f"{named} in: {reason}"
 
 
-def test_harmless_values_belong_to_refused_flags():
-    for flag, values in _HARMLESS_VALUES.items():
-        assert megatron_flags.refusal_reason(flag), flag
+def test_accepted_values_belong_to_refused_flags():
+    for flag, (values, _) in ACCEPTED_VALUES.items():
+        assert megafp8_refuses(flag), flag
         for value in values:
             assert megatron_flags.classify(flag, [value]).accepted
-        assert not megatron_flags.classify(flag, ["another"]).accepted
+        mains = {main for _, mains in IDLE_WITHOUT for main in mains.split()}
+        assert not megatron_flags.classify(flag, ["another"], mains - {flag}).accepted
+
+
+def megafp8_refuses(flag):
+    return megatron_flags.refusal_reason(flag) is not None
+
+
+def test_a_flag_is_idle_only_without_its_main_flag():
+    for flag, value, main in (
+        ("--moe-latent-size", "2", "--num-experts"),
+        ("--mtp-use-repeated-layer", None, "--mtp-num-layers"),
+        ("--no-flight-recorder-dump-on-timeout", None, "--flight-recorder-dump-path"),
+        ("--data-parallel-sharding-strategy", "optim", "--use-megatron-fsdp"),
+    ):
+        words = [] if value is None else [value]
+        notice = megatron_flags.classify(flag, words, {flag})
+        assert notice.accepted and f"it only matters with {main}" in notice.text
+        assert not megatron_flags.classify(flag, words, {flag, main}).accepted
+
+
+def test_idle_flags_and_their_main_flags_have_places():
+    for flags, mains in IDLE_WITHOUT:
+        for main in mains.split():
+            assert main in OURS or megafp8_refuses(main) or main in _flags(ACCEPTED_GROUPS), main
+        for flag in flags.split():
+            name = f"{flag}x" if flag.endswith("-") else flag
+            assert megafp8_refuses(name), f"{name} would be accepted in any case, or is unknown"
+
+
+def test_flags_for_inference_and_other_models_are_accepted():
+    for flag in ("--inference-max-requests", "--dino-head-hidden-size", "--no-inference-wandb-logging"):
+        assert megatron_flags.classify(flag, ["1"]).accepted
 
 
 def test_accepted_flags_are_accepted_with_a_notice_and_check_their_arity():
-    for flags, arity, _ in _ACCEPTED_GROUPS:
+    for flags, arity, _ in ACCEPTED_GROUPS:
         for flag in flags.split():
-            assert megatron_flags.classify(flag, ["1"] * arity).accepted
-            assert not megatron_flags.classify(flag, ["1"] * (arity + 1)).accepted
+            fitting, wrong = (2, 0) if arity == MANY else (arity, arity + 1)
+            assert megatron_flags.classify(flag, ["1"] * fitting).accepted
+            assert not megatron_flags.classify(flag, ["1"] * wrong).accepted
 
 
 def test_replaced_flags_are_read_as_their_replacements():
@@ -106,28 +144,72 @@ def test_replaced_flags_are_read_as_their_replacements():
     assert {"model.num_layers", "precision.fp8_format"} <= invocation.given
 
 
-def test_overridable_fields_are_megatron_cores():
+def test_a_flag_may_stand_for_several():
+    invocation = parse(["--checkpoint-activations"])
+    training = invocation.config.training
+    assert (training.recompute_granularity, training.recompute_method, training.recompute_num_layers) == (
+        "full", "uniform", 1,
+    )  # fmt: skip
+    assert len(invocation.notices) == 1
+
+
+def test_a_replaced_flag_may_override_others_wherever_they_stand():
+    """As in Megatron-LM, which sets these fields after it has read the flags."""
+    for words in (
+        ["--enable-gpt-oss", "--position-embedding-type", "rope"],
+        ["--position-embedding-type", "rope", "--enable-gpt-oss"],
+    ):
+        invocation, problems = parse_with_problems(words)
+        model = invocation.config.model
+        assert problems == []
+        assert (model.position_embedding_type, model.rotary_scaling_factor) == ("yarn", 32)
+        assert not model.yarn_correction_range_round_to_int
+        assert any(notice.startswith("--position-embedding-type: no effect; ") for notice in invocation.notices)
+    model = parse_with_problems(["--qk-layernorm", "--export-qk-l2-norm"])[0].config.model
+    assert (model.qk_l2_norm, model.qk_layernorm) == (True, False)
+    assert parse_with_problems(["--qk-layernorm"])[0].config.model.qk_layernorm
+
+
+def test_a_value_of_a_setting_may_be_read_as_another():
+    invocation = parse(["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn", "mlp"])
+    assert invocation.config.training.cuda_graph_impl == "auto"
+    assert invocation.notices[0] == "--cuda-graph-impl transformer_engine is read as --cuda-graph-impl auto"
+    assert parse(["--cuda-graph-impl", "none"]).config.training.cuda_graph_impl == "none"
+
+
+def test_flags_of_megatron_cores_fields_become_overrides():
+    assert parse(["--test-mode", "--use-nccl-ub"]).config.overrides == (
+        "transformer.test_mode=True",
+        "ddp.nccl_ub=True",
+    )
+
+
+def test_replacements_are_flags_and_fields_that_exist():
     config_module = pytest.importorskip("megatron.core.transformer.transformer_config")
     ddp_module = pytest.importorskip("megatron.core.distributed.distributed_data_parallel_config")
+    optimizer_module = pytest.importorskip("megatron.core.optimizer.optimizer_config")
     classes = {
         "transformer": config_module.TransformerConfig,
         "ddp": ddp_module.DistributedDataParallelConfig,
+        "optimizer": optimizer_module.OptimizerConfig,
     }
-    for target in _OVERRIDABLE.values():
-        section, field = target.split("=")[0].split(".")
-        assert field in classes[section].__dataclass_fields__, target
+    for new in REPLACED.values():
+        assert {word for word in new.split() if word.startswith("--")} <= OURS, new
+        if new.startswith("--override "):
+            section, field = new.removeprefix("--override ").split("=")[0].split(".")
+            assert field in classes[section].__dataclass_fields__, new
 
 
 def test_a_refused_flag_consumes_its_values():
     with pytest.raises(ConfigError) as caught:
-        parse(["--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss", "--num-experts", "8", "--bogus", "1"])
+        parse(["--use-megatron-fsdp", "--tokenizer-metadata", "8", "--bogus", "1"])
     assert len(caught.value.problems) == 3
-    assert "dense models only" in caught.value.problems[0]
+    assert "--use-megatron-fsdp" in caught.value.problems[0]
     assert "unknown flag --bogus" in caught.value.problems[2]
 
 
 def test_flags_without_effect_are_named_in_the_notices():
-    invocation = parse(["--use-mcore-models", "--timing-log-level", "0", "--expert-model-parallel-size", "1"])
+    invocation = parse(["--use-mcore-models", "--timing-log-level", "0", "--num-distributed-optimizer-instances", "1"])
     assert len(invocation.notices) == 3
     assert all(notice.startswith("--") for notice in invocation.notices)
 
@@ -135,3 +217,15 @@ def test_flags_without_effect_are_named_in_the_notices():
 def test_every_setting_keeps_a_spelling():
     for setting in settings_by_name().values():
         assert setting.flags or setting.off, setting.name
+
+
+@pytest.mark.parametrize("flag", ["--mask-eod", "--img-size", "--bert-layers"])
+def test_a_flag_that_only_looks_like_one_of_megatron_lms_is_unknown(flag):
+    with pytest.raises(ConfigError, match=f"unknown flag {flag}"):
+        parse([flag, "1"])
+
+
+@pytest.mark.parametrize("flag", ["--muon-momentum", "--lion-beta1"])
+def test_details_of_other_optimizers_change_nothing(flag):
+    (notice,) = parse(["--optimizer", "adam", flag, "0.9"]).notices
+    assert notice.startswith(f"{flag}: no effect; it is for another optimizer")

@@ -51,3 +51,8 @@ def test_sizes(name: str) -> None:
 def test_oversized_json_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         settings.read_settings(text)
+
+
+@pytest.mark.parametrize("flag", ["--load", "--save", "--tensorboard-dir"])
+def test_an_empty_path(flag: str) -> None:
+    assert flags.parse_with_problems([flag, ""])[1] == [f"{flag}: is empty: give a path, or leave the flag out"]

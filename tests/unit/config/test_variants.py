@@ -14,9 +14,10 @@ from megafp8.config.variants import (
     parse_variant,
 )
 from megafp8.errors import ConfigError
+from megafp8.recipes import registry
 
 FLAGS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data "
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 255 --micro-batch-size 4 --global-batch-size 8 --train-iters 10 "
     "--lr 1e-3"
 )
@@ -34,8 +35,8 @@ def test_every_name_is_a_run_that_breaks_no_rule(name: str) -> None:
     config = config_of(list(build_variant(name, config_of([]), 1).flags))
     assert config.precision.bf16
     recipe = name.split("-")[0]
-    if recipe == "nvfp4":
-        assert config.precision.fp4_format == "e2m1"
+    if recipe in registry.names("fp4"):
+        assert (config.precision.fp4_recipe, config.precision.fp4_format) == (recipe, "e2m1")
     elif recipe != "bf16":
         assert config.precision.fp8_recipe == recipe
     assert name != "delayed-e4m3" or config.precision.fp8_format == "e4m3"

@@ -1,0 +1,249 @@
+"""Megatron-LM flags that would change training, or ask for an unsupported feature: the reason and what to use."""
+
+from __future__ import annotations
+
+_NEWER_MOE = "it is not a feature of this megatron-core; remove it"
+_DISPATCH_LIBRARY = "exchanging tokens by DeepEP or HybridEP is not supported; use --moe-token-dispatcher-type alltoall"
+_MOE_OVERLAP = "this schedule of megatron-core is not supported; --moe-shared-expert-overlap overlaps shared experts"
+_UPCYCLING = "weights are not copied into experts; train from scratch, or from a model with experts"
+_FSDP = "Megatron-FSDP is not supported; use --use-torch-fsdp2, or --use-distributed-optimizer"
+_OTHER_MODEL = "it is for another kind of model; megafp8 trains GPT models on text"
+_LAUNCHER = "it is a flag of torchrun: put it before the training script, or start with megafp8 torchrun"
+_OLD = "no longer valid in Megatron-LM either; use "
+
+REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
+    ("--moe-deepep- --moe-hybridep- --moe-ncclep-", _DISPATCH_LIBRARY),
+    ("--moe-upcycling-", _UPCYCLING),
+    ("--moe-routing-trace-", "routing is not traced; the records have the load of the experts"),
+    ("--moe-paged-stash-", _NEWER_MOE),
+    ("--megatron-fsdp- --fsdp-", _FSDP),
+    ("--kitchen-", "NVIDIA's internal quantization library is not used; use --fp8-format and --fp8-recipe"),
+    ("--tp-comm-split --tp-comm-atomic", "Transformer Engine no longer has this overlap; use --tp-comm-overlap"),
+    ("--optimizer-offload-", "the optimizer stays on the device; remove it, or shard with --use-distributed-optimizer"),
+    (
+        "--non-persistent-local-",
+        "non-persistent checkpoints are in one shared folder; use --non-persistent-ckpt-type global",
+    ),
+    ("--replication", "checkpoints are not replicated; use --save on a shared file system"),
+    ("--ckpt-convert-", "checkpoints are not converted on load or save; use megafp8 convert from-megatron"),
+    ("--inprocess-", "a failed run is restarted by its launcher; use torchrun --max-restarts"),
+    ("--rl- --no-rl- --grpo- --langrl-", "this pretrains; no reinforcement learning"),
+    ("--mup- --use-mup", "maximal update parametrization is not supported; set --lr and --init-method-std"),
+    ("--mhc- --enable-mhc-connections", "residual connections have one stream; remove it"),
+    ("--gtp-", "weights are not sharded over tensor-parallel ranks a second time; use --use-distributed-optimizer"),
+    ("--qk-clip", "attention logits are not clipped; --qk-layernorm bounds them"),
+    ("--logits-save- --logits-load-", "there is no distillation: logits are neither saved nor loaded"),
+    ("--fault-injector-", "plan faults with the environment variable MEGAFP8_FAULTS (docs/reliability.md)"),
+    (
+        "--flight-recorder- --no-flight-recorder- --disable-flight-recorder-",
+        "set PyTorch's environment variables: TORCH_NCCL_TRACE_BUFFER_SIZE, TORCH_NCCL_DUMP_ON_TIMEOUT and "
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    ),
+    ("--fim-", "samples are read from the shards unchanged, without fill-in-the-middle; remove it"),
+    (
+        "--dsa- --no-dsa- --disable-dsa- --linear- --gdp- --experimental-attention-variant",
+        "attention is softmax attention over all earlier tokens; remove it",
+    ),
+    ("--heterogeneous-", "all layers are equal; remove it"),
+    ("--nproc --nnodes --node-rank --node_rank --master --rdzv", _LAUNCHER),
+    (
+        "--retro- --mamba- --hybrid- --vision-pretraining --decoder-seq- --sft- --mrope-",
+        _OTHER_MODEL,
+    ),
+)
+
+REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
+    ("--mtp-standalone", "the layers of multi-token prediction are on the last pipeline stage; remove it"),
+    (
+        "--mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern",
+        "this multi-token prediction is not in megatron-core 0.16.1; remove it",
+    ),
+    (
+        "--export-kd-teacher-load --export-kd-cfg --export-quant-cfg --export-real-quant-cfg "
+        "--export-num-medusa-heads --export-num-eagle-layers --export-model-type --export-force-local-attention",
+        "it is for post-training with NVIDIA's Model Optimizer; this pretrains",
+    ),
+    (
+        "--overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad "
+        "--high-priority-a2a-comm-stream --ep-overlap-early-attn-memory-release",
+        _MOE_OVERLAP,
+    ),
+    ("--moe-use-legacy-grouped-gemm", "it needs the grouped_gemm package, and its experts are in BF16; remove it"),
+    ("--moe-extended-tp", _OLD + "--expert-tensor-parallel-size"),
+    ("--moe-enable-deepep --moe-permute-fusion-into-hybridep --moe-flex-dispatcher-num-sms", _DISPATCH_LIBRARY),
+    ("--moe-use-upcycling", _UPCYCLING),
+    (
+        "--moe-shared-expert-glu-interleave-size --moe-router-quantile-balancing-ema --moe-router-force-biased "
+        "--moe-use-grouped-tensor --moe-single-grouped-weight --moe-single-grouped-bias "
+        "--moe-pad-experts-for-cuda-graph-inference --moe-dispatch-fwd-dtype --moe-combine-bwd-dtype "
+        "--moe-paged-stash --moe-mlp-glu-interleave-size --moe-expert-rank-capacity-factor",
+        _NEWER_MOE,
+    ),
+    ("--moe-latent-size", "experts have the hidden size of the model; remove it"),
+    ("--moe-enable-routing-replay", "tokens are routed again in every forward pass; remove it"),
+    (
+        "--use-fused-weighted-squared-relu --use-grouped-gemm-for-shared-expert",
+        "kernels are chosen by --transformer-impl; remove it",
+    ),
+    ("--save-tokens-per-expert-interval", "the records have the load of the experts; remove it"),
+    (
+        "--use-megatron-fsdp --use-custom-fsdp --data-parallel-sharding-strategy "
+        "--init-model-with-meta-device --keep-fp8-transpose-cache --enable-full-sharding-in-hsdp "
+        "--outer-dp-sharding-strategy --no-gradient-reduce-div-fusion --disable-strict-fsdp-dtensor-load "
+        "--suggested-communication-unit-size --no-strict-fsdp-dtensor-load",
+        _FSDP,
+    ),
+    (
+        "--symmetric-ar-type",
+        "NCCL has its default settings; tune it with NCCL_* environment variables",
+    ),
+    ("--fp8-quantizer-factory", "quantizers are chosen by --fp8-recipe"),
+    ("--fp4-quantizer-factory", "quantizers are chosen by --fp4-recipe"),
+    ("--fp4-param-gather", "weights are gathered in high precision and quantized after; remove it"),
+    ("--te-precision-config-file", "its file format is not supported: use --precision-map FILE (docs/precision.md)"),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "gathering weights in this format is not supported yet; remove it"),
+    (
+        "--fp8-multi-head-attention",
+        "the rotary embedding between linear_qkv and attention is in BF16; use --fp8-dot-product-attention",
+    ),
+    ("--fp8-output-proj", "give --precision output_layer=RECIPE"),
+    ("--use-kitchen-attention", "attention is chosen by --attention-backend"),
+    ("--use-grouped-gemm-for-dense-mlp --use-te-activation-func", "kernels are chosen by --transformer-impl"),
+    ("--use-ring-exchange-p2p", "it needs a build of PyTorch with torch.distributed.ring_exchange; remove it"),
+    ("--distributed-timeout-seconds-after-init", "use --distributed-timeout-minutes"),
+    ("--lazy-mpu-init", "process groups are created at startup; remove it"),
+    (
+        "--optimizer-cpu-offload --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
+        "--no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers "
+        "--cpu-offloading-retain-pinned-cpu-buffers",
+        "nothing is offloaded to the host; use --use-distributed-optimizer, --recompute-granularity or more ranks",
+    ),
+    (
+        "--delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks --activation-offload-fraction "
+        "--fine-grained-offloading-max-inflight-offloads",
+        "this megatron-core has only --fine-grained-activation-offloading with --offload-modules; remove it",
+    ),
+    (
+        "--ckpt-drop-redundant-extra-state --dist-ckpt-save-pre-mcore-014",
+        "there is only one way to write a checkpoint, in the layout of megatron-core 0.14 and newer; remove it",
+    ),
+    ("--load-main-params-from-ckpt", "master weights are loaded without --no-load-optim and --finetune; remove those"),
+    (
+        "--no-initialization",
+        "weights are always initialized: gradient clipping needs attributes that this sets; remove it",
+    ),
+    ("--yaml-cfg", "settings come from flags and from JSON: --config FILE"),
+    ("--spec --use-legacy-models", "models are megatron-core's; layers are chosen by --transformer-impl"),
+    ("--phase-transition-iterations", "give the batch sizes with --step-batch-size-schedule"),
+    ("--eval-micro-batch-size", "validation uses the micro-batch size of training; use --micro-batch-size"),
+    (
+        "--iterations-to-skip --result-rejected-tracker-filename",
+        "steps cannot be skipped by their number; --max-skipped-steps and --spike-policy skip steps by their values",
+    ),
+    (
+        "--rerun-mode",
+        "steps are not repeated for comparison; loss and gradient norm are checked in every step",
+    ),
+    ("--check-for-spiky-loss --check-for-large-grads", "use --spike-policy skip or --spike-policy rollback"),
+    (
+        "--adlr-autoresume --adlr-autoresume-interval --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters",
+        "it needs NVIDIA's own cluster software; use --save with --load, and --exit-duration-in-mins",
+    ),
+    (
+        "--disable-straggler-on-startup --run-workload-inspector-server",
+        "slow ranks are reported in the records from the first step; there is no server",
+    ),
+    ("--record-memory-history --memory-snapshot-path", "use --profile and --log-memory-to-tensorboard"),
+    ("--one-logger-async", "one_logger is not supported; remove it"),
+    (
+        "--full-validation --multiple-validation-sets --validation-set-names",
+        "validation reads --eval-iters global batches of one validation set",
+    ),
+    ("--data-args-path --per-split-data-args-path", "give the list itself: --data-path $(cat FILE)"),
+    ("--object-storage-cache-path", "data is read from local paths; copy it first"),
+    (
+        "--mid-level-dataset-surplus --sample-rate --allow-ambiguous-pad-tokens",
+        "samples are read from the shards unchanged; remove it",
+    ),
+    (
+        "--tokenizer-metadata --tiktoken-special-tokens "
+        "--tokenizer-hf-include-special-tokens --tokenizer-hf-no-include-special-tokens --vocab-extra-ids "
+        "--tokenizer-special-tokens --tokenizer-sentencepiece-legacy --null-tokenizer-eod-id --null-tokenizer-pad-id "
+        "--no-tokenizer-sentencepiece-ignore-extra-whitespaces "
+        "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
+        "tokenizers are defined by their files alone; see --tokenizer-type and --tokenizer-model",
+    ),
+    (
+        "--cache-mla-latents",
+        "it is for inference, with a cache that megatron-core has on GPUs only; megafp8 generate keeps keys and values",
+    ),
+    ("--onnx-safe", "models are not exported to ONNX; remove it"),
+    (
+        "--fp32-residual-connection",
+        "megatron-core 0.16.1 converts only the embeddings to FP32; residual connections have the dtype of the weights",
+    ),
+    ("--fp16-lm-cross-entropy", "the loss is computed in FP32; remove it"),
+    (
+        "--init-method-xavier-uniform",
+        "weights are initialized from a normal distribution with --init-method-std and --embedding-init-method-std",
+    ),
+    ("--distribute-checkpointed-activations", _OLD + "--distribute-saved-activations"),
+    ("--batch-size", _OLD + "--micro-batch-size"),
+    ("--warmup", _OLD + "--lr-warmup-fraction"),
+    ("--model-parallel-size", _OLD + "--tensor-model-parallel-size"),
+    ("--perform-rl-step --refit-method", "this pretrains; no reinforcement learning"),
+    (
+        "--tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards",
+        "tensor-parallel ranks hold complete shards of the weights; use --use-distributed-optimizer",
+    ),
+    (
+        "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank",
+        "all sequences have the same length, and context parallelism splits each; use --context-parallel-size",
+    ),
+    (
+        "--attention-output-gate --mla-down-proj-fusion --flash-attention-version",
+        "attention is multi-head, grouped-query or multi-latent, with the kernels of --attention-backend",
+    ),
+    ("--fused-residual-rmsnorm", "use --residual-norm-fusion with --use-transformer-engine-op-fuser"),
+    ("--disable-jit-fuser", "set the environment variable TORCH_COMPILE_DISABLE=1"),
+    ("--batch-invariant-mode --batch-invariant-backend", "use --deterministic-mode"),
+    ("--mlp-chunks-for-training", "the MLP computes all tokens at once; lower --micro-batch-size"),
+    ("--freeze-all-layers", "all weights are trained; remove it"),
+    ("--no-weight-decay-cond-type", "biases and norms have no weight decay, and all other weights do; remove it"),
+    (
+        "--output-logit-dtype",
+        "logits have the dtype of the weights, and the loss is computed in FP32; remove it",
+    ),
+    (
+        "--ddp-param-name-patterns-for-fp32-local-accumulation --no-use-layer-wise-param-layout",
+        "all gradients have one dtype and one layout; see --accumulate-allreduce-grads-in-fp32",
+    ),
+    ("--ddp-num-buckets", "give the size of a bucket: --ddp-bucket-size PARAMETERS"),
+    ("--exit-signal", "SIGTERM, SIGINT, SIGHUP and SIGUSR1 are handled; see --exit-signal-handler"),
+    (
+        "--gpu-sniff-test-interval",
+        "use --check-weight-hash-across-dp-replicas-interval, or megafp8 doctor before a run",
+    ),
+    ("--fake-process-group", "plan a run without its ranks: --dry-run --world-size N"),
+    ("--pytorch-profiler-collect-chakra", "--profile writes a trace for Chrome or Perfetto; remove it"),
+    (
+        "--save-params-interval --save-activations-interval --save-wgrads-interval --save-dgrads-interval "
+        "--dump-param-to-param-group-map",
+        "tensors are not written to files; --fp8-log-interval records their statistics",
+    ),
+    ("--dataloader-inter-document-masking", "use --reset-attention-mask"),
+    (
+        "--no-pad-vocab-size --disable-pad-vocab-size",
+        "use --make-vocab-size-divisible-by 1; the vocabulary is then only padded as tensor parallelism and FP8 need",
+    ),
+    ("--override-ckpt-iteration", "choose the checkpoint with --ckpt-step; --finetune starts at step 0"),
+    (
+        "--ckpt-pg-tensors-cache-path --ckpt-pg-tensors-cache-create",
+        "there is only one way to write a checkpoint; see --async-save and --ckpt-verify",
+    ),
+    ("--sft", "this pretrains on text; no instruction tuning"),
+    (
+        "--decoder-num-layers --head-lr-mult --is-hybrid-model --disable-mamba-mem-eff-path",
+        _OTHER_MODEL,
+    ),
+)

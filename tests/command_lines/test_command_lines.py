@@ -1,0 +1,144 @@
+"""Command lines of Megatron-LM: a few in full, every flag of its parser, and what the documentation says about them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from command_line_corpus import (
+    MOST_IN_CI,
+    ParserFlag,
+    choose_cover,
+    dry_run,
+    read_cover,
+    read_lines,
+    read_parser_flags,
+    read_verdicts,
+)
+from sweep import pass_rates
+
+from megafp8.config import flags
+from megafp8.config.settings import Setting, all_settings
+
+LINES, VERDICTS, FLAGS = read_lines(), read_verdicts(), read_parser_flags()
+DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "from_megatron_lm.md").read_text(encoding="utf-8")
+
+# Equal in effect, though the settings are written differently.
+SAME_DEFAULTS = {
+    "--attention-backend": "Megatron-LM's is an enumeration",
+    "--cross-entropy-fusion-impl": "only used with the fusion, whose default is in the table",
+    "--cp-comm-type": "a list in Megatron-LM",
+    "--data-path": "none",
+    "--hierarchical-context-parallel-sizes": "none",
+    "--moe-aux-loss-coeff": "a list here, of one value by default",
+    "--moe-layer-freq": "a text here",
+    "--moe-router-load-balancing-type": "a list here, of one value by default",
+    "--rampup-batch-size": "none",
+    "--step-batch-size-schedule": "none",
+    "--yarn-beta-fast": "32 is chosen later",
+    "--yarn-beta-slow": "1 is chosen later",
+    "--yarn-correction-range-round-to-int": "on is chosen later",
+    "--dataloader-type": "Megatron-LM chooses it later",
+    "--no-load-optim": "off",
+    "--no-load-rng": "off",
+    "--no-save-optim": "off",
+    "--no-save-rng": "off",
+    "--non-persistent-ckpt-type": "only used with an interval",
+    "--profile-ranks": "Megatron-LM chooses rank 0 later",
+    "--recompute-modules": "core_attn is chosen later",
+    "--test-data-path": "none",
+    "--tiktoken-num-special-tokens": "1000 is chosen later",
+    "--train-data-path": "none",
+    "--untie-embeddings-and-output-weights": "the setting is the opposite of the flag",
+    "--valid-data-path": "none",
+}
+
+DETAILS_OF_REFUSED_FEATURES = (
+    "--activation-offload-fraction", "--async-strategy", "--delta-offload-bytes", "--glu-linear-offset",
+    "--muon-", "--wgrad-deferral-limit",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", read_cover())
+def test_a_command_line_passes_its_dry_run(number: int) -> None:
+    verdict = dry_run(LINES[number])
+    assert verdict.status == 0, f"{LINES[number].source}: {verdict.reason}"
+
+
+def test_the_lines_in_ci_are_the_recorded_choice() -> None:
+    assert read_cover() == choose_cover(LINES, VERDICTS)
+    assert 1 < len(read_cover()) <= MOST_IN_CI
+
+
+def test_every_line_has_a_verdict() -> None:
+    assert [verdict.number for verdict in VERDICTS] == [line.number for line in LINES]
+    assert all(bool(verdict.reason) == bool(verdict.status) for verdict in VERDICTS)
+
+
+def test_no_flag_of_the_parser_is_unknown() -> None:
+    spellings = [[name, *values_of(flag)] for flag in FLAGS for name in flag.flags]
+    problems = flags.parse_with_problems([word for words in spellings for word in words])[1]
+    wrong = re.compile(r"unknown flag|does not belong|: (takes|does not take|a value is missing)")
+    assert [problem for problem in problems if wrong.search(problem)] == []
+    assert len(FLAGS) == 838
+
+
+def values_of(flag: ParserFlag) -> list[str]:
+    """As many values as Megatron-LM's parser expects."""
+    return ["1"] * (1 if flag.nargs in (None, "+", "*") else int(flag.nargs))
+
+
+def test_the_default_of_a_flag_is_never_refused() -> None:
+    """Scripts that spell out Megatron-LM's defaults run, except for details of features that are refused."""
+    refused = set()
+    for flag in FLAGS:
+        default = default_of(flag)
+        if flag.nargs != "0" and default not in (None, ()) and "<" not in str(default):
+            words = map(str, default) if isinstance(default, tuple) else [str(default)]
+            if flags.parse_with_problems([flag.flags[0], *words])[1]:
+                refused.add(flag.flags[0])
+    assert {flag for flag in refused if not flag.startswith(DETAILS_OF_REFUSED_FEATURES)} == set()
+
+
+def test_a_flag_of_nobody_is_unknown() -> None:
+    assert "unknown flag" in flags.parse_with_problems(["--no-such-flag", "1"])[1][0]
+
+
+def test_the_document_has_the_pass_rates() -> None:
+    stated = {
+        family: (int(passed), int(count))
+        for family, passed, count in re.findall(r"^\| (\w+)[^|]*\| (\d+) of (\d+) \|", DOCUMENT, re.MULTILINE)
+    }
+    assert stated == pass_rates(LINES, VERDICTS)
+
+
+def settings_by_flag() -> dict[str, Setting]:
+    return {flag: setting for setting in all_settings() for flag in (*setting.flags, *setting.off)}
+
+
+def differs(flag: ParserFlag, setting: Setting) -> bool:
+    return default_of(flag) != setting.default
+
+
+def default_of(flag: ParserFlag) -> object:
+    """A flag's default as a value; the text of what is not a literal."""
+    try:
+        default = ast.literal_eval(flag.default)
+    except (SyntaxError, ValueError):
+        return flag.default
+    return tuple(default) if isinstance(default, list) else default
+
+
+def test_the_document_has_all_defaults_that_differ() -> None:
+    ours = settings_by_flag()
+    different = set()
+    for flag in FLAGS:
+        known = next((ours[name] for name in flag.flags if name in ours), None)
+        if known is not None and differs(flag, known):
+            different.add(next(name for name in flag.flags if name in ours))
+    section = DOCUMENT.split("\n### Defaults that differ\n")[1].split("\n##")[0]
+    stated = set(re.findall(r"^\| `(--[\w-]+)`", section, re.MULTILINE))
+    assert stated == different - set(SAME_DEFAULTS)
+    assert set(SAME_DEFAULTS) <= different, "no longer different"
