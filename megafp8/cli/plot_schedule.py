@@ -1,4 +1,4 @@
-"""Show the learning-rate schedule of a training command: a table, and a plot with --output.
+"""Show the schedules of learning rate and batch size of a training command: a table, and a plot with --output.
 
     python tools/plot_lr_schedule.py --output schedule.png --train-iters 10000 --global-batch-size 64 \\
       --micro-batch-size 8 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 200 --lr-decay-style WSD --lr-wsd-decay-iters 2000
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
-from megafp8.config import derived, flags, rules
+from megafp8.config import derived, flags, lr_schedule, rules
+from megafp8.config.rules import batch, training
 from megafp8.config.rules import optimizer as schedule
-from megafp8.config.rules import training
 from megafp8.config.rules.notices import warmup_notices
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError, DataError
@@ -50,7 +50,8 @@ def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:
     """
     invocation, problems = flags.parse_with_problems(words)
     ranks = invocation.world_size or derived.model_parallel_size(invocation.config)
-    found = rules.found_by((*training.RANGE_RULES, *training.BATCH_RULES, *schedule.RULES), invocation.config, ranks)
+    checks = (*training.RANGE_RULES, *training.BATCH_RULES, *batch.RULES, *schedule.RULES)
+    found = rules.found_by(checks, invocation.config, ranks)
     # A schedule counts samples, not tokens: the sequence length may be left out.
     problems += [text for text in found if not text.startswith("--seq-length is missing")]
     if problems:
@@ -60,37 +61,52 @@ def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:
 
 def marks_of(config: RunConfig, ranks: int) -> dict[str, float]:
     """Return the steps within the run at which a phase begins or ends, by its label."""
-    batch_size, last = derived.global_batch_size(config, ranks), derived.train_iters(config, ranks)
-    end = derived.lr_decay_samples(config, ranks) / batch_size
-    marks = {"warm-up ends": derived.lr_warmup_samples(config, ranks) / batch_size, "decay ends": end}
-    decay_samples = derived.lr_wsd_decay_samples(config, ranks)
+    batches, last = derived.batch_schedule(config, ranks), derived.train_iters(config, ranks)
+    end = lr_schedule.lr_decay_samples(config, ranks)
+    samples = {"warm-up ends": lr_schedule.lr_warmup_samples(config, ranks), "decay ends": end}
+    decay_samples = lr_schedule.lr_wsd_decay_samples(config, ranks)
     if decay_samples is not None:
-        marks["decay begins"] = end - decay_samples / batch_size
+        samples["decay begins"] = end - decay_samples
     if config.optimizer.lr_decay_style == "constant":
-        del marks["decay ends"]
+        del samples["decay ends"]
+    marks = {name: batches.steps_until(sample) for name, sample in samples.items()}
     # Step n has the learning rate of the samples of n - 1 steps.
     return {name: step + 1 for name, step in marks.items() if 0 < step < last}
 
 
 def rows_of(config: RunConfig, ranks: int, marks: dict[str, float]) -> list[int]:
-    """Return the steps of the table: the first, the last, tenths of the run, and the marks."""
+    """Return the steps of the table: the first, the last, tenths of the run, the marks, and changes of the batch."""
     last = derived.train_iters(config, ranks)
     tenths = (1 + round(index * (last - 1) / NUM_ROWS) for index in range(NUM_ROWS + 1))
-    return sorted({*tenths, *(min(last, round(step)) for step in marks.values())})
+    changes = batch_changes(config, ranks)
+    return sorted({*tenths, *(min(last, round(step)) for step in marks.values()), *changes[:NUM_ROWS]})
+
+
+def batch_changes(config: RunConfig, ranks: int) -> list[int]:
+    """Return the first step of each further batch size."""
+    step, last, found = 1, derived.train_iters(config, ranks), []
+    for _, _, num_steps in derived.batch_schedule(config, ranks).segments():
+        if 1 < step <= last:
+            found.append(step)
+        step += num_steps or 0
+    return found
 
 
 def table(found: Sequence[ScheduledStep], marks: dict[str, float], config: RunConfig, ranks: int) -> str:
     """Return a row for each step, with its marks."""
-    batch_size, length = derived.global_batch_size(config, ranks), config.data.seq_length
-    header = ["step", "samples before", "tokens before", "learning rate", "embedding and output", "weight decay", ""]
+    length, is_constant = config.data.seq_length, derived.batch_schedule(config, ranks).is_constant
+    header = [
+        "step", "samples before", "tokens before", "batch", "learning rate", "embedding and output", "weight decay", "",
+    ]  # fmt: skip
     lines = [header]
     for each in found:
-        samples = (each.step - 1) * batch_size
+        samples = each.samples_before
         rate = each.decoupled_learning_rate
         here = [name for name, step in marks.items() if round(step) == each.step]
         lines.append(
             [
                 f"{each.step:,}", f"{samples:,}", "" if length is None else f"{samples * length:,}",
+                "" if is_constant else f"{each.global_batch_size:,}",
                 f"{each.learning_rate:.4g}", "" if rate is None else f"{rate:.4g}", f"{each.weight_decay:.4g}",
                 ", ".join(here),
             ]
@@ -122,6 +138,7 @@ def main(argv: Sequence[str]) -> int:
         # Every step of a short run; of a long one equal strides and the corners.
         stride = max(1, last // NUM_DRAWN)
         corners = {min(last, round(step)) for step in marks.values()}
+        corners |= {near for step in batch_changes(config, ranks) for near in (step - 1, step)}
         drawn = preview_schedule(config, ranks, sorted({*range(1, last + 1, stride), *corners, last}))
         try:
             draw(drawn, marks, config, options.output)
@@ -142,5 +159,6 @@ def draw(found: Sequence[ScheduledStep], marks: dict[str, float], config: RunCon
         rates["embedding and output layer"] = [each.decoupled_learning_rate or 0.0 for each in found]
     plot_schedule(
         [each.step for each in found], rates, [each.weight_decay for each in found], output, marks=marks,
+        batch_sizes=[each.global_batch_size for each in found],
         title=f"{optimizer.lr_decay_style}{end}, peak {optimizer.lr:g}",
     )  # fmt: skip

@@ -1,15 +1,16 @@
 """Data loader: the microbatches of one data-parallel rank.
 
-Sample i of the run is `dataset[i]`, and global batch g holds samples g*B to (g+1)*B - 1. It is divided as by Megatron's
-`single` loader: microbatch m takes the next `micro_batch_size * data_parallel_size` samples, of which rank r takes its
-consecutive slice. The samples of a step depend neither on the parallel layout nor on the number of loader processes,
-and the complete state of a loader is the number of consumed samples.
+Sample i of the run is `dataset[i]`, and global batches hold consecutive samples: their sizes, constant or under a batch
+schedule, do not change the order. A global batch is divided as by Megatron's `single` loader: microbatch m takes the
+next `micro_batch_size * data_parallel_size` samples, of which rank r takes its consecutive slice. The samples of a step
+depend neither on the parallel layout nor on the number of loader processes, and the complete state of a loader is the
+number of consumed samples.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkContext, ForkProcess
@@ -20,10 +21,11 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from megafp8.config.batch_schedule import BatchSchedule, constant
 from megafp8.errors import DataError
 from megafp8.utils.process import STOP_SIGNALS, set_worker_death_signal
 
-BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "document_starts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,13 @@ class MicrobatchSampler:
     micro_batch_size: int
     data_parallel_rank: int
     data_parallel_size: int
-    global_batch_size: int
+    batch_schedule: BatchSchedule
 
     def __post_init__(self) -> None:
         assert 0 <= self.data_parallel_rank < self.data_parallel_size, self
         assert self.consumed_samples >= 0, self
-        assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0, self
+        sequences = self.micro_batch_size * self.data_parallel_size
+        assert not any(phase.batch_size % sequences for phase in self.batch_schedule.phases), self
 
     def __iter__(self) -> Iterator[list[int]]:
         for start in self._starts():
@@ -52,8 +55,8 @@ class MicrobatchSampler:
 
     def _starts(self) -> range:
         """First sample of each microbatch, over all ranks."""
-        num_batches = (self.total_samples - self.consumed_samples) // self.global_batch_size
-        stop = self.consumed_samples + num_batches * self.global_batch_size
+        num_batches = self.batch_schedule.num_steps(self.total_samples, self.consumed_samples)
+        stop = self.batch_schedule.advance(num_batches, self.consumed_samples)
         return range(self.consumed_samples, stop, self.micro_batch_size * self.data_parallel_size)
 
 
@@ -72,7 +75,7 @@ def samples_of_step(
         micro_batch_size=micro_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
-        global_batch_size=global_batch_size,
+        batch_schedule=constant(global_batch_size),
     )
     return [sample for microbatch in sampler for sample in microbatch]
 
@@ -95,7 +98,7 @@ def build_loader(
     micro_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
-    global_batch_size: int,
+    batch_schedule: BatchSchedule,
     num_workers: int,
     total_samples: int,
     pin_memory: bool = False,
@@ -107,13 +110,14 @@ def build_loader(
     Args:
         dataset: one of `build_datasets`.
         consumed_samples: sequences that all ranks together have read before.
+        batch_schedule: sizes of the global batches, multiples of micro-batch x data-parallel size.
         num_workers: processes that read ahead; 0 reads in this process.
         total_samples: sequences of the run; an incomplete last global batch is left out.
         pin_memory: return page-locked tensors, for asynchronous copies to a CUDA device.
 
     Returns:
         Iterator of dicts with tokens, labels and position_ids, int64 [micro_batch_size, seq_length], and loss_mask,
-        float32 of the same shape.
+        float32 of the same shape; with `--reset-attention-mask` also document_starts, bool of the same shape.
 
     Raises:
         DataError: the dataset holds fewer than `total_samples`; while iterating, a sample cannot be read.
@@ -126,7 +130,7 @@ def build_loader(
         micro_batch_size=micro_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
-        global_batch_size=global_batch_size,
+        batch_schedule=batch_schedule,
     )
     loader = DataLoader(
         _Microbatches(dataset),
@@ -183,7 +187,13 @@ class _Microbatches(TorchDataset):
             samples = [self._dataset[index] for index in indices]
         except DataError as error:
             return error
-        return {key: torch.stack([sample[key] for sample in samples]) for key in BATCH_KEYS}
+        return stack_samples(samples)
+
+
+def stack_samples(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The batch of some samples: each of their `BATCH_KEYS`, with the samples along a new first dimension."""
+    keys = [key for key in BATCH_KEYS if key in samples[0]]
+    return {key: torch.stack([sample[key] for sample in samples]) for key in keys}
 
 
 def _identity(batch: Any) -> Any:

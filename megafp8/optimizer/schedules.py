@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
-from megafp8.config import derived
+from megafp8.config import derived, lr_schedule
 from megafp8.config.schema import OptimizerConfig, RunConfig
 
 
@@ -43,22 +43,22 @@ class Schedule(OptimizerParamScheduler):
 def build_schedule(config: RunConfig, optimizer: MegatronOptimizer, world_size: int) -> Schedule:
     """Build the schedule: linear warm-up, then `--lr-decay-style`. Advance it with `step(increment=samples)`."""
     settings = config.optimizer
-    start_weight_decay, end_weight_decay = derived.weight_decay_range(settings)
+    start_weight_decay, end_weight_decay = lr_schedule.weight_decay_range(settings)
     return Schedule(
         optimizer,
         init_lr=settings.lr_warmup_init,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=derived.lr_warmup_samples(config, world_size),
-        lr_decay_steps=derived.lr_decay_samples(config, world_size),
+        lr_warmup_steps=lr_schedule.lr_warmup_samples(config, world_size),
+        lr_decay_steps=lr_schedule.lr_decay_samples(config, world_size),
         lr_decay_style=settings.lr_decay_style,
         start_wd=start_weight_decay,
         end_wd=end_weight_decay,
-        wd_incr_steps=derived.weight_decay_samples(config, world_size),
+        wd_incr_steps=lr_schedule.weight_decay_samples(config, world_size),
         wd_incr_style=settings.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=config.checkpoint.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=config.checkpoint.override_opt_param_scheduler,
-        wsd_decay_steps=derived.lr_wsd_decay_samples(config, world_size),
+        wsd_decay_steps=lr_schedule.lr_wsd_decay_samples(config, world_size),
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )
 
@@ -71,14 +71,17 @@ def current_learning_rate(optimizer: MegatronOptimizer) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledStep:
-    """Learning rates and weight decay of one step.
+    """Learning rates, weight decay and batch size of one step.
 
     Attributes:
         step: counted from 1.
+        samples_before: consumed by the steps before.
         decoupled_learning_rate: of embedding and output layer; None without `--decoupled-lr`.
     """
 
     step: int
+    samples_before: int
+    global_batch_size: int
     learning_rate: float
     decoupled_learning_rate: Optional[float]
     weight_decay: float
@@ -98,12 +101,14 @@ def preview_schedule(config: RunConfig, world_size: int, steps: Sequence[int]) -
             groups[1]["min_lr"] = settings.decoupled_min_lr
     optimizer: Any = SimpleNamespace(param_groups=groups)
     schedule = build_schedule(config, optimizer, world_size)
-    batch, found = derived.global_batch_size(config, world_size), []
+    batches, found = derived.batch_schedule(config, world_size), []
     for step in steps:
-        schedule.step(increment=(step - 1) * batch - schedule.num_steps)
+        schedule.step(increment=batches.advance(step - 1) - schedule.num_steps)
         found.append(
             ScheduledStep(
                 step=step,
+                samples_before=schedule.num_steps,
+                global_batch_size=batches.batch_size_at(schedule.num_steps),
                 learning_rate=current_learning_rate(optimizer),
                 decoupled_learning_rate=None if settings.decoupled_lr is None else groups[1]["lr"],
                 weight_decay=groups[0]["weight_decay"],

@@ -52,6 +52,21 @@ def test_wsd_by_hand(tool, capsys) -> None:
     assert found[100] == pytest.approx(1e-4 + 9e-4 * (1 - 19 / 20))
 
 
+def test_a_batch_schedule_has_its_column_and_picture(tool, tmp_path: Path, capsys) -> None:
+    """Sizes 8, 16 and 24 from samples 0, 100 and 200: 13 steps of 8, 6 of 16 and 33 of 24."""
+    picture = tmp_path / "schedule.png"
+    words = RUN[2:] + ["--train-samples", "1000", "--lr-decay-style", "linear", "--global-batch-size", "24"]
+    assert tool.main([*words, "--rampup-batch-size", "8", "8", "200", "--output", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "step samples before tokens before batch learning rate weight decay"
+    rows = {int(line.split()[0]): line.split()[1:4] for line in lines[2:]}
+    assert rows[1] == ["0", "0", "8"]
+    assert rows[14] == ["104", "3,328", "16"]
+    assert rows[20] == ["200", "6,400", "24"]
+    assert rows[52] == ["968", "30,976", "24"]
+    assert picture.stat().st_size > 5000
+
+
 def test_embedding_and_output_have_their_own_column(tool, capsys) -> None:
     assert tool.main([*RUN, "--decoupled-lr", "5e-3", "--lr-decay-style", "constant"]) == 0
     header, _, first, *_ = capsys.readouterr().out.splitlines()

@@ -5,6 +5,7 @@ import signal
 import pytest
 import torch
 
+from megafp8.config.batch_schedule import constant, ramp_up
 from megafp8.data.loader import build_loader, describe_samples, loader_exits_as_data_errors, samples_of_step
 from megafp8.errors import DataError
 
@@ -41,7 +42,7 @@ def loader(length=80, *, consumed=0, micro=2, rank=0, size=1, workers=0, total=N
         micro_batch_size=micro,
         data_parallel_rank=rank,
         data_parallel_size=size,
-        global_batch_size=batch,
+        batch_schedule=constant(batch),
         num_workers=workers,
         total_samples=length if total is None else total,
     )
@@ -89,6 +90,24 @@ def test_resume_with_another_batch_size_skips_and_repeats_nothing():
     before = sum(samples(loader())[:3], [])  # six samples with batches of two
     after = sum(samples(loader(consumed=6, micro=1, batch=4, total=30)), [])
     assert before + after == list(range(30))
+
+
+@pytest.mark.parametrize("consumed", [0, 8, 16, 24, 40])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_batch_schedule_reads_the_same_samples_in_order(size, consumed):
+    """Sizes 8, 16 and 24 from samples 0, 15 and 30: steps end at 8, 16, 32, 56 and 80, and one is incomplete."""
+    schedule = ramp_up((8, 8, 30), 24)
+    ranks = [
+        samples(
+            build_loader(
+                Numbered(100), consumed_samples=consumed, micro_batch_size=2, data_parallel_rank=rank,
+                data_parallel_size=size, batch_schedule=schedule, num_workers=0, total_samples=100,
+            )
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    read = [sample for microbatches in zip(*ranks, strict=True) for microbatch in microbatches for sample in microbatch]
+    assert read == list(range(consumed, schedule.advance(schedule.num_steps(100, consumed), consumed)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
