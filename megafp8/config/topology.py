@@ -7,6 +7,11 @@ pipeline axis slowest, which is megatron-core's order `tp-cp-ep-dp-pp` with one 
 
     rank = t + tensor * (c + context * (d + data * p))
 
+With --use-tp-pp-dp-mapping the data axis is the slowest one (`tp-cp-ep-pp-dp`), so that the stages of a pipeline are
+close to each other:
+
+    rank = t + tensor * (c + context * (p + pipeline * d))
+
 The order follows the communication volume. Tensor-parallel ranks exchange activations several times per layer, so they
 are neighbours and, since launchers number ranks by node, share a node's NVLink. Context-parallel ranks exchange keys
 and values in every layer. Data-parallel ranks reduce gradients once per step. Pipeline ranks communicate least: one
@@ -16,25 +21,15 @@ Example: 16 ranks, tensor 2, context 1, pipeline 2, hence data 4.
 
     stage 0:  [0 1] [2 3] [4 5] [6 7]          a bracket is one tensor-parallel group;
     stage 1:  [8 9] [10 11] [12 13] [14 15]    {0 2 4 6} is a data-parallel group, {0 8} a pipeline.
-
-Layers
-------
-Without virtual stages, stage p has the p-th block of L/pipeline consecutive layers. In the interleaved schedule each
-rank has `virtual` shorter chunks: chunk v of stage p starts at layer v*(L/virtual) + p*(L/(virtual*pipeline)). A
-microbatch then passes every stage `virtual` times, once per chunk, and the pipeline bubble shrinks by that factor
-(Narayanan et al. 2021, section 2.2). With 8 layers, 2 stages and 2 chunks:
-
-    stage 0:  layers 0 1 and 4 5        stage 1:  layers 2 3 and 6 7
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Optional
 
-from megafp8.config import derived
 from megafp8.config.schema import RunConfig
+from megafp8.config.stages import Stages, virtual_pipeline_size
 
 Groups = tuple[tuple[int, ...], ...]
 """A partition of all ranks into groups."""
@@ -55,13 +50,19 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the axes. `virtual` is the number of chunks per pipeline rank; None without interleaving."""
+    """Sizes of the axes, and their order.
+
+    Attributes:
+        virtual: number of model chunks per pipeline rank; 1 without interleaving.
+        data_is_last: whether the data axis varies slowest, and not the pipeline axis.
+    """
 
     world_size: int
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
-    virtual: Optional[int] = None
+    virtual: int = 1
+    data_is_last: bool = False
 
     def __post_init__(self) -> None:
         ranks = self.tensor * self.context * self.pipeline
@@ -77,19 +78,28 @@ class ParallelLayout:
         return self.world_size // (self.tensor * self.context * self.pipeline)
 
     @property
-    def sides(self) -> tuple[int, int, int, int]:
-        """(tensor, context, data, pipeline), fastest first."""
-        return (self.tensor, self.context, self.data, self.pipeline)
+    def sides(self) -> dict[str, int]:
+        """Sizes of the axes, fastest first."""
+        slow = ("pipeline", "data") if self.data_is_last else ("data", "pipeline")
+        return {axis: getattr(self, axis) for axis in ("tensor", "context", *slow)}
+
+    def stride(self, axis: str) -> int:
+        """Difference of the ranks of neighbours on an axis."""
+        stride = 1
+        for name, side in self.sides.items():
+            if name == axis:
+                return stride
+            stride *= side
+        raise ValueError(f"no such axis: {axis}")
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """Position of `rank`. Raises ValueError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
-        position = []
-        for side in self.sides:
-            rank, here = divmod(rank, side)
-            position.append(here)
-        return RankCoordinates(*position)
+        position = {}
+        for axis, side in self.sides.items():
+            rank, position[axis] = divmod(rank, side)
+        return RankCoordinates(**position)
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
@@ -110,60 +120,42 @@ class ParallelLayout:
             members.setdefault(key, []).append(rank)
         return tuple(map(tuple, members.values()))
 
-    # ---- layers ---------------------------------------------------------------------------------------------------
+    # ---- description ----------------------------------------------------------------------------------------------
 
-    @property
-    def chunks_per_rank(self) -> int:
-        """Model chunks on each pipeline rank; 1 without interleaving."""
-        return self.virtual or 1
-
-    def layers_of(self, pipeline_rank: int, virtual_rank: int, num_layers: int) -> range:
-        """Global indices, from 0, of the layers in one chunk.
-
-        Args:
-            pipeline_rank: stage, from 0.
-            virtual_rank: chunk of that stage, from 0; 0 without interleaving.
-            num_layers: layers of the model; a multiple of pipeline x chunks.
-        """
-        chunks = self.chunks_per_rank
-        if not (0 <= pipeline_rank < self.pipeline and 0 <= virtual_rank < chunks):
-            raise ValueError(f"no chunk {virtual_rank} of stage {pipeline_rank} in {self}")
-        if num_layers % (self.pipeline * chunks):
-            raise ValueError(f"{num_layers} layers do not divide over {self.pipeline} stages x {chunks} chunks")
-        length = num_layers // (self.pipeline * chunks)
-        start = virtual_rank * (num_layers // chunks) + pipeline_rank * length
-        return range(start, start + length)
-
-    def layers_on(self, pipeline_rank: int, num_layers: int) -> tuple[int, ...]:
-        """Global indices of all layers of one stage, over its chunks."""
-        chunks = (self.layers_of(pipeline_rank, chunk, num_layers) for chunk in range(self.chunks_per_rank))
-        return tuple(layer for chunk in chunks for layer in chunk)
-
-    def describe_stages(self, num_layers: int) -> list[str]:
+    def describe_stages(self, stages: Stages) -> list[str]:
         """One line per pipeline stage, for world sizes too large to list."""
-        ranks_per_stage, lines = self.world_size // self.pipeline, []
+        length, stride = self.world_size // self.pipeline, self.stride("pipeline")
+        lines = []
         for stage in range(self.pipeline):
-            first = stage * ranks_per_stage
-            modules = self._modules_on(stage, num_layers)
-            lines.append(f"stage {stage}: ranks {first}-{first + ranks_per_stage - 1}: {modules}")
+            first, modules = stage * stride, self._modules_on(stage, stages)
+            if self.data_is_last and self.data > 1:
+                ranks = f"ranks {first}-{first + stride - 1} of every {stride * self.pipeline}"
+            else:
+                ranks = f"ranks {first}-{first + length - 1}"
+            lines.append(f"stage {stage}: {ranks}: {modules}")
         neighbours = f"groups of {self.tensor} neighbouring ranks" if self.tensor > 1 else "single ranks"
         lines.append(f"within a stage: tensor-parallel {neighbours} x context {self.context} x data {self.data}")
         return lines
 
-    def describe(self, num_layers: int) -> list[str]:
-        """One line per tensor-parallel group, in the order of stages."""
+    def describe(self, stages: Stages) -> list[str]:
+        """One line per tensor-parallel group, in the order of their ranks.
+
+        Args:
+            stages: the layers of each stage.
+        """
         lines = []
         for ranks in self.groups("tensor"):
             here = self.coordinates(ranks[0])
             parts = [f"stage {here.pipeline}", f"data {here.data}"]
             if self.context > 1:
                 parts.append(f"context {here.context}")
-            lines.append(f"ranks {as_ranges(ranks)}: {', '.join(parts)}: {self._modules_on(here.pipeline, num_layers)}")
+            lines.append(f"ranks {as_ranges(ranks)}: {', '.join(parts)}: {self._modules_on(here.pipeline, stages)}")
         return lines
 
-    def _modules_on(self, stage: int, num_layers: int) -> str:
-        modules = ["embedding"] * (stage == 0) + [f"layers {as_ranges(self.layers_on(stage, num_layers))}"]
-        return " + ".join(modules + ["output"] * (stage == self.pipeline - 1))
+    def _modules_on(self, stage: int, stages: Stages) -> str:
+        layers = as_ranges([layer for chunk in stages[stage] for layer in chunk])
+        modules = ["embedding"] * (stage == 0) + ([f"layers {layers}"] if layers else [])
+        return " + ".join(modules + ["output"] * (stage == self.pipeline - 1)) or "no layers"
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
@@ -174,7 +166,8 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
         tensor=parallel.tensor_model_parallel_size,
         context=parallel.context_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
-        virtual=derived.virtual_pipeline_size(config),
+        virtual=virtual_pipeline_size(config) or 1,
+        data_is_last=parallel.use_tp_pp_dp_mapping,
     )
 
 

@@ -12,8 +12,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from megafp8.config.derived import virtual_pipeline_size
+from megafp8.config.mixture import expert_tensor_size, is_mixture
 from megafp8.config.schema import RunConfig
+from megafp8.config.stages import virtual_pipeline_size
 from megafp8.mcore.patches import is_installed
 
 
@@ -25,6 +26,7 @@ class RankPosition:
         rank, world_size: of the global process group.
         data_rank, data_size: of the data-parallel group without context parallelism; its ranks have different samples.
         is_first_stage, is_last_stage: of the pipeline, regardless of virtual stages.
+        needs_documents: attention stops at the borders of documents, which are in the batches.
     """
 
     rank: int
@@ -36,6 +38,7 @@ class RankPosition:
     data_size: int
     is_first_stage: bool
     is_last_stage: bool
+    needs_documents: bool = False
 
     @property
     def reports_loss(self) -> bool:
@@ -44,18 +47,24 @@ class RankPosition:
 
     @property
     def needs_batches(self) -> bool:
-        """Whether this rank reads batches. The first stage needs tokens, the last one labels."""
-        return self.is_first_stage or self.is_last_stage
+        """Whether this rank reads batches. The first stage needs tokens, the last one labels, each one documents."""
+        return self.is_first_stage or self.is_last_stage or self.needs_documents
 
 
 def build_process_groups(config: RunConfig) -> RankPosition:
     """Create all process groups and seed this rank. torch.distributed must be initialized."""
-    parallel = config.parallel
+    parallel, has_experts = config.parallel, is_mixture(config.model)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
+        pipeline_model_parallel_comm_backend=parallel.pipeline_model_parallel_comm_backend,
         context_parallel_size=parallel.context_parallel_size,
+        # On a dense model these settings have no effect, and the ranks need not fit them.
+        expert_model_parallel_size=parallel.expert_model_parallel_size if has_experts else 1,
+        expert_tensor_parallel_size=expert_tensor_size(parallel) if has_experts else None,
+        hierarchical_context_parallel_sizes=list(parallel.hierarchical_context_parallel_sizes) or None,
+        order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         create_gloo_process_groups=True,
     )
@@ -70,6 +79,7 @@ def build_process_groups(config: RunConfig) -> RankPosition:
         data_size=parallel_state.get_data_parallel_world_size(),
         is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        needs_documents=config.data.reset_attention_mask,
     )
 
 
@@ -88,8 +98,12 @@ def seed_rank(seed: int) -> None:
 
 
 def split_over_context(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this context-parallel rank's part of a batch of (B, S) tensors: chunks r and 2n-1-r of 2n, for balance."""
-    return get_batch_on_this_cp_rank(batch, **({"is_hybrid_cp": False} if is_installed(">=0.19") else {}))
+    """Return this context-parallel rank's part of a batch of (B, S) tensors: chunks r and 2n-1-r of 2n, for balance.
+
+    Without a group megatron-core 0.19 splits the batch over all ranks.
+    """
+    options = {"is_hybrid_cp": False} if is_installed(">=0.19") else {}
+    return get_batch_on_this_cp_rank(batch, cp_group=parallel_state.get_context_parallel_group(), **options)
 
 
 def destroy_process_groups() -> None:
@@ -103,6 +117,21 @@ def destroy_process_groups() -> None:
     parallel_state.destroy_model_parallel()
 
 
+def bucket_groups(chunk: Any) -> list[Any]:
+    """The groups of gradient buckets of a chunk, those of experts that other ranks reduce last."""
+    return [*chunk.bucket_groups, *expert_bucket_groups(chunk)]
+
+
+def expert_bucket_groups(chunk: Any) -> list[Any]:
+    """The groups of gradient buckets that are reduced over the expert data-parallel ranks."""
+    return list(getattr(chunk, "expert_parallel_bucket_groups", ()))
+
+
+def is_reduced_over_expert_ranks(parameter: Any) -> bool:
+    """Whether a weight is held by other ranks than the data-parallel ones: that of an expert with expert ranks."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def reset_param_gather(chunks: Iterable[Any]) -> None:
     """Make the next forward pass gather all weights, if gathers overlap with it.
 
@@ -111,7 +140,7 @@ def reset_param_gather(chunks: Iterable[Any]) -> None:
     pass after a replay would find a stale flag.
     """
     for chunk in chunks:
-        for group in chunk.bucket_groups:
+        for group in bucket_groups(chunk):
             group.param_gather_dispatched = False
 
 

@@ -12,6 +12,8 @@ LAYOUTS = [
     ParallelLayout(16, tensor=2, pipeline=2),
     ParallelLayout(16, tensor=2, context=2, pipeline=2, virtual=2),
     ParallelLayout(12, tensor=1, context=3, pipeline=2),
+    ParallelLayout(16, tensor=2, pipeline=2, data_is_last=True),
+    ParallelLayout(24, tensor=2, context=3, pipeline=2, data_is_last=True),
 ]
 
 
@@ -48,8 +50,9 @@ def test_the_example_of_the_docstring():
 )
 def test_groups_are_megatron_cores(layout, axes, token):
     parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    order = "tp-cp-ep-pp-dp" if layout.data_is_last else "tp-cp-ep-dp-pp"
     generator = parallel_state.RankGenerator(
-        tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order="tp-cp-ep-dp-pp"
+        tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order=order
     )
     assert sorted(layout.groups(*axes)) == sorted(map(tuple, generator.get_ranks(token)))
 
@@ -60,41 +63,11 @@ def test_every_rank_is_in_one_group_of_each_axis():
         assert sorted(rank for group in layout.groups(axis) for rank in group) == list(range(16))
 
 
-def test_layers_without_virtual_stages():
-    layout = ParallelLayout(4, pipeline=4)
-    assert [list(layout.layers_of(stage, 0, 8)) for stage in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_layers_with_virtual_stages():
-    layout = ParallelLayout(2, pipeline=2, virtual=2)
-    assert layout.layers_on(0, 8) == (0, 1, 4, 5)
-    assert layout.layers_on(1, 8) == (2, 3, 6, 7)
-
-
-@pytest.mark.parametrize(("pipeline", "virtual"), [(1, None), (2, None), (4, None), (2, 2), (4, 3), (2, 6)])
-def test_layers_are_a_partition(pipeline, virtual):
-    layout = ParallelLayout(pipeline, pipeline=pipeline, virtual=virtual)
-    held = [layer for stage in range(pipeline) for layer in layout.layers_on(stage, 24)]
-    assert sorted(held) == list(range(24))
-
-
-@pytest.mark.parametrize(("pipeline", "virtual"), [(2, None), (2, 2), (4, 3)])
-def test_layer_offsets_are_megatron_cores(pipeline, virtual):
-    layer_module = pytest.importorskip("megatron.core.transformer.transformer_layer")
-    config_module = pytest.importorskip("megatron.core.transformer.transformer_config")
-    core = config_module.TransformerConfig(
-        num_layers=24,
-        hidden_size=32,
-        num_attention_heads=4,
-        pipeline_dtype="float32",
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual,
-    )
-    layout = ParallelLayout(pipeline, pipeline=pipeline, virtual=virtual)
-    for stage in range(pipeline):
-        for chunk in range(virtual or 1):
-            offset = layer_module.get_transformer_layer_offset(core, vp_stage=chunk if virtual else None, pp_rank=stage)
-            assert layout.layers_of(stage, chunk, 24).start == offset
+def test_data_is_the_slowest_axis_with_the_other_mapping():
+    layout = ParallelLayout(16, tensor=2, pipeline=2, data_is_last=True)
+    assert layout.groups("pipeline")[0] == (0, 2)
+    assert layout.groups("data")[0] == (0, 4, 8, 12)
+    assert (layout.stride("pipeline"), layout.stride("data")) == (2, 4)
 
 
 def test_invalid_ranks_and_axes_are_refused():
@@ -103,20 +76,30 @@ def test_invalid_ranks_and_axes_are_refused():
     layout = ParallelLayout(2, pipeline=2)
     with pytest.raises(ValueError, match="rank 2"):
         layout.coordinates(2)
-    with pytest.raises(ValueError, match="do not divide"):
-        layout.layers_of(0, 0, 7)
-    with pytest.raises(ValueError, match="no chunk"):
-        layout.layers_of(2, 0, 8)
-    with pytest.raises(ValueError, match="no such axis: expert"):
-        layout.groups("expert")
+    for call in (layout.groups, layout.stride):
+        with pytest.raises(ValueError, match="no such axis: expert"):
+            call("expert")
+
+
+HALVES = ((range(4),), (range(4, 8),))
 
 
 def test_description_lists_the_ranks_of_each_part():
-    assert ParallelLayout(4, tensor=2, pipeline=2).describe(8) == [
+    assert ParallelLayout(4, tensor=2, pipeline=2).describe(HALVES) == [
         "ranks 0-1: stage 0, data 0: embedding + layers 0-3",
         "ranks 2-3: stage 1, data 0: layers 4-7 + output",
     ]
-    assert "layers 0-1, 4-5" in ParallelLayout(2, pipeline=2, virtual=2).describe(8)[0]
+    interleaved = ((range(2), range(4, 6)), (range(2, 4), range(6, 8)))
+    assert "layers 0-1, 4-5" in ParallelLayout(2, pipeline=2, virtual=2).describe(interleaved)[0]
+    assert ParallelLayout(2, pipeline=2).describe(((range(0),), (range(3),)))[0].endswith("data 0: embedding")
+
+
+def test_description_of_stages_has_their_ranks_in_both_orders():
+    first, second, _ = ParallelLayout(16, tensor=2, pipeline=2).describe_stages(HALVES)
+    assert first.startswith("stage 0: ranks 0-7:") and second.startswith("stage 1: ranks 8-15:")
+    layout = ParallelLayout(16, tensor=2, pipeline=2, data_is_last=True)
+    first, second, _ = layout.describe_stages(HALVES)
+    assert first.startswith("stage 0: ranks 0-1 of every 4:") and second.startswith("stage 1: ranks 2-3 of every 4:")
 
 
 def test_layout_of_a_configuration():
@@ -127,6 +110,7 @@ def test_layout_of_a_configuration():
             "parallel.tensor_model_parallel_size": 2,
             "parallel.pipeline_model_parallel_size": 2,
             "parallel.num_layers_per_virtual_pipeline_stage": 2,
+            "parallel.use_tp_pp_dp_mapping": True,
         },
     )
-    assert layout_of(config, 8) == ParallelLayout(8, tensor=2, pipeline=2, virtual=2)
+    assert layout_of(config, 8) == ParallelLayout(8, tensor=2, pipeline=2, virtual=2, data_is_last=True)
