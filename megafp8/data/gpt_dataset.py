@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
+import torch
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -78,6 +79,19 @@ class EpochsDataset(GPTDataset):
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> GuardedIndexedDataset:
         """Open a shard; called by megatron-core."""
         return GuardedIndexedDataset(dataset_path, mmap=config.mmap_bin_files)
+
+    def __getitem__(self, idx: Optional[int]) -> dict[str, Any]:
+        """A sample of megatron-core's dataset.
+
+        With `reset_attention_mask` it also has `document_starts`, bool [sequence_length]: the first token, and each
+        token after an end of document. megatron-core itself would return a mask of sequence_length^2 elements.
+        """
+        sample: dict[str, Any] = super().__getitem__(idx)
+        if self.config.reset_attention_mask:
+            starts = torch.ones_like(sample["tokens"], dtype=torch.bool)
+            starts[1:] = sample["tokens"][:-1] == self.config.tokenizer.eod
+            sample["document_starts"] = starts
+        return sample
 
     @property
     def sources(self) -> tuple[ShardSource, ...]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Optional
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megafp8.kernels.rope import split_and_rotate
+from megafp8.te.packed_sequences import attend_packed
 
 
 class RotarySelfAttention(SelfAttention):
@@ -43,6 +46,21 @@ class AmaxRotarySelfAttention(RotarySelfAttention):
     """For current scaling by our kernels: the gradient of `linear_qkv`'s output is annotated with its amax."""
 
     records_amax = True
+
+
+class DocumentAttention(TEDotProductAttention):
+    """megatron-core's attention with borders of documents, by Transformer Engine's kernels for packed sequences.
+
+    The packed format is thd. Only attention uses it, so the shapes of all other layers, and of messages between
+    pipeline stages, stay those of sequences.
+    """
+
+    def forward(self, *tensors: Any, packed_seq_params: Optional[PackedSeqParams] = None, **options: Any) -> Tensor:
+        """Attention of query, key and value (S, B, heads, channels); returns (S, B, heads * channels)."""
+        if packed_seq_params is None:
+            return super().forward(*tensors, **options)
+        packed = replace(packed_seq_params, qkv_format="thd")
+        return attend_packed(super().forward, *tensors, packed_seq_params=packed, **options)
 
 
 class FP8Attention(TEDotProductAttention):

@@ -159,6 +159,21 @@ def test_position_ids_and_loss_mask_at_documents_ends(shards, tokenizer):
     assert ends > 3
 
 
+def test_document_starts_follow_ends_of_documents(shards, tokenizer):
+    plain, _, _ = build_datasets(run_config(data_path=shards[:1]), tokenizer, (30, 0, 0))
+    train, _, _ = build_datasets(run_config(data_path=shards[:1], reset_attention_mask=True), tokenizer, (30, 0, 0))
+    ends = 0
+    for number in range(30):
+        item = train[number]
+        starts = item["document_starts"].nonzero().flatten().tolist()
+        places = (item["tokens"] == EOD).nonzero().flatten().tolist()
+        assert starts == [0, *(place + 1 for place in places if place + 1 < len(item["tokens"]))]
+        assert item.keys() - plain[number].keys() == {"document_starts"}
+        assert all(torch.equal(item[key], plain[number][key]) for key in plain[number])
+        ends += len(places)
+    assert ends > 3
+
+
 def test_megatron_cores_tokenizer_gives_the_same_samples(tmp_path, documents):
     """It has a padding token, which megatron-core's dataset searches in the text. Ours has none."""
     pytest.importorskip("tiktoken")

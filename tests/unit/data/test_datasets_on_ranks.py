@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from megafp8.config.batch_schedule import constant
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.loader import build_loader
@@ -42,7 +43,7 @@ def read_slice(config):
         micro_batch_size=2,
         data_parallel_rank=torch.distributed.get_rank(),
         data_parallel_size=torch.distributed.get_world_size(),
-        global_batch_size=8,
+        batch_schedule=constant(8),
         num_workers=0,
         total_samples=NUM_SAMPLES,
     )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from shard_files import write_shard
 
+from megafp8.config.batch_schedule import constant
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.loader import build_loader
@@ -42,7 +43,7 @@ def batches_of(dataset, consumed, size, workers, micro=1, num_samples=NUM_SAMPLE
     ranks = [
         build_loader(
             dataset, consumed_samples=consumed, micro_batch_size=micro, data_parallel_rank=rank,
-            data_parallel_size=size, global_batch_size=BATCH, num_workers=workers, total_samples=num_samples,
+            data_parallel_size=size, batch_schedule=constant(BATCH), num_workers=workers, total_samples=num_samples,
         )
         for rank in range(size)
     ]  # fmt: skip

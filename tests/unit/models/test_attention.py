@@ -33,10 +33,23 @@ class Alone:
         return 1
 
 
-def attention(group: Any = None, dropout: float = 0.0, softmax_scale: Optional[float] = None) -> CausalAttention:
-    config = SimpleNamespace(kv_channels=CHANNELS, attention_dropout=dropout, sequence_parallel=False)
-    groups = SimpleNamespace(cp=group or Alone())
-    return CausalAttention(config, layer_number=1, softmax_scale=softmax_scale, pg_collection=groups)
+def attention(
+    group: Any = None,
+    dropout: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    softcapping: Optional[float] = None,
+    **fields: Any,
+) -> CausalAttention:
+    """Attention of layer 1, with other fields of megatron-core's configuration."""
+    plain = {"window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
+    config = SimpleNamespace(
+        kv_channels=CHANNELS, num_attention_heads=HEADS, attention_dropout=dropout, sequence_parallel=False,
+        use_cpu_initialization=True, params_dtype=torch.float32, **plain | fields,
+    )  # fmt: skip
+    groups = SimpleNamespace(cp=group or Alone(), tp=Alone())
+    return CausalAttention(
+        config, layer_number=1, softmax_scale=softmax_scale, pg_collection=groups, logit_softcapping=softcapping
+    )
 
 
 def inputs(num_groups: int = HEADS) -> list[Tensor]:
@@ -149,12 +162,14 @@ def test_context_parallel_attention_equals_one_rank(size: int, num_groups: int) 
             torch.testing.assert_close(gradient, x.grad[mine], rtol=1e-5, atol=1e-5)
 
 
-def test_positions_follow_megatron_cores_split() -> None:
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_positions_follow_megatron_cores_split(tensor_ranks: int) -> None:
     """Tokens and positions are split by the same rule. Otherwise a rank would mask the wrong keys."""
 
     def on_rank() -> list[int]:
-        patches.import_core("parallel_state").initialize_model_parallel(context_parallel_size=2)
+        patches.import_core("parallel_state").initialize_model_parallel(tensor_ranks, context_parallel_size=2)
         return split_over_context({"tokens": torch.arange(LENGTH)[None]})["tokens"][0].tolist()
 
-    found = run_ranks(2, on_rank)
-    assert found == [zigzag_positions(rank, 2, LENGTH // 2, torch.device("cpu")).tolist() for rank in range(2)]
+    found = run_ranks(2 * tensor_ranks, on_rank)
+    expected = [zigzag_positions(rank, 2, LENGTH // 2, torch.device("cpu")).tolist() for rank in range(2)]
+    assert found == [positions for positions in expected for _ in range(tensor_ranks)]

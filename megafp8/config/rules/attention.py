@@ -1,0 +1,145 @@
+"""Rules about attention, position embeddings, and documents in a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config import attention_layers, latent_attention
+from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
+from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.errors import ConfigError
+
+YARN_SETTINGS = (
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+)
+
+
+def windows_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--window-size has two numbers, looks back only, and its pattern is for all layers."""
+    model = config.model
+    if model.window_size is None:
+        if model.window_attn_skip_freq is not None:
+            yield no_effect_without(f"--window-attn-skip-freq {model.window_attn_skip_freq}", "--window-size")
+        return
+    try:
+        left, right = attention_layers.window_size(model) or (0, 0)
+        if all_positive(model.num_layers):
+            attention_layers.windowed_layers(model)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if left < -1 or right != 0:
+        yield (
+            f"--window-size {model.window_size}: attention is causal, so give LEFT,0 with LEFT of at least 0, or -1 "
+            "for all tokens before"
+        )
+
+
+def layers_without_rope_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--no-rope-freq has a pattern for all layers, and needs rotary embeddings."""
+    model = config.model
+    if model.no_rope_freq is None:
+        return
+    if model.position_embedding_type not in ("rope", "yarn"):
+        yield no_effect_without(f"--no-rope-freq {model.no_rope_freq}", "--position-embedding-type rope")
+    if all_positive(model.num_layers):
+        try:
+            attention_layers.layers_without_rope(model)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def learned_positions_are_wanted_once(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--no-position-embedding contradicts learned position embeddings, and says nothing about others."""
+    model = config.model
+    if not model.add_position_embedding and model.position_embedding_type == "learned_absolute":
+        yield (
+            "--no-position-embedding with --position-embedding-type learned_absolute, which is the default: give "
+            "--position-embedding-type rope, or none"
+        )
+
+
+def yarn_has_its_settings(config: RunConfig, world_size: int) -> Iterator[str]:
+    """YaRN needs the original context length, and its settings need YaRN."""
+    model, default = config.model, ModelConfig()
+    if not latent_attention.uses_yarn(model):
+        changed = {
+            "--" + name.replace("_", "-"): getattr(model, name) != getattr(default, name) for name in YARN_SETTINGS
+        }
+        needs = "--rope-type yarn" if model.multi_latent_attention else "--position-embedding-type yarn"
+        yield from flags_without_effect(changed, needs)
+        return
+    if model.yarn_original_max_position_embeddings is None and not model.multi_latent_attention:
+        yield (
+            "--position-embedding-type yarn needs the context length before the extension: give "
+            "--yarn-original-max-position-embeddings"
+        )
+    if model.yarn_beta_fast <= model.yarn_beta_slow:
+        yield (
+            f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}: it "
+            "belongs to the higher frequencies"
+        )
+    unsupported = {
+        f"--rotary-percent {model.rotary_percent:g}": model.rotary_percent != 1,
+        "--rotary-interleaved": model.rotary_interleaved,
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
+    }
+    for flag, given in unsupported.items():
+        if given:
+            yield f"YaRN: megatron-core's does not support {flag}; remove one"
+
+
+def queries_have_one_norm(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Queries and keys are normalized in one way."""
+    if config.model.qk_layernorm and config.model.qk_l2_norm:
+        yield "--qk-layernorm and --qk-l2-norm are both given: keep one"
+
+
+def documents_fit_the_attention(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--reset-attention-mask: documents lie at other places in every microbatch, complete on each rank."""
+    if not config.data.reset_attention_mask:
+        return
+    context = config.parallel.context_parallel_size
+    if context > 1:
+        yield (
+            f"--reset-attention-mask with --context-parallel-size {context}: the ranks would split documents, which "
+            "Transformer Engine supports only for documents padded to a multiple of 2 x ranks; use "
+            "--context-parallel-size 1, or remove --reset-attention-mask"
+        )
+    if config.precision.fp8_dot_product_attention:
+        yield (
+            "--reset-attention-mask with --fp8-dot-product-attention: FP8 attention has no borders of documents; "
+            "remove one"
+        )
+
+
+def capped_scores_are_not_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
+    """FP8 attention has a plain softmax."""
+    model = config.model
+    others = {
+        f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
+        f"--attention-logit-softcapping {model.attention_logit_softcapping}": (
+            model.attention_logit_softcapping is not None
+        ),
+    }
+    for flag, given in others.items():
+        if given and config.precision.fp8_dot_product_attention:
+            yield f"{flag} with --fp8-dot-product-attention: FP8 attention has a plain softmax; remove one"
+
+
+RULES: tuple[Rule, ...] = (
+    windows_can_be_read,
+    layers_without_rope_can_be_read,
+    learned_positions_are_wanted_once,
+    yarn_has_its_settings,
+    queries_have_one_norm,
+    documents_fit_the_attention,
+    capped_scores_are_not_fp8,
+)

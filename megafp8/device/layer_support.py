@@ -1,0 +1,92 @@
+"""Options of the model and of the number formats that only some layers support."""
+
+from __future__ import annotations
+
+from megafp8.config import precision_map
+from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
+
+
+def model_obstacles(model: ModelConfig) -> list[str]:
+    """Options of the model for which there are no layers on Transformer Engine here."""
+    options = {
+        f"--norm-placement {model.norm_placement}": model.norm_placement != "pre",
+        f"--residual-multiplier {model.residual_multiplier:g}": model.residual_multiplier != 1,
+        "--parallel-residual": model.parallel_residual,
+        "--qk-layernorm-across-heads": model.qk_layernorm_across_heads,
+        f"--rotary-base-local {model.rotary_base_local}": model.rotary_base_local is not None,
+    }
+    return [
+        f"{flag}: the layers on Transformer Engine do not support it" for flag, is_given in options.items() if is_given
+    ]
+
+
+def counter_problems(config: RunConfig) -> list[str]:
+    """Reactions to what the quantizers of emulated layers count."""
+    training = config.training
+    asked = {
+        f"--on-nonfinite-activation {training.on_nonfinite_activation}": training.on_nonfinite_activation != "warn",
+        f"--fp8-guard {training.fp8_guard}": training.fp8_guard != "off",
+    }
+    return [
+        f"{flag}: Transformer Engine's layers do not support it; remove the flag, or use --transformer-impl emulated"
+        for flag, is_given in asked.items()
+        if is_given
+    ]
+
+
+def context_parallel_attention_problems(config: RunConfig) -> list[str]:
+    """Attention that Transformer Engine supports with only some kinds of context-parallel communication."""
+    parallel, model = config.parallel, config.model
+    options = (
+        ("--window-size", model.window_size is not None, ("a2a", "allgather")),
+        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla", ("a2a",)),
+    )
+    return [
+        f"{flag} with --context-parallel-size {parallel.context_parallel_size}: Transformer Engine needs "
+        f"--cp-comm-type {' or '.join(known)}, not {parallel.cp_comm_type}"
+        for flag, is_given, known in options
+        if is_given and parallel.context_parallel_size > 1 and parallel.cp_comm_type not in known
+    ]
+
+
+def emulated_only_options(precision: PrecisionConfig) -> list[str]:
+    """Problems of number format options that Transformer Engine does not offer."""
+    by_environment = "Transformer Engine has environment variables for this; remove the flag"
+    asked = {
+        "--fp8-format e5m2": (
+            "e5m2" in (precision.fp8_format, *(entry.format for entry in precision_map.entries(precision))),
+            "Transformer Engine does not support E5M2 for all tensors; use e4m3 or hybrid"),
+        f"--fp8-tensorwise-margin {precision.fp8_tensorwise_margin}": (
+            precision.fp8_tensorwise_margin != 0, "Transformer Engine has no such margin; remove it"),
+        "--fp8-e8m0-floor": (precision.fp8_e8m0_floor, "Transformer Engine rounds these scales up; remove it"),
+        "--fp8-power-2-scale": (precision.fp8_power_2_scale, by_environment),
+        "--fp8-block-scaling-fp32-scales": (precision.fp8_block_scaling_fp32_scales, by_environment),
+        "--no-fp4-hadamard": (not precision.fp4_hadamard, by_environment),
+        "--no-fp4-stochastic-rounding": (not precision.fp4_stochastic_rounding, by_environment),
+        "--no-fp4-2d-weights": (not precision.fp4_2d_weights, by_environment),
+        "--fp4-four-over-six": (
+            precision.fp4_four_over_six, "Transformer Engine has it without Hadamard transform only; remove it"),
+        "--fp8-amax-reduction all": (
+            precision.fp8_amax_reduction != "te",
+            "Transformer Engine reduces amaxes only for operands that it gathers; remove the flag",
+        ),
+        "--no-fp8-wgrad": (
+            not precision.fp8_wgrad,
+            "Transformer Engine 2 has no such setting (megatron-core ignores it silently); remove the flag",
+        ),
+    }  # fmt: skip
+    return [
+        f"{flag}: {reason}, or use --transformer-impl emulated"
+        for flag, (is_asked, reason) in asked.items()
+        if is_asked
+    ]
+
+
+def flash_attention_problems(config: RunConfig) -> list[str]:
+    """Attention for which Transformer Engine does not use FlashAttention, so that no kernel would be left."""
+    if config.precision.attention_backend != "flash" or config.model.softmax_type == "vanilla":
+        return []
+    return [
+        f"--attention-backend flash with --softmax-type {config.model.softmax_type}: FlashAttention has a plain "
+        "softmax; use --attention-backend auto, fused or unfused"
+    ]

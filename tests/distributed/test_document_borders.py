@@ -1,0 +1,115 @@
+"""`--reset-attention-mask`: documents in one sequence train as each would alone, under every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import PLAIN, SourceSamples, build_run, small_config
+from torch import Tensor
+
+from megafp8.checkpoint.progress import Progress
+from megafp8.models.loss import packed_documents, token_loss
+from megafp8.training.evaluation import build_batches
+from megafp8.training.run import Run
+from megafp8.training.step import train_step
+
+LENGTH = 32
+LENGTHS = ((5, 1, 26), (32,), (16, 9, 7), (1, 1, 30))  # of the documents in each sample
+FLAGS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+LAYOUTS = {
+    "tensor and sequence": ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+    "pipeline of 4": ("--pipeline-model-parallel-size 4", 4),
+    "interleaved": ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+    "recompute": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+    "recompute of attention": ("--recompute-granularity selective", 1),
+    "emulated FP8": ("", 1),
+}
+
+
+class DocumentSamples(SourceSamples):
+    """Samples of several documents, whose last tokens are not trained."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        lengths = LENGTHS[index % len(LENGTHS)]
+        sample["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
+        sample["document_starts"] = sample["position_ids"] == 0
+        sample["loss_mask"] = torch.ones(LENGTH)
+        sample["loss_mask"][torch.tensor(lengths).cumsum(0) - 1] = 0
+        return sample
+
+
+def gradients(run: Run, batches: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    """Sum of the losses of batches, and its gradients."""
+    (chunk,) = run.trainee.chunks
+    chunk.zero_grad_buffer()
+    total = torch.zeros(())
+    for batch in batches:
+        starts = batch.get("document_starts")
+        documents = None if starts is None else packed_documents(starts, torch.device("cpu"))
+        losses = chunk(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=documents
+        )
+        total = total + token_loss(batch["loss_mask"], losses)[0]
+    total.backward()
+    return float(total), {name: weight.main_grad.clone() for name, weight in chunk.named_parameters()}
+
+
+def alone(sample: dict[str, Tensor], lengths: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    """Each document of a sample as a batch of its own."""
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    keys = ("tokens", "labels", "loss_mask", "position_ids")
+    return [
+        {key: sample[key][None, end - length : end] for key in keys} for length, end in zip(lengths, ends, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+@pytest.mark.parametrize("extra", ["", "--window-size 4,0 --softmax-type learnable"])
+def test_documents_train_as_each_alone(style: str, extra: str) -> None:
+    def on_rank() -> Any:
+        run = build_run(small_config(style, f"{PLAIN} {FLAGS} {extra}"))
+        samples = [DocumentSamples(LENGTH)[index] for index in range(len(LENGTHS))]
+        together = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        separate = [part for sample, lengths in zip(samples, LENGTHS, strict=True) for part in alone(sample, lengths)]
+        whole = {key: value for key, value in together.items() if key != "document_starts"}
+        return gradients(run, [together]), gradients(run, separate), gradients(run, [whole])
+
+    ((together, separate, whole),) = run_ranks(1, on_rank)
+    assert together[0] == pytest.approx(separate[0], rel=1e-6)
+    assert together[1].keys() == separate[1].keys()
+    for name, gradient in together[1].items():
+        torch.testing.assert_close(gradient, separate[1][name], rtol=1e-4, atol=2e-6)
+    assert abs(whole[0] - separate[0]) > 1e-3  # without borders the loss is another
+
+
+def losses(extra: str, world_size: int) -> list[float]:
+    """Losses of three steps on documents."""
+
+    def on_rank() -> list[float]:
+        config = small_config("llama", f"{FLAGS} --micro-batch-size 2 {extra}", world_size)
+        run = build_run(config)
+        samples = DocumentSamples(LENGTH)
+        run = dataclasses.replace(run, datasets=(samples, samples, None))
+        batches = build_batches(run, samples, 0, 3 * run.global_batch_size, num_workers=0)
+        return [train_step(run, batches, Progress(step, step * run.global_batch_size)).loss for step in range(3)]
+
+    return run_ranks(world_size, on_rank)[-1]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> list[float]:
+    return losses(PLAIN, 1)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_sees_the_documents(name: str, one_rank: list[float]) -> None:
+    extra, world_size = LAYOUTS[name]
+    is_quantized = name == "emulated FP8"
+    precision = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise" if is_quantized else PLAIN
+    found = losses(f"{precision} {extra}", world_size)
+    assert found == pytest.approx(one_rank, rel=1e-2 if is_quantized else 1e-5)

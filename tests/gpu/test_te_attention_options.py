@@ -1,0 +1,75 @@
+"""Attention options with Transformer Engine's layers: their losses are those of the emulated layers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from gpu_runs import RECIPES, gpu_run, unbroken_and_resumed
+from gpu_sizes import ATTENTION_OPTIONS
+from small_run import Curve, train
+
+from megafp8.models.loss import packed_documents
+
+STEPS = 4
+CLOSE = 2e-3  # relative difference of losses: BF16 attention by two kernels
+
+
+@functools.cache
+def curve(extra: str) -> Curve:
+    with gpu_run(extra) as run:
+        return train(run, STEPS)
+
+
+def gap(one: Curve, other: Curve) -> float:
+    """Largest relative difference of the losses."""
+    return max(abs(a - b) / b for a, b in zip(one.losses, other.losses, strict=True))
+
+
+@pytest.mark.parametrize("name", ATTENTION_OPTIONS)
+def test_an_option_trains_as_with_emulated_layers(name: str) -> None:
+    native, emulated = curve(ATTENTION_OPTIONS[name]), curve(f"{ATTENTION_OPTIONS[name]} --transformer-impl emulated")
+    print(f"\n{name}: gap {gap(native, emulated):.2e}")
+    assert gap(native, emulated) < CLOSE
+    assert native.losses != curve("").losses  # it has an effect
+
+
+@pytest.mark.parametrize("name", ATTENTION_OPTIONS)
+def test_an_option_with_fp8(name: str) -> None:
+    flags = f"{RECIPES['tensorwise']} {ATTENTION_OPTIONS[name]}"
+    assert gap(curve(flags), curve(f"{flags} --transformer-impl emulated")) < 5e-3
+
+
+def test_learnable_offsets_resume_to_the_bit(tmp_path: Path) -> None:
+    unbroken, resumed = unbroken_and_resumed(ATTENTION_OPTIONS["learnable offsets"], STEPS, tmp_path)
+    assert unbroken == resumed
+
+
+@pytest.mark.parametrize("extra", ["", "--window-size 24,0"])
+def test_documents_have_the_losses_of_each_alone(extra: str) -> None:
+    lengths = (40, 3, 64, 21)
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = (torch.randint(256, (2, sum(lengths)), generator=generator).cuda() for _ in range(2))
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+    documents = packed_documents(positions == 0, torch.device("cuda"))
+    with gpu_run(f"--reset-attention-mask --reset-position-ids --eod-mask-loss {extra}") as run:
+        (chunk,) = run.trainee.chunks
+        with torch.no_grad():
+            together = chunk(tokens, positions.cuda(), None, labels=labels, packed_seq_params=documents)
+            whole = chunk(tokens, torch.arange(sum(lengths)).expand(2, -1).cuda(), None, labels=labels)
+            parts = []
+            for start, length in zip((0, 40, 43, 107), lengths, strict=True):
+                part = slice(start, start + length)
+                where = torch.arange(length).expand(2, -1).cuda()
+                parts.append(chunk(tokens[:, part], where, None, labels=labels[:, part]))
+    separate = torch.cat(parts, dim=1)
+    assert (together - separate).abs().max() < 0.05  # of BF16 activations
+    assert (whole - separate).abs().mean() > 4 * (together - separate).abs().mean()
