@@ -1,0 +1,232 @@
+"""Conversion of a sharded checkpoint of Megatron-LM to a run folder that training continues from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint.compatibility import EXTRA_STATE_MARKERS
+from megafp8.checkpoint.convert.from_huggingface import changed_settings, check_problems, report_bytes
+from megafp8.checkpoint.convert.gpt_weights import Weight, gpt_weights
+from megafp8.checkpoint.convert.megatron_args import settings_of_args
+from megafp8.checkpoint.convert.megatron_buckets import Layout, bucket_sources, common_optimizer_state
+from megafp8.checkpoint.convert.megatron_folder import MegatronCheckpoint, open_megatron_checkpoint
+from megafp8.checkpoint.convert.safetensors_files import write_json
+from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, load_errors
+from megafp8.checkpoint.standalone import CheckpointTensors, LazyTensor, save_parts
+from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import to_json, with_values
+from megafp8.errors import CheckpointError
+from megafp8.optimizer.schedules import Schedule
+
+# Layouts of the distributed optimizer's state that are read: tensors like the weights, and buckets.
+TENSORS, BUCKETS = "fully_reshardable", "dp_reshardable"
+# Names of a gated MLP's two halves where every layer has its own tensors.
+GATE, VALUE = "_w", "_v"
+
+
+@dataclass(frozen=True)
+class MegatronImport:
+    """A planned conversion.
+
+    Attributes:
+        config: settings of the run, without those of saving.
+        common: plain values of the new checkpoint.
+        sources: its tensors, by name.
+        objects: its random states, by name.
+        notes: for the user.
+    """
+
+    source: MegatronCheckpoint
+    config: RunConfig
+    common: dict[str, Any]
+    sources: dict[str, LazyTensor]
+    objects: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(source.num_bytes for source in self.sources.values())
+
+    def write(self, folder: Path, on_bytes: Callable[[int], Any]) -> None:
+        """Write a run folder: the checkpoint, and config.json for `--config`.
+
+        Raises:
+            CheckpointError: a file is damaged, or the folder cannot be written.
+        """
+        save_parts(folder, self.common, report_bytes(self.sources, on_bytes), self.objects)
+        write_json(folder / "config.json", changed_settings(self.config))
+
+
+def plan_megatron_import(folder: Path, step: Optional[int], with_optimizer: bool = True) -> MegatronImport:
+    """Check everything before anything is written.
+
+    Args:
+        folder: of a run of Megatron-LM, or of one checkpoint.
+        step: of the checkpoint; None is the newest.
+        with_optimizer: import optimizer state and schedule, too.
+
+    Raises:
+        CheckpointError: it is not such a checkpoint, or it cannot be expressed here; with all problems.
+    """
+    source = open_megatron_checkpoint(folder, step)
+    with load_errors(source.path):  # values may have any type
+        return build_import(source, with_optimizer)
+
+
+def build_import(source: MegatronCheckpoint, with_optimizer: bool) -> MegatronImport:
+    """Return the conversion of an open checkpoint, as `plan_megatron_import`."""
+    values, problems, left = settings_of_args(source.args)
+    check_problems(source.path, problems)
+    config = with_values(RunConfig(), values)
+    check_problems(source.path, [f"the argument {name} is missing" for name in missing_sizes(config)])
+    tensors = CheckpointTensors(source.path)
+    if EMBEDDING not in tensors.locations:
+        raise CheckpointError(f"{source.path} has no {EMBEDDING}: it is not a checkpoint of a GPT")
+    has_fused_norms = source.args.get("transformer_impl", "transformer_engine") != "local"
+    weights = gpt_weights(config.model, tensors.locations[EMBEDDING].shape[0], has_fused_norms)
+    found = {weight.name: tensor_source(tensors, weight.name) for weight in weights}
+    check_problems(source.path, weight_problems(tensors, weights, found))
+    sources = {name: each for name, each in found.items() if each is not None}
+    common: dict[str, Any] = {}
+    notes = [f"not read: {', '.join(left)}"] if left else []
+    with_optimizer = with_optimizer and bool(source.common.get("optimizer"))
+    if with_optimizer:
+        state_sources, common["optimizer"] = optimizer_parts(source, tensors, config, weights)
+        sources |= state_sources
+        common["schedule"] = schedule_state(source)
+    else:
+        notes.append("weights only: the checkpoint is without optimizer state and schedule")
+    objects = random_states(source, tensors)
+    if not objects:
+        notes.append("it has no random state")
+    saved = with_values(config, {"checkpoint.no_save_optim": not with_optimizer, "checkpoint.no_save_rng": not objects,
+                                 "parallel.use_distributed_optimizer": is_distributed(source)})  # fmt: skip
+    common |= {
+        "step": source.step, "consumed_samples": source.args.get("consumed_train_samples", 0), "samples": None,
+        "config": to_json(saved), "layout": list(source.layout), "content_metadata": content_metadata(),
+    }  # fmt: skip
+    return MegatronImport(source, config, common, sources, objects, notes)
+
+
+def missing_sizes(config: RunConfig) -> list[str]:
+    """Return the arguments without which the model is not known."""
+    names = ("num_layers", "hidden_size", "num_attention_heads")
+    return [name for name in names if not getattr(config.model, name)]
+
+
+def tensor_source(tensors: CheckpointTensors, name: str) -> Optional[LazyTensor]:
+    """Return a stored tensor, or the two halves of one, as a lazy tensor; None if it is absent."""
+    if name in tensors.locations:
+        location = tensors.locations[name]
+        return LazyTensor(location.shape, location.dtype, partial(tensors.load, name))
+    halves = [tensors.locations.get(name + suffix) for suffix in (GATE, VALUE)]
+    if halves[0] is None or halves[1] is None or halves[0].shape != halves[1].shape:
+        return None
+    shape = (2 * halves[0].shape[0], *halves[0].shape[1:])
+    return LazyTensor(shape, halves[0].dtype, partial(join_halves, tensors, name))
+
+
+def join_halves(tensors: CheckpointTensors, name: str) -> Tensor:
+    """Read gate and value of a gated MLP as one tensor."""
+    return torch.cat([tensors.load(name + suffix) for suffix in (GATE, VALUE)])
+
+
+def weight_problems(
+    tensors: CheckpointTensors, weights: list[Weight], sources: dict[str, Optional[LazyTensor]]
+) -> list[str]:
+    """Return how the tensors differ from those of the model that the arguments describe."""
+    problems = []
+    for weight in weights:
+        found = sources[weight.name]
+        if found is None:
+            problems.append(f"{weight.name} is missing")
+        elif found.shape != weight.shape:
+            problems.append(f"{weight.name} has shape {found.shape}, and by the arguments {weight.shape}")
+    known = set(sources) | {name + suffix for name in sources for suffix in (GATE, VALUE)}
+    others = (name for name in tensors.locations if not name.startswith(OPTIMIZER_PREFIX))
+    return problems + [
+        f"{name} is not part of a dense GPT with these arguments"
+        for name in others
+        if name not in known and not any(marker in name for marker in EXTRA_STATE_MARKERS)
+    ]
+
+
+def is_distributed(source: MegatronCheckpoint) -> bool:
+    """Return whether the checkpoint has the state of a distributed optimizer."""
+    state = source.common.get("optimizer")
+    return isinstance(state, dict) and "param_state_sharding_type" in state
+
+
+def optimizer_parts(
+    source: MegatronCheckpoint, tensors: CheckpointTensors, config: RunConfig, weights: list[Weight]
+) -> tuple[dict[str, LazyTensor], Any]:
+    """Return the optimizer's tensors by name, and its plain values.
+
+    Raises:
+        CheckpointError: the layout of the state is not supported.
+    """
+    state = source.common["optimizer"]
+    kind = state.get("param_state_sharding_type") if isinstance(state, dict) else None
+    if kind == BUCKETS:
+        num_stages, num_ranks, _ = source.layout
+        layout = Layout(num_stages, source.args.get("virtual_pipeline_model_parallel_size") or 1, num_ranks)
+        assert config.model.num_layers is not None
+        return (
+            bucket_sources(source.path, tensors, weights, layout, config.model.num_layers),
+            common_optimizer_state(tensors),
+        )
+    names = state_names(tensors)
+    if kind not in (None, TENSORS) or not names:
+        raise CheckpointError(
+            f"{source.path} has optimizer state in the layout {kind}, which is not read. Load and save it once with "
+            "Megatron-LM and --dist-ckpt-optim-fully-reshardable, or import the weights only (--no-load-optim)"
+        )
+    sources = {name: tensor_source(tensors, name) for name in names}
+    return {name: each for name, each in sources.items() if each is not None}, state
+
+
+def state_names(tensors: CheckpointTensors) -> list[str]:
+    """Return the names of optimizer tensors; the halves of a gated MLP count as one."""
+    names = (name for name in tensors.locations if name.startswith(f"{OPTIMIZER_PREFIX}state."))
+    return list(dict.fromkeys(name.removesuffix(GATE).removesuffix(VALUE) for name in names))
+
+
+def schedule_state(source: MegatronCheckpoint) -> dict[str, Any]:
+    """Return the schedule's state. What megatron-core does not save follows from the arguments, as in its runs."""
+    saved = source.common.get("opt_param_scheduler")
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{source.path} has optimizer state without a schedule: import it with --no-load-optim")
+    known = {"init_lr": source.args.get("lr_warmup_init"), "lr_wsd_decay_style": source.args.get("lr_wsd_decay_style")}
+    return dict(saved) | {name: known[name] for name in Schedule.EXTRA_KEYS if known.get(name) is not None}
+
+
+def random_states(source: MegatronCheckpoint, tensors: CheckpointTensors) -> dict[str, Any]:
+    """Return the random states of all ranks by name; empty if there are none.
+
+    Megatron-LM saves one for each tensor and pipeline rank, which all data-parallel ranks load.
+    """
+    num_stages, num_ranks, num_replicas = source.layout
+    found = {}
+    for stage, rank in product(range(num_stages), range(num_ranks)):
+        name = f"rng_state/shard_{stage}.{rank}_{num_stages}.{num_ranks}"
+        if name not in tensors.objects:
+            return {}
+        saved = tensors.load_object(name)
+        for replica in range(num_replicas):
+            each = saved[replica if len(saved) == num_replicas else 0]
+            found[f"random_state/shard_{stage}.{rank}.{replica}_{num_stages}.{num_ranks}.{num_replicas}"] = {
+                "cpu": each["torch_rng_state"],
+                "device": each["cuda_rng_state"],
+                "tracker": each["rng_tracker_states"],
+            }
+    return found

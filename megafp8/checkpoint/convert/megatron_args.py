@@ -1,0 +1,202 @@
+"""Megatron-LM's arguments in a checkpoint, as settings of megafp8 and back.
+
+Most settings have the name of Megatron-LM's argument. Arguments that change the model and have no setting here must
+have the values of `PLAIN_MODEL`; otherwise the import is refused. All others are reported if they are set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megafp8.config import attention_layers, derived, stages
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import read_settings, settings_by_name, value_of
+from megafp8.errors import ConfigError
+
+# Settings whose names are those of the arguments, by section.
+SAME_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model": (
+            "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
+            "group_query_attention", "num_query_groups", "max_position_embeddings", "position_embedding_type",
+            "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
+            "use_rope_scaling", "rope_scaling_factor", "normalization", "norm_epsilon", "apply_layernorm_1p", "swiglu",
+            "squared_relu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "make_vocab_size_divisible_by",
+            "attention_dropout", "hidden_dropout", "init_method_std", "attention_softmax_in_fp32",
+            "apply_query_key_layer_scaling", "qk_l2_norm", "embedding_init_method_std", "window_size",
+            "window_attn_skip_freq", "no_rope_freq",
+        ),
+        "parallel": (
+            "tensor_model_parallel_size", "pipeline_model_parallel_size",
+            "context_parallel_size", "sequence_parallel", "use_distributed_optimizer",
+        ),
+        "training": ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "seed", "eval_iters"),
+        "optimizer": (
+            "optimizer", "lr", "min_lr", "lr_warmup_init", "lr_decay_style", "lr_decay_iters", "lr_decay_samples",
+            "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_wsd_decay_style", "lr_wsd_decay_iters",
+            "lr_wsd_decay_samples", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay",
+            "end_weight_decay", "weight_decay_incr_style", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum",
+            "clip_grad", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
+        ),
+        "precision": (
+            "bf16", "fp16", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad",
+            "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+        ),
+        "data": ("seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
+    }
+)  # fmt: skip
+# Settings with an integer or a list for the layers.
+PATTERNS = ("model.window_attn_skip_freq", "model.no_rope_freq")
+# Beginnings of names that have no effect without FP8.
+FP8_NAMES = ("fp8_", "first_last_layers_bf16", "num_layers_at_")
+# Arguments of the model that have no setting here, and the values with which it is the plain one.
+PLAIN_MODEL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "num_experts": (None, 0), "mtp_num_layers": (None, 0), "multi_latent_attention": (False,),
+        "apply_residual_connection_post_layernorm": (False,), "openai_gelu": (False,), "quick_geglu": (False,),
+        "onnx_safe": (None, False), "softmax_type": ("vanilla",), "rope_type": (None, "rope"),
+        "activation_func_clamp_value": (None,), "glu_linear_offset": (0.0,), "fp32_residual_connection": (False,),
+        "hybrid_override_pattern": (None,), "hybrid_layer_pattern": (None,), "is_hybrid_model": (False,),
+        "heterogeneous_layers_config_path": (None,), "heterogeneous_layers_config_encoded_json": (None,),
+        "attention_output_gate": (False,), "experimental_attention_variant": (None,), "qk_clip": (False,),
+        "linear_attention_freq": (None, 0), "mrope_section": (None,), "use_mup": (False,), "spec": (None, ["local"]),
+    }
+)  # fmt: skip
+# Settings of the model that are arguments with another name or value, or none that matters for a checkpoint.
+OTHER_NAMES = ("model_preset", "share_embeddings_and_output_weights", "vocab_size", "padded_vocab_size",
+               "add_position_embedding")  # fmt: skip
+# Set in every checkpoint, and without a meaning for another program: layout of the job, progress, derived values.
+SILENT = frozenset(
+    [
+        "encoder_num_layers", "encoder_seq_length", "add_position_embedding", "params_dtype", "main_params_dtype",
+        "untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size", "fp8", "iteration", "world_size",
+        "consumed_train_samples", "consumed_valid_samples", "rank", "local_rank", "data_parallel_size",
+        "transformer_pipeline_model_parallel_size", "total_parallel_size", "ckpt_format", "save", "load", "mock_data",
+        "data_path", "save_interval", "transformer_impl", "attention_backend", "main_grads_dtype", "exp_avg_dtype",
+        "exp_avg_sq_dtype", "virtual_pipeline_model_parallel_size", "skipped_train_samples",
+        "expert_model_parallel_size", "expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+    ]
+)  # fmt: skip
+
+
+def settings_of_args(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Translate Megatron-LM's arguments.
+
+    Args:
+        args: by name (`vars` of the namespace).
+
+    Returns:
+        Settings by name, problems, and the arguments that are set and were not read, as text.
+    """
+    tree: dict[str, dict[str, Any]] = {}
+    is_fp8 = args.get("fp8") is not None
+    for section, fields in SAME_NAMES.items():
+        for field in fields:
+            if args.get(field) is not None and (is_fp8 or not field.startswith(FP8_NAMES)):
+                tree.setdefault(section, {})[field] = as_setting(f"{section}.{field}", args[field])
+    tied = args.get("untie_embeddings_and_output_weights")
+    tree.setdefault("model", {})["share_embeddings_and_output_weights"] = not tied
+    if is_fp8:
+        tree.setdefault("precision", {})["fp8_format"] = args["fp8"]
+    if isinstance(args.get("virtual_pipeline_model_parallel_size"), int):
+        num_chunks = args["virtual_pipeline_model_parallel_size"]
+        tree.setdefault("parallel", {})["num_virtual_stages_per_pipeline_rank"] = num_chunks
+    if isinstance(args.get("vocab_size"), int):
+        tree["model"]["vocab_size"] = args["vocab_size"] - counts_end_of_document(args)
+    problems = [
+        f"--{name.replace('_', '-')} {value}: there is no such model here"
+        for name, allowed in PLAIN_MODEL.items()
+        if (value := args.get(name, allowed[0])) not in allowed
+    ]
+    if args.get("position_embedding_type") == "yarn":
+        problems.append("--position-embedding-type yarn: its settings are not converted")
+    try:
+        values = read_settings(json.dumps(tree, default=str))
+    except ConfigError as error:
+        return {}, [*problems, *error.problems], []
+    read = {field for fields in SAME_NAMES.values() for field in fields} | SILENT | set(PLAIN_MODEL)
+    left = [f"{name} = {value}" for name, value in sorted(args.items()) if name not in read and is_set(value)]
+    return values, problems, left
+
+
+def is_set(value: Any) -> bool:
+    """Return whether an argument has a value other than off, none or zero."""
+    return value is not None and value is not False and value not in (0, "", [], ())
+
+
+def as_setting(name: str, value: Any) -> Any:
+    """Return a value in the type of a setting: Megatron-LM has some whole numbers as floats, and patterns as lists."""
+    if name == "model.window_size" and isinstance(value, (tuple, list)):
+        return ",".join(map(str, value))
+    if name in PATTERNS and isinstance(value, (int, tuple, list)):
+        return str(list(value) if isinstance(value, tuple) else value) if value else None
+    is_whole = isinstance(value, float) and value.is_integer() and settings_by_name()[name].type is int
+    return int(value) if is_whole else value
+
+
+def unexpressed_settings(config: RunConfig) -> list[str]:
+    """Return the settings of the model that Megatron-LM does not have or that are not converted, as flags."""
+    model = config.model
+    problems = [
+        f"{setting.as_flag(value)}: not converted to Megatron-LM"
+        for setting in settings_by_name().values()
+        if setting.section == "model" and setting.field not in (*SAME_NAMES["model"], *OTHER_NAMES)
+        and (value := value_of(config, setting.name)) != setting.default
+        # GELU fused with a bias, Megatron-LM's default, is this approximation.
+        and not (setting.field == "openai_gelu" and model.add_bias_linear)
+    ]  # fmt: skip
+    if model.position_embedding_type == "yarn":
+        problems.append("--position-embedding-type yarn: not converted to Megatron-LM")
+    return problems
+
+
+def counts_end_of_document(args: Mapping[str, Any]) -> bool:
+    """Return whether `vocab_size` includes NullTokenizer's end-of-document id, as in some versions of Megatron-LM.
+
+    Here the setting does not include it. The embedding then has no row for one more id.
+    """
+    rows, is_null = args.get("padded_vocab_size"), args.get("tokenizer_type") == "NullTokenizer"
+    return is_null and isinstance(rows, int) and args["vocab_size"] >= rows
+
+
+def args_of_settings(config: RunConfig, values: Mapping[str, Any]) -> argparse.Namespace:
+    """Return Megatron-LM's arguments for a run's settings.
+
+    Args:
+        values: of arguments that are not settings, such as `iteration`.
+    """
+    named = {
+        field: value_of(config, f"{section}.{field}") for section, fields in SAME_NAMES.items() for field in fields
+    }
+    plain = {name: allowed[0] for name, allowed in PLAIN_MODEL.items()}
+    model = config.model
+    for name in PATTERNS:
+        field = name.removeprefix("model.")
+        if named[field] is not None:
+            pattern = attention_layers.parse_pattern(f"--{field.replace('_', '-')}", named[field])
+            named[field] = list(pattern) if isinstance(pattern, tuple) else pattern
+    named |= {
+        "window_size": attention_layers.window_size(model),
+        "ffn_hidden_size": derived.ffn_hidden_size(model),
+        "kv_channels": derived.kv_channels(model),
+        "encoder_num_layers": model.num_layers,
+        "encoder_seq_length": config.data.seq_length,
+        "add_position_embedding": True,  # also with rotary embeddings: False only with --no-position-embedding
+        "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
+        "vocab_size": model.vocab_size,
+        "fp8": config.precision.fp8_format,
+        "num_layers_per_virtual_pipeline_stage": config.parallel.num_layers_per_virtual_pipeline_stage,
+        "virtual_pipeline_model_parallel_size": stages.virtual_pipeline_size(config),
+        "ckpt_format": "torch_dist",
+        "no_save_optim": None,
+        "no_save_rng": None,
+        "data_parallel_random_init": False,
+        "expert_model_parallel_size": 1,
+        "transformer_impl": "transformer_engine",
+    }
+    return argparse.Namespace(**plain | named | dict(values))

@@ -1,0 +1,142 @@
+"""Folders with checkpoints of Megatron-LM's training script: which checkpoint, and its plain values.
+
+`common.pt` holds Megatron-LM's arguments as an `argparse.Namespace`, with members of a few enums of megatron-core and
+with dtypes. It is read with `weights_only` and megatron-core's list of classes, none of which runs code.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from megatron.core import dist_checkpointing
+
+from megafp8.checkpoint.directory import POINTER, checkpoint_path, list_steps
+from megafp8.checkpoint.manifest import MANIFEST
+from megafp8.checkpoint.metadata import load_errors
+from megafp8.checkpoint.serialization import COMMON_FILE, FORMAT_FILE
+from megafp8.errors import CheckpointError
+from megafp8.utils.files import LIST_BYTES, UnreadableFile, read_text
+
+RANK_FOLDERS = "mp_rank_*"
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """A checkpoint of Megatron-LM.
+
+    Attributes:
+        args: its arguments by name.
+        common: its plain values, with `args`.
+    """
+
+    path: Path
+    step: int
+    args: Mapping[str, Any]
+    common: Mapping[str, Any]
+
+    def argument(self, name: str, default: int) -> int:
+        """Return an argument that is a size; 1 or more.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.args.get(name, default)
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"{self.path}: the argument {name} is {value!r}, not a positive integer")
+        return value
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """Sizes of the parallel axes: pipeline, tensor, data x context."""
+        data = self.argument("data_parallel_size", 1) * self.argument("context_parallel_size", 1)
+        return self.argument("pipeline_model_parallel_size", 1), self.argument("tensor_model_parallel_size", 1), data
+
+
+def open_megatron_checkpoint(folder: Path, step: Optional[int] = None) -> MegatronCheckpoint:
+    """Read the plain values of a checkpoint.
+
+    Args:
+        folder: of a run, or of one checkpoint.
+        step: of the checkpoint; None is the one in `latest_checkpointed_iteration.txt`.
+
+    Raises:
+        CheckpointError: it is not a sharded checkpoint of Megatron-LM, or cannot be read.
+    """
+    path = find_megatron_checkpoint(folder, step)
+    if any(path.glob(RANK_FOLDERS)):
+        raise CheckpointError(
+            f"{path} has Megatron-LM's old format (--ckpt-format torch), with a file for each rank. Megatron-LM "
+            "converts it: start its script with --load of this folder, --ckpt-convert-format torch_dist and "
+            "--ckpt-convert-save FOLDER"
+        )
+    if (path / MANIFEST).exists():
+        raise CheckpointError(f"{path} is a checkpoint of megafp8, which needs no conversion")
+    if not (path / FORMAT_FILE).exists():
+        raise CheckpointError(f"{path} has no {FORMAT_FILE}: it is not a checkpoint of --ckpt-format torch_dist")
+    with load_errors(path):
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path / COMMON_FILE} holds a {type(common).__name__} instead of named values")
+    args, iteration = common.get("args"), common.get("iteration")
+    if not isinstance(args, Namespace) or type(iteration) is not int or iteration < 0:
+        raise CheckpointError(
+            f"{path / COMMON_FILE} has no arguments and iteration of Megatron-LM's training script: another program "
+            "wrote it"
+        )
+    return MegatronCheckpoint(path, iteration, vars(args), common)
+
+
+def find_megatron_checkpoint(folder: Path, step: Optional[int]) -> Path:
+    """Return the folder of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (folder / COMMON_FILE).exists() or any(folder.glob(RANK_FOLDERS)):
+        if step is not None:
+            raise CheckpointError(f"--ckpt-step {step}: {folder} is a single checkpoint")
+        return folder
+    steps = list_steps(folder)
+    if step is None:
+        try:
+            word = read_text(folder / POINTER, LIST_BYTES).strip()
+        except UnreadableFile as error:
+            if steps or not error.is_missing:
+                raise CheckpointError(
+                    f"{folder / POINTER} cannot be read ({error.reason}): give --ckpt-step N"
+                ) from error
+            raise CheckpointError(f"{folder} has no checkpoint of Megatron-LM") from error
+        if not (word.isascii() and word.isdigit()):
+            raise CheckpointError(f"{folder / POINTER} names no iteration but {word[:40]!r}: give --ckpt-step N")
+        step = int(word)
+    if step not in steps:
+        have = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{folder} has no checkpoint of iteration {step}; it has: {have}")
+    return checkpoint_path(folder, step)
+
+
+def refuse_megatron_folder(folder: Path) -> None:
+    """Raise if the newest checkpoint of a folder is Megatron-LM's, with the command that converts it.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    steps = list_steps(folder)
+    path = checkpoint_path(folder, steps[-1]) if steps else folder
+    if not steps or (path / MANIFEST).exists():
+        return
+    is_old = any(path.glob(RANK_FOLDERS))
+    if not is_old and (path / COMMON_FILE).exists():
+        try:
+            with load_errors(path):
+                is_old = "args" in dist_checkpointing.load_common_state_dict(str(path))
+        except CheckpointError:
+            return  # a damaged checkpoint, which is reported as such
+    if is_old:
+        raise CheckpointError(
+            f"{path} is a checkpoint of Megatron-LM. Convert it first: megafp8 convert from-megatron {folder} OUT"
+        )

@@ -1,0 +1,194 @@
+"""Conversion of a checkpoint to one that Megatron-LM's training script loads.
+
+Weights and optimizer state have the same names and shapes there. What differs are the plain values, Megatron-LM's
+arguments among them, the random states, and objects that Megatron-LM expects for every linear.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import torch
+
+from megafp8.checkpoint.compatibility import EXTRA_STATE_MARKERS
+from megafp8.checkpoint.convert.from_huggingface import format_problems, report_bytes
+from megafp8.checkpoint.convert.from_megatron import tensor_source
+from megafp8.checkpoint.convert.megatron_args import args_of_settings, unexpressed_settings
+from megafp8.checkpoint.convert.to_huggingface import find_source_checkpoint
+from megafp8.checkpoint.directory import POINTER, checkpoint_path
+from megafp8.checkpoint.manifest import check_complete
+from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, check_readable, load_common_state
+from megafp8.checkpoint.standalone import CheckpointTensors, LazyTensor, write_files
+from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
+from megafp8.config import derived
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import from_json
+from megafp8.errors import CheckpointError
+from megafp8.optimizer.schedules import Schedule
+
+CHECKPOINT_VERSION = 3.0
+# Modules of a layer whose extra state Megatron-LM loads; without FP8 it is None.
+MODULES_WITH_EXTRA_STATE = (
+    "self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention", "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MegatronExport:
+    """A planned conversion.
+
+    Attributes:
+        path: the checkpoint.
+        common: plain values of the new checkpoint.
+        sources: its tensors, by name.
+        objects: random states and extra states, by name.
+        notes: for the user.
+    """
+
+    path: Path
+    step: int
+    common: dict[str, Any]
+    sources: dict[str, LazyTensor]
+    objects: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(source.num_bytes for source in self.sources.values())
+
+    def write(self, folder: Path, on_bytes: Callable[[int], Any]) -> None:
+        """Write the folder of a run of Megatron-LM.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        path = checkpoint_path(folder, self.step)
+        try:
+            path.mkdir(parents=True)
+            write_files(path, self.common, report_bytes(self.sources, on_bytes), self.objects)
+            check_readable(path)
+            (folder / POINTER).write_text(f"{self.step}\n")
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be written: {error}") from error
+
+
+def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool = True) -> MegatronExport:
+    """Check everything before anything is written.
+
+    Args:
+        source: folder of a run or of a checkpoint.
+        step: of the checkpoint; None is the newest.
+        with_optimizer: export optimizer state and schedule, too.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or Megatron-LM has no such model.
+    """
+    path = find_source_checkpoint(source, step)
+    check_complete(path)
+    saved = load_common_state(path)
+    config, tensors = from_json(saved["config"]), CheckpointTensors(path)
+    if problems := unexpressed_settings(config):
+        raise CheckpointError(f"{path} cannot be expressed as a model of Megatron-LM:\n{format_problems(problems)}")
+    with_optimizer = with_optimizer and "optimizer" in saved
+    quantizers = [name for name in tensors.locations if any(marker in name for marker in EXTRA_STATE_MARKERS)]
+    sources = {
+        name: required_source(tensors, name)
+        for name in tensors.locations
+        if name not in quantizers and (with_optimizer or not name.startswith(OPTIMIZER_PREFIX))
+    }
+    notes = ["scales and amax histories are left out: Megatron-LM starts with new ones"] if quantizers else []
+    if config.overrides:
+        notes.append(f"Megatron-LM has no --override: set {', '.join(config.overrides)} there in another way")
+    layout = tuple(saved["layout"])
+    random_objects = random_states(tensors, layout, config.training.seed)
+    if layout[2] > 1 and random_objects:
+        notes.append("Megatron-LM has one random state for all data-parallel ranks: that of the first is written")
+    args = megatron_arguments(config, saved, tensors, with_optimizer, bool(random_objects))
+    common = {
+        "args": args, "checkpoint_version": CHECKPOINT_VERSION, "iteration": saved["step"],
+        "num_floating_point_operations_so_far": 0, "content_metadata": content_metadata(),
+    }  # fmt: skip
+    if with_optimizer:
+        common["optimizer"] = saved["optimizer"]
+        common["opt_param_scheduler"] = {
+            name: value for name, value in saved["schedule"].items() if name not in Schedule.EXTRA_KEYS
+        }
+    objects = random_objects | extra_states(config)
+    return MegatronExport(path, saved["step"], common, sources, objects, notes)
+
+
+def required_source(tensors: CheckpointTensors, name: str) -> LazyTensor:
+    """Return a stored tensor as a lazy tensor."""
+    source = tensor_source(tensors, name)
+    assert source is not None
+    return source
+
+
+def megatron_arguments(
+    config: RunConfig, saved: Mapping[str, Any], tensors: CheckpointTensors, with_optimizer: bool, with_random: bool
+) -> Namespace:
+    """Return the arguments of a Megatron-LM run that had saved this checkpoint."""
+    num_stages, num_ranks, num_replicas = saved["layout"]
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    state = saved.get("optimizer")
+    return args_of_settings(
+        config,
+        {
+            "iteration": saved["step"],
+            "consumed_train_samples": saved["consumed_samples"],
+            "consumed_valid_samples": 0,
+            "skipped_train_samples": 0,
+            "padded_vocab_size": tensors.locations[EMBEDDING].shape[0],
+            "max_position_embeddings": config.model.max_position_embeddings or config.data.seq_length,
+            "params_dtype": dtypes[derived.params_dtype(config.precision)],
+            "world_size": num_stages * num_ranks * num_replicas,
+            "data_parallel_size": num_replicas // config.parallel.context_parallel_size,
+            "tensor_model_parallel_size": num_ranks,
+            "pipeline_model_parallel_size": num_stages,
+            "use_distributed_optimizer": isinstance(state, dict) and "param_state_sharding_type" in state,
+            "no_save_optim": None if with_optimizer else True,
+            "no_save_rng": None if with_random else True,
+        },
+    )
+
+
+def extra_states(config: RunConfig) -> dict[str, None]:
+    """Return the empty extra states that Megatron-LM expects, by name."""
+    count = config.model.num_layers or 0
+    return {
+        f"decoder.layers.{module}._extra_state/shard_{layer}_{count}": None
+        for module, layer in product(MODULES_WITH_EXTRA_STATE, range(count))
+    }
+
+
+def random_states(tensors: CheckpointTensors, layout: tuple[int, ...], seed: int) -> dict[str, Any]:
+    """Return the random states of the tensor and pipeline ranks by name; empty if there are none.
+
+    Megatron-LM also saves Python's and numpy's generators, which megafp8 does not use. They are those of a start.
+    """
+    num_stages, num_ranks, num_replicas = layout
+    found = {}
+    for stage, rank in product(range(num_stages), range(num_ranks)):
+        name = f"random_state/shard_{stage}.{rank}.0_{num_stages}.{num_ranks}.{num_replicas}"
+        if name not in tensors.objects:
+            return {}
+        state, stage_seed = tensors.load_object(name), seed + 100 * stage
+        found[f"rng_state/shard_{stage}.{rank}_{num_stages}.{num_ranks}"] = [
+            {
+                "random_rng_state": random.Random(stage_seed).getstate(),
+                "np_rng_state": np.random.RandomState(stage_seed).get_state(),
+                "torch_rng_state": state["cpu"],
+                "cuda_rng_state": state["device"],
+                "rng_tracker_states": state["tracker"],
+            }
+        ]
+    return found
