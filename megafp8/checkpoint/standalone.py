@@ -1,8 +1,8 @@
 """Checkpoint access without a model or process groups: write weights, read single tensors, fingerprint.
 
 Tensors are written and read one at a time, so memory holds only the current ones. megatron-core stacks equal tensors
-of all layers in one tensor with the layer as dim 0. Here each layer's tensor has its own name, such as
-`decoder.layers.0.mlp.linear_fc1.weight`.
+of all layers in one tensor with the layer as dim 0, except for mixtures of experts. Here each layer's tensor has its
+own name, such as `decoder.layers.0.mlp.linear_fc1.weight`.
 
 A fingerprint identifies the content of a checkpoint. Files of equal checkpoints differ in times, paths and sharding, so
 each tensor is read completely and hashed by name, dtype, shape and bits. Hashes of weights, optimizer and scales do not
@@ -12,11 +12,13 @@ depend on the parallel layout; RNG states belong to ranks.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -47,6 +49,7 @@ from megafp8.checkpoint.save import BACKEND
 from megafp8.checkpoint.serialization import COMMON_FILE, SafeLoadPlanner, SafeReader
 from megafp8.checkpoint.state_dict import content_metadata
 from megafp8.checkpoint.writer import HashingWriter
+from megafp8.config.expert_layers import is_mixture
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import to_json
 from megafp8.errors import CheckpointError
@@ -91,39 +94,81 @@ def save_weights(folder: Path, config: RunConfig, sources: Mapping[str, LazyTens
     Raises:
         CheckpointError: it cannot be written or read back, or a tensor does not match its source's shape or dtype.
     """
-    unfinished = directory.unfinished_path(folder, IMPORT_STEP)
-    common = {
-        "step": IMPORT_STEP, "consumed_samples": 0, "samples": None, "config": to_json(config),
-        "layout": list(SINGLE_RANK_LAYOUT), "content_metadata": content_metadata(),
-    }  # fmt: skip
+    common = {"step": IMPORT_STEP, "consumed_samples": 0, "samples": None, "config": to_json(config),
+              "layout": list(SINGLE_RANK_LAYOUT), "content_metadata": content_metadata()}  # fmt: skip
+    return save_parts(folder, common, sources, {}, has_stacks=not is_mixture(config.model))
+
+
+def save_parts(
+    folder: Path,
+    common: Mapping[str, Any],
+    sources: Mapping[str, LazyTensor],
+    objects: Mapping[str, Any],
+    has_stacks: bool = True,
+) -> Path:
+    """Save a checkpoint from its parts.
+
+    Args:
+        common: plain values, as in `save.build_state_dict`, with step, consumed_samples and layout.
+        sources: tensors by name.
+        objects: other sharded values, by name.
+        has_stacks: store equal tensors of all layers as one.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: as `save_weights`.
+    """
+    step = common["step"]
+    unfinished = directory.unfinished_path(folder, step)
     try:
-        directory.make_unfinished_folder(folder, IMPORT_STEP, sum(source.num_bytes for source in sources.values()))
-        torch.save(common, unfinished / COMMON_FILE)
-        save_config(BACKEND, str(unfinished))
-        files = write_shards(unfinished, sources)
+        directory.make_unfinished_folder(folder, step, sum(source.num_bytes for source in sources.values()))
+        files = write_files(unfinished, common, sources, objects, has_stacks)
         check_readable(unfinished)
-        manifest = build_manifest(unfinished, IMPORT_STEP, 0, SINGLE_RANK_LAYOUT, files)
-        return directory.publish(folder, IMPORT_STEP, manifest)
+        manifest = build_manifest(unfinished, step, common["consumed_samples"], tuple(common["layout"]), files)
+        return directory.publish(folder, step, manifest)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
 
-def write_shards(folder: Path, sources: Mapping[str, LazyTensor]) -> dict[str, FileEntry]:
-    """Write the tensors and the metadata; return the manifest entries of the tensor files."""
-    items = build_write_items(sources)
+def write_files(
+    folder: Path,
+    common: Mapping[str, Any],
+    sources: Mapping[str, LazyTensor],
+    objects: Mapping[str, Any],
+    has_stacks: bool = True,
+) -> dict[str, FileEntry]:
+    """Write all files of a checkpoint except the manifest; return the manifest entries of the tensor files."""
+    torch.save(dict(common), folder / COMMON_FILE)
+    save_config(BACKEND, str(folder))
+    items = build_write_items(sources, has_stacks)
     source_by_index = {item.index: source for item, source in zip(items, sources.values(), strict=True)}
-    writer = HashingWriter(folder)
+    items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
+
+    def make(item: WriteItem) -> Tensor | io.BytesIO:
+        if item.type == WriteItemType.BYTE_IO:
+            return serialized(objects[item.index.fqn])
+        return make_tensor(source_by_index[item.index], item)
+
+    writer = HashingWriter(folder, num_files=1)  # so that memory holds few tensors
     plans, metadata = create_default_global_save_plan([SavePlan(items)])
     (plan,) = writer.prepare_global_plan(plans)
     writer.prepare_write_data(plan, planner=None)
-    results = writer.write(lambda item: make_tensor(source_by_index[item.index], item), IMPORT_STEP)
-    writer.finish(metadata, [results])
+    writer.finish(metadata, [writer.write(make, common.get("step", IMPORT_STEP))])
     return writer.written
 
 
-def build_write_items(sources: Mapping[str, LazyTensor]) -> list[WriteItem]:
+def serialized(value: Any) -> io.BytesIO:
+    """Return a value as the bytes of a torch archive, in a list as megatron-core writes it."""
+    stream = io.BytesIO()
+    torch.save([value], stream)
+    return stream
+
+
+def build_write_items(sources: Mapping[str, LazyTensor], has_stacks: bool) -> list[WriteItem]:
     """Return torch's write items for the tensors, in their order."""
-    locations = [tensor_location(name, source) for name, source in sources.items()]
+    locations = [tensor_location(name, source, has_stacks) for name, source in sources.items()]
     num_layers = Counter(location.key for location in locations)
     items = []
     for location in locations:
@@ -134,11 +179,13 @@ def build_write_items(sources: Mapping[str, LazyTensor]) -> list[WriteItem]:
     return items
 
 
-def tensor_location(name: str, source: LazyTensor) -> TensorLocation:
-    """Return the location of a tensor. A layer's tensor is in the stack of all layers."""
+def tensor_location(name: str, source: LazyTensor, has_stacks: bool) -> TensorLocation:
+    """Return the location of a tensor. A layer's tensor is in the stack of all layers if there are stacks."""
     match = LAYER_PATTERN.search(name)
+    if match is None or not has_stacks:
+        return TensorLocation(name, None, source.shape, source.dtype)
     key = LAYER_PATTERN.sub(r"\g<1>layers.", name, count=1)
-    return TensorLocation(key, None if match is None else int(match[2]), source.shape, source.dtype)
+    return TensorLocation(key, int(match[2]), source.shape, source.dtype)
 
 
 def make_tensor(source: LazyTensor, item: WriteItem) -> Tensor:
@@ -187,6 +234,7 @@ class CheckpointTensors:
 
     Attributes:
         locations: by name.
+        objects: names of the other sharded values.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -202,6 +250,7 @@ class CheckpointTensors:
             key: kind for key, kind in metadata.state_dict_metadata.items() if isinstance(kind, TensorStorageMetadata)
         }
         self.locations = dict(chain.from_iterable(tensor_locations(key, kind) for key, kind in self._kinds.items()))
+        self.objects = tuple(key for key in metadata.state_dict_metadata if key not in self._kinds)
 
     def load(self, name: str) -> Tensor:
         """Read one tensor.
@@ -210,13 +259,46 @@ class CheckpointTensors:
             CheckpointError: it cannot be read.
         """
         location = self.locations[name]
-        tensor = torch.empty(location.chunk.sizes, dtype=location.dtype)
-        items = create_read_items_for_chunk_list(location.key, self._kinds[location.key], [location.chunk])
+        return self._read(name, location.key, location.chunk, location.dtype).view(location.shape)
+
+    def load_range(self, name: str, first: int, last: int) -> Tensor:
+        """Read elements `first` to `last` (exclusive) of a flat tensor. Shape: (last - first,).
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        location = self.locations[name]
+        chunk = ChunkStorageMetadata(torch.Size([first]), torch.Size([last - first]))
+        return self._read(name, location.key, chunk, location.dtype)
+
+    def _read(self, name: str, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(chunk.sizes, dtype=dtype)
+        items = create_read_items_for_chunk_list(key, self._kinds[key], [chunk])
         if sum(prod(item.lengths) for item in items) != tensor.numel():
             raise CheckpointError(f"{self.path} does not contain all of {name}")
         with load_errors(self.path):
             self._reader.read_data(LoadPlan(items), SingleTensorPlanner(tensor)).wait()
-        return tensor.view(location.shape)
+        return tensor
+
+    def load_object(self, name: str) -> Any:
+        """Read one of `objects`, without running code from the checkpoint.
+
+        Raises:
+            CheckpointError: it is absent or cannot be read.
+        """
+        with load_errors(self.path), no_process_group():
+            wanted: dict[str, Any] = {name: None}
+            checkpoint.load(wanted, storage_reader=self._reader, planner=SafeLoadPlanner(), no_dist=True)
+            (value,) = wanted[name]  # megatron-core writes each object as a list of one
+        return value
+
+
+@contextmanager
+def no_process_group() -> Iterator[None]:
+    """Hide torch's warning that a load takes place in one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 class SingleTensorPlanner(DefaultLoadPlanner):
@@ -296,8 +378,7 @@ def fingerprint_part(name: str) -> str:
 
 def canonical_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield name and canonical bytes of every tensor and object, with one tensor in memory at a time."""
-    with load_errors(path), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with load_errors(path), no_process_group():
         reader = SafeReader(path)
         for name, kind in sorted(reader.read_metadata().state_dict_metadata.items()):
             is_tensor = isinstance(kind, TensorStorageMetadata)

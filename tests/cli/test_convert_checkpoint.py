@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -306,11 +307,33 @@ def test_types_are_rounded_on_request_or_with_a_notice(tool: ModuleType, tmp_pat
 
 def test_a_model_without_a_transformers_equivalent_is_refused(tool: ModuleType, tmp_path: Path, capsys) -> None:
     override = "transformer.test_mode=True"
-    run = save_initial(tmp_path / "run", configure(f"{LLAMA_RUN} --qk-layernorm --override {override}"))
+    run = save_initial(tmp_path / "run", configure(f"{LLAMA_RUN} --parallel-residual --override {override}"))
     text = refused(tool, capsys, tmp_path, "to-hf", run, tmp_path / "theirs")
-    assert "--qk-layernorm" in text and f"--override {override}" in text
+    assert (
+        "--parallel-residual: a LlamaForCausalLM has no --parallel-residual" in text
+        and f"--override {override}" in text
+    )
     text = refused(tool, capsys, tmp_path, "to-hf", run, tmp_path / "theirs", "--ignore-overrides")
     assert "--override" not in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_logits_are_checked_on_request(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    """Both ways, and a model that differs is not published."""
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, random_weights(LLAMA, torch.float32))
+
+    def convert_checked(*words: object) -> int:
+        return run_ranks(1, tool.main, [*map(str, words), "--check-logits"])[0]
+
+    assert convert_checked("from-hf", theirs, tmp_path / "ours") == 0
+    assert convert_checked("to-hf", tmp_path / "ours", tmp_path / "back") == 0
+    assert (tmp_path / "back").exists()
+    assert convert_checked("to-hf", tmp_path / "ours", tmp_path / "rounded", "--dtype", "bf16") == 74
+    assert not (tmp_path / "rounded").exists()
+    text = refused(
+        tool, capsys, tmp_path, "to-hf", tmp_path / "ours", tmp_path / "x", "--check-logits", "--fp8", status=64
+    )
+    assert "--check-logits with --fp8" in text
 
 
 def test_fp8_exports_that_no_loader_reads_are_refused(tool: ModuleType, tmp_path: Path, capsys) -> None:
@@ -348,7 +371,21 @@ def test_a_failed_conversion_leaves_nothing(tool: ModuleType, tmp_path: Path, mo
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("megafp8.checkpoint.convert.safetensors_writer.write_file", full)
     assert "No space left" in refused(tool, capsys, tmp_path, "to-hf", run, tmp_path / "out")
     monkeypatch.setattr("megafp8.checkpoint.writer._write_item", full)
     assert "No space left" in refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", ["from-hf", "to-hf", "from-megatron", "to-megatron"])
+def test_every_command_names_a_folder_that_is_not_there(
+    tool: ModuleType, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flags of each command are read before anything else."""
+    assert tool.main([command, str(tmp_path / "missing"), str(tmp_path / "out")]) == 74
+    assert str(tmp_path / "missing") in capsys.readouterr().err
+
+
+def test_a_vocabulary_multiple_of_zero_is_refused(tool: ModuleType, tmp_path: Path) -> None:
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, random_weights(LLAMA, torch.bfloat16))
+    assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours"), "--make-vocab-size-divisible-by", "0"]) == 64

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.convert.families import family_of_hf_config
+from megafp8.checkpoint.convert.family import HF_EXPERT_BIAS, HFFamily
+from megafp8.checkpoint.convert.hf_config import HFConfig
+from megafp8.checkpoint.convert.prediction_layers import prediction_problems, prediction_weights
 from megafp8.checkpoint.convert.safetensors_files import (
     SafetensorsFolder,
     TensorSpec,
@@ -23,7 +26,7 @@ from megafp8.checkpoint.convert.safetensors_files import (
     scale_suffixes,
     write_json,
 )
-from megafp8.checkpoint.convert.tensor_mapping import HFConfig, HFFamily, TensorMapping
+from megafp8.checkpoint.convert.tensor_mapping import StackedExperts, TensorMapping
 from megafp8.checkpoint.convert.tokenizer import FoundTokenizer, find_tokenizer
 from megafp8.checkpoint.standalone import LazyTensor, save_weights
 from megafp8.config import derived
@@ -46,6 +49,7 @@ class Import:
     """A planned conversion.
 
     Attributes:
+        model_type: of the family.
         config: settings of the checkpoint.
         model_settings: those that describe the model, by name.
         table: the tensors.
@@ -55,6 +59,7 @@ class Import:
         reader: loads the weights of `sources`, and records those that are not finite.
     """
 
+    model_type: str
     config: RunConfig
     model_settings: dict[str, Any]
     table: list[TensorMapping]
@@ -67,6 +72,12 @@ class Import:
     def num_bytes(self) -> int:
         """Size of all tensors."""
         return sum(source.num_bytes for source in self.sources.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Size of the vocabulary, without padding."""
+        size: int = self.model_settings["model.vocab_size"]
+        return size
 
     @property
     def model_config(self) -> RunConfig:
@@ -97,13 +108,19 @@ class Import:
         return model_config
 
 
-def plan_import(folder: Path, dtype: Optional[str] = None, vocab_multiple: Optional[int] = None) -> Import:
+def plan_import(
+    folder: Path,
+    dtype: Optional[str] = None,
+    vocab_multiple: Optional[int] = None,
+    drops_prediction_layers: bool = False,
+) -> Import:
     """Check everything before anything is written.
 
     Args:
         folder: with config.json and safetensors files.
         dtype: `bf16` or `fp32`; None is the dtype of the largest tensor that is not FP8.
         vocab_multiple: `--make-vocab-size-divisible-by`; None is its default.
+        drops_prediction_layers: leave out layers of multi-token prediction, which are a problem otherwise.
 
     Raises:
         CheckpointError: it is not such a folder, or the model is not supported; with all problems.
@@ -123,6 +140,9 @@ def plan_import(folder: Path, dtype: Optional[str] = None, vocab_multiple: Optio
     check_problems(folder, hf_config.problems + size_problems(model_settings))
     files = SafetensorsFolder(folder)
     stored = hf_weights(files, family)
+    extra = prediction_weights(stored, family, model_settings["model.num_layers"])
+    check_problems(folder, prediction_problems(extra, drops_prediction_layers))
+    stored = {name: tensor for name, tensor in stored.items() if name not in extra}
     dtype, notes = choose_dtype(stored, dtype)
     model_settings |= {f"precision.{dtype}": True} if dtype != "fp32" else {}
     seq_length = model_settings.pop("data.seq_length")
@@ -130,14 +150,17 @@ def plan_import(folder: Path, dtype: Optional[str] = None, vocab_multiple: Optio
         "data.seq_length": seq_length, "checkpoint.no_save_optim": True, "checkpoint.no_save_rng": True,
     })  # fmt: skip
     num_tokens = model_settings["model.vocab_size"]
-    table = family.tensor_table(config.model, num_tokens, derived.padded_vocab_size(config, num_tokens))
+    num_rows = derived.padded_vocab_size(config, num_tokens)
+    table = family.tensor_table(config.model, num_tokens, num_rows, family.has_stacked_experts(stored))
     reader = WeightReader(files, stored, hf_config.section("quantization_config").fields.get("weight_block_size"))
     check_problems(folder, hf_config.problems + reader.problems + tensor_problems(table, stored, family, config))
-    check_problems(folder, tied_output_problems(reader, table, config))
+    check_problems(folder, tied_output_problems(reader, table[0].hf_names[0], family.output_weight, config))
     sources = {row.name: lazy_tensor(row, reader, DTYPES[dtype]) for row in table}
     tokenizer = find_tokenizer(folder)
+    if extra:
+        notes.append(f"{len(extra)} tensors of multi-token prediction are left out ({extra[0]})")
     notes += reader.notes + import_notes(table, tokenizer, num_tokens)
-    return Import(config, model_settings, table, sources, tokenizer, notes, reader)
+    return Import(family.model_type, config, model_settings, table, sources, tokenizer, notes, reader)
 
 
 def size_problems(model_settings: Mapping[str, Any]) -> list[str]:
@@ -173,7 +196,7 @@ def hf_weights(files: SafetensorsFolder, family: HFFamily) -> dict[str, tuple[st
     """Map complete tensor names to (name in the file, tensor). Models saved without their head omit the prefix."""
     is_bare = not any(name.startswith(family.prefix) for name in files.tensors)
     named = {
-        (family.prefix + name if is_bare and not name.startswith("lm_head.") else name): (name, tensor)
+        (family.prefix + name if is_bare and name != family.output_weight else name): (name, tensor)
         for name, tensor in files.tensors.items()
     }
     return {name: each for name, each in named.items() if not family.buffers.fullmatch(name)}
@@ -184,7 +207,7 @@ def tensor_problems(
 ) -> list[str]:
     """Return how the files differ from what config.json describes."""
     expected = {name: shape for row in table for name, shape in row.hf_shapes().items()}
-    optional = {"lm_head.weight"} if config.model.share_embeddings_and_output_weights else set()
+    optional = {family.output_weight} if config.model.share_embeddings_and_output_weights else set()
     problems = [f"{name} is missing" for name in expected if name not in stored]
     for name, (_, tensor) in stored.items():
         if name in expected and tensor.shape != expected[name]:
@@ -199,13 +222,18 @@ def is_scale(name: str) -> bool:
     return name.endswith((*scale_suffixes(), *ACTIVATION_SCALES))
 
 
-def tied_output_problems(reader: WeightReader, table: list[TensorMapping], config: RunConfig) -> list[str]:
-    """Return a problem if tied embeddings are stored twice and differ."""
-    if not config.model.share_embeddings_and_output_weights or "lm_head.weight" not in reader.stored:
+def tied_output_problems(reader: WeightReader, embedding: str, output: str, config: RunConfig) -> list[str]:
+    """Return a problem if tied embeddings are stored twice and differ.
+
+    Args:
+        embedding: name of its weight.
+        output: name of the output layer's weight.
+    """
+    if not config.model.share_embeddings_and_output_weights or output not in reader.stored:
         return []
-    if torch.equal(reader.load_stored("lm_head.weight"), reader.load_stored(table[0].hf_names[0])):
+    if torch.equal(reader.load_stored(output), reader.load_stored(embedding)):
         return []
-    return ["lm_head.weight differs from the embedding, although config.json has tie_word_embeddings true"]
+    return [f"{output} differs from the embedding, although config.json has tie_word_embeddings true"]
 
 
 def check_quantization(hf_config: HFConfig) -> None:
@@ -220,7 +248,9 @@ def check_quantization(hf_config: HFConfig) -> None:
 
 def choose_dtype(stored: Mapping[str, tuple[str, TensorSpec]], requested: Optional[str]) -> tuple[str, list[str]]:
     """Return the name of the weights' dtype in the checkpoint, and notes."""
-    weights = [tensor for name, (_, tensor) in stored.items() if not is_scale(name)]
+    weights = [
+        tensor for name, (_, tensor) in stored.items() if not is_scale(name) and not name.endswith(HF_EXPERT_BIAS)
+    ]
     is_quantized = any(tensor.dtype == torch.float8_e4m3fn for tensor in weights)
     largest = max(
         (tensor for tensor in weights if tensor.dtype != torch.float8_e4m3fn),
@@ -286,7 +316,7 @@ class WeightReader:
             weight = dequantize_weight(self.load_stored(name), self.load_stored(scale), block, dtype)
         else:
             weight = self.load_stored(name).to(dtype)
-        if not weight.isfinite().all():
+        if not all(extreme.isfinite() for extreme in weight.aminmax()):  # NaN is an extreme, too
             self.not_finite.append(f"{name}: {non_finite_summary(weight)}")
         return weight
 
@@ -311,10 +341,20 @@ def non_finite_summary(weight: Tensor) -> str:
 
 
 def lazy_tensor(row: TensorMapping, reader: WeightReader, dtype: torch.dtype) -> LazyTensor:
-    """Return a lazy tensor of the checkpoint that is joined from the Hugging Face tensors."""
-    return LazyTensor(
-        row.shape, dtype, lambda: row.layout.join([reader.load(name, dtype) for name in row.hf_names]).contiguous()
-    )
+    """Return a lazy tensor of the checkpoint that is joined from the Hugging Face tensors.
+
+    Args:
+        dtype: of the weights.
+    """
+    dtype = row.dtype or dtype
+
+    def make() -> Tensor:
+        parts = (reader.load(name, dtype) for name in row.hf_names)
+        if isinstance(row.layout, StackedExperts):
+            return row.layout.join(parts)
+        return row.layout.join(list(parts)).contiguous()
+
+    return LazyTensor(row.shape, dtype, make)
 
 
 def report_bytes(sources: Mapping[str, LazyTensor], on_bytes: Callable[[int], Any]) -> dict[str, LazyTensor]:

@@ -19,7 +19,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
-from megafp8.checkpoint.directory import SPARE_BYTES, UNFINISHED
+from megafp8.checkpoint.directory import UNFINISHED
 from megafp8.config.schema import PrecisionConfig
 from megafp8.errors import CapabilityError, CheckpointError
 from megafp8.quantization.quantize import dequantize, quantize
@@ -48,7 +48,6 @@ SAFETENSORS_DTYPES = {
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-UNQUANTIZED_MODULES = ("lm_head",)
 
 
 def safetensors() -> Any:
@@ -85,7 +84,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._open: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         self.tensors: dict[str, TensorSpec] = {}
         for file in weight_files(folder):
             for name, tensor in self._read_header(folder / file):
@@ -105,12 +104,17 @@ class SafetensorsFolder:
             dtype = header.get_dtype()
             if dtype not in SAFETENSORS_DTYPES:
                 raise CheckpointError(f"{path}: {name} is {dtype}; weights are {', '.join(SAFETENSORS_DTYPES)}")
-            self._open[name] = file
+            self._paths[name] = path
             yield name, TensorSpec(tuple(header.get_shape()), SAFETENSORS_DTYPES[dtype])
 
     def load(self, name: str) -> Tensor:
-        """Load a tensor to the CPU."""
-        return self._open[name].get_tensor(name)
+        """Load a tensor to the CPU.
+
+        The file is opened again, so that the pages that were read are released together with the tensor.
+        """
+        with safetensors().safe_open(self._paths[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -154,71 +158,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return content
-
-
-@dataclass(frozen=True)
-class TensorBatch:
-    """Tensors that are made and written together.
-
-    Attributes:
-        tensors: specifications by name.
-        make: returns the tensors, contiguous and without shared memory.
-    """
-
-    tensors: dict[str, TensorSpec]
-    make: Callable[[], dict[str, Tensor]]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all tensors."""
-        return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in self.tensors.values())
-
-
-def write_batches(
-    folder: Path, batches: Sequence[TensorBatch], max_file_bytes: int, on_bytes: Callable[[int], Any]
-) -> None:
-    """Write safetensors files, with an index if there is more than one.
-
-    Args:
-        max_file_bytes: of tensors per file; a larger batch gets a separate file.
-        on_bytes: called with the size of each batch that was made.
-
-    Raises:
-        CheckpointError: the disk has not enough free space, or a file cannot be written.
-    """
-    library, shards = safetensors(), split_into_files(batches, max_file_bytes)
-    num_bytes, free = sum(batch.num_bytes for batch in batches), shutil.disk_usage(folder).free
-    if num_bytes + SPARE_BYTES > free:
-        raise CheckpointError(f"{folder} has {free / 1e9:.3f} GB free and the files take {num_bytes / 1e9:.3f} GB")
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for batch in shard:
-            tensors |= batch.make()
-            on_bytes(batch.num_bytes)
-        try:
-            library.torch.save_file(tensors, folder / file, metadata={"format": "pt"})
-        except (OSError, library.SafetensorError) as error:
-            raise CheckpointError(f"{folder / file} cannot be written: {error}") from error
-        weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
-        write_json(
-            folder / INDEX_FILE, {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        )
-
-
-def split_into_files(batches: Sequence[TensorBatch], max_bytes: int) -> list[list[TensorBatch]]:
-    """Divide batches over files, in order."""
-    shards: list[list[TensorBatch]] = [[]]
-    room = max_bytes
-    for batch in batches:
-        if shards[-1] and batch.num_bytes > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(batch)
-        room -= batch.num_bytes
-    return shards
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -304,20 +243,26 @@ def quantization_config(recipe: str, kept: Sequence[str]) -> dict[str, Any]:
     """Return `quantization_config` of config.json.
 
     Args:
-        kept: modules in high precision, besides embedding and output layer.
+        kept: modules in high precision, besides the embedding.
     """
     form = registry.get(recipe).export_form
     assert form is not None, f"{recipe} has no form that others read"
-    return {**form.quantization_config, form.excluded_key: [*UNQUANTIZED_MODULES, *kept]}
+    return {**form.quantization_config, form.excluded_key: list(kept)}
 
 
 def quantize_weight(row: TensorMapping, weight: Tensor, form: WeightForm) -> dict[str, Tensor]:
     """Return codes and dequantization scales of a linear's weight, by Hugging Face name.
 
     A per-tensor scale is that of the megatron-core weight: query, key and value share it, and so do gate and up
-    projection. Blocks are those of each Hugging Face matrix. They equal the blocks of the megatron-core weight unless
-    one of these contains rows of two matrices.
+    projection. Each expert has its own. Blocks are those of each Hugging Face matrix. They equal the blocks of the
+    megatron-core weight unless one of these contains rows of two matrices.
     """
+    experts = row.matrices()
+    if len(experts) > 1:
+        pairs = zip(experts, weight, strict=True)
+        return {
+            name: each for mapping, expert in pairs for name, each in quantize_weight(mapping, expert, form).items()
+        }
     if form.rule.block is None:
         quantized = quantize(weight, form.rule)
         parts = [(codes, quantized.dequant_scale.reshape(1).clone()) for codes in row.layout.split(quantized.codes)]
@@ -348,6 +293,7 @@ def uneven_weights(rows: Sequence[TensorMapping], block: BlockShape) -> list[str
 
 def has_blocks_across_matrices(row: TensorMapping, block: BlockShape) -> bool:
     """Return whether a block of a megatron-core weight contains rows of two Hugging Face blocks."""
+    row = row.matrices()[0]
     height = row.shape[0] if block[0] is FULL_DIM else block[0]
     labels = [
         torch.arange(shape[0])[:, None] // height + index * row.shape[0]

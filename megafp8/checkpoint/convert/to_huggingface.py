@@ -15,8 +15,10 @@ from torch import Tensor
 from megafp8.checkpoint.compatibility import is_extra_state
 from megafp8.checkpoint.convert import safetensors_files
 from megafp8.checkpoint.convert.families import family_of_run
-from megafp8.checkpoint.convert.safetensors_files import TensorBatch, TensorSpec, WeightForm, write_batches, write_json
-from megafp8.checkpoint.convert.tensor_mapping import HFFamily, TensorMapping
+from megafp8.checkpoint.convert.family import HFFamily
+from megafp8.checkpoint.convert.safetensors_files import TensorSpec, WeightForm, write_json
+from megafp8.checkpoint.convert.safetensors_writer import TensorBatch, write_batches
+from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
 from megafp8.checkpoint.convert.tokenizer import open_tokenizer, tokenizer_notes, write_tokenizer
 from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.manifest import FOLDER_NAME, check_complete
@@ -24,8 +26,9 @@ from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, read_config
 from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.checkpoint.state_dict import EMBEDDING
 from megafp8.checkpoint.writer import to_cpu
-from megafp8.config import derived, precision_map
+from megafp8.config import derived, mixture, multi_token, precision_map
 from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
 from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.errors import CheckpointError
 from megafp8.mcore.overrides import DTYPES
@@ -44,7 +47,9 @@ class ExportOptions:
         quantizes: export the linears' weights in FP8.
         fp8_recipe: of the export; None is the one closest to the run's.
         tokenizer_files: fields of the data section with the current paths of the tokenizer's files.
+        model_type: of the family to write; None is the first that supports the model.
         ignores_overrides: accept a run with `--override transformer.FIELD=VALUE`.
+        drops_mtp: leave out the layers of multi-token prediction, which the main output does not need.
     """
 
     step: Optional[int] = None
@@ -52,7 +57,9 @@ class ExportOptions:
     quantizes: bool = False
     fp8_recipe: Optional[str] = None
     tokenizer_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    model_type: Optional[str] = None
     ignores_overrides: bool = False
+    drops_mtp: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,13 +113,20 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
     path = find_source_checkpoint(source, options.step)
     check_complete(path)
     config = resolved_config(read_config(path), options.tokenizer_files)
-    family, problems = family_of_run(config)
+    depths = multi_token.num_depths(config.model)
+    if depths and not options.drops_mtp:
+        raise CheckpointError(
+            f"{path} has multi-token prediction (--mtp-num-layers {depths}), which is not converted: "
+            "--drop-mtp-layers leaves its layers out; the main output does not use them"
+        )
+    config = with_values(config, {"model.mtp_num_layers": None})
+    family, problems = family_of_run(config, options.model_type)
     if config.overrides and not options.ignores_overrides:
         problems += [
             f"--override {each}: may make it another model; --ignore-overrides if it does not"
             for each in config.overrides if each.startswith("transformer.")
         ]  # fmt: skip
-    if options.quantizes and family.model_type != "llama":
+    if options.quantizes and family.has_conv1d:
         problems.append(f"--fp8: those who read FP8 weights know linears, and {family.model_type} has Conv1D")
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
@@ -126,9 +140,10 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
             "--tokenizer-model names the tokenizer that it was trained with"
         )
     table = family.tensor_table(config.model, num_tokens, num_rows)
-    check_tensors(path, tensors, table)
+    check_tensors(path, tensors, table, ignored="mtp." if depths else None)
     dtype = DTYPES[options.dtype] if options.dtype else tensors.locations[EMBEDDING].dtype
     notes = export_notes(config, options, tensors.locations[EMBEDDING].dtype, dtype, num_rows - num_tokens)
+    notes += [f"the {depths} layers of multi-token prediction are left out (--drop-mtp-layers)"] if depths else []
     fields = config_json(config, family, num_tokens, dtype, tokenizer)
     forms: dict[str, WeightForm] = {}
     if options.quantizes:
@@ -136,7 +151,9 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
         forms, more = quantized_weight_forms(config, table, recipe)
         kept = [name.removesuffix(".weight") for row in table if row.is_linear and row.name not in forms
                 for name in row.hf_names]  # fmt: skip
-        fields["quantization_config"] = safetensors_files.quantization_config(recipe, kept)
+        # transformers 5 has one name for the output layer of every family, the file may have another.
+        outputs = dict.fromkeys(("lm_head", family.output_weight.removesuffix(".weight")))
+        fields["quantization_config"] = safetensors_files.quantization_config(recipe, [*outputs, *kept])
         notes += more
     batches = [tensor_batch(tensors, row, dtype, forms.get(row.name)) for row in table]
     return Export(path, config, table, batches, fields, tokenizer, notes)
@@ -175,8 +192,13 @@ def num_model_tokens(config: RunConfig, tokenizer: Optional[Tokenizer]) -> int:
     return config.model.vocab_size
 
 
-def check_tensors(path: Path, tensors: CheckpointTensors, table: list[TensorMapping]) -> None:
+def check_tensors(
+    path: Path, tensors: CheckpointTensors, table: list[TensorMapping], ignored: Optional[str] = None
+) -> None:
     """Raise if a checkpoint's tensors do not match its settings.
+
+    Args:
+        ignored: beginning of the names of tensors that may be there besides.
 
     Raises:
         CheckpointError: with all differences.
@@ -185,6 +207,7 @@ def check_tensors(path: Path, tensors: CheckpointTensors, table: list[TensorMapp
     expected = {row.name: row.shape for row in table}
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     unknown = [name for name in found.keys() - expected.keys() if not is_extra_state(name)]
+    unknown = [name for name in unknown if ignored is None or not name.startswith(ignored)]
     problems += [f"{name} is not part of such a model" for name in unknown]
     problems += [
         f"{name} has shape {found[name]} instead of {shape}"
@@ -205,6 +228,7 @@ def config_json(
         "vocab_size": num_tokens,
         **family.to_hf_config(config),
         **special_token_ids(tokenizer),
+        "pad_token_id": None,  # some families have a default, which is no row of a smaller embedding
     }
 
 
@@ -247,10 +271,11 @@ def quantized_weight_forms(
 
 def is_fp8_candidate(name: str, config: RunConfig) -> bool:
     """Return whether a tensor is of a linear that the run quantized, or any layer's linear if it quantized none."""
-    found = re.match(r"decoder\.(layers\.\d+)\..*\.(linear_\w+)\.", name)
+    found = re.match(r"decoder\.(layers\.\d+\.).*?((?:shared_)?experts\.)?(linear_\w+)\.", name)
     if found is None:
         return False
-    chosen = precision_map.resolve(config.model, config.precision)[f"{found[1]}.{found[2]}"]
+    linear = f"{found[1]}{found[2] or ''}{found[3]}"
+    chosen = precision_map.resolve(config.model, config.precision)[linear]
     return chosen.is_quantized or not precision_map.is_quantized(config.precision)
 
 
@@ -258,7 +283,7 @@ def tensor_batch(
     tensors: CheckpointTensors, row: TensorMapping, dtype: torch.dtype, form: Optional[WeightForm]
 ) -> TensorBatch:
     """Return the batch of Hugging Face tensors for one tensor of the checkpoint."""
-    shapes = row.hf_shapes()
+    shapes, dtype = row.hf_shapes(), row.dtype or dtype
     if form is None:
         specs = {name: TensorSpec(shape, dtype) for name, shape in shapes.items()}
     else:
@@ -287,6 +312,8 @@ def export_notes(
     if stored == torch.float32 and dtype != stored:
         notes.append(f"FP32 weights are rounded to {DTYPE_NAMES[dtype]}")
     notes += tokenizer_notes(config.data)
+    if mixture.is_mixture(config.model) and config.model.moe_expert_capacity_factor is not None:
+        notes.append("the run dropped tokens above the capacity of an expert; there none is dropped")
     recipes = precision_map.used_recipes(config.precision)
     if recipes and not options.quantizes:
         there = DTYPE_NAMES[dtype]

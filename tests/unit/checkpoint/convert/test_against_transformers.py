@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 import shutil
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from hf_folders import GPT2, LLAMA, MODELS, TIED_LLAMA, random_weights, weights_in, write_hf_folder
-from ranks import run_ranks
+from model_logits import TOKENS, in_a_rank, our_logits, their_logits
 from saved_run import configure, save_initial
 from sentencepiece import SentencePieceTrainer
 from tolerances import TRANSFORMERS_LOGITS
@@ -32,20 +32,12 @@ from megafp8.checkpoint.convert.tokenizer import (
     tokenizer_notes,
     write_tokenizer,
 )
-from megafp8.checkpoint.directory import find_checkpoint
-from megafp8.checkpoint.load import load_weights
-from megafp8.checkpoint.metadata import embedding_rows, read_config
 from megafp8.config.schema import DataConfig
 from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megafp8.data.tokenizers.build import build_tokenizer
-from megafp8.device import capability
-from megafp8.device.platform import detect_platform
-from megafp8.training.generation_precision import without_quantization
-from megafp8.training.language_model import build_module, single_device_config
 
+ROOT = Path(__file__).resolve().parents[4]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-
-TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -56,31 +48,10 @@ def transformers() -> ModuleType:
     return library
 
 
-def their_logits(transformers: ModuleType, folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Logits of the model that transformers loads from a folder. Shape: (batch, length, tokens)."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def our_logits(folder: Path) -> Tensor:
-    """Logits of the model in a run's checkpoint, in high precision, including padding."""
-    _, path = find_checkpoint(folder) or (0, folder)
-    config, implementation = single_device_config(without_quantization(read_config(path)), capability.detect_target())
-    module = build_module(config, implementation, embedding_rows(path), detect_platform())
-    load_weights(path, [module])
-    with torch.no_grad():
-        return module(TOKENS, torch.arange(TOKENS.shape[1]).expand_as(TOKENS), None)
-
-
-def in_a_rank(function: Callable[..., Any], *arguments: Any) -> Any:
-    return run_ranks(1, function, *arguments)[0]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(transformers: ModuleType, name: str, tmp_path: Path) -> None:
     folder = write_hf_folder(tmp_path / "theirs", MODELS[name], random_weights(MODELS[name], torch.float32))
-    plan_import(folder).write(tmp_path / "ours", tmp_path / "ours", lambda told: None)
+    plan_import(folder).write(tmp_path / "ours", tmp_path / "ours", lambda line: None)
     theirs, ours = in_a_rank(their_logits, transformers, folder), in_a_rank(our_logits, tmp_path / "ours")
     assert theirs.std() > 0.1
     difference = (theirs - ours[..., : theirs.shape[-1]]).abs().max() / theirs.abs().max()
@@ -92,14 +63,17 @@ def test_logits_equal_transformers(transformers: ModuleType, name: str, tmp_path
     [
         "--model-preset tiny --vocab-size 130 --tensor-model-parallel-size 2",
         "--model-preset tiny-gpt2 --vocab-size 130 --pipeline-model-parallel-size 2",
+        "--model-preset tiny --vocab-size 130 --qk-layernorm --norm-placement post --qk-layernorm-across-heads "
+        "--tensor-model-parallel-size 2",
+        "--model-preset tiny-moe --vocab-size 130 --expert-model-parallel-size 2",
     ],
-    ids=["llama", "gpt2"],
+    ids=["llama", "gpt2", "olmo2", "mixtral"],
 )
 def test_an_export_has_equal_logits_in_transformers(transformers: ModuleType, text: str, tmp_path: Path) -> None:
     save_initial(tmp_path / "run", configure(text), world_size=2)
     export = plan_export(tmp_path / "run", ExportOptions())
     (tmp_path / "theirs").mkdir()
-    export.write(tmp_path / "theirs", 100_000, lambda told: None)
+    export.write(tmp_path / "theirs", 100_000, lambda line: None)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     theirs, ours = in_a_rank(their_logits, transformers, tmp_path / "theirs"), in_a_rank(our_logits, tmp_path / "run")
     assert theirs.shape[-1] == 131
@@ -125,11 +99,11 @@ def test_fp8_weights_decode_equally_in_transformers(transformers: ModuleType, re
     dtype = torch.bfloat16 if recipe == "blockwise" else torch.float32
     folder = write_hf_folder(tmp_path / "theirs", fields, random_weights(fields, dtype))
     for name in ("fp8", "plain"):
-        plan_import(folder).write(tmp_path / "ours", tmp_path / "ours", lambda told: None)
+        plan_import(folder).write(tmp_path / "ours", tmp_path / "ours", lambda line: None)
         options = ExportOptions(quantizes=name == "fp8", fp8_recipe=recipe)
         folder = tmp_path / name
         folder.mkdir()
-        plan_export(tmp_path / "ours", options).write(folder, 1 << 30, lambda told: None)
+        plan_export(tmp_path / "ours", options).write(folder, 1 << 30, lambda line: None)
         shutil.rmtree(tmp_path / "ours")
     assert sum(weight.dtype == torch.float8_e4m3fn for weight in weights_in(tmp_path / "fp8").values()) == 7
 
@@ -171,6 +145,30 @@ def test_a_tokenizer_gives_equal_ids_in_transformers(transformers: ModuleType, k
     found = find_tokenizer(folder)
     assert found is not None and found.settings["tokenizer_type"] == kind
     assert found.tokenizer.unique_identifiers == ours.unique_identifiers
+
+
+def test_the_model_of_the_quickstart_loads_with_its_tokenizer(transformers: ModuleType, tmp_path: Path) -> None:
+    script = (ROOT / "examples/quickstart.sh").read_text(encoding="utf-8")
+    model = re.search(r"^model=\((.*?)\)", script, re.M | re.S)
+    assert model is not None
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": Path(__file__).read_text(encoding="utf-8")}) + "\n")
+    tokenizer_model = train_sentencepiece(
+        [str(tmp_path / "corpus.jsonl")], str(tmp_path / "model"), vocab_size=350
+    ).model_path
+    save_initial(tmp_path / "run", configure(model[1], tokenizer_model))
+    export, folder = plan_export(tmp_path / "run", ExportOptions()), tmp_path / "theirs"
+    folder.mkdir()
+    export.write(folder, 1 << 30, lambda line: None)
+    assert export.fields["model_type"] == "qwen3"
+
+    def theirs() -> tuple[Tensor, list[list[int]]]:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        return their_logits(transformers, folder), [tokenizer(text)["input_ids"] for text in TEXTS]
+
+    logits, ids = in_a_rank(theirs)
+    assert export.tokenizer is not None and ids == [export.tokenizer.tokenize(text) for text in TEXTS]
+    ours = in_a_rank(our_logits, tmp_path / "run")[..., : logits.shape[-1]]
+    assert (logits - ours).abs().max() / logits.abs().max() < TRANSFORMERS_LOGITS
 
 
 def test_an_unsupported_sentencepiece_model_is_refused(tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from hf_folders import LLAMA, settings_of
+from hf_folders import FAMILY_MODELS, LLAMA, random_weights, settings_of, weights_in, write_hf_folder
 
-from megafp8.checkpoint.convert import llama, safetensors_files
+from megafp8.checkpoint.convert import safetensors_files
+from megafp8.checkpoint.convert.families import llama
+from megafp8.checkpoint.convert.from_huggingface import plan_import
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
+from megafp8.checkpoint.convert.to_huggingface import ExportOptions, plan_export
+from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.config.precision_map import build_recipe
 from megafp8.config.schema import PrecisionConfig
 from megafp8.quantization.quantize import dequantize, quantize
@@ -29,7 +34,7 @@ OF_RUN = {
 
 def linears(fields: dict) -> list[TensorMapping]:
     model = replace(settings_of(fields).model, vocab_size=131)
-    return [row for row in llama.tensor_table(model, 131, 256) if row.is_linear]
+    return [row for row in llama.FAMILY.tensor_table(model, 131, 256) if row.is_linear]
 
 
 def weight_of(row: TensorMapping) -> torch.Tensor:
@@ -61,6 +66,28 @@ def test_exported_weights_equal_the_emulated_operands(recipe: str, fields: dict)
         )
         assert is_same or has_other_blocks
         assert not (fields is ALIGNED and has_other_blocks)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_each_expert_has_scales_of_its_own(recipe: str, tmp_path: Path) -> None:
+    fields = FAMILY_MODELS["mixtral"] | {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    weights = random_weights(fields, torch.bfloat16)
+    plan_import(write_hf_folder(tmp_path / "theirs", fields, weights)).write(
+        tmp_path / "ours", tmp_path / "ours", lambda done: None
+    )
+    (tmp_path / "fp8").mkdir()
+    export = plan_export(tmp_path / "ours", ExportOptions(quantizes=True, fp8_recipe=recipe))
+    export.write(tmp_path / "fp8", 1 << 30, lambda done: None)
+    found, rule = weights_in(tmp_path / "fp8"), build_recipe(OF_RUN[recipe]).rule(Operand.WEIGHT, Gemm.FPROP)
+    block = "model.layers.0.block_sparse_moe"
+    assert found[f"{block}.gate.weight"].dtype == torch.bfloat16
+    assert any(f"{block}.gate" in kept for kept in export.fields["quantization_config"].values() if kept)
+    plan_import(tmp_path / "fp8").write(tmp_path / "back", tmp_path / "back", lambda done: None)
+    stacked = {path: CheckpointTensors(tmp_path / path / "iter_0000000") for path in ("ours", "back")}
+    for linear in ("linear_fc1", "linear_fc2"):
+        name = f"decoder.layers.0.mlp.experts.experts.{linear}.weight"
+        for expert, back in zip(*(stacked[path].load(name) for path in ("ours", "back")), strict=True):
+            assert torch.equal(dequantize(quantize(expert, rule), torch.bfloat16), back)
 
 
 def test_blocks_with_rows_of_two_matrices_are_found() -> None:

@@ -17,12 +17,11 @@ from megafp8.checkpoint.convert.safetensors_files import (
     INDEX_FILE,
     SINGLE_FILE,
     SafetensorsFolder,
-    TensorBatch,
     TensorSpec,
     publish_folder,
     read_json,
-    write_batches,
 )
+from megafp8.checkpoint.convert.safetensors_writer import TensorBatch, write_batches
 from megafp8.errors import CheckpointError
 
 WEIGHTS = {f"layer.{n}.weight": torch.full((4, 8), n, dtype=torch.bfloat16) for n in range(5)}

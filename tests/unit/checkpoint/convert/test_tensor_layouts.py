@@ -12,6 +12,7 @@ from megafp8.checkpoint.convert.tensor_mapping import (
     GroupedQKV,
     Identity,
     PaddedVocab,
+    StackedExperts,
     TensorLayout,
     Transposed,
 )
@@ -50,6 +51,12 @@ def test_fused_query_groups_are_queries_then_keys_then_values() -> None:
     assert fused.shape == (5, 36)
     for part, mine in zip(fused.split(12, dim=1), groups.split(whole), strict=True):
         assert torch.equal(part, mine.t())
+
+
+def test_experts_one_by_one() -> None:
+    layout, stack = StackedExperts(3, GatedPair(), 2), torch.arange(3 * 4 * 2).reshape(3, 4, 2)
+    parts = layout.split(stack)
+    assert len(parts) == 6 and torch.equal(parts[3], stack[1, 2:]) and torch.equal(layout.join(iter(parts)), stack)
 
 
 def test_the_gate_comes_before_the_up_projection() -> None:

@@ -1,0 +1,204 @@
+"""Fields of `config.json` of DeepSeek's models: multi-latent attention, its YaRN, and the selection of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megafp8.checkpoint.convert.fields import Rotary
+from megafp8.checkpoint.convert.hf_config import HFConfig
+from megafp8.checkpoint.convert.layer_fields import read_num_layers
+from megafp8.config import expert_layers
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
+
+# Fields, their settings, and what transformers takes where they are absent.
+LATENT_SIZES = {
+    "kv_lora_rank": ("kv_lora_rank", 512),
+    "qk_nope_head_dim": ("qk_head_dim", 128),
+    "qk_rope_head_dim": ("qk_pos_emb_head_dim", 64),
+    "v_head_dim": ("v_head_dim", 128),
+}
+QUERY_RANK = 1536
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """Heads of multi-latent attention and the ranks of its projections. Every query head has its own key and value.
+
+    Attributes:
+        groups: key/value heads where config.json has none; 0 is one for each query head.
+        divides_width: whether the class refuses a hidden size that is no multiple of the heads.
+    """
+
+    groups: int = 0
+    divides_width: bool = False
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        heads, hidden = hf_config.positive_int("num_attention_heads"), hf_config.positive_int("hidden_size")
+        hf_config.require("num_key_value_heads", heads, default=self.groups or heads)
+        if self.divides_width and hidden % heads:
+            hf_config.problems.append(f"config.json: hidden_size {hidden} is not a multiple of {heads} heads")
+        is_compressed = hf_config.fields.get("q_lora_rank", QUERY_RANK) is not None
+        values: dict[str, Any] = {
+            "model.num_attention_heads": heads,
+            "model.q_lora_rank": hf_config.positive_int("q_lora_rank", QUERY_RANK) if is_compressed else None,
+        }
+        for field, (setting, default) in LATENT_SIZES.items():
+            values[f"model.{setting}"] = hf_config.positive_int(field, default)
+        return values
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        model = config.model
+        fields = {name: getattr(model, setting) for name, (setting, _) in LATENT_SIZES.items()}
+        heads = model.num_attention_heads
+        return fields | {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": model.q_lora_rank}
+
+
+@dataclass(frozen=True)
+class LatentRotary(Rotary):
+    """Rotary embedding of a part of each head's channels, with YaRN or without scaled frequencies.
+
+    megatron-core rotates neighboring channels of a head in multi-latent attention, as DeepSeek's models do.
+    """
+
+    kinds: tuple[str, ...] = ("default", "yarn")
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        values = super().read(hf_config)
+        has_yarn = values.pop("model.position_embedding_type", None) == "yarn"
+        if values.get("model.yarn_correction_range_round_to_int") is False:
+            hf_config.problems.append("config.json: rope_scaling: truncate is False; megatron-core always rounds here")
+        return values | {"model.rope_type": "yarn" if has_yarn else "rope"}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        is_yarn = config.model.multi_latent_attention and config.model.rope_type == "yarn"
+        return super().write(with_values(config, {"model.position_embedding_type": "yarn" if is_yarn else "rope"}))
+
+
+@dataclass(frozen=True)
+class FirstDense:
+    """Number of dense layers before those with experts.
+
+    Attributes:
+        default: where config.json has none.
+    """
+
+    default: int
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        num_layers, dense = read_num_layers(hf_config), hf_config.count("first_k_dense_replace", self.default)
+        if dense >= num_layers:
+            hf_config.problems.append(
+                f"config.json: first_k_dense_replace {dense} leaves none of {num_layers} layers with experts"
+            )
+        chosen = [int(layer >= dense) for layer in range(num_layers)]
+        return {"model.moe_layer_freq": "1" if all(chosen) else str(chosen)}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        has_experts = expert_layers.expert_layers(config.model)
+        return {"first_k_dense_replace": has_experts.index(True) if any(has_experts) else len(has_experts)}
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """Number of shared experts, each as wide as a routed one.
+
+    Attributes:
+        default: where config.json has none.
+        width: of an expert where config.json has none.
+    """
+
+    default: int
+    width: int
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        width = hf_config.positive_int("moe_intermediate_size", self.width)
+        shared = hf_config.positive_int("n_shared_experts", self.default)
+        return {"model.moe_ffn_hidden_size": width, "model.moe_shared_expert_intermediate_size": shared * width}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        width, shared = config.model.moe_ffn_hidden_size, config.model.moe_shared_expert_intermediate_size
+        return {"moe_intermediate_size": width, "n_shared_experts": shared // width if shared and width else 0}
+
+
+@dataclass(frozen=True)
+class ScoreFactor:
+    """Factor of the scores of the chosen experts.
+
+    Attributes:
+        default: where config.json has none.
+    """
+
+    default: float
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        factor = hf_config.number("routed_scaling_factor", self.default)
+        return {"model.moe_router_topk_scaling_factor": None if factor == 1 else factor}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        return {"routed_scaling_factor": config.model.moe_router_topk_scaling_factor or 1.0}
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of experts, of which a token selects some before it selects experts.
+
+    megatron-core takes the groups with the largest sum of their best k / g scores, where k are the experts and g the
+    groups of a token. transformers always sums the same number of scores. All groups selected is no selection.
+
+    Attributes:
+        num_scores: of a group that transformers sums.
+        methods: names of `topk_method` without and with groups.
+        groups, chosen, experts: numbers of groups, of selected groups and of experts of a token where config.json has
+            none; 0 if it has to have them.
+    """
+
+    num_scores: int
+    methods: tuple[str, str]
+    groups: int = 0
+    chosen: int = 0
+    experts: int = 0
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        without, grouped = self.methods
+        experts = hf_config.positive_int("num_experts_per_tok", self.experts or None)
+        values: dict[str, Any] = {
+            "model.moe_router_topk": experts,
+            "model.moe_router_num_groups": None,
+            "model.moe_router_group_topk": None,
+        }
+        method = hf_config.require("topk_method", *dict.fromkeys(self.methods), default=without)
+        if method != grouped:
+            return values
+        groups = hf_config.positive_int("n_group", self.groups or None)
+        chosen = hf_config.positive_int("topk_group", self.chosen or None)
+        if groups == chosen:
+            return values
+        if experts % chosen or experts // chosen != self.num_scores:
+            hf_config.problems.append(
+                f"config.json: topk_group {chosen} of n_group {groups}: transformers selects a group by its best "
+                f"{self.num_scores}, megatron-core by its best num_experts_per_tok / topk_group = {experts} / {chosen}"
+            )
+        return values | {"model.moe_router_num_groups": groups, "model.moe_router_group_topk": chosen}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        model = config.model
+        groups, chosen = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
+        return {
+            "num_experts_per_tok": model.moe_router_topk, "n_group": groups, "topk_group": chosen,
+            "topk_method": self.methods[model.moe_router_num_groups is not None],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NormalizedSigmoids:
+    """Whether the sigmoid scores of a token's experts are divided by their sum. Here several are, and one is not."""
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        is_several = hf_config.positive_int("num_experts_per_tok", 8) > 1
+        hf_config.require("norm_topk_prob", is_several, default=True)
+        return {}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        return {"norm_topk_prob": config.model.moe_router_topk > 1}

@@ -1,0 +1,84 @@
+"""The supported families of Hugging Face models, one module each."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from megafp8.checkpoint.convert.families import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+    starcoder2,
+)
+from megafp8.checkpoint.convert.family import HFFamily
+from megafp8.config.schema import RunConfig
+from megafp8.errors import CheckpointError
+
+# A run is exported as the first family that supports its model.
+FAMILIES = (
+    llama.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    mistral.FAMILY,
+    smollm3.FAMILY,
+    olmo2.FAMILY,
+    granite.FAMILY,
+    phi3.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    starcoder2.FAMILY,
+    gpt_neox.FAMILY,
+    mixtral.FAMILY,
+    qwen3_moe.FAMILY,
+    olmoe.FAMILY,
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+    gpt2.FAMILY,
+)
+MODEL_TYPES = tuple(family.model_type for family in FAMILIES)
+
+
+def family_of_run(config: RunConfig, model_type: Optional[str] = None) -> tuple[HFFamily, list[str]]:
+    """Return the family closest to a run's model, and the features of the model that it does not support.
+
+    Args:
+        model_type: the family to take; None is the first that supports most.
+
+    Raises:
+        CheckpointError: there is no such family.
+    """
+    if model_type is not None and model_type not in MODEL_TYPES:
+        raise CheckpointError(f"--model-type {model_type}: the families are {', '.join(MODEL_TYPES)}")
+    allowed = [family for family in FAMILIES if model_type in (None, family.model_type)]
+    candidates = [(family, family.unsupported_features(config)) for family in allowed]
+    return min(candidates, key=lambda candidate: len(candidate[1]))
+
+
+def family_of_hf_config(fields: dict[str, Any]) -> HFFamily:
+    """Return the family of a config.json.
+
+    Raises:
+        CheckpointError: it is not supported.
+    """
+    model_type = fields.get("model_type")
+    for family in FAMILIES:
+        if model_type == family.model_type and "auto_map" not in fields:
+            return family
+    own = " with code of its own (auto_map)" if "auto_map" in fields else ""
+    raise CheckpointError(
+        f"config.json is of a model of type {model_type!r}{own}; {', '.join(MODEL_TYPES)} can be converted"
+    )

@@ -1,0 +1,248 @@
+"""A family of Hugging Face models as a table: tensor names, fields of config.json, and settings of all its models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megafp8.checkpoint.convert.fields import Field
+from megafp8.checkpoint.convert.hf_config import HFConfig
+from megafp8.checkpoint.convert.model_tensors import EXPERT_BIAS, ModelTensor, model_tensors
+from megafp8.checkpoint.convert.tensor_mapping import (
+    GatedPair,
+    GroupedQKV,
+    Identity,
+    PaddedVocab,
+    StackedExperts,
+    TensorLayout,
+    TensorMapping,
+    Transposed,
+)
+from megafp8.config import attention_layers, derived, latent_attention, mixture
+from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.config.settings import Setting, all_settings, value_of, with_values
+
+OUTPUT_LAYER = "output_layer"
+HF_EXPERT_BIAS = "e_score_correction_bias"
+# Settings of the model that do not change its function: how it is trained, initialized or computed. The number of
+# query groups is explicit when models are compared.
+NOT_OF_THE_FUNCTION = frozenset(
+    f"model.{name}"
+    for name in (
+        "model_preset", "vocab_size", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout",
+        "init_method_std", "embedding_init_method_std", "init_method_xavier_uniform", "group_query_attention",
+        "attention_softmax_in_fp32", "apply_query_key_layer_scaling", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+        "moe_input_jitter_eps", "moe_router_bias_update_rate", "moe_router_dtype",
+        "moe_router_padding_for_quantization", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy", "mtp_loss_scaling_factor",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFFamily:
+    """A family of Hugging Face models.
+
+    Attributes:
+        model_type: in config.json.
+        architecture: class of its causal language model.
+        names: Hugging Face modules of each module of megatron-core; `{}` stands for the layer, a second one for the
+            expert.
+        stacked_names: where they differ in files that have one tensor for all experts.
+        fields: of config.json, except for the vocabulary.
+        settings: that all models of the family have, by field of the section `model`.
+        qkv: layout of the QKV projection, given its groups.
+        has_conv1d: whether weights of linears are transposed.
+        buffers: names of Hugging Face tensors that are not weights.
+        prefix: of the Hugging Face names; some files omit it.
+        has_prediction_layers: whether files may have layers of multi-token prediction after the last layer.
+    """
+
+    model_type: str
+    architecture: str
+    names: Mapping[str, tuple[str, ...]]
+    fields: tuple[Field, ...]
+    settings: Mapping[str, Any]
+    qkv: Callable[[GroupedQKV], TensorLayout] = lambda groups: groups
+    has_conv1d: bool = False
+    stacked_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    buffers: re.Pattern[str] = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
+    prefix: str = "model."
+    has_prediction_layers: bool = False
+
+    @property
+    def output_weight(self) -> str:
+        """Name of the output layer's weight."""
+        return f"{self.names[OUTPUT_LAYER][0]}.weight"
+
+    def from_hf_config(self, hf_config: HFConfig) -> dict[str, Any]:
+        """Return settings by `section.field`. Fields that cannot be converted become problems."""
+        values = {"model.hidden_dropout": 0.0} | {f"model.{name}": value for name, value in self.settings.items()}
+        for each in self.fields:
+            values |= each.read(hf_config)
+        return values | {"data.seq_length": values["model.max_position_embeddings"]}
+
+    def to_hf_config(self, config: RunConfig) -> dict[str, Any]:
+        """Return the fields of config.json for a run, except for the vocabulary."""
+        explicit = with_explicit_values(config)
+        return {name: value for each in self.fields for name, value in each.write(explicit).items()}
+
+    def unsupported_features(self, config: RunConfig) -> list[str]:
+        """Return the features of a run's model that the family does not have, as text.
+
+        They are what changes if the settings are written to a config.json and read from it.
+        """
+        hf_config = HFConfig(self.to_hf_config(config))
+        theirs = comparable(with_values(RunConfig(), self.from_hf_config(hf_config)))
+        ours = comparable(config)
+        return hf_config.problems + [
+            f"{as_text(setting, value_of(ours, setting.name))}: a {self.architecture} has "
+            f"{as_text(setting, value_of(theirs, setting.name))}"
+            for setting in all_settings()
+            if describes_function(setting.name) and value_of(ours, setting.name) != value_of(theirs, setting.name)
+        ]
+
+    def has_stacked_experts(self, names: Iterable[str]) -> bool:
+        """Return whether a file has one tensor for all experts, given the names of its tensors."""
+        stacked = [each for name, (each, *_) in self.stacked_names.items() if name.endswith(".linear_fc1")]
+        return any(name.endswith(each.rpartition("{}")[2]) for name in names for each in stacked)
+
+    def tensor_table(
+        self, model: ModelConfig, num_tokens: int, num_rows: int, is_stacked: bool = False
+    ) -> list[TensorMapping]:
+        """Return the tensors of a model that the family supports.
+
+        Args:
+            num_tokens: rows of the Hugging Face embedding.
+            num_rows: rows of megatron-core's, with padding.
+            is_stacked: whether one Hugging Face tensor holds all experts.
+        """
+        vocab = PaddedVocab(num_tokens, num_rows)
+        names = {**self.names, **self.stacked_names} if is_stacked else self.names
+        return [self._mapping(tensor, model, vocab, names) for tensor in model_tensors(model, num_rows)]
+
+    def _mapping(
+        self, tensor: ModelTensor, model: ModelConfig, vocab: PaddedVocab, module_names: Mapping[str, tuple[str, ...]]
+    ) -> TensorMapping:
+        modules = module_names[tensor.module]
+        if tensor.num_experts is not None:
+            return expert_mapping(tensor, modules, tensor.num_experts)
+        if tensor.kind == EXPERT_BIAS:
+            name = f"{modules[0].format(tensor.layer)}.{HF_EXPERT_BIAS}"
+            return TensorMapping(tensor.name, tensor.shape, Identity(), (name,), dtype=torch.float32)
+        names = tuple(f"{name.format(tensor.layer)}.{tensor.kind}" for name in modules)
+        layout: TensorLayout = Identity()
+        if tensor.module in ("embedding.word_embeddings", OUTPUT_LAYER):
+            layout = vocab
+        elif tensor.module.endswith(".linear_qkv"):
+            layout = self.qkv(GroupedQKV(derived.num_query_groups(model), derived.kv_channels(model)))
+        elif len(names) == 2:
+            layout = GatedPair()
+        elif self.has_conv1d and tensor.is_linear:
+            layout = Transposed()
+        return TensorMapping(tensor.name, tensor.shape, layout, names, tensor.is_linear)
+
+
+def expert_mapping(tensor: ModelTensor, modules: tuple[str, ...], num_experts: int) -> TensorMapping:
+    """Return the mapping of a stack of experts.
+
+    Args:
+        modules: of one expert; a name without a `{}` for the expert is that of a complete stack.
+    """
+    if modules[0].count("{}") == 1:
+        names = tuple(name.format(tensor.layer) for name in modules)
+        return TensorMapping(tensor.name, tensor.shape, Identity(), names, tensor.is_linear)
+    names = tuple(
+        f"{name.format(tensor.layer, expert)}.{tensor.kind}" for expert in range(num_experts) for name in modules
+    )
+    each: TensorLayout = GatedPair() if len(modules) == 2 else Identity()
+    layout = StackedExperts(num_experts, each, len(modules))
+    return TensorMapping(tensor.name, tensor.shape, layout, names, tensor.is_linear)
+
+
+def with_explicit_values(config: RunConfig) -> RunConfig:
+    """Return the settings with the values that the defaults of the model stand for."""
+    model = config.model
+    groups, channels = derived.num_query_groups(model), derived.kv_channels(model)
+    windowed, without_rope = attention_layers.windowed_layers(model), attention_layers.layers_without_rope(model)
+    window = attention_layers.window_size(model) if any(windowed) else None
+    is_same_base = model.rotary_base_local == model.rotary_base
+    explicit = replace(
+        model,
+        ffn_hidden_size=derived.ffn_hidden_size(model),
+        kv_channels=channels,
+        group_query_attention=groups != model.num_attention_heads,
+        num_query_groups=groups,
+        max_position_embeddings=model.max_position_embeddings or config.data.seq_length,
+        softmax_scale=channels**-0.5 if model.softmax_scale is None else model.softmax_scale,
+        window_size=None if window is None else f"{window[0]},{window[1]}",
+        window_attn_skip_freq=None if all(windowed) or window is None else str([int(each) for each in windowed]),
+        no_rope_freq=str([int(each) for each in without_rope]) if any(without_rope) else None,
+        rotary_base_local=None if window is None or is_same_base else model.rotary_base_local,
+        **explicit_latent_attention(model),
+        **explicit_mixture(model),
+    )
+    if model.openai_gelu and model.add_bias_linear:  # GELU fused with its bias is the same approximation
+        config = with_values(config, {"precision.bias_gelu_fusion": True})
+        explicit = replace(explicit, openai_gelu=False)
+    return replace(config, model=explicit)
+
+
+def explicit_latent_attention(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of multi-latent attention with explicit values."""
+    if not latent_attention.is_latent(model):
+        return {}
+    if not latent_attention.uses_yarn(model):
+        return {"rope_type": "rope"}
+    original = model.yarn_original_max_position_embeddings or latent_attention.DEFAULT_ORIGINAL_POSITIONS
+    return {"rope_type": "yarn", "yarn_original_max_position_embeddings": original}
+
+
+def explicit_mixture(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of experts with explicit values. Losses that balance the load change no function."""
+    if not mixture.is_mixture(model):
+        return {"num_experts": None}
+    has_sinkhorn = "sinkhorn" in model.moe_router_load_balancing_type
+    selects_groups = model.moe_router_group_topk != model.moe_router_num_groups
+    factor = model.moe_router_topk_scaling_factor
+    return {
+        "moe_ffn_hidden_size": mixture.moe_ffn_hidden_size(model),
+        "moe_layer_freq": str([int(each) for each in mixture.expert_layers(model)]),
+        "moe_router_load_balancing_type": ("sinkhorn",) if has_sinkhorn else ("none",),
+        "moe_router_num_groups": model.moe_router_num_groups if selects_groups else None,
+        "moe_router_group_topk": model.moe_router_group_topk if selects_groups else None,
+        "moe_router_topk_scaling_factor": None if factor == 1 else factor,
+    }
+
+
+def comparable(config: RunConfig) -> RunConfig:
+    """Return the settings with explicit values, but without those that have no effect.
+
+    These are a scale of Q*K that follows from the width of a head, and the width of dense layers where none is dense.
+    """
+    explicit = with_explicit_values(config)
+    if explicit.model.softmax_scale == derived.kv_channels(config.model) ** -0.5:
+        explicit = with_values(explicit, {"model.softmax_scale": None})
+    if all(mixture.expert_layers(config.model)):
+        explicit = with_values(explicit, {"model.ffn_hidden_size": None})
+    return explicit
+
+
+def describes_function(name: str) -> bool:
+    """Return whether a setting, by `section.field`, changes what a model computes."""
+    return name.startswith("model.") and name not in NOT_OF_THE_FUNCTION
+
+
+def as_text(setting: Setting, value: Any) -> str:
+    """Return a setting and its value as messages show it: `--window-size 8`, `no --qk-layernorm`."""
+    if value is None or (value is False and not setting.off):
+        return f"no {setting.flags[0]}"
+    if value is True and not setting.flags:
+        return f"no {setting.off[0]}"
+    if isinstance(value, tuple):
+        return f"{setting.flags[0]} {' '.join(map(str, value))}"
+    return setting.as_flag(f"{value:g}" if isinstance(value, float) else value)

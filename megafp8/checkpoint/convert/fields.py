@@ -1,0 +1,290 @@
+"""Fields of `config.json` and the settings that they are: what tables of families are made of.
+
+A field reads settings, by `section.field`, from a config.json, and writes its fields from the settings of a run. What
+it reads from its own output are the settings that it can express, so a family needs no list of what it cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Optional, Protocol
+
+from megafp8.checkpoint.convert.hf_config import HFConfig
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import settings_by_name, value_of
+
+
+class Field(Protocol):
+    """One or more fields of config.json."""
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        """Return settings by `section.field`. What cannot be expressed becomes a problem of `hf_config`."""
+        ...
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        """Return fields of config.json for a run whose settings have explicit values."""
+        ...
+
+
+@dataclass(frozen=True)
+class Value:
+    """A field that is one setting of the model.
+
+    Attributes:
+        field: in config.json.
+        setting: in the section `model`.
+        default: where config.json lacks the field, in transformers; None if it has to be there.
+    """
+
+    field: str
+    setting: str
+    default: Any = None
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        readers = {int: hf_config.positive_int, float: hf_config.number, bool: hf_config.flag}
+        reader = readers[settings_by_name()[f"model.{self.setting}"].type]
+        return {f"model.{self.setting}": reader(self.field, self.default)}  # type: ignore[operator]
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        return {self.field: value_of(config, f"model.{self.setting}")}
+
+
+@dataclass(frozen=True)
+class OptionalNumber:
+    """A field that is one setting of the model, a number or none.
+
+    Attributes:
+        default: where config.json lacks the field, in transformers; its null is none.
+    """
+
+    field: str
+    setting: str
+    default: Optional[float] = None
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        is_none = hf_config.fields.get(self.field, self.default) is None
+        return {f"model.{self.setting}": None if is_none else hf_config.number(self.field, self.default)}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        return {self.field: value_of(config, f"model.{self.setting}")}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A field that all models here have with the same value.
+
+    Attributes:
+        values: that mean the same; the first is written.
+        is_default: whether transformers takes the value where the field is absent.
+        is_written: write the field; False for one that older versions of transformers do not know.
+        is_read: refuse other values; False for one of parts that weights show.
+    """
+
+    field: str
+    values: tuple[Any, ...]
+    is_default: bool = True
+    is_written: bool = True
+    is_read: bool = True
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        if not self.is_read:
+            return {}
+        hf_config.require(self.field, *self.values, default=self.values[0] if self.is_default else None)
+        return {}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        return {self.field: self.values[0]} if self.is_written else {}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, key/value heads and, where the family has it, the width of a head.
+
+    Attributes:
+        groups: key/value heads where config.json has none; None is one for each query head.
+        width: of a head where config.json has none; None is hidden size / heads.
+        has_width: whether the family has the field head_dim.
+        has_groups: whether the family has the field num_key_value_heads.
+    """
+
+    groups: Optional[int] = None
+    width: Optional[int] = None
+    has_width: bool = True
+    has_groups: bool = True
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        hidden, heads = hf_config.positive_int("hidden_size"), hf_config.positive_int("num_attention_heads")
+        groups = hf_config.positive_int("num_key_value_heads", self.groups or heads) if self.has_groups else heads
+        width = self.width or max(1, hidden // heads)
+        width = hf_config.positive_int("head_dim", width) if self.has_width else width
+        if heads % groups:
+            hf_config.problems.append(f"config.json: {heads} heads cannot share {groups} key/value heads evenly")
+        if not self.has_width and hidden % heads:
+            hf_config.problems.append(f"config.json: hidden_size {hidden} is not a multiple of {heads} heads")
+        return {
+            "model.num_attention_heads": heads,
+            "model.kv_channels": None if width * heads == hidden else width,
+            "model.group_query_attention": groups != heads,
+            "model.num_query_groups": 1 if groups == heads else groups,
+        }
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        model = config.model
+        fields = {"num_attention_heads": model.num_attention_heads}
+        fields |= {"num_key_value_heads": model.num_query_groups} if self.has_groups else {}
+        return fields | ({"head_dim": model.kv_channels} if self.has_width else {})
+
+
+@dataclass(frozen=True)
+class SameBiases:
+    """Fields that give biases to different linears, which are the same here: all linears have biases or none has."""
+
+    fields: tuple[str, ...] = ("attention_bias", "mlp_bias")
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        flags = [hf_config.flag(field, False) for field in self.fields]
+        if len(set(flags)) > 1:
+            named = " and ".join(f"{field} {flag}" for field, flag in zip(self.fields, flags, strict=True))
+            hf_config.problems.append(f"config.json: {named}; here all linears have biases or none has")
+        return {"model.add_bias_linear": flags[0]}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        return dict.fromkeys(self.fields, config.model.add_bias_linear)
+
+
+@dataclass(frozen=True)
+class SameDropout:
+    """Dropout of hidden states, which is the same in the embedding and in the layers here."""
+
+    fields: tuple[str, ...]
+    default: float = 0.0
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        dropout = hf_config.number(self.fields[0], self.default)
+        for field in self.fields[1:]:
+            hf_config.require(field, dropout, default=self.default)
+        return {"model.hidden_dropout": dropout}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        return dict.fromkeys(self.fields, config.model.hidden_dropout)
+
+
+@dataclass(frozen=True)
+class Gelu:
+    """The GELU of an MLP with biases. GELU fused with its bias is the tanh approximation.
+
+    Attributes:
+        tanh: names of the approximation; the first is written.
+        default: where config.json lacks the field.
+    """
+
+    field: str
+    tanh: tuple[str, ...]
+    default: str
+    exact: str = "gelu"
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        name = hf_config.require(self.field, *self.tanh, self.exact, default=self.default)
+        return {"precision.bias_gelu_fusion": name != self.exact}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        return {self.field: self.tanh[0] if config.precision.bias_gelu_fusion else self.exact}
+
+
+# Constants of megatron-core's RoPE scaling; no flag changes them.
+LLAMA3_SCALING: Mapping[str, Any] = {
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
+}  # fmt: skip
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embeddings, with scaled frequencies. transformers 5 has `rope_parameters` for all of it.
+
+    Attributes:
+        base: where config.json has none.
+        base_field, percent_field: names in files of transformers 4.
+        percent: rotated fraction of a head's channels where config.json has none.
+        is_partial: whether the family can rotate a part of the channels.
+        kinds: of scaling that the family has.
+    """
+
+    base: int = 10_000
+    base_field: str = "rope_theta"
+    percent_field: str = "partial_rotary_factor"
+    percent: float = 1
+    is_partial: bool = False
+    kinds: tuple[str, ...] = ROPE_KINDS
+
+    def read(self, hf_config: HFConfig) -> dict[str, Any]:
+        parameters = hf_config.section("rope_parameters")
+        scaling = hf_config.section("rope_scaling") if hf_config.fields.get("rope_scaling") else parameters
+        holder = parameters if "rope_theta" in parameters.fields else hf_config
+        field = "rope_theta" if holder is parameters else self.base_field
+        values: dict[str, Any] = {"model.rotary_base": holder.positive_int(field, self.base)}
+        if self.is_partial:
+            in_parameters = "partial_rotary_factor" in parameters.fields
+            holder, field = (parameters, "partial_rotary_factor") if in_parameters else (hf_config, self.percent_field)
+            values["model.rotary_percent"] = holder.number(field, self.percent)
+        else:
+            hf_config.require("partial_rotary_factor", 1, default=1)
+            parameters.require("partial_rotary_factor", 1, default=1)
+        spelling = "rope_type" if "rope_type" in scaling.fields else "type"
+        kind = scaling.require(spelling, *self.kinds, default="default")
+        if kind == "linear":
+            values["model.rotary_seq_len_interpolation_factor"] = scaling.positive_int("factor")
+        if kind == "llama3":
+            values |= {"model.use_rope_scaling": True, "model.rope_scaling_factor": scaling.number("factor")}
+            for name, value in LLAMA3_SCALING.items():
+                scaling.require(name, value, default=None)
+        return values | (yarn_settings(scaling) if kind == "yarn" else {})
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        model = config.model
+        fields: dict[str, Any] = {self.base_field: float(model.rotary_base), "rope_scaling": None}
+        if self.is_partial:
+            fields[self.percent_field] = model.rotary_percent
+        if model.use_rope_scaling and "llama3" in self.kinds:
+            fields["rope_scaling"] = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3_SCALING}
+        elif model.rotary_seq_len_interpolation_factor is not None and "linear" in self.kinds:
+            fields["rope_scaling"] = {
+                "rope_type": "linear", "factor": float(model.rotary_seq_len_interpolation_factor)
+            }  # fmt: skip
+        elif model.position_embedding_type == "yarn" and "yarn" in self.kinds:
+            fields["rope_scaling"] = {"rope_type": "yarn"} | {
+                field: value_of(config, f"model.{name}") for field, (name, _) in YARN.items()
+            }
+        return fields
+
+
+# Fields of YaRN, their settings, and what transformers takes where they are absent; None if they have to be there.
+YARN: Mapping[str, tuple[str, Any]] = {
+    "factor": ("rotary_scaling_factor", None),
+    "original_max_position_embeddings": ("yarn_original_max_position_embeddings", None),
+    "beta_fast": ("yarn_beta_fast", 32.0),
+    "beta_slow": ("yarn_beta_slow", 1.0),
+    "mscale": ("mscale", 1.0),
+    "mscale_all_dim": ("mscale_all_dim", 0.0),
+    "truncate": ("yarn_correction_range_round_to_int", True),
+}
+
+
+def yarn_settings(scaling: HFConfig) -> dict[str, Any]:
+    """Return settings of YaRN (Peng et al. 2023).
+
+    Args:
+        scaling: the section of config.json.
+    """
+    scaling.require("attention_factor", None, default=None)
+    values: dict[str, Any] = {"model.position_embedding_type": "yarn"}
+    for field, (name, default) in YARN.items():
+        values |= Value(field, name, default).read(scaling)
+    mscale, all_dim = values["model.mscale"], values["model.mscale_all_dim"]
+    if not (mscale and all_dim) and (mscale, all_dim) != (1, 0):
+        scaling.problems.append(
+            f"{scaling.name}: mscale is {mscale:g} and mscale_all_dim {all_dim:g}; transformers takes 1 and 0 unless "
+            "both are above 0, and here they are taken as given"
+        )
+    return values
