@@ -12,6 +12,8 @@ import torch
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import finish_param_gather
+from megafp8.config import derived
+from megafp8.config.batch_schedule import BatchSchedule, constant
 from megafp8.data.loader import build_loader
 from megafp8.metrics.records import EvalRecord
 from megafp8.metrics.sinks import Sinks
@@ -26,6 +28,8 @@ from megafp8.training.step import forward_backward, sum_losses
 def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int) -> Optional[EvalRecord]:
     """Mean loss per token over the first `--eval-iters` global batches of a dataset; all ranks call it.
 
+    A global batch has `--eval-global-batch-size` sequences.
+
     All validations read the same samples, so that their losses can be compared, also between runs on the same data.
     Under `--fp8-schedule` the precision is that of the last step.
 
@@ -35,7 +39,9 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     started = time.monotonic()
     device, num_batches = run.platform.device, run.config.training.eval_iters
     # No loader processes: starting them would take longer than reading these few batches.
-    batches = build_batches(run, dataset, 0, num_batches * run.global_batch_size, num_workers=0)
+    num_samples, schedule = num_batches * run.eval_batch_size, constant(run.eval_batch_size)
+    batches = build_batches(run, dataset, 0, num_samples, num_workers=0, batch_schedule=schedule)
+    num_microbatches = derived.num_microbatches(run.config, run.place.world_size, run.eval_batch_size)
     total = torch.zeros(2, dtype=torch.float64, device=device)
     with evaluation_mode(run), run.precision_at(step):
         fault_injection.point("evaluation.begin")
@@ -43,7 +49,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
             if is_stop_requested(run):
                 return None
             run.guard.enter(EVALUATION, step)
-            loss = sum_losses(forward_backward(run, batches, run.num_microbatches, forward_only=True))
+            loss = sum_losses(forward_backward(run, batches, num_microbatches, forward_only=True))
             if loss is not None:
                 total += loss
             fault_injection.point("evaluation.batch")
@@ -110,12 +116,20 @@ def evaluation_mode(run: Run) -> Iterator[None]:
             run.delayed_snapshot.restore()
 
 
-def build_batches(run: Run, dataset: Any, consumed_samples: int, num_samples: int, num_workers: int) -> Any:
+def build_batches(
+    run: Run,
+    dataset: Any,
+    consumed_samples: int,
+    num_samples: int,
+    num_workers: int,
+    batch_schedule: Optional[BatchSchedule] = None,
+) -> Any:
     """This rank's microbatches of a dataset; None on a pipeline stage that reads none.
 
     Args:
         consumed_samples: index of the first sample.
         num_samples: end of the samples.
+        batch_schedule: sizes of the global batches; default those of training.
     """
     if not run.place.needs_batches:
         return None
@@ -125,7 +139,7 @@ def build_batches(run: Run, dataset: Any, consumed_samples: int, num_samples: in
         micro_batch_size=run.micro_batch_size,
         data_parallel_rank=run.place.data_rank,
         data_parallel_size=run.place.data_size,
-        global_batch_size=run.global_batch_size,
+        batch_schedule=run.batch_schedule if batch_schedule is None else batch_schedule,
         num_workers=num_workers,
         total_samples=num_samples,
         pin_memory=run.platform.kind == "cuda",

@@ -1,0 +1,188 @@
+"""Measure the loss and the perplexity of checkpoints on a data set.
+
+    python tools/evaluate.py --load RUN
+    python tools/evaluate.py --load RUN OTHER --data-path shards/test --output losses.json
+    python tools/evaluate.py --load RUN --input held_out.jsonl --precision high
+
+Without --data-path and --input the data are the samples of the run's own validations. Otherwise the data set is read in
+its own order, and every token but the first is predicted once, in windows of the run's sequence length. The loss is the
+mean over all tokens. One process computes it on a GPU if there is one, else on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from megafp8.cli import common
+from megafp8.errors import ConfigError
+from megafp8.recipes import registry
+from megafp8.utils.files import path_argument
+from megafp8.utils.formatting import text_table
+
+if TYPE_CHECKING:
+    from megafp8.training.language_model import LanguageModel
+
+log = common.stderr_log()
+PRECISIONS = ("checkpoint", "high", "bf16", "fp32", *registry.names())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = common.build_command_parser(__doc__)
+    parser.add_argument(
+        "--load", type=path_argument, required=True, nargs="+", metavar="RUN", help="folders of runs (their --save)"
+    )
+    parser.add_argument(
+        "--ckpt-step", type=int, nargs="+", metavar="N", help="checkpoints to load of each run; default the newest"
+    )
+    data = parser.add_mutually_exclusive_group()
+    data.add_argument("--data-path", nargs="+", metavar="PREFIX", help="path prefixes of token shards")
+    data.add_argument(
+        "--input", nargs="+", metavar="F",
+        help="text files, folders or patterns, as for preprocessing; an end-of-document token follows each document",
+    )  # fmt: skip
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in JSON (default text)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N",
+        help="number of tokens to predict, of the run's validation samples complete sequences; default all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seq-length", type=int, metavar="S", help="tokens per window, at most the run's; default the run's"
+    )
+    parser.add_argument(
+        "--micro-batch-size", type=int, metavar="N",
+        help="sequences per forward pass; default the run's. Scales of complete tensors depend on it, and so do "
+        "the last digits of the loss",
+    )  # fmt: skip
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="checkpoint", metavar="P",
+        help="checkpoint: the arithmetic of training; high: the same without quantization; bf16, fp32, or a recipe: "
+        f"{', '.join(registry.names())} (default checkpoint)",
+    )  # fmt: skip
+    parser.add_argument("--output", type=path_argument, metavar="F", help="also write the results to F as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    group = parser.add_argument_group("tokenizer", "type and current paths of its files; default as in training")
+    group.add_argument("--tokenizer-type", metavar="TYPE", help="for a checkpoint that was converted without one")
+    common.add_tokenizer_file_flags(group)
+    return parser
+
+
+def problems(arguments: argparse.Namespace) -> list[str]:
+    """Return everything that is wrong with the flags."""
+    found = [
+        f"--{name.replace('_', '-')} {value}: must be 1 or more"
+        for name in ("tokens", "seq_length", "micro_batch_size")
+        if (value := getattr(arguments, name)) is not None and value < 1
+    ]
+    if arguments.seq_length is not None and not (arguments.data_path or arguments.input):
+        found.append("--seq-length: the run's validation samples have the run's length; give --data-path or --input")
+    if arguments.output is not None and not os.access(arguments.output.absolute().parent, os.W_OK):
+        found.append(f"--output {arguments.output}: its folder is not there or cannot be written")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        found.append(f"{os.environ['WORLD_SIZE']} ranks: one process evaluates; start it without a launcher")
+    return found
+
+
+def window_length(arguments: argparse.Namespace, model: LanguageModel) -> int:
+    """Return the tokens per window.
+
+    Raises:
+        ConfigError: more than the run's, or no multiple of what its GEMMs need.
+    """
+    length: int = arguments.seq_length or model.context_tokens
+    if length > model.context_tokens or length % model.length_multiple:
+        raise ConfigError(
+            f"--seq-length {length}: must be a multiple of {model.length_multiple} of at most {model.context_tokens}, "
+            f"the sequence length of {model.path}"
+        )
+    return length
+
+
+def open_data(arguments: argparse.Namespace, model: LanguageModel, size: int) -> tuple[Optional[int], Iterator[Any]]:
+    """Return the number of tokens to predict, if it is known, and the batches."""
+    from megafp8.data import token_windows
+    from megafp8.data.preprocessing.sources import find_sources
+    from megafp8.data.shards import read_index
+    from megafp8.training.dataset_loss import validation_batches
+
+    if not (arguments.data_path or arguments.input):
+        num_sequences, batches = validation_batches(model, size, arguments.tokens)
+        return num_sequences * model.context_tokens, batches
+    total = arguments.tokens
+    if arguments.data_path:
+        available = sum(read_index(prefix).num_tokens for prefix in arguments.data_path) - 1
+        total = available if total is None else min(total, available)
+        documents = token_windows.shard_documents(arguments.data_path)
+    else:
+        sources = find_sources(arguments.input, on_notice=log)
+        documents = token_windows.text_documents(sources, arguments.json_key, model.tokenizer)
+    length = window_length(arguments, model)
+    samples = token_windows.windows(documents, length, arguments.tokens)
+    return total, token_windows.microbatches(samples, size, length, model.tokenizer.vocab_size)
+
+
+def evaluate(arguments: argparse.Namespace, folder: Path, step: Optional[int]) -> dict[str, Any]:
+    """Load one checkpoint and return its result, as plain values."""
+    from tqdm import tqdm
+
+    from megafp8.checkpoint.metadata import read_config
+    from megafp8.mcore.process_groups import destroy_process_groups
+    from megafp8.training.dataset_loss import dataset_loss
+    from megafp8.training.language_model import load_language_model
+
+    tokenizer = common.given_flags(arguments, ("tokenizer_type", *common.TOKENIZER_FILES))
+    model = load_language_model(folder, step, arguments.precision, uses_cache=False, tokenizer_files=tokenizer)
+    log(str(model))
+    try:
+        size = arguments.micro_batch_size or read_config(model.path).training.micro_batch_size or 1
+        total, batches = open_data(arguments, model, size)
+        with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None) as bar:
+            result = dataset_loss(model, batches, bar.update)
+    finally:
+        destroy_process_groups()  # the next checkpoint may be of another model
+    return {
+        "checkpoint": str(model.path),
+        "data": arguments.data_path or arguments.input or "validation samples of the run",
+        "precision": arguments.precision,
+        "layers": model.implementation,
+        "device": str(model.device),
+        "seq_length": arguments.seq_length or model.context_tokens,
+        "micro_batch_size": size,
+        **dataclasses.asdict(result),
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return a row for each checkpoint."""
+    rows = [
+        (each["checkpoint"], f"{each['loss']:.6f}", f"{each['perplexity']:,.4f}", f"{each['num_tokens']:,}",
+         f"{each['num_tokens'] / max(each['seconds'], 1e-9):,.0f}")
+        for each in results
+    ]  # fmt: skip
+    return text_table(("checkpoint", "loss", "perplexity", "tokens", "tokens/s"), rows, "lrrrr")
+
+
+@common.returns_exit_status("evaluate")
+def main(argv: Sequence[str]) -> int:
+    """Run and return the exit status. torch is imported only once the flags are read."""
+    arguments = build_parser().parse_args(argv)
+    if found := problems(arguments):
+        raise ConfigError(found)
+    common.install_patches()
+    from megafp8.utils.files import atomic_write
+
+    results = [
+        evaluate(arguments, folder, step) for folder in arguments.load for step in arguments.ckpt_step or (None,)
+    ]
+    text = json.dumps(results, indent=2)
+    print(text if arguments.json else table(results))
+    if arguments.output is not None:
+        with atomic_write(arguments.output) as stream:
+            stream.write(f"{text}\n".encode())
+        log(f"wrote {arguments.output}")
+    return 0
