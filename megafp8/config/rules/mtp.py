@@ -1,0 +1,124 @@
+"""Rules about multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config import derived, multi_token, precision_map, stages
+from megafp8.config.rules.base import Rule, flags_without_effect
+from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.errors import ConfigError
+
+
+def loss_factor_needs_multi_token_prediction(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The factor of the losses has no effect without modules."""
+    model, default = config.model, ModelConfig()
+    if not multi_token.num_depths(model):
+        factor = f"--mtp-loss-scaling-factor {model.mtp_loss_scaling_factor:g}"
+        given = {factor: model.mtp_loss_scaling_factor != default.mtp_loss_scaling_factor}
+        yield from flags_without_effect(given, "--mtp-num-layers")
+
+
+def multi_token_layers_are_like_all_others(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core numbers the layers of multi-token prediction after those of the model, which patterns end with."""
+    model = config.model
+    if not multi_token.num_depths(model):
+        return
+    flag = f"--mtp-num-layers {model.mtp_num_layers}"
+    if model.position_embedding_type == "learned_absolute":
+        yield (
+            f"{flag} with learned position embeddings: megatron-core's multi-token prediction supports rope and none; "
+            "use --position-embedding-type rope"
+        )
+    patterns = {
+        "--window-size": model.window_size is not None,
+        f"--no-rope-freq {model.no_rope_freq}": model.no_rope_freq is not None,
+        f"--rotary-base-local {model.rotary_base_local}": model.rotary_base_local is not None,
+    }
+    for pattern, is_given in patterns.items():
+        if is_given:
+            yield f"{flag} with {pattern}: which layers it is for is not defined after the last one; remove one"
+    if config.data.reset_attention_mask:
+        yield (
+            f"{flag} with --reset-attention-mask: megatron-core shifts tokens at the borders of documents of one "
+            "sequence only; remove one"
+        )
+
+
+def multi_token_fits_the_layout(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The modules are on the last stage, whose copy of the embedding must not be the output layer too."""
+    model, parallel = config.model, config.parallel
+    if not multi_token.num_depths(model):
+        return
+    flag, pp = f"--mtp-num-layers {model.mtp_num_layers}", parallel.pipeline_model_parallel_size
+    if pp > 1 and model.share_embeddings_and_output_weights:
+        yield (
+            f"{flag} with --pipeline-model-parallel-size {pp} and a shared embedding: megatron-core gives the last "
+            "stage an output layer that it cannot save; add --untie-embeddings-and-output-weights"
+        )
+    unsupported = {
+        "--use-torch-fsdp2": (parallel.use_torch_fsdp2, "use --use-distributed-optimizer"),
+        "--tp-comm-overlap": (parallel.tp_comm_overlap, "there are no user buffers for its projection; remove one"),
+        "--fp8-schedule": (config.precision.fp8_schedule is not None, "not tested; remove one"),
+        "--fp8-dot-product-attention": (config.precision.fp8_dot_product_attention, "not tested; remove one"),
+    }
+    for other, (is_given, reason) in unsupported.items():
+        if is_given:
+            yield f"{flag} with {other}: {reason}"
+
+
+def layout_string_has_multi_token_prediction(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A layout string has the modules once, all on the last stage."""
+    text, depths = config.parallel.pipeline_model_parallel_layout, multi_token.num_depths(config.model)
+    if text is None:
+        return
+    try:
+        contents = stages.expand_layout(text)
+    except ConfigError:
+        return
+    flag, count = f"--pipeline-model-parallel-layout {text}", "".join(contents).count(stages.MULTI_TOKEN)
+    if count != depths:
+        yield f"{flag} has {count} modules of multi-token prediction (m), not --mtp-num-layers {depths}"
+    elif contents[-1].count(stages.MULTI_TOKEN) != depths or stages.MULTI_TOKEN + stages.LAYER in contents[-1]:
+        yield f"{flag}: m must be on the last stage, after its layers and before L: end with {'m' * depths}L"
+
+
+def multi_token_recomputes_one_layer(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core recomputes the modules one by one, and not with the method block."""
+    model, training = config.model, config.training
+    if not multi_token.num_depths(model) or derived.recompute_granularity(training) != "full":
+        return
+    flag = f"--mtp-num-layers {model.mtp_num_layers} with --recompute-granularity full"
+    if training.recompute_method == "block":
+        yield f"{flag} --recompute-method block: its layers would not be recomputed; use --recompute-method uniform"
+    elif training.recompute_num_layers not in (None, 1):
+        yield (
+            f"{flag} --recompute-num-layers {training.recompute_num_layers}: megatron-core recomputes its layers one "
+            "by one; use 1"
+        )
+
+
+def precision_map_leaves_multi_token_prediction(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The linears of multi-token prediction have no names in a precision map."""
+    model, precision = config.model, config.precision
+    if not multi_token.num_depths(model) or model.num_layers is None:
+        return
+    linears = precision_map.layer_linears(model, multi_token.has_experts(model))
+    after = f"layers.{model.num_layers}"
+    for source, entry in precision_map.entries_with_source(precision):
+        if any(precision_map.matches_pattern(f"{after}.{linear}", entry.pattern) for linear in linears):
+            yield (
+                f"{source} with --mtp-num-layers {model.mtp_num_layers}: the linears of multi-token prediction have "
+                "the recipe of the run and no names; give the range of the layers, as in "
+                f"layers.0-{model.num_layers - 1}.linear_fc2"
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    loss_factor_needs_multi_token_prediction,
+    multi_token_layers_are_like_all_others,
+    multi_token_fits_the_layout,
+    layout_string_has_multi_token_prediction,
+    multi_token_recomputes_one_layer,
+    precision_map_leaves_multi_token_prediction,
+)

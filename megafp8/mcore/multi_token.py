@@ -1,0 +1,116 @@
+"""megatron-core's multi-token prediction: its configuration, its modules with other linears and norms, and its losses.
+
+megatron-core sums the mean losses of microbatches in a tracker of the process, which it divides by their number at the
+end. A token of a microbatch with few unmasked tokens then has a larger weight. `MultiTokenGPT` keeps the losses of each
+token instead, so that records weight all tokens of a global batch alike, as those of the main loss do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec, get_gpt_mtp_block_spec_for_backend
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, roll_tensor
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megafp8.config import multi_token
+from megafp8.config.schema import ModelConfig
+from megafp8.errors import ConfigError
+from megafp8.mcore.patches import core_version, is_installed
+
+LOSS_EVIDENCE = (
+    ("transformer/multi_token_prediction.py", 'tracker["values"][layer_number] += loss.detach()'),
+    ("models/gpt/gpt_model.py", "torch.sum(mtp_loss) / num_tokens,"),
+    ("models/gpt/gpt_model.py", "mtp_loss = self.compute_language_model_loss(mtp_labels, mtp_logits)"),
+)
+"""The code of megatron-core that makes `MultiTokenGPT` necessary. A test fails when a quoted text is gone."""
+
+
+def multi_token_fields(model: ModelConfig) -> dict[str, Any]:
+    """Fields of `TransformerConfig`; empty without multi-token prediction.
+
+    Raises:
+        ConfigError: multi-token prediction with an untested version of megatron-core.
+    """
+    if not multi_token.num_depths(model):
+        return {}
+    if not is_installed("<0.19"):
+        raise ConfigError(
+            f"--mtp-num-layers is not tested with megatron-core {core_version()}: install 0.16.1, or remove it"
+        )
+    return {"mtp_num_layers": model.mtp_num_layers, "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor}
+
+
+class LocalModules(LocalSpecProvider):
+    """megatron-core's local modules with another projection and norm."""
+
+    def __init__(self, projection: type | ModuleSpec, norm: type):
+        self.projection, self.norm = projection, norm
+
+    def column_parallel_linear(self) -> Any:
+        """The projection of hidden states and embeddings."""
+        return self.projection
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """The three norms of a module."""
+        return self.norm
+
+
+def local_spec(
+    config: TransformerConfig, layer: ModuleSpec, projection: type | ModuleSpec, norm: type, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The modules without Transformer Engine of a model chunk; None on other chunks than the last one.
+
+    Args:
+        layer: the transformer layer of each module.
+    """
+    block, modules = TransformerBlockSubmodules([layer], norm), LocalModules(projection, norm)
+    return get_gpt_mtp_block_spec_for_backend(config, block, modules, vp_stage)
+
+
+def transformer_engine_spec(
+    config: TransformerConfig, layer: ModuleSpec, norm: type, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The same with Transformer Engine's modules."""
+    return get_gpt_mtp_block_spec(config, TransformerBlockSubmodules([layer], norm), True, vp_stage)
+
+
+class MultiTokenGPT(GPTModel):
+    """megatron-core's GPT, which keeps the losses of multi-token prediction for the records.
+
+    Attributes:
+        losses: of the last forward pass with labels: (B, S) of each depth, then of the main output.
+    """
+
+    losses: list[Tensor]
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Start the losses of a microbatch, and compute them."""
+        self.losses = []
+        return super().forward(*args, **options)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Cross entropy (B, S) in nats; megatron-core calls it for each depth, and then for the main output."""
+        losses = super().compute_language_model_loss(labels, logits)
+        self.losses.append(losses.detach())
+        return losses
+
+    def depth_sums(self, loss_mask: Tensor) -> Tensor:
+        """Loss sum and number of tokens of each depth in the last microbatch, FP32 [depths, 2].
+
+        Args:
+            loss_mask: (B, S), 1 for tokens that count in the main loss. Depth d counts a token if the one d positions
+                later counts, which the last ones of a sequence do not have.
+        """
+        sums = []
+        for losses in self.losses[:-1]:
+            loss_mask, _ = roll_tensor(loss_mask, shifts=-1, dims=-1, cp_group=self.cp_group)
+            mask = loss_mask.float()
+            sums.append(torch.stack(((losses.float() * mask).sum(), mask.sum())))
+        return torch.stack(sums)
