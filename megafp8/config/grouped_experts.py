@@ -1,0 +1,64 @@
+"""When all experts of a GPU run in one launch per GEMM (`models/grouped_experts.py`), and why not.
+
+Otherwise the experts are Transformer Engine's grouped linear, or an MLP each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config import mixture, precision_map
+from megafp8.config.activations import is_plain_swiglu
+from megafp8.config.precision_map import EXPERTS, LinearChoice
+from megafp8.config.schema import RunConfig
+from megafp8.recipes import registry
+
+TILE = 128
+"""Widths are multiples of the kernels' tiles."""
+
+
+def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
+    """Settings that exclude one launch for all experts."""
+    model, parallel = config.model, config.parallel
+    if parallel.moe_expert_kernels == "te":
+        yield "--moe-expert-kernels te"
+    if not is_plain_swiglu(model) or model.add_bias_linear:
+        yield "experts that are not SwiGLU without biases"
+    if any(size % TILE for size in (model.hidden_size or 0, mixture.moe_ffn_hidden_size(model))):
+        yield f"widths that are no multiples of {TILE}"
+    if parallel.expert_model_parallel_size > 1 or parallel.tensor_model_parallel_size > 1:
+        yield "experts on several ranks of a model"
+    if model.moe_expert_capacity_factor is not None:
+        yield "--moe-expert-capacity-factor"
+    if config.precision.fp8_param_gather:
+        yield "--fp8-param-gather"
+    if config.training.recompute_granularity is not None:
+        yield "--recompute-granularity"
+    if config.training.fine_grained_activation_offloading:
+        yield "--fine-grained-activation-offloading"
+    if not config.precision.bf16 or config.precision.fp8_power_2_scale or config.precision.fp8_tensorwise_margin:
+        yield "--fp8-power-2-scale, --fp8-tensorwise-margin or another dtype than BF16"
+    if model.num_layers is None:
+        return
+    choices = expert_choices(config)
+    if any(choice.is_quantized for choice in choices) and not precision_map.base_choice(config.precision).is_quantized:
+        yield "experts that a precision map quantizes in a model without --fp8-format"
+    if len(choices) > 1 or not all(is_supported(choice) for choice in choices):
+        formats = [f"{name} {fmt}" for name in registry.names() for fmt in registry.get(name).grouped_gemm_formats]
+        yield f"experts in another precision than BF16 or {', '.join(formats)}"
+
+
+def expert_choices(config: RunConfig) -> set[LinearChoice]:
+    """The recipes of the experts' linears."""
+    chosen = precision_map.resolve(config.model, config.precision)
+    return {choice for name, choice in chosen.items() if f".{EXPERTS}" in name and "shared" not in name}
+
+
+def is_supported(choice: LinearChoice) -> bool:
+    """Whether there are kernels for the recipe of a linear, or it has none."""
+    if not choice.is_quantized:
+        return True
+    fprop = choice.fprop
+    if fprop.recipe is None or len(set(choice)) > 1:
+        return False
+    return fprop.format in registry.get(fprop.recipe).grouped_gemm_formats

@@ -1,0 +1,159 @@
+"""Launches of the kernels in `experts.py`: what a mixture of experts computes between its grouped GEMMs.
+
+Rows beyond the last expert's are left uninitialized in every result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from megafp8.kernels import experts
+from megafp8.kernels.rounding import Grid
+from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows
+
+COLUMNS, SIDE, GRADIENTS_SIDE = 128, 128, 64
+
+
+class RoutedCodes(NamedTuple):
+    """Codes of rows [R, W], or of weights [E, R, W].
+
+    Attributes:
+        rows: uint8, as the tensor.
+        columns: uint8, with the last two dimensions transposed.
+        scale_inv: FP32 [E], the dequantization scale of each expert.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    scale_inv: Tensor
+
+
+def _empty_codes(num_rows: int, width: int, amaxes: Tensor) -> RoutedCodes:
+    """Room for codes [num_rows, width]."""
+    return RoutedCodes(
+        amaxes.new_empty(num_rows, width, dtype=torch.uint8),
+        amaxes.new_empty(width, num_rows, dtype=torch.uint8),
+        torch.empty_like(amaxes),
+    )
+
+
+def _experts(rows: RoutedRows) -> dict[str, int]:
+    return {"NUM_EXPERTS": len(rows.ends), "EXPERTS": triton.next_power_of_2(len(rows.ends))}
+
+
+def token_amaxes(inputs: Tensor) -> Tensor:
+    """FP32 [T] of inputs [T, W]."""
+    amaxes = inputs.new_empty(inputs.shape[0], dtype=torch.float32)
+    width = inputs.shape[1]
+    experts.token_amax_kernel[(inputs.shape[0],)](inputs, amaxes, width, WIDTH=triton.next_power_of_2(width))
+    return amaxes
+
+
+def gather_codes(inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid) -> RoutedCodes:
+    """Quantize the token of each row: inputs [T, W] BF16, routing_map bool [T, E], to codes [R, W]."""
+    (num_rows,), width = rows.token_of_row.shape, inputs.shape[1]
+    amaxes = torch.where(routing_map, token_amaxes(inputs)[:, None], 0.0).amax(0)
+    codes = _empty_codes(num_rows, width, amaxes)
+    experts.gather_codes_kernel[(width // SIDE, num_rows // SIDE)](
+        inputs, rows.token_of_row, rows.expert_of_block, amaxes, rows.ends, *codes, num_rows, width,
+        **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
+    )  # fmt: skip
+    return codes
+
+
+def gather(inputs: Tensor, rows: RoutedRows) -> Tensor:
+    """The token of each row, [R, W]; zeros in empty rows."""
+    (num_rows,), width = rows.token_of_row.shape, inputs.shape[1]
+    results = inputs.new_empty(num_rows, width)
+    experts.gather_kernel[(num_rows,)](
+        inputs, rows.token_of_row, rows.ends, results, width, NUM_EXPERTS=len(rows.ends),
+        WIDTH=triton.next_power_of_2(width),
+    )  # fmt: skip
+    return results
+
+
+def sum_rows(inputs: Tensor, rows: RoutedRows) -> Tensor:
+    """The sum of the rows of each token: inputs [R, W] to [T, W], added in FP32."""
+    (num_tokens, top_k), width = rows.rows_of_token.shape, inputs.shape[1]
+    results = inputs.new_empty(num_tokens, width)
+    experts.sum_rows_kernel[(num_tokens,)](
+        inputs, rows.rows_of_token, results, width, TOP_K=top_k, WIDTH=triton.next_power_of_2(width)
+    )
+    return results
+
+
+def swiglu(inputs: Tensor, probs: Tensor, rows: RoutedRows) -> Tensor:
+    """p silu(a) b [R, W]; a and b are the halves of inputs [R, 2 W] BF16, probs FP32 [R]."""
+    num_rows, width = inputs.shape[0], inputs.shape[1] // 2
+    results = inputs.new_empty(num_rows, width)
+    experts.swiglu_rows_kernel[(num_rows // ALIGNMENT,)](
+        inputs, probs, rows.ends, rows.expert_of_block, results, None, width, NUM_EXPERTS=len(rows.ends),
+        COLUMNS=COLUMNS,
+    )  # fmt: skip
+    return results
+
+
+def swiglu_codes(inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid) -> RoutedCodes:
+    """The codes of `swiglu`."""
+    num_rows, width = inputs.shape[0], inputs.shape[1] // 2
+    amaxes = inputs.new_zeros(len(rows.ends), dtype=torch.float32)
+    experts.swiglu_rows_kernel[(num_rows // ALIGNMENT,)](
+        inputs, probs, rows.ends, rows.expert_of_block, None, amaxes, width, NUM_EXPERTS=len(rows.ends),
+        COLUMNS=COLUMNS,
+    )  # fmt: skip
+    codes = _empty_codes(num_rows, width, amaxes)
+    experts.swiglu_codes_kernel[(width // SIDE, num_rows // SIDE)](
+        inputs, probs, rows.expert_of_block, amaxes, rows.ends, *codes, num_rows, width,
+        **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
+    )  # fmt: skip
+    return codes
+
+
+def swiglu_backward(gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows) -> tuple[Tensor, Tensor]:
+    """Gradients of `swiglu`: of inputs [R, 2 W] BF16 and of probs FP32 [R]."""
+    num_rows, width = gradients.shape
+    results, prob_gradients = torch.empty_like(inputs), torch.zeros_like(probs)
+    experts.swiglu_gradients_rows_kernel[(num_rows // ALIGNMENT,)](
+        gradients, inputs, probs, rows.ends, rows.expert_of_block, results, prob_gradients, None, width,
+        NUM_EXPERTS=len(rows.ends), COLUMNS=COLUMNS,
+    )  # fmt: skip
+    return results, prob_gradients
+
+
+def swiglu_backward_codes(
+    gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid
+) -> tuple[RoutedCodes, Tensor]:
+    """Codes of the gradients of inputs, and the gradients of probs."""
+    num_rows, width = gradients.shape
+    amaxes, prob_gradients = inputs.new_zeros(len(rows.ends), dtype=torch.float32), torch.zeros_like(probs)
+    experts.swiglu_gradients_rows_kernel[(num_rows // ALIGNMENT,)](
+        gradients, inputs, probs, rows.ends, rows.expert_of_block, None, prob_gradients, amaxes, width,
+        NUM_EXPERTS=len(rows.ends), COLUMNS=COLUMNS,
+    )  # fmt: skip
+    codes = _empty_codes(num_rows, 2 * width, amaxes)
+    experts.swiglu_gradients_codes_kernel[(width // GRADIENTS_SIDE, num_rows // GRADIENTS_SIDE)](
+        gradients, inputs, probs, rows.expert_of_block, amaxes, rows.ends, *codes, num_rows, width,
+        **_experts(rows), GRID=grid, SIDE=GRADIENTS_SIDE, num_warps=4,
+    )  # fmt: skip
+    return codes, prob_gradients
+
+
+def weight_codes(weights: Tensor, grid: Grid) -> RoutedCodes:
+    """Codes of weights [E, R, W] BF16, one scale for each expert."""
+    num_experts, num_rows, width = weights.shape
+    amaxes = weights.new_zeros(num_experts, dtype=torch.float32)
+    programs = max(1, 1024 // num_experts)
+    experts.weights_amax_kernel[(programs, num_experts)](weights, amaxes, num_rows * width, COLUMNS=2048)
+    codes = RoutedCodes(
+        torch.empty_like(weights, dtype=torch.uint8),
+        weights.new_empty(num_experts, width, num_rows, dtype=torch.uint8),
+        torch.empty_like(amaxes),
+    )
+    experts.weights_codes_kernel[(width // SIDE, num_rows // SIDE, num_experts)](
+        weights, amaxes, *codes, num_rows, width, GRID=grid, SIDE=SIDE, num_warps=8
+    )
+    return codes

@@ -1,0 +1,248 @@
+"""Kernels on the rows of mixtures of experts: gather, weighted SwiGLU with its gradients, and sums over a token's rows.
+
+Rows are described by `kernels.routed_rows`. One kernel family writes BF16, the other one writes FP8 codes by rows
+and transposed. A scale belongs to an expert's rows. Rows of an expert are a multiple of 16, so that the four rows which
+`tiles.py` packs into a word have one scale. What lies behind the last expert's rows is never read for an amax; its
+codes are of no use, and grouped GEMMs do not read them.
+
+Bytes for each number of a BF16 tensor with current scaling: gather 2 read, 2 written; SwiGLU 8 read (both halves, once
+for the amax and once for the codes), 2 written; its gradients 12 read, 4 written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megafp8.kernels.rounding import FP32_MAX, quant_scale_of, widen, without_nan
+from megafp8.kernels.swiglu import gate_gradient, sigmoid
+from megafp8.kernels.tiles import load_tile, part_pointers, store_codes, tile_offset
+
+BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def scales_of_tile(amaxes, expert_of_block, tile_row, GRID: tl.constexpr, SIDE: tl.constexpr):
+    """Quantization scales [SIDE / 4, 1] of each four rows of a tile."""
+    experts = tl.load(expert_of_block + tile_row * (SIDE // BLOCK) + tl.arange(0, SIDE // 4) // (BLOCK // 4))
+    return quant_scale_of(tl.load(amaxes + experts), FP32_MAX, False, GRID)[:, None]
+
+
+@triton.jit
+def store_scales(amaxes, scale_inv, is_first, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr):
+    """The dequantization scales of all experts [E], by one program. EXPERTS is a power of two, NUM_EXPERTS or more."""
+    if is_first:
+        at = tl.arange(0, EXPERTS)
+        largest = tl.load(amaxes + at, mask=at < NUM_EXPERTS, other=1.0)
+        scale = quant_scale_of(largest, FP32_MAX, False, GRID)
+        tl.store(scale_inv + at, tl.div_rn(1.0, scale), mask=at < NUM_EXPERTS)
+
+
+@triton.jit
+def gathered_part(inputs, token_of_row, tile_row, tile_column, width, PART: tl.constexpr, SIDE: tl.constexpr):
+    """Every fourth row of a tile of gathered tokens, in FP32; zeros for empty rows."""
+    tokens = tl.load(token_of_row + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) + PART)
+    at = inputs + tokens.to(tl.int64)[:, None] * width + tile_column * SIDE + tl.arange(0, SIDE)[None, :]
+    return widen(tl.load(at, mask=(tokens >= 0)[:, None], other=0.0))
+
+
+@triton.jit
+def gather_codes_kernel(
+    inputs, token_of_row, expert_of_block, amaxes, ends, rows, columns, scale_inv, num_rows, width,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Codes of the tokens inputs [T, W] of all rows. A program has one tile."""
+    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    store_scales(amaxes, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
+    if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
+        return
+    y = (
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 0, SIDE),
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 1, SIDE),
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 2, SIDE),
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 3, SIDE),
+    )
+    scale = scales_of_tile(amaxes, expert_of_block, tile_row, GRID, SIDE)
+    store_codes(y, scale, tile_row, tile_column, num_rows, width, rows, columns, GRID, SIDE)
+
+
+@triton.jit
+def gather_kernel(inputs, token_of_row, ends, results, width, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Copy a token to each of its rows; empty rows become zero. A program has one row."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(ends + NUM_EXPERTS - 1):
+        return
+    token, at = tl.load(token_of_row + row).to(tl.int64), tl.arange(0, WIDTH)
+    x = tl.load(inputs + token * width + at, mask=at < tl.where(token >= 0, width, 0), other=0.0)
+    tl.store(results + row * width + at, x, mask=at < width)
+
+
+@triton.jit
+def sum_rows_kernel(inputs, rows_of_token, results, width, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+    """Add the rows of a token in FP32, in the order of its experts. A program has one token."""
+    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    total = tl.zeros([WIDTH], tl.float32)
+    for index in tl.static_range(TOP_K):
+        row = tl.load(rows_of_token + token * TOP_K + index).to(tl.int64)
+        total += tl.load(inputs + row * width + at, mask=at < tl.where(row >= 0, width, 0), other=0.0).to(tl.float32)
+    tl.store(results + token * width + at, total.to(results.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def token_amax_kernel(inputs, amaxes, width, WIDTH: tl.constexpr):
+    """Amax of each token, FP32 [T]. A program has one token."""
+    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    x = tl.load(inputs + token * width + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(amaxes + token, without_nan(tl.max(tl.abs(x))))
+
+
+@triton.jit
+def swiglu_block(inputs, probs, row, column, width, COLUMNS: tl.constexpr):
+    """Both halves of inputs [R, 2 W] at 16 rows, and the rows' probabilities, in FP32."""
+    rows = row + tl.arange(0, BLOCK)
+    at = inputs + rows.to(tl.int64)[:, None] * (2 * width) + column + tl.arange(0, COLUMNS)[None, :]
+    return widen(tl.load(at)), widen(tl.load(at + width)), tl.load(probs + rows)[:, None]
+
+
+@triton.jit
+def swiglu_rows_kernel(
+    inputs, probs, ends, expert_of_block, results, amaxes, width, NUM_EXPERTS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """inputs [R, 2 W] to results p silu(a) b [R, W], or, where `results` is None, to their amax of each expert [E].
+
+    A program has 16 rows.
+    """
+    block = tl.program_id(0)
+    if block * BLOCK >= tl.load(ends + NUM_EXPERTS - 1):
+        return
+    largest = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for column in range(0, width, COLUMNS):
+        a, b, p = swiglu_block(inputs, probs, block * BLOCK, column, width, COLUMNS)
+        y = a * sigmoid(a) * b * p
+        if results is not None:
+            rows = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+            at = results + rows * width + column + tl.arange(0, COLUMNS)[None, :]
+            tl.store(at, y.to(results.dtype.element_ty))
+        largest = tl.maximum(largest, tl.abs(y))
+    if amaxes is not None:
+        tl.atomic_max(amaxes + tl.load(expert_of_block + block), without_nan(tl.max(largest)))
+
+
+@triton.jit
+def swiglu_gradients_rows_kernel(
+    gradients, inputs, probs, ends, expert_of_block, results, prob_gradients, amaxes, width,
+    NUM_EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of `swiglu_rows_kernel`: of probs [R], and of inputs [R, 2 W] or their amax of each expert [E]."""
+    block = tl.program_id(0)
+    if block * BLOCK >= tl.load(ends + NUM_EXPERTS - 1):
+        return
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    largest, total = tl.zeros([BLOCK, COLUMNS], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for column in range(0, width, COLUMNS):
+        a, b, p = swiglu_block(inputs, probs, block * BLOCK, column, width, COLUMNS)
+        at = rows.to(tl.int64)[:, None] * width + column + tl.arange(0, COLUMNS)[None, :]
+        dy = widen(tl.load(gradients + at))
+        s = sigmoid(a)
+        total += tl.sum(a * s * b * dy, axis=1)
+        da, db = gate_gradient(a, s, b, dy * p), a * s * dy * p
+        if results is not None:
+            to = results + rows.to(tl.int64)[:, None] * (2 * width) + column + tl.arange(0, COLUMNS)[None, :]
+            tl.store(to, da.to(results.dtype.element_ty))
+            tl.store(to + width, db.to(results.dtype.element_ty))
+        largest = tl.maximum(largest, tl.maximum(tl.abs(da), tl.abs(db)))
+    tl.store(prob_gradients + rows, total)
+    if amaxes is not None:
+        tl.atomic_max(amaxes + tl.load(expert_of_block + block), without_nan(tl.max(largest)))
+
+
+@triton.jit
+def part_of(inputs, probs, tile_row, tile_column, width, PART: tl.constexpr, SIDE: tl.constexpr):
+    """Every fourth row of a tile: both halves of inputs [R, 2 W] and the probabilities, in FP32."""
+    at = part_pointers(inputs + tile_offset(tile_row, tile_column, 2 * width, SIDE), 2 * width, PART, SIDE)
+    p = tl.load(probs + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) + PART)[:, None]
+    return widen(tl.load(at)), widen(tl.load(at + width)), p
+
+
+@triton.jit
+def swiglu_part(inputs, probs, tile_row, tile_column, width, PART: tl.constexpr, SIDE: tl.constexpr):
+    """p silu(a) b of every fourth row of a tile."""
+    a, b, p = part_of(inputs, probs, tile_row, tile_column, width, PART, SIDE)
+    return a * sigmoid(a) * b * p
+
+
+@triton.jit
+def swiglu_codes_kernel(
+    inputs, probs, expert_of_block, amaxes, ends, rows, columns, scale_inv, num_rows, width,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Codes of p silu(a) b, given the amax of each expert. A program has one tile."""
+    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    store_scales(amaxes, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
+    if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
+        return
+    y = (
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 0, SIDE),
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 1, SIDE),
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 2, SIDE),
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 3, SIDE),
+    )
+    scale = scales_of_tile(amaxes, expert_of_block, tile_row, GRID, SIDE)
+    store_codes(y, scale, tile_row, tile_column, num_rows, width, rows, columns, GRID, SIDE)
+
+
+@triton.jit
+def gradients_part(gradients, inputs, probs, tile_row, tile_column, width, PART: tl.constexpr, SIDE: tl.constexpr):
+    """Gradients of both halves, of every fourth row of a tile."""
+    a, b, p = part_of(inputs, probs, tile_row, tile_column, width, PART, SIDE)
+    at = part_pointers(gradients + tile_offset(tile_row, tile_column, width, SIDE), width, PART, SIDE)
+    dy, s = widen(tl.load(at)) * p, sigmoid(a)
+    return gate_gradient(a, s, b, dy), a * s * dy
+
+
+@triton.jit
+def swiglu_gradients_codes_kernel(
+    gradients, inputs, probs, expert_of_block, amaxes, ends, rows, columns, scale_inv, num_rows, width,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Codes of the gradients of inputs [R, 2 W], given their amax of each expert. A program has one tile a half."""
+    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    store_scales(amaxes, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
+    if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
+        return
+    da0, db0 = gradients_part(gradients, inputs, probs, tile_row, tile_column, width, 0, SIDE)
+    da1, db1 = gradients_part(gradients, inputs, probs, tile_row, tile_column, width, 1, SIDE)
+    da2, db2 = gradients_part(gradients, inputs, probs, tile_row, tile_column, width, 2, SIDE)
+    da3, db3 = gradients_part(gradients, inputs, probs, tile_row, tile_column, width, 3, SIDE)
+    scale = scales_of_tile(amaxes, expert_of_block, tile_row, GRID, SIDE)
+    store_codes((da0, da1, da2, da3), scale, tile_row, tile_column, num_rows, 2 * width, rows, columns, GRID, SIDE)
+    store_codes(
+        (db0, db1, db2, db3), scale, tile_row, tile_column + width // SIDE, num_rows, 2 * width, rows, columns, GRID,
+        SIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def weights_amax_kernel(weights, amaxes, size, COLUMNS: tl.constexpr):
+    """Raise the amax of each expert [E] to that of its weights [E, size]."""
+    expert = tl.program_id(1)
+    largest = tl.zeros([COLUMNS], tl.float32)
+    for start in range(tl.program_id(0) * COLUMNS, size, tl.num_programs(0) * COLUMNS):
+        at = start + tl.arange(0, COLUMNS)
+        x = widen(tl.load(weights + expert.to(tl.int64) * size + at, mask=at < size, other=0.0))
+        largest = tl.maximum(largest, tl.abs(x))
+    tl.atomic_max(amaxes + expert, without_nan(tl.max(largest)))
+
+
+@triton.jit
+def weights_codes_kernel(
+    weights, amaxes, rows, columns, scale_inv, num_rows, width, GRID: tl.constexpr, SIDE: tl.constexpr
+):  # fmt: skip
+    """Codes of weights [E, R, W] and of their transpose [E, W, R]. A program has one tile."""
+    tile_column, tile_row, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = expert.to(tl.int64) * num_rows * width
+    y = load_tile(weights + start + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
+    scale = quant_scale_of(tl.load(amaxes + expert), FP32_MAX, False, GRID)
+    if (tile_row == 0) & (tile_column == 0):
+        tl.store(scale_inv + expert, tl.div_rn(1.0, scale))
+    store_codes(y, scale, tile_row, tile_column, num_rows, width, rows + start, columns + start, GRID, SIDE)

@@ -1,0 +1,76 @@
+"""Where the tokens of each expert lie: the rows that grouped GEMMs multiply.
+
+Each token has a row for each of its experts. The rows of an expert are consecutive, in the order of the tokens, and
+padded with empty rows to a multiple of `ALIGNMENT`. Their number is known on the device only: the buffer has as many
+rows as the worst case needs, and what lies behind the last expert's rows is never read. So the host waits for nothing,
+and a CUDA graph can hold the step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Rows of an expert are a multiple of this: wgrad sums over them, and an FP8 GEMM loads 16 bytes at a time."""
+TILE = 128
+
+
+class RoutedRows(NamedTuple):
+    """Rows of T tokens for E experts, K for each token. R is `num_rows`.
+
+    Attributes:
+        token_of_row: int32 [R]; -1 for an empty row.
+        rows_of_token: int32 [T, K]; -1 where a token has fewer experts.
+        ends: int32 [E], behind the last row of each expert.
+        expert_of_block: int32 [R / ALIGNMENT], the expert of these rows.
+    """
+
+    token_of_row: Tensor
+    rows_of_token: Tensor
+    ends: Tensor
+    expert_of_block: Tensor
+
+
+def num_rows(num_tokens: int, num_experts: int, top_k: int) -> int:
+    """Rows for the worst case, in complete tiles."""
+    largest = num_tokens * top_k + num_experts * (ALIGNMENT - 1)
+    return -(-largest // TILE) * TILE
+
+
+def route(routing_map: Tensor, top_k: int) -> RoutedRows:
+    """Assign rows.
+
+    Args:
+        routing_map: bool [T, E], which experts each token has.
+        top_k: K; a token with more than K experts loses the last ones.
+    """
+    num_tokens, num_experts = routing_map.shape
+    rows, device = num_rows(num_tokens, num_experts, top_k), routing_map.device
+    # A sum along the last dimension is one pass; along the first one it took 2.8 ms for 16,384 tokens on an H200.
+    rank = routing_map.t().contiguous().cumsum(1, dtype=torch.int32).t()
+    padded = (rank[-1] + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    ends = padded.cumsum(0, dtype=torch.int32)
+    row = torch.where(routing_map, rank + (ends - padded - 1), rows)
+    of_token = row.topk(top_k, dim=1, largest=False, sorted=True).values
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)[:, None].expand(-1, top_k)
+    token_of_row = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
+    token_of_row.scatter_(0, of_token.reshape(-1).long(), tokens.reshape(-1))
+    token_of_row[rows:] = -1
+    starts_of_blocks = torch.arange(0, rows, ALIGNMENT, dtype=torch.int32, device=device)
+    block = torch.searchsorted(ends, starts_of_blocks, right=True, out_int32=True)
+    return RoutedRows(
+        token_of_row=token_of_row[:rows],
+        rows_of_token=torch.where(of_token == rows, -1, of_token),
+        ends=ends,
+        expert_of_block=block.clamp_(max=num_experts - 1),
+    )
+
+
+def values_of_rows(values: Tensor, rows: RoutedRows) -> Tensor:
+    """Values [T, E] of each row's token and expert, [R]; 0 for an empty row. Differentiable."""
+    experts = rows.expert_of_block.repeat_interleave(ALIGNMENT)
+    index = rows.token_of_row.clamp(min=0) * values.shape[1] + experts
+    return torch.where(rows.token_of_row < 0, 0.0, values.reshape(-1)[index.long()])

@@ -1,0 +1,122 @@
+"""The experts of a mixture on one GPU: two linears with SwiGLU for each expert, all experts in one launch a GEMM.
+
+    gather + cast -> fc1 -> weighted SwiGLU + cast -> fc2 -> sum of each token's rows
+
+and backward in the opposite order. FP8 codes are written where the data is made, by rows and transposed at once, so
+that a BF16 copy of the gathered tokens, of SwiGLU's result and of both gradients is never written. The probability of
+a row is applied in SwiGLU, in FP32. No size is read by the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from megafp8.kernels import expert_casts
+from megafp8.kernels.expert_casts import RoutedCodes
+from megafp8.kernels.rounding import Grid
+from megafp8.kernels.routed_rows import RoutedRows, values_of_rows
+from megafp8.quantization import grouped_linear
+from megafp8.quantization.linear import main_grad_stand_in
+
+
+class ExpertCodes(NamedTuple):
+    """Codes of both weights, cast once a step. `grid` is the format of all operands."""
+
+    fc1: RoutedCodes
+    fc2: RoutedCodes
+    grid: Grid
+
+
+def cast_weights(fc1: Tensor, fc2: Tensor, grid: Grid) -> ExpertCodes:
+    """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16."""
+    return ExpertCodes(expert_casts.weight_codes(fc1, grid), expert_casts.weight_codes(fc2, grid), grid)
+
+
+def experts(
+    inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
+    codes: Optional[ExpertCodes] = None,
+) -> Tensor:  # fmt: skip
+    """Sum over each token's experts of p fc2(silu(a) b), where a and b are the halves of fc1(token).
+
+    Args:
+        inputs: BF16 [T, H].
+        probs: FP32 [T, E].
+        fc1: BF16 [E, 2 F, H]; wgrad is added to `main_grad` (FP32) where it has one.
+        fc2: BF16 [E, H, F].
+        routing_map: bool [T, E].
+        rows: of the routing map.
+        codes: of the weights; None computes in BF16.
+
+    Returns:
+        BF16 [T, H].
+    """
+    function = _BF16Experts if codes is None else _FP8Experts
+    return function.apply(inputs, values_of_rows(probs, rows), fc1, fc2, routing_map, rows, codes)
+
+
+def add_wgrad(weight: Tensor, wgrad: Tensor) -> Optional[Tensor]:
+    """Add to `main_grad`, or overwrite it, and return what autograd gets: no values if there was a `main_grad`."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return wgrad
+    if getattr(main_grad, "is_overwritten", False):
+        main_grad.copy_(wgrad)
+    else:
+        main_grad.add_(wgrad)
+    return main_grad_stand_in(weight)
+
+
+class _BF16Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
+        codes: None,
+    ) -> Tensor:  # fmt: skip
+        x = expert_casts.gather(inputs, rows)
+        h = grouped_linear.fprop(x, fc1, rows)
+        y = expert_casts.swiglu(h, probs, rows)
+        ctx.save_for_backward(x, h, y, probs)
+        ctx.weights, ctx.rows = (fc1, fc2), rows
+        return expert_casts.sum_rows(grouped_linear.fprop(y, fc2, rows), rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
+        (x, h, y, probs), (fc1, fc2), rows = ctx.saved_tensors, ctx.weights, ctx.rows
+        dz = expert_casts.gather(grad.contiguous(), rows)
+        dy = grouped_linear.dgrad(dz, fc2, rows)
+        dfc2 = add_wgrad(fc2, grouped_linear.wgrad(dz, y, rows))
+        dh, dprobs = expert_casts.swiglu_backward(dy, h, probs, rows)
+        dfc1 = add_wgrad(fc1, grouped_linear.wgrad(dh, x, rows))
+        dx = expert_casts.sum_rows(grouped_linear.dgrad(dh, fc1, rows), rows)
+        return dx, dprobs, dfc1, dfc2, None, None, None
+
+
+class _FP8Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
+        codes: ExpertCodes,
+    ) -> Tensor:  # fmt: skip
+        x = expert_casts.gather_codes(inputs, rows, routing_map, codes.grid)
+        h = grouped_linear.fp8_fprop(x, codes.fc1, rows)
+        y = expert_casts.swiglu_codes(h, probs, rows, codes.grid)
+        # fprop alone reads codes by rows, wgrad alone reads the transposed ones.
+        ctx.save_for_backward(x.columns, x.scale_inv, h, y.columns, y.scale_inv, probs, routing_map)
+        ctx.weights, ctx.rows, ctx.codes = (fc1, fc2), rows, codes
+        return expert_casts.sum_rows(grouped_linear.fp8_fprop(y, codes.fc2, rows), rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
+        x_columns, x_scale, h, y_columns, y_scale, probs, routing_map = ctx.saved_tensors
+        (fc1, fc2), rows, codes = ctx.weights, ctx.rows, ctx.codes
+        x, y = RoutedCodes(x_columns, x_columns, x_scale), RoutedCodes(y_columns, y_columns, y_scale)
+        dz = expert_casts.gather_codes(grad.contiguous(), rows, routing_map, codes.grid)
+        dy = grouped_linear.fp8_dgrad(dz, codes.fc2, rows)
+        dfc2 = add_wgrad(fc2, grouped_linear.fp8_wgrad(dz, y, rows))
+        dh, dprobs = expert_casts.swiglu_backward_codes(dy, h, probs, rows, codes.grid)
+        dfc1 = add_wgrad(fc1, grouped_linear.fp8_wgrad(dh, x, rows))
+        dx = expert_casts.sum_rows(grouped_linear.fp8_dgrad(dh, codes.fc1, rows), rows)
+        return dx, dprobs, dfc1, dfc2, None, None, None

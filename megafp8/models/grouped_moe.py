@@ -1,0 +1,154 @@
+"""A mixture-of-experts layer whose experts on a GPU run in one launch per GEMM (`grouped_experts.py`).
+
+The weights of all experts of a layer are two tensors with a dimension of experts. In a checkpoint they have the keys
+and shapes of megatron-core's other experts. Tokens stay where they are: there is no dispatcher, and no number of tokens
+is read by the host, so that a step is one CUDA graph. The experts of a layer lie on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megafp8.kernels.routed_rows import route
+from megafp8.recipes.formats import Format
+
+Routing = tuple[Tensor, Tensor]
+"""Scores FP32 and map bool, both [T, E]."""
+
+
+class GroupedExperts(MegatronModule):
+    """Two stacked linears with SwiGLU between them.
+
+    Args:
+        num_local_experts: E.
+        code_format: format of all operands; None computes in BF16.
+
+    Attributes:
+        linear_fc1: [E, 2 F, H].
+        linear_fc2: [E, H, F].
+        is_first_microbatch: of a step; megatron-core sets it, and the weights are then cast.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None,
+        code_format: Optional[Format] = None,
+    ):  # fmt: skip
+        super().__init__(config)
+        ffn, hidden = config.moe_ffn_hidden_size, config.hidden_size
+        self.linear_fc1 = stacked_weight(config, num_local_experts, 2 * ffn, hidden)
+        self.linear_fc2 = stacked_weight(config, num_local_experts, hidden, ffn)
+        self.data_group = pg_collection.expt_dp
+        self.code_format = code_format
+        self.codes: Any = None
+        self.is_first_microbatch = True
+
+    def forward(self, hidden_states: Tensor, routing: Routing) -> Tensor:
+        """Weighted sum of the outputs of each token's experts; hidden_states and result [S, B, H]."""
+        from megafp8.models.grouped_experts import experts  # needs Triton
+
+        probs, routing_map = routing
+        outputs = experts(
+            hidden_states.reshape(-1, hidden_states.shape[-1]), probs.float(), self.linear_fc1, self.linear_fc2,
+            routing_map, route(routing_map, self.config.moe_router_topk), self._weight_codes(),
+        )  # fmt: skip
+        return outputs.view_as(hidden_states)
+
+    def _weight_codes(self) -> Any:
+        """The codes of the weights, cast in the first microbatch of a step; None in BF16."""
+        if self.code_format is None:
+            return None
+        from megafp8.kernels.rounding import grid_of
+        from megafp8.models.grouped_experts import cast_weights
+
+        if self.codes is None or self.is_first_microbatch or not self.training:
+            self.codes = cast_weights(self.linear_fc1.detach(), self.linear_fc2.detach(), grid_of(self.code_format))
+            self.is_first_microbatch = not self.training  # weights may change between evaluation and the next step
+        return self.codes
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Optional[Mapping[str, Any]] = None
+    ) -> dict[str, Any]:
+        """Keys and shapes of `SequentialMLP`: `experts.linear_fc1.weight` with a dimension of experts."""
+        replica_id = (0, 0, self.data_group.rank())
+        return {
+            f"{prefix}{name}": expert_factory(
+                f"{prefix}experts.{name}.weight", weight, replica_id, tuple(sharded_offsets), halves
+            )
+            for name, weight, halves in (("linear_fc1", self.linear_fc1, 2), ("linear_fc2", self.linear_fc2, 1))
+        }
+
+
+def grouped_weights(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The weights of all grouped experts. They support `main_grad.is_overwritten`."""
+    experts = [each for chunk in chunks for each in chunk.modules() if isinstance(each, GroupedExperts)]
+    return [weight for each in experts for weight in (each.linear_fc1, each.linear_fc2)]
+
+
+def stacked_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """An uninitialized weight, with the attribute by which megatron-core finds its data-parallel group."""
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+    weight.allreduce = True
+    return weight
+
+
+def expert_factory(
+    key: str, weight: Tensor, replica_id: ReplicaId, offsets: tuple[Any, ...], halves: int
+) -> ShardedTensorFactory:
+    """The parts of stacked weights [E, N, W] in a checkpoint: each expert's halves (gate and up), or complete.
+
+    Args:
+        offsets: dimensions before that of the experts.
+        halves: parts in which N is saved.
+    """
+
+    @torch.no_grad()
+    def build(key: str, weight: Tensor, replica_id: ReplicaId, flattened_range: Optional[slice]) -> list[ShardedTensor]:
+        assert flattened_range is None, "only complete tensors are saved"
+        axis, num_experts = len(offsets), len(weight)
+        return [
+            ShardedTensor.from_rank_offsets(
+                key, part, *offsets, (axis, expert, num_experts), (axis + 1, half, halves),
+                replica_id=replica_id, prepend_axis_num=axis + 1,
+            )
+            for expert, values in enumerate(weight)
+            for half, part in enumerate(values.chunk(halves))
+        ]  # fmt: skip
+
+    @torch.no_grad()
+    def merge(parts: list[Tensor]) -> Tensor:
+        return torch.stack([torch.cat(parts[start : start + halves]) for start in range(0, len(parts), halves)])
+
+    return ShardedTensorFactory(key, weight, build, merge, replica_id)
+
+
+class GroupedMoELayer(MoELayer):
+    """megatron-core's layer without a dispatcher: the router's result goes to the experts as it is."""
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Routing]:
+        """Keep the tokens in their order."""
+        return hidden_states, (probs, routing_map)
+
+    def dispatch(self, hidden_states: Tensor, probs: Routing) -> tuple[Tensor, Routing]:
+        """Send no token."""
+        return hidden_states, probs
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Routing) -> tuple[Tensor, None]:
+        """The output of the experts [S, B, H], and no bias."""
+        return self.experts(hidden_states, probs), None
+
+    def combine(self, output: Tensor) -> Tensor:
+        """The tokens are in their order."""
+        return output
+
+    def postprocess(self, output: Tensor, shared_expert_output: Optional[Tensor]) -> Tensor:
+        """Add the output of the shared experts."""
+        return output if shared_expert_output is None else output + shared_expert_output

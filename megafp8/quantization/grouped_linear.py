@@ -1,0 +1,70 @@
+"""The GEMMs of all experts in one launch each, in BF16 or FP8, by PyTorch's grouped GEMM.
+
+Its group sizes stay on the device. Its FP8 kernel takes E4M3 with a scale for each row of both matrices. The scale of
+an expert is repeated over its rows, so that the codes are those of tensorwise scaling, and wgrad can use them
+transposed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from megafp8.kernels.expert_casts import RoutedCodes
+from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows
+
+
+def fprop(inputs: Tensor, weights: Tensor, rows: RoutedRows) -> Tensor:
+    """inputs [R, W] times each expert's weights [E, N, W] transposed: [R, N]."""
+    return grouped_mm(inputs, weights.transpose(1, 2), offs=rows.ends)
+
+
+def dgrad(grad_output: Tensor, weights: Tensor, rows: RoutedRows) -> Tensor:
+    """grad_output [R, N] times each expert's weights [E, N, W]: [R, W]."""
+    return grouped_mm(grad_output, weights, offs=rows.ends)
+
+
+def wgrad(grad_output: Tensor, inputs: Tensor, rows: RoutedRows) -> Tensor:
+    """Of each expert, grad_output [R, N] transposed times inputs [R, W]: [E, N, W]."""
+    return grouped_mm(grad_output.t(), inputs, offs=rows.ends)
+
+
+def _fp8(codes: Tensor) -> Tensor:
+    return codes.view(torch.float8_e4m3fn)
+
+
+def _scales_of_rows(scale_inv: Tensor, rows: RoutedRows) -> Tensor:
+    return scale_inv[rows.expert_of_block.long()].repeat_interleave(ALIGNMENT)
+
+
+def _repeated(scale_inv: Tensor, times: int) -> Tensor:
+    return scale_inv[:, None].expand(-1, times).contiguous()
+
+
+def fp8_fprop(inputs: RoutedCodes, weights: RoutedCodes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
+    """`fprop` of codes, BF16."""
+    return torch._scaled_grouped_mm(
+        _fp8(inputs.rows), _fp8(weights.rows).transpose(1, 2), _scales_of_rows(inputs.scale_inv, rows),
+        _repeated(weights.scale_inv, weights.rows.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16,
+        use_fast_accum=is_fast,
+    )  # fmt: skip
+
+
+def fp8_dgrad(grad_output: RoutedCodes, weights: RoutedCodes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
+    """`dgrad` of codes, BF16."""
+    return torch._scaled_grouped_mm(
+        _fp8(grad_output.rows), _fp8(weights.columns).transpose(1, 2), _scales_of_rows(grad_output.scale_inv, rows),
+        _repeated(weights.scale_inv, weights.columns.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16,
+        use_fast_accum=is_fast,
+    )  # fmt: skip
+
+
+def fp8_wgrad(grad_output: RoutedCodes, inputs: RoutedCodes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
+    """`wgrad` of codes, BF16."""
+    num_outputs, width = grad_output.columns.shape[0], inputs.columns.shape[0]
+    return torch._scaled_grouped_mm(
+        _fp8(grad_output.columns), _fp8(inputs.columns).t(), _repeated(grad_output.scale_inv, num_outputs).view(-1),
+        _repeated(inputs.scale_inv, width).view(-1), offs=rows.ends, out_dtype=torch.bfloat16,
+        use_fast_accum=is_fast,
+    )  # fmt: skip

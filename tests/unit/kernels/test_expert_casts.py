@@ -1,0 +1,144 @@
+"""Gather, weighted SwiGLU and sums on the rows of experts, against torch: values, codes, scales and gradients.
+
+On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
+"""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+from interpreter import DEVICE, IS_INTERPRETED
+from torch import Tensor
+
+interpreter.skip_without_kernels()
+
+from megafp8.kernels import expert_casts
+from megafp8.kernels.rounding import grid_of
+from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows, route, values_of_rows
+from megafp8.quantization.rounding import cast
+from megafp8.quantization.scaling import quant_scale_of
+from megafp8.recipes.base import ScaleRule
+from megafp8.recipes.formats import E4M3
+
+TOKENS, EXPERTS, TOP_K, WIDTH = 48, 4, 2, 128
+GRID = grid_of(E4M3)
+ROUTINGS = ("spread", "an expert without tokens", "all tokens to two experts")
+
+
+@pytest.fixture(autouse=IS_INTERPRETED)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter.exact_bf16(monkeypatch)
+    interpreter.constants_before_tensors(monkeypatch)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
+
+
+def routed(kind: str) -> tuple[Tensor, RoutedRows, Tensor]:
+    """Routing map, rows and probabilities."""
+    scores = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(1))
+    scores[:, 1] -= 2.0 * (kind == ROUTINGS[1])
+    scores[:, 2:] -= 2.0 * (kind == ROUTINGS[2])
+    chosen = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, scores.topk(TOP_K).indices, True).to(DEVICE)
+    return chosen, route(chosen, TOP_K), torch.where(chosen, scores.to(DEVICE).abs() + 0.1, 0.0)
+
+
+def live(rows: RoutedRows) -> Tensor:
+    """Indices of the rows in use, empty ones among them."""
+    return torch.arange(int(rows.ends[-1]), device=DEVICE)
+
+
+def gathered(inputs: Tensor, rows: RoutedRows) -> Tensor:
+    """The token of each row in use, in FP32."""
+    tokens = rows.token_of_row[live(rows)].long()
+    return torch.where(tokens[:, None] < 0, 0.0, inputs.float()[tokens.clamp(min=0)])
+
+
+def expected_codes(values: Tensor, rows: RoutedRows) -> tuple[Tensor, Tensor]:
+    """Codes of rows in use, and dequantization scales, one for each expert, by plain operations."""
+    experts = rows.expert_of_block.repeat_interleave(ALIGNMENT)[live(rows)].long()
+    amaxes = torch.stack([
+        values[experts == expert].abs().amax() if (experts == expert).any() else values.new_zeros(())
+        for expert in range(EXPERTS)
+    ])  # fmt: skip
+    scales = quant_scale_of(amaxes, E4M3, ScaleRule.FP32)
+    return cast(values * scales[experts][:, None], E4M3).view(torch.uint8), 1.0 / scales
+
+
+def check_codes(codes: expert_casts.RoutedCodes, values: Tensor, rows: RoutedRows) -> None:
+    expected, scale_inv = expected_codes(values, rows)
+    assert torch.equal(codes.rows[live(rows)], expected)
+    assert torch.equal(codes.columns[:, live(rows)], expected.t())
+    assert torch.equal(codes.scale_inv, scale_inv)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_each_token_has_its_rows(kind: str) -> None:
+    chosen, rows, probs = routed(kind)
+    counts = chosen.sum(0)
+    assert rows.ends.tolist() == ((counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0).tolist()
+    experts = rows.expert_of_block.repeat_interleave(ALIGNMENT)
+    for token in range(TOKENS):
+        mine = rows.rows_of_token[token].long()
+        assert (rows.token_of_row[mine] == token).all()
+        assert experts[mine].tolist() == chosen[token].nonzero().flatten().tolist()
+    assert (rows.token_of_row >= 0).sum() == chosen.sum()
+    of_rows = values_of_rows(probs, rows)
+    assert of_rows[rows.token_of_row < 0].count_nonzero() == 0
+    assert torch.equal(of_rows[rows.rows_of_token.long()].sum(1), probs.sum(1))
+
+
+def test_a_token_with_fewer_experts_has_fewer_rows() -> None:
+    chosen, _, _ = routed("spread")
+    chosen[5] = False
+    rows = route(chosen, TOP_K)
+    assert rows.rows_of_token[5].tolist() == [-1, -1]
+    x = drawn(len(rows.token_of_row), WIDTH)
+    assert expert_casts.sum_rows(x, rows)[5].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_gather_and_sum(kind: str) -> None:
+    chosen, rows, _ = routed(kind)
+    x = drawn(TOKENS, WIDTH)
+    copies = expert_casts.gather(x, rows)
+    assert torch.equal(copies[live(rows)].float(), gathered(x, rows))
+    assert torch.equal(expert_casts.sum_rows(copies, rows), (x.float() * TOP_K).bfloat16())
+    check_codes(expert_casts.gather_codes(x, rows, chosen, GRID), gathered(x, rows), rows)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_weighted_swiglu_and_its_gradients(kind: str) -> None:
+    _, rows, probs = routed(kind)
+    p = values_of_rows(probs, rows)
+    h, dy = drawn(len(p), 2 * WIDTH), drawn(len(p), WIDTH, seed=1)
+    h_plain, p_plain = h.float()[live(rows)].requires_grad_(), p[live(rows)].requires_grad_()
+    a, b = h_plain.chunk(2, 1)
+    y = torch.nn.functional.silu(a) * b * p_plain[:, None]
+    y.backward(dy.float()[live(rows)])
+    near = {"rtol": 2**-7, "atol": 1e-6}
+    torch.testing.assert_close(expert_casts.swiglu(h, p, rows)[live(rows)].float(), y, **near)
+    dh, dp = expert_casts.swiglu_backward(dy, h, p, rows)
+    torch.testing.assert_close(dh[live(rows)].float(), h_plain.grad, **near)
+    torch.testing.assert_close(dp[live(rows)], p_plain.grad, rtol=1e-5, atol=1e-4)
+    codes = expert_casts.swiglu_codes(h, p, rows, GRID)
+    gradient_codes, dp_of_codes = expert_casts.swiglu_backward_codes(dy, h, p, rows, GRID)
+    assert torch.equal(dp_of_codes, dp)
+    for found, values in ((codes, y.detach()), (gradient_codes, h_plain.grad)):
+        expected, scale_inv = expected_codes(values, rows)
+        torch.testing.assert_close(found.scale_inv, scale_inv, rtol=1e-5, atol=0)
+        assert torch.equal(found.rows[live(rows)], found.columns[:, live(rows)].t())
+        # A value next to the middle of two codes may be rounded to either.
+        assert (found.rows[live(rows)] != expected).float().mean() < 2e-3
+
+
+def test_weights_have_a_scale_for_each_expert() -> None:
+    weights = drawn(EXPERTS, 256, WIDTH) * torch.logspace(-2, 2, EXPERTS, device=DEVICE).bfloat16()[:, None, None]
+    codes = expert_casts.weight_codes(weights, GRID)
+    amaxes = weights.float().abs().amax((1, 2))
+    scales = quant_scale_of(amaxes, E4M3, ScaleRule.FP32)
+    assert torch.equal(codes.rows, cast(weights.float() * scales[:, None, None], E4M3).view(torch.uint8))
+    assert torch.equal(codes.columns, codes.rows.transpose(1, 2))
+    assert torch.equal(codes.scale_inv, 1.0 / scales)
