@@ -1,0 +1,339 @@
+"""Rules about mixture-of-experts layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megafp8.config import derived, mixture
+from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
+from megafp8.config.schema import ModelConfig, RunConfig
+
+
+def experts_of_a_token_exist(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A token has at most as many experts as there are."""
+    model = config.model
+    if mixture.is_mixture(model) and model.num_experts is not None and model.moe_router_topk > model.num_experts:
+        yield (
+            f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}: use at most "
+            f"{model.num_experts}"
+        )
+
+
+def one_expert_has_a_gradient(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A softmax over the single score of one selected expert is always 1, and the router would never learn."""
+    model = config.model
+    is_constant = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    is_sinkhorn = model.moe_router_load_balancing_type == ("sinkhorn",)
+    if mixture.is_mixture(model) and model.moe_router_topk == 1 and is_constant and not is_sinkhorn:
+        yield "--moe-router-topk 1 applies the softmax to one score, which is always 1: give --moe-router-pre-softmax"
+
+
+def expert_groups_divide(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Group-limited routing has equal groups, enough of them, and enough experts in the selected ones."""
+    model = config.model
+    groups, selected, experts, topk = (
+        model.moe_router_num_groups, model.moe_router_group_topk, model.num_experts, model.moe_router_topk
+    )  # fmt: skip
+    if not mixture.is_mixture(model) or (groups is None and selected is None):
+        return
+    if groups is None or selected is None:
+        yield "--moe-router-num-groups and --moe-router-group-topk are given together: give both or none"
+        return
+    if not all_positive(groups, selected, topk) or experts is None:
+        return
+    if experts % groups:
+        yield (
+            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}: use "
+            f"{math.gcd(experts, groups)} groups"
+        )
+    elif selected > groups:
+        yield f"--moe-router-group-topk {selected} is more than --moe-router-num-groups {groups}: use at most {groups}"
+    elif topk % selected or topk // selected > experts // groups:
+        yield (
+            f"--moe-router-topk {topk} with --moe-router-group-topk {selected}: a group is scored by its {topk} / "
+            f"{selected} best experts of {experts} / {groups} = {experts // groups}; use a --moe-router-topk that is a "
+            f"multiple of {selected} and at most {selected * (experts // groups)}"
+        )
+
+
+def layers_with_experts_are_layers(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--moe-layer-freq is a number, or a list with an element for each layer and at least one 1."""
+    model = config.model
+    if not mixture.is_mixture(model):
+        return
+    try:
+        frequency = mixture.layer_frequency(model.moe_layer_freq)
+    except ValueError as error:
+        yield f"--moe-layer-freq {model.moe_layer_freq}: {error}"
+        return
+    if not isinstance(frequency, list) or model.num_layers is None:
+        return
+    if len(frequency) != model.num_layers:
+        yield (
+            f"--moe-layer-freq {model.moe_layer_freq} has {len(frequency)} elements for --num-layers "
+            f"{model.num_layers}: give one for each layer"
+        )
+    elif not any(frequency):
+        yield f"--moe-layer-freq {model.moe_layer_freq} has no layer with experts: remove --num-experts"
+
+
+def losses_have_coefficients(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Every auxiliary loss has one coefficient; other kinds of load balancing have none and stand alone."""
+    model = config.model
+    types, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if not mixture.is_mixture(model):
+        return
+    shown = f"--moe-router-load-balancing-type {' '.join(types)}"
+    numbers = " ".join(f"{each:g}" for each in coefficients)
+    if len(types) != len(coefficients):
+        yield (
+            f"{shown} with --moe-aux-loss-coeff {numbers}: {len(types)} types and {len(coefficients)} coefficients; "
+            "give one coefficient for each type"
+        )
+    if any(each < 0 for each in coefficients):
+        yield f"--moe-aux-loss-coeff {numbers}: coefficients must be at least 0"
+    if len(set(types)) != len(types) or (len(types) > 1 and not set(types) <= set(mixture.AUXILIARY_LOSSES)):
+        yield f"{shown}: only different auxiliary losses ({', '.join(mixture.AUXILIARY_LOSSES)}) can be combined"
+    elif types == ("sinkhorn",) and any(coefficients):
+        yield f"{shown} has no auxiliary loss: remove --moe-aux-loss-coeff {numbers}"
+
+
+def expert_bias_needs_sigmoid(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core adds the bias of experts to sigmoid scores only."""
+    model = config.model
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield (
+            f"--moe-router-enable-expert-bias with --moe-router-score-function {model.moe_router_score_function}: give "
+            "--moe-router-score-function sigmoid"
+        )
+    if model.moe_router_enable_expert_bias and "sinkhorn" in model.moe_router_load_balancing_type:
+        yield "--moe-router-enable-expert-bias with sinkhorn, which selects experts without it: remove one"
+    rate = model.moe_router_bias_update_rate
+    if not model.moe_router_enable_expert_bias and rate != ModelConfig().moe_router_bias_update_rate:
+        yield no_effect_without(f"--moe-router-bias-update-rate {rate:g}", "--moe-router-enable-expert-bias")
+
+
+def capacity_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A capacity needs the alltoall dispatcher and a router that assigns without it; its options need a capacity."""
+    model, dispatcher = config.model, config.parallel.moe_token_dispatcher_type
+    if not mixture.is_mixture(model):
+        return
+    if model.moe_expert_capacity_factor is None:
+        is_given = {
+            "--moe-pad-expert-input-to-capacity": model.moe_pad_expert_input_to_capacity,
+            f"--moe-token-drop-policy {model.moe_token_drop_policy}": model.moe_token_drop_policy != "probs",
+        }
+        yield from flags_without_effect(is_given, "--moe-expert-capacity-factor")
+        return
+    factor = f"--moe-expert-capacity-factor {model.moe_expert_capacity_factor:g}"
+    if dispatcher == "allgather":
+        yield f"{factor} with --moe-token-dispatcher-type allgather: use alltoall"
+    if "sinkhorn" in model.moe_router_load_balancing_type:
+        yield f"{factor} with --moe-router-load-balancing-type sinkhorn: use an auxiliary loss, or none"
+
+
+def shared_experts_have_their_parts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Options of shared experts need their size; they have no biases and overlap with the alltoall dispatcher only."""
+    model, parallel = config.model, config.parallel
+    if not mixture.is_mixture(model):
+        return
+    size = model.moe_shared_expert_intermediate_size
+    if size is None:
+        is_given = {
+            "--moe-shared-expert-gate": model.moe_shared_expert_gate,
+            "--moe-shared-expert-overlap": parallel.moe_shared_expert_overlap,
+        }
+        yield from flags_without_effect(is_given, "--moe-shared-expert-intermediate-size")
+        return
+    if model.add_bias_linear:
+        yield "--moe-shared-expert-intermediate-size: shared experts have no biases; give --disable-bias-linear"
+    if size % parallel.tensor_model_parallel_size:
+        tp = parallel.tensor_model_parallel_size
+        yield (
+            f"--moe-shared-expert-intermediate-size {size} is not divisible by --tensor-model-parallel-size {tp}: use "
+            f"{derived.round_up(size, tp)}"
+        )
+    if parallel.moe_shared_expert_overlap and parallel.moe_token_dispatcher_type != "alltoall":
+        yield (
+            f"--moe-shared-expert-overlap with --moe-token-dispatcher-type {parallel.moe_token_dispatcher_type}: use "
+            "alltoall"
+        )
+
+
+def scores_on_input_are_of_one_expert(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Scores are multiplied into the input of the experts only where a token has one expert."""
+    model = config.model
+    if model.moe_apply_probs_on_input and model.moe_router_topk != 1:
+        yield f"--moe-apply-probs-on-input with --moe-router-topk {model.moe_router_topk}: it needs --moe-router-topk 1"
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    experts_of_a_token_exist,
+    one_expert_has_a_gradient,
+    expert_groups_divide,
+    layers_with_experts_are_layers,
+    losses_have_coefficients,
+    expert_bias_needs_sigmoid,
+    capacity_has_its_parts,
+    shared_experts_have_their_parts,
+    scores_on_input_are_of_one_expert,
+)
+
+
+def expert_ranks_divide_the_experts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Every expert-parallel rank has equally many experts."""
+    experts, ranks = config.model.num_experts, config.parallel.expert_model_parallel_size
+    if mixture.is_mixture(config.model) and experts is not None and all_positive(ranks) and experts % ranks:
+        yield (
+            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ranks} ({experts} / {ranks} = "
+            f"{experts / ranks:.4g}): use --expert-model-parallel-size {math.gcd(experts, ranks)}, or "
+            f"{derived.round_up(experts, ranks)} experts"
+        )
+
+
+def expert_ranks_divide_the_world(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The ranks of a pipeline stage are a multiple of expert tensor x expert, the ranks that divide the experts."""
+    parallel = config.parallel
+    etp, ep, pp = (
+        mixture.expert_tensor_size(parallel), parallel.expert_model_parallel_size, parallel.pipeline_model_parallel_size
+    )  # fmt: skip
+    if not mixture.is_mixture(config.model) or not all_positive(etp, ep, pp, world_size):
+        return
+    if world_size % (etp * ep * pp):
+        yield (
+            f"world size {world_size} is not a multiple of expert tensor x expert x pipeline parallel size = {etp} x "
+            f"{ep} x {pp} = {etp * ep * pp}: start {derived.round_up(world_size, etp * ep * pp)} ranks, or change "
+            "--expert-model-parallel-size or --expert-tensor-parallel-size"
+        )
+
+
+def experts_need_sequence_parallelism(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Without sequence parallelism, tensor-parallel ranks would route the same tokens twice."""
+    parallel = config.parallel
+    if mixture.is_mixture(config.model) and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        yield (
+            f"--num-experts with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
+            "--sequence-parallel, so that each token is routed once: add it"
+        )
+
+
+def expert_tensor_ranks_divide_the_experts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Tensor-parallel ranks have equal parts of an expert; experts with biases are not divided."""
+    model, ranks = config.model, mixture.expert_tensor_size(config.parallel)
+    if not mixture.is_mixture(model) or not all_positive(ranks, model.hidden_size):
+        return
+    width = mixture.moe_ffn_hidden_size(model)
+    if width % ranks:
+        yield (
+            f"--moe-ffn-hidden-size {width} is not divisible by {ranks} expert tensor-parallel ranks: use "
+            f"{derived.round_up(width, ranks)}, or --expert-tensor-parallel-size {math.gcd(width, ranks)}"
+        )
+    if model.add_bias_linear and ranks > 1:
+        yield (
+            f"biases of experts are not divided over {ranks} expert tensor-parallel ranks: give --disable-bias-linear, "
+            "or --expert-tensor-parallel-size 1"
+        )
+
+
+def padding_is_for_quantized_experts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """More tokens for an expert only serve quantized GEMMs, and the allgather dispatcher does not support them."""
+    if not config.model.moe_router_padding_for_quantization:
+        return
+    if not derived.used_recipes(config.precision):
+        yield no_effect_without("--moe-router-padding-for-quantization", "--fp8-format or --fp4-format")
+    if config.parallel.moe_token_dispatcher_type == "allgather":
+        yield "--moe-router-padding-for-quantization with --moe-token-dispatcher-type allgather: use alltoall"
+
+
+def expert_sizes_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The sizes of experts suit the GEMMs of the recipe. Their tokens are padded."""
+    model, parallel = config.model, config.parallel
+    align = derived.gemm_alignment(config.precision)
+    if not mixture.is_mixture(model) or model.hidden_size is None or align == 1:
+        return
+    strictest = max(derived.used_recipes(config.precision), key=lambda recipe: recipe.gemm_alignment)
+    sizes = [("--moe-ffn-hidden-size", mixture.moe_ffn_hidden_size(model), mixture.expert_tensor_size(parallel))]
+    if model.moe_shared_expert_intermediate_size is not None:
+        shared = model.moe_shared_expert_intermediate_size
+        sizes.append(("--moe-shared-expert-intermediate-size", shared, parallel.tensor_model_parallel_size))
+    for flag, size, ranks in sizes:
+        if all_positive(size, ranks) and size % ranks == 0 and size // ranks % align:
+            yield (
+                f"{flag} {size} / {ranks} = {size // ranks} channels per rank: {strictest.name} needs multiples of "
+                f"{align}; use {flag} {derived.round_up(size, align * ranks)}"
+            )
+
+
+def flexible_dispatcher_has_its_library(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The flex dispatcher calls a library of NVIDIA's or DeepSeek's, with which megafp8 was never run."""
+    parallel = config.parallel
+    if mixture.is_mixture(config.model) and parallel.moe_token_dispatcher_type == "flex":
+        library = {"deepep": "DeepEP", "hybridep": "HybridEP"}[parallel.moe_flex_dispatcher_backend]
+        yield f"--moe-token-dispatcher-type flex: exchanging tokens by {library} is not supported; use alltoall"
+
+
+def fp8_parameters_are_not_of_experts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """FP8 parameters of experts are not supported."""
+    if mixture.is_mixture(config.model) and config.precision.fp8_param_gather:
+        yield "--fp8-param-gather: the weights of experts are kept in high precision; remove it, or --num-experts"
+
+
+def experts_have_no_fused_operations(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Features whose kernels and buffers are for dense MLPs."""
+    if not mixture.is_mixture(config.model):
+        return
+    is_given = {
+        "--residual-norm-fusion": config.precision.residual_norm_fusion,
+        "--tp-comm-overlap": config.parallel.tp_comm_overlap,
+        f"--cuda-graph-impl {config.training.cuda_graph_impl}": (
+            derived.uses_cuda_graph(config) and any(grouped_expert_obstacles(config))
+        ),
+    }
+    for flag, given in is_given.items():
+        if given:
+            yield f"{flag} is for dense models: the number of tokens of an expert varies; remove it"
+
+
+def expert_kernels_suit_the_experts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--moe-expert-kernels triton is for experts that it can compute."""
+    if config.parallel.moe_expert_kernels is None:
+        return
+    if not mixture.is_mixture(config.model):
+        yield no_effect_without(f"--moe-expert-kernels {config.parallel.moe_expert_kernels}", "--num-experts")
+    elif config.parallel.moe_expert_kernels == "triton" and (obstacles := list(grouped_expert_obstacles(config))):
+        yield f"--moe-expert-kernels triton does not support {'; '.join(obstacles)}: change these, or remove it"
+
+
+def experts_recompute_what_they_have(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Modules of selective recomputation are part of the model."""
+    model, modules = config.model, derived.recompute_modules(config.training)
+    if config.training.moe_layer_recompute and derived.recompute_granularity(config.training) == "full":
+        yield "--moe-layer-recompute with --recompute-granularity full, which recomputes every layer: remove one"
+    if not mixture.is_mixture(model):
+        for name in ("moe", "moe_act", "shared_experts"):
+            if name in modules:
+                yield no_effect_without(f"--recompute-modules {name}", "--num-experts")
+        return
+    if "shared_experts" in modules and model.moe_shared_expert_intermediate_size is None:
+        yield no_effect_without("--recompute-modules shared_experts", "--moe-shared-expert-intermediate-size")
+    if "shared_experts" in modules and config.parallel.moe_shared_expert_overlap:
+        yield "--recompute-modules shared_experts with --moe-shared-expert-overlap: remove one"
+    if "moe_act" in modules and not config.parallel.moe_grouped_gemm:
+        yield "--recompute-modules moe_act is for grouped GEMMs: give --moe-grouped-gemm"
+
+
+PARALLEL_RULES: tuple[Rule, ...] = (
+    expert_ranks_divide_the_experts,
+    expert_ranks_divide_the_world,
+    experts_need_sequence_parallelism,
+    expert_tensor_ranks_divide_the_experts,
+    padding_is_for_quantized_experts,
+    expert_sizes_suit_the_recipe,
+    flexible_dispatcher_has_its_library,
+    fp8_parameters_are_not_of_experts,
+    experts_have_no_fused_operations,
+    expert_kernels_suit_the_experts,
+    experts_recompute_what_they_have,
+)

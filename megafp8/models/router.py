@@ -1,0 +1,95 @@
+"""megatron-core's router with losses whose strength does not depend on the layout.
+
+Gradients are divided by the number of tokens of the global batch at the end of a step. megatron-core therefore
+multiplies an auxiliary loss by the tokens of its microbatch, but takes those of this rank alone: on n tensor- and
+context-parallel ranks the loss is n times too weak, and that of each sequence also as many times as a microbatch has
+sequences. Here it is multiplied by the tokens of the microbatch on all ranks that share it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker, z_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+ROUTER_EVIDENCE = (
+    ("transformer/moe/router.py", "valid_token_count=local_num_tokens"),
+    ("transformer/moe/router.py", "moe_z_loss_coeff = self.config.moe_z_loss_coeff / self.tp_cp_group.size()"),
+)
+"""The code of megatron-core that makes the subclass necessary. A test fails when a quoted text is gone."""
+
+
+class Router(TopKRouter):
+    """Selects the experts of each token.
+
+    Shapes: input [S, B, H] of this rank; scores and map [S * B, experts].
+    Numerics: logits in `moe_router_dtype`; softmax, sigmoid and losses in FP32.
+
+    Attributes:
+        load: collects statistics of the assignment; None collects nothing.
+    """
+
+    layer_number: int
+    expert_bias: Optional[Tensor]
+    load: Optional[Any] = None
+
+    def routing(self, logits: Tensor, padding_mask: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        """Scores and map of the tokens; what a token's score is multiplied with is 0 for dropped tokens."""
+        probs, routing_map = super().routing(logits, padding_mask)
+        if self.load is not None and torch.is_grad_enabled():
+            self.load.add(logits.detach().view(-1, logits.shape[-1]), probs.detach(), routing_map)
+        return probs, routing_map
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Add an auxiliary loss to the gradient of the scores.
+
+        Args:
+            activation: scores [tokens of this rank, experts].
+            aux_loss: this rank's part of the loss; the ranks of a microbatch have its sum.
+        """
+        kwargs["valid_token_count"] = activation.shape[0] * self.tp_cp_group.size()
+        return super().attach_and_log_load_balancing_loss(activation, aux_loss_coeff, aux_loss, *args, **kwargs)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Optional[Tensor] = None) -> Tensor:
+        """Add the z-loss to the gradient of the logits [tokens of this rank, experts]."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not self.training or not torch.is_grad_enabled():
+            return logits
+        ranks = self.tp_cp_group.size()
+        loss = z_loss_func(logits, coefficient / ranks, padding_mask=padding_mask)
+        logits = MoEAuxLossAutoScaler.apply(logits, loss * (logits.shape[0] * ranks))
+        num_layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+        save_to_aux_losses_tracker("z_loss", loss * ranks / coefficient, self.layer_number, num_layers)
+        return logits
+
+
+class ExpertBiasSnapshot:
+    """A copy of the biases of all experts on this rank, restored after a skipped update.
+
+    megatron-core changes the biases with the reduction of the gradients, before it is known whether they are finite.
+
+    Args:
+        chunks: the model.
+    """
+
+    def __init__(self, chunks: list[Any]):
+        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+        self._biases = [router.expert_bias for router in routers if router.expert_bias is not None]
+        self._copies = [torch.empty_like(bias) for bias in self._biases]
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Copy the biases, before a step."""
+        for copy, bias in zip(self._copies, self._biases, strict=True):
+            copy.copy_(bias)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the copies back."""
+        for copy, bias in zip(self._copies, self._biases, strict=True):
+            bias.copy_(copy)

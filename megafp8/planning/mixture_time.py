@@ -1,0 +1,174 @@
+"""Time model of a layer's experts: their GEMMs, casts and permutation on one rank, and the exchange of tokens.
+
+    rows        tokens of a rank x experts of a token x expert tensor-parallel ranks: the load counts as balanced
+    GEMMs       of each expert of the rank, with rows / experts rows. Experts fill the SMs together: all of them in one
+                launch (`config/grouped_experts.py`), else 4, the streams of Transformer Engine's grouped linear
+    permutation reads and writes of hidden states, in order of experts and back; twice with several expert-parallel
+                ranks, because rows arrive in the order of ranks
+    exchange    alltoall: hidden states of every expert of a token to its rank and back; allgather: all tokens to all
+                ranks. No computation hides it. Ranks of a node exchange by NVLink, others by one network adapter each,
+                both at once
+
+Not counted: the router, the exchange of token counts, and a load that is not balanced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megafp8.config import derived, mixture
+from megafp8.config.activations import is_gated
+from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config.schema import RunConfig
+from megafp8.planning.communication import RankGroup, all_to_all_s, ring_collective_s
+from megafp8.planning.compute import BF16_BYTES, TILE, LayerTime, bytes_per_element, cast_s, gemm_flops_per_s
+from megafp8.planning.memory import BYTES
+from megafp8.planning.planned_run import BF16, LinearGemm, PlannedRun, linear_gemms
+
+TE_STREAMS = 4
+"""Streams of Transformer Engine's grouped linear."""
+BF16_HOST_EXPERT_S, FP8_HOST_EXPERT_S = 0.15e-3, 0.29e-3
+"""Seconds in which the host launches the kernels of one expert, forward and backward, without one launch for all.
+Measured on one H200 with Transformer Engine's grouped linear and 128 experts, which waits for the host: 19.2 ms in BF16
+and 36.9 ms with delayed scaling."""
+
+
+def rows_per_rank(config: RunConfig) -> int:
+    """Rows that the experts of a rank compute for one microbatch."""
+    parallel = config.parallel
+    assert config.data.seq_length is not None and config.training.micro_batch_size is not None
+    shards = parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    tokens = config.data.seq_length * config.training.micro_batch_size // shards
+    return tokens * config.model.moe_router_topk * mixture.expert_tensor_size(parallel)
+
+
+def exchanged_bytes(config: RunConfig) -> int:
+    """Bytes that a rank sends to other expert-parallel ranks for one layer and microbatch, forward and backward.
+
+    Hidden states of tokens travel to their experts and back, and their gradients likewise.
+    """
+    model, parallel = config.model, config.parallel
+    assert model.hidden_size is not None
+    splits, ranks = mixture.expert_tensor_size(parallel), parallel.expert_model_parallel_size
+    rows = rows_per_rank(config) // splits
+    if parallel.moe_token_dispatcher_type == "allgather":
+        sent = rows // model.moe_router_topk * (ranks * splits - 1)
+    else:
+        sent = rows * (ranks - 1) // ranks
+    return 4 * sent * model.hidden_size * BYTES[derived.params_dtype(config.precision)]
+
+
+def expert_gemms(run: PlannedRun) -> list[LinearGemm]:
+    """The GEMMs of one expert for one microbatch."""
+    config = run.config
+    rows = max(1, rows_per_rank(config) // mixture.experts_per_rank(config))
+    width = mixture.moe_ffn_hidden_size(config.model) // mixture.expert_tensor_size(config.parallel)
+    width_in = 2 * width if is_gated(config.model) else width
+    shapes = {"linear_fc1": (width_in, run.hidden_size), "linear_fc2": (run.hidden_size, width)}
+    return [gemm for name, shape in shapes.items() for gemm in linear_gemms(name, rows, *shape)]
+
+
+def experts_gemm_s(run: PlannedRun, recipe: str, gemm: LinearGemm) -> float:
+    """Seconds of one GEMM of all experts of a rank."""
+    local = mixture.experts_per_rank(run.config)
+    at_once = local if is_one_launch(run.config) else min(local, TE_STREAMS)
+    waves = at_once * (gemm.m / TILE) * (gemm.n / TILE) / run.gpu.num_sms
+    flops_per_s = gemm_flops_per_s(run, recipe) * waves / (waves + 0.5)
+    moved_bytes = bytes_per_element(recipe) * gemm.k * (gemm.m + gemm.n) + BF16_BYTES * gemm.m * gemm.n
+    starts_s = run.calibration.gemm_start_s * local / at_once
+    return starts_s + local * max(gemm.flops / flops_per_s, run.memory_s(moved_bytes))
+
+
+def is_one_launch(config: RunConfig) -> bool:
+    """Whether all experts of a rank run in one launch per GEMM."""
+    return not any(grouped_expert_obstacles(config))
+
+
+@dataclass(frozen=True)
+class ExpertsTime:
+    """Seconds of the routed experts of one layer for one microbatch.
+
+    Attributes:
+        exchange: of tokens, in each direction.
+        host: in which the host launches the kernels, forward and backward.
+    """
+
+    forward: LayerTime
+    backward: LayerTime
+    exchange: float
+    host: float
+
+
+def experts_time(run: PlannedRun, recipe: str) -> ExpertsTime:
+    """The experts of one layer whose linears have `recipe`; `bf16` in high precision."""
+    config, hidden = run.config, run.hidden_size
+    rows, local = rows_per_rank(config), mixture.experts_per_rank(config)
+    width = mixture.moe_ffn_hidden_size(config.model) // mixture.expert_tensor_size(config.parallel)
+    num_outputs = 2 if is_gated(config.model) else 1
+    wgrad_recipe = recipe if config.precision.fp8_wgrad else BF16
+    recipes = {"fprop": recipe, "dgrad": recipe, "wgrad": wgrad_recipe}
+    seconds = dict.fromkeys(recipes, 0.0)
+    for gemm in expert_gemms(run):
+        seconds[gemm.kind] += experts_gemm_s(run, recipes[gemm.kind], gemm)
+    num_tensors = 2 if is_one_launch(config) else 2 * local
+    num_sorts = 2 if config.parallel.expert_model_parallel_size > 1 and local > 1 else 1
+    permutation_s = run.memory_s(BF16_BYTES * hidden * num_sorts * (3 * rows + run.sharded_tokens))
+    forward = LayerTime(
+        fprop=seconds["fprop"],
+        activation=run.memory_s(BF16_BYTES * rows * width * (num_outputs + 1)),
+        permutation=permutation_s,
+        casts=cast_s(run, recipe, rows * (hidden + width), num_tensors),
+    )
+    backward = LayerTime(
+        dgrad=seconds["dgrad"],
+        wgrad=seconds["wgrad"],
+        activation=run.memory_s(BF16_BYTES * rows * width * (1 + 2 * num_outputs)),
+        permutation=permutation_s,
+        casts=cast_s(run, recipe, rows * (num_outputs * width + hidden), num_tensors),
+    )
+    host_s = 0.0 if is_one_launch(config) else local * (BF16_HOST_EXPERT_S if recipe == BF16 else FP8_HOST_EXPERT_S)
+    return ExpertsTime(forward, backward, exchange_s(run), host_s)
+
+
+def exchange_s(run: PlannedRun) -> float:
+    """Seconds of the exchange of one layer and microbatch in one direction: to the experts and back."""
+    config = run.config
+    splits, ranks = mixture.expert_tensor_size(config.parallel), config.parallel.expert_model_parallel_size
+    row_bytes = BF16_BYTES * run.hidden_size
+    if config.parallel.moe_token_dispatcher_type == "allgather":
+        group = RankGroup(ranks * splits, 1)
+        return 2 * ring_collective_s(run, group, row_bytes * run.sharded_tokens * group.size)
+    rows = rows_per_rank(config)
+    gather_s = ring_collective_s(run, RankGroup(splits, 1), row_bytes * rows)
+    return 2 * (all_to_all_s(run, RankGroup(ranks, splits), row_bytes * rows / splits) + gather_s)
+
+
+def expert_remarks(run: PlannedRun) -> list[str]:
+    """What a plan reports about the experts of a layout: their GEMMs, and whether FP8 pays; nothing if dense."""
+    config = run.config
+    if not mixture.is_mixture(config.model):
+        return []
+    fc1, fc2 = (gemm for gemm in expert_gemms(run) if gemm.kind == "fprop")
+    local = mixture.experts_per_rank(config)
+    launches = "in one launch" if is_one_launch(config) else "one by one"
+    lines = [
+        f"experts of layout 1: {local} a rank, {launches}, GEMMs {fc1.m} x {fc1.k} x {fc1.n} and {fc2.m} x {fc2.k} x "
+        f"{fc2.n} of each, if the load is balanced; the exchange of tokens overlaps with nothing"
+    ]
+    if run.recipe != BF16:
+        quantized, bf16 = (total_s(experts_time(run, recipe)) for recipe in (run.recipe, BF16))
+        if bf16 < MIN_SPEEDUP * quantized:
+            lines.append(
+                f"FP8 does not pay in these experts: {bf16 / quantized:.2f} of BF16's speed, with casts and launches; "
+                "more tokens for each expert need a larger micro batch or more expert-parallel ranks"
+            )
+    return lines
+
+
+MIN_SPEEDUP = 1.05
+"""Experts that are less than this many times as fast as in BF16 get a warning."""
+
+
+def total_s(time: ExpertsTime) -> float:
+    """Seconds of the experts without the exchange, or of the host that launches them."""
+    return max(time.forward.total + time.backward.total, time.host)

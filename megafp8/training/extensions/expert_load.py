@@ -1,0 +1,97 @@
+"""Records the load of the experts in each logged step, and reports experts without tokens and collapsed routers."""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafp8.config import multi_token
+from megafp8.config.mixture import is_mixture
+from megafp8.metrics.expert_load import NUM_LASTING, ExpertRecord, layer_load, load_findings
+from megafp8.metrics.records import EventRecord
+from megafp8.models.router import Router
+from megafp8.training.extension import Extension, LoopState
+from megafp8.training.step import StepResult
+
+
+class LoadCollector:
+    """Sums the assignments of one router over the microbatches of a step.
+
+    Attributes:
+        sums: FP64 [experts + 2]: tokens of each expert, tokens, and entropy in nats.
+    """
+
+    def __init__(self, num_experts: int, device: torch.device):
+        self.sums = torch.zeros(num_experts + 2, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, logits: Tensor, probs: Tensor, routing_map: Tensor) -> None:
+        """Add a microbatch; each argument is [tokens, experts]. Tokens that only fill a capacity have the score 0."""
+        log_probs = torch.log_softmax(logits.float(), dim=-1)
+        self.sums[:-2] += (routing_map & (probs > 0)).sum(dim=0)
+        self.sums[-2] += len(logits)
+        self.sums[-1] -= (log_probs.exp() * log_probs).sum()
+
+
+class ExpertLoads(Extension):
+    """Does nothing for a dense model."""
+
+    def open(self, state: LoopState) -> None:
+        run = state.run
+        is_active = is_mixture(run.config.model)
+        modules = [module for chunk in run.trainee.chunks for module in chunk.modules()] if is_active else []
+        self.is_active, self.routers = is_active, [module for module in modules if isinstance(module, Router)]
+        self.records: list[ExpertRecord] = []
+        self.reported: set[str] = set()
+
+    def before_step(self, state: LoopState) -> None:
+        """Collect in a step that is logged."""
+        step, num_experts = state.step + 1, state.run.config.model.num_experts
+        interval = state.run.config.logging.log_interval
+        is_logged = step % interval == 0 or step in (state.first_step, state.total_steps)
+        for router in self.routers:
+            assert num_experts is not None
+            router.load = LoadCollector(num_experts, state.run.platform.device) if is_logged else None
+        self.is_logged = self.is_active and is_logged
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        """Write the record of a logged step, and what it shows to be wrong, once for each layer and fault."""
+        if not self.is_logged:
+            return
+        model = state.run.config.model
+        record = self.reduce(state)
+        self.records = [*self.records, record][-NUM_LASTING:]
+        state.sinks.write(record)
+        assert model.num_experts is not None
+        for finding in load_findings(self.records, model.num_experts, model.moe_router_topk):
+            fault = " ".join(finding.split()[:3])
+            if fault not in self.reported:
+                self.reported.add(fault)
+                state.sinks.write(EventRecord(step=state.step, name="health", detail=finding))
+
+    def reduce(self, state: LoopState) -> ExpertRecord:
+        """The load over all ranks; all ranks call it."""
+        model, device = state.run.config.model, state.run.platform.device
+        assert model.num_layers is not None and model.num_experts is not None
+        num_layers = model.num_layers + multi_token.num_depths(model)
+        sums = torch.zeros(num_layers, model.num_experts + 2, dtype=torch.float64, device=device)
+        bounds = torch.full((num_layers, 2), -math.inf, dtype=torch.float64, device=device)  # -min, max
+        for router in self.routers:
+            layer = router.layer_number - 1
+            if router.load is not None:
+                sums[layer] += router.load.sums
+            if router.expert_bias is not None:
+                bounds[layer] = torch.stack([-router.expert_bias.min(), router.expert_bias.max()])
+        dist.all_reduce(sums)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        layers = {}
+        for layer, (row, bound) in enumerate(zip(sums.tolist(), bounds.tolist(), strict=True)):
+            *counts, num_tokens, entropy = row
+            bias: Optional[tuple[float, float]] = None if bound[1] == -math.inf else (-bound[0], bound[1])
+            if num_tokens:
+                layers[str(layer)] = layer_load(counts, num_tokens, entropy, model.moe_router_topk, bias)
+        return ExpertRecord(step=state.step, layers=layers)

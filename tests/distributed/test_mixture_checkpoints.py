@@ -1,0 +1,80 @@
+"""Checkpoints of mixtures of experts: resumed to the bit, and loaded under any expert-parallel layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from small_run import Curve, build_run, fingerprint, small_config, train, weights
+from tolerances import LAYOUT_LOSS
+
+from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.config.schema import RunConfig
+
+STEPS = 2
+EXPERTS = (
+    "--num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --micro-batch-size 2 "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 32"
+)
+PLAIN, SHARDED = "--transformer-impl local", "--use-distributed-optimizer"
+EP2 = "--expert-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+LAYOUTS = {
+    "one": (1, ""),
+    "ep2": (2, EP2),
+    "ep2-tp2-etp1": (2, f"{EP2} {TP2} --expert-tensor-parallel-size 1"),
+    "ep2-pp2": (4, f"{EP2} --pipeline-model-parallel-size 2"),
+}
+Result = tuple[Curve, str]
+
+
+def config_of(layout: str, flags: str) -> RunConfig:
+    world_size, own = LAYOUTS[layout]
+    return small_config("llama", f"{EXPERTS} {flags} {own}", world_size)
+
+
+def save_and_continue(config: RunConfig, folder: Path) -> Result:
+    run = build_run(config)
+    train(run, STEPS)
+    save_checkpoint(folder, config, run.trainee, Progress(STEPS, STEPS * run.global_batch_size))
+    return train(run, STEPS, STEPS + 1), fingerprint(weights(run))
+
+
+def load_and_continue(config: RunConfig, folder: Path) -> Result:
+    run = build_run(config)
+    load_checkpoint(checkpoint_path(folder, STEPS), config, run.trainee)
+    return train(run, STEPS, STEPS + 1), fingerprint(weights(run))
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        pytest.param("ep2", f"{PLAIN} {SHARDED}", id="sharded"),
+        pytest.param("ep2", PLAIN, id="plain"),
+        pytest.param(
+            "ep2-tp2-etp1",
+            f"{SHARDED} --bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4",
+            id="delayed",
+        ),
+    ],
+)
+def test_a_mixture_resumes_to_the_bit(layout: str, flags: str, tmp_path: Path) -> None:
+    config, world_size = config_of(layout, flags), LAYOUTS[layout][0]
+    expected = run_ranks(world_size, save_and_continue, config, tmp_path)
+    assert run_ranks(world_size, load_and_continue, config, tmp_path) == expected
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param(SHARDED, id="sharded"), pytest.param("", id="plain")])
+@pytest.mark.parametrize("saved", list(LAYOUTS))
+def test_every_layout_loads_the_experts_of_another(saved: str, optimizer: str, tmp_path: Path) -> None:
+    flags = f"{PLAIN} {optimizer}"
+    expected = run_ranks(LAYOUTS[saved][0], save_and_continue, config_of(saved, flags), tmp_path)[0][0]
+    for layout in LAYOUTS:
+        curve = run_ranks(LAYOUTS[layout][0], load_and_continue, config_of(layout, flags), tmp_path)[0][0]
+        differences = [abs(a - b) for a, b in zip(curve.losses, expected.losses, strict=True)]
+        assert max(differences) <= LAYOUT_LOSS, (saved, layout, differences)

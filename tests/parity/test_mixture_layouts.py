@@ -1,0 +1,96 @@
+"""Mixtures of experts: every layout trains the model of one rank, in FP32 without quantization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import PLAIN, Curve, build_run, curve_of, small_config, train
+from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
+
+from megafp8.training.extensions.replica_check import check_replicas
+
+NUM_STEPS = 6
+EXPERTS = (
+    f"{PLAIN} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-token-dispatcher-type alltoall "
+    "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --micro-batch-size 2"
+)
+# Strong coefficients, so that a wrong factor of a loss would show.
+CAPACITY = "--moe-expert-capacity-factor 0.75 --moe-token-drop-policy position"
+MODELS = {
+    "losses": "",
+    "sequence-loss-shared-experts": (
+        "--moe-router-load-balancing-type seq_aux_loss --moe-shared-expert-intermediate-size 32 "
+        "--moe-shared-expert-gate --moe-layer-freq [0]*1+[1]*3"
+    ),
+    "expert-bias-groups": (
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 "
+        "--moe-router-topk-scaling-factor 2.0"
+    ),
+    # By position: which of two tokens with nearly the same score is dropped, the last bit of a sum may decide.
+    "capacity": CAPACITY,
+    "padded-capacity": f"{CAPACITY} --moe-pad-expert-input-to-capacity",
+}
+EP2 = "--expert-model-parallel-size 2"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+# Name -> ranks, flags, models. A capacity counts the tokens of a tensor-parallel rank, and is another one with them.
+DROPLESS, ALL = tuple(MODELS)[:3], tuple(MODELS)
+LAYOUTS = {
+    "ep2": (2, EP2, ALL),
+    "ep2-allgather": (2, f"{EP2} --moe-token-dispatcher-type allgather", DROPLESS),
+    "tp2-etp1": (2, f"{TENSOR} --expert-tensor-parallel-size 1", DROPLESS),
+    "cp2": (2, "--context-parallel-size 2", ("losses",)),
+    "ep2-tp2": (4, f"{EP2} {TENSOR}", DROPLESS),
+    "ep2-tp2-etp1": (4, f"{EP2} {TENSOR} --expert-tensor-parallel-size 1", DROPLESS),
+    "ep2-pp2": (4, f"{EP2} --pipeline-model-parallel-size 2", ALL),
+    "ep2-dp2-distributed-optimizer": (
+        4,
+        f"{EP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000",
+        ("losses", "sequence-loss-shared-experts", "expert-bias-groups", "capacity"),
+    ),
+}
+CASES = [
+    pytest.param(model, world_size, flags, id=f"{model}-{name}")
+    for name, (world_size, flags, models) in LAYOUTS.items()
+    for model in models
+]
+reference: dict[str, Curve] = {}
+
+
+def one_rank(model: str) -> Curve:
+    if model not in reference:
+        reference[model] = run_ranks(1, curve_of, small_config("llama", f"{EXPERTS} {MODELS[model]}"), NUM_STEPS)[0]
+    return reference[model]
+
+
+def train_and_compare_replicas(config: Any) -> Curve:
+    run = build_run(config)
+    curve = train(run, NUM_STEPS)
+    check_replicas(run, NUM_STEPS)
+    return curve
+
+
+@pytest.mark.parametrize(("model", "world_size", "flags"), CASES)
+def test_a_mixture_follows_one_rank(model: str, world_size: int, flags: str) -> None:
+    config = small_config("llama", f"{EXPERTS} {MODELS[model]} {flags}", world_size)
+    curves = run_ranks(world_size, train_and_compare_replicas, config)
+    expected = one_rank(model)
+    assert all(curve == curves[0] for curve in curves)
+    assert max(abs(a - b) for a, b in zip(curves[0].losses, expected.losses, strict=True)) <= LAYOUT_LOSS
+    norms = [abs(a / b - 1) for a, b in zip(curves[0].grad_norms, expected.grad_norms, strict=True)]
+    assert max(norms) <= LAYOUT_GRAD_NORM["llama"], norms
+
+
+def test_the_losses_change_the_training() -> None:
+    """Otherwise the tests above could not tell whether they have the right strength."""
+    without = run_ranks(1, curve_of, small_config("llama", f"{EXPERTS} --moe-aux-loss-coeff 0"), 3)[0]
+    assert abs(without.losses[2] - one_rank("losses").losses[2]) > 100 * LAYOUT_LOSS
+    assert one_rank("capacity").losses[1] != one_rank("losses").losses[1], "tokens are dropped"
+
+
+def test_padding_to_the_capacity_does_not_train() -> None:
+    padded, plain = one_rank("padded-capacity"), one_rank("capacity")
+    assert torch.allclose(torch.tensor(padded.losses), torch.tensor(plain.losses), rtol=0, atol=LAYOUT_LOSS)

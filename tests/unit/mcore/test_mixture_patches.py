@@ -1,0 +1,35 @@
+"""Patches of mixture-of-experts layers: the faults are still there, and the collectives equal torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megafp8.mcore import mixture_patches, modules, patches
+from megafp8.models import router
+
+
+@pytest.mark.skipif(not patches.is_installed("<0.19"), reason="the quoted texts are 0.16's")
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [*mixture_patches.ROUTER_GEMM_EVIDENCE, *router.ROUTER_EVIDENCE, *modules.EXPERT_RANKS_EVIDENCE],
+)
+def test_the_fault_is_still_there(file: str, text: str) -> None:
+    assert text in (patches.core_folder() / file).read_text(encoding="utf-8")
+
+
+def exchange(rank_sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    shard = torch.full((rank_sizes[rank], 2), float(rank + 1))
+    gathered = mixture_patches.gather_uneven(shard, rank_sizes, group)
+    return gathered, mixture_patches.reduce_scatter_uneven(gathered * (rank + 1), rank_sizes, group)
+
+
+@pytest.mark.parametrize("sizes", [[3, 1], [0, 2], [0, 0]])
+def test_shards_of_different_sizes_are_gathered_and_reduced(sizes: list[int]) -> None:
+    expected = torch.cat([torch.full((size, 2), float(rank + 1)) for rank, size in enumerate(sizes)])
+    for rank, (gathered, reduced) in enumerate(run_ranks(2, exchange, sizes)):
+        assert torch.equal(gathered, expected)
+        assert torch.equal(reduced, expected.split(sizes)[rank] * 3)  # the ranks' factors are 1 and 2
