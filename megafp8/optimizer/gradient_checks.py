@@ -24,8 +24,10 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
 
+from megafp8.mcore.process_groups import bucket_groups, expert_bucket_groups
 from megafp8.optimizer.gradient_communication import add_grad_sync_hook
 
 WEIGHT, GRADIENT = "weight", "gradient"
@@ -35,7 +37,11 @@ LOSS_ONLY = "none; weights and gradients are finite"
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Whether a tensor's norm is finite: all elements are, and the sum of squares does not overflow FP32."""
+    """Whether a tensor's norm is finite: all elements are, and the sum of squares does not overflow FP32.
+
+    Of a tensor that FSDP2 has sharded, it is the norm of this rank's rows.
+    """
+    tensor = to_local_if_dtensor(tensor)
     return torch.isfinite(torch.linalg.vector_norm(tensor, dtype=torch.float32))  # an FP16 norm overflows at 65504
 
 
@@ -45,7 +51,7 @@ class NonFiniteGradientMonitor:
     def __init__(self, chunks: list[Any], device: torch.device):
         self.bad = torch.zeros((), device=device)
         for chunk in chunks:
-            for group in chunk.bucket_groups:
+            for group in bucket_groups(chunk):
                 add_grad_sync_hook(group, partial(self._check, group))
 
     def _check(self, group: Any) -> None:
@@ -55,6 +61,53 @@ class NonFiniteGradientMonitor:
     def reset(self) -> None:
         """Clear the flag before the next step."""
         self.bad.zero_()
+
+
+class ReducedGradientMonitor:
+    """The same for `--use-torch-fsdp2`, on this rank's rows of the reduced gradients.
+
+    They are reduced during the backward pass, and a NaN of one rank is then in the rows of all ranks: the report names
+    the tensor, and more ranks than the one that it comes from.
+    """
+
+    def __init__(self, chunks: list[Any], device: torch.device):
+        self.gradients = [parameter.main_grad for chunk in chunks for parameter in chunk.parameters()]
+        self.device = device
+
+    @property
+    def bad(self) -> Tensor:
+        """Number of gradients that are not finite."""
+        bad = torch.zeros((), device=self.device)
+        for gradient in self.gradients:
+            bad += ~is_finite(gradient)
+        return bad
+
+    def reset(self) -> None:
+        """Do nothing: the gradients themselves are read."""
+
+
+class CodeCounts(NamedTuple):
+    """FP8 codes of gradients in a step, over all ranks: of all values, or of a sample from large buckets.
+
+    Attributes:
+        num_values: quantized values that are not 0.
+        num_underflows: those of them that became 0.
+        num_saturated: values beyond the largest number that their scale expresses.
+    """
+
+    num_values: float
+    num_underflows: float
+    num_saturated: float
+
+    @property
+    def underflow_fraction(self) -> float:
+        """Of the nonzero values, those that became zero."""
+        return self.num_underflows / self.num_values if self.num_values else 0.0
+
+    @property
+    def saturated_fraction(self) -> float:
+        """Of the nonzero values, those that saturated."""
+        return self.num_saturated / self.num_values if self.num_values else 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +120,10 @@ class StepTotals:
         num_bad_ranks: ranks with a non-finite loss or non-finite gradients.
         squared_grad_norm: of all gradients; 0 where the ranks passed no `squared_norm`.
         num_stopping_ranks: ranks that received a stop signal.
+        grad_codes: of gradients that are reduced in FP8.
+        num_non_finite, num_saturated: values of quantized operands, see `quantization/counters.py`.
+        num_infinite_amaxes: linears with infinite amaxes in their histories.
+        mtp_losses: mean loss of each depth of multi-token prediction.
     """
 
     loss_sum: float
@@ -74,6 +131,11 @@ class StepTotals:
     num_bad_ranks: float
     squared_grad_norm: float = 0.0
     num_stopping_ranks: float = 0.0
+    grad_codes: CodeCounts = CodeCounts(0.0, 0.0, 0.0)
+    num_non_finite: float = 0.0
+    num_saturated: float = 0.0
+    num_infinite_amaxes: float = 0.0
+    mtp_losses: tuple[float, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -92,16 +154,24 @@ def reduce_step_totals(
     device: torch.device,
     squared_norm: Optional[Tensor] = None,
     is_stopping: bool = False,
+    grad_codes: Optional[Tensor] = None,
+    operand_faults: Optional[Tensor] = None,
+    depth_sums: Optional[Tensor] = None,
 ) -> StepTotals:
-    """Reduce losses, non-finite flags, squared norms and stop signals over all ranks, in one all-reduce.
+    """Reduce losses, non-finite flags, squared norms, stop signals and counts over all ranks, in one all-reduce.
 
     Args:
         local_loss: (sum, tokens) of this rank; None on a rank whose loss is not counted.
         bad_gradients: 0 if the checked gradients of this rank are finite.
         squared_norm: of this rank's gradient shards; None where the optimizer takes the norm.
         is_stopping: whether this rank received a stop signal.
+        grad_codes: [3], the numbers of `CodeCounts` of this rank; None where gradients are not reduced in FP8.
+        operand_faults: [3], `num_non_finite` to `num_infinite_amaxes` on this rank; None counts nothing.
+        depth_sums: (sum, tokens) of each depth of multi-token prediction [depths, 2], 0 on a rank whose loss is not
+            counted; None on all ranks without it.
     """
-    totals = torch.zeros(5, dtype=torch.float64, device=device)  # token counts exceed FP32's exact integers
+    depths = 0 if depth_sums is None else len(depth_sums)
+    totals = torch.zeros(11 + 2 * depths, dtype=torch.float64, device=device)  # token counts exceed FP32's integers
     if local_loss is not None:
         totals[:2] = local_loss
     totals[2] = (bad_gradients > 0) | ~torch.isfinite(totals[:2]).all()
@@ -109,8 +179,20 @@ def reduce_step_totals(
         totals[3] = squared_norm
     if is_stopping:
         totals[4] = 1
+    if grad_codes is not None:
+        totals[5:8] = grad_codes
+    if operand_faults is not None:
+        totals[8:11] = operand_faults
+    if depth_sums is not None:
+        totals[11:] = depth_sums.flatten()
     dist.all_reduce(totals)
-    return StepTotals(*totals.tolist())
+    loss_sum, num_tokens, num_bad, squared, num_stopping, *counts = totals[:11].tolist()
+    means = tuple(total / count if count else math.nan for total, count in totals[11:].view(-1, 2).tolist())
+    codes = CodeCounts(*counts[:3])
+    num_non_finite, num_saturated, num_infinite = counts[3:]
+    return StepTotals(
+        loss_sum, num_tokens, num_bad, squared, num_stopping, codes, num_non_finite, num_saturated, num_infinite, means
+    )
 
 
 class BadTensor(NamedTuple):
@@ -270,11 +352,26 @@ class GradientShard(NamedTuple):
 def find_local_bad_gradients(chunks: Sequence[Any]) -> set[tuple[int, str]]:
     """(chunk, name) of the parameters for which this rank's local gradients are not finite.
 
-    Collective over the data-parallel group, after a reduce-scatter. If another rank has non-finite local values in this
-    rank's own shard, those of this rank are unknown. They then count only if this rank has other non-finite values.
+    Collective over the data-parallel groups, after a reduce-scatter. If another rank has non-finite local values in
+    this rank's own shard, those of this rank are unknown. They then count only if this rank has other non-finite
+    values.
     """
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    local = {shard for shard, gradient in gradient_shards(chunks, group.size()) if not bool(is_finite(gradient))}
+    dense = [(index, chunk, chunk.bucket_groups) for index, chunk in enumerate(chunks)]
+    found = find_bad_shards(dense, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    experts = [(index, chunk, expert_bucket_groups(chunk)) for index, chunk in enumerate(chunks)]
+    if any(groups for _, _, groups in experts):
+        found |= find_bad_shards(experts, parallel_state.get_expert_data_parallel_group())
+    return found
+
+
+ChunkGroups = tuple[int, Any, Sequence[Any]]
+"""Index of a chunk, the chunk, and some of its groups of gradient buckets."""
+
+
+def find_bad_shards(chunk_groups: Sequence[ChunkGroups], group: dist.ProcessGroup) -> set[tuple[int, str]]:
+    """`find_local_bad_gradients` of buckets that one process group reduces. Collective over it."""
+    shards = gradient_shards(chunk_groups, group.size())
+    local = {shard for shard, gradient in shards if not bool(is_finite(gradient))}
     gathered: list[set[GradientShard]] = [set()] * group.size()
     dist.all_gather_object(gathered, local, group=group)
     others = set().union(*(shards for rank, shards in enumerate(gathered) if rank != group.rank()))
@@ -282,11 +379,11 @@ def find_local_bad_gradients(chunks: Sequence[Any]) -> set[tuple[int, str]]:
     return {(shard.chunk, shard.name) for shard in local} if is_bad else set()
 
 
-def gradient_shards(chunks: Sequence[Any], num_ranks: int) -> Iterator[tuple[GradientShard, Tensor]]:
+def gradient_shards(chunk_groups: Sequence[ChunkGroups], num_ranks: int) -> Iterator[tuple[GradientShard, Tensor]]:
     """The gradients of this rank, split at the shard boundaries of their buckets."""
-    for index, chunk in enumerate(chunks):
+    for index, chunk, groups in chunk_groups:
         names = {parameter: name.removeprefix("module.") for name, parameter in chunk.module.named_parameters()}
-        for bucket in (bucket for group in chunk.bucket_groups for bucket in group.buckets):
+        for bucket in (bucket for group in groups for bucket in group.buckets):
             shard_size = bucket.grad_data.numel() // num_ranks
             for parameter in bucket.params_list:
                 gradient = parameter.main_grad.view(-1)

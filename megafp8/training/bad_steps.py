@@ -3,9 +3,9 @@
 This is the policy: skip the update, roll back to a checkpoint, or stop. `optimizer/gradient_checks.py` finds non-finite
 gradients, `optimizer/skip_update.py` has the spike rule, and `training/extensions/rollback.py` carries out a rollback.
 
-A skipped update changes nothing: weights, moments, learning-rate schedule and the amax histories of delayed scaling
-stay bitwise the same. The samples of the step count as consumed, and its random numbers as drawn. All ranks take the
-same decision, since they decide by values that were reduced over all of them.
+A skipped update changes nothing: weights, moments, learning-rate schedule, the biases of experts and the amax histories
+of delayed scaling stay bitwise the same. The samples of the step count as consumed, and its random numbers as drawn.
+All ranks take the same decision, since they decide by values that were reduced over all of them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megafp8.checkpoint.progress import NOT_FINITE, ROLLBACK, SPIKE, Progress, SkippedSamples, TrainingState
+from megafp8.checkpoint.progress import (
+    NOT_FINITE,
+    OPERAND,
+    ROLLBACK,
+    SPIKE,
+    MovedLinear,
+    Progress,
+    SkippedSamples,
+    TrainingState,
+)
 from megafp8.config.schema import RunConfig
 from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.errors import NumericsError
@@ -29,8 +38,10 @@ from megafp8.optimizer import gradient_checks
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale, describe_overflow
 from megafp8.optimizer.skip_update import SpikeDetector
+from megafp8.quantization.delayed_scaling import OPERANDS
 from megafp8.resilience import fault_injection
 from megafp8.training.checks import machine_problems
+from megafp8.training.operand_faults import FORWARD_OPERANDS, OperandFaults
 from megafp8.training.run import Run
 
 SUM_OVERFLOWS = "gradients overflow in the sum over all ranks"
@@ -41,12 +52,14 @@ class BadStep:
     """Why a step must not update the weights; the same on all ranks.
 
     Attributes:
-        reason: NOT_FINITE or SPIKE.
+        reason: NOT_FINITE, SPIKE or OPERAND.
         text: the values, the ranks and the samples.
+        moved: linears that are in high precision from the next step on.
     """
 
     reason: str
     text: str
+    moved: tuple[MovedLinear, ...] = ()
 
 
 # ---- detection -------------------------------------------------------------------------------------------------------
@@ -54,7 +67,7 @@ class BadStep:
 
 def build_gradient_monitor(
     config: RunConfig, trainee: TrainingState, device: torch.device
-) -> Optional[gradient_checks.NonFiniteGradientMonitor]:
+) -> Union[gradient_checks.NonFiniteGradientMonitor, gradient_checks.ReducedGradientMonitor, None]:
     """The check of each rank's local gradients before they are reduced; None where the gradient norm is enough.
 
     The fused optimizer's norm is enough where every rank holds the complete model, or where there is no data
@@ -64,6 +77,8 @@ def build_gradient_monitor(
     is_norm_enough = isinstance(trainee.optimizer, FusedAdamOptimizer) and data_size in (1, dist.get_world_size())
     if is_norm_enough or not config.training.check_for_nan_in_loss_and_grad:
         return None
+    if config.parallel.use_torch_fsdp2:
+        return gradient_checks.ReducedGradientMonitor(trainee.chunks, device)
     return gradient_checks.NonFiniteGradientMonitor(trainee.chunks, device)
 
 
@@ -76,14 +91,19 @@ def build_spike_detector(config: RunConfig) -> Optional[SpikeDetector]:
 
 
 def reduce_step_totals(
-    run: Run, local_loss: Optional[Tensor], progress: Progress, squared_norm: Optional[Tensor] = None
-) -> tuple[gradient_checks.StepTotals, Optional[BadStep]]:
-    """Reduce the loss of a step over all ranks, and find out whether loss and gradients are finite.
+    run: Run,
+    local_loss: Optional[Tensor],
+    progress: Progress,
+    squared_norm: Optional[Tensor] = None,
+    depth_sums: Optional[Tensor] = None,
+) -> tuple[gradient_checks.StepTotals, Optional[BadStep], OperandFaults]:
+    """Reduce the loss of a step over all ranks, and find out whether loss, gradients and operands are finite.
 
     Args:
         local_loss: (loss sum, tokens) of this rank; None on a rank that computes no loss.
         progress: before the step.
         squared_norm: of the gradient shards that this rank updates with; None where the optimizer takes the norm.
+        depth_sums: (loss sum, tokens) of each depth of multi-token prediction on this rank; None without it.
     """
     device, monitor = run.platform.device, run.gradient_monitor
     counted_loss = local_loss if run.place.reports_loss else None
@@ -92,21 +112,35 @@ def reduce_step_totals(
     bad = torch.zeros((), device=device) if monitor is None else monitor.bad
     if monitor is None and squared_norm is not None:
         bad = (~torch.isfinite(squared_norm)).float()
+    operands = run.operand_monitor
+    if depth_sums is not None and not run.place.reports_loss:
+        depth_sums = torch.zeros_like(depth_sums)
     totals = gradient_checks.reduce_step_totals(
-        counted_loss, bad, device, squared_norm, bool(run.guard.received_signal)
+        counted_loss,
+        bad,
+        device,
+        squared_norm,
+        bool(run.guard.received_signal),
+        None if run.fp8_reduction is None else run.fp8_reduction.counts,
+        None if operands is None else operands.local_totals(),
+        depth_sums,
     )
     run.guard.agree_to_stop(totals.num_stopping_ranks)
+    faults = OperandFaults() if operands is None else operands.faults(totals)
     if not totals.num_bad_ranks or not run.config.training.check_for_nan_in_loss_and_grad:
-        return totals, None
+        return totals, find_bad_operands(run, progress, faults), faults
     if math.isfinite(totals.loss_sum) and can_lower_loss_scale(run.trainee.optimizer):
-        return totals, None  # the optimizer finds the overflow itself, skips the update and lowers the loss scale
+        # The optimizer finds the overflow itself, skips the update and lowers the loss scale.
+        return totals, None, faults
     data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     is_reduced = monitor is None and data_size > 1
     local_bad = gradient_checks.find_local_bad_gradients(run.trainee.chunks) if is_reduced else None
     ranks = gradient_checks.describe_bad_ranks(
         counted_loss, bool(bad > 0), run.trainee.chunks, describe_rank_samples(run, progress), local_bad
     )
-    return totals, non_finite_step(run, progress, ranks)
+    if faults.non_finite_operands():
+        ranks.append(f"operands of quantized linears: {faults.describe()}")
+    return totals, non_finite_step(run, progress, ranks), faults
 
 
 def non_finite_step(run: Run, progress: Progress, causes: list[str]) -> BadStep:
@@ -115,6 +149,28 @@ def non_finite_step(run: Run, progress: Progress, causes: list[str]) -> BadStep:
     scaling = [] if loss_scale is None else [describe_overflow(run.config.optimizer, loss_scale)]
     lines = "\n".join(f"  {line}" for line in [*causes, *scaling])
     return BadStep(NOT_FINITE, f"loss or gradients are not finite ({describe_batch_samples(run, progress)}):\n{lines}")
+
+
+def find_bad_operands(run: Run, progress: Progress, faults: OperandFaults) -> Optional[BadStep]:
+    """The bad step of non-finite operands under `--on-nonfinite-activation`; None if there are none, or under `warn`.
+
+    A gradient that overflows at a dynamic loss scale is no fault: the optimizer lowers the scale.
+
+    Args:
+        progress: before the step.
+    """
+    policy = run.config.training.on_nonfinite_activation
+    operands = FORWARD_OPERANDS if can_lower_loss_scale(run.trainee.optimizer) else OPERANDS
+    found = faults.non_finite_operands(operands)
+    if policy == "warn" or not found:
+        return None
+    text = faults.describe(operands)
+    moved: tuple[MovedLinear, ...] = ()
+    if policy == "bf16":
+        linears = dict.fromkeys(tensor.rpartition(".")[0] for tensor in found)
+        moved = tuple(MovedLinear(linear, progress.step + 1, OPERAND) for linear in linears)
+    samples = describe_batch_samples(run, progress)
+    return BadStep(OPERAND, f"operands of quantized linears are not finite ({samples}): {text}", moved)
 
 
 def find_spike(run: Run, progress: Progress, loss: float, grad_norm: float) -> Optional[BadStep]:
@@ -132,7 +188,7 @@ def find_spike(run: Run, progress: Progress, loss: float, grad_norm: float) -> O
 def describe_batch_samples(run: Run, progress: Progress) -> str:
     """The samples of the next global batch, in words."""
     first = progress.consumed_samples
-    return describe_samples(range(first, first + run.global_batch_size))
+    return describe_samples(range(first, first + run.batch_size_at(first)))
 
 
 def describe_rank_samples(run: Run, progress: Progress) -> str:
@@ -143,7 +199,7 @@ def describe_rank_samples(run: Run, progress: Progress) -> str:
             micro_batch_size=run.micro_batch_size,
             data_parallel_rank=run.place.data_rank,
             data_parallel_size=run.place.data_size,
-            global_batch_size=run.global_batch_size,
+            global_batch_size=run.batch_size_at(progress.consumed_samples),
         )
     )
 
@@ -155,10 +211,14 @@ def check_may_skip(run: Run, progress: Progress, bad_step: BadStep) -> None:
     """Return if the update may be skipped.
 
     Raises:
-        NumericsError: `--max-skipped-steps` were skipped in a row, or spikes are not to be skipped.
+        NumericsError: `--max-skipped-steps` were skipped in a row, or bad steps of this kind are not to be skipped.
     """
     training = run.config.training
-    is_skippable = bad_step.reason == NOT_FINITE or training.spike_policy == "skip"
+    is_skippable = {
+        NOT_FINITE: True,
+        SPIKE: training.spike_policy == "skip",
+        OPERAND: training.on_nonfinite_activation in ("skip", "bf16"),
+    }[bad_step.reason]
     num_before = progress.history.num_in_row
     if is_skippable and num_before < training.max_skipped_steps:
         return
@@ -183,23 +243,30 @@ def is_rollback_allowed(run: Run, progress: Progress) -> bool:
 
 
 def progress_after_step(
-    run: Run, progress: Progress, bad_step: Optional[BadStep], values: Optional[tuple[float, float]]
+    run: Run,
+    progress: Progress,
+    bad_step: Optional[BadStep],
+    values: Optional[tuple[float, float]],
+    grad_factor: float = 1.0,
 ) -> Progress:
     """The progress after a step.
 
     Args:
         bad_step: why its update was skipped, if it was.
         values: loss and gradient norm of a step that updated the weights; None where the loss scale overflowed.
+        grad_factor: of the next step.
     """
-    step, consumed, history = progress.step + 1, progress.consumed_samples + run.global_batch_size, progress.history
+    step, history = progress.step + 1, progress.history
+    consumed = progress.consumed_samples + run.batch_size_at(progress.consumed_samples)
     if bad_step is not None:
         history = history.after_skip(SkippedSamples(progress.consumed_samples, consumed, step, bad_step.reason))
+        history = history.after_move(bad_step.moved)
     elif values is not None:
         window = () if run.spike_detector is None else run.spike_detector.after_update(history.window, *values)
         history = history.after_update(window)
     else:
         history = history.after_overflow()
-    return Progress(step, consumed, history)
+    return Progress(step, consumed, history, grad_factor)
 
 
 def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_batches: int) -> Progress:
@@ -209,12 +276,13 @@ def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_ba
         failed: before the step that failed.
         loaded: that of the checkpoint.
     """
-    end = loaded.consumed_samples + num_batches * run.global_batch_size
+    end = run.batch_schedule.advance(num_batches, loaded.consumed_samples)
     skipped = SkippedSamples(loaded.consumed_samples, end, failed.step + 1, ROLLBACK)
     history = dataclasses.replace(
         loaded.history,
         skipped=(*loaded.history.skipped, skipped),
         num_in_row=0,
         num_rollbacks=failed.history.num_rollbacks + 1,
+        moved_linears=failed.history.moved_linears,  # they stay in high precision
     )
-    return Progress(loaded.step + num_batches, end, history)
+    return Progress(loaded.step + num_batches, end, history, loaded.grad_factor)

@@ -264,6 +264,26 @@ def test_loss_scale_overflow_skips_the_step() -> None:
     assert run_ranks(1, step) == [(True, 2.0**32, 2.0**31)]
 
 
+def test_a_skipped_step_restores_the_biases_of_the_experts() -> None:
+    """megatron-core changes them with the reduction of the gradients."""
+    experts = (
+        "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall --max-skipped-steps 1"
+    )
+    config = small_config("llama", f"{PLAIN} {experts}")
+
+    def steps() -> tuple[list[float], list[float], list[float]]:
+        run = build_run(config)
+        router = unwrap_model(run.trainee.chunks)[0].decoder.layers[0].mlp.router
+        train(run, 1)
+        before = router.expert_bias.tolist()
+        train(spoil_loss(run, float("nan")), 1, 2)
+        return before, router.expert_bias.tolist(), router.local_tokens_per_expert.tolist()
+
+    before, after, tokens = run_ranks(1, steps)[0]
+    assert any(before) and before == after and not any(tokens)
+
+
 def test_nonfinite_record_is_cleared_after_each_step() -> None:
     """The record of non-finite values covers one step only."""
 

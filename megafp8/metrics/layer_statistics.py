@@ -1,0 +1,103 @@
+"""Statistics of layers that grow before a run in FP8 diverges, their limits, and what helps.
+
+    kurtosis          of a linear's input: mean of x^4 over the squared mean of x^2; 3 for normal numbers
+    outlier share     of a linear's input: the part of the sum of x^2 that lies in the largest channel
+    subnormal share   of a linear's input: nonzero values that one scale for the tensor puts below E4M3's normal numbers
+    SwiGLU alignment  of a layer: the largest |cosine| of the two weights of one channel (arXiv:2409.12517)
+    attention logits  of a layer: the largest |q| |k| / sqrt(d) of one head, a bound of its logits
+    residual          of a layer: root mean square of its output
+
+The limits lie between the largest values of clean runs and the smallest of runs with planted faults, which
+`benchmarks/guard_calibration.py` measures on a small model; no fault is planted for the subnormal share. They are not
+calibrated on large models.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafp8.recipes.formats import E4M3
+
+SMALLEST_NORMAL = E4M3.min_normal / E4M3.max  # of a tensor whose amax is 1
+
+
+class Limit(NamedTuple):
+    """The limit of a statistic.
+
+    Attributes:
+        value: larger ones are findings.
+        moves_layer: whether the layer in high precision helps. If not, the cause is not the quantization.
+        remedy: what to try.
+    """
+
+    value: float
+    moves_layer: bool
+    remedy: str
+
+
+HIGH_PRECISION_REMEDY = "--fp8-guard bf16-layer, or the layer in high precision with --precision"
+LIMITS = {
+    "kurtosis": Limit(1000.0, True, HIGH_PRECISION_REMEDY),
+    "outlier share": Limit(0.8, True, HIGH_PRECISION_REMEDY),
+    "subnormal share": Limit(0.5, True, HIGH_PRECISION_REMEDY),
+    "SwiGLU alignment": Limit(0.9, True, f"{HIGH_PRECISION_REMEDY}; a larger --weight-decay"),
+    "attention logits": Limit(
+        500.0, False, "--qk-layernorm or --attention-logit-softcapping in a new run, a lower --lr"
+    ),
+    "residual": Limit(1000.0, False, "a lower --lr"),
+}
+INPUT_STATISTICS = ("kurtosis", "outlier share", "subnormal share")
+LAYER_STATISTICS = ("SwiGLU alignment", "attention logits", "residual")
+
+
+def input_statistics(values: Tensor) -> Tensor:
+    """`INPUT_STATISTICS` of a linear's input [..., channels], FP32 [3]; infinity where it is not finite."""
+    rows = values.detach().reshape(-1, values.shape[-1]).float()
+    magnitudes = rows.abs()
+    amax = magnitudes.amax()
+    squares = (rows / amax.clamp(min=torch.finfo(torch.float32).tiny)).square()  # no overflow
+    energy = squares.sum(dim=0)
+    total = energy.sum().clamp(min=1.0)  # the largest square is 1, unless all are zero
+    kurtosis = squares.square().sum() * rows.numel() / total.square()
+    num_nonzero = torch.count_nonzero(rows).clamp(min=1)
+    num_subnormal = num_nonzero - torch.count_nonzero(magnitudes >= amax * SMALLEST_NORMAL)
+    return finite_or_infinity(torch.stack([kurtosis, energy.amax() / total, num_subnormal.clamp(min=0) / num_nonzero]))
+
+
+def swiglu_alignment(weight: Tensor) -> Tensor:
+    """The largest |cosine| between the gate's weight of a channel and the other one, FP32 scalar.
+
+    Args:
+        weight: of linear_fc1 [2 F, H], the rows of the gate first.
+    """
+    gate, linear = weight.detach().float().chunk(2)
+    return finite_or_infinity(torch.nn.functional.cosine_similarity(gate, linear, dim=1).abs().amax())
+
+
+def attention_logit_bound(query: Tensor, key: Tensor) -> Tensor:
+    """The largest |q| |k| / sqrt(d) of any head, FP32 scalar.
+
+    Args:
+        query: [s, b, heads, d].
+        key: [s, b, groups, d]; every group serves as many heads.
+    """
+    longest_query, longest_key = (
+        torch.linalg.vector_norm(tensor.detach().float(), dim=-1).flatten(0, 1).amax(dim=0) for tensor in (query, key)
+    )
+    heads_per_group = len(longest_query) // len(longest_key)
+    products = longest_query * longest_key.repeat_interleave(heads_per_group)
+    return finite_or_infinity(products.amax() / math.sqrt(query.shape[-1]))
+
+
+def root_mean_square(values: Tensor) -> Tensor:
+    """Root mean square, FP32 scalar."""
+    return finite_or_infinity(values.detach().float().square().mean().sqrt())
+
+
+def finite_or_infinity(values: Tensor) -> Tensor:
+    """NaN becomes infinity, which every limit notices."""
+    return values.nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -1,0 +1,157 @@
+"""Counters of the values that quantization hides: non-finite and saturated ones, at every quantizer, in every step.
+
+A tensor core sees codes. Under per-tensor and block scales an infinite value becomes the largest number of the format,
+and under NVFP4 a NaN becomes 6: the results stay finite, so that no check of loss and gradients notices. The counters
+see the values before they are rounded:
+
+    non-finite   NaN or infinity in the tensor that is quantized
+    saturated    finite, but at least half a step above the largest number that the scale expresses, so that a larger
+                 number of the format would be nearer. `TensorStats.saturated_fraction` also counts the values of NVFP4
+                 that lie less than that above, because E4M3 scales are rounded.
+
+On a CPU the amax that a quantizer needs anyway shows whether there is anything to count. Only then the tensor is read
+again. Current scaling saturates a finite value only beside a non-finite one, whose scale is 1. On a GPU the counts are
+sums on the device, without a wait. There, saturation is counted under delayed scaling only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megafp8.quantization.quantized_tensor import Use
+from megafp8.quantization.scaling import FP32_MAX, can_saturate
+from megafp8.recipes.base import OPERANDS_OF, Gemm, Operand, OperandRule, ScaleRule
+from megafp8.recipes.formats import Format
+
+NON_FINITE, SATURATED = 0, 1  # of a quantizer's two counts
+QUANTIZERS = tuple((operand, gemm) for gemm, operands in OPERANDS_OF for operand in operands)
+"""The uses of a linear's operands, each of which is one quantizer."""
+LinearCounts = Mapping[tuple[Operand, Gemm], Tensor]
+"""The counts of a linear's quantizers, int64 [2] each."""
+
+
+class QuantizerCounters:
+    """The counts of all quantized linears of a model, in one table on the device.
+
+    Every rank has rows for all linears, and adds to those of its own.
+
+    Args:
+        linears: names, the same on all ranks.
+    """
+
+    def __init__(self, linears: Sequence[str], device: torch.device):
+        self.linears = tuple(linears)
+        self.table = torch.zeros(len(self.linears), len(QUANTIZERS), 2, dtype=torch.int64, device=device)
+
+    def of_linear(self, name: str) -> LinearCounts:
+        """The counts of one linear, views of the table."""
+        return dict(zip(QUANTIZERS, self.table[self.linears.index(name)].unbind(), strict=True))
+
+    def reset(self) -> None:
+        """Set all counts to zero, before a step."""
+        self.table.zero_()
+
+    def totals(self, operands: Sequence[Operand] = tuple(Operand)) -> Tensor:
+        """This rank's non-finite and saturated values of some operands, int64 [2]. A value counts once for each GEMM
+        that reads it."""
+        columns = [index for index, (operand, _) in enumerate(QUANTIZERS) if operand in operands]
+        return self.table[:, columns].sum(dim=(0, 1))
+
+
+def saturation_threshold(fmt: Format) -> float:
+    """The smallest magnitude that rounds beyond the largest number of a format, if the format went on."""
+    step = 2.0 ** (math.floor(math.log2(fmt.max)) - fmt.mantissa_bits)
+    return fmt.max + step / 2
+
+
+def count_values(
+    source: Tensor,
+    blocks: Tensor,
+    amax: Tensor,
+    quant_scale: Tensor,
+    is_suspect: bool,
+    rule: OperandRule,
+    counts: Sequence[Tensor],
+) -> None:
+    """Add the non-finite and saturated values of a tensor to counts.
+
+    Args:
+        source: the tensor.
+        blocks: its blocks [R, r, C, c], after the Hadamard transform where the rule has one.
+        amax, quant_scale: FP32 scalars or [R, C].
+        is_suspect: whether there are non-finite values in the blocks.
+        counts: int64 [2] each.
+    """
+    # The scales of EDEN are corrected after the cast: what they saturate is not counted.
+    is_counted = is_suspect or (can_saturate(rule) and rule.scale_rule is not ScaleRule.EDEN)
+    # Other scale rules make scales that fit the amax, unless it is infinite.
+    num_saturated = _num_saturated(blocks, amax, quant_scale, rule) if is_counted else 0
+    if not num_saturated and not is_suspect:
+        return
+    num_non_finite = source.numel() - int(torch.count_nonzero(torch.isfinite(source))) if is_suspect else 0
+    for count in counts:
+        count[NON_FINITE] += num_non_finite
+        count[SATURATED] += num_saturated
+
+
+def _num_saturated(blocks: Tensor, amax: Tensor, quant_scale: Tensor, rule: OperandRule) -> int:
+    """The number of saturated values. Only blocks whose amax saturates are read.
+
+    Values of a block whose two-level scale underflowed to zero become zero, and do not count.
+    """
+    threshold = saturation_threshold(rule.format)
+    if not quant_scale.ndim:
+        if amax.item() * quant_scale.item() < threshold:
+            return 0
+        return _count_from(blocks, _smallest_beyond(quant_scale, threshold, blocks.dtype))
+    peaks = amax * quant_scale
+    if not peaks.numel() or peaks.amax().item() < threshold:
+        return 0
+    is_beyond = (peaks >= threshold) & (quant_scale < FP32_MAX)  # FP32_MAX: a two-level scale underflowed
+    chosen, scales = blocks.permute(0, 2, 1, 3)[is_beyond], quant_scale[is_beyond][:, None, None]
+    return int(torch.count_nonzero(((chosen.float() * scales).abs() >= threshold) & torch.isfinite(chosen)))
+
+
+def _smallest_beyond(quant_scale: Tensor, threshold: float, dtype: torch.dtype) -> int:
+    """The bits of the smallest number of a dtype whose FP32 product with the scale reaches the threshold."""
+    integer = torch.int16 if dtype.itemsize == 2 else torch.int32
+    infinity = torch.tensor(torch.inf, dtype=dtype).view(integer).item()
+    near = (threshold / quant_scale).to(dtype).view(integer).item()
+    bits = torch.arange(max(0, near - 2), min(infinity, near + 2) + 1, dtype=integer)
+    return int(bits[torch.nonzero(bits.view(dtype).float() * quant_scale >= threshold)[0]].item())
+
+
+def _count_from(tensor: Tensor, smallest: int) -> int:
+    """The number of finite magnitudes from one on, which is given by its bits. Magnitudes are ordered as their bits.
+
+    Only rows with such a magnitude are counted: a maximum is several times faster than a comparison.
+    """
+    integer = torch.int16 if tensor.dtype.itemsize == 2 else torch.int32
+    infinity = torch.tensor(torch.inf, dtype=tensor.dtype).view(integer).item()
+    bits = tensor.reshape(-1, tensor.shape[-1]).view(integer).bitwise_and(torch.iinfo(integer).max)
+    largest = bits.amax(dim=1)
+    bits, has_infinity = bits[largest >= smallest], largest.amax().item() >= infinity
+    num_infinite = int(torch.count_nonzero(bits >= infinity)) if has_infinity else 0
+    return int(torch.count_nonzero(bits >= smallest)) - num_infinite
+
+
+def count_on_device(
+    tensor: Tensor, uses: Sequence[Use], delayed_scale: Tensor | None, counts: Sequence[Tensor]
+) -> None:
+    """`count_values` on a GPU, without a wait of the host; saturated values under delayed scaling only.
+
+    Args:
+        uses: of the tensor, one for each of `counts`.
+        delayed_scale: FP32 scalar; None without delayed scaling.
+    """
+    is_finite = torch.isfinite(tensor)
+    num_non_finite = tensor.numel() - torch.count_nonzero(is_finite)
+    for use, count in zip(uses, counts, strict=True):
+        count[NON_FINITE] += num_non_finite
+        if delayed_scale is not None and use.rule.scale_rule is ScaleRule.DELAYED:
+            is_beyond = (tensor.float() * delayed_scale).abs() >= saturation_threshold(use.rule.format)
+            count[SATURATED] += torch.count_nonzero(is_beyond & is_finite)

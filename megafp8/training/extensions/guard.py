@@ -1,0 +1,179 @@
+"""Early warning by statistics of the layers (`--fp8-guard`), and the move of a layer to high precision.
+
+Every `--fp8-guard-interval` steps hooks take the statistics of `metrics/layer_statistics.py` from the first microbatch
+of each rank. One MAX all-reduce over all ranks follows, so that they take the same decision. Other steps have no hooks.
+A decision depends on the statistics of the one step only. A resumed run therefore decides as the uninterrupted one, and
+the linears that were moved are in the checkpoint (`SkipHistory.moved_linears`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megafp8.checkpoint.progress import MovedLinear
+from megafp8.config import precision_map
+from megafp8.errors import NumericsError
+from megafp8.metrics.layer_statistics import (
+    INPUT_STATISTICS,
+    LAYER_STATISTICS,
+    LIMITS,
+    attention_logit_bound,
+    input_statistics,
+    root_mean_square,
+    swiglu_alignment,
+)
+from megafp8.metrics.records import EventRecord
+from megafp8.quantization.fp8_parameter import QuantizedParameter
+from megafp8.training.extension import Extension, LoopState, is_multiple
+from megafp8.training.operand_faults import emulated_linears_by_name, move_linears
+from megafp8.training.run import Run
+from megafp8.training.step import StepResult
+
+EVENT = "guard"
+Key = tuple[str, str]
+"""A statistic and the layer or linear that it is of."""
+
+
+class LayerGuard(Extension):
+    """Warns of statistics above their limits, once for each layer or linear, and moves layers if the run wants it."""
+
+    def __init__(self) -> None:
+        self.reported: set[Key] = set()
+        self.collector: Optional[LayerStatistics] = None
+
+    def before_step(self, state: LoopState) -> None:
+        training = state.run.config.training
+        if training.fp8_guard != "off" and is_multiple(state.step + 1, training.fp8_guard_interval):
+            self.collector = LayerStatistics(state.run)
+            self.collector.attach()
+            state.needs_eager_step = True
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        if self.collector is None:
+            return
+        values, self.collector = self.collector.take(), None
+        if result.bad_step is not None:  # a step that is skipped moves nothing
+            return
+        for (statistic, name), value in values.items():
+            if value > LIMITS[statistic].value:
+                self.handle(state, (statistic, name), value)
+
+    def recover(self, state: LoopState, error: NumericsError) -> bool:
+        """Remove the hooks."""
+        if self.collector is not None:
+            self.collector.detach()
+        self.collector = None
+        return False
+
+    def handle(self, state: LoopState, key: Key, value: float) -> None:
+        """Report a statistic above its limit, and move the layer to high precision under `bf16-layer`."""
+        statistic, name = key
+        limit, layer = LIMITS[statistic], ".".join(name.split(".")[:2])
+        moves = state.run.config.training.fp8_guard == "bf16-layer" and limit.moves_layer
+        if key not in self.reported:
+            self.reported.add(key)
+            detail = f"{statistic} of {name} is {value:.3g}, above {limit.value:g}"
+            detail += "" if moves else f"; try: {limit.remedy}"
+            state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
+        if moves:
+            move_layer(state, layer, f"{statistic} of {name}")
+
+
+def move_layer(state: LoopState, layer: str, reason: str) -> None:
+    """Compute all linears of a layer in high precision from the next step on; all ranks call it."""
+    config, history = state.run.config, state.progress.history
+    names = precision_map.linears_with_statistics(config.model, config.precision)
+    linears = [MovedLinear(name, state.step, reason) for name in names if name.startswith(f"{layer}.")]
+    changed = history.after_move(linears)
+    if changed is history:
+        return
+    move_linears(state.run.trainee.chunks, linears)
+    state.progress = dataclasses.replace(state.progress, history=changed)
+    detail = f"{layer} is in high precision from step {state.step + 1} on: {reason}"
+    state.sinks.write(EventRecord(step=state.step, name="layer moved", detail=detail))
+
+
+class LayerStatistics:
+    """The statistics of one step.
+
+    Args:
+        run: of emulated layers.
+    """
+
+    def __init__(self, run: Run):
+        model, precision = run.config.model, run.config.precision
+        assert model.num_layers is not None
+        linears = precision_map.linears_with_statistics(model, precision)
+        names = [name for name in linears if name != precision_map.OUTPUT_LAYER and precision_map.EXPERTS not in name]
+        keys = [(statistic, f"{name}.input") for name in names for statistic in INPUT_STATISTICS]
+        keys += [(statistic, f"layers.{layer}") for layer in range(model.num_layers) for statistic in LAYER_STATISTICS]
+        self.run, self.keys = run, {key: index for index, key in enumerate(keys)}
+        self.table = torch.full((len(keys),), -1.0, dtype=torch.float32, device=run.platform.device)
+        self.handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Attach the hooks; each runs once."""
+        chunks, is_swiglu = self.run.trainee.chunks, self.run.config.model.swiglu
+        for name, linear in emulated_linears_by_name(chunks):
+            assert isinstance(linear, torch.nn.Module)
+            if (INPUT_STATISTICS[0], f"{name}.input") not in self.keys:
+                continue
+            self._once(linear, lambda _, args, name=name: self._record_input(name, args[0]), is_before=True)
+            is_gated = is_swiglu and name.endswith(".linear_fc1") and name.count(".") == 2
+            if is_gated and not isinstance(linear.weight, QuantizedParameter):
+                self._record("SwiGLU alignment", ".".join(name.split(".")[:2]), swiglu_alignment(linear.weight))
+        for layer in (m for chunk in unwrap_model(chunks) for m in chunk.modules() if isinstance(m, TransformerLayer)):
+            name = f"layers.{layer.layer_number - 1}"
+            if ("residual", name) not in self.keys:  # layers of multi-token prediction come after the model's
+                continue
+            self._once(layer, lambda _, args, output, name=name: self._record_residual(name, output))
+            attention = getattr(layer.self_attention, "core_attention", None)
+            if attention is not None:
+                self._once(attention, lambda _, args, name=name: self._record_logits(name, args), is_before=True)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    def take(self) -> dict[Key, float]:
+        """The largest value of each statistic over all ranks; all ranks call it."""
+        self.detach()
+        dist.all_reduce(self.table, op=dist.ReduceOp.MAX)
+        return dict(zip(self.keys, self.table.tolist(), strict=True))
+
+    def _once(self, module: torch.nn.Module, record: Callable[..., None], is_before: bool = False) -> None:
+        """Call a function at the next forward pass of a module."""
+
+        def hook(*args: Any) -> None:
+            handle.remove()
+            record(*args)
+
+        handle = module.register_forward_pre_hook(hook) if is_before else module.register_forward_hook(hook)
+        self.handles.append(handle)
+
+    def _record(self, statistic: str, name: str, value: Tensor) -> None:
+        self.table[self.keys[statistic, name]] = value
+
+    @torch.no_grad()
+    def _record_input(self, name: str, values: Tensor) -> None:
+        for statistic, value in zip(INPUT_STATISTICS, input_statistics(values).unbind(), strict=True):
+            self._record(statistic, f"{name}.input", value)
+
+    @torch.no_grad()
+    def _record_residual(self, name: str, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        self._record("residual", name, root_mean_square(hidden))
+
+    @torch.no_grad()
+    def _record_logits(self, name: str, args: tuple[Any, ...]) -> None:
+        if len(args) >= 2 and isinstance(args[0], Tensor) and args[0].ndim == args[1].ndim == 4:
+            self._record("attention logits", name, attention_logit_bound(args[0], args[1]))

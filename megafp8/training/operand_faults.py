@@ -1,0 +1,166 @@
+"""Non-finite and saturated values in the operands of quantized linears, and what a run does about them.
+
+`quantization/counters.py` counts them in every step. Their sums over the ranks are reduced together with the loss, so
+that all ranks take the same decision before the update. Only a step with faults needs more: one reduction of the table,
+and the names of amax histories with an infinite amax. These are cleared in any case. Under the algorithm "max" such an
+amax would otherwise keep a scale until it leaves the history.
+
+`--on-nonfinite-activation` says what follows from non-finite operands: `warn` records them, `stop` and `skip` treat the
+step as a bad one (`bad_steps.py`), and `bf16` also computes the linears in high precision from the next step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megafp8.checkpoint.progress import MovedLinear
+from megafp8.config import precision_map
+from megafp8.config.schema import RunConfig
+from megafp8.mcore.modules import named_linears
+from megafp8.metrics.records import OperandCounts
+from megafp8.models.emulated_layers import EmulatedLinearMixin
+from megafp8.optimizer.gradient_checks import StepTotals
+from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, QuantizerCounters
+from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
+from megafp8.recipes.base import Operand
+
+FORWARD_OPERANDS = (Operand.INPUT, Operand.WEIGHT)
+MAX_NAMED = 6
+
+
+@dataclass(frozen=True)
+class OperandFaults:
+    """The faults of one step over all ranks, the same on all ranks. Copies of a tensor on several ranks all count.
+
+    Attributes:
+        num_non_finite, num_saturated: values, each once for each GEMM that reads it.
+        counts: of the quantizers that have any, as in `StepRecord.operand_counts`.
+        infinite_amaxes: operands whose amax history had an infinite amax, for example `layers.3.linear_fc2.input`.
+    """
+
+    num_non_finite: int = 0
+    num_saturated: int = 0
+    counts: tuple[tuple[str, OperandCounts], ...] = ()
+    infinite_amaxes: tuple[str, ...] = ()
+
+    def non_finite_operands(self, operands: Sequence[Operand] = OPERANDS) -> dict[str, tuple[int, tuple[str, ...]]]:
+        """Non-finite values and the GEMMs that read them, by tensor: `layers.3.linear_fc2.input`.
+
+        Inputs and weights are in the order of the forward pass. Output gradients follow in that of the backward pass.
+        """
+        found: dict[str, tuple[int, tuple[str, ...]]] = {}
+        for name, counts in self.counts:
+            tensor, _, gemm = name.rpartition(".")
+            if counts.non_finite and tensor.endswith(tuple(operand.value for operand in operands)):
+                number, gemms = found.get(tensor, (0, ()))
+                found[tensor] = max(number, counts.non_finite), (*gemms, gemm)
+        for tensor in self.infinite_amaxes:
+            found.setdefault(tensor, (0, ()))
+        gradients = [tensor for tensor in found if tensor.endswith(Operand.GRAD_OUTPUT.value)]
+        forward = [tensor for tensor in found if tensor not in gradients]
+        return {tensor: found[tensor] for tensor in (*forward, *reversed(gradients))}
+
+    def describe(self, operands: Sequence[Operand] = OPERANDS) -> str:
+        """The non-finite operands in words: layer, operand, GEMMs, number of values."""
+        parts = [
+            f"{tensor} ({', '.join(gemms)}): {number} non-finite" if number else f"{tensor}: infinite amax"
+            for tensor, (number, gemms) in self.non_finite_operands(operands).items()
+        ]
+        more = len(parts) - MAX_NAMED
+        return "; ".join(parts[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+class OperandMonitor:
+    """Counts the faults of this rank's linears, and names those of all ranks.
+
+    Args:
+        linears: names of all quantized linears of the model, the same on all ranks.
+        chunks: the model.
+    """
+
+    def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
+        self.counters = QuantizerCounters(linears, device)
+        self.windows: dict[str, DelayedState] = {}
+        for name, linear in emulated_linears_by_name(chunks):
+            if name not in self.counters.linears:
+                continue
+            linear.counts = self.counters.of_linear(name)
+            state = getattr(linear, "quantizer_state", None)
+            if isinstance(state, DelayedState) and state.options.algorithm == "max":
+                self.windows[name] = state
+
+    def reset(self) -> None:
+        """Clear the counts before a step."""
+        self.counters.reset()
+
+    def local_totals(self) -> Tensor:
+        """This rank's part of the step's totals, int64 [3]; see `StepTotals`."""
+        totals = self.counters.totals()
+        histories = [state.infinite_amaxes.any() for state in self.windows.values()]
+        num_infinite = torch.stack(histories).sum() if histories else torch.zeros_like(totals[0])
+        return torch.cat([totals, num_infinite[None]])
+
+    def faults(self, totals: StepTotals) -> OperandFaults:
+        """The faults of a step, and clear infinite amaxes. Collective, with communication only if there are any."""
+        if not (totals.num_non_finite or totals.num_saturated or totals.num_infinite_amaxes):
+            return OperandFaults()
+        table = self.counters.table.clone()
+        dist.all_reduce(table)
+        counts = tuple(named_counts(self.counters.linears, table.cpu()))
+        infinite = self._clear_windows() if totals.num_infinite_amaxes else ()
+        return OperandFaults(int(totals.num_non_finite), int(totals.num_saturated), counts, infinite)
+
+    def _clear_windows(self) -> tuple[str, ...]:
+        """Clear infinite amaxes; returns the names of their operands on all ranks, in the order of the model."""
+        names = []
+        for name, state in self.windows.items():
+            is_infinite = state.infinite_amaxes.tolist()
+            names += [f"{name}.{operand.value}" for operand, bad in zip(OPERANDS, is_infinite, strict=True) if bad]
+            state.clear_infinite_amaxes()
+        gathered: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(gathered, names)
+        everywhere = {name for each in gathered for name in each}
+        return tuple(sorted(everywhere, key=lambda name: self.counters.linears.index(name.rpartition(".")[0])))
+
+
+def named_counts(linears: Sequence[str], table: Tensor) -> Iterator[tuple[str, OperandCounts]]:
+    """The counts that are not zero, with names such as `layers.3.linear_fc2.input.fprop`."""
+    for row, column in (table > 0).any(dim=-1).nonzero().tolist():
+        operand, gemm = QUANTIZERS[column]
+        counts = table[row, column].tolist()
+        yield (
+            f"{linears[row]}.{operand.value}.{gemm.value}",
+            OperandCounts(non_finite=counts[NON_FINITE], saturated=counts[SATURATED]),
+        )
+
+
+def emulated_linears_by_name(chunks: Sequence[Any]) -> Iterator[tuple[str, EmulatedLinearMixin]]:
+    """The emulated linears of this rank that have a recipe."""
+    for chunk in unwrap_model(list(chunks)):
+        for name, module in named_linears(chunk):
+            if isinstance(module, EmulatedLinearMixin) and module.recipe is not None:
+                yield name, module
+
+
+def build_operand_monitor(
+    config: RunConfig, chunks: Sequence[Any], implementation: str, device: torch.device
+) -> Optional[OperandMonitor]:
+    """The monitor of a run; None without emulated linears."""
+    if implementation != "emulated" or not precision_map.is_quantized(config.precision):
+        return None
+    return OperandMonitor(precision_map.linears_with_statistics(config.model, config.precision), chunks, device)
+
+
+def move_linears(chunks: Sequence[Any], linears: Iterable[MovedLinear]) -> None:
+    """Compute linears in high precision from now on, those of this rank."""
+    names = {linear.name for linear in linears}
+    for name, linear in emulated_linears_by_name(chunks):
+        if name in names:
+            linear.move_to_high_precision()

@@ -1,0 +1,120 @@
+"""The guard: silent in clean runs, warns of planted faults, and moves a layer to high precision on all ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import build_run, fingerprint, small_config, weights
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.guard_calibration import FAULTS, planted, statistics_of
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.progress import Progress
+from megafp8.metrics.layer_statistics import LIMITS
+from megafp8.training import pretrain
+from megafp8.training.evaluation import build_batches
+from megafp8.training.operand_faults import emulated_linears_by_name
+
+RECIPES = {
+    "tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "delayed": (
+        "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 8 --fp8-amax-compute-algo max "
+        "--fp8-delayed-start te"
+    ),
+    "blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+}
+LOOP = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100"
+EVERY_SECOND_STEP = "--fp8-guard-interval 2 --fp8-guard"
+FIRST_BAD_STEP = 3
+
+
+def add_outlier_channel(run: Any, first_bad_step: int) -> None:
+    """One channel of the input of layer 1's linear_fc2 is 1000 times as large from a step of this process on."""
+    linears, num_passes = dict(emulated_linears_by_name(run.trainee.chunks)), [0]
+    if "layers.1.linear_fc2" not in linears:
+        return
+
+    def spoil(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        num_passes[0] += 1
+        if num_passes[0] <= (first_bad_step - 1) * run.num_microbatches:
+            return args
+        spoiled = args[0].clone()
+        spoiled[..., 0] *= 1e3
+        return (spoiled, *args[1:])
+
+    linears["layers.1.linear_fc2"].register_forward_pre_hook(spoil)
+
+
+def run_loop(folder: Path, flags: str, world_size: int = 1, is_spoiled: bool = True) -> list[tuple[Progress, str]]:
+    """The training loop with the guard; from the start with an outlier channel if `is_spoiled`."""
+    config = small_config("llama", f"{LOOP} --save {folder} --load {folder} {flags}", world_size)
+
+    def start() -> tuple[Progress, str]:
+        run = build_run(config)
+        if is_spoiled:
+            add_outlier_channel(run, 1 if list(folder.glob("iter_*")) else FIRST_BAD_STEP)
+        return pretrain.train(run), fingerprint(weights(run))
+
+    return run_ranks(world_size, start)
+
+
+def events(folder: Path) -> list[tuple[int, str, str]]:
+    return [(e.step, e.name, e.detail) for e in load_run(folder).events if e.name in ("guard", "layer moved")]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_clean_runs_raise_no_alarm(recipe: str, tmp_path: Path) -> None:
+    run_loop(tmp_path, f"{recipe} {EVERY_SECOND_STEP} bf16-layer --train-iters 6", is_spoiled=False)
+    assert events(tmp_path) == []
+
+
+def test_every_planted_fault_exceeds_its_limit() -> None:
+    def find() -> dict[str, float]:
+        run = build_run(small_config("llama", f"{RECIPES['tensorwise']} --qk-layernorm --fp8-guard warn"))
+        batches, found = build_batches(run, run.datasets[0], 0, 100 * 8, num_workers=0), {}
+        for fault, statistic in FAULTS.items():
+            with planted(run, fault, layer=1):
+                values = statistics_of(run, batches)
+            found[fault] = max(value for (name, _), value in values.items() if name == statistic)
+        return found
+
+    (found,) = run_ranks(1, find)
+    # With normalized queries and keys their weights cannot inflate the logits, which is why it is a remedy.
+    below = {fault for fault, statistic in FAULTS.items() if found[fault] <= LIMITS[statistic].value}
+    assert below == {"inflated QK"}, found
+
+
+def test_warning_changes_nothing(tmp_path: Path) -> None:
+    flags = f"{RECIPES['tensorwise']} --train-iters 4"
+    ((_, guarded),) = run_loop(tmp_path / "warn", f"{flags} {EVERY_SECOND_STEP} warn")
+    ((_, plain),) = run_loop(tmp_path / "off", flags)
+    assert guarded == plain
+    found = events(tmp_path / "warn")
+    assert found and all(event[:2] == (4, "guard") for event in found)
+    assert any(detail.startswith("outlier share of layers.1.linear_fc2.input is ") for *_, detail in found)
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_layer_moves_on_all_ranks(layout: str, tmp_path: Path) -> None:
+    flags = f"{RECIPES['delayed']} {layout} {EVERY_SECOND_STEP} bf16-layer --train-iters 6"
+    answers = run_loop(tmp_path, flags, 2)
+    linears = [[linear.name for linear in progress.history.moved_linears] for progress, _ in answers]
+    names = [f"layers.1.linear_{kind}" for kind in ("qkv", "proj", "fc1", "fc2")]
+    assert linears == [names, names]
+    (moved,) = [event for event in events(tmp_path) if event[1] == "layer moved"]
+    assert moved[0] == 4 and moved[2].startswith("layers.1 is in high precision from step 5 on: ")
+
+
+def test_moved_layer_is_resumed(tmp_path: Path) -> None:
+    flags = f"{RECIPES['delayed']} {EVERY_SECOND_STEP} bf16-layer --train-iters 6"
+    ((progress, straight),) = run_loop(tmp_path / "straight", flags)
+    run_loop(tmp_path / "resumed", f"{flags} --exit-interval 5")
+    ((resumed_progress, resumed),) = run_loop(tmp_path / "resumed", flags)
+    assert len(progress.history.moved_linears) == 4
+    assert (progress, straight) == (resumed_progress, resumed), "to the bit"

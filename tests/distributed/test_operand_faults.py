@@ -1,0 +1,225 @@
+"""A non-finite activation that quantization hides: all ranks name it in the same step, and do what the flag says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from ranks import run_ranks
+from small_run import SourceSamples, build_run, fingerprint, small_config, weights
+from torch import Tensor
+
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.progress import OPERAND, MovedLinear, Progress
+from megafp8.config.schema import RunConfig
+from megafp8.errors import NumericsError
+from megafp8.metrics.records import OperandCounts
+from megafp8.quantization.delayed_scaling import DelayedState
+from megafp8.training import pretrain
+from megafp8.training.bad_steps import progress_after_step
+from megafp8.training.evaluation import build_batches
+from megafp8.training.operand_faults import emulated_linears_by_name
+from megafp8.training.run import Run
+from megafp8.training.step import StepResult, train_step
+
+BAD_STEP, STEPS, BATCH = 3, 5, 8
+BAD = "layers.3.linear_fc2"
+TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+DELAYED = (
+    "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 64 --fp8-amax-compute-algo max "
+    "--fp8-delayed-start te"
+)
+RECIPES = {
+    "tensorwise": TENSORWISE,
+    "delayed": DELAYED,
+    "blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+    "mxfp8": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+    "nvfp4": "--bf16 --fp4-format e2m1",
+}
+HIDING = ("tensorwise", "delayed", "blockwise")  # an infinity; the others let it reach the loss
+BF16 = "--on-nonfinite-activation bf16 --max-skipped-steps 1"
+LOOP = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100"
+LAYOUTS = {
+    "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2 --micro-batch-size 2",
+    "dp2": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+
+
+def poison(run: Run, bad_rank: int, value: float) -> None:
+    """One element of the input of `BAD` is not finite in the first microbatch of the bad step, on one rank."""
+    linears = dict(emulated_linears_by_name(run.trainee.chunks))
+    if BAD not in linears or dist.get_rank() != bad_rank:
+        return
+    num_passes = [0]
+
+    def spoil(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        num_passes[0] += 1
+        if num_passes[0] != (BAD_STEP - 1) * run.num_microbatches + 1:
+            return inputs
+        spoiled = inputs[0].clone()
+        spoiled.view(-1)[0] = value
+        return (spoiled, *inputs[1:])
+
+    linears[BAD].register_forward_pre_hook(spoil)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Some steps on one rank: results, hash of weights before each step, progress at the end, error."""
+
+    results: list[StepResult]
+    weights: list[str]
+    progress: Progress
+    error: str = ""
+    has_infinite_amax: bool = False
+    quant_scales: tuple[float, ...] = ()
+    moved: tuple[str, ...] = ()
+
+
+def train(config: RunConfig, bad_rank: int, value: float) -> Seen:
+    run, progress, error = build_run(config), Progress(), ""
+    poison(run, bad_rank, value)
+    results: list[StepResult] = []
+    hashes: list[str] = []
+    batches = build_batches(run, SourceSamples(config.data.seq_length), 0, STEPS * BATCH, num_workers=0)
+    for _ in range(STEPS):
+        hashes.append(fingerprint(weights(run)))
+        try:
+            result = train_step(run, batches, progress)
+        except NumericsError as raised:
+            error = str(raised)
+            break
+        values = None if result.is_skipped else (result.loss, result.grad_norm or 0.0)
+        progress = progress_after_step(run, progress, result.bad_step, values)
+        results.append(result)
+    hashes.append(fingerprint(weights(run)))
+    states = [m for c in unwrap_model(run.trainee.chunks) for m in c.modules() if isinstance(m, DelayedState)]
+    linears = dict(emulated_linears_by_name(run.trainee.chunks))
+    return Seen(
+        results, hashes, progress, error,
+        any(bool(state.infinite_amaxes.any()) for state in states),
+        tuple(linears[BAD].quantizer_state.quant_scale.tolist()) if states and BAD in linears else (),
+        tuple(name for name, linear in linears.items() if linear.is_moved),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[name] for name in HIDING], ids=HIDING)
+def test_hidden_infinity_is_named_and_changes_nothing_else(recipe: str) -> None:
+    (seen,) = run_ranks(1, train, small_config("llama", f"{recipe} --seq-length 64"), 0, torch.inf)
+    assert not seen.error and len(seen.results) == STEPS
+    for step, result in enumerate(seen.results, start=1):
+        found = result.operand_faults.non_finite_operands()
+        assert ("layers.3.linear_fc2.input" in found) == (step == BAD_STEP), (step, found)
+    faults = seen.results[BAD_STEP - 1].operand_faults
+    assert "layers.3.linear_fc2.input (fprop, wgrad): 1 non-finite" in faults.describe()
+    assert not seen.results[BAD_STEP - 1].is_skipped, "the default only records"
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_error_about_the_loss_names_the_operand(recipe: str) -> None:
+    (seen,) = run_ranks(1, train, small_config("llama", f"{RECIPES[recipe]} --seq-length 64"), 0, torch.inf)
+    assert f"step {BAD_STEP}: loss or gradients are not finite" in seen.error
+    assert "operands of quantized linears: layers.3.linear_fc2.input (fprop, wgrad): 1 non-finite" in seen.error
+
+
+def test_nan_under_nvfp4_is_named() -> None:
+    (seen,) = run_ranks(1, train, small_config("llama", f"{RECIPES['nvfp4']} --seq-length 64"), 0, torch.nan)
+    assert torch.isfinite(torch.tensor(seen.results[BAD_STEP - 1].loss)), "FP4 has no NaN: the loss cannot show it"
+    assert "layers.3.linear_fc2.input (fprop, wgrad): 1" in seen.results[BAD_STEP - 1].operand_faults.describe()
+
+
+def test_infinite_amax_is_cleared_from_the_window() -> None:
+    (seen,) = run_ranks(1, train, small_config("llama", DELAYED), 0, torch.inf)
+    assert seen.results[BAD_STEP - 1].operand_faults.infinite_amaxes == (f"{BAD}.input",)
+    assert not seen.has_infinite_amax
+    (clean,) = run_ranks(1, train, small_config("llama", DELAYED), 1, torch.inf)
+    assert seen.quant_scales[0] == pytest.approx(clean.quant_scales[0], rel=0.2), "made from later amaxes again"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_all_ranks_stop_before_the_update(layout: str) -> None:
+    config = small_config("llama", f"{TENSORWISE} {layout} --on-nonfinite-activation stop", 2)
+    answers = run_ranks(2, train, config, 1, torch.inf)
+    assert len({seen.error for seen in answers}) == 1
+    assert f"step {BAD_STEP}: operands of quantized linears are not finite" in answers[0].error
+    assert "layers.3.linear_fc2.input (fprop, wgrad)" in answers[0].error
+    for seen in answers:
+        assert seen.weights[BAD_STEP - 1] == seen.weights[BAD_STEP], "no weight has changed"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_all_ranks_skip_the_update(layout: str) -> None:
+    config = small_config("llama", f"{DELAYED} {layout} --on-nonfinite-activation skip --max-skipped-steps 1", 2)
+    answers = run_ranks(2, train, config, 1, torch.inf)
+    for seen in answers:
+        assert [result.is_skipped for result in seen.results] == [step == BAD_STEP for step in range(1, STEPS + 1)]
+        assert seen.weights[BAD_STEP - 1] == seen.weights[BAD_STEP] != seen.weights[BAD_STEP + 1]
+        assert [skipped.reason for skipped in seen.progress.history.skipped] == [OPERAND]
+        assert not seen.has_infinite_amax
+
+
+@pytest.mark.parametrize("recipe", [TENSORWISE, DELAYED], ids=["tensorwise", "delayed"])
+def test_linear_moves_to_high_precision(recipe: str) -> None:
+    config = small_config("llama", f"{recipe} {LAYOUTS['pp2']} {BF16}", 2)
+    answers = run_ranks(2, train, config, 1, torch.inf)
+    moved = (MovedLinear(BAD, BAD_STEP, OPERAND),)
+    assert [seen.progress.history.moved_linears for seen in answers] == [moved, moved], "also on the other stage"
+    assert [seen.moved for seen in answers] == [(), (BAD,)]
+    assert [result.is_skipped for result in answers[0].results] == [step == BAD_STEP for step in range(1, STEPS + 1)]
+
+
+def run_loop(folder: Path, flags: str) -> tuple[Progress, str]:
+    """The training loop under `bf16`, with the bad activation, until the flags end it; resumed where it can be."""
+    config = small_config("llama", f"{DELAYED} {BF16} {LOOP} --save {folder} --load {folder} {flags}")
+
+    def start() -> tuple[Progress, str]:
+        run = build_run(config)
+        if not list(folder.glob("iter_*")):
+            poison(run, 0, torch.inf)
+        return pretrain.train(run), fingerprint(weights(run))
+
+    return run_ranks(1, start)[0]
+
+
+def test_moved_linear_is_recorded_and_resumed(tmp_path: Path) -> None:
+    progress, straight = run_loop(tmp_path / "straight", "")
+    run_loop(tmp_path / "resumed", "--exit-interval 4")
+    resumed_progress, resumed = run_loop(tmp_path / "resumed", "")
+    assert progress.history.moved_linears == (MovedLinear(BAD, BAD_STEP, OPERAND),)
+    assert (progress, straight) == (resumed_progress, resumed), "to the bit"
+    run = load_run(tmp_path / "straight")
+    counted = {step.step: step.num_non_finite_operands for step in run.steps if step.num_non_finite_operands}
+    assert counted == {BAD_STEP: 2}
+    (bad,) = [step for step in run.steps if step.step == BAD_STEP]
+    non_finite = {name: counts for name, counts in bad.operand_counts.items() if counts.non_finite}
+    assert non_finite == {
+        f"{BAD}.input.{gemm}": OperandCounts(non_finite=1, saturated=0) for gemm in ("fprop", "wgrad")
+    }
+    details = {event.name: event.detail for event in run.events}
+    assert details["non-finite operands"].startswith(f"{BAD}.input (fprop, wgrad): 1 non-finite")
+    assert details["amax history cleared"].startswith(f"{BAD}.input: ")
+    assert details["linear moved"].startswith(f"{BAD} is in high precision from step {BAD_STEP + 1} on")
+
+
+def test_output_gradient_is_named() -> None:
+    def infinite_gradient() -> str:
+        run = build_run(small_config("llama", TENSORWISE))
+        layer = unwrap_model(run.trainee.chunks)[0].decoder.layers[1]
+
+        def spoil(module: torch.nn.Module, gradients: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            spoiled = gradients[0].clone()
+            spoiled.view(-1)[0] = torch.inf
+            return (spoiled, *gradients[1:])
+
+        layer.mlp.linear_fc1.register_full_backward_pre_hook(spoil)
+        batches = build_batches(run, SourceSamples(run.config.data.seq_length), 0, BATCH, num_workers=0)
+        return train_step(run, batches, Progress()).operand_faults.describe()
+
+    (text,) = run_ranks(1, infinite_gradient)
+    assert text.startswith("layers.1.linear_fc1.grad_output (dgrad, wgrad): 2 non-finite"), text

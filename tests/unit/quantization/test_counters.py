@@ -1,0 +1,125 @@
+"""Counters of non-finite and saturated values: the faults that a quantizer hides are seen, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.config import flags
+from megafp8.config.precision_map import build_recipe
+from megafp8.quantization.counters import QUANTIZERS, QuantizerCounters, count_on_device, saturation_threshold
+from megafp8.quantization.delayed_scaling import DelayedScale
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import LinearPlan
+from megafp8.quantization.nvfp4 import RoundingNoise
+from megafp8.quantization.quantize import quantize, quantize_for
+from megafp8.quantization.quantized_tensor import Use
+from megafp8.recipes.base import Operand, OperandRule, ScaleRule
+from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
+
+TENSOR = OperandRule(format=E4M3)
+DELAYED = OperandRule(format=E4M3, scale_rule=ScaleRule.DELAYED)
+BLOCK = OperandRule(format=E4M3, block=(1, 128), scale_rule=ScaleRule.POWER_OF_TWO)
+MXFP8 = OperandRule(format=E4M3, block=(1, 32), scale_rule=ScaleRule.E8M0)
+NVFP4 = OperandRule(format=E2M1, block=(1, 16), scale_rule=ScaleRule.TWO_LEVEL)
+HADAMARD = OperandRule(format=E2M1, block=(16, 1), scale_rule=ScaleRule.TWO_LEVEL, is_transformed=True)
+RULES = {"tensor": TENSOR, "delayed": DELAYED, "block": BLOCK, "mxfp8": MXFP8, "nvfp4": NVFP4, "hadamard": HADAMARD}
+
+
+def values() -> Tensor:
+    return torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def counts_of(tensor: Tensor, rule: OperandRule, quant_scale: float = 1.0) -> list[int]:
+    count = torch.zeros(2, dtype=torch.int64)
+    delayed = DelayedScale(torch.tensor(quant_scale), torch.zeros(())) if rule is DELAYED else None
+    quantize_for(tensor, [Use(rule)], delayed=delayed, counts=[count])
+    return count.tolist()
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_clean_values_count_nothing(rule: OperandRule) -> None:
+    assert counts_of(values(), rule) == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_non_finite_values_count_exactly(rule: OperandRule, bad: float) -> None:
+    tensor = values()
+    tensor[3, 5] = tensor[40, 100] = bad
+    assert counts_of(tensor, rule)[0] == 2
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=lambda fmt: fmt.name)
+def test_threshold_is_half_a_step_beyond_the_largest_number(fmt: Format) -> None:
+    assert {E4M3: 464.0, E5M2: 61440.0, E2M1: 7.0}[fmt] == saturation_threshold(fmt)
+
+
+def test_saturation_under_delayed_scaling() -> None:
+    tensor = torch.tensor([[463.0, -463.0, 464.0, -500.0, 1e6, 1.0, torch.inf, torch.nan]])
+    assert counts_of(tensor[:, :2], DELAYED) == [0, 0]
+    assert counts_of(tensor[:, :6], DELAYED) == [0, 3]
+    assert counts_of(tensor, DELAYED) == [2, 3]
+    assert counts_of(tensor[:, :1], DELAYED, quant_scale=2.0) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("quant_scale", [1.0, 3.7, 1e-3, 123.456])
+def test_saturation_is_exact_in_every_dtype(dtype: torch.dtype, quant_scale: float) -> None:
+    tensor = (torch.randn(64, 128, generator=torch.Generator().manual_seed(2)) * 464 / quant_scale).to(dtype)
+    expected = int((((tensor.float() * torch.tensor(quant_scale)).abs() >= 464) & tensor.isfinite()).sum())
+    assert counts_of(tensor, DELAYED, quant_scale)[1] == expected
+
+
+def test_values_beside_an_infinity_saturate() -> None:
+    tensor = torch.full((1, 256), 1000.0)
+    tensor[0, 0] = torch.inf
+    assert counts_of(tensor, BLOCK) == [1, 127], "only those of its block, whose scale is 1"
+    assert counts_of(tensor, TENSOR) == [1, 255]
+
+
+def test_block_scale_that_is_rounded_down_saturates() -> None:
+    tensor = torch.ones(1, 48)
+    tensor[0, 16:32] = 1.4 * 2.0**-9 / 448  # the block's E4M3 scale would be 1.4 x 2^-9, and becomes 2^-9
+    tensor[0, 32:] = 0.4 * 2.0**-9 / 448  # becomes zero, with all values
+    assert quantize(tensor, NVFP4).dequant_scale.float().tolist() == [[448.0, 2.0**-9, 0.0]]
+    assert counts_of(tensor, NVFP4) == [0, 16]
+
+
+def test_counts_do_not_change_the_codes() -> None:
+    tensor = values()
+    tensor[0, 0] = torch.inf
+    for rule in (TENSOR, BLOCK, MXFP8, NVFP4):
+        (counted,) = quantize_for(tensor, [Use(rule)], counts=[torch.zeros(2, dtype=torch.int64)])
+        assert torch.equal(counted.codes.view(torch.uint8), quantize(tensor, rule).codes.view(torch.uint8))
+
+
+def test_sums_on_a_device_are_the_same() -> None:
+    tensor = torch.tensor([[463.0, -500.0, 1e6, torch.inf, torch.nan]])
+    uses, counts = [Use(DELAYED), Use(TENSOR)], torch.zeros(2, 2, dtype=torch.int64)
+    count_on_device(tensor, uses, torch.tensor(1.0), counts.unbind())
+    assert counts.tolist() == [[2, 2], [2, 0]]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+def test_every_quantizer_of_a_linear_is_counted(recipe: str) -> None:
+    fp8_or_fp4 = "--fp4-format e2m1" if recipe == "nvfp4" else f"--fp8-format e4m3 --fp8-recipe {recipe}"
+    rules = build_recipe(flags.parse(fp8_or_fp4.split()).config.precision)
+    assert rules is not None
+    noise = RoundingNoise("test") if rules.is_stochastic else None
+    counters = QuantizerCounters(("a", "b"), torch.device("cpu"))
+    plan = LinearPlan(recipe=rules, counts=counters.of_linear("b"), noise=noise)
+    x, w = (torch.randn(64, 64).bfloat16().requires_grad_() for _ in range(2))
+    with torch.no_grad():
+        x[1, 2] = torch.inf
+        w[2, 3] = torch.nan
+    grad = torch.randn(64, 64).bfloat16()
+    grad[5, 5] = -torch.inf
+    emulated_linear(x, w, None, plan).backward(grad)
+    assert counters.table[0].sum() == 0
+    assert counters.table[1, :, 0].tolist() == [1] * len(QUANTIZERS), "one for each use of each operand"
+    assert counters.totals()[0] == 6
+    assert counters.totals((Operand.INPUT,))[0] == 2
+    counters.reset()
+    assert counters.totals().tolist() == [0, 0]
