@@ -1,0 +1,135 @@
+"""Figures of a stability report: gaps with their intervals, and the sweep of the learning rate.
+
+Colours and styles are those of a comparison's figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megafp8.analysis.html import INK
+from megafp8.analysis.pairing import Pair
+from megafp8.analysis.plot_comparison import (
+    BOUND_COLOR,
+    FONT,
+    MIN_REACH_FRACTION,
+    WIDTH_INCHES,
+    DrawnRecipe,
+    add_legend,
+    color_of,
+    style_panel,
+)
+from megafp8.analysis.plotting import GRAY, new_figure
+from megafp8.analysis.stability import BASELINE, SuiteGap, SuiteRun, SweepRow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def build_axes(height_inches: float) -> tuple[Figure, Axes]:
+    """A figure with one panel in the report's style."""
+    figure = new_figure(WIDTH_INCHES, height_inches)
+    axes = figure.subplots()
+    style_panel(axes)
+    return figure, axes
+
+
+def colors_of(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each recipe, the baseline in that of the text."""
+    colors: dict[str, str] = {}
+    for name in names:
+        index = sum(color not in (INK, GRAY) for color in colors.values())
+        colors[name] = color_of(name, index, is_baseline=name == BASELINE)
+    return colors
+
+
+def drawn_recipes(runs: Sequence[SuiteRun]) -> list[DrawnRecipe]:
+    """The recipes of a part for the figures of a comparison: their pairs with records on both sides."""
+    loaded = {(run.recipe, run.seed): run.run for run in runs if run.final_loss is not None and not run.is_diverged}
+    colors = colors_of(dict.fromkeys(run.recipe for run in runs))
+    drawn = []
+    for name, color in colors.items():
+        pairs = tuple(
+            Pair(base, own)
+            for (recipe, seed), own in loaded.items()
+            if recipe == name and own is not None and (base := loaded.get((BASELINE, seed))) is not None
+        )
+        if pairs:
+            drawn.append(DrawnRecipe(name=name, pairs=pairs, color=color))
+    return drawn
+
+
+def plot_gap_rows(rows: Sequence[SuiteGap], *, spread_fraction: float | None = None) -> Figure:
+    """Gaps of the final loss: dots for seeds, a bar for the interval of the mean.
+
+    Args:
+        spread_fraction: of the baseline over its seeds, drawn as a dashed line.
+    """
+    figure, axes = build_axes(0.9 + 0.42 * len(rows))
+    ends = [value for row in rows for value in row.gaps_fraction]
+    ends += [end for row in rows if row.gap for end in (row.gap.low, row.gap.high) if end is not None]
+    sizes = [abs(value) for value in ends if math.isfinite(value)]
+    reach = 115 * max([*sizes, 1.2 * (spread_fraction or 0), MIN_REACH_FRACTION])
+    if spread_fraction is not None:
+        axes.axvspan(100 * spread_fraction, reach, color=BOUND_COLOR, alpha=0.08, linewidth=0)
+        axes.axvline(100 * spread_fraction, color=BOUND_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.axvline(0, color=INK, linewidth=1)
+    colors = colors_of([BASELINE, *(row.name for row in rows)])
+    for place, row in enumerate(rows):
+        finite = np.array([gap for gap in row.gaps_fraction if math.isfinite(gap)])
+        if row.gap is not None and row.gap.low is not None and row.gap.high is not None:
+            axes.plot([100 * row.gap.low, 100 * row.gap.high], [place, place], color=colors[row.name], linewidth=7,
+                      alpha=0.3, solid_capstyle="butt")  # fmt: skip
+            axes.plot(100 * row.gap.mean, place, "|", color=colors[row.name], markersize=17, markeredgewidth=2.4)
+        axes.plot(100 * finite, [place] * len(finite), "o", color=colors[row.name], markersize=4.5)
+        if row.num_diverged:
+            axes.plot([0.97 * reach] * row.num_diverged, [place] * row.num_diverged, "x", color=BOUND_COLOR)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=FONT)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(-reach, reach)
+    axes.set_xlabel("gap of the final validation loss (%)")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(left=False)
+    axes.grid(False, axis="y")
+    return figure
+
+
+def plot_sweep(rows: Sequence[SweepRow], limit: float) -> Figure:
+    """Final loss over the learning rate: a line for each recipe's mean, dots for seeds, crosses for divergences.
+
+    Args:
+        limit: loss from which on a run counts as diverged, drawn as a dashed line.
+    """
+    figure, axes = build_axes(3.4)
+    colors = colors_of(row.name for row in rows)
+    finite = [loss for row in rows for losses in row.losses.values() for loss in map(finite_or_nan, losses)]
+    top = float(np.nanmax([limit if math.isfinite(limit) else math.nan, *finite, 0.0]))
+    for row in rows:
+        shown = np.array([list(map(finite_or_nan, each)) for each in row.losses.values()], dtype=np.float64)
+        counts = np.isfinite(shown).sum(axis=0)
+        means = np.where(counts > 0, np.nansum(shown, axis=0) / np.maximum(counts, 1), np.nan)
+        axes.plot(row.rates, means, color=colors[row.name], linewidth=1.6, label=row.name)
+        for losses in row.losses.values():
+            axes.plot(row.rates, list(map(finite_or_nan, losses)), "o", color=colors[row.name], markersize=4)
+            bad = [rate for rate, loss in zip(row.rates, losses, strict=True) if loss == math.inf]
+            axes.plot(bad, [1.04 * top] * len(bad), "x", color=colors[row.name], markersize=6)
+    if math.isfinite(limit):
+        axes.axhline(limit, color=BOUND_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(rows[0].rates, [f"{rate:g}" for rate in rows[0].rates])
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("final validation loss (nats)")
+    add_legend(axes)
+    return figure
+
+
+def finite_or_nan(loss: float | None) -> float:
+    """A final loss for a curve: NaN, which is not drawn, after a divergence and without a result."""
+    return loss if loss is not None and math.isfinite(loss) else math.nan

@@ -1,0 +1,262 @@
+"""Files of a stability suite: a self-contained page with verdicts, intervals and pictures, and its content as JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from megafp8.analysis import plot_comparison, plot_stability
+from megafp8.analysis.comparison_page import cautions, facts
+from megafp8.analysis.html import render, to_svg
+from megafp8.analysis.percent import rounded, signed
+from megafp8.analysis.plot_stability import drawn_recipes
+from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, WITHIN, Interval
+from megafp8.analysis.stability import (
+    AS_WIDE,
+    NARROWER,
+    WIDER,
+    WORSE,
+    SuiteGap,
+    SuiteReport,
+    SweepRow,
+    build_report,
+    divergence_limit,
+)
+from megafp8.utils.formatting import text_table
+from megafp8.utils.strict_json import to_strict_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLE = "Stability of recipes"
+GOOD = (WITHIN, WORSE, AS_WIDE, WIDER)  # of a control, worse is what the suite has to find
+CLASSES = {**dict.fromkeys(GOOD, "within"), BEYOND: "beyond", NARROWER: "beyond"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page. The first cell of a row is a name, the second a verdict."""
+
+    name: str
+    title: str
+    text: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    figures: tuple[dict[str, str], ...] = ()
+
+
+def publish_suite(folder: Path) -> tuple[SuiteReport, list[Path]]:
+    """Write report/stability.html and report/stability.json of a suite.
+
+    Raises:
+        DataError: the folder has no suite.
+    """
+    report = build_report(folder)
+    (folder / "report").mkdir(exist_ok=True)
+    written = {
+        folder / "report" / "stability.html": render_page(report),
+        folder / "report" / "stability.json": to_strict_json(report.to_plain()),
+    }
+    for path, text in written.items():
+        path.write_text(text, encoding="utf-8")
+    return report, list(written)
+
+
+def render_page(report: SuiteReport) -> str:
+    """The HTML page."""
+    loaded = [run.run for run in report.runs if run.run is not None]
+    parameters = next((run.info.num_parameters for run in loaded if run.info.num_parameters), None)
+    model = "" if parameters is None else f"{parameters / 1e6:,.3g}M parameters, "
+    device = "" if not loaded else f", {loaded[0].info.world_size} x {loaded[0].info.device_name}"
+    unfinished = f"{len(report.problems)} runs have no result: {'; '.join(report.problems[:5])}"
+    return render(
+        "stability.html.jinja",
+        title=TITLE,
+        headline=headline(report),
+        conditions=f"{model}size {report.info['size']}, {report.info['seeds']} paired seeds{device}",
+        remarks=[*cautions(loaded), *([unfinished] if report.problems else [])],
+        sections=[section_content(section) for section in sections(report, has_figures=True)],
+        facts=facts(loaded[0]) if loaded else [],
+    )
+
+
+def section_content(section: Section) -> dict[str, object]:
+    """A section as the template takes it."""
+    rows = [{"cells": row, "verdict_class": CLASSES.get(row[1], "not-decided")} for row in section.rows]
+    return {**vars(section), "rows": rows}
+
+
+def headline(report: SuiteReport) -> str:
+    """The verdicts in sentences."""
+    sentences = []
+    for row in report.pairs:
+        if row.verdict != CONTROL:
+            sentences.append(f"{row.name}: gap against bf16's own spread over seeds: {row.verdict}.")
+    sentences += [f"{row.name}: stable range of learning rates {row.verdict}." for row in report.sweep if row.verdict]
+    if report.controls:
+        found = sum(row.verdict == WORSE for row in report.controls)
+        sentences.append(f"{found} of {len(report.controls)} known-bad controls came out worse than their good forms.")
+    sentences += [
+        f"{row.name}: gap after continuation against bf16's spread: {row.verdict}." for row in report.continuation
+    ]
+    return " ".join(sentences) or "No part has a result yet."
+
+
+def sections(report: SuiteReport, *, has_figures: bool = False) -> list[Section]:
+    """The parts that have rows, in order."""
+    found = [
+        pairs_section(report, has_figures), sweep_section(report, has_figures), controls_section(report, has_figures),
+        continuation_section(report, has_figures),
+    ]  # fmt: skip
+    return [section for section in found if section.rows]
+
+
+def to_text(report: SuiteReport) -> str:
+    """Verdicts for the terminal."""
+    parts = [headline(report)]
+    for section in sections(report):
+        parts += [section.title, text_table(list(section.header), [list(row) for row in section.rows])]
+    return "\n\n".join([*parts, *report.problems])
+
+
+def pairs_section(report: SuiteReport, has_figures: bool) -> Section:
+    """Part (a): gaps compared with the baseline's spread."""
+    spread = report.spread_fraction
+    drawn = drawn_recipes(report.of_part("pairs")) if has_figures else []
+    figures = [] if not drawn else [
+        figure_content(
+            "Validation loss and gap to bf16",
+            plot_comparison.plot_validation(drawn, confidence=CONFIDENCE),
+            "Means over the seeds, through the decay of the learning rate. Below: the gap to bf16 of the same seed, "
+            "with the interval of its mean.",
+        ),
+        figure_content(
+            "Gaps and spread", plot_stability.plot_gap_rows(report.pairs, spread_fraction=spread),
+            "A dot is a pair, the bar the 95% interval of the mean, the dashed line bf16's own spread over seeds.",
+        ),
+    ]  # fmt: skip
+    shown = "unknown" if spread is None else rounded(spread)
+    return Section(
+        name="pairs", title="Paired runs through the decay",
+        text=f"Final validation loss against bf16's of the same seed. The bound is bf16's own spread over its seeds, "
+        f"a standard deviation of {shown}, and is itself an estimate: within means that the 95% interval of gap minus "
+        "spread lies below zero, beyond that it lies above.",
+        header=("recipe", "verdict", "gap", "95% interval", "gap minus spread", "pairs"),
+        rows=tuple(
+            (row.name, row.verdict, gap_text(row), interval_text(row.gap), interval_text(row.excess),
+             str(len(row.gaps_fraction)))
+            for row in report.pairs
+        ),
+        figures=tuple(filter(None, figures)),
+    )  # fmt: skip
+
+
+def sweep_section(report: SuiteReport, has_figures: bool) -> Section:
+    """Part (b): stable ranges of the learning rate."""
+    limit = divergence_limit(report.of_part("sweep"))
+    figures = [] if not (has_figures and report.sweep) else [
+        figure_content(
+            "Loss over the learning rate", plot_stability.plot_sweep(report.sweep, limit),
+            "A dot is a run; a cross ended with non-finite numbers. Above the dashed line a run counts as diverged.",
+        )
+    ]  # fmt: skip
+    shown = "" if not math.isfinite(limit) else f", here {limit:.3f} nats"
+    return Section(
+        name="sweep",
+        title="Learning rates to divergence",
+        text="The largest learning rate up to which no run diverged. A run diverged if it ended with non-finite "
+        f"numbers, or lost more than a tenth of what the best run learned{shown}. The ratio to bf16's range is paired "
+        "by seed; its 95% interval is widened by a step of the grid.",
+        header=("recipe", "verdict", "largest stable rate", "ratio to bf16", "95% interval", "seeds"),
+        rows=tuple(sweep_cells(row) for row in report.sweep),
+        figures=tuple(filter(None, figures)),
+    )
+
+
+def sweep_cells(row: SweepRow) -> tuple[str, ...]:
+    """Cells of a recipe in the sweep."""
+    edges = sorted({edge for edge in row.edges.values() if edge is not None})
+    shown = " to ".join(f"{edge:g}" for edge in dict.fromkeys((edges[0], edges[-1]))) if edges else "none"
+    ratio = "-" if row.octaves is None else f"{2**row.octaves.mean:.2f}x"
+    interval = "-"
+    if row.octaves is not None and row.octaves.low is not None and row.octaves.high is not None:
+        interval = f"{2**row.octaves.low:.2f}x to {2**row.octaves.high:.2f}x"
+    open_end = " (end of the sweep)" if row.is_open else ""
+    return row.name, row.verdict or "baseline", shown + open_end, ratio, interval, str(len(row.edges))
+
+
+def controls_section(report: SuiteReport, has_figures: bool) -> Section:
+    """Part (d): known-bad controls."""
+    figures = [] if not (has_figures and report.controls) else [
+        figure_content(
+            "Known-bad controls", plot_stability.plot_gap_rows(report.controls),
+            "Gap of each control to its own good form; a dot is a pair, the bar the 95% interval of the mean.",
+        )
+    ]  # fmt: skip
+    return Section(
+        name="controls", title="Known-bad controls",
+        text="Settings that are known to be worse, each against its own good form. A suite that cannot tell them apart "
+        "says so, and what it would take: the paired seeds that would show the observed gap with a probability of "
+        "80%, and the smallest gap that these seeds would show so.",
+        header=("control", "verdict", "good form", "gap", "95% interval", "seeds needed", "smallest gap", "pairs"),
+        rows=tuple(
+            (row.name, row.verdict, row.reference, gap_text(row), interval_text(row.gap), needed_text(row),
+             "-" if row.detectable_fraction is None else rounded(row.detectable_fraction), str(len(row.gaps_fraction)))
+            for row in report.controls
+        ),
+        figures=tuple(filter(None, figures)),
+    )  # fmt: skip
+
+
+def continuation_section(report: SuiteReport, has_figures: bool) -> Section:
+    """Part (e): a checkpoint continued in every recipe."""
+    drawn = drawn_recipes(report.of_part("continuation")) if has_figures else []
+    figures = [] if not drawn else [
+        figure_content(
+            "Continued from the checkpoint", plot_comparison.plot_validation(drawn, confidence=CONFIDENCE),
+            "Validation loss of the continued runs; below, the gap to bf16.",
+        )
+    ]  # fmt: skip
+    return Section(
+        name="continuation", title="Continuation of a checkpoint",
+        text="The weights of one checkpoint continued in bf16 and in each recipe, with a new optimizer state and the "
+        "schedule of the suite; verdicts as for the paired runs.",
+        header=("recipe", "verdict", "gap", "95% interval", "gap minus spread", "pairs"),
+        rows=tuple(
+            (row.name, row.verdict, gap_text(row), interval_text(row.gap), interval_text(row.excess),
+             str(len(row.gaps_fraction)))
+            for row in report.continuation
+        ),
+        figures=tuple(filter(None, figures)),
+    )  # fmt: skip
+
+
+def gap_text(row: SuiteGap) -> str:
+    """Mean gap, or the number of divergences."""
+    if row.num_diverged:
+        return f"{row.num_diverged} of {len(row.gaps_fraction)} diverged"
+    return "-" if row.gap is None else signed(row.gap.mean)
+
+
+def interval_text(interval: Optional[Interval]) -> str:
+    """-0.10% to +0.30%; - without an interval."""
+    if interval is None or interval.low is None or interval.high is None:
+        return "-"
+    return f"{signed(interval.low)} to {signed(interval.high)}"
+
+
+def needed_text(row: SuiteGap) -> str:
+    """Seeds that would show the observed gap; - where it is shown, or not above zero."""
+    return "-" if row.verdict == WORSE or row.seeds_needed is None else str(row.seeds_needed)
+
+
+def figure_content(title: str, figure: Optional[Figure], caption: str) -> Optional[dict[str, str]]:
+    """A figure for the template; None without one."""
+    if figure is None:
+        return None
+    return {
+        "title": title, "caption": caption, "wide": to_svg(figure, title),
+        "narrow": to_svg(plot_comparison.make_narrow(figure), f"{title} (narrow)"),
+    }  # fmt: skip

@@ -1,0 +1,227 @@
+"""The runs of a stability suite: parts of paired runs, expanded by the machinery of studies (`launch/study.py`).
+
+Every part is a grid of one study, so runs that two parts share are made once: the pairs of the first seeds are those of
+the sweep at its first learning rate. `stability.json` in the suite's folder says which run belongs to which part; the
+report reads it and the records only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megafp8.config import flags as config_flags
+from megafp8.config import variants
+from megafp8.config.variants import BASELINE, CONTROL
+from megafp8.errors import ConfigError, NumericsError
+from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
+from megafp8.launch.study_execution import DONE, StudyProgress, is_due
+from megafp8.recipes.known_bad import KNOWN_BAD
+
+SUITE_FILE = "stability.json"
+PAIRS, SWEEP, CONTROLS, CONTINUATION = "pairs", "sweep", "controls", "continuation"
+PARTS = {
+    PAIRS: "paired runs over seeds, through the decay of the learning rate",
+    SWEEP: "a sweep of the learning rate to divergence",
+    CONTROLS: "settings that are known to be worse, each against its good form",
+    CONTINUATION: "continuation of a checkpoint in BF16 and in each recipe",
+}
+
+COMMON = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine "
+    "--lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --num-workers 0 "
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large a suite is.
+
+    Attributes:
+        flags: of all runs.
+        lr: learning rate of all runs but those of the sweep. The minimum is a tenth.
+        factors: of the sweep, multiples of `lr`; they include 1.
+        sweep_seeds: seeds of the sweep.
+        corpus_bytes: text that is prepared where the flags name no data.
+    """
+
+    flags: str
+    lr: float
+    factors: tuple[float, ...]
+    sweep_seeds: int
+    corpus_bytes: int
+
+
+SIZES = {
+    "tiny": Size(
+        flags="--num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 160 --seq-length 64 "
+        "--max-position-embeddings 64 --micro-batch-size 16 --global-batch-size 16 --train-iters 120 "
+        "--eval-interval 30 --eval-iters 20 --num-threads 1",
+        lr=4.7e-3, factors=(1, 4, 16, 64, 256), sweep_seeds=2, corpus_bytes=2_000_000,
+    ),
+    "small": Size(
+        flags="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 352 --seq-length 128 "
+        "--max-position-embeddings 128 --micro-batch-size 16 --global-batch-size 16 --train-iters 800 "
+        "--eval-interval 100 --eval-iters 64 --num-threads 1",
+        lr=2.3e-3, factors=(1, 2, 4, 8, 16, 32, 64, 128), sweep_seeds=3, corpus_bytes=10_000_000,
+    ),
+    "gpu-hour": Size(
+        flags="--num-layers 8 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --seq-length 1024 "
+        "--max-position-embeddings 1024 --micro-batch-size 32 --global-batch-size 64 --train-iters 400 "
+        "--eval-interval 50 --eval-iters 8",
+        lr=1.2e-3, factors=(1, 2, 4, 8, 16, 32, 64), sweep_seeds=2, corpus_bytes=100_000_000,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """What a suite asks for.
+
+    Attributes:
+        flags: of all runs, after those of the size.
+        checkpoint: folder of the checkpoint that CONTINUATION continues.
+        slurm: fields of the jobs.
+    """
+
+    folder: Path
+    size: str
+    parts: tuple[str, ...]
+    recipes: tuple[str, ...]
+    num_seeds: int = 5
+    flags: tuple[str, ...] = ()
+    checkpoint: str = ""
+    gpus: int = 1
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartRun:
+    """A run in a part. The same run may be in several parts.
+
+    Attributes:
+        choice: name of its option on each axis of the part.
+    """
+
+    part: str
+    choice: Mapping[str, str]
+    run: StudyRun
+
+
+def build_study(suite: Suite) -> Study:
+    """The study of a suite: one grid, or two, for each part.
+
+    Raises:
+        ConfigError: an unknown part, recipe or size, or flags that the suite sets itself.
+    """
+    problems = [f"--parts {part}: choose from {', '.join(PARTS)}" for part in suite.parts if part not in PARTS]
+    if CONTINUATION in suite.parts and not suite.checkpoint:
+        problems.append(f"--parts {CONTINUATION}: give the checkpoint to continue with --checkpoint FOLDER")
+    if suite.num_seeds < 2:
+        problems.append(f"--seeds {suite.num_seeds}: intervals over seeds need at least 2")
+    if BASELINE in suite.recipes or CONTROL in suite.recipes:
+        problems.append(f"--recipes: {BASELINE} and {CONTROL} are in every suite; remove them")
+    invocation, _ = config_flags.parse_with_problems(list(suite.flags))
+    set_by_suite = {"training.seed": "--seed", "checkpoint.pretrained_checkpoint": "--pretrained-checkpoint"}
+    problems += [f"{flag}: set by the suite; remove it" for name, flag in set_by_suite.items()
+                 if name in invocation.given]  # fmt: skip
+    if problems:
+        raise ConfigError(problems)
+    size = SIZES[suite.size]
+    words = tuple(f"{COMMON} {size.flags}".split())
+    common = Option(flags=(*words, *rate_flags(size.lr), *suite.flags), sizes={"gpus": float(suite.gpus)})
+    study = Study(
+        path=suite.folder / SUITE_FILE, name="stability", folder=suite.folder, common=common, grids=(),
+        slurm=suite.slurm,
+    )  # fmt: skip
+    return dataclasses.replace(study, grids=tuple(grid for part in suite.parts for grid in part_grids(suite, part)))
+
+
+def part_grids(suite: Suite, part: str) -> list[Grid]:
+    """The grids of a part. Each has the axes `part`, `recipe` and `seed`."""
+    size = SIZES[suite.size]
+    shared, problems = config_flags.parse_with_problems([*f"{COMMON} {size.flags}".split(), *suite.flags])
+    if problems:
+        raise ConfigError(problems)
+
+    def recipes(*names: str) -> tuple[Option, ...]:
+        built = (variants.build_variant(name, shared.config, suite.gpus) for name in names)
+        return tuple(Option(name=variant.name, flags=variant.flags) for variant in built)
+
+    def grid(recipes: tuple[Option, ...], num_seeds: int, **axes: tuple[Option, ...]) -> Grid:
+        seeds = tuple(Option(name=f"seed{seed}", flags=("--seed", str(seed))) for seed in range(1, num_seeds + 1))
+        return {"part": (Option(name=part),), "recipe": recipes, **axes, "seed": seeds}
+
+    if part == PAIRS:
+        return [grid(recipes(BASELINE, CONTROL, *suite.recipes), suite.num_seeds)]
+    if part == SWEEP:
+        rates = [size.lr * factor for factor in size.factors]
+        lrs = tuple(Option(name=f"lr{rate:.3g}", flags=rate_flags(rate)) for rate in rates)
+        return [grid(recipes(BASELINE, *suite.recipes), size.sweep_seeds, lr=lrs)]
+    if part == CONTROLS:
+        good = recipes(*dict.fromkeys(good for good, _ in KNOWN_BAD.values()))
+        bad = tuple(Option(name=name, flags=("--bf16", *flags.split())) for name, (_, flags) in KNOWN_BAD.items())
+        # The bad forms are emulated on every machine, so the good ones are, too.
+        emulated = tuple(
+            dataclasses.replace(each, flags=(*each.flags, "--transformer-impl", "emulated")) for each in (*good, *bad)
+        )
+        return [grid(emulated, suite.num_seeds)]
+    start = Option(name="continued", flags=("--pretrained-checkpoint", suite.checkpoint))
+    return [grid(recipes(BASELINE, *suite.recipes), suite.num_seeds, start=(start,))]
+
+
+def rate_flags(rate: float) -> tuple[str, ...]:
+    """Flags of a learning rate that decays to a tenth."""
+    return ("--lr", f"{rate:.6g}", "--min-lr", f"{rate / 10:.6g}")
+
+
+def part_runs(study: Study) -> list[PartRun]:
+    """The runs of every part. Runs that parts share have the folder of the first.
+
+    Raises:
+        ConfigError: as `expand`.
+    """
+    first: dict[str, StudyRun] = {}
+    found = []
+    for grid in study.grids:
+        for run in expand(dataclasses.replace(study, grids=(grid,))):
+            choice = {axis: name for axis, name in run.choice.items() if axis != "part"}
+            found.append(PartRun(run.choice["part"], choice, first.setdefault(run.id, run)))
+    return found
+
+
+def unique_runs(parts: Sequence[PartRun]) -> list[StudyRun]:
+    """Every run once, in order."""
+    return list({each.run.id: each.run for each in parts}.values())
+
+
+def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
+    """Write the runs of every part to the suite's folder, for the report."""
+    content = {
+        "size": suite.size, "parts": list(suite.parts), "recipes": list(suite.recipes), "seeds": suite.num_seeds,
+        "lr": SIZES[suite.size].lr, "known_bad": {name: good for name, (good, _) in KNOWN_BAD.items()},
+        "runs": [
+            {"part": each.part, "folder": each.run.folder.name, "tokens": each.run.tokens, **each.choice}
+            for each in runs
+        ],
+    }  # fmt: skip
+    suite.folder.mkdir(parents=True, exist_ok=True)
+    path = suite.folder / SUITE_FILE
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def is_finished(progress: StudyProgress) -> bool:
+    """Whether a run has a result: it is done, or it diverged, which the suite wants to know."""
+    state = progress.found
+    return progress.state == DONE or (state is not None and state.exit_status == NumericsError.exit_status)
+
+
+def is_unfinished(progress: StudyProgress) -> bool:
+    """Whether a run should be started or resumed."""
+    return is_due(progress) and not is_finished(progress)

@@ -1,0 +1,114 @@
+"""The runs of a stability suite, and what its command refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megafp8.cli.stability import main
+from megafp8.errors import ConfigError
+from megafp8.launch.stability import (
+    KNOWN_BAD,
+    PAIRS,
+    SIZES,
+    SWEEP,
+    Suite,
+    build_study,
+    is_finished,
+    part_runs,
+    unique_runs,
+    write_suite_file,
+)
+from megafp8.launch.study import expand
+from megafp8.launch.study_execution import StudyProgress, build_jobs
+
+DATA = ("--mock-data", "--tokenizer-type", "ByteLevelTokenizer")
+
+
+def suite_of(tmp_path: Path, *parts: str, **fields) -> Suite:
+    fields = {"size": "tiny", "recipes": ("tensorwise",), "num_seeds": 3, "flags": DATA} | fields
+    return Suite(folder=tmp_path / "suite", parts=parts, **fields)
+
+
+def test_every_size_is_valid_and_its_sweep_has_the_rate_of_the_pairs(tmp_path: Path) -> None:
+    for size in SIZES:
+        parts = part_runs(build_study(suite_of(tmp_path, "sweep", "controls", size=size, num_seeds=2)))
+        assert len(unique_runs(parts)) > 20 and 1 in SIZES[size].factors
+
+
+def test_parts_share_their_runs(tmp_path: Path) -> None:
+    parts = part_runs(build_study(suite_of(tmp_path, PAIRS, SWEEP)))
+    of_part = {part: {each.run.id for each in parts if each.part == part} for part in (PAIRS, SWEEP)}
+    assert len(of_part[PAIRS]) == 3 * 3 and len(of_part[SWEEP]) == 2 * 2 * len(SIZES["tiny"].factors)
+    assert len(of_part[PAIRS] & of_part[SWEEP]) == 2 * 2
+    assert len({each.run.folder for each in parts}) == len(unique_runs(parts))
+
+
+def test_controls_and_good_forms_differ_in_one_thing(tmp_path: Path) -> None:
+    runs = part_runs(build_study(suite_of(tmp_path, "controls")))
+    configs = {each.choice["recipe"]: each.run.config for each in runs if each.choice["seed"] == "seed1"}
+    for bad, (good, _) in KNOWN_BAD.items():
+        own, other = vars(configs[bad].precision), vars(configs[good].precision)
+        assert len({name for name in own if own[name] != other[name]}) == (2 if bad == "nvfp4-plain" else 1)
+        assert own["transformer_impl"] == other["transformer_impl"] == "emulated"
+
+
+def test_a_continuation_starts_from_the_checkpoint(tmp_path: Path) -> None:
+    runs = part_runs(build_study(suite_of(tmp_path, "continuation", checkpoint="runs/base")))
+    assert {each.run.config.checkpoint.pretrained_checkpoint for each in runs} == {"runs/base"}
+    assert Counter(each.choice["recipe"] for each in runs) == {"bf16": 3, "tensorwise": 3}
+
+
+def test_the_suite_is_a_job_array(tmp_path: Path) -> None:
+    study = build_study(suite_of(tmp_path, PAIRS, slurm={"time": "1:00:00"}))
+    study = dataclasses.replace(study, slurm={**study.slurm, "gpus_per_node": "0", "cpus_per_node": "1"})
+    (job,) = build_jobs(study, expand(study))
+    assert len(job.runs) == 9
+
+
+def test_the_file_of_the_suite_names_every_run(tmp_path: Path) -> None:
+    suite = suite_of(tmp_path, PAIRS)
+    content = json.loads(write_suite_file(suite, part_runs(build_study(suite))).read_text())
+    assert Counter(run["recipe"] for run in content["runs"]) == {"bf16": 3, "bf16-control": 3, "tensorwise": 3}
+
+
+@pytest.mark.parametrize(("exit_status", "finished"), [(65, True), (70, False)])
+def test_a_divergence_is_a_result(tmp_path: Path, exit_status: int, finished: bool) -> None:
+    run = expand(build_study(suite_of(tmp_path, PAIRS)))[0]
+    found = type("State", (), {"exit_status": exit_status})()
+    assert is_finished(StudyProgress(run=run, state="failed", step=3, found=found)) == finished
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"recipes": ("bf16",)}, "in every suite"), ({"num_seeds": 1}, "at least 2"),
+        ({"flags": (*DATA, "--seed", "3")}, "--seed: set by the suite"), ({"recipes": ("fp3",)}, "fp3"),
+    ],
+)  # fmt: skip
+def test_wrong_suites_are_refused(tmp_path: Path, fields: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        build_study(suite_of(tmp_path, PAIRS, **fields))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--parts", "pears"], "choose from pairs"), (["--parts", "continuation"], "--checkpoint FOLDER"),
+        (["--parts", "pairs", "--checkpoint", "x"], "name it in --parts"), (["--job", "time=1"], "is for --slurm"),
+        (["--parallel", "0"], "at least 1"), (["--parts", ","], "names no part"),
+    ],
+)  # fmt: skip
+def test_wrong_flags_are_refused(tmp_path: Path, capsys, words: list[str], text: str) -> None:
+    assert main(["--output-dir", str(tmp_path), "--dry-run", *words]) == 64
+    assert text in capsys.readouterr().err
+
+
+def test_a_dry_run_lists_every_run(tmp_path: Path, capsys) -> None:
+    assert main(["--output-dir", str(tmp_path), "--parts", "pairs", "--seeds", "2", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "6 runs, 6 to start" and lines[0].startswith("pairs-bf16-seed1: ")
