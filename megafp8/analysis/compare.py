@@ -8,7 +8,7 @@ changed their settings. With several seeds, a gap has a confidence interval and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -85,6 +85,11 @@ class RecipeRow:
     """exp of that mean loss."""
     tokens_per_second: Optional[float] = None
     speed_ratio: Optional[float] = None
+    equal_loss_tokens: Optional[Interval] = None
+    """Tokens for the same validation loss over the baseline's (`seed_statistics.equal_loss_ratio`); None for the
+    baseline, and unless every pair has a ratio."""
+    equal_loss_time: Optional[Interval] = None
+    """Time in steps for the same validation loss over the baseline's."""
     model_tflops_per_device: Optional[float] = None
     memory_peak_bytes: Optional[int] = None
     """Maximum over the seeds."""
@@ -270,12 +275,23 @@ def _recipe_row(
         perplexity=None if loss is None else float(np.exp(loss)),
         tokens_per_second=_mean([row.tokens_per_second for row in rows]),
         speed_ratio=_mean([row.speed_ratio for row in rows]),
+        equal_loss_tokens=_equal_loss(pairs, seed_statistics.validation_losses, confidence),
+        equal_loss_time=_equal_loss(pairs, seed_statistics.validation_losses_over_time, confidence),
         model_tflops_per_device=_mean([row.model_tflops_per_device for row in rows]),
         memory_peak_bytes=max((row.memory_peak_bytes for row in rows if row.memory_peak_bytes), default=None),
         grad_norm=_mean([row.grad_norm for row in rows]),
         steps=min(row.steps for row in rows),
         consumed_tokens=min(row.consumed_tokens for row in rows),
     )
+
+
+def _equal_loss(
+    pairs: Sequence[Pair], points: Callable[[LoadedRun], tuple[np.ndarray, np.ndarray]], confidence: float
+) -> Optional[Interval]:
+    """Ratio of tokens or time at equal loss; None for the baseline itself, and unless every pair has one."""
+    ratios = [seed_statistics.equal_loss_ratio(pair, points) for pair in pairs if pair.run is not pair.base]
+    known = [ratio for ratio in ratios if ratio]
+    return seed_statistics.ratio_interval(known, confidence) if known and len(known) == len(ratios) else None
 
 
 def num_diverged(runs: Sequence[LoadedRun], unfinished: Sequence[Unfinished]) -> int:

@@ -101,19 +101,24 @@ def cautions(runs: Sequence[LoadedRun]) -> list[str]:
     ]
 
 
+BATCH_SETTINGS = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "micro_batch_size")
+
+
 def facts(run: LoadedRun) -> list[tuple[str, str]]:
     """The run's model, batch, optimizer and versions, as (name, text) pairs."""
     info = run.info
 
     def settings(section: str, *names: str) -> str:
         values = info.config.get(section, {})
-        return ", ".join(f"{name.replace('_', ' ')} {values[name]}" for name in names if values.get(name) is not None)
+        return ", ".join(
+            f"{name.replace('_', ' ')} {values[name]}" for name in names if values.get(name) not in (None, [], ())
+        )
 
-    batch = settings("training", "global_batch_size", "micro_batch_size") + ", " + settings("data", "seq_length")
+    batch = settings("training", *BATCH_SETTINGS) + ", " + settings("data", "seq_length")
     found = [
         ("model", settings("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")),
         ("batch", batch),
-        ("steps", settings("training", "train_iters", "eval_interval", "eval_iters")),
+        ("steps", settings("training", "train_iters", "train_samples", "eval_interval", "eval_iters")),
         ("optimizer", settings("optimizer", "optimizer", "lr", "min_lr", "lr_decay_style", "lr_warmup_fraction",
                                "weight_decay", "clip_grad")),
         ("versions", ", ".join(f"{name} {version}" for name, version in info.versions.items())),
@@ -177,7 +182,8 @@ def table_header(comparison: Comparison) -> dict[str, str]:
     """Headers of the number columns in the page's table, by the keys of `table_row`."""
     return {
         "gap": "gap", "interval": f"{comparison.confidence:.0%} interval", "seeds": "seeds", "loss": "validation loss",
-        "perplexity": "perplexity", "speed": "tokens/s", "ratio": "speed", "memory": "peak memory",
+        "perplexity": "perplexity", "speed": "tokens/s", "ratio": "speed",
+        "equal_tokens": "tokens at equal loss", "equal_time": "time at equal loss", "memory": "peak memory",
     }  # fmt: skip
 
 
@@ -198,6 +204,8 @@ def table_row(row: RecipeRow, comparison: Comparison, color: str) -> dict[str, s
         "perplexity": tables.optional(row.perplexity, "{:.2f}"),
         "speed": tables.optional(row.tokens_per_second, "{:,.0f}"),
         "ratio": tables.optional(row.speed_ratio, "{:.2f}x"),
+        "equal_tokens": tables.shown_ratio(row.equal_loss_tokens),
+        "equal_time": tables.shown_ratio(row.equal_loss_time),
         "memory": tables.optional(row.memory_peak_bytes and row.memory_peak_bytes / GIB, "{:.3g} GiB"),
     }
 

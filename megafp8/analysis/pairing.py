@@ -303,17 +303,21 @@ def _stage_facts(info: RunRecord) -> dict[str, str]:
     if "seq_length" in data:
         facts["sequence length"] = str(data["seq_length"])
     if (batch := _global_batch(info)) is not None:
-        facts["global batch"] = str(batch)
+        facts["global batch"] = batch
     return facts
 
 
-def _global_batch(info: RunRecord) -> Optional[int]:
-    """Sequences per step; None if the record does not have it."""
+def _global_batch(info: RunRecord) -> Optional[str]:
+    """Sequences per step, and the flag of a batch schedule; None if the record does not have it."""
     training = info.config.get("training", {})
     micro, default = training.get("micro_batch_size"), None
     if "global_batch_size" in training and isinstance(micro, int):  # not "auto"
         default = micro * info.layout.get("data", 1)
-    return training.get("global_batch_size") or default
+    if schedule := training.get("step_batch_size_schedule"):
+        return f"--step-batch-size-schedule {schedule!r}"
+    size = training.get("global_batch_size") or default
+    ramp = " ".join(map(str, training.get("rampup_batch_size") or ()))
+    return None if size is None else f"{size} (--rampup-batch-size {ramp})" if ramp else str(size)
 
 
 def _blend_text(words: Sequence[str]) -> str:

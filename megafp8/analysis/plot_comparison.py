@@ -180,13 +180,18 @@ def _figure(height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, 
         rows, columns, sharex=rows > 1, gridspec_kw={"height_ratios": (1.7, 1)} if rows == 2 else None
     )
     for axes in np.atleast_1d(panels):
-        style_axes(axes, grid_color=GRID)
-        axes.tick_params(labelsize=FONT, color=GRID, labelcolor=INK, which="both")
-        for spine in axes.spines.values():
-            spine.set_color(GRID)
-        for label in (axes.xaxis.label, axes.yaxis.label):
-            label.set(color=INK, size=FONT)
+        style_panel(axes)
     return figure, panels
+
+
+def style_panel(axes: Axes) -> None:
+    """Give a panel the style of the report."""
+    style_axes(axes, grid_color=GRID)
+    axes.tick_params(labelsize=FONT, color=GRID, labelcolor=INK, which="both")
+    for spine in axes.spines.values():
+        spine.set_color(GRID)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set(color=INK, size=FONT)
 
 
 def _plot_with_gaps(

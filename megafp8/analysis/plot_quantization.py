@@ -12,6 +12,7 @@ import numpy as np
 
 from megafp8.analysis.plotting import COLORS, GRAY, new_figure, save_figure, style_axes
 from megafp8.analysis.runs import LoadedRun
+from megafp8.config.precision_map import ATTENTION_LINEARS, MLP_LINEARS
 from megafp8.errors import DataError
 from megafp8.metrics.records import TensorStats, linear_of
 
@@ -86,7 +87,7 @@ def tensors_of(run: LoadedRun, recipe: Optional[str]) -> list[dict[str, TensorSt
 def forward_order(linear: str) -> tuple[int, int]:
     """Sort key of linears in the order of the forward pass."""
     _, layer, name = linear.split(".")
-    order = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    order = (*ATTENTION_LINEARS, *MLP_LINEARS)
     return int(layer), order.index(name)
 
 

@@ -149,22 +149,25 @@ def plot_schedule(
     weight_decays: Sequence[float],
     output: Union[str, Path],
     *,
+    batch_sizes: Sequence[int] = (),
     marks: Mapping[str, float],
     title: str,
 ) -> Path:
-    """Plot learning rates over steps, and below them the weight decay if it changes.
+    """Plot learning rates over steps, and below them the weight decay and the batch size if they change.
 
     Args:
         steps: the steps that are drawn.
         rates: learning rates at those steps, by the name of the curve.
         weight_decays: at those steps.
         output: .png, .svg or .pdf.
+        batch_sizes: sequences per global batch at those steps.
         marks: step at which each phase ends, by name.
     """
-    has_decay_panel = len(set(weight_decays)) > 1
-    figure = new_figure(10, 5.4 if has_decay_panel else 4, dpi=110)
-    panels = figure.subplots(2 if has_decay_panel else 1, 1, sharex=True, squeeze=False,
-                             gridspec_kw={"height_ratios": (3, 1)} if has_decay_panel else None)[:, 0]  # fmt: skip
+    lower = {"weight decay": weight_decays, "batch size": batch_sizes}
+    changing = {name: values for name, values in lower.items() if len(set(values)) > 1}
+    figure = new_figure(10, 4 + 1.4 * len(changing), dpi=110)
+    panels = figure.subplots(1 + len(changing), 1, sharex=True, squeeze=False,
+                             gridspec_kw={"height_ratios": (3, *[1] * len(changing))})[:, 0]  # fmt: skip
     for axes in panels:
         style_axes(axes)
     top, bottom = panels[0], panels[-1]
@@ -181,9 +184,9 @@ def plot_schedule(
     top.set_title(title, loc="left", fontsize=12, fontweight="bold")
     if len(rates) > 1:
         top.legend(frameon=False)
-    if has_decay_panel:
-        bottom.plot(steps, weight_decays, color=GRAY, linewidth=2)
-        bottom.set_ylabel("weight decay")
+    for axes, (name, values) in zip(panels[1:], changing.items(), strict=True):
+        axes.plot(steps, values, color=GRAY, linewidth=2)
+        axes.set_ylabel(name)
     bottom.set_xlabel("step")
     bottom.set_xlim(0, max(steps))
     use_si_prefixes(bottom.xaxis)

@@ -15,7 +15,7 @@ from typing import Any, Optional
 import numpy as np
 
 from megafp8.analysis.power_laws import Cells, Estimate, Fits, Law, estimate_of, fit_all
-from megafp8.analysis.seed_statistics import CONFIDENCE, student_quantile
+from megafp8.analysis.seed_statistics import CONFIDENCE, student_quantile, welch_p_value
 from megafp8.analysis.study_points import RECIPE_AXIS, Point
 
 
@@ -54,6 +54,24 @@ class GapRow:
     tokens: Optional[int]
     gap: Estimate
     num_pairs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeAgreement:
+    """Whether the gaps of a recipe agree over sizes and lengths, so that they may be pooled.
+
+    Attributes:
+        p_value: of `welch_p_value`; None without two sizes, or where one has a single pair.
+    """
+
+    recipe: str
+    num_sizes: int
+    p_value: Optional[float]
+
+    @property
+    def may_pool(self) -> bool:
+        """Whether no disagreement is found."""
+        return self.p_value is None or self.p_value >= 1 - CONFIDENCE
 
 
 def cell_rows(points: Sequence[Point]) -> list[CellRow]:
@@ -113,9 +131,9 @@ def options_of(group: Sequence[Point]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def gap_rows(best: Sequence[CellRow], recipes: Sequence[str]) -> list[GapRow]:
-    """Gaps to the baseline in each cell, then over all cells, independent of the laws."""
-    rows = []
+def gap_rows(best: Sequence[CellRow], recipes: Sequence[str]) -> tuple[list[GapRow], list[SizeAgreement]]:
+    """Gaps to the baseline in each cell, independent of the laws; then over all cells where these agree."""
+    rows, agreements = [], []
     bases = {(cell.parameters, cell.tokens): cell for cell in best if cell.recipe == recipes[0]}
     for recipe in recipes[1:]:
         all_gaps: list[np.ndarray] = []
@@ -130,10 +148,14 @@ def gap_rows(best: Sequence[CellRow], recipes: Sequence[str]) -> list[GapRow]:
                 all_gaps.append(gaps)
                 rows.append(GapRow(recipe=recipe, parameters=cell.parameters, tokens=cell.tokens,
                                    gap=mean_of_means([gaps]), num_pairs=len(gaps)))  # fmt: skip
+        p_value = welch_p_value([gaps.tolist() for gaps in all_gaps])
+        agreement = SizeAgreement(recipe=recipe, num_sizes=len(all_gaps), p_value=p_value)
         if all_gaps:
+            agreements.append(agreement)
+        if all_gaps and agreement.may_pool:
             rows.append(GapRow(recipe=recipe, parameters=None, tokens=None, gap=mean_of_means(all_gaps),
                                num_pairs=sum(map(len, all_gaps))))  # fmt: skip
-    return rows
+    return rows, agreements
 
 
 def mean_of_means(groups: Sequence[np.ndarray]) -> Estimate:

@@ -9,7 +9,7 @@ from typing import Optional
 from megafp8.analysis import scaling_laws
 from megafp8.analysis.findings import Difference, difference_sentences
 from megafp8.analysis.power_laws import REPLICATES, Estimate
-from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis, CellRow, GapRow
+from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis, CellRow, GapRow, SizeAgreement
 from megafp8.analysis.seed_statistics import CONFIDENCE
 from megafp8.analysis.study_points import SpeedRow, StudyPoints, speed_rows
 from megafp8.analysis.tables import MIB, is_value, optional
@@ -28,6 +28,7 @@ class ScalingReport:
         recipes: the baseline first.
         arithmetic: of each recipe, from the records.
         replicates: resamples for the intervals of the laws; 0 without intervals.
+        agreements: whether the gaps of each recipe agree over sizes; only those that do have a row over all sizes.
         notes: results that are missing and why, and configurations that were left out.
     """
 
@@ -39,6 +40,7 @@ class ScalingReport:
     replicates: int
     cells: tuple[CellRow, ...]
     gaps: tuple[GapRow, ...]
+    agreements: tuple[SizeAgreement, ...]
     axes: tuple[Axis, ...]
     speeds: tuple[SpeedRow, ...]
     missing: tuple[str, ...]
@@ -77,12 +79,13 @@ def analyse(
     best = [cell for cell in cells if cell.is_best]
     notes = scaling_laws.skipped_cells_note(cells)
     axes = [scaling_laws.fit_axis(name, best, recipes, notes, replicates, seed) for name in (COMPUTE, PARAMETERS, BOTH)]
+    gaps, agreements = scaling_laws.gap_rows(best, recipes)
     drawn = max((len(axis.fits.replicates[0]) for axis in axes if axis is not None), default=0)
     return ScalingReport(
         name=study.name, baseline=baseline, recipes=tuple(recipes), num_runs=len(study.points),
         replicates=drawn, cells=tuple(cells),
         arithmetic=tuple(next(one.arithmetic for one in study.points if one.recipe == recipe) for recipe in recipes),
-        gaps=tuple(scaling_laws.gap_rows(best, recipes)), axes=tuple(axis for axis in axes if axis is not None),
+        gaps=tuple(gaps), agreements=tuple(agreements), axes=tuple(axis for axis in axes if axis is not None),
         speeds=tuple(speed_rows(study.points, baseline)), missing=study.missing, notes=tuple(notes),
     )  # fmt: skip
 
@@ -130,11 +133,28 @@ def headline(report: ScalingReport) -> str:
         for row in report.gaps if row.parameters is None
     ]  # fmt: skip
     sentences = difference_sentences(overall, report.baseline)
+    sentences += [disagreement_sentence(report, each) for each in report.agreements if not each.may_pool]
     if axis := report.axis(COMPUTE):
         sentences += [factor_sentence(recipe, factor, report.baseline) for recipe, factor in axis.factors]
     if report.missing:
         sentences.append(f"{missing_text(report)}.")
     return " ".join(sentences) or f"No other recipe has a run of the same size, length and seed as {report.baseline}."
+
+
+def disagreement_sentence(report: ScalingReport, agreement: SizeAgreement) -> str:
+    """The range of gaps that differ by size, which have no common gap."""
+    gaps = [row.gap.value for row in report.gaps if row.recipe == agreement.recipe]
+    return (
+        f"The gap of {agreement.recipe} differs by size, from {min(gaps):+.2%} to {max(gaps):+.2%} "
+        f"(p = {agreement.p_value:.2g}), so it is not pooled."
+    )
+
+
+def agreement_text(agreement: SizeAgreement) -> str:
+    """The test of a recipe's gaps over sizes in words."""
+    if agreement.p_value is None:
+        return f"{agreement.recipe} pooled without a test (it needs two sizes with two pairs each)"
+    return f"{agreement.recipe} p = {agreement.p_value:.2g}, {'pooled' if agreement.may_pool else 'not pooled'}"
 
 
 def factor_sentence(recipe: str, factor: Estimate, baseline: str) -> str:
@@ -184,7 +204,9 @@ def gap_table(report: ScalingReport) -> Table:
     return Table(
         title=f"Gap to {report.baseline}", header=("recipe", "parameters", "tokens", "pairs", "gap"), rows=rows,
         note="Validation loss against the baseline's of the same seed (initial weights, order of samples), with "
-        f"Student's {CONFIDENCE:.0%} interval over seeds. No law has a part in it.",
+        f"Student's {CONFIDENCE:.0%} interval over seeds. No law has a part in it. Sizes are "
+        "pooled in a row `all` only where they agree, by Welch's analysis of variance at the 5% level: "
+        f"{'; '.join(map(agreement_text, report.agreements))}.",
     )  # fmt: skip
 
 

@@ -63,6 +63,35 @@ def student_quantile(confidence: float, freedom: float) -> float:
     return float(stdtrit(freedom, (1 + confidence) / 2))
 
 
+def welch_p_value(groups: Sequence[Sequence[float]]) -> Optional[float]:
+    """Probability that groups with one common mean differ as much as these: Welch's analysis of variance.
+
+    Groups may have different variances. Source: B. L. Welch, Biometrika 38 (1951), 330-336.
+
+    Args:
+        groups: finite values of each group.
+
+    Returns:
+        None for fewer than two groups, and for a group of fewer than two values.
+    """
+    from scipy.special import fdtrc
+
+    if len(groups) < 2 or any(len(group) < 2 for group in groups):
+        return None
+    sizes = np.array([len(group) for group in groups])
+    means = np.array([np.mean(group) for group in groups])
+    variances = np.array([np.var(group, ddof=1) for group in groups])
+    if not variances.all():
+        return 1.0 if np.ptp(means) == 0 else 0.0
+    weights = sizes / variances
+    center = float((weights * means).sum() / weights.sum())
+    num_groups = len(groups)
+    leverage = float((((1 - weights / weights.sum()) ** 2) / (sizes - 1)).sum())
+    between = float((weights * (means - center) ** 2).sum()) / (num_groups - 1)
+    statistic = between / (1 + 2 * (num_groups - 2) / (num_groups**2 - 1) * leverage)
+    return float(fdtrc(num_groups - 1, (num_groups**2 - 1) / (3 * leverage), statistic))
+
+
 def gap_verdict(gap: Interval, bound: float) -> str:
     """Whether a gap is within or beyond a bound: its whole interval must lie on one side.
 
@@ -164,6 +193,49 @@ def validation_losses_over_time(run: LoadedRun) -> tuple[np.ndarray, np.ndarray]
     validated_steps = [record.step for record in run.evals_of("valid")]
     num_done = np.searchsorted(run.series("step"), validated_steps, side="right")
     return np.concatenate(([0.0], seconds))[num_done], validation_losses(run)[1]
+
+
+def reached_at(x: np.ndarray, losses: np.ndarray, target: float) -> Optional[float]:
+    """Where a validation curve first reaches a loss, by linear interpolation between validations.
+
+    Returns:
+        None if it never does, or did before the first validation.
+    """
+    reached = np.flatnonzero(losses <= target)
+    if not reached.size or not reached[0]:
+        return None
+    after = int(reached[0])
+    fraction = (losses[after - 1] - target) / (losses[after - 1] - losses[after])
+    return float(x[after - 1] + fraction * (x[after] - x[after - 1]))
+
+
+def equal_loss_ratio(
+    pair: Pair, points: Callable[[LoadedRun], tuple[np.ndarray, np.ndarray]] = validation_losses
+) -> Optional[float]:
+    """Tokens that a run needs over those of its baseline, for the same loss; with other points their x.
+
+    The loss is the baseline's last, or the run's own where that is larger, so that both reach it.
+
+    Args:
+        points: (x, validation loss) of a run.
+
+    Returns:
+        None if either has fewer than two validations or reached the loss before its first one.
+    """
+    (own_x, own), (base_x, base) = points(pair.run), points(pair.base)
+    if len(own) < 2 or len(base) < 2 or not (np.isfinite(own).all() and np.isfinite(base).all()):
+        return None
+    target = max(own[-1], base[-1])
+    own_at, base_at = reached_at(own_x, own, target), reached_at(base_x, base, target)
+    return None if own_at is None or not base_at else own_at / base_at
+
+
+def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Geometric mean of ratios, with Student's t interval of their logarithms. `spread` is that of the logarithms."""
+    found = mean_interval([math.log(ratio) for ratio in ratios], confidence)
+    if found.low is None or found.high is None:
+        return Interval(mean=math.exp(found.mean))
+    return Interval(mean=math.exp(found.mean), low=math.exp(found.low), high=math.exp(found.high), spread=found.spread)
 
 
 def smoothed_field(run: LoadedRun, field: str) -> tuple[np.ndarray, np.ndarray]:

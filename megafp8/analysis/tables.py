@@ -10,7 +10,7 @@ from typing import Optional, Union
 from megafp8.analysis.compare import Comparison, ComparisonRow, RecipeRow
 from megafp8.analysis.findings import headline
 from megafp8.analysis.percent import percent, signed
-from megafp8.analysis.seed_statistics import CONTROL
+from megafp8.analysis.seed_statistics import CONTROL, Interval
 from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, text_table
 from megafp8.utils.strict_json import to_strict_json
 
@@ -60,6 +60,8 @@ def recipe_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         f"{comparison.confidence:.0%} interval": [shown_interval(row, comparison.baseline) for row in rows],
         f"bound {percent(comparison.bound_fraction)}": [row.verdict or "-" for row in rows],
         "training gap": [shown_training_gap(row, comparison.baseline) for row in rows],
+        "tokens at equal loss": [shown_ratio(row.equal_loss_tokens) for row in rows],
+        "time at equal loss": [shown_ratio(row.equal_loss_time) for row in rows],
     }
     return _without_empty(columns | _common_columns(rows))
 
@@ -79,7 +81,7 @@ def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 def notes(comparison: Comparison) -> list[str]:
     """Notes on verdicts and noise."""
-    return [text for text in (verdict_note(comparison), control_note(comparison)) if text]
+    return [text for text in (verdict_note(comparison), equal_loss_note(comparison), control_note(comparison)) if text]
 
 
 def verdict_note(comparison: Comparison) -> str:
@@ -96,6 +98,17 @@ def verdict_note(comparison: Comparison) -> str:
     return (
         f"within: the complete {confidence} interval of the gap lies below {bound}; beyond: above it; not decided: the "
         f"interval contains the bound{missing}. Gaps are taken between runs of one seed."
+    )
+
+
+def equal_loss_note(comparison: Comparison) -> str:
+    """What the ratios at equal loss mean; empty without one."""
+    if all(row.equal_loss_tokens is None for row in comparison.recipes):
+        return ""
+    return (
+        f"Tokens and time at equal loss: what a recipe takes over what {comparison.baseline} takes to the same "
+        "validation loss, which is the larger of the last losses of a pair; below 1x is better. Validations are joined "
+        "by straight lines. Time is the sum of step times."
     )
 
 
@@ -137,6 +150,14 @@ def shown_interval(row: RecipeRow, baseline: str) -> str:
     if not math.isfinite(row.gap.mean):
         return "-"
     return f"{signed(row.gap.low)} to {signed(row.gap.high)}"
+
+
+def shown_ratio(ratio: Optional[Interval]) -> str:
+    """1.05x (0.98x to 1.12x); - without a ratio."""
+    if ratio is None:
+        return "-"
+    band = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f}x to {ratio.high:.2f}x)"
+    return f"{ratio.mean:.2f}x{band}"
 
 
 def finite(gap: float) -> str:

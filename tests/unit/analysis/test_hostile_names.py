@@ -61,7 +61,7 @@ def test_a_name_is_text_in_the_markdown_of_a_study(name: str) -> None:
         scaling_markdown(
             ScalingReport(
                 name=each, baseline=each, recipes=(each,), arithmetic=(each,), num_runs=1, missing=(each,), axes=(),
-                gaps=(), speeds=(), cells=(), notes=(each,), replicates=0,
+                gaps=(), agreements=(), speeds=(), cells=(), notes=(each,), replicates=0,
             ), "laws.svg",
         ).splitlines()
         for each in (name, HARMLESS)

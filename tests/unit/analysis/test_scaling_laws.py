@@ -87,10 +87,37 @@ def test_gaps_are_students_of_the_pairs(report) -> None:
     expected = stats.ttest_1samp(ratios, 0).confidence_interval(0.95)
     assert (row.gap.low, row.gap.high) == pytest.approx((expected.low, expected.high))
     assert row.gap.value == pytest.approx(ratios.mean()) and row.num_pairs == 3
-    overall = report.gaps[-1]
+
+
+def with_gap_of_size(factors: dict[int, float]):
+    """The report of a study whose second recipe has a given gap at each size."""
+    rng, points = np.random.default_rng(9), study_of(recipes=("bf16",)).points
+    twins = [
+        dataclasses.replace(
+            one, recipe="fp8", loss=one.loss * (factors[one.parameters] + 0.001 * rng.standard_normal())
+        )
+        for one in points
+    ]
+    return analyse(StudyPoints(name="gaps", points=(*points, *twins)), replicates=0)
+
+
+def test_gaps_that_agree_over_sizes_are_pooled() -> None:
+    report = with_gap_of_size(dict.fromkeys(SIZES, 1.01))
+    *rows, overall = report.gaps
     assert overall.parameters is None and overall.num_pairs == 15
-    assert overall.gap.value == pytest.approx(np.mean([row.gap.value for row in report.gaps[:-1]]))
-    assert overall.gap.high - overall.gap.low < row.gap.high - row.gap.low
+    assert overall.gap.value == pytest.approx(np.mean([row.gap.value for row in rows]))
+    assert overall.gap.high - overall.gap.low < max(row.gap.high - row.gap.low for row in rows)
+    assert "pooled" in tables(report)[0].note and "not pooled" not in tables(report)[0].note
+
+
+def test_gaps_that_differ_by_size_are_not_pooled() -> None:
+    report = with_gap_of_size({size: 1.01 + 0.005 * index for index, size in enumerate(SIZES)})
+    assert [row.parameters for row in report.gaps] == list(SIZES)
+    assert "The gap of fp8 differs by size, from +0.93% to +3.11%" in headline(
+        report
+    ) and "it is not pooled" in headline(report)
+    assert "not pooled" in tables(report)[0].note
+    assert not report.agreements[0].may_pool and json.loads(report.to_json())["agreements"][0]["num_sizes"] == 5
 
 
 def test_a_missing_shift_is_not_reported_as_one() -> None:
@@ -118,7 +145,7 @@ def test_a_grid_of_sizes_and_tokens_gives_a_law_of_both() -> None:
 def test_too_few_sizes_have_no_law() -> None:
     report = analyse(study_of(SIZES[:3]), replicates=2)
     assert report.axes == () and "no law over compute: it needs 4 cells, and bf16 has 3" in report.notes
-    assert len(report.gaps) == 4
+    assert len(report.gaps) == 3  # of the sizes, which differ
 
 
 def test_one_seed_has_no_intervals() -> None:

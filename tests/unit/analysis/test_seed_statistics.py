@@ -7,7 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from megafp8.analysis.seed_statistics import BEYOND, UNDECIDED, WITHIN, Interval, gap_verdict, mean_interval
+from megafp8.analysis.seed_statistics import (
+    BEYOND,
+    UNDECIDED,
+    WITHIN,
+    Interval,
+    gap_verdict,
+    mean_interval,
+    welch_p_value,
+)
 
 # Two-sided quantiles of Student's t from printed tables: (values, confidence) -> t.
 TABLE = {(2, 0.95): 12.706, (3, 0.95): 4.303, (5, 0.95): 2.776, (11, 0.95): 2.228, (3, 0.90): 2.920, (5, 0.99): 4.604}
@@ -82,3 +90,23 @@ def test_a_run_that_diverged_is_beyond() -> None:
     interval = mean_interval([0.1, math.nan, 0.1])
     assert math.isnan(interval.mean) and math.isnan(interval.spread)
     assert gap_verdict(interval, 0.5) == gap_verdict(mean_interval([math.inf]), 0.5) == BEYOND
+
+
+def test_the_test_of_agreement_rejects_equal_groups_as_often_as_its_level() -> None:
+    generator, num_trials = np.random.default_rng(4), 2000
+    spreads = (1.0, 3.0, 0.5, 2.0)
+    values = [
+        welch_p_value([(spread * generator.standard_normal(4)).tolist() for spread in spreads])
+        for _ in range(num_trials)
+    ]
+    rejected = np.mean([value is not None and value < 0.05 for value in values])
+    assert rejected == pytest.approx(0.05, abs=0.025)  # the approximation is known to be liberal for few values
+    apart = welch_p_value([[0.0, 0.1, -0.1], [1.0, 1.1, 0.9], [0.0, 0.1, -0.1]])
+    assert apart is not None and apart < 0.01
+
+
+def test_the_test_of_agreement_needs_two_groups_of_two_values() -> None:
+    assert welch_p_value([[1.0, 2.0]]) is None
+    assert welch_p_value([[1.0, 2.0], [1.0]]) is None
+    assert welch_p_value([[1.0, 1.0], [1.0, 1.0]]) == 1.0
+    assert welch_p_value([[1.0, 1.0], [2.0, 2.0]]) == 0.0
