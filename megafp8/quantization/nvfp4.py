@@ -83,11 +83,16 @@ def unpack(packed: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Q [16, 16], orthogonal."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < HADAMARD_SIZE:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    signed = torch.tensor(HADAMARD_SIGNS, dtype=torch.float32)[:, None] * matrix
+    signed = torch.tensor(HADAMARD_SIGNS, dtype=torch.float32)[:, None] * sylvester_matrix(HADAMARD_SIZE)
     return (signed.t() / 4).contiguous().to(device=device, dtype=dtype)
+
+
+def sylvester_matrix(size: int) -> Tensor:
+    """Sylvester's Hadamard matrix, FP32 [size, size] of 1 and -1; the size is a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return matrix
 
 
 def hadamard_transform(rows: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from megafp8.recipes.base import (
 from megafp8.recipes.formats import FORMATS
 
 LENGTH = 16
+OPTIONS = ("fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights", "fp4_four_over_six")
 
 
 def build(
@@ -25,6 +26,7 @@ def build(
     fp4_hadamard: bool = True,
     fp4_stochastic_rounding: bool = True,
     fp4_2d_weights: bool = True,
+    fp4_four_over_six: bool = False,
 ) -> LinearRecipe:
     """The rules.
 
@@ -34,16 +36,21 @@ def build(
         fp4_stochastic_rounding: round grad_output stochastically.
         fp4_2d_weights: quantize weights in 16 x 16 blocks, so that fprop and dgrad read the same codes; otherwise in
             blocks along the contracted dimension.
+        fp4_four_over_six: four-over-six scaling (arXiv:2512.02010) of blocks that are rounded to nearest: their amax is
+            mapped to 4 or to 6, whichever has the smaller error. Stochastically rounded operands are left out, because
+            a choice by the error of the draw would bias them (arXiv:2601.22813, section 4).
     """
 
     def rule(operand: Operand, gemm: Gemm) -> OperandRule:
         is_square = fp4_2d_weights and operand is Operand.WEIGHT
+        is_stochastic = fp4_stochastic_rounding and operand is Operand.GRAD_OUTPUT
+        is_adaptive = fp4_four_over_six and not is_stochastic
         return OperandRule(
             format=FORMATS[number_format],
             block=(LENGTH, LENGTH) if is_square else along_sum(LENGTH, operand, gemm),
-            scale_rule=ScaleRule.TWO_LEVEL,
+            scale_rule=ScaleRule.FOUR_OVER_SIX if is_adaptive else ScaleRule.TWO_LEVEL,
             is_transformed=fp4_hadamard and gemm is Gemm.WGRAD,
-            is_stochastic=fp4_stochastic_rounding and operand is Operand.GRAD_OUTPUT,
+            is_stochastic=is_stochastic,
         )
 
     return linear_recipe(RECIPE.name, rule)
@@ -56,8 +63,8 @@ RECIPE = Recipe(
     formats=FP4_FORMATS,
     default_format="e2m1",
     build=build,
-    option_names=("fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights"),
-    resume_option_names=("fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights"),
+    option_names=OPTIONS,
+    resume_option_names=OPTIONS,
     native_capabilities=(((10, 0), ANY_LATER),),
     te_recipe_class="NVFP4BlockScaling",
     te_switches=(
