@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
+from megafp8.mcore.grad_reduction import reduction_group
+from megafp8.mcore.process_groups import bucket_groups
 from megafp8.quantization.fp8_parameter import quantized_parameters
 from megafp8.resilience import fault_injection
 
@@ -44,7 +46,7 @@ def add_grad_sync_hook(group: Any, hook: Callable[[], None]) -> Callable[[], Non
 def inject_gradient_faults(chunks: Sequence[Any]) -> None:
     """Let fault injection change this rank's gradients before they are reduced."""
     for chunk in chunks:
-        for group in chunk.bucket_groups:
+        for group in bucket_groups(chunk):
             add_grad_sync_hook(group, partial(poison, group))
 
 
@@ -104,7 +106,7 @@ class ParameterTraffic(TorchDispatchMode):
     def __init__(self, chunks: list[Any]) -> None:
         super().__init__()
         self.received_bytes = 0
-        for group in (group for chunk in chunks for group in chunk.bucket_groups):
+        for group in (group for chunk in chunks for group in bucket_groups(chunk)):
             group.start_param_sync = self._counted(group.start_param_sync)
         for weight in quantized_parameters(chunks):
             weight.codes.exchange = self._counted(weight.codes.exchange)
@@ -137,6 +139,42 @@ def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ParameterTra
     """Build the counter of a run; None without the distributed optimizer, or if gathers are in a CUDA graph."""
     is_in_graph = config.parallel.overlap_param_gather and derived.uses_cuda_graph(config)
     return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer and not is_in_graph else None
+
+
+class GradientTraffic:
+    """Counts the bytes of gradients that a rank receives from other ranks, as a ring sends them.
+
+    A reduce-scatter of n bytes over d ranks counts (d - 1) / d n, an all-reduce twice that. Padding is included.
+
+    Args:
+        chunks: the model chunks with gradient buffers.
+    """
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self.received_bytes = 0
+        for group in (group for chunk in chunks for group in bucket_groups(chunk)):
+            ranks = reduction_group(group)
+            if ranks is not None:
+                add_grad_sync_hook(group, partial(self._count, group, ranks.size()))
+
+    def _count(self, group: Any, num_ranks: int) -> None:
+        if group.grad_reduce_handle is None:  # else megatron-core ignores a repeated call
+            num_phases = 1 if group.ddp_config.use_distributed_optimizer else 2
+            reduced = sum(bucket.grad_data.nbytes for bucket in group.buckets)
+            self.received_bytes += num_phases * reduced * (num_ranks - 1) // num_ranks
+
+    def take(self) -> int:
+        """Return the bytes received since the last call."""
+        received, self.received_bytes = self.received_bytes, 0
+        return received
+
+
+def build_gradient_traffic(config: RunConfig, chunks: list[Any]) -> Optional[GradientTraffic]:
+    """Build the counter of a run; None where nothing is reduced in buckets, or their reduction is counted elsewhere."""
+    is_elsewhere = config.precision.grad_reduce_in_fp8 or config.parallel.use_torch_fsdp2
+    has_ranks = any(reduction_group(group) for chunk in chunks for group in bucket_groups(chunk))
+    is_counted = has_ranks and not derived.uses_cuda_graph(config)
+    return None if is_elsewhere or not is_counted else GradientTraffic(chunks)
 
 
 def num_bytes(tensors: Any) -> int:

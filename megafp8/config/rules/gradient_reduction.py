@@ -1,0 +1,71 @@
+"""Rules about `--grad-reduce-in-fp8`: what it needs, and what it excludes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config import derived
+from megafp8.config.rules.base import Rule, flags_without_effect, has_whole_replicas
+from megafp8.config.schema import RunConfig
+from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT
+
+FLAG = "--grad-reduce-in-fp8"
+EXCLUDED_OVERRIDES = ("ddp.reduce_scatter_with_fp32_accumulation", "ddp.num_distributed_optimizer_instances")
+
+
+def fp8_gradient_options_need_their_switch(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The options of the FP8 reduction have no effect without it."""
+    precision = config.precision
+    if not precision.grad_reduce_in_fp8:
+        is_given = {
+            f"--grad-reduce-fp8-format {precision.grad_reduce_fp8_format}": precision.grad_reduce_fp8_format != "e4m3",
+            f"--grad-reduce-fp8-scaling {precision.grad_reduce_fp8_scaling}": (
+                precision.grad_reduce_fp8_scaling != "block"
+            ),
+            "--grad-reduce-fp8-error-feedback": precision.grad_reduce_fp8_error_feedback,
+            f"--grad-reduce-fp8-exclude {' '.join(precision.grad_reduce_fp8_exclude)}": (
+                precision.grad_reduce_fp8_exclude != EXCLUDED_BY_DEFAULT
+            ),
+        }
+        yield from flags_without_effect(is_given, FLAG)
+
+
+def fp8_gradients_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Gradients are sent between data- and context-parallel ranks."""
+    if not config.precision.grad_reduce_in_fp8 or not has_whole_replicas(config, world_size):
+        return
+    if derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size == 1:
+        yield f"{FLAG} with one data-parallel rank has nothing to send: remove it, or use more ranks"
+
+
+def fp8_gradients_exclude_other_reductions(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Reductions that do not go through the buckets of megatron-core's DDP, or that its fields replace."""
+    if not config.precision.grad_reduce_in_fp8:
+        return
+    if config.parallel.use_torch_fsdp2:
+        yield f"{FLAG} is not supported with --use-torch-fsdp2: FSDP2 reduces gradients itself; remove one of them"
+    for entry in config.overrides:
+        if entry.partition("=")[0] in EXCLUDED_OVERRIDES:
+            yield f"{FLAG} with --override {entry}: both replace the reduction of gradients; remove one of them"
+
+
+def fp8_gradient_errors_are_not_saved(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The errors that are fed back differ between ranks and depend on the buckets. Checkpoints do not have them."""
+    if config.precision.grad_reduce_fp8_error_feedback and config.checkpoint.save is not None:
+        yield (
+            f"--grad-reduce-fp8-error-feedback with --save {config.checkpoint.save}: checkpoints do not have the "
+            "errors of the last step, and a resumed run would differ from an uninterrupted one; remove one of them"
+        )
+    if config.precision.grad_reduce_fp8_error_feedback and config.precision.fp16:
+        yield (
+            "--grad-reduce-fp8-error-feedback with --fp16: the loss scale changes, and the errors are those of the old "
+            "one; remove one of them, or use --bf16"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    fp8_gradient_options_need_their_switch,
+    fp8_gradients_have_ranks,
+    fp8_gradients_exclude_other_reductions,
+    fp8_gradient_errors_are_not_saved,
+)

@@ -1,0 +1,366 @@
+"""Gradient reduction in FP8 (`--grad-reduce-in-fp8`).
+
+    1. each rank quantizes its gradients of a bucket, once, after the last microbatch
+    2. all-to-all: rank r receives the codes of its shard from every rank
+    3. rank r decodes them and adds them in FP32, in the order of the ranks
+    4. reduce-scatter: the sums become rank r's shard of the main gradients, in their dtype
+       all-reduce: rank r also sends its sums, rounded to BF16, to every rank
+
+No sum is ever rounded to FP8, as a reduction of FP8 numbers inside the collective would do at every hop. What a rank
+keeps for itself is quantized as well, so that all contributions have the same error.
+
+Scales, `block`: one for each 128 elements, a power of two stored as its exponent (E8M0), sent with the codes.
+Scales, `tensor`: one for each parameter, a power of two from the largest amax of all ranks (FP8-LM's minimum of the
+scales), times FP8-LM's automatic factor. No scale is sent. The factor halves after a step in which more than 0.001% of
+the values saturate, and otherwise doubles over 1000 steps (arXiv:2310.18313, section 2.1).
+
+Rounding is to nearest. Stochastic rounding would avoid a bias in low-precision sums, of which there are none here, and
+doubles the squared error of a code or more; it would also need random states in checkpoints. With error feedback the
+error of a step is added to the gradients of the next one.
+
+Non-finite gradients: codes of NaN are NaN. Codes of infinity saturate, but the scale of 128 elements with an infinity
+is 2^127, with which the largest code overflows again, and the scale of such a parameter becomes infinity. The sums are
+then not finite either, and the checks of local and of reduced gradients find them.
+
+Source of the all-to-all with a local FP32 sum: megatron-core's `reduce_scatter_with_fp32_accumulation.py`, in BF16.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafp8.config.schema import RunConfig
+from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
+from megafp8.errors import ConfigError
+from megafp8.mcore.grad_reduction import Reduction, Work, reduction_group, replace_reduction
+from megafp8.mcore.process_groups import bucket_groups
+from megafp8.optimizer.gradient_checks import CodeCounts
+from megafp8.optimizer.gradient_pieces import ROW, gather_rows, parameter_ranges, scatter_rows, split_bucket
+from megafp8.quantization.quantize import quantize
+from megafp8.quantization.rounding import CODE_DTYPES, cast, decode
+from megafp8.quantization.scaling import FP32_MAX, block_amax, quant_scale_of, reduce_amax
+from megafp8.recipes.base import OperandRule, ScaleRule
+from megafp8.recipes.formats import E4M3, E5M2, Format
+
+MESSAGE_ALIGNMENT = 16  # bytes; FP32 gradients in a received message are read in place
+SAMPLE_ROWS = 4096  # of a bucket, half a million values, at least this many are counted; counting all takes a pass
+EMBEDDING = "embedding.word_embeddings.weight"
+SATURATION_LIMIT = 1e-5  # fraction of the values
+FACTOR_GROWTH = 2 ** (1 / 1000)  # per step
+
+
+@dataclass(frozen=True)
+class GradientCodes:
+    """How gradients are quantized.
+
+    Attributes:
+        format: E4M3 or E5M2.
+        is_blockwise: block scales, else one scale for each parameter.
+        has_feedback: add the error of the last step.
+    """
+
+    format: Format
+    is_blockwise: bool
+    has_feedback: bool
+
+
+class Fp8Reduction:
+    """What the reductions of all buckets share in a step.
+
+    Attributes:
+        factor: automatic factor of the scales of parameters.
+        counts: FP64 [3], of a sample of this rank's rows of codes: values that are not 0, those that became 0, those
+            that saturated.
+        received_bytes: received from other ranks.
+        residuals: errors of the last codes, with error feedback.
+    """
+
+    def __init__(self, device: torch.device):
+        self.factor = 1.0
+        self.counts = torch.zeros(3, dtype=torch.float64, device=device)
+        self.received_bytes = 0
+        self.residuals: list[Tensor] = []
+
+    def begin_step(self, factor: float) -> None:
+        """Set the factor of a step, and count from 0."""
+        self.factor, self.received_bytes = factor, 0
+        self.counts.zero_()
+
+    def clear_residuals(self) -> None:
+        """Drop the errors of gradients that were reduced without an update."""
+        for residual in self.residuals:
+            residual.zero_()
+
+
+def next_factor(factor: float, counts: CodeCounts) -> float:
+    """The automatic factor after a step with these counts over all ranks."""
+    if not counts.num_values:
+        return factor
+    return factor / 2 if counts.saturated_fraction > SATURATION_LIMIT else factor * FACTOR_GROWTH
+
+
+class BucketWork:
+    """The reduction of a bucket under way.
+
+    Args:
+        work: of the all-to-all.
+        kept: tensors that the collective reads.
+        finish: called when it has ended.
+    """
+
+    def __init__(self, work: Any, kept: tuple[Tensor, ...], finish: Callable[[], None]):
+        self._work, self._kept, self._finish = work, kept, finish
+
+    def wait(self) -> None:
+        """Wait for the codes, then add them. On a GPU both wait on the device only."""
+        self._work.wait()
+        self._kept = ()
+        self._finish()
+
+
+class BucketWorks:
+    """The reductions of the buckets of a group."""
+
+    def __init__(self, works: Sequence[Work]):
+        self._works = works
+
+    def wait(self) -> None:
+        """Finish all."""
+        for work in self._works:
+            work.wait()
+
+
+class BucketReduction:
+    """The reduction of one bucket.
+
+    Args:
+        bucket: megatron-core's.
+        is_exact: by parameter of the bucket: not quantized.
+        group: ranks that hold the parameters.
+    """
+
+    def __init__(
+        self,
+        bucket: Any,
+        is_exact: Sequence[bool],
+        group: dist.ProcessGroup,
+        settings: GradientCodes,
+        step: Fp8Reduction,
+    ):
+        gradients: Tensor = bucket.grad_data
+        self.group, self.settings, self.step = group, settings, step
+        self.shards = split_bucket(parameter_ranges(bucket), is_exact, gradients.numel(), group.size())
+        self.own = self.shards[group.rank()]
+        self.num_parameters = len(is_exact)
+        coded = [piece for shard in self.shards for piece in shard.coded]
+        owners = [piece.parameter for piece in coded for _ in range(piece.num_rows)]
+        self.parameter_of_row = torch.tensor(owners, dtype=torch.int64, device=gradients.device)
+        self.sample = max(1, len(owners) // SAMPLE_ROWS)
+        self.first_own_row = sum(shard.num_rows for shard in self.shards[: group.rank()])
+        self.exact_itemsize = gradients.itemsize
+        self.zeros = gradients.new_zeros(ROW)
+        self.residual: Optional[Tensor] = None
+        if settings.has_feedback:
+            self.residual = torch.zeros(len(owners), ROW, device=gradients.device)
+            step.residuals.append(self.residual)
+
+    def start(self, request: Reduction) -> Work:
+        """Quantize the bucket and send its codes."""
+        gradients = request.gradients
+        codes, dequant_scale, sent_scales = self._encode(gradients)
+        message, sizes = self._pack(gradients, codes, sent_scales)
+        own_size, num_ranks = sizes[self.group.rank()], self.group.size()
+        received = message.new_empty(own_size * num_ranks)
+        work = dist.all_to_all_single(received, message, [own_size] * num_ranks, sizes, group=self.group, async_op=True)
+        self.step.received_bytes += own_size * (num_ranks - 1)
+        # `message` belongs to the collective until it has ended.
+        return BucketWork(work, (message,), partial(self._finish, request, received, dequant_scale))
+
+    # --- encoding -----------------------------------------------------------------------------------------------------
+
+    def _encode(self, gradients: Tensor) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        """Quantize the coded elements of a bucket.
+
+        Returns:
+            codes [rows, ROW], FP32 dequant scales of the rows, and the E8M0 scales to send, if any.
+        """
+        values = gather_rows(gradients, self.shards, self.zeros)
+        if self.residual is not None:
+            values = values.float().add_(self.residual)
+        encode = self._encode_blocks if self.settings.is_blockwise else self._encode_parameters
+        codes, dequant_scale, sent_scales = encode(values)
+        num_values = values[:: self.sample].count_nonzero()
+        num_coded = (codes.view(torch.uint8)[:: self.sample] & 0x7F).count_nonzero()  # without the sign
+        self.step.counts[0] += num_values
+        self.step.counts[1] += num_values - num_coded
+        if self.residual is not None:
+            # An infinity must not stay in the residual of later steps.
+            self.residual.copy_(values - self._decode(codes, dequant_scale)).nan_to_num_(0.0, 0.0, 0.0)
+        return codes, dequant_scale, sent_scales
+
+    def _encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        """`_encode` with one scale a row."""
+        rule = OperandRule(format=self.settings.format, block=(1, ROW), scale_rule=ScaleRule.E8M0)
+        quantized = quantize(values, rule)
+        exponents = quantized.dequant_scale.view(torch.uint8).view(-1)
+        return quantized.codes, e8m0_values(exponents), exponents
+
+    def _encode_parameters(self, values: Tensor) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        """`_encode` with one scale a parameter, shared by all ranks."""
+        amax = torch.zeros(self.num_parameters, device=values.device)
+        if len(values):
+            row_amax = block_amax(values.view(len(values), 1, 1, ROW)).view(-1)
+            amax.scatter_reduce_(0, self.parameter_of_row, row_amax, "amax")
+        reduce_amax(amax, self.group)
+        self.step.received_bytes += 2 * amax.nbytes * (self.group.size() - 1) // self.group.size()
+        quant_scale = quant_scale_of(amax, self.settings.format, ScaleRule.POWER_OF_TWO) * self.step.factor
+        quant_scale.clamp_(max=FP32_MAX)
+        scaled = values.float() * quant_scale[self.parameter_of_row, None]
+        self.step.counts[2] += (scaled[:: self.sample].abs() > self.settings.format.max).count_nonzero()
+        dequant_scale = quant_scale.reciprocal().masked_fill_(amax == torch.inf, torch.inf)
+        return cast(scaled, self.settings.format), dequant_scale[self.parameter_of_row], None
+
+    def _decode(self, codes: Tensor, dequant_scale: Tensor) -> Tensor:
+        """FP32 [rows, ROW]."""
+        return decode(codes, self.settings.format, torch.float32).mul_(dequant_scale[:, None])
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _pack(self, gradients: Tensor, codes: Tensor, scales: Optional[Tensor]) -> tuple[Tensor, list[int]]:
+        """The messages to all ranks, uint8: exact elements, codes, scales. Also their sizes."""
+        raw_codes, parts, sizes, row = codes.view(torch.uint8).view(-1), [], [], 0
+        for shard in self.shards:
+            end = row + shard.num_rows
+            of_shard = [gradients[piece.start : piece.stop].view(torch.uint8) for piece in shard.exact]
+            of_shard.append(raw_codes[row * ROW : end * ROW])
+            of_shard += [] if scales is None else [scales[row:end]]
+            size, row = sum(map(len, of_shard)), end
+            of_shard.append(raw_codes.new_zeros(-size % MESSAGE_ALIGNMENT))
+            sizes.append(size + len(of_shard[-1]))
+            parts += of_shard
+        return torch.cat(parts), sizes
+
+    def _finish(self, request: Reduction, received: Tensor, dequant_scale: Tensor) -> None:
+        """Add the received gradients of the own shard, and write the sums."""
+        gradients, own = request.gradients, self.own
+        rows = torch.zeros(own.num_rows, ROW, device=gradients.device)
+        exact = torch.zeros(own.num_exact, device=gradients.device)
+        end_exact = own.num_exact * self.exact_itemsize
+        end_codes = end_exact + own.num_rows * ROW
+        own_scale = dequant_scale[self.first_own_row : self.first_own_row + own.num_rows]
+        for message in received.chunk(self.group.size()):
+            exact += message[:end_exact].view(gradients.dtype)
+            codes = message[end_exact:end_codes].view(CODE_DTYPES[self.settings.format.name]).view(-1, ROW)
+            if self.settings.is_blockwise:
+                own_scale = e8m0_values(message[end_codes : end_codes + own.num_rows])
+            rows += self._decode(codes, own_scale)
+        if request.is_average:
+            rows /= self.group.size()
+            exact /= self.group.size()
+        if request.is_complete:
+            self._share(gradients, rows, exact)
+        else:
+            scatter_rows(gradients, own, rows, exact)
+
+    def _share(self, gradients: Tensor, rows: Tensor, exact: Tensor) -> None:
+        """Send the sums of the own shard to all ranks, and write those of all shards.
+
+        Shards differ in bytes, so that this is an all-to-all in which every rank gets the same message.
+        """
+        num_ranks = self.group.size()
+        parts = [exact.to(gradients.dtype).view(torch.uint8), rows.bfloat16().view(-1).view(torch.uint8)]
+        sizes = [shard.num_exact * self.exact_itemsize + 2 * shard.num_rows * ROW for shard in self.shards]
+        padded = [size + -size % MESSAGE_ALIGNMENT for size in sizes]
+        own, own_padded = sizes[self.group.rank()], padded[self.group.rank()]
+        message = torch.cat([*parts, parts[0].new_zeros(own_padded - own)]).repeat(num_ranks)
+        received = message.new_empty(sum(padded))
+        dist.all_to_all_single(received, message, padded, [own_padded] * num_ranks, group=self.group)
+        self.step.received_bytes += sum(padded) - own_padded
+        for shard, size, part in zip(self.shards, sizes, received.split(padded), strict=True):
+            end_exact = shard.num_exact * self.exact_itemsize
+            sums = part[end_exact:size].view(torch.bfloat16).view(-1, ROW)
+            scatter_rows(gradients, shard, sums, part[:end_exact].view(gradients.dtype))
+
+
+def e8m0_values(exponents: Tensor) -> Tensor:
+    """Powers of two in FP32 from biased exponents, uint8."""
+    return exponents.view(torch.float8_e8m0fnu).float()
+
+
+# --- the reduction of a run -------------------------------------------------------------------------------------------
+
+
+def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.device) -> Optional[Fp8Reduction]:
+    """Reduce the gradients of all chunks in FP8; None without the flag.
+
+    All ranks call it, before hooks are added to the reductions.
+
+    Raises:
+        ConfigError: on all ranks: a pattern of `--grad-reduce-fp8-exclude` matches no parameter.
+    """
+    precision = config.precision
+    if not precision.grad_reduce_in_fp8:
+        return None
+    patterns = excluded_patterns(config)
+    settings = GradientCodes(
+        format={each.name: each for each in (E4M3, E5M2)}[precision.grad_reduce_fp8_format],
+        is_blockwise=precision.grad_reduce_fp8_scaling == "block",
+        has_feedback=precision.grad_reduce_fp8_error_feedback,
+    )
+    step, matched = Fp8Reduction(device), set()
+    for chunk in chunks:
+        # The last stage has a copy of a tied embedding under the name of the output layer.
+        names = {
+            parameter: EMBEDDING if getattr(parameter, "shared_embedding", False) else name.removeprefix("module.")
+            for name, parameter in chunk.module.named_parameters()
+        }
+        matched |= {pattern for pattern in patterns if fnmatch.filter(names.values(), pattern)}
+        for group in bucket_groups(chunk):
+            ranks = reduction_group(group)
+            if ranks is None:
+                continue
+            reductions = []
+            for bucket in group.buckets:
+                is_exact = [
+                    any(fnmatch.fnmatchcase(names[parameter], pattern) for pattern in patterns)
+                    for parameter in bucket.params_list
+                ]
+                reductions.append(BucketReduction(bucket, is_exact, ranks, settings, step))
+            replace_reduction(group, partial(start_all, reductions))
+    check_patterns(config, patterns, matched)
+    return step
+
+
+def start_all(reductions: Sequence[BucketReduction], requested: Sequence[Reduction]) -> Work:
+    """Start the reductions of the buckets of a group."""
+    return BucketWorks([each.start(request) for each, request in zip(reductions, requested, strict=True)])
+
+
+def excluded_patterns(config: RunConfig) -> tuple[str, ...]:
+    """The patterns of the parameters that are not quantized."""
+    patterns = config.precision.grad_reduce_fp8_exclude
+    return () if patterns == (NO_PATTERN,) else patterns
+
+
+def check_patterns(config: RunConfig, patterns: Sequence[str], matched: set[str]) -> None:
+    """Check that each given pattern matches a parameter of some rank; those of the default may match none.
+
+    Raises:
+        ConfigError: on all ranks: one does not.
+    """
+    everywhere: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everywhere, matched)
+    idle = [each for each in patterns if each not in {*EXCLUDED_BY_DEFAULT, *set().union(*everywhere)}]
+    if idle:
+        raise ConfigError(
+            f"--grad-reduce-fp8-exclude {' '.join(idle)} matches the name of no parameter: give a part of a name with "
+            "stars, such as *linear_fc2* or decoder.layers.0.*, or none"
+        )
