@@ -1,0 +1,111 @@
+"""Rules about `--use-torch-fsdp2`: what it excludes, and sizes that its ranks can divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config import derived
+from megafp8.config.activations import is_gated
+from megafp8.config.rules.base import Rule, has_shape, has_whole_replicas, no_effect_without
+from megafp8.config.schema import RunConfig
+
+FSDP = "--use-torch-fsdp2"
+
+
+def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of other gradient and parameter buffers, and of what reads complete weights or gradients."""
+    parallel, precision, training = config.parallel, config.precision, config.training
+    if not parallel.use_torch_fsdp2:
+        if not parallel.torch_fsdp2_reshard_after_forward:
+            yield no_effect_without("--torch-fsdp2-no-reshard-after-forward", FSDP)
+        return
+    stages, loss_scale = parallel.pipeline_model_parallel_size, config.optimizer.loss_scale
+    overflow = "a rank checks only its own rows for overflow, and ranks could disagree whether to skip an update"
+    excluded = (
+        (parallel.use_distributed_optimizer, "--use-distributed-optimizer", "it shards the optimizer state itself"),
+        (parallel.overlap_grad_reduce, "--overlap-grad-reduce", "its reductions always overlap"),
+        (parallel.overlap_param_gather, "--overlap-param-gather", "its gathers always overlap"),
+        (
+            stages > 1,
+            f"--pipeline-model-parallel-size {stages}",
+            "weights would be gathered for every microbatch of every stage; use tensor parallelism",
+        ),
+        (
+            bool(config.model.num_experts),
+            f"--num-experts {config.model.num_experts}",
+            "experts have data-parallel groups of their own",
+        ),
+        (precision.fp16, "--fp16", overflow),
+        (loss_scale is not None, f"--loss-scale {loss_scale}", overflow),
+        (precision.fp8_param_gather, "--fp8-param-gather", "weights are gathered in the dtype of the parameters"),
+        (
+            precision.use_transformer_engine_op_fuser,
+            "--use-transformer-engine-op-fuser",
+            "fused operations keep references to weights that are sharded",
+        ),
+        (
+            config.logging.fp8_log_interval is not None,
+            f"--fp8-log-interval {config.logging.fp8_log_interval}",
+            "quantization statistics read complete weights and gradients",
+        ),
+        (
+            training.check_weight_hash_across_dp_replicas_interval is not None,
+            "--check-weight-hash-across-dp-replicas-interval",
+            "there are no replicas to compare",
+        ),
+    )
+    for is_given, flag, reason in excluded:
+        if is_given:
+            yield f"{flag} is not supported with {FSDP}: {reason}; remove one of them"
+    if precision.gradient_accumulation_fusion:
+        yield (
+            f"{FSDP} needs --no-gradient-accumulation-fusion: there is no buffer with complete gradients to which "
+            "linear layers could add"
+        )
+
+
+def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Every rank keeps the same number of rows of every parameter, which gives them a place in checkpoints."""
+    model, parallel = config.model, config.parallel
+    if not parallel.use_torch_fsdp2 or not has_shape(config) or not has_whole_replicas(config, world_size):
+        return
+    tensor = parallel.tensor_model_parallel_size
+    ranks = derived.data_parallel_size(config, world_size) * parallel.context_parallel_size
+    if ranks == 1:
+        yield f"{FSDP} with one data-parallel rank has nothing to shard: remove it, or use more ranks"
+        return
+    assert model.hidden_size is not None
+    queries, keys = derived.query_projection_size(model), derived.kv_projection_size(model)
+    ffn = derived.ffn_hidden_size(model) * (2 if is_gated(model) else 1)
+    rows = {
+        "hidden size": model.hidden_size,
+        "query, key and value rows per tensor-parallel rank": (queries + 2 * keys) // tensor,
+        "MLP rows per tensor-parallel rank": ffn // tensor,
+    }
+    if model.padded_vocab_size:
+        rows["--padded-vocab-size per tensor-parallel rank"] = model.padded_vocab_size // tensor
+    else:
+        rows["vocabulary multiple (--make-vocab-size-divisible-by)"] = derived.vocab_multiple(config) // tensor
+    if model.position_embedding_type == "learned_absolute":
+        rows["positions"] = model.max_position_embeddings or config.data.seq_length or ranks
+    if model.qk_layernorm:
+        widths = (
+            (queries // tensor, keys // tensor) if model.qk_layernorm_across_heads else (derived.kv_channels(model),)
+        )
+        rows |= {f"weights of a query or key norm ({width})": width for width in widths}
+    if model.softmax_type == "learnable" and model.num_attention_heads:
+        rows["attention heads per tensor-parallel rank"] = model.num_attention_heads // tensor
+    uneven = [f"{name} {size}" for name, size in rows.items() if size % ranks]
+    if uneven:
+        yield (
+            f"{FSDP}: {ranks} data- x context-parallel ranks do not divide {', '.join(uneven)}: use fewer of these "
+            "ranks, or other sizes"
+        )
+    if is_gated(model) and ranks % 2:
+        yield (
+            f"{FSDP}: with a gated MLP the number of data- x context-parallel ranks must be even, not {ranks}, so "
+            "that a rank has gate rows or up rows"
+        )
+
+
+RULES: tuple[Rule, ...] = (fsdp_excludes_other_settings, fsdp_ranks_divide_the_rows)

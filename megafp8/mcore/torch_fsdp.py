@@ -1,0 +1,110 @@
+"""Fully sharded data parallelism: megatron-core's wrapper of torch's FSDP2, with gradients as megatron-core's DDP has.
+
+Each data-parallel rank keeps rows [r n / R, (r + 1) n / R) of every parameter, and the same rows of its gradient,
+master weight and moments. FSDP2 gathers the parameters of a layer before they are used, and reduce-scatters their
+gradients in the backward pass of every microbatch.
+
+megatron-core 0.16.1's wrapper needs five changes, which `TorchFSDP` makes:
+- It asks for a device mesh of CUDA devices. On a CPU machine the mesh has CPU devices.
+- Its gradients are means over the ranks. Here they are sums, and `scale_gradients`, which is empty there, divides them
+  by the tokens of the global batch.
+- It reduces and accumulates gradients in the dtype of the parameters. Here both use the dtype of the gradients in
+  `DistributedDataParallelConfig`: `main_grad` of each parameter is their sum over the microbatches.
+- It shards an embedding that is tied to the output layer in a group of its own, so the output layer finds it sharded.
+  Here embedding and output layer are in the group of the model, which is gathered during the complete forward pass.
+- Its `finish_grad_sync` does not take the argument that `finalize_model_grads` passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import optimizer as optimizer_checkpoint
+from megatron.core.distributed import torch_fully_sharded_data_parallel as wrapper
+from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+class TorchFSDP(TorchFullyShardedDataParallel):
+    """A model chunk whose parameters are sharded over the data-parallel ranks.
+
+    Args:
+        ddp_config: `TorchFullyShardedDataParallelConfig`.
+        chunk: on the device of this rank, and complete.
+    """
+
+    bucket_groups: tuple[Any, ...] = ()
+
+    def __init__(self, config: TransformerConfig, ddp_config: Any, chunk: torch.nn.Module):
+        device = next(chunk.parameters()).device
+        grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
+        with wrapper_arguments(device.type, MixedPrecisionPolicy(reduce_dtype=grad_dtype)):
+            super().__init__(config, ddp_config, chunk, sub_modules_to_wrap={TransformerLayer})
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+        for parameter in self.module.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=grad_dtype or parameter.dtype)
+            parameter.register_post_accumulate_grad_hook(add_to_main_grad)
+
+    def finish_grad_sync(self, *unused: Any, **options: Any) -> None:
+        """Do nothing: the gradients of a microbatch are reduced in its backward pass."""
+
+    def zero_grad_buffer(self) -> None:
+        """Set the gradients to zero, before a step."""
+        for parameter in self.module.parameters():
+            parameter.main_grad.zero_()
+
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        """Multiply the gradients."""
+        for parameter in self.module.parameters():
+            parameter.main_grad.to_local().mul_(scaling_factor)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+        return self.module.load_state_dict(state_dict, strict)
+
+
+def add_to_main_grad(parameter: DTensor) -> None:
+    """Add the reduced gradient of a microbatch to `main_grad`, and free it."""
+    parameter.main_grad.to_local().add_(parameter.grad.to_local())
+    parameter.grad = None
+
+
+@contextmanager
+def wrapper_arguments(device_type: str, precision: MixedPrecisionPolicy) -> Iterator[None]:
+    """Context in which megatron-core's wrapper uses this device type and precision. It has no arguments for them."""
+    mesh = wrapper.DeviceMesh
+
+    class Mesh:
+        @staticmethod
+        def from_group(group: Any, _: str) -> Any:
+            return mesh.from_group(group, device_type)
+
+    wrapper.DeviceMesh, wrapper.fully_shard = Mesh, partial(fully_shard, mp_policy=precision)
+    try:
+        yield
+    finally:
+        wrapper.DeviceMesh, wrapper.fully_shard = mesh, fully_shard
+
+
+@contextmanager
+def rows_found_by_identity() -> Iterator[None]:
+    """Context in which megatron-core finds the rows of a parameter in a sharded state dict.
+
+    It compares object identities with what `DTensor.to_local` returns, which is a new parameter in every call since
+    torch 2.13.
+    """
+    original = optimizer_checkpoint.to_local_if_dtensor
+    optimizer_checkpoint.to_local_if_dtensor = lambda tensor: getattr(tensor, "_local_tensor", tensor)
+    try:
+        yield
+    finally:
+        optimizer_checkpoint.to_local_if_dtensor = original

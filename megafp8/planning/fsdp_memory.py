@@ -1,0 +1,42 @@
+"""Memory of `--use-torch-fsdp2`: sharded weights and gradients, and what is complete for a time.
+
+Embedding, output layer and final norm are complete during forward and backward. Of the layers two are complete, the one
+that computes and the next one; all of them with `--torch-fsdp2-no-reshard-after-forward`. The gradients of a layer, and
+of embedding and output layer, are complete until they are reduced: in the dtype of the weights, and in that of the
+reduction. Derived from the code of FSDP2, not measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megafp8.config import derived
+from megafp8.config.schema import RunConfig
+
+NUM_GATHERED_LAYERS = 2
+
+
+def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: int) -> Any:
+    """Return an estimate (`MemoryEstimate`) with weights and gradients sharded; unchanged without FSDP2.
+
+    Args:
+        estimate: with complete weights and gradients, and sharded optimizer state.
+        layer_parameters: those of its parameters that are in the linears of layers.
+    """
+    parallel = config.parallel
+    if not parallel.use_torch_fsdp2:
+        return estimate
+    assert config.model.num_layers is not None
+    ranks = derived.data_parallel_size(config, world_size) * parallel.context_parallel_size
+    layer = layer_parameters / config.model.num_layers / estimate.parameters
+    others = 1 - layer_parameters / estimate.parameters
+    gathered = min(1.0, others + NUM_GATHERED_LAYERS * layer) if parallel.torch_fsdp2_reshard_after_forward else 1.0
+    complete_bytes = estimate.weights_bytes * gathered
+    complete_bytes += (estimate.weights_bytes + estimate.gradients_bytes) * (others + layer)
+    return dataclasses.replace(
+        estimate,
+        weights_bytes=-(-estimate.weights_bytes // ranks),
+        gradients_bytes=-(-estimate.gradients_bytes // ranks),
+        buffers_bytes=estimate.buffers_bytes + int(complete_bytes),
+    )

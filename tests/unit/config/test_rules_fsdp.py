@@ -1,0 +1,52 @@
+"""What `--use-torch-fsdp2` excludes, and the sizes that its ranks divide."""
+
+import pytest
+
+from megafp8.config import flags, rules
+
+RUN = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--vocab-size 255 --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --mock-data "
+    "--micro-batch-size 1 --global-batch-size 24 --train-iters 10 --lr 1e-3 --no-gradient-accumulation-fusion"
+)
+FSDP = "--use-torch-fsdp2"
+
+
+def problems(words: str, world_size: int = 2) -> list[str]:
+    return rules.problems(flags.parse(f"{RUN} {words}".split()).config, world_size)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--use-distributed-optimizer", "--use-distributed-optimizer is not supported"),
+        ("--overlap-grad-reduce", "--overlap-grad-reduce is not supported"),
+        ("--pipeline-model-parallel-size 2", "use tensor parallelism"),
+        ("--num-experts 4", "groups of their own"),
+        ("--fp16", "ranks could disagree"),
+        ("--bf16 --loss-scale 128", "ranks could disagree"),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "gathered in the dtype"),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-log-interval 5", "quantization statistics"),
+        ("--check-weight-hash-across-dp-replicas-interval 5", "no replicas"),
+        ("--use-transformer-engine-op-fuser --swiglu", "fused operations"),
+    ],
+)
+def test_other_settings_are_refused(words: str, text: str) -> None:
+    world_size = 4 if "pipeline" in words else 2
+    assert any(text in problem for problem in problems(f"{words} {FSDP}", world_size))
+    assert not any(text in problem for problem in problems(words, world_size))
+
+
+def test_fused_accumulation_and_flags_without_effect() -> None:
+    assert not problems(FSDP)
+    words = f"{RUN} {FSDP}".replace(" --no-gradient-accumulation-fusion", "").split()
+    assert "needs --no-gradient-accumulation-fusion" in rules.problems(flags.parse(words).config, 2)[0]
+    assert "has no effect" in problems("--torch-fsdp2-no-reshard-after-forward")[0]
+
+
+def test_ranks_divide_the_rows() -> None:
+    assert "nothing to shard" in problems(FSDP, 1)[0]
+    assert "do not divide hidden size 64" in problems(FSDP, 3)[0]
+    assert "must be even, not 3" in problems(f"{FSDP} --swiglu --hidden-size 96 --ffn-hidden-size 96", 3)[-1]
+    assert any("vocabulary multiple" in each for each in problems(f"{FSDP} --make-vocab-size-divisible-by 15"))
+    assert any("query or key norm (15)" in each for each in problems(f"{FSDP} --qk-layernorm --kv-channels 15"))

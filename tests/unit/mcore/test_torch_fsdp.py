@@ -1,0 +1,40 @@
+"""The faults of megatron-core's FSDP2 wrapper that `mcore/torch_fsdp.py` works around still exist."""
+
+import inspect
+
+import pytest
+from megatron.core.dist_checkpointing import optimizer
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+from megatron.core.transformer import mlp
+
+from megafp8.mcore.patches import is_installed
+from megafp8.mcore.torch_fsdp import rows_found_by_identity
+
+pytestmark = pytest.mark.skipif(is_installed(">=0.19"), reason="the wrapper is used with megatron-core 0.16.1")
+
+
+def test_the_mesh_has_cuda_devices_and_gradients_no_dtype() -> None:
+    source = inspect.getsource(TorchFullyShardedDataParallel.__init__)
+    assert 'DeviceMesh.from_group(self.process_group, "cuda")' in source
+    assert "mp_policy" not in source
+
+
+def test_gradients_are_not_scaled() -> None:
+    assert TorchFullyShardedDataParallel.scale_gradients is _BaseDataParallel.scale_gradients
+    assert inspect.getsource(_BaseDataParallel.scale_gradients).rstrip().endswith("pass")
+
+
+def test_finish_grad_sync_takes_no_options() -> None:
+    assert list(inspect.signature(_BaseDataParallel.finish_grad_sync).parameters) == ["self"]
+
+
+def test_rows_of_gated_mlps_are_halved_on_every_rank() -> None:
+    assert "DTensor" not in inspect.getsource(mlp.apply_swiglu_sharded_factory)
+
+
+def test_the_context_restores_the_function() -> None:
+    before = optimizer.to_local_if_dtensor
+    with rows_found_by_identity():
+        assert optimizer.to_local_if_dtensor is not before
+    assert optimizer.to_local_if_dtensor is before

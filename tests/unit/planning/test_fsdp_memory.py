@@ -1,0 +1,32 @@
+"""Memory and traffic of `--use-torch-fsdp2` compared with those of complete weights and gradients."""
+
+import pytest
+
+from megafp8.config.model_shapes import PRESETS
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
+from megafp8.planning.memory import MemoryEstimate, estimate_memory
+
+RUN = {**PRESETS["llama-1b"], "data.seq_length": 2048, "training.micro_batch_size": 1, "precision.bf16": True,
+       "training.global_batch_size": 16, "training.train_iters": 1}  # fmt: skip
+VOCABULARY = 32768
+
+
+def estimate(**parallel: object) -> MemoryEstimate:
+    config = with_values(RunConfig(), RUN | {f"parallel.{name}": value for name, value in parallel.items()})
+    return estimate_memory(config, 8, VOCABULARY)
+
+
+@pytest.mark.parametrize("part", ["weights_bytes", "gradients_bytes", "optimizer_bytes"])
+def test_state_is_divided_by_the_ranks(part: str) -> None:
+    complete, sharded = getattr(estimate(), part), getattr(estimate(use_torch_fsdp2=True), part)
+    assert complete / 8 <= sharded < complete / 8 + 16  # bytes of one parameter
+
+
+def test_gathered_weights_are_counted() -> None:
+    """All of them without resharding, which is what the sharded ones sum to."""
+    complete, sharded = estimate(), estimate(use_torch_fsdp2=True)
+    kept = estimate(use_torch_fsdp2=True, torch_fsdp2_reshard_after_forward=False)
+    assert kept.buffers_bytes - sharded.buffers_bytes > complete.weights_bytes / 2
+    assert kept.buffers_bytes > complete.weights_bytes
+    assert sharded.total_bytes < estimate(use_distributed_optimizer=True).total_bytes
