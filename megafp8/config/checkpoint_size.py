@@ -1,0 +1,17 @@
+"""Size of a checkpoint."""
+
+from __future__ import annotations
+
+from megafp8.config import derived, model_shapes
+from megafp8.config.schema import RunConfig
+
+
+def min_checkpoint_bytes(config: RunConfig, padded_vocab: int) -> int:
+    """A lower bound of the bytes of a checkpoint: weights, and unless --no-save-optim, master weights and moments."""
+    settings = config.optimizer
+    is_fp32 = derived.params_dtype(config.precision) == "fp32"
+    bytes_per_parameter = 4 if is_fp32 else 2
+    if not config.checkpoint.no_save_optim:
+        bytes_per_parameter += 8 if settings.optimizer == "adam" else 0
+        bytes_per_parameter += 0 if is_fp32 else 4
+    return bytes_per_parameter * model_shapes.count_parameters(config.model, padded_vocab).total
