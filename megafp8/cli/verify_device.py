@@ -1,0 +1,67 @@
+"""Compare what this GPU computes natively with the emulation, and write a report.
+
+    python tools/verify_device.py
+    python tools/verify_device.py --recipes mxfp8 nvfp4 --parts casts linears --output report
+
+For every recipe that Transformer Engine supports on the GPU: codes and scales byte for byte, results of linears within
+a derived bound, ten training steps of a small model, and the speed of linears with casts against BF16; then the
+attention backends. Other recipes are trained emulated, and the emulation on the GPU is compared with that on the CPU.
+The report is written as report.md and report.json, and can be attached to an issue. Exit status: 0 if everything
+agrees, 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status, stderr_log
+from megafp8.recipes import registry
+from megafp8.utils.files import atomic_write, atomic_write_json, path_argument
+
+PARTS = ("casts", "linears", "steps", "speed", "attention")
+log = stderr_log("verify-device: ")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_command_parser(__doc__, Parser)
+    parser.add_argument(
+        "--recipes", nargs="+", choices=registry.names(), default=list(registry.names()), metavar="NAME",
+        help=f"recipes to compare, of {', '.join(registry.names())} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
+        help=f"what to compare, of {', '.join(PARTS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=path_argument, default=Path("runs/device_report"), metavar="FOLDER",
+        help="folder of the report (default %(default)s)",
+    )  # fmt: skip
+    return parser
+
+
+@returns_exit_status()
+def main(argv: Sequence[str]) -> int:
+    """Write the report; return the exit status."""
+    arguments = build_parser().parse_args(argv)
+    from megafp8.mcore import cpu_patches
+
+    cpu_patches.install()
+    from megafp8.training.device_verification.device import find_device
+    from megafp8.training.device_verification.report import report_data, report_text
+    from megafp8.training.device_verification.verify import verify
+
+    device = find_device()
+    native = None
+    if device.native_recipes:
+        from megafp8.te.native import TransformerEngineLayers
+
+        native = TransformerEngineLayers()
+    found = verify(device, native, arguments.recipes, arguments.parts, TRAINING_SCRIPT, log)
+    text = report_text(found)
+    with atomic_write(arguments.output / "report.md") as stream:
+        stream.write(text.encode())
+    atomic_write_json(arguments.output / "report.json", report_data(found))
+    print(text)
+    return 1 if found.problems else 0

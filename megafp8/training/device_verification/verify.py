@@ -1,0 +1,141 @@
+"""Everything that is compared on one device, and its verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from megafp8.recipes import registry
+from megafp8.training.device_verification.attention import BACKENDS, AttentionTrial, try_backend
+from megafp8.training.device_verification.casts import CastComparison, compare_casts, compare_devices
+from megafp8.training.device_verification.linears import LinearComparison, compare_linears
+from megafp8.training.device_verification.native import NativeLayers
+from megafp8.training.device_verification.speed import LinearSpeed, measure_speed
+from megafp8.training.device_verification.steps import StepComparison, compare_steps
+
+PARTS = ("casts", "linears", "steps", "speed", "attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What is verified.
+
+    Attributes:
+        name: of the GPU or the CPU.
+        kind: "cuda" or "cpu".
+        compute_capability: of a GPU.
+        versions: of Python, the driver and the libraries, by name.
+        native_recipes: those that Transformer Engine supports on it.
+    """
+
+    name: str
+    kind: str
+    compute_capability: Optional[tuple[int, int]] = None
+    versions: dict[str, str]
+    native_recipes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """Results. A part that was not asked for, or that the device cannot run, is empty.
+
+    Attributes:
+        casts: of native recipes, against the emulation.
+        emulation: of all recipes on the GPU, against the emulation on the CPU.
+        not_run: why a part did not run, by its name.
+    """
+
+    device: Device
+    casts: tuple[CastComparison, ...] = ()
+    emulation: tuple[CastComparison, ...] = ()
+    linears: tuple[LinearComparison, ...] = ()
+    steps: tuple[StepComparison, ...] = ()
+    speed: tuple[LinearSpeed, ...] = ()
+    attention: tuple[AttentionTrial, ...] = ()
+    not_run: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_compared(self) -> bool:
+        """Whether anything native was compared."""
+        return bool(self.casts or self.linears or any(each.gap is not None for each in self.steps))
+
+    @property
+    def problems(self) -> list[str]:
+        """A line for everything that is wrong; speed is no criterion."""
+        found = [
+            f"{each.recipe} {each.format}: {len(each.differing)} of {each.compared} casts differ{where}"
+            for casts, where in ((self.casts, ""), (self.emulation, " between the emulation on GPU and CPU"))
+            for each in casts
+            if each.differing
+        ]
+        found += [
+            f"{each.recipe} {each.format}: {each.gemm} of {' x '.join(map(str, each.sizes))} differs by "
+            f"{each.bound_fraction:.2f} times its bound"
+            for each in self.linears
+            if not each.bound_fraction <= 1
+        ]
+        found += [
+            f"{each.recipe} {each.format}: training: {each.failure or f'losses differ by {each.gap}'}"
+            for each in self.steps
+            if not each.is_right
+        ]
+        wrong = [each for each in self.attention if not each.is_right]
+        return found + [
+            f"attention, {each.backend}: {each.wrong or f'differs by {each.error:.1e} from FP32'}" for each in wrong
+        ]
+
+
+def te_formats(recipe: str) -> tuple[str, ...]:
+    """Number formats that Transformer Engine has for a recipe."""
+    return tuple(each for each in registry.get(recipe).formats if each != "e5m2")
+
+
+def verify(
+    device: Device, native: Optional[NativeLayers], recipes: Sequence[str], parts: Iterable[str], script: Path,
+    report_progress: Callable[[str], None],
+) -> Verification:  # fmt: skip
+    """Run the parts, for the recipes that the device supports natively and, emulated, for the others.
+
+    Args:
+        native: the device's own layers; None where there are none.
+        script: `pretrain_gpt.py`.
+        report_progress: called with a line before each comparison.
+    """
+    asked = set(parts)
+    native_recipes = [name for name in recipes if native is not None and name in device.native_recipes]
+    results: dict[str, list[Any]] = {part: [] for part in (*PARTS, "emulation")}
+    not_run: dict[str, str] = {
+        part: "no chosen recipe is native on this device" for part in ("casts", "linears", "speed") if part in asked
+    }
+    if native is not None and native_recipes:
+        not_run = {}
+        for name in native_recipes:
+            for number_format in te_formats(name):
+                if "casts" in asked:
+                    report_progress(f"{name} {number_format}: casts")
+                    results["casts"].append(compare_casts(native, name, number_format))
+                if "linears" in asked:
+                    report_progress(f"{name} {number_format}: linears")
+                    results["linears"] += compare_linears(native, name, number_format)
+        if "speed" in asked:
+            report_progress("speed of linears")
+            formats = {name: registry.get(name).default_format for name in native_recipes}
+            results["speed"] = measure_speed(native, formats)
+    for name in recipes:
+        number_format = registry.get(name).default_format
+        if "casts" in asked and device.kind == "cuda":
+            report_progress(f"{name} {number_format}: emulation on GPU and CPU")
+            results["emulation"].append(compare_devices(name, number_format, "cuda"))
+        if "steps" in asked:
+            report_progress(f"{name} {number_format}: training steps")
+            results["steps"].append(compare_steps(name, number_format, script, name in native_recipes))
+    if "attention" in asked and device.kind == "cuda":
+        for backend in BACKENDS:
+            report_progress(f"attention: {backend}")
+            results["attention"].append(try_backend(backend))
+    elif "attention" in asked:
+        not_run["attention"] = "Transformer Engine's attention needs a GPU"
+    return Verification(device=device, not_run=not_run, **{name: tuple(found) for name, found in results.items()})

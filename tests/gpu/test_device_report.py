@@ -1,0 +1,30 @@
+"""The complete comparison of this GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
+        reason="needs Transformer Engine and a GPU",
+    ),
+]
+
+
+def test_this_gpu_agrees_with_the_emulation(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/verify_device.py", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    data = json.loads((tmp_path / "report.json").read_text())
+    print(done.stdout)
+    assert done.returncode == 0 and data["ok"], data["problems"]
+    assert data["device"]["native_recipes"] and data["speed"] and len(data["attention"]) == 3
