@@ -2,11 +2,15 @@
 
     python tools/plan.py --model-preset llama3-70b --gpus 512 --gpu h200 --fp8-recipe tensorwise
     python tools/plan.py --model-preset llama3-8b --gpus 64 --gpu h100 --tensor-model-parallel-size 2 --plot plan.png
+    python tools/plan.py --goodput --model-preset llama3-405b --gpus 16384 --gpu h100 --plot goodput.png
 
-Accepts all flags of pretrain_gpt.py as well. Tensor, pipeline (also interleaved) and context parallelism, micro-batch
-size and recomputation are searched unless they are given. The output has memory, step time and traffic of the fastest
-layouts, and the flags of the first one for pretrain_gpt.py. Neither a GPU nor torch is needed. docs/planning.md
-describes the model and its errors against measurements.
+Accepts all flags of pretrain_gpt.py as well. Tensor, pipeline (also interleaved), context and expert parallelism,
+micro-batch size and recomputation are searched unless they are given. The output has memory, step time and traffic of
+the fastest layouts, and the flags of the first one for pretrain_gpt.py. Neither a GPU nor torch is needed.
+docs/planning.md describes the model and its errors against measurements.
+
+With --goodput the fastest layout is simulated over weeks: failures, saves, restarts (docs/goodput.md). The output has
+tokens per day, effective training time, the best save interval, and what to improve first.
 """
 
 from __future__ import annotations
@@ -15,13 +19,20 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from megafp8.cli.common import build_command_parser, returns_exit_status
+from megafp8.cli.goodput_flags import add_goodput_flags, build_request, goodput_problems
 from megafp8.errors import ConfigError
 from megafp8.utils.files import path_argument
 
+if TYPE_CHECKING:
+    from megafp8.config.flags import Invocation
+    from megafp8.device.gpus import Gpu
+
 GPU_NAMES = ("h100", "h200", "b200")
 MOST_GPUS = 2**20
+LAYOUTS_SHOWN = 5
 LEAST_GBIT_PER_S, MOST_GBIT_PER_S = 1, 100_000
 
 
@@ -35,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="network bandwidth per GPU; default: that of a typical node",
     )
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="number of layouts to show (default: 5)")
+    parser.add_argument("--top", type=int, metavar="N", help="number of layouts to show (default: 5)")
     parser.add_argument(
         "--scaling", nargs="*", type=int, metavar="N",
         help="numbers of GPUs to compare (default: powers of two from 8 to 16,384; no number: no comparison)",
@@ -44,9 +55,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--plot",
         type=path_argument,
         metavar="PNG",
-        help="plot speed over numbers of GPUs, and the parts of memory and step time",
+        help="plot speed over numbers of GPUs, and the parts of memory and step time; with --goodput its results",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_goodput_flags(parser)
     return parser
 
 
@@ -56,11 +68,12 @@ def number_problems(arguments: argparse.Namespace) -> Iterator[str]:
     for flag, numbers in counts.items():
         wrong = (number for number in numbers if not 1 <= number <= MOST_GPUS)
         yield from (f"{flag} {number}: must be between 1 and {MOST_GPUS:,}" for number in wrong)
-    if arguments.top < 1:
+    if arguments.top is not None and arguments.top < 1:
         yield f"--top {arguments.top}: must be at least 1"
     network = arguments.network_gbit_per_s
     if network is not None and not LEAST_GBIT_PER_S <= network <= MOST_GBIT_PER_S:  # NaN is not either
         yield f"--network-gbit-per-s {network:g}: must be between {LEAST_GBIT_PER_S} and {MOST_GBIT_PER_S:,}"
+    yield from goodput_problems(arguments)
 
 
 @returns_exit_status("plan")
@@ -69,18 +82,46 @@ def main(argv: Sequence[str]) -> int:
     arguments, training = build_parser().parse_known_args(argv)
     from megafp8.config import flags
     from megafp8.device.gpus import GPUS
-    from megafp8.planning.plan import SCALING_COUNTS, make_plan, with_network
+    from megafp8.planning.plan import default_scaling, make_plan, with_network
     from megafp8.planning.report import plan_data, plan_text
 
     if problems := list(number_problems(arguments)):
         raise ConfigError(problems)
     gpu = with_network(GPUS[arguments.gpu], arguments.network_gbit_per_s)
-    requested = SCALING_COUNTS if arguments.scaling is None else arguments.scaling
+    invocation = flags.parse(training)
+    if arguments.goodput:
+        return print_goodput(arguments, invocation, gpu)
+    requested = default_scaling(invocation.config) if arguments.scaling is None else arguments.scaling
     counts = sorted({*requested, arguments.gpus}) if requested else ()
-    plan = make_plan(flags.parse(training), gpu, arguments.gpus, counts)
-    print(json.dumps(plan_data(plan, arguments.top), indent=2) if arguments.json else plan_text(plan, arguments.top))
+    plan = make_plan(invocation, gpu, arguments.gpus, counts)
+    top = arguments.top or LAYOUTS_SHOWN
+    print(json.dumps(plan_data(plan, top), indent=2) if arguments.json else plan_text(plan, top))
     if arguments.plot:
         from megafp8.analysis.plot_plan import plot_plan
 
         print(f"wrote {plot_plan(plan, arguments.plot)}", file=sys.stderr)
     return 0 if plan.search.layouts else ConfigError.exit_status
+
+
+def print_goodput(arguments: argparse.Namespace, invocation: Invocation, gpu: Gpu) -> int:
+    """Simulate the run and print its goodput; return 0.
+
+    Raises:
+        ConfigError: wrong flags, or nothing fits.
+    """
+    from megafp8.planning.goodput import study_goodput
+    from megafp8.planning.goodput_report import goodput_data, goodput_text
+
+    request = build_request(arguments, invocation, gpu)
+    goodput = study_goodput(request.inputs)
+    inputs = request.inputs
+    cluster = f"{inputs.num_gpus:,} x {gpu.name} ({inputs.num_nodes:,} nodes)"
+    if arguments.json:
+        print(json.dumps(goodput_data(goodput, gpu.name, request.sources), indent=2))
+    else:
+        print(goodput_text(goodput, cluster, request.sources))
+    if arguments.plot:
+        from megafp8.analysis.plot_goodput import plot_goodput
+
+        print(f"wrote {plot_goodput(goodput, cluster, arguments.plot)}", file=sys.stderr)
+    return 0

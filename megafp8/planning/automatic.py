@@ -20,6 +20,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
 from megafp8.config import derived, precision_map, rules
+from megafp8.config.expert_layers import is_mixture
+from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.rules.cuda_graph import cuda_graph_obstacles
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
@@ -27,8 +29,9 @@ from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
 from megafp8.planning.layouts import FREE_MEMORY_FRACTION
-from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_end_stages, non_torch_bytes
+from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
+from megafp8.planning.process_memory import non_torch_bytes
 from megafp8.recipes import registry
 from megafp8.resilience import fault_injection
 
@@ -137,6 +140,8 @@ def _distributed_optimizer(
     """On GPUs it has the one-pass update and shards the state. A checkpoint decides on every device."""
     if config.parallel.use_distributed_optimizer is not None:
         return {}, []
+    if config.parallel.use_torch_fsdp2:
+        return {"parallel.use_distributed_optimizer": False}, []
     saved = is_saved_sharded(config)
     if saved is not None:
         is_sharded, reason = saved, "as the checkpoint"
@@ -194,6 +199,10 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
         return none, [Choice("--cuda-graph-impl", "none", f"{fault_injection.FAULTS_VARIABLE} acts between kernels")]
     if obstacle := next(cuda_graph_obstacles(config), None):
         return none, [Choice("--cuda-graph-impl", "none", ": ".join(obstacle))]
+    if is_mixture(config.model):
+        unfit = next(grouped_expert_obstacles(config), None)
+        reason = unfit or "the memory of a graph with experts is not predicted; local may fit"
+        return none, [Choice("--cuda-graph-impl", "none", reason)]
     local = {"training.cuda_graph_impl": "local"}
     if shortage := _memory_shortage(with_values(config, local), target, world_size):
         return none, [Choice("--cuda-graph-impl", "none", shortage)]
@@ -209,7 +218,7 @@ def _memory_shortage(config: RunConfig, target: Target, world_size: int) -> str:
     if gpu is None or rules.setting_problems(config, world_size):
         return ""
     vocab_size = derived.padded_vocab_size(config, config.model.vocab_size or 1)
-    estimate = max(estimate_end_stages(config, world_size, vocab_size), key=lambda each: each.total_bytes)
+    estimate = max(estimate_stages(config, world_size, vocab_size), key=lambda each: each.total_bytes)
     graph_bytes = cuda_graph_memory_bytes(config, estimate)
     limit_bytes = int(gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION))
     needed_bytes = estimate.total_bytes + non_torch_bytes(config, world_size)

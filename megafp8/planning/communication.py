@@ -1,24 +1,28 @@
 """Communication model: bytes per process group and the time they take.
 
 A ring of n ranks moves (n - 1)/n of the data in an all-gather or reduce-scatter, and twice that in an all-reduce. Ranks
-are ordered as in megatron-core: tensor, context, data, pipeline. A group within one node has NVLink's bandwidth. A
-group that spans nodes has the bandwidth of as many network adapters as it has ranks in a node. Latency follows NCCL's
-model of its ring (`src/graph/tuning.cc`, protocol Simple): 8.4 us per collective, plus 3.4 us per step within a node or
-14 us per step between nodes.
+are ordered as in megatron-core: tensor, context, data, pipeline, or data last with --use-tp-pp-dp-mapping. A group
+within one node has NVLink's bandwidth. A group that spans nodes has the bandwidth of as many network adapters as it has
+ranks in a node. Latency follows NCCL's model of its ring (`src/graph/tuning.cc`, protocol Simple): 8.4 us per
+collective, plus 3.4 us per step within a node or 14 us per step between nodes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from megafp8.config import derived
+from megafp8.config import derived, latent_attention, mixture
+from megafp8.config.model_shapes import count_parameters
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
-from megafp8.planning.memory import BYTES, parameters_on_stage, quantized_fraction
-from megafp8.planning.planned_run import PlannedRun
+from megafp8.planning.memory import BYTES, parameters_on_stage
+from megafp8.planning.mixture_memory import expert_parameters_on_stage
+from megafp8.planning.planned_run import PlannedRun, quantized_fraction
 
 COLLECTIVE_START_S, NVLINK_STEP_S, NETWORK_STEP_S = 8.4e-6, 3.4e-6, 14e-6
 NETWORK_FRACTION = 0.85
 """Fraction of the network adapters' bandwidth that is reached. Assumed: only one node was measured."""
+GRADIENT_BLOCK = 128
+"""Gradients that share a scale of one byte with --grad-reduce-in-fp8."""
 MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
 """Parameters in a gradient bucket: megatron-core takes the larger of the first and the second times the group size."""
 
@@ -37,13 +41,26 @@ def tensor_group(run: PlannedRun) -> RankGroup:
 
 
 def data_group(run: PlannedRun) -> RankGroup:
-    """The group that reduces gradients: data- and context-parallel ranks."""
-    return RankGroup(run.data * run.context, run.tensor)
+    """The group that reduces gradients: data- and context-parallel ranks.
+
+    With --use-tp-pp-dp-mapping these are context-parallel neighbours in blocks that are a pipeline apart; one stride
+    stands for both, that of the blocks where there is more than one.
+    """
+    is_apart = run.config.parallel.use_tp_pp_dp_mapping and run.data > 1
+    return RankGroup(run.data * run.context, run.tensor * (run.pipeline if is_apart else 1))
+
+
+def expert_data_group(run: PlannedRun) -> RankGroup:
+    """The group that reduces gradients of experts: the ranks that have the same ones."""
+    parallel = run.config.parallel
+    stride = mixture.expert_tensor_size(parallel) * parallel.expert_model_parallel_size
+    return RankGroup(mixture.expert_data_size(run.config, run.world_size), stride)
 
 
 def pipeline_group(run: PlannedRun) -> RankGroup:
     """The pipeline-parallel group."""
-    return RankGroup(run.pipeline, run.tensor * run.context * run.data)
+    is_inner = run.config.parallel.use_tp_pp_dp_mapping
+    return RankGroup(run.pipeline, run.tensor * run.context * (1 if is_inner else run.data))
 
 
 def ring_collective_s(run: PlannedRun, group: RankGroup, total_bytes: float) -> float:
@@ -62,6 +79,20 @@ def send_s(run: PlannedRun, group: RankGroup, num_bytes: float) -> float:
     _, num_nodes = _placement(run, group)
     step_s = NVLINK_STEP_S if num_nodes == 1 else NETWORK_STEP_S
     return num_bytes / _bandwidth(run, 1, num_nodes) + COLLECTIVE_START_S + step_s
+
+
+def all_to_all_s(run: PlannedRun, group: RankGroup, num_bytes: float) -> float:
+    """Seconds in which each rank divides `num_bytes` evenly over all ranks, its own part included.
+
+    Parts for the same node and for other nodes travel at once; each rank has one network adapter.
+    """
+    if group.size == 1:
+        return 0.0
+    in_node, num_nodes = _placement(run, group)
+    part_bytes = num_bytes / group.size
+    inside_s = part_bytes * (in_node - 1) / (run.gpu.nvlink_bytes_per_s * run.calibration.nvlink_fraction)
+    outside_s = part_bytes * (group.size - in_node) / (run.gpu.network_bytes_per_s * NETWORK_FRACTION)
+    return max(inside_s, outside_s) + COLLECTIVE_START_S + (NVLINK_STEP_S if num_nodes == 1 else NETWORK_STEP_S)
 
 
 def _placement(run: PlannedRun, group: RankGroup) -> tuple[int, int]:
@@ -105,8 +136,15 @@ class TensorParallelTraffic:
     bytes: float
 
 
-def tensor_parallel_traffic(run: PlannedRun, recipe: str) -> TensorParallelTraffic:
-    """The traffic of one layer whose linears have this recipe."""
+def tensor_parallel_traffic(run: PlannedRun, recipe: str, has_experts: bool = False) -> TensorParallelTraffic:
+    """The traffic of one layer whose linears have this recipe.
+
+    Args:
+        has_experts: of a layer with experts. Without shared ones only attention gathers and reduces.
+    """
+    if has_experts and run.config.model.moe_shared_expert_intermediate_size is None:
+        whole = tensor_parallel_traffic(run, recipe)
+        return TensorParallelTraffic(*(each / 2 for each in astuple(whole)))
     group, num_elements = tensor_group(run), run.tokens * run.hidden_size
     reduce_s = ring_collective_s(run, group, BF16_BYTES * num_elements)
     num_sent = num_elements * (group.size - 1) / group.size
@@ -127,21 +165,31 @@ def context_parallel_traffic(run: PlannedRun) -> tuple[float, float, float]:
 
     With p2p, keys and values travel around a ring, in the backward pass together with their gradients. With allgather,
     they are all-gathered and their gradients are reduce-scattered. With a2a, queries, keys, values and the output are
-    exchanged in each direction.
+    exchanged in each direction. With a2a+p2p, the inner group exchanges, and keys and values travel around the ring of
+    the outer one.
     """
     model, group = run.config.model, RankGroup(run.context, run.tensor)
     if group.size == 1:
         return 0.0, 0.0, 0.0
     query, kv = derived.query_projection_size(model), derived.kv_projection_size(model)
+    if latent_attention.is_latent(model):  # the mean of keys and values
+        query = kv = int(latent_attention.mean_channels(model))
     comm_type = run.config.parallel.cp_comm_type
     if comm_type in ("p2p", "allgather"):
         kv_bytes = BF16_BYTES * run.tokens * 2 * kv // run.tensor
         ring_s = (group.size - 1) * send_s(run, group, kv_bytes)
         forward_s = ring_s if comm_type == "p2p" else ring_collective_s(run, group, group.size * kv_bytes)
         return forward_s, 2 * forward_s, 3 * (group.size - 1) * kv_bytes
+    num_rings = 1
+    if comm_type == "a2a+p2p":
+        inner, num_rings = run.config.parallel.hierarchical_context_parallel_sizes
+        group = RankGroup(inner, run.tensor)
     exchanged_bytes = BF16_BYTES * run.tokens * 2 * (query + kv) // run.tensor
     forward_s = ring_collective_s(run, group, exchanged_bytes)
-    return forward_s, forward_s, 2 * exchanged_bytes * (group.size - 1) / group.size
+    num_bytes = 2 * exchanged_bytes * (group.size - 1) / group.size
+    ring, kv_bytes = RankGroup(num_rings, run.tensor * group.size), BF16_BYTES * run.tokens * 2 * kv // run.tensor
+    ring_s = (num_rings - 1) * send_s(run, ring, kv_bytes)
+    return forward_s + ring_s, forward_s + 2 * ring_s, num_bytes + 3 * (num_rings - 1) * kv_bytes
 
 
 def pipeline_send_bytes(run: PlannedRun) -> int:
@@ -151,7 +199,10 @@ def pipeline_send_bytes(run: PlannedRun) -> int:
 
 @dataclass(frozen=True)
 class DataParallelTraffic:
-    """Data-parallel communication of one step: gradients are reduced, parameters are gathered."""
+    """Data-parallel communication of one step: gradients are reduced, parameters are gathered.
+
+    With `--use-torch-fsdp2` that is in every microbatch, and in buckets of a layer.
+    """
 
     reduce_s: float
     gather_s: float
@@ -160,18 +211,55 @@ class DataParallelTraffic:
     num_buckets: int
 
 
+def reduced_bytes(run: PlannedRun, stage: int, quantizable: int, other: int, num_phases: int) -> float:
+    """Bytes of gradients in the messages of a reduce-scatter (one phase) or an all-reduce (two).
+
+    With `--grad-reduce-in-fp8` the weights of linears and of the output layer are codes with scales, and the second
+    phase is BF16. All others are codes too if the patterns do not exclude embeddings.
+
+    Args:
+        quantizable, other: numbers of weights of linears, and of others.
+    """
+    config, precision = run.config, run.config.precision
+    itemsize = BYTES[derived.grad_dtype(precision)]
+    if not precision.grad_reduce_in_fp8:
+        return num_phases * (quantizable + other) * itemsize
+    is_last = stage == config.parallel.pipeline_model_parallel_size - 1
+    output = count_parameters(config.model, run.padded_vocab).output_layer // run.tensor if is_last else 0
+    excludes_embeddings = any("embed" in name for name in precision.grad_reduce_fp8_exclude)
+    coded = quantizable + (min(output, other) if excludes_embeddings else other)
+    of_code = 1 + 1 / GRADIENT_BLOCK + (num_phases - 1) * BF16_BYTES
+    return coded * of_code + num_phases * (quantizable + other - coded) * itemsize
+
+
 def data_parallel_traffic(run: PlannedRun, stage: int) -> DataParallelTraffic:
     """The traffic of one rank of a pipeline stage."""
-    config, group = run.config, data_group(run)
-    quantizable, other = parameters_on_stage(config, run.padded_vocab, stage)
-    parameters = quantizable + other
-    grad_bytes = parameters * BYTES[derived.grad_dtype(config.precision)]
+    quantizable, other = parameters_on_stage(run.config, run.padded_vocab, stage)
+    experts = expert_parameters_on_stage(run.config, stage)
+    dense = _group_traffic(run, stage, data_group(run), quantizable - experts, other)
+    if not experts:
+        return dense
+    routed = _group_traffic(run, stage, expert_data_group(run), experts, 0)
+    return DataParallelTraffic(*(sum(each) for each in zip(astuple(dense), astuple(routed), strict=True)))
+
+
+def _group_traffic(run: PlannedRun, stage: int, group: RankGroup, quantizable: int, other: int) -> DataParallelTraffic:
+    """The traffic of weights that a group shares: of linears, and others."""
+    config, parameters = run.config, quantizable + other
+    num_phases = 1 if config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2 else 2
+    grad_bytes = reduced_bytes(run, stage, quantizable, other, num_phases)
     num_codes = quantizable * quantized_fraction(config, stage) if config.precision.fp8_param_gather else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes
-    if not config.parallel.use_distributed_optimizer:
-        grad_bytes, parameter_bytes = 2 * grad_bytes, 0.0
     bucket_size = config.parallel.ddp_bucket_size or max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * group.size)
     num_buckets = -(-parameters // bucket_size)
+    if config.parallel.use_torch_fsdp2:
+        assert config.model.num_layers is not None
+        num_microbatches = derived.num_microbatches(config, run.world_size)
+        num_gathers = 2 if config.parallel.torch_fsdp2_reshard_after_forward else 1
+        grad_bytes, parameter_bytes = grad_bytes * num_microbatches, parameter_bytes * num_microbatches * num_gathers
+        num_buckets = num_microbatches * (config.model.num_layers + 1)
+    elif not config.parallel.use_distributed_optimizer:
+        parameter_bytes = 0.0
     sent_fraction = (group.size - 1) / group.size
 
     def seconds(num_bytes: float) -> float:

@@ -12,12 +12,22 @@ with Transformer Engine 2.20 read and write them, including fusions. Dropout and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import astuple, dataclass
+from typing import Optional
 
-from megafp8.config import derived, model_shapes
+from megafp8.config import attention_layers, derived, latent_attention, model_shapes
+from megafp8.config.activations import is_gated
 from megafp8.config.rules.precision import uses_op_fuser, uses_split_rope_kernel
 from megafp8.planning.memory import has_fused_loss
-from megafp8.planning.planned_run import BF16, PlannedRun, layer_gemms, output_layer_gemms, output_layer_recipes
+from megafp8.planning.planned_run import (
+    BF16,
+    PlannedRun,
+    layer_gemms,
+    layer_linears,
+    output_layer_gemms,
+    output_layer_recipes,
+)
 from megafp8.recipes import registry
 
 TILE = 128
@@ -37,6 +47,8 @@ class LayerTime:
     """Norms and residual additions."""
     rotary: float = 0.0
     activation: float = 0.0
+    permutation: float = 0.0
+    """Of tokens, into the order of experts and back."""
     casts: float = 0.0
 
     @property
@@ -47,12 +59,16 @@ class LayerTime:
     @property
     def memory_bound(self) -> float:
         """Memory-bound operations other than casts."""
-        return self.norms + self.rotary + self.activation
+        return self.norms + self.rotary + self.activation + self.permutation
 
     @property
     def total(self) -> float:
         """All parts."""
         return self.gemms + self.attention + self.memory_bound + self.casts
+
+    def plus(self, other: LayerTime) -> LayerTime:
+        """The sum of both, part by part."""
+        return LayerTime(*(sum(each) for each in zip(astuple(self), astuple(other), strict=True)))
 
 
 def gemm_s(run: PlannedRun, recipe: str, m: int, n: int, k: int) -> float:
@@ -63,9 +79,15 @@ def gemm_s(run: PlannedRun, recipe: str, m: int, n: int, k: int) -> float:
     return run.calibration.gemm_start_s + max(2.0 * m * n * k / flops_per_s, run.memory_s(operand_bytes))
 
 
-def layer_gemms_s(run: PlannedRun, recipe: str, kind: str) -> float:
-    """Seconds of the GEMMs of one layer in `kind`: fprop, dgrad or wgrad."""
-    return sum(gemm_s(run, recipe, *gemm.shape) for gemm in layer_gemms(run) if gemm.kind == kind)
+def layer_gemms_s(run: PlannedRun, recipe: str, kind: str, has_experts: bool = False) -> float:
+    """Seconds of the GEMMs of one layer in `kind`: fprop, dgrad or wgrad, without those of routed experts."""
+    return sum(gemm_s(run, recipe, *gemm.shape) for gemm in layer_gemms(run, has_experts) if gemm.kind == kind)
+
+
+def grad_output_rows(run: PlannedRun, linear: model_shapes.GemmDimensions) -> int:
+    """Rows of grad_output on a rank: a shard for linear_proj and linear_fc2, whose output is reduce-scattered."""
+    is_shard = linear.rows == run.tokens or linear.name in latent_attention.DOWN_PROJECTIONS
+    return run.sharded_tokens if is_shard else run.tokens
 
 
 def gemm_flops_per_s(run: PlannedRun, recipe: str) -> float:
@@ -90,14 +112,18 @@ def bytes_per_element(recipe: str) -> float:
     return BF16_BYTES if recipe == BF16 else registry.get(recipe).code_bytes
 
 
-def forward_time(run: PlannedRun, recipe: str) -> LayerTime:
-    """The forward pass of one layer whose linears have `recipe`; `bf16` for a layer in high precision."""
-    linears = model_shapes.gemm_dimensions(run.config)
-    residual, qkv, ffn = _num_activations(run)
+def forward_time(run: PlannedRun, recipe: str, has_experts: bool = False) -> LayerTime:
+    """The forward pass of one layer whose linears have `recipe`; `bf16` for a layer in high precision.
+
+    Args:
+        has_experts: of a layer with experts, without the routed ones.
+    """
+    linears = layer_linears(run.config, has_experts)
+    residual, qkv, ffn = _num_activations(run, has_experts)
     is_fused = _fuses_activation(run, recipe)
-    num_fc1_outputs = 2 if run.config.model.swiglu else 1
+    num_fc1_outputs = 2 if is_gated(run.config.model) else 1
     return LayerTime(
-        fprop=layer_gemms_s(run, recipe, "fprop"),
+        fprop=layer_gemms_s(run, recipe, "fprop", has_experts),
         attention=attention_s(run) * ATTENTION_FORWARD_FRACTION,
         # Two norms (read, write) and two residual additions (read, read, write).
         norms=run.memory_s(BF16_BYTES * residual * (2 * 2 + 2 * 3)),
@@ -108,21 +134,20 @@ def forward_time(run: PlannedRun, recipe: str) -> LayerTime:
     )
 
 
-def backward_time(run: PlannedRun, recipe: str) -> LayerTime:
+def backward_time(run: PlannedRun, recipe: str, has_experts: bool = False) -> LayerTime:
     """The backward pass of one layer, without recomputation."""
-    qkv_linear, proj, fc1, fc2 = linears = model_shapes.gemm_dimensions(run.config)
-    residual, qkv, ffn = _num_activations(run)
+    linears = layer_linears(run.config, has_experts)
+    residual, qkv, ffn = _num_activations(run, has_experts)
     is_fused = _fuses_activation(run, recipe)
-    num_fc1_outputs = 2 if run.config.model.swiglu else 1
+    num_fc1_outputs = 2 if is_gated(run.config.model) else 1
     wgrad_recipe = recipe if run.config.precision.fp8_wgrad else BF16
     # With sequence parallelism a rank quantizes its shard of proj's and fc2's grad_output, before the gather.
-    num_grads = run.tokens * (qkv_linear.out_features + fc1.out_features)
-    num_grads += run.sharded_tokens * (proj.out_features + fc2.out_features)
+    num_grads = sum(grad_output_rows(run, linear) * linear.out_features for linear in linears)
     # Without the split-and-rotate kernel, the gradients of queries, keys and values are concatenated separately.
     rotary_passes = 2 if uses_split_rope_kernel(run.config) else 4
     return LayerTime(
-        dgrad=layer_gemms_s(run, recipe, "dgrad"),
-        wgrad=layer_gemms_s(run, wgrad_recipe, "wgrad"),
+        dgrad=layer_gemms_s(run, recipe, "dgrad", has_experts),
+        wgrad=layer_gemms_s(run, wgrad_recipe, "wgrad", has_experts),
         attention=attention_s(run) * (1 - ATTENTION_FORWARD_FRACTION),
         # Two norms (read input and gradient, write) and two gradient additions. Fused with the MLP's norm, one addition
         # saves a write and a read.
@@ -147,34 +172,47 @@ def cast_s(run: PlannedRun, recipe: str, num_elements: float, num_tensors: float
     return num_tensors * calibration.cast_start_s + known.cast_bytes * num_elements / bytes_per_s
 
 
-def recompute_s(run: PlannedRun, forward: LayerTime) -> float:
-    """Seconds of activation recomputation in the backward pass, given the layer's forward pass."""
+def recompute_s(run: PlannedRun, forward: LayerTime, num_layers: int, experts_s: Optional[float] = None) -> float:
+    """Seconds of activation recomputation in the backward pass, given the layer's forward pass.
+
+    Args:
+        num_layers: layers of the stage, some of which block recomputation recomputes.
+        experts_s: the part of the forward pass of routed experts; None in a dense layer.
+    """
     training = run.config.training
     if derived.recompute_granularity(training) == "full":
         assert training.recompute_num_layers is not None
-        layers = derived.layers_per_pipeline_rank(run.config)
-        fraction = 1.0 if training.recompute_method == "uniform" else training.recompute_num_layers / layers
+        is_block = training.recompute_method == "block"
+        fraction = min(1.0, training.recompute_num_layers / max(1, num_layers)) if is_block else 1.0
         return fraction * forward.total
     modules = derived.recompute_modules(training)
     seconds = forward.attention if "core_attn" in modules else 0.0
     seconds += forward.norms / 2 if "layernorm" in modules else 0.0
+    if experts_s is not None:
+        return seconds + (experts_s if "moe" in modules else 0.0)
     if "mlp" in modules:
         weights = [linear.out_features * linear.in_features for linear in model_shapes.gemm_dimensions(run.config)]
-        fraction = sum(weights[2:]) / sum(weights)
+        fraction = sum(weights[-2:]) / sum(weights)
         seconds += fraction * (forward.fprop + forward.casts) + forward.activation
     return seconds
 
 
 def attention_s(run: PlannedRun) -> float:
-    """Seconds of attention, forward and backward. Only the causal half, or the sliding window, is counted."""
+    """Mean seconds of a layer's attention, forward and backward; of the causal half, or the sliding window."""
     model, calibration, seq = run.config.model, run.calibration, run.config.data.seq_length
     assert seq is not None
-    window = min(model.window_size or seq, seq)
-    mean_keys = window - window * window / (2 * seq)
-    channels = derived.query_projection_size(model) // run.tensor
-    flops = 3 * 2 * 2 * channels * mean_keys * run.tokens
-    fraction = calibration.attention_fraction * window / (window + calibration.attention_half_tokens)
-    return flops / (run.gpu.peak.flops["bf16"] * fraction)
+    is_latent = latent_attention.is_latent(model)
+    num_channels = latent_attention.mean_channels(model) if is_latent else derived.query_projection_size(model)
+    channels = num_channels / run.tensor
+
+    def seconds(window: int) -> float:
+        mean_keys = window - window * window / (2 * seq)
+        flops = 3 * 2 * 2 * channels * mean_keys * run.tokens
+        fraction = calibration.attention_fraction * window / (window + calibration.attention_half_tokens)
+        return flops / (run.gpu.peak.flops["bf16"] * fraction)
+
+    windows = Counter(attention_layers.windows_in_tokens(model, seq))
+    return sum(count * seconds(window) for window, count in windows.items()) / windows.total()
 
 
 def output_layer_s(run: PlannedRun) -> tuple[float, float, float]:
@@ -195,15 +233,22 @@ def output_layer_casts_s(run: PlannedRun) -> tuple[float, float]:
     return cast_s(run, recipes["fprop"], run.sharded_tokens * run.hidden_size, 1), backward_s
 
 
-def _num_activations(run: PlannedRun) -> tuple[int, int, int]:
-    """Elements of one microbatch on one rank: residual stream, rotated queries, keys and values, and MLP."""
+def _num_activations(run: PlannedRun, has_experts: bool) -> tuple[int, int, int]:
+    """Elements of one microbatch on one rank: residual stream, rotated queries, keys and values, and MLP.
+
+    Args:
+        has_experts: of a layer with experts, whose MLP are the shared ones.
+    """
     model = run.config.model
-    has_rope = model.position_embedding_type == "rope"
+    has_rope = model.position_embedding_type in ("rope", "yarn")
     qkv_size = derived.query_projection_size(model) + 2 * derived.kv_projection_size(model) if has_rope else 0
+    if latent_attention.is_latent(model):  # rotated channels are concatenated with the others
+        qkv_size = int(3 * latent_attention.mean_channels(model))
+    width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else derived.ffn_hidden_size(model)
     return (
         run.sharded_tokens * run.hidden_size,
         run.tokens * qkv_size // run.tensor,
-        run.tokens * derived.ffn_hidden_size(model) // run.tensor,
+        run.tokens * width // run.tensor,
     )
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megafp8.config import derived, model_shapes
+from megafp8.config import derived, mixture, model_shapes
 from megafp8.config.precision_map import GEMMS
 from megafp8.config.rules import cuda_graph
 from megafp8.config.settings import with_values
-from megafp8.planning.compute import cast_s, gemm_s
-from megafp8.planning.planned_run import BF16, PlannedRun, layer_gemms
+from megafp8.planning.compute import cast_s, gemm_s, grad_output_rows
+from megafp8.planning.mixture_time import expert_remarks
+from megafp8.planning.planned_run import BF16, PlannedRun, layer_gemms, layer_linears
 from megafp8.planning.step_time import step_time
 
 MIN_SPEEDUP = 1.05
@@ -45,13 +46,14 @@ class LinearGain:
 
 
 def linear_gains(run: PlannedRun) -> list[LinearGain]:
-    """The linears of a layer, in the order of the forward pass."""
+    """The linears of a layer without routed experts, in the order of the forward pass."""
     recipes = dict.fromkeys(GEMMS, run.recipe)
     if not run.config.precision.fp8_wgrad:
         recipes["wgrad"] = BF16
     gains = []
-    for linear in model_shapes.gemm_dimensions(run.config):
-        gemms = [gemm for gemm in layer_gemms(run) if gemm.linear == linear.name]
+    has_experts = mixture.is_mixture(run.config.model)
+    for linear in layer_linears(run.config, has_experts):
+        gemms = [gemm for gemm in layer_gemms(run, has_experts) if gemm.linear == linear.name]
         quantized_s = sum(gemm_s(run, recipes[gemm.kind], *gemm.shape) for gemm in gemms)
         bf16_s = sum(gemm_s(run, BF16, *gemm.shape) for gemm in gemms)
         gains.append(LinearGain(linear, bf16_s, quantized_s, linear_casts_s(run, run.recipe, linear)))
@@ -64,11 +66,6 @@ def linear_casts_s(run: PlannedRun, recipe: str, linear: model_shapes.GemmDimens
     num_activations = linear.rows * linear.in_features + grad_output_rows(run, linear) * linear.out_features
     num_elements = num_activations + weight_share * linear.in_features * linear.out_features
     return cast_s(run, recipe, num_elements, 2 + weight_share)
-
-
-def grad_output_rows(run: PlannedRun, linear: model_shapes.GemmDimensions) -> int:
-    """Rows of grad_output on a rank: a shard for linear_proj and linear_fc2, whose output is reduce-scattered."""
-    return run.sharded_tokens if linear.rows == run.tokens else run.tokens
 
 
 def in_high_precision(run: PlannedRun) -> PlannedRun:
@@ -102,4 +99,4 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     ]  # fmt: skip
     if slow and not has_map:  # with a map, the linears do not share one recipe
         lines.append("too small for FP8, including quantization: " + ", ".join(slow))
-    return lines
+    return lines + expert_remarks(run)[1:]

@@ -7,29 +7,33 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from megafp8.config import derived, rules
+from megafp8.config import derived, mixture, rules, stages
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
 from megafp8.device.gpus import Gpu
-from megafp8.planning.memory import MemoryEstimate, cuda_graph_memory_bytes, estimate_end_stages, non_torch_bytes
+from megafp8.planning.memory import MemoryEstimate, cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.planned_run import CALIBRATION, Calibration, PlannedRun
+from megafp8.planning.process_memory import non_torch_bytes
+from megafp8.planning.stage_splits import pipeline_sizes, stage_splits
 from megafp8.planning.step_time import StepTime, step_time
 
 TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 CONTEXT, SEQUENCE = "parallel.context_parallel_size", "parallel.sequence_parallel"
-CHUNKS = "parallel.num_virtual_stages_per_pipeline_rank"
-LAYERS_PER_CHUNK = "parallel.num_layers_per_virtual_pipeline_stage"
 MICRO = "training.micro_batch_size"
 GRANULARITY, METHOD = "training.recompute_granularity", "training.recompute_method"
 NUM_LAYERS, MODULES = "training.recompute_num_layers", "training.recompute_modules"
-RECOMPUTE: tuple[dict[str, Any], ...] = (
-    {},
-    {GRANULARITY: "selective", MODULES: ("mlp",)},
-    {GRANULARITY: "full", METHOD: "uniform", NUM_LAYERS: 1},
-)
+EXPERT, EXPERT_TENSOR = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
+DISPATCHER = "parallel.moe_token_dispatcher_type"
+MAX_EXPERT_PARALLEL = 64
 MAX_MICRO_BATCH_SIZE, MAX_MICRO_BATCH_TOKENS = 32, 2**16
 MAX_CONTEXT_PARALLEL = 16
+MIXTURE_PIPELINES, MIN_MIXTURE_TOKENS, MAX_MIXTURE_TOKENS = (1, 2, 4, 8, 16), 4096, 2**14
+MAX_MIXTURE_SPLITS = 2
+"""Pipeline sizes, least tokens per context-parallel rank, most tokens of a microbatch and numbers of model chunks that
+are tried for mixtures, whose search has expert-parallel sizes as well."""
+FEW_EXPERTS = 16
+"""Experts are divided over tensor-parallel ranks only where there are at most as many: others are small."""
 MIN_TOKENS_PER_CONTEXT_RANK = 1024
 FREE_MEMORY_FRACTION = 0.05
 """Device memory kept free for fragmentation."""
@@ -60,8 +64,14 @@ class PlannedLayout:
         """For example `TP 8 PP 4 VPP 5 DP 16, micro batch 1, full recompute`."""
         run, training = self.run, self.run.config.training
         sizes = {"TP": run.tensor, "PP": run.pipeline, "VPP": run.chunks, "CP": run.context, "DP": run.data}
+        if mixture.is_mixture(run.config.model):
+            sizes["EP"] = run.config.parallel.expert_model_parallel_size
+            sizes["ETP"] = mixture.expert_tensor_size(run.config.parallel)
         text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
         text += f", micro batch {training.micro_batch_size}"
+        if not stages.is_even(run.config):
+            layers = [stages.num_layers_on(run.config, stage) for stage in stages.kinds_of_stages(run.config)]
+            text += f", stages of {', '.join(map(str, layers))} layers"
         granularity = derived.recompute_granularity(training)
         if granularity == "full":
             return text + ", full recompute"
@@ -113,7 +123,7 @@ def find_layouts(
             config=candidate, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(candidate),
             calibration=calibration,
         )  # fmt: skip
-        estimates = estimate_end_stages(candidate, world_size, run.padded_vocab)
+        estimates = estimate_stages(candidate, world_size, run.padded_vocab)
         memory = max(estimates, key=lambda estimate: estimate.total_bytes)
         graph_bytes, other_bytes = cuda_graph_memory_bytes(candidate, memory), non_torch_bytes(candidate, world_size)
         sizes.append(memory.total_bytes + graph_bytes + other_bytes)
@@ -149,45 +159,72 @@ def candidates(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[s
         # One candidate is enough for the rules to report what is missing.
         yield config if MICRO in given else with_values(config, {MICRO: 1})
         return
+    is_routed = mixture.is_mixture(config.model)
+    least_tokens = MIN_MIXTURE_TOKENS if is_routed else MIN_TOKENS_PER_CONTEXT_RANK
     tensors = _choices(config, given, TENSOR, _powers_of_two(min(gpu.gpus_per_node, world_size)))
-    contexts = _choices(
-        config, given, CONTEXT, _powers_of_two(min(MAX_CONTEXT_PARALLEL, seq // MIN_TOKENS_PER_CONTEXT_RANK))
-    )
-    pipelines = _choices(config, given, PIPELINE, _divisors(layers))
-    micros = _choices(config, given, MICRO, _powers_of_two(min(MAX_MICRO_BATCH_SIZE, MAX_MICRO_BATCH_TOKENS // seq)))
+    contexts = _choices(config, given, CONTEXT, _powers_of_two(min(MAX_CONTEXT_PARALLEL, seq // least_tokens)))
+    sizes = [size for size in pipeline_sizes(layers) if not is_routed or size in MIXTURE_PIPELINES]
+    pipelines = _choices(config, given, PIPELINE, sizes)
+    most_tokens = MAX_MIXTURE_TOKENS if is_routed else MAX_MICRO_BATCH_TOKENS
+    micros = _choices(config, given, MICRO, _powers_of_two(min(MAX_MICRO_BATCH_SIZE, most_tokens // seq)))
     is_given = GRANULARITY in given or "training.recompute_activations" in given
-    recomputes = ({},) if is_given else RECOMPUTE
+    recomputes = ({},) if is_given else recomputations(config)
     for tensor, context, pipeline in itertools.product(tensors, contexts, pipelines):
         if world_size % (tensor * context * pipeline):
             continue
         # Context parallelism together with a larger micro batch is the same work with more communication.
         micro_batches = micros if context == 1 or len(contexts) == 1 else micros[:1]
-        for chunks, micro, recompute in itertools.product(
-            _chunk_choices(given, layers, pipeline), micro_batches, recomputes
-        ):
-            values = {TENSOR: tensor, CONTEXT: context, PIPELINE: pipeline, MICRO: micro, **chunks, **recompute}
+        splits = stage_splits(config, pipeline, given)
+        splits = splits[:MAX_MIXTURE_SPLITS] if is_routed else splits
+        experts = expert_layouts(config, tensor, world_size // pipeline, given)
+        for split, micro, recompute, expert in itertools.product(splits, micro_batches, recomputes, experts):
+            values = {
+                TENSOR: tensor,
+                CONTEXT: context,
+                PIPELINE: pipeline,
+                MICRO: micro,
+                **split,
+                **recompute,
+                **expert,
+            }
             if SEQUENCE not in given:
                 values[SEQUENCE] = tensor > 1
             yield with_values(config, values)
+
+
+def recomputations(config: RunConfig) -> tuple[dict[str, Any], ...]:
+    """Settings of recomputation to try: none, the MLPs or experts, and complete layers."""
+    module = "moe" if mixture.is_mixture(config.model) else "mlp"
+    return (
+        {},
+        {GRANULARITY: "selective", MODULES: (module,)},
+        {GRANULARITY: "full", METHOD: "uniform", NUM_LAYERS: 1},
+    )
+
+
+def expert_layouts(config: RunConfig, tensor: int, num_ranks: int, given: Collection[str]) -> list[dict[str, Any]]:
+    """Expert- and expert tensor-parallel sizes to try; one without settings for a dense model.
+
+    Experts are complete on a rank; a few large ones are also divided as the other layers are. With several ranks
+    alltoall exchanges the tokens, which sends only what an expert needs.
+
+    Args:
+        num_ranks: of one pipeline stage.
+    """
+    if not mixture.is_mixture(config.model):
+        return [{}]
+    assert config.model.num_experts is not None
+    sizes = _choices(config, given, EXPERT, _powers_of_two(min(MAX_EXPERT_PARALLEL, config.model.num_experts)))
+    is_divided = config.model.num_experts <= FEW_EXPERTS
+    splits = _choices(config, given, EXPERT_TENSOR, sorted({1, tensor}) if is_divided else [1])
+    pairs = [(size, split) for size in sizes for split in splits if num_ranks % (size * (split or tensor)) == 0]
+    exchange = {} if DISPATCHER in given else {DISPATCHER: "alltoall"}
+    return [{EXPERT: size, EXPERT_TENSOR: split} | (exchange if size > 1 else {}) for size, split in pairs]
 
 
 def _choices(config: RunConfig, given: Collection[str], name: str, choices: Sequence[int]) -> Sequence[int]:
     return (value_of(config, name),) if name in given else choices
 
 
-def _chunk_choices(given: Collection[str], layers: int, pipeline: int) -> list[dict[str, Optional[int]]]:
-    """Settings of the interleaved schedule, from none to one model chunk per layer."""
-    if CHUNKS in given or LAYERS_PER_CHUNK in given:
-        return [{}]
-    choices: list[Optional[int]] = [None]
-    if pipeline > 1:
-        choices += [num_chunks for num_chunks in _divisors(layers // pipeline) if num_chunks > 1]
-    return [{CHUNKS: num_chunks} for num_chunks in choices]
-
-
 def _powers_of_two(largest: int) -> list[int]:
     return [2**exponent for exponent in range(max(1, largest).bit_length())]
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -23,26 +23,26 @@ size. Both come from peaks measured on an H200, not from source code. Without th
 GiB (llama-1b, 8 and 16 x 2048 tokens) and 1.64 GiB (hidden size 4096, 2 x 4096) in BF16, and by the same to within 0.02
 GiB in FP8. benchmarks/RESULTS.md has the error against every measured peak.
 
-All of this is allocated by torch. `non_torch_bytes` is what a process takes on the device besides that.
+All of this is allocated by torch. `process_memory.non_torch_bytes` is what a process takes on the device besides that.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import derived, model_shapes
+from megafp8.config import activations, derived, latent_attention, mixture, model_shapes, multi_token, stages
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.planning.planned_run import BF16, FORWARD_GEMMS, layers_by_recipe, output_layer_recipes
+from megafp8.planning import fsdp_memory
+from megafp8.planning.attention_memory import explicit_score_bytes
+from megafp8.planning.layer_activations import LayerActivations, latent_attention_bytes
+from megafp8.planning.mixture_memory import expert_layers_on_stage, expert_parameters_on_stage, mlp_channels
+from megafp8.planning.planned_run import BF16, layers_by_recipe, output_layer_recipes, quantized_fraction
 from megafp8.recipes import registry
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 DROPOUT_MASK_BYTES = 1
 LOG_SUM_EXP_BYTES = 4
 """Flash attention keeps one FP32 log-sum-exp per query and head."""
-CONTEXT_BYTES = 600 * 2**20
-"""CUDA context, loaded kernels, and workspaces of cuBLAS and cuDNN on a datacenter GPU. Assumed, not measured."""
-COMMUNICATOR_BYTES = 256 * 2**20
-"""Buffers of one NCCL communicator: 32 channels x 2 directions x NCCL_BUFFSIZE, 4 MiB by NCCL's documentation."""
 
 
 @dataclass(frozen=True)
@@ -97,38 +97,41 @@ def estimate_memory(
     if _is_last(config, stage):
         fp8_copies_bytes += _output_copy_bytes(config, padded_vocab, implementation)
     logits_bytes = _logit_bytes(config, padded_vocab) if _is_last(config, stage) else 0
-    return MemoryEstimate(
+    estimate = MemoryEstimate(
         stage=stage,
         parameters=parameters,
         weights_bytes=weights_bytes,
         fp8_copies_bytes=fp8_copies_bytes,
-        gradients_bytes=parameters * BYTES[derived.grad_dtype(config.precision)],
-        optimizer_bytes=_optimizer_bytes(config, world_size, parameters),
+        gradients_bytes=parameters * _gradient_itemsize(config.precision),
+        optimizer_bytes=_optimizer_bytes(config, world_size, parameters, expert_parameters_on_stage(config, stage)),
         activations_bytes=_activation_bytes(config, world_size, stage, implementation),
         logits_bytes=logits_bytes,
         buffers_bytes=max(0, _backward_bytes(config) - logits_bytes),
     )
+    return fsdp_memory.shard(config, world_size, estimate, quantizable)  # type: ignore[no-any-return]
 
 
-def estimate_end_stages(
+def _gradient_itemsize(precision: PrecisionConfig) -> int:
+    """Bytes of a gradient, and of its error that is fed back."""
+    feedback = BYTES["fp32"] if precision.grad_reduce_fp8_error_feedback else 0
+    return BYTES[derived.grad_dtype(precision)] + feedback
+
+
+def estimate_stages(
     config: RunConfig, world_size: int, padded_vocab: int, *, implementation: str = "transformer_engine"
 ) -> tuple[MemoryEstimate, ...]:
-    """Estimates of the first and the last pipeline stage, which need the most memory; one if they are the same."""
+    """Estimates of the stages that may need the most memory, in their order.
+
+    These are the first and the last pipeline stage. Where these have fewer layers than others, or only some layers have
+    experts, it may also be the first of the others.
+    """
     last = config.parallel.pipeline_model_parallel_size - 1
+    has_kinds = len(set(mixture.expert_layers(config.model))) > 1
+    inner = () if stages.is_even(config) and not has_kinds else stages.kinds_of_stages(config)
     return tuple(
         estimate_memory(config, world_size, padded_vocab, stage=stage, implementation=implementation)
-        for stage in sorted({0, last})
+        for stage in sorted({0, last, *inner})
     )
-
-
-def non_torch_bytes(config: RunConfig, world_size: int) -> int:
-    """Device memory of a process that torch does not allocate: CUDA context, workspaces and NCCL's buffers."""
-    parallel = config.parallel
-    groups = (
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size,
-        derived.data_parallel_size(config, world_size) * parallel.context_parallel_size, world_size,
-    )  # fmt: skip
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in groups)
 
 
 def cuda_graph_memory_bytes(
@@ -162,34 +165,35 @@ def cuda_graph_memory_bytes(
 def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tuple[int, int]:
     """Number of parameters on one rank of a stage: weights of the layers' linears, and all others.
 
-    Weights are sharded over tensor-parallel ranks, and so are the biases of column-parallel linears. Norms, position
-    embeddings and the other biases are replicated.
+    The router counts as a part of the shared experts. Weights are sharded over tensor-parallel ranks, and so are the
+    biases of column-parallel linears. Norms, position embeddings and the other biases are replicated.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     count = model_shapes.count_parameters(model, padded_vocab)
-    layers = derived.layers_per_pipeline_rank(config)
+    layers, depths = num_layers_on(config, stage), multi_token.depths_on(config, stage)
     assert model.hidden_size is not None
     replicated_biases = 2 * model.hidden_size if model.add_bias_linear else 0
     sharded_biases = count.biases_per_layer - replicated_biases
-    quantizable = layers * (count.attention_weights_per_layer + count.mlp_weights_per_layer) // tp
-    other = layers * (sharded_biases // tp + replicated_biases + count.norms_per_layer)
+    num_expert_layers = expert_layers_on_stage(config, stage)
+    replicated = latent_attention.num_replicated_weights(model) if latent_attention.is_latent(model) else 0
+    quantizable = layers * (count.attention_weights_per_layer - replicated + count.mlp_weights_per_layer) // tp
+    quantizable += layers * replicated
+    quantizable += num_expert_layers * (count.shared_per_layer - count.mlp_per_layer) // tp
+    quantizable += expert_parameters_on_stage(config, stage)
+    quantizable += depths * count.projection_per_depth // tp
+    other = layers * (sharded_biases // tp + replicated_biases + count.norms_per_layer) + depths * count.norms_per_depth
     if stage == 0:
         other += count.word_embeddings // tp + count.position_embeddings
     if _is_last(config, stage):
         other += count.final_norm + count.output_layer // tp
-        if model.share_embeddings_and_output_weights and stage > 0:
+        if (model.share_embeddings_and_output_weights or depths) and stage > 0:
             other += count.word_embeddings // tp
     return quantizable, other
 
 
-def quantized_fraction(config: RunConfig, stage: int) -> float:
-    """The fraction of a stage's linear weights that fprop quantizes."""
-    precision, layers = config.precision, derived.layers_per_pipeline_rank(config)
-    if precision.precision_map:
-        return 1 - layers_by_recipe(config, stage, FORWARD_GEMMS).get(BF16, 0.0) / layers
-    num_bf16 = precision.num_layers_at_start_in_bf16 if stage == 0 else 0
-    num_bf16 += precision.num_layers_at_end_in_bf16 if _is_last(config, stage) else 0
-    return 1 - num_bf16 / layers if precision.first_last_layers_bf16 else 1.0
+def num_layers_on(config: RunConfig, stage: int) -> int:
+    """Transformer layers of a stage, with those of multi-token prediction."""
+    return stages.num_layers_on(config, stage) + multi_token.depths_on(config, stage)
 
 
 def _output_copy_bytes(config: RunConfig, padded_vocab: int, implementation: str) -> int:
@@ -222,8 +226,12 @@ def _code_bytes(precision: PrecisionConfig) -> float:
     return max((recipe.code_bytes for recipe in derived.used_recipes(precision)), default=0)
 
 
-def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int) -> int:
-    """Bytes of master weights, moments, and FP32 gradients converted from low-precision ones."""
+def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int, experts: int) -> int:
+    """Bytes of master weights, moments, and FP32 gradients converted from low-precision ones.
+
+    Args:
+        experts: those of the parameters that are of routed experts, which fewer ranks may hold.
+    """
     optimizer, precision = config.optimizer, config.precision
     params_dtype = derived.params_dtype(precision)
     if optimizer.use_precision_aware_optimizer:
@@ -235,43 +243,15 @@ def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int) -> int
         master = 0 if params_dtype == "fp32" else BYTES["fp32"]
         moments = (2 if optimizer.optimizer == "adam" else 1) * BYTES["fp32"]
         gradients = 0 if derived.grad_dtype(precision) == "fp32" else BYTES["fp32"]
-    shards = 1
-    if config.parallel.use_distributed_optimizer:
+    shards = expert_shards = 1
+    if config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2:
         shards = derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size
-    return -(-parameters * (master + moments + gradients) // shards)
+        expert_shards = mixture.expert_data_size(config, world_size) if experts else 1
+    sharded = -(-(parameters - experts) // shards) + -(-experts // expert_shards)
+    return sharded * (master + moments + gradients)
 
 
 # ---- activations --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerActivations:
-    """Bytes that one layer saves for the backward pass of one microbatch, by what recomputation can drop.
-
-    Attributes:
-        residual_stream: inputs of the two norms, and dropout masks. No selective recompute drops them.
-        norm_outputs: inputs of linear_qkv and linear_fc1.
-        attention: queries, keys, values, and the attention output where a linear or the kernel needs it.
-        core_attention: softmax matrices, or flash attention's log-sum-exp.
-        mlp: inputs of the activation and of linear_fc2.
-        layer_input: input of the layer, the only tensor that full recompute saves.
-    """
-
-    residual_stream: int
-    norm_outputs: int
-    attention: int
-    core_attention: int
-    mlp: int
-    layer_input: int
-
-    @property
-    def total(self) -> int:
-        return self.residual_stream + self.norm_outputs + self.attention + self.core_attention + self.mlp
-
-    def after_selective_recompute(self, modules: tuple[str, ...]) -> int:
-        """Bytes left when `modules` are recomputed in the backward pass."""
-        recomputed = {"core_attn": self.core_attention, "layernorm": self.norm_outputs, "mlp": self.mlp}
-        return self.total - sum(num_bytes for module, num_bytes in recomputed.items() if module in modules)
 
 
 def layer_activations(config: RunConfig, *, implementation: str = "transformer_engine") -> LayerActivations:
@@ -295,11 +275,16 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
     residual = _residual_elements(config)
     query = tokens * derived.query_projection_size(model) // tp
     kv = tokens * derived.kv_projection_size(model) // tp
-    ffn = tokens * derived.ffn_hidden_size(model) // tp
+    ffn, routed = mlp_channels(config, tokens, residual)
     masks = 2 * residual * DROPOUT_MASK_BYTES if model.hidden_dropout > 0 else 0
     attention = act_bytes * (query + 2 * kv) + int(input_bytes * query)
-    if precision.attention_backend in ("unfused", "local"):
-        scores = tokens * seq * model.num_attention_heads // tp
+    if latent_attention.is_latent(model):
+        query = tokens * model.num_attention_heads * model.v_head_dim // tp  # the output, below as well
+        attention = latent_attention_bytes(config, tokens, act_bytes, input_bytes)
+    scores = tokens * seq * model.num_attention_heads // tp
+    if score_bytes := explicit_score_bytes(model, implementation, precision.attention_backend):
+        core = scores * (score_bytes + (DROPOUT_MASK_BYTES if model.attention_dropout > 0 else 0))
+    elif precision.attention_backend in ("unfused", "local"):
         core = scores * (2 * act_bytes + DROPOUT_MASK_BYTES if model.attention_dropout > 0 else act_bytes)
     else:
         core = tokens * model.num_attention_heads // tp * LOG_SUM_EXP_BYTES
@@ -310,7 +295,7 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
         norm_outputs=int(2 * input_bytes * residual),
         attention=attention,
         core_attention=core,
-        mlp=act_bytes * ffn * (2 if model.swiglu else 1) + int(input_bytes * ffn),
+        mlp=act_bytes * ffn * (2 if activations.is_gated(model) else 1) + int(input_bytes * (ffn + routed)),
         layer_input=act_bytes * residual // (tp if config.training.distribute_saved_activations else 1),
     )
 
@@ -319,25 +304,29 @@ def layers_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
     """Layers x microbatches whose activations a stage holds at its peak.
 
     The 1F1B schedule holds one microbatch for this stage and each later one. The interleaved schedule has a warmup of
-    2 x (later stages) + (chunks - 1) x stages chunks (Narayanan et al. 2021, section 2.2).
+    2 x (later stages) + (chunks - 1) x stages chunks (Narayanan et al. 2021, section 2.2); instead of the number of
+    stages, --microbatch-group-size-per-virtual-pipeline-stage if it is given.
     """
     num_stages = config.parallel.pipeline_model_parallel_size
     num_microbatches = derived.num_microbatches(config, world_size)
-    layers, num_chunks = derived.layers_per_pipeline_rank(config), derived.virtual_pipeline_size(config)
+    layers, num_chunks = num_layers_on(config, stage), stages.virtual_pipeline_size(config)
     num_later = num_stages - stage - 1
     if num_chunks is None:
         return layers * min(num_later + 1, num_microbatches)
-    in_flight = min(2 * num_later + (num_chunks - 1) * num_stages + 1, num_microbatches * num_chunks)
+    group_size = stages.microbatch_group_size(config)
+    in_flight = min(2 * num_later + (num_chunks - 1) * group_size + 1, num_microbatches * num_chunks)
     return layers / num_chunks * in_flight
 
 
 def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementation: str) -> int:
     layer = layer_activations(config, implementation=implementation)
     in_flight = layers_in_flight(config, world_size, stage)
-    num_layers = derived.layers_per_pipeline_rank(config)
+    num_layers = num_layers_on(config, stage)
     embedding = 0.0
-    if stage == 0 and config.model.hidden_dropout > 0:  # the dropout mask after the embedding
+    if stage == 0 and config.model.hidden_dropout > 0 and num_layers:  # the dropout mask after the embedding
         embedding = _residual_elements(config) * DROPOUT_MASK_BYTES * in_flight / num_layers
+    if not num_layers:
+        return 0
     if derived.recompute_granularity(config.training) != "full":
         kept = layer.after_selective_recompute(derived.recompute_modules(config.training))
         # While a module is recomputed, the activations that it had dropped exist once.
@@ -347,7 +336,7 @@ def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementa
     if config.training.recompute_method == "uniform":
         # Each unit of `num_recomputed` layers saves its input. One unit at a time exists in full.
         return int(in_flight / num_recomputed * layer.layer_input + num_recomputed * layer.total + embedding)
-    fraction = num_recomputed / num_layers
+    fraction = min(1.0, num_recomputed / num_layers)
     return int(in_flight * (fraction * layer.layer_input + (1 - fraction) * layer.total) + layer.total + embedding)
 
 
@@ -355,7 +344,7 @@ def _backward_bytes(config: RunConfig) -> int:
     """Bytes of the gradients that exist at once in an MLP's backward pass: of its linears' inputs and outputs."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     assert model.hidden_size is not None
-    channels = 2 * model.hidden_size + (3 if model.swiglu else 2) * derived.ffn_hidden_size(model) // tp
+    channels = 2 * model.hidden_size + (3 if activations.is_gated(model) else 2) * derived.ffn_hidden_size(model) // tp
     return BYTES[derived.params_dtype(config.precision)] * _tokens(config) * channels
 
 
@@ -372,7 +361,12 @@ def _logit_bytes(config: RunConfig, padded_vocab: int) -> int:
     # fused loss writes the gradient over the logits. The others make an FP32 copy and a gradient.
     logit_bytes = 2 * act_bytes if has_fused_loss(config.precision) else act_bytes + BYTES["fp32"] + act_bytes
     weight_bytes = BYTES["fp32"] * (padded_vocab // tp) * config.model.hidden_size
-    return hidden_bytes + _tokens(config) * padded_vocab // tp * logit_bytes + weight_bytes
+    # Multi-token prediction has logits of its own for each depth. All exist until the backward pass. Its modules also
+    # keep the inputs of two norms, and that of the projection, of twice the size.
+    depths = multi_token.num_depths(config.model)
+    depth_bytes = depths * 4 * act_bytes * _residual_elements(config)
+    each = hidden_bytes + _tokens(config) * padded_vocab // tp * logit_bytes
+    return (1 + depths) * each + depth_bytes + weight_bytes
 
 
 def has_fused_loss(precision: PrecisionConfig) -> bool:

@@ -16,7 +16,7 @@ from megafp8.config import derived, rules
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
-from megafp8.planning.memory import estimate_end_stages
+from megafp8.planning.memory import estimate_stages
 
 MAX_PREDICTED_RATIO = 1.5
 """Sizes with a prediction above this multiple of the limit are not tried. Predictions were within a quarter of measured
@@ -47,7 +47,7 @@ class Trial:
 
 def predicted_bytes(config: RunConfig, size: int, world_size: int, padded_vocab: int, implementation: str) -> int:
     """Memory that torch allocates on a rank of the pipeline stage that needs the most."""
-    estimates = estimate_end_stages(with_size(config, size), world_size, padded_vocab, implementation=implementation)
+    estimates = estimate_stages(with_size(config, size), world_size, padded_vocab, implementation=implementation)
     return max(estimate.total_bytes for estimate in estimates)
 
 
@@ -127,6 +127,27 @@ def with_size(config: RunConfig, size: int) -> RunConfig:
     return with_values(config, values)
 
 
+def with_constant_batch(config: RunConfig, batch_size: int) -> RunConfig:
+    """The configuration with one global batch size and without a batch schedule."""
+    values = {
+        "training.global_batch_size": batch_size,
+        "training.rampup_batch_size": (),
+        "training.step_batch_size_schedule": (),
+    }
+    return with_values(config, values)
+
+
+def last_batch_size(config: RunConfig) -> Optional[int]:
+    """The global batch size of most steps, which does not depend on the ranks with `auto`; None if it is not given."""
+    training = config.training
+    if not training.step_batch_size_schedule:
+        return training.global_batch_size
+    try:
+        return derived.batch_schedule(config, derived.model_parallel_size(config)).last_batch_size
+    except ConfigError:
+        return None
+
+
 def possible_sizes(config: RunConfig, world_size: int) -> list[int]:
     """Sizes that divide the global batch of a rank and violate no rule, ascending."""
     return [size for size, problems in _problems_by_size(config, world_size).items() if not problems]
@@ -141,7 +162,7 @@ def refused_sizes(config: RunConfig, world_size: int) -> list[str]:
 
 
 def _problems_by_size(config: RunConfig, world_size: int) -> dict[int, list[str]]:
-    batch = config.training.global_batch_size
+    batch = last_batch_size(config)
     try:
         ranks = derived.data_parallel_size(config, world_size)
     except ConfigError:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from megafp8.config import derived
+from megafp8.config.expert_layers import is_mixture
 from megafp8.config.flags import Invocation
+from megafp8.config.rules.base import batch_schedule
 from megafp8.config.rules.model import shape_is_given
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
@@ -17,12 +19,15 @@ from megafp8.errors import ConfigError
 from megafp8.planning import layouts
 from megafp8.planning.layouts import CONTEXT, MICRO, PIPELINE, TENSOR, LayoutSearch, PlannedLayout
 from megafp8.planning.micro_batch import is_auto
+from megafp8.planning.mixture_time import expert_remarks
 from megafp8.planning.remarks import gpu_count_remarks, nearby_counts, ranking_remarks
 from megafp8.planning.step_time import StepTime
 from megafp8.recipes import registry
 
 TOKENS_PER_STEP = 4 * 2**20
 SCALING_COUNTS = tuple(2**exponent for exponent in range(3, 15))
+MIXTURE_LENGTH = 4096
+"""Sequence length of the pretraining of Qwen3-30B-A3B, OLMoE and DeepSeek-V3; their positions were extended later."""
 MAX_LAYERS = 4096
 """Limit on the number of layers, because the search tries every divisor of it."""
 SPEED_FRACTIONS = (0.9, 0.75, 0.5)
@@ -64,6 +69,8 @@ def make_plan(
     assumed = assumptions(invocation, world_size)
     config = with_values(invocation.config, assumed)
     problems = layouts.machine_problems(config, gpu)
+    if is_mixture(config.model) and config.precision.precision_map:
+        problems.append("--precision with --num-experts: its step times are not predicted; remove --precision")
     if vocabulary_size(config) is None:
         problems.append("the vocabulary size is unknown, because a plan does not read the tokenizer: give --vocab-size")
     if (config.model.num_layers or 0) > MAX_LAYERS:
@@ -88,9 +95,17 @@ def make_plan(
     for count in scaling_counts:
         fitting = (requested if count == world_size else search(count)).layouts
         scaling[count] = fitting[0] if fitting else None
-    nearby = {count: search(count) for count in nearby_counts(world_size)}
+    # The search for a mixture takes several times as long: it has expert-parallel sizes as well.
+    nearby = {} if is_mixture(config.model) else {count: search(count) for count in nearby_counts(world_size)}
     remarks = [*gpu_count_remarks(requested, nearby), *ranking_remarks(config, gpu, requested)]
+    if requested.layouts:
+        remarks += expert_remarks(requested.layouts[0].run)
     return Plan(gpu=gpu, search=requested, scaling=scaling, assumed=assumed, remarks=remarks)
+
+
+def default_scaling(config: RunConfig) -> tuple[int, ...]:
+    """Numbers of GPUs for the scaling of a plan; none for a mixture, whose search takes several times as long."""
+    return () if is_mixture(config.model) else SCALING_COUNTS
 
 
 def search_problems(search: LayoutSearch, config: RunConfig, given: Collection[str]) -> list[str]:
@@ -124,15 +139,16 @@ def assumptions(invocation: Invocation, world_size: int) -> dict[str, Any]:
         "precision.bf16": True,
         "precision.cross_entropy_loss_fusion": True,
         "precision.cross_entropy_fusion_impl": "te",
-        "parallel.use_distributed_optimizer": True,
-        "parallel.overlap_grad_reduce": True,
-        "parallel.overlap_param_gather": True,
-        "data.seq_length": config.model.max_position_embeddings,
+        "parallel.use_distributed_optimizer": not config.parallel.use_torch_fsdp2,
+        "parallel.overlap_grad_reduce": not config.parallel.use_torch_fsdp2,
+        "parallel.overlap_param_gather": not config.parallel.use_torch_fsdp2,
+        "data.seq_length": assumed_length(config),
         "optimizer.lr": 3e-4,
     }
     if "precision.fp8_recipe" in given and "precision.fp8_format" not in given:
         values["precision.fp8_format"] = registry.get(config.precision.fp8_recipe).default_format
-    if config.training.train_samples is None:
+    has_schedule = derived.has_batch_schedule(config.training)
+    if config.training.train_samples is None and not has_schedule:
         values["training.train_iters"] = 1000
     if not any((config.data.data_path, config.data.train_data_path, config.data.mock_data)):
         values |= {"data.mock_data": True, "data.tokenizer_type": "NullTokenizer"}
@@ -140,9 +156,19 @@ def assumptions(invocation: Invocation, world_size: int) -> dict[str, Any]:
             values["model.vocab_size"] = config.model.vocab_size - 1
     values = {name: value for name, value in values.items() if name not in given and _is_open(config, name, value)}
     seq = values.get("data.seq_length", config.data.seq_length)
-    if config.training.global_batch_size is None and seq:
+    if config.training.global_batch_size is None and not config.training.step_batch_size_schedule and seq:
         values["training.global_batch_size"] = default_batch_size(world_size, TOKENS_PER_STEP // seq)
+    schedule = batch_schedule(with_values(config, values), world_size) if has_schedule else None
+    if schedule is not None and config.training.train_samples is None and config.training.train_iters is None:
+        values["training.train_samples"] = schedule.advance(1000, schedule.phases[-1].start_sample)
     return values
+
+
+def assumed_length(config: RunConfig) -> Optional[int]:
+    """The sequence length of a run: all positions of a dense model, and of a mixture what most are trained with."""
+    positions = config.model.max_position_embeddings
+    is_long = is_mixture(config.model) and positions is not None and positions > MIXTURE_LENGTH
+    return MIXTURE_LENGTH if is_long else positions
 
 
 def default_batch_size(world_size: int, limit: int) -> int:

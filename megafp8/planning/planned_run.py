@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megafp8.config import derived, model_shapes, precision_map
-from megafp8.config.precision_map import GEMMS, OUTPUT_LAYER
+from megafp8.config import derived, model_shapes, precision_map, stages
+from megafp8.config.latent_attention import DOWN_PROJECTIONS
+from megafp8.config.precision_map import GEMMS, MLP_LINEARS, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
 from megafp8.device.gpus import Gpu
 
@@ -103,7 +104,7 @@ class PlannedRun:
     @property
     def chunks(self) -> int:
         """Model chunks per pipeline rank; 1 without the interleaved schedule."""
-        return derived.virtual_pipeline_size(self.config) or 1
+        return stages.virtual_pipeline_size(self.config) or 1
 
     @property
     def recipe(self) -> str:
@@ -167,13 +168,33 @@ def linear_gemms(
     )
 
 
-def layer_gemms(run: PlannedRun) -> list[LinearGemm]:
-    """The GEMMs of one transformer layer for one microbatch, in the order of the forward pass."""
+def layer_linears(config: RunConfig, has_experts: bool = False) -> list[model_shapes.GemmDimensions]:
+    """The linears of a transformer layer on one rank, in the order of the forward pass.
+
+    Args:
+        has_experts: of a layer with experts: the shared experts in place of the MLP, or nothing.
+    """
+    if not has_experts:
+        return model_shapes.gemm_dimensions(config)
+    shared = config.model.moe_shared_expert_intermediate_size
+    width = replace(config, model=replace(config.model, ffn_hidden_size=shared or config.model.ffn_hidden_size))
+    linears = model_shapes.gemm_dimensions(width)
+    return linears if shared else [linear for linear in linears if linear.name not in MLP_LINEARS]
+
+
+def layer_gemms(run: PlannedRun, has_experts: bool = False) -> list[LinearGemm]:
+    """The GEMMs of one transformer layer for one microbatch without routed experts, in the order of the forward pass.
+
+    Down projections of multi-latent attention multiply the rows of a rank, others those that are gathered.
+    """
     return [
         gemm
-        for linear in model_shapes.gemm_dimensions(run.config)
-        for gemm in linear_gemms(linear.name, run.tokens, linear.out_features, linear.in_features)
-    ]
+        for linear in layer_linears(run.config, has_experts)
+        for gemm in linear_gemms(
+            linear.name, linear.rows if linear.name in DOWN_PROJECTIONS else run.tokens, linear.out_features,
+            linear.in_features,
+        )
+    ]  # fmt: skip
 
 
 def output_layer_gemms(run: PlannedRun) -> tuple[LinearGemm, LinearGemm, LinearGemm]:
@@ -191,7 +212,7 @@ def layers_by_recipe(config: RunConfig, stage: int, gemms: tuple[str, ...]) -> d
     sizes = {linear.name: linear.in_features * linear.out_features for linear in model_shapes.gemm_dimensions(config)}
     choices = precision_map.resolve(config.model, config.precision)
     weights: dict[str, int] = {}
-    for layer in stage_layers(config, stage):
+    for layer in stages.layers_on(config, stage):
         for linear, size in sizes.items():
             for gemm in gemms:
                 recipe = getattr(choices[f"layers.{layer}.{linear}"], gemm).recipe or BF16
@@ -200,14 +221,23 @@ def layers_by_recipe(config: RunConfig, stage: int, gemms: tuple[str, ...]) -> d
     return {recipe: weight / layer_weight for recipe, weight in weights.items()}
 
 
+def quantized_fraction(config: RunConfig, stage: int) -> float:
+    """The fraction of a stage's linear weights that fprop quantizes."""
+    precision, layers = config.precision, stages.layers_on(config, stage)
+    if not layers:
+        return 1.0
+    if precision.precision_map:
+        return 1 - layers_by_recipe(config, stage, FORWARD_GEMMS).get(BF16, 0.0) / len(layers)
+    if not precision.first_last_layers_bf16:
+        return 1.0
+    assert config.model.num_layers is not None
+    quantized = range(
+        precision.num_layers_at_start_in_bf16, config.model.num_layers - precision.num_layers_at_end_in_bf16
+    )
+    return sum(layer in quantized for layer in layers) / len(layers)
+
+
 def output_layer_recipes(config: RunConfig) -> dict[str, str]:
     """The recipe of each GEMM of the output layer: `bf16` unless a precision map quantizes it."""
     choice = precision_map.resolve(config.model, config.precision)[OUTPUT_LAYER]
     return {gemm: getattr(choice, gemm).recipe or BF16 for gemm in GEMMS}
-
-
-def stage_layers(config: RunConfig, stage: int) -> list[int]:
-    """Indices of the layers of a pipeline stage, over all its model chunks."""
-    num_stages, num_chunks = config.parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config) or 1
-    length = derived.layers_per_pipeline_rank(config) // num_chunks
-    return [(chunk * num_stages + stage) * length + index for chunk in range(num_chunks) for index in range(length)]

@@ -6,7 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megafp8.config import derived, precision_map
-from megafp8.config.precision_map import GEMMS, LINEARS, OUTPUT_LAYER, LinearChoice, build_linear_recipe
+from megafp8.config.precision_map import (
+    ATTENTION_LINEARS,
+    GEMMS,
+    MLP_LINEARS,
+    OUTPUT_LAYER,
+    LinearChoice,
+    build_linear_recipe,
+)
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.topology import as_ranges
 from megafp8.recipes.description import describe
@@ -32,15 +39,22 @@ def resolve_precision_map(config: RunConfig) -> list[GemmPrecision]:
     """One row per linear of a layer and precision, and one for the output layer."""
     chosen = precision_map.resolve(config.model, config.precision)
     rows = []
-    for linear in LINEARS:
+    kinds = dict.fromkeys(name.split(".", 2)[2] for name in chosen if name != OUTPUT_LAYER)
+    for linear in sorted(kinds, key=order_of_kind):
         layers: dict[LinearChoice, list[int]] = {}
         for name, choice in chosen.items():
-            if name.endswith(f".{linear}"):
+            if name != OUTPUT_LAYER and name.split(".", 2)[2] == linear:
                 layers.setdefault(choice, []).append(int(name.split(".")[1]))
         rows += [
             gemm_precision(linear, as_ranges(numbers), choice, config.precision) for choice, numbers in layers.items()
         ]
     return [*rows, gemm_precision(OUTPUT_LAYER, "-", chosen[OUTPUT_LAYER], config.precision)]
+
+
+def order_of_kind(linear: str) -> int:
+    """The linears of dense layers first, in the order of the forward pass, then those of experts."""
+    order = (*ATTENTION_LINEARS, *MLP_LINEARS)
+    return order.index(linear) if linear in order else len(order)
 
 
 def gemm_precision(linear: str, layers: str, chosen: LinearChoice, precision: PrecisionConfig) -> GemmPrecision:

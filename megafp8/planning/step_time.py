@@ -21,9 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from megafp8.config import derived, model_shapes, precision_map
+from megafp8.config import derived, mixture, model_shapes, multi_token, precision_map, stages
 from megafp8.planning import communication, compute
-from megafp8.planning.memory import parameters_on_stage, quantized_fraction
+from megafp8.planning.memory import num_layers_on, parameters_on_stage
+from megafp8.planning.mixture_memory import expert_layers_on_stage
+from megafp8.planning.mixture_time import exchanged_bytes, experts_time
+from megafp8.planning.optimizer_time import optimizer_s
 from megafp8.planning.planned_run import (
     BACKWARD_GEMMS,
     BF16,
@@ -31,13 +34,13 @@ from megafp8.planning.planned_run import (
     PlannedRun,
     layers_by_recipe,
     output_layer_recipes,
+    quantized_fraction,
 )
 from megafp8.recipes import registry
 
 MODEL_GEMM_PARTS = ("linears", "attention", "output layer")
 """Parts of a step that compute the model's own GEMMs."""
-WAITING_PARTS = ("tensor parallel", "context parallel", "host")
-SCALED_MOMENTS = ("fp16", "fp8")
+WAITING_PARTS = ("tensor parallel", "context parallel", "expert parallel", "host")
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,15 @@ class StageTime:
 
 def step_time(run: PlannedRun) -> StepTime:
     """Predict the time of an optimizer step."""
-    layers = layer_times(run)
-    # The first stage, an inner one, which stands for all inner ones, and the last.
-    times = {stage: stage_time(run, stage, layers) for stage in sorted({0, min(1, run.pipeline - 1), run.pipeline - 1})}
+    counts = stages.kinds_of_stages(run.config)
+    sizes = {stage: layers_of_stage(run, stage) for stage in counts}
+    layers = {size: layer_times(run, *size) for size in set(sizes.values())}
+    times = {stage: stage_time(run, stage, layers[sizes[stage]]) for stage in counts}
     slowest = max(times, key=lambda stage: times[stage].seconds)
     num_microbatches = derived.num_microbatches(run.config, run.world_size)
     parts = {name: num_microbatches * seconds for name, seconds in times[slowest].parts.items()}
-    parts |= pipeline_parts(run, list(times.values()), times[slowest].seconds, num_microbatches)
+    all_stages_s = sum(count * times[stage].seconds for stage, count in counts.items())
+    parts |= pipeline_parts(run, all_stages_s - times[slowest].seconds, num_microbatches)
     parts["data parallel"] = exposed_data_parallel_s(run, times[slowest], slowest)
     parts["optimizer"] = optimizer_s(run, slowest)
     parts["casts"] += weight_casts_s(run, slowest)
@@ -133,11 +138,11 @@ def stage_time(run: PlannedRun, stage: int, layers: Optional[LayerTimes] = None)
     """One microbatch, forward and backward, on a pipeline stage.
 
     Args:
-        layers: the result of `layer_times`, which is the same for all stages.
+        layers: the result of `layer_times`, which is the same for all stages with as many layers of each kind.
     """
     result = StageTime()
     counts = [layer_counts(run, stage, gemms) for gemms in (FORWARD_GEMMS, BACKWARD_GEMMS)]
-    for recipe, parts in (layers or layer_times(run)).items():
+    for recipe, parts in (layers or layer_times(run, *layers_of_stage(run, stage))).items():
         num_forward, num_backward = (count.get(recipe, 0.0) for count in counts)
         for name, (forward, backward) in parts.items() if num_forward or num_backward else ():
             result.add(name, num_forward * forward, num_backward * backward)
@@ -145,46 +150,85 @@ def stage_time(run: PlannedRun, stage: int, layers: Optional[LayerTimes] = None)
         add_embedding(run, result)
     if stage == run.pipeline - 1:
         add_output_layer(run, result)
+        add_multi_token(run, result)
     busy_s = sum(seconds for name, seconds in result.parts.items() if name not in WAITING_PARTS)
     gaps_s = exposed_s(busy_s / run.calibration.busy_fraction - busy_s, result.parts.get("host", 0.0))
-    forward_fraction = result.forward / result.seconds
+    forward_fraction = result.forward / result.seconds if result.seconds else 0.0
     result.add("gaps between kernels", gaps_s * forward_fraction, gaps_s * (1 - forward_fraction))
     return result
 
 
 def layer_counts(run: PlannedRun, stage: int, gemms: tuple[str, ...]) -> dict[str, float]:
-    """Number of layers of a stage per recipe."""
+    """Number of layers of a stage per recipe, with those of multi-token prediction."""
+    num_layers = stages.num_layers_on(run.config, stage)
     if run.config.precision.precision_map:
-        return layers_by_recipe(run.config, stage, gemms)
-    num_layers = derived.layers_per_pipeline_rank(run.config)
-    if run.recipe == BF16:
-        return {BF16: num_layers}
-    num_quantized = num_layers * quantized_fraction(run.config, stage)
-    return {BF16: num_layers - num_quantized, run.recipe: num_quantized}
+        counts = layers_by_recipe(run.config, stage, gemms)
+    elif run.recipe == BF16:
+        counts = {BF16: float(num_layers)}
+    else:
+        num_quantized = num_layers * quantized_fraction(run.config, stage)
+        counts = {BF16: num_layers - num_quantized, run.recipe: num_quantized}
+    recipe = multi_token_recipe(run)
+    return counts | {recipe: counts.get(recipe, 0.0) + multi_token.depths_on(run.config, stage)}
 
 
-def layer_times(run: PlannedRun) -> LayerTimes:
-    """Times of one layer under each recipe that the model has."""
+def multi_token_recipe(run: PlannedRun) -> str:
+    """The recipe of the linears of multi-token prediction."""
+    return precision_map.multi_token_choice(run.config.precision).fprop.recipe or BF16
+
+
+def layers_of_stage(run: PlannedRun, stage: int) -> tuple[int, int]:
+    """Layers of a stage, and those of them with experts, both with those of multi-token prediction."""
+    return num_layers_on(run.config, stage), expert_layers_on_stage(run.config, stage)
+
+
+def layer_times(run: PlannedRun, num_layers: int, num_expert_layers: int = 0) -> LayerTimes:
+    """Mean times of the layers of a stage under each recipe that the model has.
+
+    Args:
+        num_layers, num_expert_layers: of the stage, all and those with experts.
+    """
     precision = run.config.precision
     recipes = {run.recipe, *precision_map.used_recipes(precision)}
     if precision.first_last_layers_bf16 or precision.precision_map:
         recipes.add(BF16)
-    return {recipe: layer_time(run, recipe) for recipe in recipes}
+    if multi_token.num_depths(run.config.model):
+        recipes.add(multi_token_recipe(run))
+    fraction = num_expert_layers / num_layers if num_layers else 0.0
+
+    def mean(recipe: str) -> dict[str, tuple[float, float]]:
+        dense = layer_time(run, recipe, num_layers) if fraction < 1 else {}
+        routed = layer_time(run, recipe, num_layers, has_experts=True) if fraction > 0 else {}
+        pairs = {name: (dense.get(name, (0.0, 0.0)), routed.get(name, (0.0, 0.0))) for name in {**dense, **routed}}
+        return {
+            name: ((1 - fraction) * one[0] + fraction * two[0], (1 - fraction) * one[1] + fraction * two[1])
+            for name, (one, two) in pairs.items()
+        }
+
+    return {recipe: mean(recipe) for recipe in recipes}
 
 
-def layer_time(run: PlannedRun, recipe: str) -> dict[str, tuple[float, float]]:
+def layer_time(
+    run: PlannedRun, recipe: str, num_layers: int, has_experts: bool = False
+) -> dict[str, tuple[float, float]]:
     """Forward and backward seconds of one layer, by part."""
-    forward, backward = compute.forward_time(run, recipe), compute.backward_time(run, recipe)
-    traffic = communication.tensor_parallel_traffic(run, recipe)
+    forward, backward = (each(run, recipe, has_experts) for each in (compute.forward_time, compute.backward_time))
+    traffic = communication.tensor_parallel_traffic(run, recipe, has_experts)
     ring_forward_s, ring_backward_s, _ = communication.context_parallel_traffic(run)
     is_ring = run.config.parallel.cp_comm_type == "p2p"
-    recompute_s = compute.recompute_s(run, forward)
+    experts = experts_time(run, recipe) if has_experts else None
+    if experts is not None:
+        forward, backward = forward.plus(experts.forward), backward.plus(experts.backward)
+    recompute_s = compute.recompute_s(run, forward, num_layers, experts.forward.total if experts else None)
+    exchange_s = experts.exchange if experts is not None else 0.0
+    repeats = recompute_s / forward.total if recomputes_exchange(run) else 0.0
     parts = {
         "linears": (forward.gemms, backward.gemms),
         "attention": (forward.attention, backward.attention),
         "norms, activation, rotary": (forward.memory_bound, backward.memory_bound),
         "casts": (forward.casts, backward.casts),
         "recompute": (0.0, recompute_s),
+        "expert parallel": (exchange_s, exchange_s * (1 + min(1.0, repeats))),
         "tensor parallel": (
             traffic.forward_s,
             traffic.backward_s
@@ -201,8 +245,15 @@ def layer_time(run: PlannedRun, recipe: str) -> dict[str, tuple[float, float]]:
     host_s = 0.0
     if not derived.uses_cuda_graph(run.config):
         launch_s = run.calibration.bf16_host_layer_s if recipe == BF16 else run.calibration.fp8_host_layer_s
+        launch_s += experts.host if experts is not None else 0.0
         host_s = exposed_s(launch_s * (1 + recompute_s / (forward.total + backward.total)), gpu_s)
     return parts | {"host": (host_s / 3, host_s * 2 / 3)}
+
+
+def recomputes_exchange(run: PlannedRun) -> bool:
+    """Whether recomputation exchanges the tokens of experts again."""
+    training = run.config.training
+    return derived.recompute_granularity(training) == "full" or "moe" in derived.recompute_modules(training)
 
 
 def add_embedding(run: PlannedRun, stage: StageTime) -> None:
@@ -229,6 +280,23 @@ def add_output_layer(run: PlannedRun, stage: StageTime) -> None:
     stage.add("tensor parallel", gather_s, exposed_s(gather_s, backward_s / 2) + exposed_s(reduce_s, backward_s / 2))
 
 
+def add_multi_token(run: PlannedRun, stage: StageTime) -> None:
+    """Add what the modules of multi-token prediction have besides a layer: projection, embedding and output layer."""
+    recipe, tokens, hidden = multi_token_recipe(run), run.tokens, run.hidden_size
+    outputs = hidden // run.tensor
+    for _ in range(multi_token.num_depths(run.config.model)):
+        add_embedding(run, stage)
+        add_output_layer(run, stage)
+        forward_s = compute.gemm_s(run, recipe, tokens, outputs, 2 * hidden)
+        dgrad_s = compute.gemm_s(run, recipe, tokens, 2 * hidden, outputs)
+        wgrad_s = compute.gemm_s(run, recipe, outputs, 2 * hidden, tokens)
+        stage.add("linears", forward_s, dgrad_s + wgrad_s)
+        num_elements = run.tokens * hidden
+        stage.add(
+            "casts", compute.cast_s(run, recipe, 2 * num_elements, 1), compute.cast_s(run, recipe, num_elements, 1)
+        )
+
+
 def exposed_s(seconds: float, overlapped_s: float) -> float:
     """The part of `seconds` that exceeds the work it overlaps with."""
     return max(0.0, seconds - overlapped_s)
@@ -237,18 +305,14 @@ def exposed_s(seconds: float, overlapped_s: float) -> float:
 # ---- once per step ------------------------------------------------------------------------------------------------
 
 
-def pipeline_parts(
-    run: PlannedRun, stages: list[StageTime], slowest_s: float, num_microbatches: int
-) -> dict[str, float]:
+def pipeline_parts(run: PlannedRun, waiting_s: float, num_microbatches: int) -> dict[str, float]:
     """The pipeline bubble and exposed sends.
 
     Args:
-        stages: the first stage, an inner one if there is any, and the last.
+        waiting_s: seconds of one microbatch on all stages but the slowest.
     """
     if run.pipeline == 1:
         return {}
-    inner_s = stages[1].seconds if run.pipeline > 2 else 0.0
-    waiting_s = stages[0].seconds + stages[-1].seconds + (run.pipeline - 2) * inner_s - slowest_s
     send_s = communication.send_s(run, communication.pipeline_group(run), communication.pipeline_send_bytes(run))
     is_overlapped = run.chunks > 1 and run.config.parallel.overlap_p2p_comm
     # One send in each direction per microbatch and chunk. Overlapped ones are exposed in warmup and cooldown.
@@ -260,6 +324,10 @@ def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> flo
     """Gradient reductions and parameter gathers that do not overlap with computation. One bucket never does."""
     traffic, parallel = communication.data_parallel_traffic(run, stage), run.config.parallel
     reduce_s, gather_s = traffic.reduce_s, traffic.gather_s
+    if parallel.use_torch_fsdp2:
+        step_s = time.seconds * derived.num_microbatches(run.config, run.world_size)
+        total_s = reduce_s + gather_s
+        return max(total_s / traffic.num_buckets, exposed_s(total_s, step_s))
     if parallel.overlap_grad_reduce:
         reduce_s = max(reduce_s / traffic.num_buckets, exposed_s(reduce_s, time.backward))
     if parallel.overlap_param_gather:
@@ -267,23 +335,17 @@ def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> flo
     return reduce_s + gather_s
 
 
-def optimizer_s(run: PlannedRun, stage: int) -> float:
-    """Seconds of the optimizer's kernels on gradients, master weights and moments."""
-    parameters = sum(parameters_on_stage(run.config, run.padded_vocab, stage))
-    num_shards = communication.data_group(run).size if run.config.parallel.use_distributed_optimizer else 1
-    full_bytes, shard_bytes = optimizer_bytes_per_parameter(run)
-    moved_bytes = full_bytes * parameters + shard_bytes * parameters / num_shards
-    return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction)
-
-
 def weight_casts_s(run: PlannedRun, stage: int) -> float:
     """Seconds of quantizing the linears' weights, once per step."""
     quantizable, _ = parameters_on_stage(run.config, run.padded_vocab, stage)
     # FP8 parameters only need the transposed codes: the optimizer writes the codes.
     num_elements = quantizable / (2 if run.config.precision.fp8_param_gather else 1)
-    num_elements /= derived.layers_per_pipeline_rank(run.config)
+    num_elements /= max(1, num_layers_on(run.config, stage))
     counts = layer_counts(run, stage, FORWARD_GEMMS)
-    num_tensors = len(model_shapes.gemm_dimensions(run.config))
+    num_layers, num_expert_layers = layers_of_stage(run, stage)
+    num_tensors = float(len(model_shapes.gemm_dimensions(run.config)))
+    if num_expert_layers:
+        num_tensors += 2 * mixture.experts_per_rank(run.config) * num_expert_layers / num_layers
     layers_s = sum(
         compute.cast_s(run, recipe, num_elements * count, num_tensors * count) for recipe, count in counts.items()
     )
@@ -293,39 +355,24 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
     return layers_s + compute.cast_s(run, output_layer_recipes(run.config)["fprop"], output_size, 1)
 
 
-def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[int, int]:
-    """Bytes that the optimizer moves per parameter of the rank, and per parameter of its shard.
-
-    The fused kernel moves 34 bytes: grad norm 4, reading gradient, master weight and moments 16, writing them 12, BF16
-    weight 2. megatron-core's optimizer moves 46: grad norm 4, clipping 8, Adam 28, copy to BF16 6; with per-token loss,
-    dividing the complete gradient buffer by the number of tokens adds 8. Zeroing the gradient buffer adds 4 where
-    gradients are accumulated into it. For FP16 and FP8 moments the kernel reads moments and gradient (4) once more to
-    find their scales.
-    """
-    optimizer, training, precision = run.config.optimizer, run.config.training, run.config.precision
-    state = {"fp32": 8, "fp16": 4, "bf16": 4, "fp8": 2}
-    moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
-    scaled = [state[dtype] // 2 for dtype in moments if dtype in SCALED_MOMENTS]
-    scale_bytes = 4 + sum(scaled) if scaled else 0
-    saved_bytes = 0
-    if optimizer.use_precision_aware_optimizer:
-        # Smaller moments are read and written. TE keeps only the 16 bits of a master weight that BF16 lacks.
-        saved_bytes = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
-    zero_bytes = 0 if precision.gradient_overwrite and run.pipeline == 1 else 4
-    if derived.fused_adam_obstacle(run.config) is None:
-        return zero_bytes, 34 - saved_bytes + scale_bytes
-    return zero_bytes + (8 if training.calculate_per_token_loss else 0), 46 - saved_bytes
-
-
 def bytes_by_group(run: PlannedRun) -> dict[str, float]:
     """Bytes that a rank of the first pipeline stage sends in one step, by process group."""
     num_microbatches = derived.num_microbatches(run.config, run.world_size)
-    num_layer_passes = derived.layers_per_pipeline_rank(run.config) * num_microbatches
-    traffic = communication.tensor_parallel_traffic(run, run.recipe)
+    num_layer_passes = num_layers_on(run.config, 0) * num_microbatches
+    num_layers, num_expert_layers = layers_of_stage(run, 0)
+    traffic = [
+        count * num_microbatches * communication.tensor_parallel_traffic(run, run.recipe, has_experts).bytes
+        for count, has_experts in ((num_layers - num_expert_layers, False), (num_expert_layers, True)) if count
+    ]  # fmt: skip
+    # The first layers are often dense, so the stage with the most experts counts.
+    most_expert_layers = max(expert_layers_on_stage(run.config, stage) for stage in stages.kinds_of_stages(run.config))
     _, _, ring_bytes = communication.context_parallel_traffic(run)
     data = communication.data_parallel_traffic(run, 0)
     sent = {
-        "tensor parallel": num_layer_passes * traffic.bytes,
+        "tensor parallel": sum(traffic),
+        "expert parallel": float(most_expert_layers * num_microbatches * exchanged_bytes(run.config))
+        if most_expert_layers
+        else 0.0,
         "context parallel": num_layer_passes * ring_bytes,
         "pipeline": 2 * num_microbatches * run.chunks * communication.pipeline_send_bytes(run)
         if run.pipeline > 1

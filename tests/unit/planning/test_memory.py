@@ -7,15 +7,14 @@ from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.memory import (
-    COMMUNICATOR_BYTES,
     cuda_graph_memory_bytes,
-    estimate_end_stages,
     estimate_memory,
+    estimate_stages,
     layer_activations,
     layers_in_flight,
-    non_torch_bytes,
     parameters_on_stage,
 )
+from megafp8.planning.process_memory import COMMUNICATOR_BYTES, non_torch_bytes
 
 GIB = 2**30
 IMPLEMENTATIONS = ("transformer_engine", "emulated")
@@ -137,6 +136,7 @@ def test_optimizer_is_sharded_over_data_and_context_ranks():
         ({"precision__bf16": False}, 4 + 4 + 8),
         ({"optimizer__optimizer": "sgd"}, 2 + 4 + 8),
         ({"precision__grad_reduce_in_bf16": True}, 2 + 2 + 16),
+        ({"precision__grad_reduce_in_fp8": True, "precision__grad_reduce_fp8_error_feedback": True}, 2 + 8 + 12),
         (
             {
                 "optimizer__use_precision_aware_optimizer": True,
@@ -185,10 +185,10 @@ def test_layers_in_high_precision_have_no_copies(stages, stage, kept):
 
 def test_memory_of_first_and_last_pipeline_stages():
     config = config_of(parallel__pipeline_model_parallel_size=4)
-    first, last = estimate_end_stages(config, 4, 1024)
+    first, last = estimate_stages(config, 4, 1024)
     assert first.logits_bytes == 0 < last.logits_bytes
     assert first.activations_bytes > last.activations_bytes
-    assert len(estimate_end_stages(config_of(), 1, 1024)) == 1
+    assert len(estimate_stages(config_of(), 1, 1024)) == 1
     assert sum(first.parts().values()) == first.total_bytes
 
 
@@ -226,7 +226,7 @@ def test_measured_peaks(shape, fp8, measured_gib):
 
 
 def test_a_stage_without_logits_holds_the_gradients_of_a_layer():
-    first, last = estimate_end_stages(config_of(parallel__pipeline_model_parallel_size=4), 4, 1024)
+    first, last = estimate_stages(config_of(parallel__pipeline_model_parallel_size=4), 4, 1024)
     assert first.buffers_bytes == 2 * 128 * 4 * (2 * 256 + 2 * 1024)
     assert last.buffers_bytes == max(0, first.buffers_bytes - last.logits_bytes)
 

@@ -10,7 +10,6 @@ from megafp8.planning.planned_run import (
     FORWARD_GEMMS,
     layers_by_recipe,
     output_layer_gemms,
-    stage_layers,
 )
 from megafp8.planning.step_time import stage_time, weight_casts_s
 
@@ -21,15 +20,6 @@ LAYERS = {"precision.use_transformer_engine_op_fuser": False}
 def mapped(*entries, gpu="h200", **settings):
     names = {name.replace("__", "."): value for name, value in settings.items()}
     return run_of(FP8 | LAYERS | {"precision.precision_map": entries} | names, gpus=2, gpu=gpu)
-
-
-def test_layers_of_a_stage_are_those_of_its_chunks():
-    run = run_of({"parallel.pipeline_model_parallel_size": 2}, gpus=2)
-    assert stage_layers(run.config, 1) == list(range(16, 32))
-    virtual = {"parallel.pipeline_model_parallel_size": 2, "parallel.num_virtual_stages_per_pipeline_rank": 4}
-    found = [stage_layers(run_of(virtual, gpus=2).config, stage) for stage in (0, 1)]
-    assert found[0] == [*range(4), *range(8, 12), *range(16, 20), *range(24, 28)]
-    assert sorted(found[0] + found[1]) == list(range(32))
 
 
 def test_a_map_of_all_layers_is_planned_as_the_recipe():

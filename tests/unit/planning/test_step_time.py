@@ -11,10 +11,10 @@ from megafp8.config import derived
 from megafp8.device.gpus import GPUS
 from megafp8.planning import communication, compute
 from megafp8.planning.communication import COLLECTIVE_START_S, RankGroup, ring_collective_s
+from megafp8.planning.memory import parameters_on_stage
+from megafp8.planning.optimizer_time import optimizer_bytes_per_parameter, optimizer_s
 from megafp8.planning.step_time import (
     bytes_by_group,
-    optimizer_bytes_per_parameter,
-    optimizer_s,
     pipeline_parts,
     stage_time,
     step_time,
@@ -146,7 +146,7 @@ def test_fused_operations_and_one_rotation_move_fewer_bytes():
 def test_full_recompute_runs_the_forward_pass_again(settings, share):
     run = run_of(settings)
     forward = compute.forward_time(run, "bf16")
-    assert compute.recompute_s(run, forward) == pytest.approx(share * forward.total)
+    assert compute.recompute_s(run, forward, 32) == pytest.approx(share * forward.total)
 
 
 def test_selective_recompute_runs_its_part_again():
@@ -154,7 +154,7 @@ def test_selective_recompute_runs_its_part_again():
     forward = compute.forward_time(run, "bf16")
     mlp = 3 * 14336 / (3 * 14336 + 6144 + 4096)
     again = forward.attention + mlp * forward.fprop + forward.activation
-    assert compute.recompute_s(run, forward) == pytest.approx(again)
+    assert compute.recompute_s(run, forward, 32) == pytest.approx(again)
 
 
 # ---- communication ------------------------------------------------------------------------------------------------
@@ -212,6 +212,25 @@ def test_data_parallel_bytes_are_gradients_and_weights():
     assert bytes_by_group(fp8_weights)["data parallel, parameters"] == pytest.approx(expected)
 
 
+def test_gradients_in_fp8():
+    """Codes with a scale of one byte for 128; embeddings and norms in FP32 by default, and sums in BF16."""
+
+    def sent(**changes):
+        run = run_of({f"precision.{name}": value for name, value in changes.items()})
+        weights = parameters_on_stage(run.config, run.padded_vocab, 0)
+        return [communication.reduced_bytes(run, 0, *weights, num_phases) for num_phases in (1, 2)]
+
+    parameters, embedding, norms = 8_030_261_248, 128_256 * 4096, 65 * 4096
+    everything = sent(grad_reduce_in_fp8=True, grad_reduce_fp8_exclude=("none",))
+    assert everything == [parameters * (1 + 1 / 128), parameters * (3 + 1 / 128)]
+    default, exact = sent(grad_reduce_in_fp8=True), embedding + norms
+    assert default == [
+        (parameters - exact) * (1 + 1 / 128) + 4 * exact,
+        (parameters - exact) * (3 + 1 / 128) + 8 * exact,
+    ]
+    assert sent() == [4 * parameters, 8 * parameters]
+
+
 @pytest.mark.parametrize(("kind", "forward", "backward"), [("p2p", 1, 2), ("allgather", 1, 2), ("a2a", 5, 5)])
 def test_context_parallel_bytes(kind, forward, backward):
     """In units of the keys and values of a rank's tokens. a2a: (q + k + v + o) = 10 kv, of 2 kv; 1/2 is sent."""
@@ -248,10 +267,10 @@ def test_pipeline_bubble():
     """Stages of equal length t: (p - 1) t, and divided by the chunks."""
     run = run_of(PIPELINE)
     stage = stage_time(run, 1)
-    parts = pipeline_parts(run, [stage, stage, stage], stage.seconds, 32)
+    parts = pipeline_parts(run, 3 * stage.seconds, 32)
     assert parts["bubble"] == pytest.approx(3 * stage.seconds)
     interleaved = run_of(PIPELINE | {"parallel.num_virtual_stages_per_pipeline_rank": 4})
-    parts = pipeline_parts(interleaved, [stage, stage, stage], stage.seconds, 32)
+    parts = pipeline_parts(interleaved, 3 * stage.seconds, 32)
     assert parts["bubble"] == pytest.approx(3 * stage.seconds / 4)
 
 
@@ -261,7 +280,7 @@ def test_sends_are_hidden_in_the_interleaved_schedule(chunks, overlap, sends):
     run = run_of(PIPELINE | settings)
     stage = stage_time(run, 1)
     send_s = communication.send_s(run, communication.pipeline_group(run), 2 * 8192 * 4096)
-    parts = pipeline_parts(run, [stage, stage, stage], stage.seconds, 32)
+    parts = pipeline_parts(run, 3 * stage.seconds, 32)
     assert parts["pipeline sends"] == pytest.approx(sends * send_s)
 
 

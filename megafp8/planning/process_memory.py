@@ -1,0 +1,23 @@
+"""Device memory of a process besides what torch allocates."""
+
+from __future__ import annotations
+
+from megafp8.config import derived, mixture
+from megafp8.config.schema import RunConfig
+
+CONTEXT_BYTES = 600 * 2**20
+"""CUDA context, loaded kernels, and workspaces of cuBLAS and cuDNN on a datacenter GPU. Assumed, not measured."""
+COMMUNICATOR_BYTES = 256 * 2**20
+"""Buffers of one NCCL communicator: 32 channels x 2 directions x NCCL_BUFFSIZE, 4 MiB by NCCL's documentation."""
+
+
+def non_torch_bytes(config: RunConfig, world_size: int) -> int:
+    """Device memory of a process that torch does not allocate: CUDA context, workspaces and NCCL's buffers."""
+    parallel = config.parallel
+    groups: list[int] = [parallel.expert_model_parallel_size] if mixture.is_mixture(config.model) else []
+    groups += (
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+        derived.data_parallel_size(config, world_size) * parallel.context_parallel_size, world_size,
+    )  # fmt: skip
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in groups)
