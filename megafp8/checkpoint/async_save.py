@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+from megafp8.checkpoint.directory import Retention
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.save import PreparedSave, ReusableSavePlan, WriteOutput, prepare_save, save_errors
 from megafp8.config.schema import RunConfig
@@ -51,7 +52,12 @@ class AsyncSaver:
         self._plan: Optional[ReusableSavePlan] = None
 
     def begin(
-        self, folder: Path, progress: Progress, samples: Optional[SampleHash] = None, *, keep: Optional[int] = None
+        self,
+        folder: Path,
+        progress: Progress,
+        samples: Optional[SampleHash] = None,
+        *,
+        keep: Optional[Retention] = None,
     ) -> AsyncSave:
         """Start a save with the arguments of `save_checkpoint`; all ranks call it after the previous save has ended.
 

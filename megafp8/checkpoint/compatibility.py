@@ -28,9 +28,12 @@ from megafp8.recipes import registry
 # Settings of the model section that change no parameter shape. They may differ from the checkpoint's.
 UNCHECKED_MODEL_SETTINGS = (
     "model.model_preset",
+    "model.add_position_embedding",
     "model.attention_dropout",
     "model.hidden_dropout",
     "model.init_method_std",
+    "model.embedding_init_method_std",
+    "model.padded_vocab_size",  # `check_vocabulary` compares the rows
 )
 NULL_TOKENIZER = "NullTokenizer"
 # Fields of megatron-core's scheduler state, with the flags that set them. Steps are counted in samples.
@@ -70,7 +73,8 @@ def check_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
     unchecked: tuple[str, ...] = UNCHECKED_MODEL_SETTINGS
     if None in (saved.model.vocab_size, config.model.vocab_size) or is_null[0] != is_null[1]:
         unchecked += ("model.vocab_size",)
-    lines = [line for line in settings.diff(saved, config) if line.startswith("model.")]
+    different = settings.diff(with_explicit_sizes(saved), with_explicit_sizes(config))
+    lines = [line for line in different if line.startswith("model.")]
     lines = [line for line in lines if not line.startswith(unchecked)]
     if lines:
         raise CheckpointError(
@@ -78,6 +82,23 @@ def check_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
             + "\n".join(f"  {line}" for line in lines)
             + "\nfix: use the checkpoint's values, or start from another checkpoint"
         )
+
+
+def with_explicit_sizes(config: RunConfig) -> RunConfig:
+    """Return settings with the sizes that they leave to a default, so that equal models have equal settings."""
+    model = config.model
+    if None in (model.hidden_size, model.num_attention_heads):
+        return config
+    is_learned = model.position_embedding_type == "learned_absolute"
+    return settings.with_values(
+        config,
+        {
+            "model.ffn_hidden_size": derived.ffn_hidden_size(model),
+            "model.kv_channels": derived.kv_channels(model),
+            "model.num_query_groups": derived.num_query_groups(model),
+            "model.max_position_embeddings": model.max_position_embeddings if is_learned else None,
+        },
+    )
 
 
 def check_amax_history(path: Path, saved: RunConfig, config: RunConfig) -> None:

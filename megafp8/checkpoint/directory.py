@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Optional
@@ -33,6 +34,27 @@ UNFINISHED, REPLACED, CORRUPT, RETIRED = ".unfinished", ".replaced", ".corrupt",
 SPARE_BYTES, SPARE_FRACTION = 1 << 20, 0.01
 # For changes that all ranks wait for.
 NO_LEASE = nullcontext()
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The checkpoints that are kept.
+
+    Attributes:
+        newest: number of newest checkpoints.
+        interval: checkpoints of steps that are multiples of this are also kept; None: no others.
+    """
+
+    newest: int
+    interval: Optional[int] = None
+
+    def outdated(self, steps: list[int]) -> list[int]:
+        """Return the steps that are not kept.
+
+        Args:
+            steps: ascending.
+        """
+        return [step for step in steps[: -self.newest] if self.interval is None or step % self.interval]
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -155,9 +177,9 @@ def clean_up(folder: Path) -> None:
 
 
 def prune(
-    folder: Path, keep: int, protected_step: Optional[int] = None, lease: AbstractContextManager[Any] = NO_LEASE
+    folder: Path, keep: Retention, protected_step: Optional[int] = None, lease: AbstractContextManager[Any] = NO_LEASE
 ) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints. Those set aside stay. One rank calls it.
+    """Delete the complete checkpoints that are not kept. Those set aside stay. One rank calls it.
 
     Args:
         protected_step: a step that is never deleted.
@@ -166,7 +188,7 @@ def prune(
     Returns:
         The deleted steps.
     """
-    steps = [step for step in complete_steps(folder)[:-keep] if step != protected_step]
+    steps = [step for step in keep.outdated(complete_steps(folder)) if step != protected_step]
     for step in steps:
         with lease:
             delete(folder, step)

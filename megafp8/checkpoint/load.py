@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.utils import unwrap_model
 
-from megafp8.checkpoint import compatibility, state_dict
+from megafp8.checkpoint import compatibility, fsdp_rows, state_dict
 from megafp8.checkpoint.metadata import embedding_rows, load_common_state, load_errors, skip_history
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.serialization import SafeLoadStrategy
@@ -88,7 +88,8 @@ def load_checkpoint(
     notes = key_notes + load_notes(weights_only, with_optimizer, with_rng, same_layout, consumers)
     if weights_only:
         return LoadResult(Progress(), notes)
-    return LoadResult(Progress(common["step"], common["consumed_samples"], skip_history(common)), notes)
+    grad_factor = common.get("grad_factor", 1.0)  # older checkpoints lack it
+    return LoadResult(Progress(common["step"], common["consumed_samples"], skip_history(common), grad_factor), notes)
 
 
 @torch.no_grad()
@@ -147,7 +148,9 @@ def read_tensors(
         )
     absent = {key for key in unexpected if compatibility.checkpoint_part(key) != "model"}
     for name, chunk in zip(names, chunks, strict=True):
-        absent |= set(unwrap_model(chunk).load_state_dict(state[name], strict=False).missing_keys)
+        module = unwrap_model(chunk)
+        loaded = fsdp_rows.model_dtensors(module, state[name])
+        absent |= set(module.load_state_dict(loaded, strict=False).missing_keys)
     not_loaded = {
         key for key in missing if compatibility.checkpoint_part(key) in parts and not compatibility.is_extra_state(key)
     }

@@ -5,14 +5,14 @@ The history is part of the checkpoint, so a resumed run takes the same skip-upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-NOT_FINITE, SPIKE, ROLLBACK = "not finite", "spike", "rollback"
+NOT_FINITE, SPIKE, ROLLBACK, OPERAND = "not finite", "spike", "rollback", "non-finite operand"
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,26 @@ class SkippedSamples:
     Attributes:
         first, end: half-open range in the run's sample order.
         step: optimizer step at which they were skipped.
-        reason: `NOT_FINITE`, `SPIKE` or `ROLLBACK`.
+        reason: `NOT_FINITE`, `SPIKE`, `ROLLBACK` or `OPERAND`.
     """
 
     first: int
     end: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class MovedLinear:
+    """A linear that the run moved to high precision.
+
+    Attributes:
+        name: `layers.3.linear_fc2`.
+        step: the last step in which it was quantized.
+        reason: text.
+    """
+
+    name: str
     step: int
     reason: str
 
@@ -41,6 +56,7 @@ class SkipHistory:
         num_rollbacks: rollbacks to a checkpoint.
         window: (loss, grad norm) of recent updates, newest last; empty without spike detection.
         num_overflows: updates skipped because gradients overflowed at their loss scale.
+        moved_linears: linears in high precision for the rest of the run, in the order in which they were moved.
     """
 
     skipped: tuple[SkippedSamples, ...] = ()
@@ -48,6 +64,7 @@ class SkipHistory:
     num_rollbacks: int = 0
     window: tuple[tuple[float, float], ...] = ()
     num_overflows: int = 0
+    moved_linears: tuple[MovedLinear, ...] = ()
 
     def after_skip(self, samples: SkippedSamples) -> SkipHistory:
         """Return the history after a skipped update."""
@@ -61,13 +78,19 @@ class SkipHistory:
         """Return the history after an overflow at the current loss scale."""
         return replace(self, num_overflows=self.num_overflows + 1)
 
+    def after_move(self, linears: Sequence[MovedLinear]) -> SkipHistory:
+        """Return the history after linears were moved to high precision."""
+        known = {linear.name for linear in self.moved_linears}
+        new = tuple(linear for linear in linears if linear.name not in known)
+        return replace(self, moved_linears=(*self.moved_linears, *new)) if new else self
+
     def summary(self) -> str:
         """Return what was skipped and why, as text; empty if nothing was."""
         parts = []
         if self.skipped:
             counts = {
                 reason: sum(samples.end - samples.first for samples in self.skipped if samples.reason == reason)
-                for reason in (NOT_FINITE, SPIKE, ROLLBACK)
+                for reason in (NOT_FINITE, SPIKE, ROLLBACK, OPERAND)
             }
             reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
             ranges = ", ".join(f"{samples.first}-{samples.end - 1}" for samples in self.skipped)
@@ -88,7 +111,8 @@ class SkipHistory:
             num_in_row=values["num_in_row"],
             num_rollbacks=values["num_rollbacks"],
             window=tuple((loss, norm) for loss, norm in values["window"]),
-            num_overflows=values.get("num_overflows", 0),  # older checkpoints lack it
+            num_overflows=values.get("num_overflows", 0),  # older checkpoints lack it, and the next one
+            moved_linears=tuple(MovedLinear(**linear) for linear in values.get("moved_linears", ())),
         )
 
 
@@ -100,11 +124,13 @@ class Progress:
         step: optimizer steps done, skipped updates included.
         consumed_samples: samples read or skipped; the complete state of the data loader.
         history: skipped updates.
+        grad_factor: automatic factor of the scales of FP8 gradients.
     """
 
     step: int = 0
     consumed_samples: int = 0
     history: SkipHistory = SkipHistory()
+    grad_factor: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megafp8.checkpoint import directory, state_dict
+from megafp8.checkpoint.directory import Retention
 from megafp8.checkpoint.manifest import FileEntry, build_manifest
 from megafp8.checkpoint.metadata import check_readable
 from megafp8.checkpoint.progress import Progress, TrainingState
@@ -114,14 +115,14 @@ class PreparedSave:
 
     Attributes:
         folder: of all checkpoints.
-        keep: number of newest checkpoints to keep; None keeps all.
+        keep: the checkpoints to keep; None keeps all.
         plan: reusable by the next save.
         planner: resolves an item to its data.
         lease: for visible changes of the folder; revoked when the save is abandoned.
     """
 
     folder: Path
-    keep: Optional[int]
+    keep: Optional[Retention]
     progress: Progress
     writer: HashingWriter
     plan: ReusableSavePlan
@@ -163,13 +164,13 @@ def save_checkpoint(
     progress: Progress,
     samples: Optional[SampleHash] = None,
     *,
-    keep: Optional[int] = None,
+    keep: Optional[Retention] = None,
 ) -> Path:
     """Save model, optimizer, scheduler, RNG state, progress and configuration; all ranks call it.
 
     Args:
         samples: position in the sample order, if known.
-        keep: number of newest checkpoints to keep; None keeps all.
+        keep: the checkpoints to keep; None keeps all.
 
     Returns:
         The folder of the published checkpoint.
@@ -192,7 +193,7 @@ def prepare_save(
     progress: Progress,
     samples: Optional[SampleHash] = None,
     *,
-    keep: Optional[int] = None,
+    keep: Optional[Retention] = None,
     last: Optional[ReusableSavePlan] = None,
     is_written_later: bool = False,
 ) -> PreparedSave:
@@ -265,6 +266,7 @@ def build_state_dict(
         "step": progress.step,
         "consumed_samples": progress.consumed_samples,
         "history": progress.history.plain(),
+        "grad_factor": progress.grad_factor,
         "samples": None if samples is None else samples.plain(),
         "config": to_json(config),
         "layout": list(state_dict.parallel_layout()),

@@ -28,15 +28,18 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megafp8.checkpoint import fsdp_rows
 from megafp8.checkpoint import optimizer_state as optimizer_parts
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.mcore.patches import groups_matched_without_rates
 from megafp8.mcore.process_groups import gather_weights
+from megafp8.mcore.torch_fsdp import rows_found_by_identity
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 
 # Settings of a parameter group that flags set; GROUP_RATES belong to the learning-rate schedule.
 GROUP_SETTINGS = ("betas", "eps", "momentum")
 GROUP_RATES = ("max_lr", "min_lr")
+GROUP_IDENTITY = (("wd_mult", 1.0), ("lr_mult", 1.0), ("is_decoupled_lr", False))
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -58,7 +61,9 @@ def model_state(chunks: list[Any]) -> dict[str, Any]:
     """Return the sharded weights of this rank's chunks: `model`, or `model0`, `model1`... if interleaved."""
     metadata = sharding_metadata()
     return {
-        "model" if len(chunks) == 1 else f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        "model" if len(chunks) == 1 else f"model{index}": fsdp_rows.place_gated_rows(
+            chunk, unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        )
         for index, chunk in enumerate(chunks)
     }
 
@@ -79,7 +84,10 @@ def optimizer_state(training_state: TrainingState, model: dict[str, Any], is_loa
         if not (is_distributed and is_loading):  # `sharded_state` initializes a distributed optimizer on load
             initialize_optimizer_state(part)
     if not is_distributed:
-        return training_state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata())
+        with rows_found_by_identity():
+            return training_state.optimizer.sharded_state_dict(
+                model, is_loading=is_loading, metadata=sharding_metadata()
+            )
     if len(parts) > 1:
         training_state.optimizer._synchronize_steps()
     states = [optimizer_parts.sharded_state(part, model, is_loading) for part in parts]
@@ -98,6 +106,7 @@ def load_optimizer_state(
     """
     parts = chained_optimizers(training_state.optimizer)
     preserved = [preserved_group_settings(part, training_state.schedule) for part in parts]
+    state = states_of_parts(parts, state)
     states = [state] if len(parts) == 1 else list(state.values())
     if isinstance(parts[0], DistributedOptimizer):
         states = [
@@ -109,6 +118,8 @@ def load_optimizer_state(
         # A run with a fixed loss scale saves no scaler state. A dynamic loss scale then starts from its initial value.
         if "grad_scaler" in part_state and not part_state["grad_scaler"]:
             part_state["grad_scaler"] = part.grad_scaler.state_dict()
+        if not isinstance(part, DistributedOptimizer):
+            fsdp_rows.optimizer_dtensors(part, part_state)
     with groups_matched_without_rates():
         training_state.optimizer.load_state_dict(state)
     if isinstance(parts[0], DistributedOptimizer):
@@ -124,6 +135,48 @@ def load_optimizer_state(
     if getattr(parts[0].config, "use_precision_aware_optimizer", False):
         # With BF16 remainders, the saved weight and the one rounded from its master weight may differ on ties.
         gather_weights(training_state.chunks)
+
+
+def states_of_parts(parts: list[Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the loaded state with what is not sharded for each part of the optimizer, by the part's number.
+
+    Weights of experts are a part of their own where other ranks hold them than hold the other weights. Sharded tensors
+    are found by name, but parameter groups and loss scale are saved in the parts of the layout that saved them.
+    """
+    saved = [loaded] if has_groups(loaded) else [each for each in loaded.values() if has_groups(each)]
+    groups = [group for each in saved for group in each.get("optimizer", each)["param_groups"]]
+    own = {0: loaded} if len(parts) == 1 else {index: loaded[index] for index in range(len(parts))}
+    for index, part in enumerate(parts):
+        current = part.optimizer.state_dict()["param_groups"]
+        matched = [match_group(group, groups) for group in current]
+        if not isinstance(part, DistributedOptimizer):  # that numbers its parameters itself
+            matched = [
+                group | {"params": own_group["params"]} for group, own_group in zip(matched, current, strict=True)
+            ]
+        state = saved[0] | own[index]
+        if "optimizer" in state:  # in FP32 without the distributed optimizer it is the state itself
+            state["optimizer"] = own[index].get("optimizer", {}) | {"param_groups": matched}
+        else:
+            state["param_groups"] = matched
+        own[index] = state
+    return own[0] if len(parts) == 1 else own
+
+
+def has_groups(state: Any) -> bool:
+    """Return whether a loaded value has the complete parameter groups of a part, as one layout saved them."""
+    groups = state.get("optimizer", state).get("param_groups", ()) if isinstance(state, dict) else ()
+    return bool(groups) and all("lr" in group for group in groups)
+
+
+def match_group(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the saved settings of a parameter group, of experts or of other weights if only one of them was saved."""
+    same = [
+        each for each in saved
+        if all(each.get(name, default) == group.get(name, default) for name, default in GROUP_IDENTITY)
+    ]  # fmt: skip
+    exact = [each for each in same if each.get("is_expert_parallel") == group.get("is_expert_parallel")]
+    found = next(iter(exact or same or saved))
+    return found | ({"is_expert_parallel": group["is_expert_parallel"]} if "is_expert_parallel" in found else {})
 
 
 def preserved_group_settings(part: Any, schedule: OptimizerParamScheduler) -> list[dict[str, Any]]:

@@ -36,14 +36,17 @@ MAX_LAG_BYTES = 1 << 30
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes this rank's part of a checkpoint to `FILES_PER_RANK` files, and syncs each to the disk.
+    """Writes this rank's part of a checkpoint to a few files at once, and syncs each to the disk.
+
+    Args:
+        num_files: each is written by a thread that has one tensor in memory, and those that are not hashed yet.
 
     Attributes:
         written: manifest entries of the files written so far, by name.
     """
 
-    def __init__(self, path: Path):
-        super().__init__(str(path), thread_count=FILES_PER_RANK)
+    def __init__(self, path: Path, num_files: int = FILES_PER_RANK):
+        super().__init__(str(path), thread_count=num_files)
         self.written: dict[str, FileEntry] = {}
 
     @property

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.config import derived, flags
-from megafp8.config.rules import data, training
+from megafp8.config.rules import batch, data, training
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name
 from megafp8.errors import ConfigError
@@ -26,11 +26,13 @@ from megafp8.errors import ConfigError
 SETTINGS_THAT_MATTER = (
     "data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path", "data.split",
     "data.data_cache_path", "checkpoint.save", "data.seq_length", "training.seed", "training.train_iters",
-    "training.train_samples", "training.global_batch_size", "training.micro_batch_size", "training.eval_iters",
+    "training.train_samples", "training.global_batch_size", "training.rampup_batch_size",
+    "training.step_batch_size_schedule", "training.decrease_batch_size_if_needed", "training.micro_batch_size",
+    "training.eval_iters", "training.eval_global_batch_size",
     "data.tokenizer_type", "data.tokenizer_model", "data.vocab_file", "data.merge_file", "model.vocab_size",
 )  # fmt: skip
 RULES = (
-    *data.RULES, training.length_is_given_once, training.samples_fill_a_batch, data.shards_are_there,
+    *data.RULES, *batch.RULES, training.length_is_given_once, training.samples_fill_a_batch, data.shards_are_there,
     data.tokenizer_files_are_there, data.outputs_can_be_written,
 )  # fmt: skip
 
@@ -53,7 +55,10 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--mock-data has no shards to build indices of"
     if config.data.seq_length is None:
         yield "--seq-length is missing: tokens in one training sequence"
-    if config.training.global_batch_size is None and config.training.micro_batch_size is None:
+    sizes = (
+        config.training.global_batch_size, config.training.micro_batch_size, config.training.step_batch_size_schedule,
+    )  # fmt: skip
+    if sizes == (None, None, None):
         yield "--global-batch-size is missing: sequences in one optimizer step"
 
 

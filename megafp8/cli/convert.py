@@ -1,15 +1,23 @@
-"""Convert checkpoints to and from Hugging Face's format: Llama and GPT-2, in safetensors.
+"""Convert checkpoints to and from Hugging Face's format (Llama, Qwen, Gemma and others) and Megatron-LM's.
 
     python tools/convert_checkpoint.py to-hf runs/first models/first
     python tools/convert_checkpoint.py to-hf runs/first models/first-fp8 --ckpt-step 200 --fp8 --fp8-recipe tensorwise
     python tools/convert_checkpoint.py from-hf Llama-3.2-1B models/llama --dtype bf16
     python pretrain_gpt.py --config models/llama/config.json --pretrained-checkpoint models/llama ...
+    python tools/convert_checkpoint.py from-megatron megatron/run runs/imported
+    python tools/convert_checkpoint.py to-megatron runs/first megatron/first
 
 to-hf writes weights (in files of at most --max-shard-size), config.json, generation_config.json and the tokenizer's
 files. from-hf writes a checkpoint that every layout can load, its tokenizer, and a config.json with the settings of the
 model, which are also printed as flags. A conversion and its inverse give the same bits; values that are rounded or left
-out are reported. Memory holds one tensor, or the tensors of one file. A model that the target format does not support
-is refused with all reasons. --dry-run reports them without writing. No file is read with pickle.
+out are reported. Memory holds few tensors at a time, and the peak is printed. A model that the target format does not
+support is refused with all reasons; --drop-mtp-layers leaves out multi-token prediction. --dry-run reports them without
+writing. --check-logits compares the result with transformers before it gets its name. No file can run code when it is
+read.
+
+from-megatron and to-megatron convert dense models in --ckpt-format torch_dist with optimizer state, schedule, number
+of samples and random state, bit for bit. from-megatron writes the arguments that it understood to config.json, and
+names the others.
 
 Exit status: 0; 64 for wrong flags; 66 for a missing tokenizer; 74 for a file that is damaged, missing or refused.
 """
@@ -20,7 +28,8 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megafp8.cli import common
 from megafp8.errors import ConfigError
@@ -28,7 +37,9 @@ from megafp8.recipes import registry
 from megafp8.utils.files import path_argument
 
 if TYPE_CHECKING:
+    from megafp8.checkpoint.convert.from_megatron import MegatronImport
     from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
+    from megafp8.checkpoint.convert.to_megatron import MegatronExport
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -42,9 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     to_hf.add_argument("output", type=path_argument, metavar="OUT", help="folder to create")
     to_hf.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to convert; default the newest")
-    to_hf.add_argument(
-        "--fp8", action="store_true", help="write the weights of linear layers as FP8 codes and scales (Llama)"
-    )
+    to_hf.add_argument("--fp8", action="store_true", help="write the weights of linear layers as FP8 codes and scales")
     to_hf.add_argument(
         "--fp8-recipe", choices=registry.with_export_form(),
         help="recipe of --fp8: blocks of 128 x 128 as in DeepSeek-V3, or one scale per tensor or channel as in "
@@ -53,10 +62,20 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     to_hf.add_argument(
         "--max-shard-size", type=num_bytes, default=num_bytes("5GB"), metavar="SIZE",
-        help="maximum file size, such as 500MB or 5GB (default 5GB); as much memory is used",
+        help="maximum file size, such as 500MB or 5GB (default 5GB)",
+    )  # fmt: skip
+    to_hf.add_argument(
+        "--model-type", metavar="TYPE",
+        help="family to write, a model_type of config.json such as qwen3; default the first that has the model's "
+        "features",
     )  # fmt: skip
     to_hf.add_argument(
         "--ignore-overrides", action="store_true", help="convert although the run had --override transformer.FIELD=..."
+    )
+    to_hf.add_argument(
+        "--drop-mtp-layers",
+        action="store_true",
+        help="leave out the layers of multi-token prediction, which are not converted",
     )
     group = to_hf.add_argument_group("tokenizer", "current paths of its files; default as in training")
     common.add_tokenizer_file_flags(group)
@@ -68,12 +87,41 @@ def build_parser() -> argparse.ArgumentParser:
     from_hf.add_argument(
         "--make-vocab-size-divisible-by", type=int, metavar="N", help="pad the vocabulary to a multiple (default 128)"
     )
+    from_hf.add_argument(
+        "--drop-mtp-layers", action="store_true",
+        help="leave out the layers of multi-token prediction of a DeepSeek-V3; default: refuse them",
+    )  # fmt: skip
     for command in (to_hf, from_hf):
         command.add_argument(
             "--dtype", choices=("bf16", "fp32"), help="dtype of the converted weights; default as stored"
         )
+        command.add_argument(
+            "--check-logits", action="store_true",
+            help="compare FP32 logits with transformers, which needs the library and memory for both models",
+        )  # fmt: skip
+    megatron = add_megatron_commands(commands)
+    for command in (to_hf, from_hf, *megatron):
         command.add_argument("--dry-run", action="store_true", help="print the mapping of tensors and stop")
     return parser
+
+
+def add_megatron_commands(commands: Any) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Add the conversions to and from Megatron-LM."""
+    to_megatron = commands.add_parser("to-megatron", help="convert a checkpoint to one that Megatron-LM loads")
+    to_megatron.add_argument(
+        "source", type=path_argument, metavar="RUN", help="folder of a run (its --save) or of one checkpoint"
+    )
+    from_megatron = commands.add_parser("from-megatron", help="convert a checkpoint of Megatron-LM to train from")
+    from_megatron.add_argument(
+        "source", type=path_argument, metavar="FOLDER", help="folder of a run of Megatron-LM or of one checkpoint"
+    )
+    for command in (to_megatron, from_megatron):
+        command.add_argument("output", type=path_argument, metavar="OUT", help="run folder to create")
+        command.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to convert; default the newest")
+        command.add_argument(
+            "--no-load-optim", action="store_true", help="convert without optimizer state and schedule"
+        )
+    return to_megatron, from_megatron
 
 
 def num_bytes(text: str) -> int:
@@ -89,8 +137,14 @@ def problems(options: argparse.Namespace) -> list[str]:
     found = []
     if options.command == "to-hf" and options.fp8_recipe and not options.fp8:
         found.append(f"--fp8-recipe {options.fp8_recipe} has no effect without --fp8")
-    if options.command == "from-hf" and (options.make_vocab_size_divisible_by or 1) < 1:
-        found.append(f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by} must be at least 1")
+    multiple = options.make_vocab_size_divisible_by if options.command == "from-hf" else None
+    if multiple is not None and multiple < 1:
+        found.append(f"--make-vocab-size-divisible-by {multiple} must be at least 1")
+    checks_logits = options.command in ("to-hf", "from-hf") and options.check_logits
+    if checks_logits and options.dry_run:
+        found.append("--check-logits has no effect with --dry-run: remove one")
+    if checks_logits and options.command == "to-hf" and options.fp8:
+        found.append("--check-logits with --fp8: quantized weights give other logits; remove one")
     if not options.dry_run and options.output.exists():
         found.append(f"{options.output} exists; give a folder that does not")
     return found
@@ -115,7 +169,9 @@ def to_hf(options: argparse.Namespace) -> None:
             quantizes=options.fp8,
             fp8_recipe=options.fp8_recipe,
             tokenizer_files=common.given_flags(options, common.TOKENIZER_FILES),
+            model_type=options.model_type,
             ignores_overrides=options.ignore_overrides,
+            drops_mtp=options.drop_mtp_layers,
         ),
     )
     if options.dry_run:
@@ -123,7 +179,10 @@ def to_hf(options: argparse.Namespace) -> None:
     else:
         with publish_folder(options.output) as folder, common.bytes_bar(export.num_bytes) as bar:
             export.write(folder, options.max_shard_size, bar.update)
-        print(f"{export.path} is now {options.output}: {export.fields['model_type']}, {export.num_bytes / 1e9:.3f} GB")
+            memory = peak_memory()
+            checked = checked_logits(options, export.path, folder, export.fields["vocab_size"])
+        size = f"{export.num_bytes / 1e9:.3f} GB, {memory}"
+        print(f"{export.path} is now {options.output}: {export.fields['model_type']}, {size}{checked}")
     for note in export.notes:
         print(f"note: {note}")
 
@@ -133,21 +192,79 @@ def from_hf(options: argparse.Namespace) -> None:
     from megafp8.checkpoint.convert.safetensors_files import publish_folder
     from megafp8.config.flags import to_argv
 
-    plan = plan_import(options.source, options.dtype, options.make_vocab_size_divisible_by)
+    plan = plan_import(options.source, options.dtype, options.make_vocab_size_divisible_by, options.drop_mtp_layers)
     described = plan.model_config
     if options.dry_run:
         print_table(plan.table)
     else:
         with publish_folder(options.output) as folder, common.bytes_bar(plan.num_bytes) as bar:
             described = plan.write(folder, options.output, bar.update)
-        print(f"{options.source} is now {options.output}: {plan.num_bytes / 1e9:.3f} GB")
+            memory = peak_memory()
+            (checkpoint,) = folder.glob("iter_*")
+            checked = checked_logits(options, checkpoint, options.source, plan.num_tokens)
+        size = f"{plan.num_bytes / 1e9:.3f} GB, {memory}"
+        print(f"{options.source} ({plan.model_type}) is now {options.output}: {size}{checked}")
         print(f"to train from it: --config {options.output / 'config.json'} --pretrained-checkpoint {options.output}")
     print(f"the model as flags: {shlex.join(to_argv(described))}")
     for note in plan.notes:
         print(f"note: {note}")
 
 
-COMMANDS = {"to-hf": to_hf, "from-hf": from_hf}
+def to_megatron(options: argparse.Namespace) -> None:
+    from megafp8.checkpoint.convert.to_megatron import plan_megatron_export
+
+    plan = plan_megatron_export(options.source, options.ckpt_step, not options.no_load_optim)
+    write_plan(plan, options)
+    print(f"to train from it with Megatron-LM: --ckpt-format torch_dist --load {options.output}")
+    print_notes(plan)
+
+
+def from_megatron(options: argparse.Namespace) -> None:
+    from megafp8.checkpoint.convert.from_megatron import plan_megatron_import
+
+    plan = plan_megatron_import(options.source, options.ckpt_step, not options.no_load_optim)
+    write_plan(plan, options)
+    print(f"to train from it: --config {options.output / 'config.json'} --load {options.output}")
+    print_notes(plan)
+
+
+def write_plan(plan: MegatronImport | MegatronExport, options: argparse.Namespace) -> None:
+    """Write what is planned, or with --dry-run print its tensors."""
+    from megafp8.checkpoint.convert.safetensors_files import publish_folder
+
+    if options.dry_run:
+        for name, source in plan.sources.items():
+            print(f"{name} {list(source.shape)} {str(source.dtype).removeprefix('torch.')}")
+        return
+    with publish_folder(options.output) as folder, common.bytes_bar(plan.num_bytes) as bar:
+        plan.write(folder, bar.update)
+    print(f"{options.source} is now {options.output}: {plan.num_bytes / 1e9:.3f} GB")
+
+
+def print_notes(plan: MegatronImport | MegatronExport) -> None:
+    """Print the notes of a conversion."""
+    for note in plan.notes:
+        print(f"note: {note}")
+
+
+def checked_logits(options: argparse.Namespace, checkpoint: Path, hf_folder: Path, num_tokens: int) -> str:
+    """Compare logits if that was requested, and return the result as text."""
+    if not options.check_logits:
+        return ""
+    from megafp8.training.logits_check import check_logits
+
+    difference = check_logits(checkpoint, hf_folder, num_tokens)
+    return f"; logits of transformers differ by {difference:.1g} of the largest"
+
+
+def peak_memory() -> str:
+    """Return the peak of this process's memory so far as text."""
+    from megafp8.device.platform import peak_resident_bytes
+
+    return f"peak memory {peak_resident_bytes() / 1e9:.2f} GB"
+
+
+COMMANDS = {"to-hf": to_hf, "from-hf": from_hf, "to-megatron": to_megatron, "from-megatron": from_megatron}
 
 
 @common.returns_exit_status("convert")

@@ -26,9 +26,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         if argv is None:
             die_with_torchrun()  # before the imports, which take seconds
-        from megafp8.config import flags
+        from megafp8.training import checkpoint_settings
 
-        invocation, problems = flags.parse_with_problems(sys.argv[1:] if argv is None else argv)
+        invocation, problems = checkpoint_settings.parse(sys.argv[1:] if argv is None else argv)
         from megafp8.training.checks import check
 
         checked = check(invocation, problems)

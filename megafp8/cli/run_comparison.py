@@ -8,9 +8,9 @@ fails is reported, and the others continue. The report is in OUTPUT_DIR/report: 
 tools/compare_runs.py writes it again from the records, on any machine.
 
 Recipes: bf16, bf16-control (other microbatches, to show the effect of rounding alone), tensorwise, delayed, rowwise,
-blockwise, mxfp8, nvfp4. The suffixes -e4m3, -hybrid and -e5m2 give an FP8 recipe another format. --variant adds any
-other set of flags. Exit status: 0 if all runs are done, else that of the first problem (64 for wrong flags, 70 for a
-run that failed).
+blockwise, mxfp8, nvfp4, quartet2. The suffixes -e4m3, -hybrid and -e5m2 give an FP8 recipe another format. --variant
+adds any other set of flags. Exit status: 0 if all runs are done, else that of the first problem (64 for wrong flags, 70
+for a run that failed).
 """
 
 from __future__ import annotations

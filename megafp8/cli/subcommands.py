@@ -4,8 +4,9 @@
 SUBCOMMANDS = {
     "pretrain": ("pretrain_gpt.py", "train a GPT, on one device or under torchrun"),
     "generate": ("tools/generate_text.py", "continue a text with a trained model"),
+    "evaluate": ("tools/evaluate.py", "measure the loss of checkpoints on a data set"),
     "checkpoint": ("tools/checkpoint.py", "list, verify, show, prune, hash and seal checkpoints"),
-    "convert": ("tools/convert_checkpoint.py", "convert checkpoints to and from Hugging Face's format"),
+    "convert": ("tools/convert_checkpoint.py", "convert checkpoints of Hugging Face and Megatron-LM"),
     "corpus": ("tools/build_stdlib_corpus.py", "write a text corpus from Python's standard library"),
     "train-tokenizer": ("tools/train_tokenizer.py", "train a lossless tokenizer"),
     "preprocess": ("tools/preprocess_data.py", "turn text into token shards"),
@@ -21,9 +22,11 @@ SUBCOMMANDS = {
     "compare": ("tools/compare_runs.py", "compare finished runs"),
     "study": ("launcher/scaling_study.py", "run a scaling study or a sweep from a YAML file"),
     "scaling-report": ("tools/scaling_report.py", "fit scaling laws to a study"),
+    "stability": ("launcher/stability.py", "test the stability of recipes against BF16, with known-bad controls"),
     "torchrun": ("launcher/torchrun.py", "train on the GPUs of this machine, with a log for each rank"),
     "slurm": ("launcher/slurm.py", "submit training to Slurm"),
     "supervise": ("launcher/supervise.py", "restart a training command until its run is done"),
     "check-nodes": ("launcher/check_nodes.py", "check the nodes of a Slurm job before training"),
+    "verify-device": ("tools/verify_device.py", "compare what this GPU computes with the emulation"),
     "doctor": ("tools/doctor.py", "check whether training can run on this machine"),
 }

@@ -209,7 +209,7 @@ def _datasets_config(
         mmap_bin_files=data.mmap_bin_files,
         tokenizer=tokenizer,
         reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=False,
+        reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=False,
         cache=cache,

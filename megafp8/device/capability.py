@@ -1,7 +1,6 @@
 """Capabilities of a machine: which layer implementation and which recipes run on it, native or emulated, and why not.
 
-A `Target` describes this machine, or another one (`--target h200`), so that a dry run on a laptop gives the same result
-as on the cluster.
+A `Target` is this machine or another one (`--target h200`): a dry run on a laptop gives the result of the cluster.
 """
 
 from __future__ import annotations
@@ -15,7 +14,14 @@ from typing import Optional
 
 from megafp8.config import derived, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
-from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
+from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.device.layer_support import (
+    context_parallel_attention_problems,
+    counter_problems,
+    emulated_only_options,
+    flash_attention_problems,
+    model_obstacles,
+)
 from megafp8.recipes import registry
 from megafp8.recipes.base import ANY_LATER
 
@@ -25,8 +31,8 @@ _BY_BLOCK = "Transformer Engine reduces the amaxes of all layers together, after
 _NOT_SAVED = "megatron-core does not save the amax history of an output layer; use a recipe without amax history"
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
-    "emulated": ("auto", "sdpa"),
-    "local": ("auto", "sdpa"),
+    "emulated": ("auto", "sdpa", "unfused"),
+    "local": ("auto", "sdpa", "unfused"),
 }
 
 
@@ -111,7 +117,7 @@ def resolve_implementation(config: RunConfig, target: Target) -> str:
         return precision.transformer_impl
     if target.kind != "cuda" or not target.transformer_engine:
         return "emulated"
-    is_supported = not recipe_obstacles(precision, target) and not precision_map_obstacles(config)
+    is_supported = not recipe_obstacles(precision, target) and not layer_obstacles(config)
     return "transformer_engine" if is_supported or not precision.emulation else "emulated"
 
 
@@ -122,7 +128,7 @@ def emulation_notices(config: RunConfig, target: Target) -> list[str]:
         return []
     return [
         f"all layers are emulated because of {text}; to get an error instead: --no-emulation"
-        for text in recipe_obstacles(config.precision, target) + precision_map_obstacles(config)
+        for text in recipe_obstacles(config.precision, target) + layer_obstacles(config)
     ]
 
 
@@ -133,19 +139,9 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
     found += implementation_problems(config, target, implementation)
     found += recipe_problems(config.precision, target, implementation)
     if implementation == "transformer_engine":
-        found += [f"{text}; change it, or use --transformer-impl emulated" for text in precision_map_obstacles(config)]
-        found += fp8_attention_problems(config, target)
+        found += [f"{text}; change it, or use --transformer-impl emulated" for text in layer_obstacles(config)]
+        found += fp8_attention_problems(config, target) + counter_problems(config)
     return found
-
-
-def package_problems(logging: LoggingConfig) -> list[str]:
-    """Requested packages that are not installed on this machine."""
-    if logging.wandb_project and importlib.util.find_spec("wandb") is None:
-        return [
-            f"--wandb-project {logging.wandb_project}: the package wandb is not installed; pip install wandb, or "
-            "remove the flag (records.jsonl and TensorBoard have the same values)"
-        ]
-    return []
 
 
 def implementation_problems(config: RunConfig, target: Target, implementation: str) -> list[str]:
@@ -169,13 +165,30 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
         )
     if config.parallel.distributed_backend == "nccl" and target.kind == "cpu":
         found.append(f"--distributed-backend nccl: {target.name} has no CUDA device; remove the flag, or use gloo")
+    if config.parallel.overlap_p2p_comm_warmup_flush and target.kind == "cpu":
+        found.append(
+            "--overlap-p2p-communication-warmup-flush: on CPU ranks, with gloo, validations wait forever now and then; "
+            "remove it, or train on GPUs"
+        )
+    if config.parallel.cp_comm_type == "a2a+p2p" and implementation != "transformer_engine":
+        found.append(
+            f"--cp-comm-type a2a+p2p: only Transformer Engine exchanges in two levels, the {implementation} layers "
+            "all-gather keys and values; remove it together with --hierarchical-context-parallel-sizes"
+        )
+    if config.parallel.pipeline_model_parallel_comm_backend is not None and target.kind == "cpu":
+        backend = config.parallel.pipeline_model_parallel_comm_backend
+        found.append(
+            f"--pipeline-model-parallel-comm-backend {backend}: {target.name} has no CUDA device; remove the flag"
+        )
     if target.kind == "cpu":
         found += [
             f"--override {entry}: {target.name} has no CUDA device, so NCCL user buffers are not available; remove it"
             for entry in config.overrides
             if entry.lower() == NCCL_BUFFERS
         ]
-    if implementation != "transformer_engine":
+    if implementation == "transformer_engine":
+        found += context_parallel_attention_problems(config) + flash_attention_problems(config)
+    else:
         found += te_only_options(config, target, implementation)
     return found
 
@@ -194,8 +207,9 @@ def te_only_options(config: RunConfig, target: Target, implementation: str) -> l
         "--split-rope-fusion": precision.split_rope_fusion,
         "--cross-entropy-fusion-impl te": uses_te_loss and not has_te_loss,
         "--tp-comm-overlap": config.parallel.tp_comm_overlap,
+        "--recompute-modules moe_act": "moe_act" in derived.recompute_modules(config.training),
+        "--fine-grained-activation-offloading": config.training.fine_grained_activation_offloading,
         "--use-precision-aware-optimizer": config.optimizer.use_precision_aware_optimizer,
-        "--window-size": config.model.window_size is not None,
         "--fp8-dot-product-attention": precision.fp8_dot_product_attention,
         f"--cuda-graph-impl {config.training.cuda_graph_impl}": derived.uses_cuda_graph(config),
     }
@@ -244,6 +258,11 @@ def recipe_obstacles(precision: PrecisionConfig, target: Target) -> list[str]:
         )
         found.append(f"{asked}: needs compute capability {ranges}, but {target.name} has {capability_text(capability)}")
     return found
+
+
+def layer_obstacles(config: RunConfig) -> list[str]:
+    """Parts of a precision map and options of the model that the layers on Transformer Engine do not support."""
+    return precision_map_obstacles(config) + model_obstacles(config.model)
 
 
 def precision_map_obstacles(config: RunConfig) -> list[str]:
@@ -332,35 +351,6 @@ def native_recipes(target: Target) -> list[str]:
     """Recipes that Transformer Engine supports on the target."""
     is_there = target.kind == "cuda" and target.transformer_engine is not None
     return [each.name for each in registry.recipes() if is_there and each.is_native(target.compute_capability)]
-
-
-def emulated_only_options(precision: PrecisionConfig) -> list[str]:
-    """Problems of number format options that Transformer Engine does not offer."""
-    by_environment = "Transformer Engine has environment variables for this; remove the flag"
-    asked = {
-        "--fp8-format e5m2": (
-            precision.fp8_format == "e5m2" or any(entry.format == "e5m2" for entry in precision_map.entries(precision)),
-            "Transformer Engine does not support E5M2 for all tensors; use e4m3 or hybrid"
-        ),
-        "--fp8-power-2-scale": (precision.fp8_power_2_scale, by_environment),
-        "--fp8-block-scaling-fp32-scales": (precision.fp8_block_scaling_fp32_scales, by_environment),
-        "--no-fp4-hadamard": (not precision.fp4_hadamard, by_environment),
-        "--no-fp4-stochastic-rounding": (not precision.fp4_stochastic_rounding, by_environment),
-        "--no-fp4-2d-weights": (not precision.fp4_2d_weights, by_environment),
-        "--fp8-amax-reduction all": (
-            precision.fp8_amax_reduction != "te",
-            "Transformer Engine reduces amaxes only for operands that it gathers; remove the flag",
-        ),
-        "--no-fp8-wgrad": (
-            not precision.fp8_wgrad,
-            "Transformer Engine 2 has no such setting (megatron-core ignores it silently); remove the flag",
-        ),
-    }  # fmt: skip
-    return [
-        f"{flag}: {reason}, or use --transformer-impl emulated"
-        for flag, (is_asked, reason) in asked.items()
-        if is_asked
-    ]
 
 
 def recipe_fix(target: Target, may_emulate: bool) -> str:

@@ -229,7 +229,8 @@ class StudyRun:
     def tokens(self) -> int:
         """Number of training tokens."""
         config = self.config
-        return derived.train_iters(config, self.world_size) * derived.tokens_per_step(config, self.world_size)
+        assert config.data.seq_length is not None
+        return derived.trained_samples(config, self.world_size) * config.data.seq_length
 
     @property
     def padded_vocab(self) -> Optional[int]:
@@ -293,11 +294,13 @@ def build_run(study: Study, grid: Grid, options: Sequence[Option]) -> tuple[Stud
     config = with_save_folder(config, study.folder / label)
     if budget is not None and not problems:
         # Check the rules first, for any length, because the number of steps can only be computed from valid settings.
-        problems += rules.setting_problems(with_values(config, {"training.train_iters": MANY_STEPS}), world_size)
+        unit = "samples" if derived.has_batch_schedule(config.training) else "iters"
+        problems += rules.setting_problems(with_values(config, {f"training.train_{unit}": MANY_STEPS}), world_size)
         if not problems:
             steps = budget_steps(config, world_size, *budget)
-            words += ["--train-iters", str(steps)]
-            config = with_values(config, {"training.train_iters": steps})
+            length = derived.batch_schedule(config, world_size).advance(steps) if unit == "samples" else steps
+            words += [f"--train-{unit}", str(length)]
+            config = with_values(config, {f"training.train_{unit}": length})
     if not problems:
         problems += rules.setting_problems(config, world_size)
     run_id = run_hash(config, world_size)
@@ -345,7 +348,8 @@ def budget_steps(config: RunConfig, world_size: int, kind: str, amount: float) -
     if kind == "tokens_per_parameter":
         rows = derived.padded_vocab_size(config, vocabulary_size(config) or 0)
         amount *= model_shapes.count_parameters(config.model, rows).total
-    return math.ceil(amount / derived.tokens_per_step(config, world_size))
+    assert config.data.seq_length is not None
+    return math.ceil(derived.batch_schedule(config, world_size).steps_until(amount / config.data.seq_length))
 
 
 def vocabulary_size(config: RunConfig) -> Optional[int]:

@@ -292,7 +292,11 @@ def predicted_seconds(run: StudyRun, finished: Sequence[StudyProgress], gpu: Opt
     if gpu is not None:
         config = with_choices(run.config, gpu, run.world_size)
         planned = PlannedRun(config=config, gpu=gpu, world_size=run.world_size, padded_vocab=run.padded_vocab)
-        return step_time(planned).seconds * derived.train_iters(run.config, run.world_size)
+        # Of a batch schedule the planner predicts the last size: a smaller step takes its share of that time.
+        num_steps = derived.trained_samples(run.config, run.world_size) / derived.global_batch_size(
+            run.config, run.world_size
+        )
+        return step_time(planned).seconds * num_steps
     run_flops = run.flops
     similar = [
         (other.run.flops, other.seconds) for other in finished

@@ -25,12 +25,11 @@ from megafp8.metrics.tensor_table import (
 from megafp8.quantization.nvfp4 import unpack
 from megafp8.quantization.quantize import as_blocks, decode_values
 from megafp8.quantization.quantized_tensor import Quantized, sized_block
-from megafp8.quantization.scaling import block_amax
+from megafp8.quantization.scaling import block_amax, can_saturate
 from megafp8.recipes.base import ScaleRule
 from megafp8.recipes.formats import E4M3
 
 CHUNK_VALUES = 1 << 18
-CAN_SATURATE = (ScaleRule.DELAYED, ScaleRule.TWO_LEVEL)  # other scales come from the current amax
 
 
 def accumulate(
@@ -101,7 +100,7 @@ def _code_counts(quantized: Quantized) -> Tensor:
 
 def _num_zeros(quantized: Quantized, counts: Tensor) -> Tensor:
     """Number of values that dequantize to zero. With two-level scales that includes blocks whose scale is zero."""
-    if quantized.rule.scale_rule is not ScaleRule.TWO_LEVEL:
+    if not quantized.rule.scale_rule.is_two_level:
         return counts[0] + counts[len(counts) // 2]
     values = decode_values(quantized, torch.bfloat16)
     return values.numel() - torch.count_nonzero(values)
@@ -121,7 +120,7 @@ def _num_saturated(rows: Tensor, quantized: Quantized, dequant_scale: Tensor) ->
     A block scale may be zero with two-level scales. The values of such a block count as underflow only.
     """
     rule = quantized.rule
-    if rule.scale_rule not in CAN_SATURATE:
+    if not can_saturate(rule):
         return torch.zeros((), dtype=torch.int64, device=rows.device)
     limit = dequant_scale * (rule.format.max * (1 + ROUNDING))
     if rule.block is None:
@@ -170,14 +169,15 @@ def accumulate_with_triton(
         for width in (len(QUANTIZATION_SUMS) + MAX_EXPONENTS, len(QUANTIZATION_MAXIMA))
     )
     channel_amax = torch.zeros(num_columns, device=rows.device) if has_channels else None
+    kind = RULE_NAMES[ScaleRule.TWO_LEVEL] if rule.scale_rule.is_two_level else RULE_NAMES.get(rule.scale_rule, "fp32")
     scales, block = quantized.dequant_scale, rule.block or (0, 0)
     scales = scales.view(torch.uint8) if scales.itemsize == 1 else scales
     statistics_kernel[(strips, parts)](
         rows.contiguous(), quantized.codes.contiguous().view(torch.uint8), scales.contiguous(), quantized.factor,
         None if channel_amax is None else channel_amax.view(torch.int32), sums, maxima, num_rows, num_columns,
         rule.format.max * (1 + ROUNDING), rule.format.max * 2.0**-margin,
-        BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=RULE_NAMES.get(rule.scale_rule, "fp32"), IS_KNOWN=is_known,
-        CAN_SATURATE=rule.scale_rule in CAN_SATURATE, IS_DELAYED=rule.scale_rule is ScaleRule.DELAYED,
+        BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=kind, IS_KNOWN=is_known,
+        CAN_SATURATE=can_saturate(rule), IS_DELAYED=rule.scale_rule is ScaleRule.DELAYED,
         GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), MAX_EXPONENTS=MAX_EXPONENTS, LIMIT=LOCAL_DB_LIMIT,
         ROWS=ROWS, RUNS=RUNS, RUN_VALUES=RUN_VALUES, enable_fp_fusion=False,
     )  # fmt: skip

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from megafp8.config import derived, precision_map
-from megafp8.config.precision_map import build_linear_recipe, build_recipe
+from megafp8.config.precision_map import build_linear_recipe, build_recipe, name_of_all_experts
 from megafp8.config.schema import RunConfig
 from megafp8.metrics.accumulators import accumulate, accumulate_with_triton
 from megafp8.metrics.recipe_comparison import GEMMS
 from megafp8.metrics.records import TensorStats
 from megafp8.metrics.tensor_table import StatisticsTable
 from megafp8.quantization.fp8_parameter import QuantizedParameter
-from megafp8.quantization.nvfp4 import hadamard_transform
+from megafp8.quantization.nvfp4_variants import transformed
 from megafp8.quantization.quantize import has_kernels, quantize_for
 from megafp8.quantization.quantized_tensor import Quantized, Use
 from megafp8.recipes import registry
@@ -101,7 +101,9 @@ def build_statistics_plan(config: RunConfig) -> StatisticsPlan:
     """The plan of `--fp8-log-layers` and `--fp8-what-if`."""
     what_if = [(True, registry.get(name).rules()) for name in derived.what_if_recipes(config.logging)]
     linears, choices = tracked_linears(config), precision_map.resolve(config.model, config.precision)
-    recipes = {linear: build_linear_recipe(config.precision, choices[linear]) for linear in linears}
+    recipes = {
+        linear: build_linear_recipe(config.precision, choices[name_of_all_experts(linear)]) for linear in linears
+    }
     tracked = {
         (linear, operand): tuple(
             tensor
@@ -158,7 +160,7 @@ def add_statistics(
     rule, is_known = quantized.rule, not is_kept_as_codes(tensor)
     values = tensor.detach() if is_known else tensor.dequantize()
     rows = values.reshape(-1, values.shape[-1])
-    rows = hadamard_transform(rows) if rule.is_transformed else rows
+    rows = transformed(rows, rule, quantized.signs)
     accumulate_stats = accumulate_with_triton if has_kernels(rows) else accumulate
     table.add(row, accumulate_stats(rows, quantized, is_known, margin, first_channel is not None), first_channel)
 

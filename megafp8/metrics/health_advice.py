@@ -63,7 +63,9 @@ class Case:
         """The recipes of the linear, or the run's default if the linear is not known."""
         if self.linear is None:
             return precision_map.base_choice(self.config.precision)
-        return precision_map.resolve(self.config.model, self.config.precision)[self.linear]
+        return precision_map.resolve(self.config.model, self.config.precision)[
+            precision_map.name_of_all_experts(self.linear)
+        ]
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:

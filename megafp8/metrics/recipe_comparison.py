@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megafp8.errors import CapabilityError, DataError
 from megafp8.metrics.quantization_error import QuantizationStats, quantization_stats
-from megafp8.quantization import nvfp4
 from megafp8.quantization.delayed_scaling import DelayedScale
+from megafp8.quantization.nvfp4_variants import transformed
 from megafp8.quantization.quantize import dequantize, quantize
 from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.quantization.rounding import cast
@@ -82,10 +82,13 @@ def inspect_tensor(
     """
     rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
     for recipe in (recipe for recipe in recipes if registry.get(recipe).code_bytes < 1):
-        if rows.shape[0] % nvfp4.HADAMARD_SIZE or rows.shape[1] % 2:
+        length = registry.get(recipe).gemm_alignment  # at least that of its Hadamard transform
+        of_columns = length if registry.get(recipe).rules().is_rotated else 2
+        if rows.shape[0] % length or rows.shape[1] % of_columns:
             raise DataError(
-                f"{name} has {rows.shape[0]} rows and {rows.shape[1]} columns: {recipe} needs a multiple of "
-                f"{nvfp4.HADAMARD_SIZE} rows and an even number of columns; remove it from --recipes"
+                f"{name} has {rows.shape[0]} rows and {rows.shape[1]} columns: {recipe} needs a multiple of {length} "
+                f"rows and {'an even number of' if of_columns == 2 else f'of {length}'} columns; remove it from "
+                "--recipes"
             )
     return [
         QuantizationResult(
@@ -109,7 +112,7 @@ def _stats_of(rows: Tensor, rule: OperandRule, delayed_amax_ratio: float) -> Qua
     scale = _delayed_scale(rows, rule, delayed_amax_ratio)
     generator = torch.Generator(rows.device).manual_seed(0) if rule.is_stochastic else None
     quantized = quantize(rows, rule, delayed=scale, generator=generator)
-    values = nvfp4.hadamard_transform(rows) if rule.is_transformed else rows
+    values = transformed(rows, rule, quantized.signs)
     return quantization_stats(values, dequantize(quantized), element_scales(quantized), rule.format.max)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional, Union
 
 from megafp8.errors import DataError
+from megafp8.metrics.expert_load import ExpertRecord
 from megafp8.utils.files import UnreadableFile
 from megafp8.utils.formatting import utc_now
 from megafp8.utils.strict_json import parse_json
@@ -70,6 +71,16 @@ class RunRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OperandCounts:
+    """Values of one operand for one GEMM that quantization hides, over all ranks."""
+
+    non_finite: int
+    """NaN or infinity."""
+    saturated: int
+    """Finite, and at least half a step beyond the largest number that the scale expresses."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One optimizer step. Rates are those of the job unless the name says `per_device`."""
 
@@ -84,6 +95,10 @@ class StepRecord:
     learning_rate: float
     step_ms: float
     tokens_per_second: float
+    global_batch_size: Optional[int] = None
+    """Sequences of the step; None in records of earlier versions."""
+    mtp_losses: Optional[tuple[float, ...]] = None
+    """Mean loss of each depth of multi-token prediction, in nats and without its factor; None without it."""
     grad_norm: Optional[float] = None
     """Global norm before clipping."""
     model_tflops_per_device: Optional[float] = None
@@ -98,8 +113,23 @@ class StepRecord:
     param_gather_bytes: Optional[int] = None
     """Bytes that rank 0 received in the distributed optimizer's parameter all-gather, with scales and padding. With
     overlapped gathers these are the weights that the previous step updated. Gathers in a CUDA graph are not counted."""
+    grad_reduce_bytes: Optional[int] = None
+    """Bytes that rank 0 received in the data-parallel reduction of gradients, with scales and padding; an all-reduce
+    counts both phases of a ring. Reductions in a CUDA graph are not counted."""
+    grad_underflow_fraction: Optional[float] = None
+    """With --grad-reduce-in-fp8: of the nonzero gradients of all ranks that are sent as codes, those that became 0."""
+    grad_saturated_fraction: Optional[float] = None
+    """The same of those beyond the largest number that their scale expresses."""
+    grad_scale_factor: Optional[float] = None
+    """The automatic factor of the step, with --grad-reduce-fp8-scaling tensor."""
     is_skipped: bool = False
     """The update was skipped: an event says why, or gradients overflowed at the loss scale."""
+    num_non_finite_operands: Optional[int] = None
+    """Non-finite values that linears quantized in this step; one counts for each GEMM that reads it and for each copy
+    on a rank. None where they are not counted."""
+    num_saturated_operands: Optional[int] = None
+    operand_counts: Optional[dict[str, OperandCounts]] = None
+    """Both by operand and GEMM where they are not zero: `layers.3.linear_fc2.input.fprop`."""
     timers_ms: Optional[dict[str, float]] = None
     """Time of parts of the step, by name."""
 
@@ -217,9 +247,9 @@ class TornLineError(DataError):
     """A line that is not JSON, such as the partial line of a killed run."""
 
 
-Record = Union[RunRecord, StepRecord, QuantizationRecord, EvalRecord, EventRecord]
+Record = Union[RunRecord, StepRecord, QuantizationRecord, EvalRecord, EventRecord, ExpertRecord]
 RECORD_TYPES: Mapping[str, type] = {
-    cls.kind: cls for cls in (RunRecord, StepRecord, QuantizationRecord, EvalRecord, EventRecord)
+    cls.kind: cls for cls in (RunRecord, StepRecord, QuantizationRecord, EvalRecord, EventRecord, ExpertRecord)
 }
 NON_FINITE = ("nan", "inf", "-inf")
 

@@ -54,7 +54,7 @@ class SkipUpdateOptimizer(ChainedOptimizer):
 
     def get_grad_norm(self) -> float:
         """Compute the norm, and store it for the decision."""
-        self._grad_norm = super().get_grad_norm()
+        self._grad_norm = float(super().get_grad_norm())  # megatron-core 0.19 leaves it on the device
         return self._grad_norm
 
     def step_with_ready_grads(self) -> bool:

@@ -357,6 +357,10 @@ class PhaseClock:
             self.recent[before.name].append(now - before.began)
         self.current, self.excluded_s = Phase(name, step, now), 0.0
 
+    def expect_longer_steps(self, factor: float) -> None:
+        """Scale the recent durations of steps, since the following ones take so many times as long."""
+        self.recent[STEP] = deque((factor * seconds for seconds in self.recent[STEP]), maxlen=NUM_RECENT)
+
     def exclude(self, seconds: float) -> None:
         """Exclude time during which the process was stopped."""
         self.excluded_s += seconds

@@ -34,7 +34,7 @@ def chosen_settings(config: RunConfig, target: Target, implementation: str) -> I
     if config.precision.transformer_impl == "auto":
         yield Choice("--transformer-impl", implementation, implementation_reason(target, implementation))
     if config.precision.attention_backend == "auto" and implementation != "transformer_engine":
-        yield Choice("--attention-backend", "sdpa", f"the only backend of {implementation} layers")
+        yield Choice("--attention-backend", "sdpa", f"the fused kernel of {implementation} layers")
     if implementation == "transformer_engine":
         yield from chosen_kernels(config)
 

@@ -11,10 +11,12 @@ import textwrap
 from collections.abc import Sequence
 
 from megafp8 import __version__
-from megafp8.config import derived, model_shapes, precision_map
+from megafp8.config import derived, model_shapes, multi_token, precision_map
+from megafp8.config.expert_layers import is_mixture
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
+from megafp8.config.stages import stage_layers
 from megafp8.config.topology import layout_of
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.capability import Target
@@ -24,13 +26,15 @@ from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build
 from megafp8.planning import micro_batch
 from megafp8.planning.fp8_gain import fp8_warnings
 from megafp8.planning.layouts import FREE_MEMORY_FRACTION
-from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_end_stages, non_torch_bytes
+from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
+from megafp8.planning.process_memory import non_torch_bytes
 from megafp8.planning.step_time import step_time
 from megafp8.training.checks import Checked, short_notices
 from megafp8.training.chosen_settings import chosen_settings, format_chosen
+from megafp8.training.mixture_summary import mixture_text
 from megafp8.training.run_record import recipe_lines
 
 GIB = 2**30
@@ -53,9 +57,11 @@ def describe_run(checked: Checked) -> str:
     """
     invocation, target, implementation = checked.invocation, checked.target, checked.implementation
     config, world_size, is_verbose = invocation.config, checked.world_size, invocation.config.logging.verbose
-    build_transformer_config(config, implementation, on_cuda=False)
-    build_ddp_config(config)
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
+    # megatron-core's checks of experts ask for the version of Transformer Engine.
+    asks_version = is_mixture(config.model) and not has_transformer_engine
+    build_transformer_config(config, "emulated" if asks_version else implementation, on_cuda=False)
+    build_ddp_config(config)
     if not config.optimizer.use_precision_aware_optimizer or has_transformer_engine:
         build_optimizer_config(config, implementation)
     vocab_size = derived.padded_vocab_size(config, vocabulary_size(config))
@@ -72,6 +78,7 @@ def describe_run(checked: Checked) -> str:
         layout_text(config, target, implementation, world_size),
         *automatic,
         size_text(config, vocab_size, world_size),
+        *mixture_text(config, world_size),
         memory_text(config, vocab_size, world_size, implementation, target),
         speed_text(config, target, implementation, vocab_size, world_size),
         data_text(config),
@@ -106,8 +113,10 @@ def model_text(config: RunConfig) -> str:
     model = config.model
     preset = f"{model.model_preset}, " if model.model_preset else ""
     heads = f"{model.num_attention_heads} heads ({derived.num_query_groups(model)} of keys and values)"
+    depths = multi_token.num_depths(model)
+    more = f" + {depths} of multi-token prediction" if depths else ""
     return (
-        f"model: {preset}{model.num_layers} layers, hidden size {model.hidden_size}, FFN size "
+        f"model: {preset}{model.num_layers} layers{more}, hidden size {model.hidden_size}, FFN size "
         f"{derived.ffn_hidden_size(model)}, {heads}, sequences of {config.data.seq_length} tokens"
     )
 
@@ -115,15 +124,15 @@ def model_text(config: RunConfig) -> str:
 def layout_text(config: RunConfig, target: Target, implementation: str, world_size: int) -> str:
     """The parallel layout: the layers of each rank, or of each stage where there are many ranks."""
     layout = layout_of(config, world_size)
-    assert config.model.num_layers is not None
     is_verbose = config.logging.verbose
-    lines = layout.describe(config.model.num_layers)
+    stages = stage_layers(config)
+    lines = layout.describe(stages)
     if len(lines) > (MAX_RANK_LINES if is_verbose else MAX_LINES):
-        lines = layout.describe_stages(config.model.num_layers)
+        lines = layout.describe_stages(stages)
     lines = lines if is_verbose else shortened(lines)
     head = (
         f"layout: {world_size} x {target.name}, {implementation} layers: tensor {layout.tensor} x context "
-        f"{layout.context} x pipeline {layout.pipeline} (virtual {layout.chunks_per_rank}) x data {layout.data}"
+        f"{layout.context} x pipeline {layout.pipeline} (virtual {layout.virtual}) x data {layout.data}"
     )
     return head + "\n" + indented("\n".join(lines))
 
@@ -134,16 +143,38 @@ def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
     assert config.data.seq_length is not None
     tokens = derived.tokens_per_step(config, world_size)
     flops = model_shapes.flops_per_token(config.model, vocab_size, config.data.seq_length)
-    steps = derived.train_iters(config, world_size)
+    steps, samples = derived.train_iters(config, world_size), derived.trained_samples(config, world_size)
     lines = (
-        f"{count.total:,} parameters ({vocab_size:,} rows of embedding)",
+        f"{count.total:,} parameters ({vocab_size:,} rows of embedding)"
+        + (f", of which a token passes {count.active:,}" if is_mixture(config.model) else ""),
         f"{tokens:,} tokens a step = {derived.num_microbatches(config, world_size)} microbatches x "
         f"{config.training.micro_batch_size} sequences x {derived.data_parallel_size(config, world_size)} "
         f"data-parallel ranks x {config.data.seq_length} tokens",
-        f"{steps:,} steps = {steps * tokens:,} tokens; {flops / 1e9:,.3f} GFLOP a token, {flops * tokens / 1e12:,.3f} "
-        "TFLOP a step",
+        *batch_schedule_lines(config, world_size),
+        f"{steps:,} steps = {samples * config.data.seq_length:,} tokens; {flops / 1e9:,.3f} GFLOP a token, "
+        f"{flops * tokens / 1e12:,.3f} TFLOP a step",
     )
     return "size\n" + indented("\n".join(lines))
+
+
+def batch_schedule_lines(config: RunConfig, world_size: int) -> list[str]:
+    """The sizes of a batch schedule; none if the batch size is constant."""
+    schedule, lines = derived.batch_schedule(config, world_size), []
+    if schedule.is_constant:
+        return []
+    step, total = 1, derived.train_iters(config, world_size)
+    for first, batch_size, num_steps in schedule.segments():
+        left = total + 1 - step
+        count = left if num_steps is None else min(num_steps, left)
+        if count < 1:
+            break
+        microbatches = derived.num_microbatches(config, world_size, batch_size)
+        lines.append(
+            f"batch {batch_size:,} sequences ({microbatches} microbatches): {count:,} steps from step {step:,}, sample "
+            f"{first:,}"
+        )
+        step += count
+    return ["the global batch grows, and the step above has its last size", *shortened(lines)]
 
 
 def micro_batch_text(config: RunConfig, vocab_size: int, world_size: int, checked: Checked) -> tuple[int, str]:
@@ -173,10 +204,12 @@ def device_memory_bytes(target: Target) -> int:
 
 
 def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementation: str, target: Target) -> str:
-    """Estimated memory of a rank of the first and of the last pipeline stage."""
-    estimates = estimate_end_stages(config, world_size, vocab_size, implementation=implementation)
+    """Estimated memory of a rank of the first and of the last pipeline stage, and of larger ones between them."""
+    estimates = estimate_stages(config, world_size, vocab_size, implementation=implementation)
     lines = []
-    for name, estimate in zip(("first stage", "last stage"), estimates, strict=False):
+    for estimate in estimates:
+        is_last = estimate.stage == config.parallel.pipeline_model_parallel_size - 1
+        name = "first stage" if estimate.stage == 0 else "last stage" if is_last else f"stage {estimate.stage}"
         parts = ", ".join(f"{part} {gib(value)}" for part, value in estimate.parts().items())
         lines.append(f"{name}: {gib(estimate.total_bytes)} GiB ({parts})")
     graph_bytes = cuda_graph_memory_bytes(config, estimates[0], implementation=implementation)  # a graph has one stage
@@ -193,6 +226,7 @@ def speed_text(config: RunConfig, target: Target, implementation: str, vocab_siz
     obstacle = (
         f"the planner does not know {target.name}" if gpu is None
         else f"{implementation} layers" if implementation != "transformer_engine"
+        else "--precision with experts" if is_mixture(config.model) and precision.precision_map
         else "weights in FP32" if derived.params_dtype(precision) == "fp32"
         else "--fp8-schedule changes the precision" if precision.fp8_schedule is not None
         else None
@@ -200,7 +234,8 @@ def speed_text(config: RunConfig, target: Target, implementation: str, vocab_siz
     if gpu is None or obstacle is not None:
         return f"speed: not predicted ({obstacle})"
     step = step_time(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
-    hours = derived.train_iters(config, world_size) * step.seconds / 3600
+    num_steps = derived.trained_samples(config, world_size) / derived.global_batch_size(config, world_size)
+    hours = num_steps * step.seconds / 3600
     return (
         f"speed, predicted: {step.seconds:.3f} s a step, {step.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU "
         f"{step.mfu_fraction:.1%}, {hours:,.1f} hours of steps"
@@ -217,8 +252,9 @@ def data_text(config: RunConfig) -> str:
         sources = [f"{flag.replace('_', ' ')} {shortened_words(value)}" for flag, value in paths.items() if value]
     tokenizer = " ".join(filter(None, [derived.tokenizer_type(data), data.tokenizer_model]))
     interval = "" if training.eval_interval is None else f"every {training.eval_interval} steps and "
+    size = "" if training.eval_global_batch_size is None else f"of {training.eval_global_batch_size} sequences "
     validation = (
-        f"validation on {training.eval_iters} global batches {interval}at the end" if training.eval_iters
+        f"validation on {training.eval_iters} global batches {size}{interval}at the end" if training.eval_iters
         else "no validation (--eval-iters 0)"
     )  # fmt: skip
     return "\n".join([f"data: {', '.join(sources)}", *map(indented, (f"tokenizer {tokenizer}", validation))])
@@ -251,7 +287,11 @@ def notice_lines(checked: Checked) -> list[str]:
 def fp8_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> list[str]:
     """A warning if quantized linears will not be faster than BF16, for a GPU that the planner knows."""
     gpu, precision = find_gpu(target.name), config.precision
-    is_planned = precision_map.is_quantized(precision) and precision.fp8_schedule is None  # plans have one precision
+    is_planned = (
+        not (is_mixture(config.model) and precision.precision_map)
+        and precision_map.is_quantized(precision)
+        and precision.fp8_schedule is None  # plans have one precision
+    )
     if gpu is None or not is_planned or implementation != "transformer_engine":
         return []
     warnings = fp8_warnings(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))

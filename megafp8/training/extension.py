@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.config import derived
 from megafp8.errors import NumericsError
 from megafp8.metrics.sinks import Sinks
 from megafp8.optimizer.gradient_checks import StepTotals
@@ -28,6 +27,7 @@ class LoopState:
         sinks: write the records.
         progress: after the last completed step.
         started: start of training in this process, by `time.monotonic`.
+        total_steps: the last step of the run.
         first_step: the first step of this process.
         batches: this rank's remaining microbatches.
         stop_reason: set by an extension to end the loop before the run's last step.
@@ -38,8 +38,8 @@ class LoopState:
     run: Run
     sinks: Sinks
     progress: Progress
-    total_steps: int
     started: float
+    total_steps: int = field(init=False)
     first_step: int = field(init=False)
     batches: Batches = field(init=False)
     stop_reason: Optional[str] = None
@@ -66,13 +66,12 @@ class LoopState:
         if not result.is_skipped:
             assert result.grad_norm is not None
             values = result.loss, result.grad_norm
-        self.progress = progress_after_step(self.run, self.progress, result.bad_step, values)
+        self.progress = progress_after_step(self.run, self.progress, result.bad_step, values, result.next_grad_factor)
 
     def move_to(self, progress: Progress) -> None:
         """Continue training from another position in the data."""
-        run = self.run
-        end = derived.train_samples(run.config, run.place.world_size)
-        self.progress = progress
+        run, self.progress = self.run, progress
+        self.total_steps, end = run.last_step(progress), run.end_sample(progress)
         self.batches = build_batches(run, run.datasets[0], progress.consumed_samples, end, run.config.data.num_workers)
 
 

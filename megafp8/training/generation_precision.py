@@ -13,6 +13,7 @@ from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
+from megafp8.recipes import registry
 
 
 def trained_config(saved: RunConfig, step: int) -> RunConfig:
@@ -28,12 +29,29 @@ def generation_config(
     Args:
         precision: `checkpoint` for the arithmetic of training, `high` for the same without quantization. None is
             `checkpoint` without a cache. With a cache it is `high`; a quantized BF16 run then generates in FP32 on
-            devices that emulate BF16.
+            devices that emulate BF16. `bf16`, `fp32` or the name of a recipe compute
+            in that, whatever the run trained in; a recipe is for use without a cache.
         has_bf16_units: the device multiplies BF16 in hardware.
 
     Raises:
-        ConfigError: `checkpoint` with a cache for a quantized run.
+        ConfigError: `checkpoint` with a cache for a quantized run, or a recipe whose scales need a history.
     """
+    if precision in ("bf16", "fp32"):
+        dtype = {"precision.bf16": precision == "bf16", "precision.fp16": False}
+        return with_values(without_quantization(trained), dtype)
+    if precision in registry.names():
+        recipe = registry.get(precision)
+        if recipe.is_stateful:
+            raise ConfigError(
+                f"--precision {precision}: its scales come from the amax history of training; for a run in this recipe "
+                "use --precision checkpoint"
+            )
+        values = {
+            f"precision.{recipe.family}_format": recipe.default_format,
+            f"precision.{recipe.family}_recipe": precision,
+            "precision.transformer_impl": "auto",  # the layers of a run in high precision may not quantize
+        }
+        return with_values(without_quantization(trained), values)
     if not precision_map.is_quantized(trained.precision):
         return trained
     if precision == "high":

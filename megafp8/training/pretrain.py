@@ -117,21 +117,21 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
     if not run.config.training.skip_train:
         check_no_newer_checkpoint(run, progress.step)
     run.guard.resumed(progress.step, resumes_own_run(run.config))
-    total_steps = derived.train_iters(run.config, run.place.world_size)
-    with open_sinks(run, total_steps) as sinks:
+    total_steps = run.last_step(progress)
+    with open_sinks(run, total_steps, run.end_sample(progress)) as sinks:
         sinks.write(run_record(run, progress.step or None))
         events = [("checkpoint", note) for note in notes]
         for name, detail in [*events, *((details or {}) | describe_update(run)).items()]:
             sinks.write(EventRecord(step=progress.step, name=name, detail=detail))
         if not run.config.training.skip_train:
-            state = LoopState(run, sinks, progress, total_steps, started)
+            state = LoopState(run, sinks, progress, started)
             train_steps(state, build_extensions())
             progress = state.progress
         evaluate_at_end(run, sinks, progress, total_steps)
     return progress
 
 
-def open_sinks(run: Run, total_steps: int) -> Sinks:
+def open_sinks(run: Run, total_steps: int, end_sample: int) -> Sinks:
     """The sinks of the records, which only rank 0 writes. Rank 0 also saves the resolved configuration."""
     if run.place.rank != 0:
         return Sinks(())
@@ -140,7 +140,12 @@ def open_sinks(run: Run, total_steps: int) -> Sinks:
         path = folder / "config.json"
         with optional_write(path), atomic_write(path) as stream:
             stream.write(settings.to_json(run.config).encode())
-    return build_sinks(run.config.logging, run_folder=str(folder) if folder else None, total_steps=total_steps)
+    return build_sinks(
+        run.config.logging,
+        run_folder=str(folder) if folder else None,
+        total_steps=total_steps,
+        total_samples=end_sample,
+    )
 
 
 def evaluate_at_end(run: Run, sinks: Sinks, progress: Progress, total_steps: int) -> None:

@@ -9,14 +9,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megafp8.checkpoint import compatibility
+from megafp8.checkpoint.convert.megatron_folder import refuse_megatron_folder
 from megafp8.checkpoint.directory import CORRUPT, clean_up, list_steps, set_aside
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_newer
+from megafp8.config import precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_rank_0
 from megafp8.errors import CheckpointError
 from megafp8.resilience import fault_injection
+from megafp8.training.operand_faults import move_linears
 from megafp8.training.run import Run, checkpoint_folders
 
 # A checkpoint is set aside after so many consecutive crashes while it was being loaded.
@@ -38,7 +41,9 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     folders = [Path(checkpoint.load)] if checkpoint.load else []
     if is_own:
         folders += checkpoint_folders(run.config)[1:]
-        for folder in folders:
+    for folder in folders:
+        call_on_rank_0(partial(refuse_megatron_folder, folder))  # before anything in it is renamed
+        if is_own:
             call_on_rank_0(partial(clean_up, folder))
     chosen = None
     if folders:
@@ -48,6 +53,7 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     if chosen is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {checkpoint.load} has no checkpoint (--exit-on-missing-checkpoint)")
     if chosen is None and checkpoint.pretrained_checkpoint:
+        call_on_rank_0(partial(refuse_megatron_folder, Path(checkpoint.pretrained_checkpoint)))
         chosen, weights_only = choose_checkpoint(Path(checkpoint.pretrained_checkpoint), with_hashes=with_hashes), True
         if chosen is None:
             raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} has no checkpoint")
@@ -71,6 +77,14 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     if is_own and checkpoint.ckpt_step is not None and continues_training:
         for folder in folders:
             notes += retire_newer(folder, chosen.step)
+    moved = loaded.progress.history.moved_linears
+    if moved and run.implementation != "emulated" and precision_map.is_quantized(run.config.precision):
+        raise CheckpointError(
+            f"{chosen.path}: {moved[0].name} and {len(moved) - 1} more linears were moved to high precision, "
+            "which only emulated layers can do: give --transformer-impl emulated"
+        )
+    move_linears(run.trainee.chunks, moved)
+    notes += tuple(f"{linear.name} stays in high precision, since step {linear.step}" for linear in moved)
     return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
 
 

@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.directory import NON_PERSISTENT
-from megafp8.checkpoint.progress import TrainingState
+from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.config import derived
+from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_hash import SampleHashChain
@@ -21,11 +22,14 @@ from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.device.platform import Platform
 from megafp8.mcore.process_groups import RankPosition
 from megafp8.metrics.timers import StepTimer
-from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
-from megafp8.optimizer.gradient_communication import ParameterTraffic, WgradOverwrite
+from megafp8.models.router import ExpertBiasSnapshot
+from megafp8.optimizer.fp8_gradients import Fp8Reduction
+from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor, ReducedGradientMonitor
+from megafp8.optimizer.gradient_communication import GradientTraffic, ParameterTraffic, WgradOverwrite
 from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.cuda_graph import StepGraph
+from megafp8.training.operand_faults import OperandMonitor
 from megafp8.training.precision import DelayedScalingSnapshot, high_precision
 
 
@@ -42,8 +46,12 @@ class Run:
         wgrad_overwrite: lets the first wgrad of a step overwrite its buffer; None where buffers are zeroed.
         spike_detector: detects loss spikes; None without `--spike-policy`.
         delayed_snapshot: saves and restores the state of delayed scaling; None without it.
+        bias_snapshot: saves and restores the biases of experts; None without them.
         gradient_monitor: finds non-finite local gradients; None where the check is off or the gradient norm is enough.
+        operand_monitor: counts non-finite and saturated values of quantized operands; None without emulated linears.
         parameter_traffic: counts the bytes of parameter gathers; None without them, or inside a CUDA graph.
+        gradient_traffic: the same of gradient reductions that are not in FP8.
+        fp8_reduction: state of the gradient reduction in FP8; None without it.
         graph: the CUDA graph of forward-backward; None where kernels are launched one by one.
         timer: measures steps. Every step waits for the loss, so the device is at most one update behind the host.
         guard: watchdog and signal handling; a guard that was not started does nothing.
@@ -62,8 +70,12 @@ class Run:
     wgrad_overwrite: Optional[WgradOverwrite]
     spike_detector: Optional[SpikeDetector]
     delayed_snapshot: Optional[DelayedScalingSnapshot]
-    gradient_monitor: Optional[NonFiniteGradientMonitor]
+    bias_snapshot: Optional[ExpertBiasSnapshot]
+    gradient_monitor: Union[NonFiniteGradientMonitor, ReducedGradientMonitor, None]
+    operand_monitor: Optional[OperandMonitor]
     parameter_traffic: Optional[ParameterTraffic]
+    gradient_traffic: Optional[GradientTraffic]
+    fp8_reduction: Optional[Fp8Reduction]
     graph: Optional[StepGraph]
     timer: StepTimer
     guard: Watchdog = field(default_factory=Watchdog)
@@ -80,15 +92,49 @@ class Run:
         assert self.config.training.micro_batch_size is not None
         return self.config.training.micro_batch_size
 
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of this rank in one step."""
-        return derived.num_microbatches(self.config, self.place.world_size)
+    @cached_property
+    def batch_schedule(self) -> BatchSchedule:
+        """The global batch size of each step."""
+        return derived.batch_schedule(self.config, self.place.world_size)
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences in one step."""
-        return derived.global_batch_size(self.config, self.place.world_size)
+        """Sequences in one step; under a batch schedule in a step of its last phase."""
+        return self.batch_schedule.last_batch_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of this rank in a step of `global_batch_size`."""
+        return derived.num_microbatches(self.config, self.place.world_size, self.global_batch_size)
+
+    def batch_size_at(self, consumed_samples: int) -> int:
+        """Sequences in the step after so many samples."""
+        return self.batch_schedule.batch_size_at(consumed_samples)
+
+    def num_microbatches_at(self, consumed_samples: int) -> int:
+        """Microbatches of this rank in the step after so many samples."""
+        return derived.num_microbatches(self.config, self.place.world_size, self.batch_size_at(consumed_samples))
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Sequences in one global batch of an evaluation."""
+        return derived.eval_batch_size(self.config, self.place.world_size)
+
+    def last_step(self, progress: Progress) -> int:
+        """The last step of the run.
+
+        With --train-samples the steps after `progress` are counted, since those before may have had other batch sizes.
+        """
+        training = self.config.training
+        if training.train_iters is not None:
+            return training.train_iters
+        assert training.train_samples is not None
+        return progress.step + self.batch_schedule.num_steps(training.train_samples, progress.consumed_samples)
+
+    def end_sample(self, progress: Progress) -> int:
+        """The consumed samples after the last step."""
+        num_steps = max(0, self.last_step(progress) - progress.step)
+        return self.batch_schedule.advance(num_steps, progress.consumed_samples)
 
     def precision_at(self, step: int) -> AbstractContextManager[None]:
         """A context that computes in the precision of a step under `--fp8-schedule`. Steps count from 1."""

@@ -13,6 +13,7 @@ import megafp8
 from megafp8.config import derived, model_shapes, precision_map, settings
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.stages import virtual_pipeline_size
 from megafp8.device.gpus import find_peak
 from megafp8.device.platform import THREAD_VARIABLES, cores_per_rank
 from megafp8.metrics.records import RunRecord
@@ -92,7 +93,7 @@ def layout_sizes(run: Run) -> dict[str, int]:
         "tensor": parallel.tensor_model_parallel_size,
         "context": parallel.context_parallel_size,
         "pipeline": parallel.pipeline_model_parallel_size,
-        "virtual": derived.virtual_pipeline_size(run.config) or 1,
+        "virtual": virtual_pipeline_size(run.config) or 1,
         "data": run.place.data_size,
     }
 

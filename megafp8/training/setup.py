@@ -11,22 +11,32 @@ from typing import Any, Optional
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.progress import TrainingState
-from megafp8.config import derived
+from megafp8.config import derived, multi_token
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.platform import Platform, init_distributed, set_num_threads
+from megafp8.errors import ConfigError
 from megafp8.mcore.config import build_transformer_config
 from megafp8.mcore.process_groups import build_process_groups
 from megafp8.metrics.timers import StepTimer
 from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
+from megafp8.models.grouped_moe import grouped_weights
 from megafp8.models.loss import build_forward_step
+from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer import fused_adam
-from megafp8.optimizer.gradient_communication import WgradOverwrite, build_traffic, inject_gradient_faults
+from megafp8.optimizer.fp8_gradients import build_fp8_reduction
+from megafp8.optimizer.gradient_communication import (
+    WgradOverwrite,
+    build_gradient_traffic,
+    build_traffic,
+    inject_gradient_faults,
+)
 from megafp8.optimizer.schedules import build_schedule
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.training.bad_steps import build_gradient_monitor, build_spike_detector
 from megafp8.training.cuda_graph import build_step_graph, check_graph_optimizer, side_stream
+from megafp8.training.operand_faults import build_operand_monitor
 from megafp8.training.precision import DelayedScalingSnapshot
 from megafp8.training.run import Run
 
@@ -46,7 +56,10 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
     init_distributed(platform, config.parallel)
     place = build_process_groups(config)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    vocab_size = derived.padded_vocab_size(config, derived.vocabulary_size(config, tokenizer.vocab_size))
+    num_ids = derived.vocabulary_size(config, tokenizer.vocab_size)
+    vocab_size = derived.padded_vocab_size(config, num_ids)
+    if vocab_size < num_ids:
+        raise ConfigError(f"--padded-vocab-size {vocab_size} is less than the {num_ids} ids of the tokenizer")
     num_samples = derived.dataset_samples(config, place.world_size)
     datasets: tuple[Any, Any, Any] = (None, None, None)
     if has_data:
@@ -54,7 +67,9 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
         datasets = build_datasets(config, tokenizer, num_samples, on_progress=report)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size, platform)
-    gradient_monitor = build_gradient_monitor(config, trainee, platform.device)
+    fp8_reduction = build_fp8_reduction(config, trainee.chunks, platform.device)
+    gradient_traffic = build_gradient_traffic(config, trainee.chunks)
+    gradient_monitor = build_gradient_monitor(config, trainee, platform.device)  # its checks come before the reduction
     inject_gradient_faults(
         trainee.chunks
     )  # after the monitor, which is then called on gradients with the injected faults
@@ -73,8 +88,12 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
         wgrad_overwrite=build_wgrad_overwrite(config, trainee, implementation),
         spike_detector=build_spike_detector(config),
         delayed_snapshot=DelayedScalingSnapshot(trainee.chunks, implementation) if is_delayed else None,
+        bias_snapshot=ExpertBiasSnapshot(trainee.chunks) if config.model.moe_router_enable_expert_bias else None,
         gradient_monitor=gradient_monitor,
+        operand_monitor=build_operand_monitor(config, trainee.chunks, implementation, platform.device),
         parameter_traffic=build_traffic(config, trainee.chunks),
+        gradient_traffic=gradient_traffic,
+        fp8_reduction=fp8_reduction,
         graph=build_step_graph(config, trainee.chunks, platform.device),
         timer=StepTimer(),
     )
@@ -126,6 +145,9 @@ def build_wgrad_overwrite(config: RunConfig, trainee: TrainingState, implementat
     is_fused = precision.gradient_overwrite and precision.gradient_accumulation_fusion
     if not is_fused or stages > 1 or implementation != "transformer_engine":
         return None
+    if multi_token.num_depths(config.model):
+        return None  # the output layer has several wgrads in a microbatch, of which only the first may overwrite
     from megafp8.te.layers import weights_with_fused_gradients  # needs Transformer Engine
 
-    return WgradOverwrite(trainee.chunks, weights_with_fused_gradients(trainee.chunks))
+    weights = [*weights_with_fused_gradients(trainee.chunks), *grouped_weights(trainee.chunks)]
+    return WgradOverwrite(trainee.chunks, weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,14 +13,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
+from megafp8.config import multi_token
 from megafp8.mcore.process_groups import reset_param_gather
 from megafp8.models.emulated_layers import cached_weight_codes
+from megafp8.optimizer.fp8_gradients import next_factor
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
-from megafp8.optimizer.gradient_checks import StepTotals
+from megafp8.optimizer.gradient_checks import CodeCounts, StepTotals
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_learning_rate, current_loss_scale
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.resilience import fault_injection
 from megafp8.training import bad_steps
+from megafp8.training.operand_faults import OperandFaults, move_linears
 from megafp8.training.run import Run
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
@@ -27,7 +31,7 @@ Batches = Optional[Iterator[dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, the same on all ranks but for `param_gather_bytes`.
+    """The result of a step, the same on all ranks but for the two numbers of bytes.
 
     Attributes:
         loss: mean over the tokens of the global batch, before the update.
@@ -38,6 +42,11 @@ class StepResult:
         loss_scale: factor of the loss; None without a loss scale.
         param_gather_bytes: bytes of updated weights that this rank received during the step; None where nothing is
             gathered, or inside a CUDA graph.
+        grad_reduce_bytes: the same of gradients.
+        grad_codes: FP8 codes of the gradients; None where they are not reduced in FP8.
+        grad_factor, next_grad_factor: automatic factor of the scales of FP8 gradients, of this step and the next one.
+        operand_faults: non-finite and saturated values of quantized operands.
+        mtp_losses: mean loss of each depth of multi-token prediction; None without it.
     """
 
     loss: float
@@ -48,6 +57,12 @@ class StepResult:
     bad_step: Optional[bad_steps.BadStep]
     loss_scale: Optional[float]
     param_gather_bytes: Optional[int]
+    grad_reduce_bytes: Optional[int]
+    grad_codes: Optional[CodeCounts]
+    grad_factor: float
+    next_grad_factor: float
+    operand_faults: OperandFaults = OperandFaults()
+    mtp_losses: Optional[tuple[float, ...]] = None
 
 
 def train_step(
@@ -73,14 +88,23 @@ def train_step(
     clear_gradients(run)
     if run.gradient_monitor is not None:
         run.gradient_monitor.reset()
+    if run.operand_monitor is not None:
+        run.operand_monitor.reset()
     if run.delayed_snapshot is not None and run.config.training.max_skipped_steps:
         run.delayed_snapshot.save()
+    if run.fp8_reduction is not None:
+        run.fp8_reduction.begin_step(progress.grad_factor)
+    if run.bias_snapshot is not None:
+        run.bias_snapshot.save()
     with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
-        reports = forward_backward_or_replay(run, batches, is_eager)
+        num_microbatches = run.num_microbatches_at(progress.consumed_samples)
+        reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager)
         is_fused = isinstance(trainee.optimizer, FusedAdamOptimizer)
         squared_norm = trainee.optimizer.squared_norm() if is_fused else None
         fault_injection.point("step.after_backward")
-        totals, bad_step = bad_steps.reduce_step_totals(run, sum_losses(reports), progress, squared_norm)
+        totals, bad_step, faults = bad_steps.reduce_step_totals(
+            run, sum_losses(reports), progress, squared_norm, sum_depth_losses(run, reports)
+        )
 
     learning_rate, loss_scale = current_learning_rate(trainee.optimizer), current_loss_scale(trainee.optimizer)
     is_updated, grad_norm, num_zeros = False, None, None
@@ -93,15 +117,45 @@ def train_step(
         fault_injection.poison("step.weights", next(trainee.chunks[0].parameters()))
         fault_injection.point("step.after_update")
     if is_updated:
-        trainee.schedule.step(increment=run.global_batch_size)
+        trainee.schedule.step(increment=run.batch_size_at(progress.consumed_samples))
+    else:  # also where a loss scale overflowed
+        if run.bias_snapshot is not None:
+            run.bias_snapshot.restore()
+        if run.fp8_reduction is not None:
+            run.fp8_reduction.clear_residuals()
     if bad_step is not None:
         bad_steps.check_may_skip(run, progress, bad_step)
         if run.delayed_snapshot is not None:
             run.delayed_snapshot.restore()
+        move_linears(trainee.chunks, bad_step.moved)
     # megatron-core counts zeros in FP32, to reduce them over the ranks.
     num_zeros = None if num_zeros is None else int(num_zeros)
     gathered = None if run.parameter_traffic is None else run.parameter_traffic.take()
-    return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, not is_updated, bad_step, loss_scale, gathered)
+    grad_codes = None if run.fp8_reduction is None else totals.grad_codes
+    is_adapted = grad_codes is not None and is_updated and run.config.precision.grad_reduce_fp8_scaling == "tensor"
+    return StepResult(
+        loss=totals.loss,
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
+        num_zeros_in_grad=num_zeros,
+        is_skipped=not is_updated,
+        bad_step=bad_step,
+        loss_scale=loss_scale,
+        param_gather_bytes=gathered,
+        grad_reduce_bytes=reduced_bytes(run),
+        grad_codes=grad_codes,
+        grad_factor=progress.grad_factor,
+        next_grad_factor=next_factor(progress.grad_factor, totals.grad_codes) if is_adapted else progress.grad_factor,
+        operand_faults=faults,
+        mtp_losses=totals.mtp_losses or None,
+    )
+
+
+def reduced_bytes(run: Run) -> Optional[int]:
+    """Bytes of gradients that this rank received in the step."""
+    if run.fp8_reduction is not None:
+        return run.fp8_reduction.received_bytes
+    return None if run.gradient_traffic is None else run.gradient_traffic.take()
 
 
 def update(
@@ -127,7 +181,9 @@ def update(
 
     may_overflow = not run.config.training.check_for_nan_in_loss_and_grad or can_lower_loss_scale(optimizer)
     can_skip = isinstance(optimizer, SkipUpdateOptimizer)
-    is_updated, grad_norm, num_zeros = optimizer.step(is_allowed) if can_skip else optimizer.step()
+    is_updated, *found = optimizer.step(is_allowed) if can_skip else optimizer.step()
+    # megatron-core 0.19 leaves both on the device.
+    grad_norm, num_zeros = (None if value is None else float(value) for value in found)
     if not is_updated and bad_step is None and not may_overflow:
         bad_step = bad_steps.non_finite_step(run, progress, [bad_steps.SUM_OVERFLOWS])
     return is_updated, grad_norm, num_zeros, bad_step
@@ -143,17 +199,19 @@ def clear_gradients(run: Run) -> None:
     run.trainee.optimizer.zero_grad()
 
 
-def forward_backward_or_replay(run: Run, batches: Batches, is_eager: bool = False) -> list[dict[str, Tensor]]:
+def forward_backward_or_replay(
+    run: Run, batches: Batches, num_microbatches: int, is_eager: bool = False
+) -> list[dict[str, Tensor]]:
     """Forward-backward of a step, replayed from a CUDA graph where the run has one and the step may use it."""
 
     def eager(batches: Batches) -> list[dict[str, Tensor]]:
         if run.graph is not None:
             reset_param_gather(run.trainee.chunks)
-        return forward_backward(run, batches, run.num_microbatches, forward_only=False)
+        return forward_backward(run, batches, num_microbatches, forward_only=False)
 
     if run.graph is None or batches is None or is_eager:
         return eager(batches)
-    return run.graph.run(eager, batches, run.num_microbatches)
+    return run.graph.run(eager, batches, num_microbatches)
 
 
 def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:
@@ -176,11 +234,14 @@ def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_
 def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches]]:
     """The data iterators of the model chunks, as megatron-core's schedule takes them.
 
-    Under the interleaved schedule only the first chunk of the model and its last one read batches.
+    Under the interleaved schedule only the first chunk of the model and its last one read batches, unless all need the
+    borders of documents.
     """
     num_chunks, place = len(run.trainee.chunks), run.place
     if num_chunks == 1:
         return batches
+    if place.needs_documents and batches is not None:
+        return list(itertools.tee(batches, num_chunks))  # every chunk reads all microbatches of the step
     readers = {0} if place.is_first_stage else set()
     if place.is_last_stage:
         readers.add(num_chunks - 1)
@@ -190,3 +251,15 @@ def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches
 def sum_losses(reports: list[dict[str, Tensor]]) -> Optional[Tensor]:
     """(loss sum, tokens) over the microbatches of a step; None on a rank without reports."""
     return torch.stack([report["loss"] for report in reports]).sum(0) if reports else None
+
+
+def sum_depth_losses(run: Run, reports: list[dict[str, Tensor]]) -> Optional[Tensor]:
+    """(loss sum, tokens) of each depth of multi-token prediction over the microbatches of a step, [depths, 2].
+
+    It is 0 on a rank without reports, and None without multi-token prediction.
+    """
+    depths = multi_token.num_depths(run.config.model)
+    if not depths:
+        return None
+    none = torch.zeros(depths, 2, device=run.platform.device)
+    return sum((report["mtp_losses"] for report in reports), none)

@@ -52,7 +52,12 @@ class Sinks:
 
 
 def build_sinks(
-    logging: LoggingConfig, *, run_folder: Optional[str], total_steps: int, stream: Optional[TextIO] = None
+    logging: LoggingConfig,
+    *,
+    run_folder: Optional[str],
+    total_steps: int,
+    total_samples: Optional[int] = None,
+    stream: Optional[TextIO] = None,
 ) -> Sinks:
     """Build the sinks of the logging section, on the rank that writes.
 
@@ -60,6 +65,7 @@ def build_sinks(
         run_folder: the run's folder (--save), for records.jsonl and, unless --tensorboard-dir is given, tensorboard/.
             None: neither is written.
         total_steps: step at which the run ends, for the progress display.
+        total_samples: consumed samples at which it ends, for its ETA; None: the ETA counts steps.
         stream: of the console; default standard output.
 
     Raises:
@@ -71,6 +77,7 @@ def build_sinks(
     sinks.append(
         ConsoleSink(
             total_steps=total_steps,
+            total_samples=total_samples,
             log_interval=logging.log_interval,
             progress_bar=logging.progress_bar,
             show_throughput=logging.log_throughput,

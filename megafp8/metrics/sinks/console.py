@@ -27,6 +27,7 @@ class ConsoleSink:
         self,
         *,
         total_steps: int,
+        total_samples: Optional[int] = None,
         log_interval: int = 100,
         progress_bar: Optional[bool] = None,
         show_throughput: bool = True,
@@ -37,6 +38,8 @@ class ConsoleSink:
         """
         Args:
             total_steps: step at which the run ends.
+            total_samples: consumed samples at which it ends. The ETA then assumes that a step takes a time in
+                proportion to its samples, since the batch size may change. None: that all steps take the same time.
             progress_bar: whether to show the bar; None: if `stream` is a terminal.
             show_throughput: print TFLOP/s and MFU.
             verbose: print `SETUP_EVENTS` as well.
@@ -44,6 +47,7 @@ class ConsoleSink:
             clock: seconds; replaced in tests.
         """
         self._total_steps = total_steps
+        self._total_samples = total_samples
         self._log_interval = log_interval
         self._show_throughput = show_throughput
         self._hidden_events = frozenset[str]() if verbose else SETUP_EVENTS
@@ -52,6 +56,7 @@ class ConsoleSink:
         self._pending: list[StepRecord] = []
         self._is_first_step = True
         self._step_times: deque[float] = deque(maxlen=ETA_WINDOW_STEPS + 1)
+        self._step_samples: deque[int] = deque(maxlen=ETA_WINDOW_STEPS)
         show_bar = self._stream.isatty() if progress_bar is None else progress_bar
         self._bar = _build_bar(total_steps, self._stream) if show_bar else None
 
@@ -73,6 +78,7 @@ class ConsoleSink:
     def _write_step(self, record: StepRecord) -> None:
         self._pending.append(record)
         self._step_times.append(self._clock())
+        self._step_samples.append(record.global_batch_size or 1)
         is_due = self._is_first_step or record.step % self._log_interval == 0 or record.step >= self._total_steps
         if is_due:
             line = describe_steps(self._pending, show_throughput=self._show_throughput)
@@ -93,9 +99,12 @@ class ConsoleSink:
         num_intervals = len(self._step_times) - 1
         if num_intervals > 0:
             seconds_per_step = (self._step_times[-1] - self._step_times[0]) / num_intervals
+            samples_per_step = sum(list(self._step_samples)[-num_intervals:]) / num_intervals
         else:
-            seconds_per_step = record.step_ms / 1000
-        return seconds_per_step * max(self._total_steps - record.step, 0)
+            seconds_per_step, samples_per_step = record.step_ms / 1000, record.global_batch_size or 1
+        if self._total_samples is None or record.global_batch_size is None:
+            return seconds_per_step * max(self._total_steps - record.step, 0)
+        return seconds_per_step * max(self._total_samples - record.consumed_samples, 0) / samples_per_step
 
     def _position(self, step: int) -> str:
         return f" step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
@@ -142,6 +151,7 @@ def describe_steps(records: list[StepRecord], *, show_throughput: bool) -> str:
     num_skipped = sum(record.is_skipped for record in records)
     parts = [
         f"loss {sum(record.loss for record in records) / len(records):.4f}",
+        f"mtp loss {mean_losses(records)}" if last.mtp_losses else "",
         "" if last.grad_norm is None else f"grad norm {last.grad_norm:.3g}",
         f"lr {last.learning_rate:.2e}",
         "" if last.loss_scale is None else f"loss scale {last.loss_scale:g}",
@@ -152,6 +162,12 @@ def describe_steps(records: list[StepRecord], *, show_throughput: bool) -> str:
         f"{num_skipped} skipped" if num_skipped else "",
     ]
     return " | ".join(filter(None, parts))
+
+
+def mean_losses(records: list[StepRecord]) -> str:
+    """Mean losses of multi-token prediction over some steps, by depth: `3.1234 3.4567`."""
+    steps = [record.mtp_losses for record in records if record.mtp_losses is not None]
+    return " ".join(f"{sum(losses) / len(losses):.4f}" for losses in zip(*steps, strict=True))
 
 
 def describe_eval(record: EvalRecord) -> str:

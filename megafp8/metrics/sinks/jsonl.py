@@ -13,6 +13,7 @@ from megafp8.errors import DataError
 from megafp8.metrics.records import (
     EvalRecord,
     EventRecord,
+    ExpertRecord,
     QuantizationRecord,
     Record,
     RunRecord,
@@ -24,7 +25,7 @@ from megafp8.metrics.records import (
 from megafp8.utils.best_effort import LogFile
 from megafp8.utils.files import UnreadableFile, open_regular
 
-STEP_RECORDS = (StepRecord, QuantizationRecord, EvalRecord)
+STEP_RECORDS = (StepRecord, QuantizationRecord, EvalRecord, ExpertRecord)
 
 
 class JsonlSink:

@@ -20,6 +20,7 @@ from megafp8.errors import CapabilityError
 from megafp8.metrics.records import (
     EvalRecord,
     EventRecord,
+    ExpertRecord,
     QuantizationRecord,
     Record,
     RunRecord,
@@ -72,7 +73,7 @@ class TensorBoardSink:
     def write(self, record: Record) -> None:
         if isinstance(record, RunRecord):
             self._write_run(record)
-        elif isinstance(record, (EvalRecord, QuantizationRecord)):
+        elif isinstance(record, (EvalRecord, QuantizationRecord, ExpertRecord)):
             self._add_scalars(scalars(record), record.step)
             if isinstance(record, QuantizationRecord):
                 self._add_histograms(record)
@@ -183,7 +184,7 @@ class WandbSink:
                 self._outage.failed(error)
         self._outage.close()
 
-    def _log(self, record: Union[RunRecord, StepRecord, QuantizationRecord, EvalRecord]) -> None:
+    def _log(self, record: Union[RunRecord, StepRecord, QuantizationRecord, EvalRecord, ExpertRecord]) -> None:
         if isinstance(record, RunRecord):
             self._run.config.update(dataclasses.asdict(record), allow_val_change=True)
             return
@@ -208,15 +209,27 @@ MODEL_FIELDS = ("gradient_signal", "gradient_noise", "gradient_noise_scale", "gr
 
 
 def scalars(
-    record: Union[StepRecord, QuantizationRecord, EvalRecord], *, with_memory: bool = True, with_timers: bool = True
+    record: Union[StepRecord, QuantizationRecord, EvalRecord, ExpertRecord],
+    *,
+    with_memory: bool = True,
+    with_timers: bool = True,
 ) -> dict[str, float]:
     """The measured scalars of one record.
+
+    The load of experts is named `experts/FIELD/layer N`.
 
     Quantization statistics are named `fp8/FIELD/TENSOR`, those of what-if recipes `what-if/RECIPE/FIELD/TENSOR`.
     "iteration-time" and the timers are in seconds, "throughput" in TFLOP/s per device, as in Megatron-LM.
     """
     if isinstance(record, QuantizationRecord):
         return dict(_quantization_scalars(record))
+    if isinstance(record, ExpertRecord):
+        return {
+            f"experts/{field}/layer {layer}": float(value)
+            for layer, load in record.layers.items()
+            for field, value in dataclasses.asdict(load).items()
+            if value is not None
+        }
     if isinstance(record, EvalRecord):
         name = f"lm loss {EVAL_NAMES[record.split]}"
         return {name: record.loss, f"{name} ppl": record.perplexity}
@@ -232,7 +245,15 @@ def scalars(
         "num-zeros": record.num_zeros_in_grad,
         "params-norm": record.params_norm,
         "param-gather-bytes": record.param_gather_bytes,
+        "grad-reduce-bytes": record.grad_reduce_bytes,
+        "grad-underflow-fraction": record.grad_underflow_fraction,
+        "grad-saturated-fraction": record.grad_saturated_fraction,
+        "grad-scale-factor": record.grad_scale_factor,
+        "non-finite-operands": record.num_non_finite_operands,
+        "saturated-operands": record.num_saturated_operands,
+        "batch-size": record.global_batch_size,
     }
+    values |= {f"mtp_{depth} loss": loss for depth, loss in enumerate(record.mtp_losses or (), start=1)}
     if with_memory:
         values["mem-max-allocated-bytes"] = record.memory_peak_bytes
     if with_timers:

@@ -6,6 +6,8 @@ from megafp8.training.extension import Extension
 from megafp8.training.extensions.attention_report import AttentionReport
 from megafp8.training.extensions.calibration import AmaxCalibration
 from megafp8.training.extensions.checkpoints import AsyncSaves, Checkpoints
+from megafp8.training.extensions.expert_load import ExpertLoads
+from megafp8.training.extensions.guard import LayerGuard
 from megafp8.training.extensions.heartbeat import Heartbeat
 from megafp8.training.extensions.memory import GarbageCollection
 from megafp8.training.extensions.precision_schedule import PrecisionSchedule
@@ -27,6 +29,8 @@ def build_extensions() -> list[Extension]:
         AmaxCalibration(),  # after a change of precision, which may need scales
         StepRecords(),  # the step record is the first of a step
         QuantizationStatistics(),
+        LayerGuard(),
+        ExpertLoads(),
         Heartbeat(),  # ends the step phase before anything else that may hang
         Stragglers(),  # the last before the step: other extensions are not part of the local step time
         AsyncSaves(checkpoints),

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.checkpoint.async_save import AsyncSave, AsyncSaver
-from megafp8.checkpoint.directory import check_writable
+from megafp8.checkpoint.directory import Retention, check_writable
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.config import derived, model_shapes
-from megafp8.config.schema import RunConfig
+from megafp8.config.checkpoint_size import min_checkpoint_bytes
+from megafp8.config.schema import CheckpointConfig, RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.errors import CheckpointError, NumericsError
 from megafp8.metrics.records import EventRecord
@@ -30,18 +30,25 @@ from megafp8.training.step import StepResult
 MIN_REPORTED_WAIT_S = 0.1
 
 
-def folder_due(config: RunConfig, step: int, is_last: bool) -> Optional[tuple[Path, Optional[int]]]:
-    """Where a run saves after a step, if it does, and how many of the newest checkpoints are kept there (None: all).
+def folder_due(config: RunConfig, step: int, is_last: bool) -> Optional[tuple[Path, Optional[Retention]]]:
+    """Where a run saves after a step, if it does, and which checkpoints are kept there (None: all).
 
     At `--save-interval` and after the last step that is the folder of persistent checkpoints.
     """
     checkpoint = config.checkpoint
     folder, non_persistent = run_folder(config), non_persistent_folder(config)
     if folder is not None and (is_last or is_multiple(step, checkpoint.save_interval)):
-        return folder, checkpoint.ckpt_keep
+        return folder, retention(checkpoint)
     if non_persistent is not None and is_multiple(step, checkpoint.non_persistent_save_interval):
-        return non_persistent, 1
+        return non_persistent, Retention(1)
     return None
+
+
+def retention(checkpoint: CheckpointConfig) -> Optional[Retention]:
+    """The persistent checkpoints that are kept; None: all. --save-retain-interval keeps one newest by default."""
+    if checkpoint.ckpt_keep is None and checkpoint.save_retain_interval is None:
+        return None
+    return Retention(checkpoint.ckpt_keep or 1, checkpoint.save_retain_interval)
 
 
 def check_checkpoint_folders(run: Run) -> None:
@@ -50,20 +57,9 @@ def check_checkpoint_folders(run: Run) -> None:
     Raises:
         CheckpointError: on all ranks: they cannot.
     """
-    num_bytes = min_checkpoint_bytes(run)
+    num_bytes = min_checkpoint_bytes(run.config, run.vocab_size)
     for folder in checkpoint_folders(run.config):
         call_on_all_ranks(partial(check_writable, folder, num_bytes, run.place.rank))
-
-
-def min_checkpoint_bytes(run: Run) -> int:
-    """A lower bound of the bytes of a checkpoint: weights, master weights and moments."""
-    config, settings = run.config, run.config.optimizer
-    is_fp32 = derived.params_dtype(config.precision) == "fp32"
-    bytes_per_parameter = 4 if is_fp32 else 2
-    if not config.checkpoint.no_save_optim:
-        bytes_per_parameter += 8 if settings.optimizer == "adam" else 0
-        bytes_per_parameter += 0 if is_fp32 else 4
-    return bytes_per_parameter * model_shapes.count_parameters(config.model, run.vocab_size).total
 
 
 class Checkpoints(Extension):

@@ -49,4 +49,9 @@ def build_profile(run: Run) -> torch.profiler.profile:
             target.parent.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(target))
 
-    return torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+    return torch.profiler.profile(
+        schedule=schedule,
+        on_trace_ready=write,
+        record_shapes=logging.profile_shapes,
+        with_stack=logging.profile_callstack,
+    )

@@ -35,6 +35,7 @@ from torch import Tensor
 from megafp8.checkpoint.save import finish_param_gather
 from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.errors import NumericsError
+from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
 from megafp8.metrics.records import EventRecord
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.quantization.fp8_parameter import QuantizedParameter
@@ -42,8 +43,8 @@ from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
-DATA, TENSOR = "data-parallel", "tensor-parallel"
-TensorHashes = list[tuple[str, bool, int]]  # name, whether tensor-parallel ranks have it, hash
+DATA, TENSOR, EXPERT = "data-parallel", "tensor-parallel", "expert data-parallel"
+TensorHashes = list[tuple[str, str, int]]  # name, kinds of the groups that hold it, hash
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,13 @@ class Replica:
 
     Attributes:
         is_on_tensor_ranks: held by the tensor-parallel ranks as well as by the data-parallel ones.
+        is_of_expert: held by the expert data-parallel ranks in place of both.
     """
 
     name: str
     tensor: Tensor
     is_on_tensor_ranks: bool
+    is_of_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,16 +68,20 @@ class RankHashes:
 
     Attributes:
         pipeline, tensor, data: position of the rank; data includes context-parallel ranks.
-        complete: hash of all replicas.
+        expert: position among the ranks that divide the experts.
+        complete: hash of all replicas but those of experts with ranks of their own.
         shared: hash of those that tensor-parallel ranks hold as well.
+        experts: hash of those of experts.
     """
 
     rank: int
     pipeline: int
     tensor: int
     data: int
+    expert: int
     complete: int
     shared: int
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -143,14 +150,13 @@ def replicas_of(run: Run) -> list[Replica]:
     for number, chunk in enumerate(run.trainee.chunks):
         place = f"chunk {number} " if len(run.trainee.chunks) > 1 else ""
         for name, parameter in chunk.module.named_parameters():
-            name, is_shared = (
-                place + name.removeprefix("module."),
-                not getattr(parameter, "tensor_model_parallel", False),
-            )
-            copies += [Replica(name + part, tensor, is_shared) for part, tensor in stored_tensors(parameter)]
+            name, is_of_expert = place + name.removeprefix("module."), is_reduced_over_expert_ranks(parameter)
+            is_shared = not is_of_expert and not getattr(parameter, "tensor_model_parallel", False)
+            stored = stored_tensors(parameter)
+            copies += [Replica(name + part, tensor, is_shared, is_of_expert) for part, tensor in stored]
             master = getattr(parameter, "main_param", None)
             if has_full_masters and master is not None:
-                copies.append(Replica(f"master weight of {name}", master, is_shared))
+                copies.append(Replica(f"master weight of {name}", master, is_shared, is_of_expert))
         for name, module in chunk.module.named_modules():
             if isinstance(module, DelayedState) and module.options.is_reduced_over_data:
                 name = place + name.removeprefix("module.")
@@ -172,10 +178,17 @@ def stored_tensors(parameter: Any) -> list[tuple[str, Tensor]]:
 
 def gather_hashes(run: Run, copies: Sequence[Replica], hashes: Tensor, hasher: BitHash) -> list[RankHashes]:
     """The combined hashes of all ranks, by one all-gather of a few bytes."""
-    is_shared = torch.tensor([copy.is_on_tensor_ranks for copy in copies], dtype=torch.bool, device=hashes.device)
+    is_shared, is_of_expert = (
+        torch.tensor(flags, dtype=torch.bool, device=hashes.device)
+        for flags in ([copy.is_on_tensor_ranks for copy in copies], [copy.is_of_expert for copy in copies])
+    )
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    position = torch.tensor([run.place.pipeline_rank, run.place.tensor_rank, data_rank], device=hashes.device)
-    local = torch.stack([*position, hasher.combined(hashes), hasher.combined(hashes * is_shared)])
+    num_splits = parallel_state.get_expert_tensor_parallel_world_size()
+    expert = parallel_state.get_expert_model_parallel_rank() * num_splits
+    expert += parallel_state.get_expert_tensor_parallel_rank()
+    position = torch.tensor([run.place.pipeline_rank, run.place.tensor_rank, data_rank, expert], device=hashes.device)
+    parts = (hashes * ~is_of_expert, hashes * is_shared, hashes * is_of_expert)
+    local = torch.stack([*position, *map(hasher.combined, parts)])
     rows = local.new_empty(dist.get_world_size() * len(local))
     dist.all_gather_into_tensor(rows, local)
     return [RankHashes(rank, *values) for rank, values in enumerate(rows.view(-1, len(local)).tolist())]
@@ -187,6 +200,7 @@ def find_mismatches(rows: Sequence[RankHashes]) -> list[ReplicaMismatch]:
     for kind, place, value in (
         (DATA, lambda row: (row.pipeline, row.tensor), lambda row: row.complete),
         (TENSOR, lambda row: (row.pipeline, row.data), lambda row: row.shared),
+        (EXPERT, lambda row: (row.pipeline, row.expert), lambda row: row.experts),
     ):
         groups: dict[tuple[int, int], list[RankHashes]] = defaultdict(list)
         for row in rows:
@@ -202,8 +216,15 @@ def find_mismatches(rows: Sequence[RankHashes]) -> list[ReplicaMismatch]:
 
 def hashes_by_rank(copies: Sequence[Replica], hashes: Tensor) -> list[TensorHashes]:
     """The hash of each replica, by rank."""
-    local = [(copy.name, copy.is_on_tensor_ranks, value) for copy, value in zip(copies, hashes.tolist(), strict=True)]
+    local = [(copy.name, kinds_of(copy), value) for copy, value in zip(copies, hashes.tolist(), strict=True)]
     return call_on_all_ranks(lambda: local)
+
+
+def kinds_of(copy: Replica) -> str:
+    """The kinds of groups whose ranks hold a replica, separated by commas."""
+    if copy.is_of_expert:
+        return EXPERT
+    return f"{DATA},{TENSOR}" if copy.is_on_tensor_ranks else DATA
 
 
 def describe_mismatch(found: ReplicaMismatch, by_rank: Sequence[TensorHashes]) -> str:
@@ -212,7 +233,7 @@ def describe_mismatch(found: ReplicaMismatch, by_rank: Sequence[TensorHashes]) -
     first = next(
         same[0][0]
         for same in of_group
-        if (found.kind == DATA or same[0][1]) and len({value for _, _, value in same}) > 1
+        if found.kind in same[0][1].split(",") and len({value for _, _, value in same}) > 1
     )
     others = [rank for rank in found.ranks if rank not in found.outliers]
     outliers = f"rank{'s' if len(found.outliers) > 1 else ''} {', '.join(map(str, found.outliers))}"

@@ -43,8 +43,8 @@ class Rollback(Extension):
             return False
         saver.finish(is_last=False)
         run.guard.enter("rollback", state.step + 1)
-        progress = roll_back(run, state.sinks, state.progress, state.total_steps, error)
-        saver.save(progress, is_last=progress.step == state.total_steps, is_due=True)
+        progress = roll_back(run, state.sinks, state.progress, error)
+        saver.save(progress, is_last=progress.step == run.last_step(progress), is_due=True)
         state.move_to(progress)
         return True
 
@@ -54,7 +54,7 @@ class Rollback(Extension):
             state.sinks.write(EventRecord(step=state.step, name="skipped", detail=summary))
 
 
-def roll_back(run: Run, sinks: Sinks, progress: Progress, total_steps: int, error: NumericsError) -> Progress:
+def roll_back(run: Run, sinks: Sinks, progress: Progress, error: NumericsError) -> Progress:
     """Load an earlier checkpoint into the run and skip batches; all ranks call it, while no save is under way.
 
     Args:
@@ -84,7 +84,7 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, total_steps: int, erro
     config = dataclasses.replace(run.config, checkpoint=checkpoint)
     loaded = load_checkpoint(chosen.path, config, run.trainee).progress
     notes = (*chosen.notes, *(note for folder in folders for note in retire_newer(folder, chosen.step)))
-    num_batches = min(max(training.spike_skip_batches, step - chosen.step), total_steps - chosen.step)
+    num_batches = min(max(training.spike_skip_batches, step - chosen.step), run.last_step(loaded) - chosen.step)
     resumed = progress_after_rollback(run, progress, loaded, num_batches)
     sinks.write(run_record(run, chosen.step))
     cause = str(error).splitlines()[0].rstrip(":")

@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megafp8.checkpoint.save import finish_param_gather
-from megafp8.config import derived
+from megafp8.config import lr_schedule
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.errors import NumericsError
 from megafp8.metrics.collector import TensorObserver, build_statistics_plan, collect
@@ -57,7 +57,7 @@ class QuantizationStatistics(Extension):
 
     def before_step(self, state: LoopState) -> None:
         if self.collector is not None and self.collector.is_due(state.step + 1):
-            self.collector.start()
+            self.collector.start(state.progress.consumed_samples)
             state.needs_eager_step = True
 
     def before_update(self, state: LoopState, totals: StepTotals) -> None:
@@ -76,12 +76,12 @@ class QuantizationStatistics(Extension):
         if self.collector is None:
             return False
         if not self.collector.is_collecting:
-            self.collector.start()
             run, samples = state.run, state.progress.consumed_samples
-            batches = build_batches(run, run.datasets[0], samples, samples + run.global_batch_size, num_workers=0)
+            self.collector.start(samples)
+            batches = build_batches(run, run.datasets[0], samples, samples + run.batch_size_at(samples), num_workers=0)
             with run.precision_at(state.step + 1):
                 clear_gradients(run)
-                forward_backward(run, batches, run.num_microbatches, forward_only=False)
+                forward_backward(run, batches, run.num_microbatches_at(samples), forward_only=False)
         self.write_records(state, state.step + 1)
         return False
 
@@ -108,7 +108,7 @@ class StatisticsCollector:
         self.run, self.interval = run, config.logging.fp8_log_interval
         self.plan = build_statistics_plan(config)
         self.linears = find_linears(unwrap_model(run.trainee.chunks), self.plan.recipes)
-        warmup_steps = derived.lr_warmup_samples(config, world_size) / run.global_batch_size
+        warmup_steps = run.batch_schedule.steps_until(lr_schedule.lr_warmup_samples(config, world_size))
         self.health = HealthMonitor(config, world_size, warmup_steps, machine_problems)
         self.current: Optional[StatisticsStep] = None
 
@@ -121,9 +121,9 @@ class StatisticsCollector:
         """Whether a statistics step was started whose records were not taken yet."""
         return self.current is not None
 
-    def start(self) -> None:
-        """Start a statistics step."""
-        self.current = StatisticsStep(self)
+    def start(self, consumed_samples: int) -> None:
+        """Start a statistics step, the one after so many samples."""
+        self.current = StatisticsStep(self, self.run.batch_size_at(consumed_samples))
         self.current.attach()
 
     def stop(self) -> None:
@@ -136,7 +136,7 @@ class StatisticsCollector:
         """Collect within the context if the step is a statistics step. For use without the training loop."""
         self.current = None
         if self.is_due(number):
-            self.start()
+            self.start(self.run.batch_schedule.advance(number - 1))
         try:
             yield
         finally:
@@ -164,9 +164,10 @@ class StatisticsCollector:
 
 
 class StatisticsStep:
-    """The statistics of one step."""
+    """The statistics of one step, of `batch_size` sequences."""
 
-    def __init__(self, collector: StatisticsCollector):
+    def __init__(self, collector: StatisticsCollector, batch_size: int):
+        self.batch_size = batch_size
         self.run, self.linears, self.plan = collector.run, collector.linears, collector.plan
         self.table = StatisticsTable(self.plan.rows(), self.run.platform.device)
         self.has_masters = not self.run.config.optimizer.use_precision_aware_optimizer
@@ -180,7 +181,7 @@ class StatisticsStep:
         """Attach the observers to the linears and the hooks to the gradient reductions."""
         for linear in self.linears:
             linear.attach(self.observer(linear))
-        if self.run.num_microbatches == 1:
+        if self.batch_size == self.run.micro_batch_size * self.run.place.data_size:
             chunks = self.run.trainee.chunks
             self._reduction_hooks.enter_context(observe_reductions(chunks, self.record_microbatch_norm))
 
@@ -219,7 +220,7 @@ class StatisticsStep:
     def before_update(self, num_tokens: float, loss_scale: float) -> None:
         """Add the gradient norms to the table, and copy the weights and their codes."""
         optimizer, data_size = self.run.trainee.optimizer, parallel_state.get_data_parallel_world_size()
-        microbatch_tokens = num_tokens * self.run.micro_batch_size / self.run.global_batch_size
+        microbatch_tokens = num_tokens * self.run.micro_batch_size / self.batch_size
         few = squares(list(self.microbatch_norms.values())) / ((microbatch_tokens * loss_scale) ** 2 * data_size)
         self.table.add_weight_sums("few_gradient", list(self.microbatch_norms), few)
         shards: dict[str, Tensor] = {}
@@ -273,7 +274,7 @@ class StatisticsStep:
 
     def gradient_noise(self) -> dict[str, Optional[float]]:
         """The gradient noise scale and its parts; empty if a microbatch is the global batch."""
-        num_few, num_all = self.run.micro_batch_size, self.run.global_batch_size
+        num_few, num_all = self.run.micro_batch_size, self.batch_size
         few, all = (self.table.total(self.plan.linears, field) for field in ("few_gradient", "all_gradient"))
         if not few or num_few == num_all:
             return {}

@@ -29,6 +29,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from megafp8.mcore.modules import named_linears
+from megafp8.mcore.process_groups import bucket_groups, is_reduced_over_expert_ranks
 from megafp8.metrics.collector import is_kept_as_codes, separate_generators
 from megafp8.metrics.recipe_comparison import GEMMS
 from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedOutputLayer, EmulatedRowParallelLinear
@@ -230,7 +231,7 @@ def observe_reductions(chunks: Sequence[Any], observe: Callable[[Tensor], None])
                 observe(weight)
 
     with ExitStack() as stack:
-        for group in (group for chunk in chunks for group in chunk.bucket_groups):
+        for group in (group for chunk in chunks for group in bucket_groups(chunk)):
             stack.callback(add_grad_sync_hook(group, partial(observe_group, group)))
         yield
 
@@ -239,13 +240,20 @@ def reduced_gradient_shard(optimizer: Any, weight: Tensor) -> Optional[Tensor]:
     """This rank's shard of a weight's reduced gradient, flat; None if it has none. Shards of ranks are disjoint."""
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     if not parts:
-        is_first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        is_first = replica_rank(weight) == 0
         return weight.main_grad.view(-1) if is_first else None
     for part in parts:
         if not part.is_stub_optimizer and weight in part.model_param_gbuf_map:
             shard = part._get_model_param_range_map(weight)["param"]
             return weight.main_grad.view(-1)[shard.start : shard.end]
     return None
+
+
+def replica_rank(weight: Tensor) -> int:
+    """This rank's number among those that hold the same weight."""
+    if is_reduced_over_expert_ranks(weight):
+        return parallel_state.get_expert_data_parallel_rank()
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
 
 def master_values(weight: Tensor, has_masters: bool) -> Optional[Tensor]:

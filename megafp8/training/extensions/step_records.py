@@ -12,8 +12,10 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megafp8.checkpoint.save import finish_param_gather
+from megafp8.config.mixture import has_expert_ranks
 from megafp8.device.gpus import peak_flops
 from megafp8.errors import NumericsError
+from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
 from megafp8.metrics.records import EventRecord, StepRecord
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.extension import Extension, LoopState
@@ -26,19 +28,33 @@ class StepRecords(Extension):
     """Times each step and writes its record, before all other records of the step."""
 
     def open(self, state: LoopState) -> None:
-        run = state.run
-        self.tokens_per_step = run.global_batch_size * run.seq_length
+        run, self.reported_operands = state.run, frozenset[str]()
         self.flops_per_token = model_flops_per_token(run)
         # Dense peak of the linears' dtype; None for a device that is not in the table.
         self.peak_flops = peak_flops(run.platform.name, matmul_dtype(run.config.precision, run.implementation))
 
     def before_step(self, state: LoopState) -> None:
+        self.batch_size = state.run.batch_size_at(state.progress.consumed_samples)
         state.run.timer.start()
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
         state.sinks.write(self.record(state, result))
         if result.bad_step is not None:
             state.sinks.write(EventRecord(step=state.step, name="step skipped", detail=result.bad_step.text))
+        self.record_faults(state, result)
+
+    def record_faults(self, state: LoopState, result: StepResult) -> None:
+        """Record non-finite operands, once while they stay the same, cleared amax histories and moved linears."""
+        faults, operands = result.operand_faults, frozenset(result.operand_faults.non_finite_operands())
+        if operands and operands != self.reported_operands:
+            state.sinks.write(EventRecord(step=state.step, name="non-finite operands", detail=faults.describe()))
+        self.reported_operands = operands
+        if faults.infinite_amaxes:
+            detail = f"{', '.join(faults.infinite_amaxes)}: an infinite amax would have kept the scale"
+            state.sinks.write(EventRecord(step=state.step, name="amax history cleared", detail=detail))
+        for linear in () if result.bad_step is None else result.bad_step.moved:
+            detail = f"{linear.name} is in high precision from step {state.step + 1} on: {linear.reason}"
+            state.sinks.write(EventRecord(step=state.step, name="linear moved", detail=detail))
 
     def recover(self, state: LoopState, error: NumericsError) -> bool:
         """Record the step that failed."""
@@ -50,17 +66,20 @@ class StepRecords(Extension):
 
         Steps are logged at `--log-interval`, and so are the first step of this process and the last of the run.
         """
-        run, step_ms = state.run, state.run.timer.stop()
-        tokens_per_second = self.tokens_per_step / (step_ms / 1000)
+        run, step_ms, faults = state.run, state.run.timer.stop(), result.operand_faults
+        tokens_per_second = self.batch_size * run.seq_length / (step_ms / 1000)
         flops_per_device = tokens_per_second * self.flops_per_token / run.place.world_size
         ends = (state.first_step, state.total_steps)
+        codes, has_factor = result.grad_codes, run.config.precision.grad_reduce_fp8_scaling == "tensor"
         is_logged = state.step % run.config.logging.log_interval == 0 or state.step in ends
         return StepRecord(
             step=state.step,
             consumed_samples=state.progress.consumed_samples,
             consumed_tokens=state.progress.consumed_samples * run.seq_length,
             loss=result.loss,
+            mtp_losses=result.mtp_losses,
             learning_rate=result.learning_rate,
+            global_batch_size=self.batch_size,
             step_ms=step_ms,
             tokens_per_second=tokens_per_second,
             grad_norm=result.grad_norm,
@@ -70,6 +89,13 @@ class StepRecords(Extension):
             num_zeros_in_grad=result.num_zeros_in_grad,
             is_skipped=result.is_skipped,
             param_gather_bytes=result.param_gather_bytes,
+            grad_reduce_bytes=result.grad_reduce_bytes,
+            grad_underflow_fraction=None if codes is None else codes.underflow_fraction,
+            grad_saturated_fraction=None if codes is None else codes.saturated_fraction,
+            grad_scale_factor=result.grad_factor if has_factor else None,
+            num_non_finite_operands=None if run.operand_monitor is None else faults.num_non_finite,
+            num_saturated_operands=None if run.operand_monitor is None else faults.num_saturated,
+            operand_counts=dict(faults.counts) or None,
             timers_ms=run.timer.spans_ms,
             memory_peak_bytes=max_memory_bytes(run) if is_logged else None,
             params_norm=params_norm(run) if is_logged and run.config.logging.log_params_norm else None,
@@ -86,14 +112,20 @@ def max_memory_bytes(run: Run) -> int:
 def params_norm(run: Run) -> float:
     """L2 norm of all weights of the model; all ranks call it. Of FP8 weights it is the norm of their master weights."""
     finish_param_gather(run.config, run.trainee)
+    everywhere = [parameter for chunk in run.trainee.chunks for parameter in chunk.parameters()]
     weights = [
         parameter
-        for chunk in run.trainee.chunks
-        for parameter in chunk.parameters()
-        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+        for parameter in everywhere
+        if param_is_not_shared(parameter)
+        and param_is_not_tensor_parallel_duplicate(parameter)
+        and not is_reduced_over_expert_ranks(parameter)
     ]
     complete = [weight.detach().float() for weight in weights if not isinstance(weight, QuantizedParameter)]
     norm = get_grad_norm_fp32(complete, grad_stats_parallel_group=parallel_state.get_model_parallel_group())
+    experts = [weight.detach().float() for weight in everywhere if is_reduced_over_expert_ranks(weight)]
+    if has_expert_ranks(run.config):
+        group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        norm = math.hypot(norm, get_grad_norm_fp32(experts, grad_stats_parallel_group=group))
     if not (run.implementation == "emulated" and run.config.precision.fp8_param_gather):
         return norm
     quantized = [weight for weight in weights if isinstance(weight, QuantizedParameter)]

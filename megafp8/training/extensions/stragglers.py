@@ -16,6 +16,7 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 
+from megafp8.mcore.process_groups import bucket_groups
 from megafp8.metrics.records import EventRecord
 from megafp8.optimizer.gradient_communication import add_grad_sync_hook
 from megafp8.training.extension import Extension, LoopState
@@ -37,7 +38,7 @@ class Stragglers(Extension):
         self.total_ms, self.num_steps = 0.0, 0
         # A CUDA graph calls no hooks.
         for chunk in run.trainee.chunks if run.graph is None else ():
-            for group in chunk.bucket_groups:
+            for group in bucket_groups(chunk):
                 add_grad_sync_hook(group, self.record_ready)
                 group.finish_param_sync = self.timed_wait(group.finish_param_sync)
 

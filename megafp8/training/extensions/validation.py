@@ -15,5 +15,7 @@ class Validation(Extension):
             validate(state.run, state.sinks, state.progress)
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
-        if is_multiple(state.step, state.run.config.training.eval_interval) and state.step < state.total_steps:
+        training = state.run.config.training
+        is_early = state.step < (training.start_eval_at_iter or 0)
+        if is_multiple(state.step, training.eval_interval) and not is_early and state.step < state.total_steps:
             validate(state.run, state.sinks, state.progress)

@@ -20,8 +20,8 @@ from megafp8.device.platform import Platform, rank, resident_bytes, world_size
 from megafp8.errors import ConfigError, DataError
 from megafp8.planning import micro_batch
 from megafp8.planning.layouts import FREE_MEMORY_FRACTION
-from megafp8.planning.memory import non_torch_bytes
 from megafp8.planning.micro_batch import gib
+from megafp8.planning.process_memory import non_torch_bytes
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.micro_batch_search.messages import Failed, TooLarge, TrialResult, TrialSetup
 from megafp8.training.micro_batch_search.processes import TrialProcess
@@ -35,7 +35,8 @@ GIB = 2**30
 # The settings on which memory and time of a step depend.
 RELEVANT_SECTIONS = ("model", "parallel", "precision", "overrides")
 RELEVANT_SETTINGS = (
-    "data.seq_length", "training.global_batch_size", "training.recompute_activations",
+    "data.seq_length", "training.global_batch_size", "training.rampup_batch_size",
+    "training.step_batch_size_schedule",  "training.recompute_activations",
     "training.recompute_granularity", "training.recompute_method", "training.recompute_num_layers",
     "training.recompute_modules", "training.distribute_saved_activations", "optimizer.optimizer",
     "optimizer.use_precision_aware_optimizer", "optimizer.main_grads_dtype", "optimizer.main_params_dtype",
@@ -239,11 +240,12 @@ def memory_limit(config: RunConfig, platform: Platform) -> int:
 
 def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: int) -> str:
     """Console lines before the search: the sizes to try, and each divisor that breaks a rule."""
-    batch, ranks = config.training.global_batch_size, world_size()
+    batch, ranks = micro_batch.last_batch_size(config), world_size()
     assert batch is not None
+    source = "--global-batch-size" if config.training.global_batch_size else "the last global batch of"
     tried = (
         f"micro-batch size: auto tries divisors of the {batch // derived.data_parallel_size(config, ranks)} sequences "
-        f"per data-parallel rank of --global-batch-size {batch} ({', '.join(map(str, sizes))}) within "
+        f"per data-parallel rank of {source} {batch} ({', '.join(map(str, sizes))}) within "
         f"{gib(limit_bytes)} GiB per rank, starting with {first}"
     )
     return "\n".join([tried, *(f"micro-batch size: {line}" for line in micro_batch.refused_sizes(config, ranks))])

@@ -16,12 +16,14 @@ from typing import NoReturn, Optional
 import torch
 import torch.distributed as dist
 
+from megafp8.config import derived
 from megafp8.config.precision_options import parse_schedule
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
+from megafp8.config.stages import microbatch_group_size
 from megafp8.device import platform as device_platform
 from megafp8.mcore import cpu_patches
-from megafp8.planning.micro_batch import with_size
+from megafp8.planning.micro_batch import last_batch_size, with_constant_batch, with_size
 from megafp8.training.micro_batch_search.messages import (
     MEMORY_EXCEEDED_STATUS,
     Failed,
@@ -100,14 +102,14 @@ class TrialRun:
         self.run = build_training_run(config, self.platform, setup.implementation, has_data=False)
         has_statistics = config.logging.fp8_log_interval is not None
         self.collector = StatisticsCollector(self.run) if has_statistics else None
-        self.kinds = step_kinds(config)
+        self.kinds = step_kinds(config, self.run.place.world_size)
 
     def measure(self, size: int) -> TrialResult:
         """The peak memory over all kinds of steps, and the time per sequence of the most frequent kind."""
-        batch = self.setup.config.training.global_batch_size
+        batch = last_batch_size(self.setup.config)
         assert batch is not None
         num_microbatches = batch // (size * self.run.place.data_size)
-        least = min(num_microbatches, 2 * self.run.config.parallel.pipeline_model_parallel_size)
+        least = min(num_microbatches, 2 * microbatch_group_size(self.run.config))
         self.platform.reset_peak_memory()
         for number in reversed(self.kinds):
             for _ in range(WARM_UP_STEPS):
@@ -127,11 +129,12 @@ class TrialRun:
         """The numbers of microbatches of the timed steps: the run's if its step is short, else two smaller numbers.
 
         Args:
-            least_s: time of a step with two microbatches per pipeline stage, or with the run's number if it is lower.
+            least_s: time of a step with two groups of microbatches, one per pipeline stage by default, or with the
+                run's number if it is lower.
         """
-        stages = self.run.config.parallel.pipeline_model_parallel_size
-        many = stages * max(2, int(2 * TIMED_S / least_s))
-        return (num_microbatches,) if many >= num_microbatches else (stages * (many // stages // 2), many)
+        group = microbatch_group_size(self.run.config)
+        many = group * max(2, int(2 * TIMED_S / least_s))
+        return (num_microbatches,) if many >= num_microbatches else (group * (many // group // 2), many)
 
     def slowest_s(self, seconds: float) -> float:
         """The longest time of all ranks."""
@@ -150,7 +153,7 @@ class TrialRun:
         from megafp8.training.step import train_step
 
         run, batch = self.run, size * num_microbatches * self.run.place.data_size
-        config = with_values(with_size(run.config, size), {"training.global_batch_size": batch})
+        config = with_constant_batch(with_size(run.config, size), batch)
         run = dataclasses.replace(run, config=config)
         batches = itertools.repeat(synthetic_batch(run.vocab_size, config)) if run.place.needs_batches else None
         self.platform.synchronize()
@@ -172,14 +175,13 @@ def trial_config(config: RunConfig, size: int) -> RunConfig:
     return with_values(with_size(config, size), fixed)
 
 
-def step_kinds(config: RunConfig) -> list[int]:
+def step_kinds(config: RunConfig, world_size: int) -> list[int]:
     """A step number for each precision of `--fp8-schedule`, the most frequent first; step 1 without a schedule."""
     if config.precision.fp8_schedule is None:
         return [1]
     first_of: dict[bool, int] = {}
     lengths: Counter[bool] = Counter()
-    training, first = config.training, 1
-    steps = training.train_iters or (training.train_samples or 0) // (training.global_batch_size or 1)
+    first, steps = 1, derived.train_iters(config, world_size)
     for phase in parse_schedule(config.precision.fp8_schedule):
         last = phase.last_step or max(first, steps)
         first_of.setdefault(phase.is_quantized, first)
@@ -193,12 +195,15 @@ def synthetic_batch(vocab_size: int, config: RunConfig) -> dict[str, torch.Tenso
     size, length = config.training.micro_batch_size, config.data.seq_length
     assert size is not None and length is not None
     tokens = torch.randint(vocab_size, (size, length + 1), generator=torch.Generator().manual_seed(0))
-    return {
+    batch = {
         "tokens": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),
         "loss_mask": torch.ones(size, length),
         "position_ids": torch.arange(length).expand(size, length).contiguous(),
     }
+    if config.data.reset_attention_mask:
+        batch["document_starts"] = batch["position_ids"] == 0  # one document is the most work
+    return batch
 
 
 def limit_memory(platform: device_platform.Platform, limit_bytes: int) -> None:
