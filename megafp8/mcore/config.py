@@ -6,19 +6,29 @@ and a changed one is an error.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import derived
-from megafp8.config.schema import RunConfig
+from megafp8.config.activations import is_gated, is_plain_swiglu
+from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
+from megafp8.config.stages import virtual_pipeline_size
 from megafp8.errors import ConfigError
+from megafp8.mcore.activation_fields import offloading_fields, recompute_fields
+from megafp8.mcore.attention_fields import attention_fields, yarn_attributes
+from megafp8.mcore.latent_attention import config_class, latent_fields
+from megafp8.mcore.mixture_fields import mixture_fields
+from megafp8.mcore.multi_token import multi_token_fields
 from megafp8.mcore.overrides import DTYPES, parsed_overrides
 from megafp8.mcore.patches import is_installed
 
@@ -50,7 +60,11 @@ def build_transformer_config(config: RunConfig, implementation: str, on_cuda: bo
         **parallel_fields(config),
         **precision_fields(config, implementation),
         **kernel_fields(config, implementation, on_cuda),
-        **recompute_fields(config),
+        **recompute_fields(config, implementation),
+        **offloading_fields(config),
+        **mixture_fields(config, implementation),
+        **latent_fields(config.model),
+        **multi_token_fields(config.model),
     }
     # Layers read this when they are built. Delayed scaling needs it for one update of its scales per step.
     fields["calculate_per_token_loss"] = True
@@ -58,7 +72,10 @@ def build_transformer_config(config: RunConfig, implementation: str, on_cuda: bo
     problems = unsafe_override_problems(fields)
     if problems:
         raise ConfigError(problems)
-    return build_checked(TransformerConfig, fields)
+    built: TransformerConfig = build_checked(config_class(config.model), fields)
+    for name, value in yarn_attributes(config.model).items():
+        setattr(built, name, value)
+    return built
 
 
 def unsafe_override_problems(fields: Mapping[str, Any]) -> list[str]:
@@ -84,11 +101,6 @@ def unsafe_override_problems(fields: Mapping[str, Any]) -> list[str]:
 def shape_fields(config: RunConfig) -> dict[str, Any]:
     """Fields of the model architecture."""
     model = config.model
-    activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu
-    if model.swiglu:
-        activation = F.silu
-    elif model.squared_relu:
-        activation = squared_relu
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -99,23 +111,36 @@ def shape_fields(config: RunConfig) -> dict[str, Any]:
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
-        "gated_linear_unit": model.swiglu,
-        "activation_func": activation,
+        "gated_linear_unit": is_gated(model),
+        "activation_func": activation_function(model),
+        "activation_func_clamp_value": model.activation_func_clamp_value,
+        "glu_linear_offset": model.glu_linear_offset,
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
-        "qk_layernorm": model.qk_layernorm,
-        "rotary_interleaved": model.rotary_interleaved,
+        **attention_fields(model),
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
+        "softmax_scale": model.softmax_scale,
         "attention_softmax_in_fp32": derived.softmax_in_fp32(model),
         "apply_query_key_layer_scaling": model.apply_query_key_layer_scaling,
-        "window_size": None if model.window_size is None else (model.window_size, 0),
         "init_method_std": model.init_method_std,
+        "embedding_init_method_std": model.embedding_init_method_std,
         "init_method": leave_uninitialized,
         "output_layer_init_method": leave_uninitialized,
         "embedding_init_method": leave_uninitialized,
         "perform_initialization": True,
     }
+
+
+def activation_function(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation of the MLP; with a gated unit that of the gate."""
+    if model.swiglu:
+        return F.silu
+    if model.quick_geglu:
+        return quick_gelu
+    if model.squared_relu:
+        return squared_relu
+    return tanh_gelu if model.openai_gelu or model.geglu else F.gelu
 
 
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -131,17 +156,25 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 def parallel_fields(config: RunConfig) -> dict[str, Any]:
     """Fields of model parallelism and pipeline communication."""
     parallel = config.parallel
-    stages, chunks = parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config)
+    stages, chunks = parallel.pipeline_model_parallel_size, virtual_pipeline_size(config)
     overlap = chunks is not None and parallel.overlap_p2p_comm
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": stages,
         "virtual_pipeline_model_parallel_size": chunks,
+        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
+        "account_for_embedding_in_pipeline_split": parallel.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": parallel.account_for_loss_in_pipeline_split,
+        "pipeline_model_parallel_layout": layer_layout(parallel),
+        "microbatch_group_size_per_vp_stage": parallel.microbatch_group_size_per_virtual_pipeline_stage,
         "context_parallel_size": parallel.context_parallel_size,
         "cp_comm_type": parallel.cp_comm_type,
+        "hierarchical_context_parallel_sizes": list(parallel.hierarchical_context_parallel_sizes) or None,
         # Example scripts always give the flag; with one tensor-parallel rank it has no effect.
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
         "overlap_p2p_comm": overlap,
+        "overlap_p2p_comm_warmup_flush": parallel.overlap_p2p_comm_warmup_flush,
         # With two interleaved stages, both neighbours of a rank are the same peer. Batched messages to it are matched
         # in posting order, which mixes them up: the loss is wrong and the gradients explode without an error.
         "batch_p2p_comm": not overlap and not (chunks is not None and stages == 2),
@@ -155,6 +188,21 @@ def parallel_fields(config: RunConfig) -> dict[str, Any]:
         "tp_comm_bulk_dgrad": parallel.tp_comm_bulk_dgrad,
         "tp_comm_bulk_wgrad": parallel.tp_comm_bulk_wgrad,
     }
+
+
+def layer_layout(parallel: ParallelConfig) -> Optional[PipelineParallelLayerLayout]:
+    """megatron-core's reading of --pipeline-model-parallel-layout; None without it.
+
+    Raises:
+        ConfigError: megatron-core refuses it.
+    """
+    text = parallel.pipeline_model_parallel_layout
+    if text is None:
+        return None
+    try:
+        return PipelineParallelLayerLayout.from_str(text, parallel.pipeline_model_parallel_size)
+    except AssertionError as error:
+        raise ConfigError(f"megatron-core refuses --pipeline-model-parallel-layout {text}: {error}") from error
 
 
 def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
@@ -193,16 +241,16 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
 def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict[str, Any]:
     """Fields that select kernels. Fusions that need a GPU are off on a CPU, with the same results."""
     precision, model = config.precision, config.model
-    # As in Megatron-LM, GELU is only fused together with its bias.
-    bias_activation = (
-        precision.bias_swiglu_fusion if model.swiglu else precision.bias_gelu_fusion and model.add_bias_linear
+    activation = activation_function(model)
+    # As in Megatron-LM, GELU is only fused together with its bias. The fused SwiGLU has neither clamp nor offset.
+    bias_activation = (is_plain_swiglu(model) and precision.bias_swiglu_fusion) or (
+        activation is F.gelu and precision.bias_gelu_fusion and model.add_bias_linear
     )
-    is_gelu = not (model.swiglu or model.squared_relu)
     backend = precision.attention_backend if implementation == "transformer_engine" else "local"  # torch's SDPA
     fields: dict[str, Any] = {
         "use_cpu_initialization": not on_cuda,
         "attention_backend": AttnBackend[backend],
-        "bias_activation_fusion": on_cuda and bias_activation and not model.squared_relu,
+        "bias_activation_fusion": on_cuda and bias_activation,
         "bias_dropout_fusion": on_cuda and precision.bias_dropout_fusion,
         "masked_softmax_fusion": on_cuda and precision.masked_softmax_fusion,
         "apply_rope_fusion": (
@@ -219,7 +267,7 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
     }
     if derived.uses_cuda_graph(config):
         fields |= full_iteration_graph_fields()
-    if is_gelu and bias_activation and not on_cuda:
+    if activation is F.gelu and bias_activation and not on_cuda:
         fields["activation_func"] = tanh_gelu
     return fields
 
@@ -241,23 +289,6 @@ def has_rope_kernel() -> bool:
     return rope_utils.fused_apply_rotary_pos_emb is not None
 
 
-def recompute_fields(config: RunConfig) -> dict[str, Any]:
-    """Fields of activation recomputation."""
-    training = config.training
-    granularity = derived.recompute_granularity(training)
-    if granularity is None:
-        return {}
-    fields: dict[str, Any] = {
-        "recompute_granularity": granularity,
-        "recompute_method": training.recompute_method,
-        "recompute_num_layers": training.recompute_num_layers,
-        "distribute_saved_activations": training.distribute_saved_activations,
-    }
-    if granularity == "selective":
-        fields["recompute_modules"] = list(derived.recompute_modules(training))
-    return fields
-
-
 def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
     """Build the configuration of gradient buffers and their reduction."""
     parallel, precision = config.parallel, config.precision
@@ -267,10 +298,12 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         "overlap_param_gather": bool(parallel.overlap_param_gather),
         "use_distributed_optimizer": bool(parallel.use_distributed_optimizer),
         "bucket_size": parallel.ddp_bucket_size,
-        "average_in_collective": parallel.ddp_average_in_collective,
         "fp8_param_gather": precision.fp8_param_gather,
     }
     fields |= parsed_overrides(config, "ddp", DistributedDataParallelConfig)
+    if parallel.use_torch_fsdp2:
+        fields["reshard_after_forward"] = parallel.torch_fsdp2_reshard_after_forward
+        return build_checked(TorchFullyShardedDataParallelConfig, fields)
     return build_checked(DistributedDataParallelConfig, fields)
 
 
@@ -321,7 +354,7 @@ def build_checked(kind: type, fields: Mapping[str, Any]) -> Any:
     try:
         built = kind(**fields)
     except (ValueError, AssertionError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"megatron-core's {kind.__name__} refuses the configuration: {error}") from error
+        raise ConfigError(f"megatron-core's {kind.__name__} refuses the configuration: {fault_text(error)}") from error
     changed = [
         f"megatron-core's {kind.__name__} changed {name} from {requested!r} to {getattr(built, name)!r}"
         for name, requested in fields.items()
@@ -330,6 +363,14 @@ def build_checked(kind: type, fields: Mapping[str, Any]) -> Any:
     if changed:
         raise ConfigError(changed)
     return built
+
+
+def fault_text(error: Exception) -> str:
+    """The message of an error; of an assertion without one, its source line."""
+    if str(error):
+        return str(error)
+    line = traceback.extract_tb(error.__traceback__)[-1].line
+    return f"{type(error).__name__} in {line!r}"
 
 
 def override_problems(config: RunConfig) -> list[str]:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megafp8.config.precision_map import OUTPUT_LAYER
+from megafp8.config.precision_map import ATTENTION_LINEARS, EXPERTS, OUTPUT_LAYER, SHARED_EXPERTS
 from megafp8.mcore.patches import is_installed
 
 
@@ -18,12 +20,48 @@ def named_linears(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The linears of a chunk's layers, numbered from 0 over all stages, and the output layer if it quantizes."""
     for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
         prefix = f"layers.{layer.layer_number - 1}."
-        attention, mlp = layer.self_attention, layer.mlp
-        yield prefix + "linear_qkv", attention.linear_qkv
-        yield prefix + "linear_proj", attention.linear_proj
-        yield prefix + "linear_fc1", mlp.linear_fc1
-        yield prefix + "linear_fc2", mlp.linear_fc2
+        attention = layer.self_attention
+        for name in ATTENTION_LINEARS:
+            if hasattr(attention, name):
+                yield prefix + name, getattr(attention, name)
+        for kind, mlp in named_mlps(layer.mlp):
+            yield prefix + kind + "linear_fc1", mlp.linear_fc1
+            yield prefix + kind + "linear_fc2", mlp.linear_fc2
     yield from ((OUTPUT_LAYER, module) for module in chunk.modules() if getattr(module, "is_output", False))
+
+
+def named_mlps(mlp: Any) -> Iterator[tuple[str, Any]]:
+    """The MLPs of a layer with what precedes the names of their linears: one, or those of experts on this rank.
+
+    A grouped MLP has one pair of linears for all experts of the rank.
+    """
+    if not isinstance(mlp, MoELayer):
+        yield "", mlp
+        return
+    if isinstance(mlp.experts, SequentialMLP):
+        for number, expert in zip(mlp.local_expert_indices, mlp.experts.local_experts, strict=True):
+            yield f"{EXPERTS}{number}.", expert
+    else:
+        yield EXPERTS, mlp.experts
+    if mlp.shared_experts is not None:
+        yield SHARED_EXPERTS, mlp.shared_experts
+
+
+EXPERT_RANKS_EVIDENCE = (("tensor_parallel/layers.py", "self.expert_parallel = config.expert_model_parallel_size > 1"),)
+"""Only expert parallelism, and not another tensor-parallel size, makes the gradients of experts be reduced apart."""
+
+
+def mark_expert_weights(chunk: nn.Module, has_expert_ranks: bool) -> None:
+    """Have the gradients of experts reduced over the ranks that hold the same experts.
+
+    megatron-core marks the weights only with expert-parallel ranks. With another tensor-parallel size than that of the
+    other layers, copies of an expert on tensor-parallel ranks would otherwise train on different tokens.
+    """
+    if not has_expert_ranks:
+        return
+    for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):
+        for weight in layer.experts.parameters():
+            weight.allreduce = False
 
 
 def mlp_spec(module: type[MLP], submodules: MLPSubmodules, **params: Any) -> ModuleSpec | Callable[..., MLP]:

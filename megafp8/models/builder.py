@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Optional
+from functools import partial
+from typing import Any, Optional
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megafp8.config import derived
+from megafp8.config.mixture import has_expert_ranks
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
+from megafp8.config.stages import virtual_pipeline_size
 from megafp8.mcore import patches
 from megafp8.mcore.config import build_ddp_config, build_optimizer_config
+from megafp8.mcore.modules import mark_expert_weights
+from megafp8.mcore.multi_token import MultiTokenGPT
+from megafp8.mcore.torch_fsdp import TorchFSDP
 from megafp8.models.emulated_layers import EmulatedOutputLayer, convert_to_quantized_parameters
 from megafp8.models.initialization import initialize_parameters
-from megafp8.models.layer_specs import build_block_spec, linear_recipes
+from megafp8.models.layer_specs import build_block_spec, build_multi_token_spec, linear_recipes
 from megafp8.quantization.fp8_parameter import quantize_assigned_weights
 from megafp8.quantization.scaled_gemm import accumulate
 
@@ -39,7 +48,7 @@ def build_model(
         from megafp8.te import userbuffers  # needs Transformer Engine
 
         userbuffers.start(config, transformer_config.params_dtype)
-    num_chunks = derived.virtual_pipeline_size(config)
+    num_chunks = virtual_pipeline_size(config)
     stages: list[Optional[int]] = [None] if num_chunks is None else list(range(num_chunks))
     chunks = [build_chunk(config, transformer_config, implementation, vocab_size, stage) for stage in stages]
     with writable_weights(config, chunks, implementation):
@@ -75,7 +84,8 @@ def build_chunk(
     model = config.model
     positions = model.max_position_embeddings or config.data.seq_length
     assert positions is not None
-    chunk = GPTModel(
+    multi_token_spec = build_multi_token_spec(config, transformer_config, implementation, vp_stage)
+    chunk = (GPTModel if multi_token_spec is None else MultiTokenGPT)(
         config=transformer_config,
         transformer_layer_spec=build_block_spec(config, transformer_config, implementation, vp_stage),
         vocab_size=vocab_size,
@@ -90,12 +100,16 @@ def build_chunk(
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=multi_token_spec,
         vp_stage=vp_stage,
     )
+    if hasattr(chunk, "embedding") and model.embedding_multiplier != 1:
+        chunk.embedding.register_forward_hook(partial(multiply_embedding, model.embedding_multiplier))
     if not transformer_config.use_cpu_initialization:
         for module in chunk.modules():
             if isinstance(module, torch.nn.Embedding):
                 module.cuda()  # megatron-core builds learned position embeddings on the host
+    mark_expert_weights(chunk, has_expert_ranks(config))
     if implementation == "transformer_engine" and config.precision.precision_map:
         from megafp8.te import recipes  # needs Transformer Engine
 
@@ -107,7 +121,36 @@ def build_chunk(
             amax_reduction=config.precision.fp8_amax_reduction,
             noise_name=f"{config.training.seed}|{OUTPUT_LAYER}",
         )  # fmt: skip
+    for name, parameter in chunk.named_parameters():
+        if name.endswith("softmax_offset"):
+            # megatron-core does not mark it, and would leave other ranks' heads out of the gradient norm.
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    if chunk.post_process and model.output_logit_softcapping is not None:
+        chunk.output_layer.register_forward_hook(partial(cap_logits, model.output_logit_softcapping))
+    if chunk.post_process and model.logits_scaling != 1:
+        chunk.output_layer.register_forward_hook(partial(divide_logits, model.logits_scaling))
     return chunk
+
+
+def cap_logits(
+    limit: float, layer: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]
+) -> tuple[torch.Tensor, Any]:
+    """Forward hook of the output layer: logits x become limit * tanh(x / limit), in their dtype."""
+    logits, bias = output
+    return limit * torch.tanh(logits / limit), bias
+
+
+def multiply_embedding(factor: float, layer: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Forward hook of the embedding: its output times a factor, in its dtype."""
+    return output * factor
+
+
+def divide_logits(
+    divisor: float, layer: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]
+) -> tuple[torch.Tensor, Any]:
+    """Forward hook of the output layer: logits divided by a number, in their dtype."""
+    logits, bias = output
+    return logits / divisor, bias
 
 
 def fuse_wgrad_accumulation(chunks: list[torch.nn.Module], implementation: str) -> None:
@@ -137,6 +180,8 @@ def add_gradient_buffers(
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk with megatron-core's gradient buffers and data-parallel reduction."""
     ddp_config = build_ddp_config(config)
+    if config.parallel.use_torch_fsdp2:
+        return [TorchFSDP(transformer_config, ddp_config, chunk) for chunk in chunks]
     # Later chunks of a rank finish their backward pass earlier, so their buffers need no buckets to overlap.
     return [
         DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)

@@ -23,6 +23,7 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from megafp8.mcore import patches
+from megafp8.quantization.counters import LinearCounts
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState
 from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, quantize_shards
 from megafp8.quantization.linear import emulated_linear
@@ -49,6 +50,8 @@ class EmulatedLinearMixin:
         gradient_accumulation_fusion: add wgrad to `main_grad` inside the layer. Set it after construction, because the
             constructor of megatron-core's linear would require Apex.
         is_quantizing: if False, all GEMMs are in high precision and the state of the recipe does not change.
+        is_moved: the same for the rest of the run, see `move_to_high_precision`.
+        counts: of non-finite and saturated values; None counts nothing.
     """
 
     # Attributes of megatron-core's linear.
@@ -76,6 +79,8 @@ class EmulatedLinearMixin:
         super().__init__(*args, **kwargs)
         self.recipe = recipe
         self.is_quantizing = True
+        self.is_moved = False
+        self.counts: Optional[LinearCounts] = None
         self.amax_reduction = amax_reduction
         self.observer: Optional[Observer] = None
         self.caches_weight_codes = False
@@ -143,7 +148,7 @@ class EmulatedLinearMixin:
                 grad_output_buffer=grad_output_buffer, **plain_options,
             )  # fmt: skip
         assert grad_output_buffer is None, "deferred wgrad of the output layer is not supported"
-        recipe = self.recipe if self.is_quantizing else UNQUANTIZED
+        recipe = self.recipe if self.is_quantizing and not self.is_moved else UNQUANTIZED
         noise: Optional[RoundingNoise] = None
         if recipe.is_stochastic:
             noise = self.quantizer_state if recipe.delayed is None else self.quantizer_state.noise
@@ -156,6 +161,7 @@ class EmulatedLinearMixin:
             fuse_wgrad=gradient_accumulation_fusion,
             noise=noise,
             observer=self.observer,
+            counts=self.counts,
         )
         if recipe.delayed is not None:
             return self._delayed_forward(input, weight, bias, plan)
@@ -187,6 +193,12 @@ class EmulatedLinearMixin:
         if self.amax_exchange is not None:  # an error may have interrupted the last step
             self.amax_exchange.start_step()
             self.quantizer_state.kept_scales.clear()
+
+    def move_to_high_precision(self) -> None:
+        """Quantize no GEMM from now on. The state of the recipe stays in checkpoints, unchanged. Not within a step."""
+        if self.amax_exchange is not None and not self.is_moved:
+            self.amax_exchange.leave(self.quantizer_state)
+        self.is_moved = True
 
     def quantize_parameter(self) -> None:
         """Replace the weight by a `QuantizedParameter`."""

@@ -41,7 +41,8 @@ def sharded_parameters(chunk: torch.nn.Module) -> Iterator[ShardedTensor]:
 def initialize_parameters(chunks: list[torch.nn.Module], config: TransformerConfig, seed: int) -> None:
     """Fill every parameter of the model chunks of this rank.
 
-    Numerics: matrices are drawn in FP32 from N(0, init_method_std^2) and rounded once to the parameter's dtype.
+    Numerics: matrices, and the offsets of the softmax, are drawn in FP32 from N(0, init_method_std^2) and rounded once
+    to the parameter's dtype.
     """
     filled = 0
     for chunk in chunks:
@@ -56,11 +57,11 @@ def initialize_block(block: ShardedTensor, config: TransformerConfig, seed: int)
     """Draw and copy the values of one block."""
     num_layer_dims = block.prepend_axis_num  # leading dimensions that stack layers
     layer, shape = tuple(block.global_offset[:num_layer_dims]), tuple(block.global_shape[num_layer_dims:])
-    if len(shape) == 1:
+    if len(shape) == 1 and not block.key.endswith("softmax_offset"):
         is_weight = not block.key.endswith("bias")
         block.data.fill_(1.0 if is_weight and not config.layernorm_zero_centered_gamma else 0.0)
         return
-    std = config.init_method_std
+    std = config.embedding_init_method_std if block.key.startswith("embedding.") else config.init_method_std
     if block.key.endswith(RESIDUAL_PROJECTIONS):
         std /= math.sqrt(2 * config.num_layers)
     generator = torch.Generator(block.data.device)

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megafp8.mcore.multi_token import MultiTokenGPT
 from megafp8.mcore.process_groups import split_over_context
 from megafp8.resilience import fault_injection
 
@@ -34,26 +37,59 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> LossOutput:
     return total, num_tokens.to(torch.int32), {"loss": torch.stack((total.detach(), num_tokens))}
 
 
+def multi_token_loss(depth_sums: Tensor, loss_mask: Tensor, losses: Tensor) -> LossOutput:
+    """`token_loss` of the main output; the record also has the sums of multi-token prediction as `mtp_losses`.
+
+    megatron-core adds the gradient of the other losses in the backward pass.
+    """
+    total, num_tokens, report = token_loss(loss_mask, losses)
+    return total, num_tokens, report | {"mtp_losses": depth_sums}
+
+
+def packed_documents(document_starts: Tensor, device: torch.device) -> PackedSeqParams:
+    """The borders of documents for attention.
+
+    The format is sbhd: sequences keep their shape, and rotary embeddings their positions, of which attention only uses
+    differences. The maximum length is that of a sequence, so that kernels are planned once.
+
+    Args:
+        document_starts: bool (B, S) on the host; the first token of each sequence starts a document.
+    """
+    starts = document_starts.flatten().nonzero().flatten()
+    ends = torch.cat((starts, torch.tensor([document_starts.numel()]))).to(torch.int32).to(device, non_blocking=True)
+    length = document_starts.shape[1]
+    return PackedSeqParams(
+        qkv_format="sbhd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=length, max_seqlen_kv=length
+    )
+
+
 def build_forward_step(
     device: torch.device, context_parallel_size: int
 ) -> Callable[[Iterator[dict[str, Tensor]], torch.nn.Module], tuple[Tensor, Callable[[Tensor], LossOutput]]]:
     """Build megatron-core's forward step, which returns a chunk's output and its loss function.
 
-    Pipeline stages that need neither tokens nor labels get None for `batches`.
+    Pipeline stages that need no part of a batch get None for `batches`.
     """
 
     def forward_step(
         batches: Iterator[dict[str, Tensor]], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
-        tokens = labels = loss_mask = positions = None
+        tokens = labels = loss_mask = positions = documents = None
         if batches is not None:
             fault_injection.point("data.wait")
-            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(batches).items()}
+            on_host = next(batches)
+            if "document_starts" in on_host:
+                documents = packed_documents(on_host["document_starts"], device)
+            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in on_host.items()}
             if context_parallel_size > 1:
                 batch = split_over_context(batch)
             tokens, positions = batch["tokens"], batch["position_ids"]
             labels, loss_mask = batch["labels"], batch["loss_mask"]
-        output = model(tokens, positions, None, labels=labels)
-        return output, partial(token_loss, loss_mask)
+        chunk = unwrap_model(model)
+        if not isinstance(chunk, MultiTokenGPT):
+            output = model(tokens, positions, None, labels=labels, packed_seq_params=documents)
+            return output, partial(token_loss, loss_mask)
+        output = model(tokens, positions, None, labels=labels, loss_mask=loss_mask)
+        return output, partial(multi_token_loss, chunk.depth_sums(loss_mask), loss_mask)
 
     return forward_step

@@ -112,6 +112,16 @@ class DelayedState(nn.Module):
             self._buffers[name] = buffer.to(fn(buffer).device)
         return self
 
+    @property
+    def infinite_amaxes(self) -> Tensor:
+        """Whether each operand's window has an infinite amax, bool [3]. It would keep the scale until it leaves."""
+        return self.amax_history.amax(dim=0) == torch.inf
+
+    @torch.no_grad()
+    def clear_infinite_amaxes(self) -> None:
+        """Remove infinite amaxes from the history, so that the next update makes scales from the others."""
+        self.amax_history.masked_fill_(self.amax_history == torch.inf, 0.0)
+
     def scales(self, records_amax: bool, forward_scale: Optional[Tensor] = None) -> DelayedScales:
         """The current scales of the operands.
 
@@ -168,6 +178,10 @@ class AmaxExchange:
         """
         self.states.append(state)
         self.group = group
+
+    def leave(self, state: DelayedState) -> None:
+        """Remove a linear, which quantizes no more."""
+        self.states = [each for each in self.states if each is not state]
 
     def forward_ran(self, state: DelayedState) -> None:
         """A linear has quantized its input and weight."""

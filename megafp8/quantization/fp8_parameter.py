@@ -31,7 +31,7 @@ from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
 from megafp8.quantization.quantize import as_blocks, block_scales, dequantize, scale_and_cast
 from megafp8.quantization.quantized_tensor import Quantized, sized_block
 from megafp8.quantization.rounding import CODE_DTYPES
-from megafp8.quantization.scaling import Scales, block_amax, compute_amax, quant_scale_of, reduce_amax, tensor_scales
+from megafp8.quantization.scaling import Scales, block_amax, compute_amax, current_scale_of, reduce_amax, tensor_scales
 from megafp8.recipes.base import Block, Operand, OperandRule, ScaleRule
 
 WEIGHT = OPERANDS.index(Operand.WEIGHT)
@@ -253,5 +253,5 @@ def _scales(weights: Sequence[WeightCodes], amax: Tensor) -> Scales:
         assert None not in states, "delayed scaling has its scale from before"
         return tensor_scales(torch.stack([state.quant_scale[WEIGHT] for state in states if state is not None]))
     if rule.block is None:
-        return tensor_scales(quant_scale_of(amax, rule.format, rule.scale_rule))
+        return tensor_scales(current_scale_of(amax, rule))
     return block_scales(amax, rule, weights[0].dtype, None)

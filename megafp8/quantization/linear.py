@@ -25,7 +25,8 @@ multiplied into the decoded codes: the product is still a BF16 number, so that n
 need FP32 operands.
 
 A block recipe quantizes x and dy twice, along rows and along columns, because fprop and dgrad sum over another dim than
-wgrad. Both copies come from high precision. Square blocks of w serve both fprop and dgrad.
+wgrad. Both copies come from high precision. Square blocks of w serve both fprop and dgrad. A recipe that requantizes
+keeps the codes of x and w for fprop alone, and the backward pass makes its codes from what they represent.
 
 Saved for the backward pass are the codes of x and w that it needs, one byte an element instead of two or four. The bias
 gradient is the sum of the unquantized grad_output. A GEMM whose operands are not quantized runs in the dtype of the
@@ -123,12 +124,14 @@ class _EmulatedLinear(torch.autograd.Function):
         dtype = plan.gemm_dtype(input, Gemm.FPROP) if is_quantized else input.dtype
         # Codes are gathered, not decoded values: they are half the bytes.
         dtypes: dict[Gemm, Optional[torch.dtype]] = {}
+        requantizes = needs_wgrad and plan.recipe.requantizes(Operand.INPUT)
         if is_quantized:
-            dtypes[Gemm.FPROP] = None if plan.gather_input else dtype
+            dtypes[Gemm.FPROP] = None if plan.gather_input or requantizes else dtype
         if needs_wgrad and _saves_codes(input, plan):
             dtypes[Gemm.WGRAD] = None
         quantized = plan.quantize_for(input, Operand.INPUT, dtypes) if dtypes else {}
-        saved_input: Union[Quantized, Decoded, Tensor, None] = quantized.get(Gemm.WGRAD)
+        kept = Gemm.FPROP if requantizes else Gemm.WGRAD
+        saved_input: Union[Quantized, Decoded, Tensor, None] = quantized.get(kept)
         if needs_wgrad and saved_input is None:
             saved_input = input.contiguous()
         _save(ctx, quantized_weight.dgrad, saved_input)
@@ -144,7 +147,7 @@ class _EmulatedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Optional[Tensor], ...]:
-        plan: LinearPlan = ctx.plan
+        plan: LinearPlan = ctx.plan.for_backward(grad_output.device)
         weight, saved_input = _load_saved(ctx)
         needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
         gathers: list[dist.Work] = []
@@ -165,7 +168,7 @@ class _EmulatedLinear(torch.autograd.Function):
         dy = plan.quantize_for(rows, Operand.GRAD_OUTPUT, dtypes) if dtypes else {}
         if needs_dgrad:
             # `pop`: the decoded copy for dgrad is freed before wgrad allocates.
-            grad_rows = _dgrad(rows, dy.pop(Gemm.DGRAD, None), ctx.weight if weight is None else weight)
+            grad_rows = _dgrad(rows, dy.pop(Gemm.DGRAD, None), ctx.weight if weight is None else weight, plan)
             grad_input, reductions = _start_reduction(grad_rows, ctx.input_shape, plan)  # overlaps with wgrad
         if needs_wgrad:
             _wait(gathers)
@@ -185,7 +188,7 @@ class _EmulatedLinear(torch.autograd.Function):
 def _saves_codes(input: Tensor, plan: LinearPlan) -> bool:
     """Whether the input is quantized for wgrad in the forward pass; otherwise it is saved unquantized."""
     rule = plan.recipe.rule(Operand.INPUT, Gemm.WGRAD)
-    if rule is None:
+    if rule is None or rule.is_requantized:
         return False
     if not plan.gather_input or rule.block is None:
         return True
@@ -230,12 +233,14 @@ def _fprop(
     return emulated_gemm(rows_of(a.values), b.values.t(), product_of(a.factor, b.factor), output_dtype, bias)
 
 
-def _dgrad(rows: Tensor, dy: Union[Quantized, Decoded, None], weight: Union[Quantized, Tensor]) -> Tensor:
-    """dy . w; `rows` is grad_output in high precision. The weight is quantized where `dy` is."""
+def _dgrad(
+    rows: Tensor, dy: Union[Quantized, Decoded, None], weight: Union[Quantized, Tensor], plan: LinearPlan
+) -> Tensor:
+    """dy . w; `rows` is grad_output in high precision."""
     if dy is None:
         assert isinstance(weight, Tensor)
         return torch.mm(rows, weight)
-    assert isinstance(weight, Quantized)
+    weight = plan.backward_codes(weight, Operand.WEIGHT, Gemm.DGRAD)
     if isinstance(dy, Quantized):
         a, b = scaled_gemm.rows_along_sum(dy), scaled_gemm.columns_along_sum(weight)
         return scaled_gemm.multiply(a, b, rows.dtype)
@@ -251,25 +256,24 @@ def _wgrad(
     main_grad = getattr(weight, "main_grad", None) if plan.fuse_wgrad else None
     a, b, factor = rows.t(), saved_input, None
     if dy is not None:
-        if not isinstance(saved_input, Quantized):
-            saved_input = plan.quantize(saved_input, Operand.INPUT, Gemm.WGRAD)
+        saved_input = plan.backward_codes(saved_input, Operand.INPUT, Gemm.WGRAD)
         if isinstance(dy, Quantized):
             grad_rows_t = scaled_gemm.transposed(scaled_gemm.columns_along_sum(dy))
             product = scaled_gemm.multiply(grad_rows_t, scaled_gemm.columns_along_sum(saved_input), torch.float32)
             if main_grad is None:
                 return product.to(weight.dtype)
             main_grad.add_(product)
-            return _main_grad_stand_in(weight)
+            return main_grad_stand_in(weight)
         x = decode_operand(saved_input, dy.values.dtype)
         a, b, factor = dy.values.t(), x.values, product_of(dy.factor, x.factor)
     assert isinstance(b, Tensor)
     if main_grad is None:
         return emulated_gemm(a, rows_of(b), factor, weight.dtype)
     accumulate(main_grad, a, rows_of(b), factor)
-    return _main_grad_stand_in(weight)
+    return main_grad_stand_in(weight)
 
 
-def _main_grad_stand_in(weight: Tensor) -> Optional[Tensor]:
+def main_grad_stand_in(weight: Tensor) -> Optional[Tensor]:
     """The tensor for autograd when the gradient is in `main_grad` already.
 
     megatron-core's data-parallel hook counts a parameter as ready when autograd delivers a gradient, and with

@@ -3,6 +3,7 @@ the codes of a weight that several forward passes share."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, Union
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.quantization import scaled_gemm
+from megafp8.quantization.counters import LinearCounts
 from megafp8.quantization.delayed_scaling import DelayedScales
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.quantization.nvfp4 import RoundingNoise
-from megafp8.quantization.quantize import decode_operand, quantize_for
+from megafp8.quantization.nvfp4_variants import draw_signs
+from megafp8.quantization.quantize import decode_operand, dequantize, quantize_for
 from megafp8.quantization.quantized_tensor import Decoded, Quantized, Use
 from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe, Operand, OperandRule
 
@@ -46,9 +49,11 @@ class LinearPlan:
         fuse_wgrad: add the weight gradient to `weight.main_grad`, where data parallelism has made one.
         delayed: with delayed scaling, the scales of the operands.
         noise: with stochastic rounding, the source of its random numbers.
+        signs: in the backward pass of a recipe that transforms operands with random signs, those of this pass.
         after_backward: called at the end of the backward pass.
         observer: called with every operand that is quantized. Operands are then quantized to codes first and decoded
             from them.
+        counts: to which the non-finite and saturated values of the operands are added.
     """
 
     recipe: LinearRecipe
@@ -59,12 +64,26 @@ class LinearPlan:
     fuse_wgrad: bool = False
     delayed: Optional[DelayedScales] = None
     noise: Optional[RoundingNoise] = None
+    signs: Optional[Tensor] = None
     after_backward: Optional[Callable[[], None]] = None
     observer: Optional[Observer] = None
+    counts: Optional[LinearCounts] = None
+
+    def for_backward(self, device: torch.device) -> LinearPlan:
+        """The plan of one backward pass: with random signs, where the recipe has them."""
+        if not self.recipe.is_rotated or self.noise is None:
+            return self
+        return dataclasses.replace(self, signs=draw_signs(self.noise.next_generator(device)))
 
     def quantize(self, tensor: Tensor, operand: Operand, gemm: Gemm) -> Quantized:
         """The codes of one operand for one GEMM."""
         return self.quantize_to_codes(tensor, operand, (gemm,))[gemm]
+
+    def backward_codes(self, kept: Union[Quantized, Tensor], operand: Operand, gemm: Gemm) -> Quantized:
+        """The codes of weight or input for a GEMM of the backward pass, from what the forward pass kept."""
+        if isinstance(kept, Tensor):
+            return self.quantize(kept, operand, gemm)
+        return self.quantize(dequantize(kept), operand, gemm) if self.recipe.requantizes(operand) else kept
 
     def quantize_to_codes(self, tensor: Tensor, operand: Operand, gemms: tuple[Gemm, ...]) -> dict[Gemm, Quantized]:
         """The codes of one operand for some of its GEMMs, which the observer sees."""
@@ -97,7 +116,9 @@ class LinearPlan:
             self.noise.next_generator(tensor.device) if self.noise is not None and use.rule.is_stochastic else None
             for use in uses
         ]
-        return dict(zip(dtypes, quantize_for(tensor, uses, group, delayed, generators), strict=True))
+        counts = () if self.counts is None else [self.counts[operand, gemm] for gemm in dtypes]
+        results = quantize_for(tensor, uses, group, delayed, generators, self.signs, counts)
+        return dict(zip(dtypes, results, strict=True))
 
     def _rule(self, operand: Operand, gemm: Gemm) -> OperandRule:
         rule = self.recipe.rule(operand, gemm)
@@ -118,9 +139,11 @@ class LinearPlan:
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight [N, K] for the two GEMMs that read it; the same codes twice where the rules are the same.
+    """A weight [N, K] for the two GEMMs that read it; the same codes twice where the rules are the same, or where the
+    backward pass makes its codes from those of fprop.
 
-    None is for a GEMM in high precision, which reads the weight itself.
+    None is for a GEMM in high precision, and for a dgrad whose codes the backward pass makes without those of fprop:
+    they read the weight itself.
     """
 
     fprop: Optional[Quantized]
@@ -139,6 +162,8 @@ def quantize_weight(weight: Tensor, plan: LinearPlan) -> QuantizedWeight:
         if plan.observer is not None:
             plan.observer(Operand.WEIGHT, weight, {Gemm.FPROP: codes, Gemm.DGRAD: codes})
         return QuantizedWeight(codes, codes)
-    gemms = tuple(gemm for gemm in (Gemm.FPROP, Gemm.DGRAD) if plan.recipe.is_quantized(gemm))
+    rules = {gemm: plan.recipe.rule(Operand.WEIGHT, gemm) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
+    gemms = tuple(gemm for gemm, rule in rules.items() if rule is not None and not rule.is_requantized)
     quantized = plan.quantize_to_codes(weight, Operand.WEIGHT, gemms) if gemms else {}
-    return QuantizedWeight(quantized.get(Gemm.FPROP), quantized.get(Gemm.DGRAD))
+    for_dgrad = Gemm.FPROP if plan.recipe.requantizes(Operand.WEIGHT) else Gemm.DGRAD
+    return QuantizedWeight(quantized.get(Gemm.FPROP), quantized.get(for_dgrad))

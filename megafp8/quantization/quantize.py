@@ -15,16 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.quantization.counters import count_on_device, count_values
 from megafp8.quantization.delayed_scaling import DelayedScale
-from megafp8.quantization.nvfp4 import hadamard_transform, random_bytes
+from megafp8.quantization.nvfp4 import random_bytes
+from megafp8.quantization.nvfp4_variants import draw_signs, eden_quantize, four_over_six_scales, transformed
 from megafp8.quantization.quantized_tensor import Decoded, Quantized, Use, matrix_shape, sized_block
 from megafp8.quantization.rounding import CODE_DTYPES, cast, codes_shape, decode
 from megafp8.quantization.scaling import (
     FP32_MAX,
     Scales,
-    block_amax,
-    compute_amax,
+    current_scale_of,
     e8m0_scales,
+    inspect_amax,
+    inspect_block_amax,
     quant_scale_of,
     reduce_amax,
     tensor_scales,
@@ -81,11 +84,16 @@ def quantize_for(
     group: Optional[dist.ProcessGroup] = None,
     delayed: Optional[DelayedScale] = None,
     generators: Sequence[Optional[torch.Generator]] = (),
+    signs: Optional[Tensor] = None,
+    counts: Sequence[Tensor] = (),
 ) -> list[Union[Quantized, Decoded]]:
     """Quantize a tensor for all its uses at once; uses under one rule share the codes.
 
     Args:
         generators: one for each use, as for `quantize`; may be left out if no rule is stochastic.
+        signs: of a Hadamard transform with random signs, shared by the operands of a GEMM; None draws them.
+        counts: for each use, counts to which its non-finite and saturated values are added (`counters.py`); may be left
+            out.
 
     Returns:
         for each use codes and scales, or decoded values.
@@ -98,6 +106,9 @@ def quantize_for(
     if has_kernels(tensor):
         from megafp8.quantization import triton_quantize  # needs Triton
 
+        if counts:
+            count_on_device(tensor, uses, None if delayed is None else delayed.quant_scale, counts)
+            counts = ()
         if all(triton_quantize.has_row_scales(tensor, use.rule) for use in uses):
             quantized = triton_quantize.quantize_rowwise(tensor, [use.rule for use in uses])
         elif all(triton_quantize.can_quantize(tensor, use.rule) for use in uses):
@@ -105,7 +116,8 @@ def quantize_for(
     results: dict[Use, Union[Quantized, Decoded]] = {}
     for use, generator in zip(uses, generators, strict=True):
         if use.rule not in quantized:
-            quantized[use.rule] = quantize_by_torch(tensor, use.rule, group, delayed, generator)
+            of_rule = [count for other, count in zip(uses, counts, strict=False) if other.rule == use.rule]
+            quantized[use.rule] = quantize_by_torch(tensor, use.rule, group, delayed, generator, signs, of_rule)
         if use not in results:
             codes = quantized[use.rule]
             results[use] = codes if use.dtype is None else decode_operand(codes, use.dtype)
@@ -118,32 +130,65 @@ def quantize_by_torch(
     group: Optional[dist.ProcessGroup] = None,
     delayed: Optional[DelayedScale] = None,
     generator: Optional[torch.Generator] = None,
+    signs: Optional[Tensor] = None,
+    counts: Sequence[Tensor] = (),
 ) -> Quantized:
-    """`quantize` in torch operations, on any device; the rule's block is in numbers."""
+    """`quantize` in torch operations, on any device; the rule's block is in numbers.
+
+    Args:
+        signs: as for `quantize_for`.
+        counts: to which non-finite and saturated values are added.
+    """
     source = tensor.detach()
     rows = source.reshape(matrix_shape(source))
+    if rule.scale_rule is ScaleRule.EDEN and signs is None:
+        assert generator is not None
+        signs = draw_signs(generator)
     if rule.block is None:
-        scales = _tensor_scales(source, rule, group, delayed)
-        blocks, quant_scale = rows[:, None, None, :], scales.quant
+        amax, is_suspect = inspect_amax(source)
+        scales = _tensor_scales(amax, rule, group, delayed)
+        blocks = rows[:, None, None, :]
+        codes = scale_and_cast(blocks, scales.quant, rule.format, generator)
     else:
-        blocks = as_blocks(hadamard_transform(rows) if rule.is_transformed else rows, sized_block(rule))
-        scales = block_scales(block_amax(blocks), rule, source.dtype, group)
-        quant_scale = scales.quant[:, None, :, None]
-    codes = scale_and_cast(blocks, quant_scale, rule.format, generator)
+        blocks = as_blocks(transformed(rows, rule, signs), sized_block(rule))
+        amax, is_suspect = inspect_block_amax(blocks)
+        codes, scales = _quantize_blocks(blocks, amax, rule, source.dtype, group, generator)
+    if counts:
+        count_values(source, blocks, amax, scales.quant, is_suspect, rule, counts)
     codes = codes[: rows.shape[0], : codes_shape(rows.shape, rule.format)[-1]]  # drop the padding of ragged edges
-    return Quantized(codes.reshape(codes_shape(source.shape, rule.format)), scales.dequant, scales.tensor, rule)
+    codes = codes.reshape(codes_shape(source.shape, rule.format))
+    return Quantized(codes, scales.dequant, scales.tensor, rule, signs if rule.scale_rule is ScaleRule.EDEN else None)
+
+
+def _quantize_blocks(
+    blocks: Tensor, amax: Tensor, rule: OperandRule, dtype: torch.dtype, group: Optional[dist.ProcessGroup],
+    generator: Optional[torch.Generator],
+) -> tuple[Tensor, Scales]:  # fmt: skip
+    """Codes [rows, columns] and scales of blocks; `amax` and `dtype` as for `block_scales`."""
+    if rule.scale_rule is ScaleRule.EDEN:
+        assert generator is not None
+        return eden_quantize(blocks, amax, _tensor_amax(amax, group), generator)
+    if rule.scale_rule is ScaleRule.FOUR_OVER_SIX:
+        scales = four_over_six_scales(blocks, amax, _tensor_amax(amax, group))
+    else:
+        scales = block_scales(amax, rule, dtype, group)
+    return scale_and_cast(blocks, scales.quant[:, None, :, None], rule.format, generator), scales
+
+
+def _tensor_amax(amax: Tensor, group: Optional[dist.ProcessGroup]) -> Tensor:
+    """The largest of the amaxes of a tensor's blocks on all ranks."""
+    return reduce_amax(amax.amax() if amax.numel() else amax.new_zeros(()), group)
 
 
 def _tensor_scales(
-    tensor: Tensor, rule: OperandRule, group: Optional[dist.ProcessGroup], delayed: Optional[DelayedScale]
+    amax: Tensor, rule: OperandRule, group: Optional[dist.ProcessGroup], delayed: Optional[DelayedScale]
 ) -> Scales:
     """The per-tensor scale, by current scaling or delayed scaling."""
-    amax = compute_amax(tensor)
     if rule.scale_rule is ScaleRule.DELAYED:
         assert delayed is not None, "delayed scaling has its scale from before"
         delayed.record(amax)
         return tensor_scales(delayed.quant_scale)
-    return tensor_scales(quant_scale_of(reduce_amax(amax, group), rule.format, rule.scale_rule))
+    return tensor_scales(current_scale_of(reduce_amax(amax, group), rule))
 
 
 def block_scales(amax: Tensor, rule: OperandRule, dtype: torch.dtype, group: Optional[dist.ProcessGroup]) -> Scales:
@@ -155,10 +200,11 @@ def block_scales(amax: Tensor, rule: OperandRule, dtype: torch.dtype, group: Opt
         group: ranks that share the tensor scale of two-level scaling.
     """
     if rule.scale_rule is ScaleRule.TWO_LEVEL:
-        tensor_amax = amax.amax() if amax.numel() else amax.new_zeros(())
-        return two_level_scales(amax, reduce_amax(tensor_amax, group))
+        return two_level_scales(amax, _tensor_amax(amax, group))
     if rule.scale_rule is ScaleRule.E8M0:
         return e8m0_scales(amax, rule.format)
+    if rule.scale_rule is ScaleRule.E8M0_FLOOR:
+        return e8m0_scales(amax, rule.format, is_floor=True)
     on_overflow = min(torch.finfo(dtype).max, FP32_MAX)
     return tensor_scales(quant_scale_of(amax, rule.format, rule.scale_rule, on_overflow=on_overflow))
 

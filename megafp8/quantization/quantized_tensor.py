@@ -26,16 +26,18 @@ class Quantized:
             ceil(columns / block columns)].
         tensor_scale: FP32 scalar of two-level scaling, which multiplies all block scales; None is 1.
         rule: the rule that it was quantized by, its block in numbers (`OperandRule.for_shape`).
+        signs: FP32 [128], of a Hadamard transform with random signs; None without one.
     """
 
     codes: Tensor
     dequant_scale: Tensor
     tensor_scale: Optional[Tensor]
     rule: OperandRule
+    signs: Optional[Tensor] = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Codes and scales, in the order of the constructor."""
+        """Codes and scales, in the order of the constructor. `signs` are never kept."""
         return self.codes, self.dequant_scale, self.tensor_scale
 
     @property

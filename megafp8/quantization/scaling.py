@@ -8,8 +8,13 @@ recipe stores it. The rules are Transformer Engine's in every corner case (`comm
     power of two   the same with the mantissa bits cleared, which rounds down
     E8M0           dequant_scale is the smallest power of two >= amax / format max, stored as its biased exponent;
                    2^-127 for amax 0, 2^127 for an infinite amax
+    E8M0 floor     dequant_scale is the largest power of two <= amax / the largest power of two of the format, as in the
+                   OCP specification of microscaling formats; Transformer Engine has no such rule
     two-level      dequant_scale is E4M3, relative to an FP32 scale of the whole tensor that maps the tensor's amax to
                    448 x 6
+    four-over-six  two-level with 256 x 6, which leaves room for the 1.5 times larger scale of a block whose amax is
+                   mapped to 4; which of the two a block gets is decided in `nvfp4_variants.py`
+    EDEN           two-level with 256 x 6.07, the scale before its correction (`nvfp4_variants.py`)
 
 The power-of-two scale and E8M0 have the same exponent for every amax but 0 and infinity.
 
@@ -25,6 +30,7 @@ Engine's Adam, with two differences:
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Optional
 
 import torch
@@ -32,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.quantization.rounding import cast
-from megafp8.recipes.base import ScaleRule
+from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1, E4M3, Format
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -49,6 +55,15 @@ MOMENT_FORMAT_MAX = {torch.uint8: E4M3.max, torch.float16: torch.finfo(torch.flo
 MIN_MOMENT_SCALE = torch.finfo(torch.float32).tiny  # the reciprocal of a smaller scale overflows
 SPARE_BITS = 4  # of FP32's 24 significant bits
 INFINITY_BITS = 0x7F800000
+
+
+# Scales of other rules come from the current amax, and saturate nothing without a margin below 0.
+SATURATING_RULES = (ScaleRule.DELAYED, ScaleRule.E8M0_FLOOR)
+
+
+def can_saturate(rule: OperandRule) -> bool:
+    """Whether finite values can exceed the largest number that their scale expresses."""
+    return rule.scale_rule.is_two_level or rule.scale_rule in SATURATING_RULES or rule.margin < 0
 
 
 class Scales(NamedTuple):
@@ -70,14 +85,20 @@ def compute_amax(tensor: Tensor) -> Tensor:
 
     Numerics: exact; NaN is ignored, as by the hardware's maximum; infinity is not; an empty tensor gives 0.
     """
+    return inspect_amax(tensor)[0]
+
+
+def inspect_amax(tensor: Tensor) -> tuple[Tensor, bool]:
+    """`compute_amax`, and whether the tensor has non-finite values. On a GPU, where that would wait, it is False."""
     tensor = tensor.detach()
     if not tensor.numel():
-        return torch.zeros((), dtype=torch.float32, device=tensor.device)
+        return torch.zeros((), dtype=torch.float32, device=tensor.device), False
     if not tensor.is_cuda:  # one pass; NaN in the tensor makes both bounds NaN, and takes two more
         lowest, highest = (bound.item() for bound in torch.aminmax(tensor))
         if lowest <= highest:
-            return torch.tensor(max(abs(lowest), abs(highest)), dtype=torch.float32)
-    return tensor.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax().float()
+            amax = max(abs(lowest), abs(highest))
+            return torch.tensor(amax, dtype=torch.float32), amax == math.inf
+    return tensor.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax().float(), not tensor.is_cuda
 
 
 def block_amax(blocks: Tensor) -> Tensor:
@@ -91,15 +112,21 @@ def block_amax(blocks: Tensor) -> Tensor:
 
     Numerics: as `compute_amax`. Magnitudes are ordered as their bits are, and the maximum of integers is faster.
     """
+    return inspect_block_amax(blocks)[0]
+
+
+def inspect_block_amax(blocks: Tensor) -> tuple[Tensor, bool]:
+    """`block_amax`, and whether the blocks have non-finite values. On a GPU, where that would wait, it is False."""
     integer = torch.int16 if blocks.dtype.itemsize == 2 else torch.int32
     bits = blocks.view(integer).bitwise_and(torch.iinfo(integer).max)
     infinity = torch.tensor(torch.inf, dtype=blocks.dtype).view(integer).item()  # the bits of NaN are larger
     if blocks.is_cuda:  # unconditionally: reading the data would synchronize with the device
-        return _largest_of_blocks(bits.masked_fill_(bits > infinity, 0)).view(blocks.dtype).float()
+        return _largest_of_blocks(bits.masked_fill_(bits > infinity, 0)).view(blocks.dtype).float(), False
     amax = _largest_of_blocks(bits)
-    if amax.numel() and amax.amax().item() > infinity:
+    largest = amax.amax().item() if amax.numel() else 0
+    if largest > infinity:
         amax = _largest_of_blocks(bits.masked_fill_(bits > infinity, 0))
-    return amax.view(blocks.dtype).float()
+    return amax.view(blocks.dtype).float(), largest >= infinity
 
 
 def _largest_of_blocks(blocks: Tensor) -> Tensor:
@@ -155,47 +182,67 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return exponent.clamp(max=LARGEST_E8M0).bitwise_left_shift_(23).view(torch.float32)
 
 
-def e8m0_scales(amax: Tensor, fmt: Format) -> Scales:
+def e8m0_scales(amax: Tensor, fmt: Format, *, is_floor: bool = False) -> Scales:
     """MXFP8's scales: powers of two, rounded up (the conversion cvt.rp.satfinite.ue8m0x2.f32).
 
     Args:
         amax: FP32 amaxes of the blocks.
         fmt: E4M3 or E5M2.
+        is_floor: round down instead, which saturates the values of a block between the format's maximum and the next
+            power of two.
 
     Numerics: Transformer Engine multiplies amax by 1 / max in FP32 and rounds that up. An exhaustive test of all FP32
     amaxes found one that differs from rounding the exact quotient up: the next one above max x 2^-127, whose product
     rounds down to 2^-127 first.
     """
+    if is_floor:
+        exponent = amax.view(torch.int32).bitwise_right_shift(23).sub_(math.frexp(fmt.max)[1] - 1)
+        return _e8m0_scales(exponent.clamp_(min=0).masked_fill_(amax == torch.inf, LARGEST_E8M0))
     exponent = power_of_two_exponent(amax, fmt)
     rounds_down = amax.view(torch.int32) == torch.tensor(fmt.max * 2.0**-127).view(torch.int32).item() + 1
     exponent = exponent.clamp_(min=0).masked_fill_(amax == torch.inf, LARGEST_E8M0).sub_(rounds_down.int())
+    return _e8m0_scales(exponent)
+
+
+def _e8m0_scales(exponent: Tensor) -> Scales:
+    """Scales from the biased exponents of the dequantization scales, int32 from 0 to 254."""
     quant = torch.where(exponent == LARGEST_E8M0, MIN_QUANT_SCALE_BITS, (LARGEST_E8M0 - exponent) << 23)
     return Scales(quant.view(torch.float32), exponent.to(torch.uint8).view(torch.float8_e8m0fnu))
 
 
-def two_level_scales(amax: Tensor, tensor_amax: Tensor) -> Scales:
+def two_level_scales(
+    amax: Tensor, tensor_amax: Tensor, *, top: float = E4M3.max * E2M1.max, block_max: float = E2M1.max
+) -> Scales:
     """NVFP4's scales: E4M3 for a block, relative to one FP32 number for the tensor.
 
     Args:
         amax: FP32 amaxes of the blocks.
         tensor_amax: FP32 scalar, of the complete tensor over all its ranks.
+        top: what the tensor scale maps `tensor_amax` to.
+        block_max: what a block's scale maps its amax to, up to the rounding of the scale.
 
     Numerics: in the order of Transformer Engine's kernel, each step one FP32 operation.
     """
     # Tensors on both sides: torch computes `number / tensor`, and on a GPU `tensor / number`, as a product with the
     # reciprocal, which rounds twice.
-    top = torch.full_like(tensor_amax, E4M3.max * E2M1.max)
-    encode = (top / tensor_amax).clamp_(max=FP32_MAX)
+    largest = torch.full_like(tensor_amax, top)
+    encode = (largest / tensor_amax).clamp_(max=FP32_MAX)
     encode.masked_fill_((encode == 0) | (tensor_amax == 0), 1.0)
-    per_block = encode * torch.tensor(1 / E2M1.max, dtype=torch.float32)
+    per_block = encode * torch.tensor(1 / block_max, dtype=torch.float32)
     dequant = cast(amax.mul(per_block).clamp_(max=FP32_MAX), E4M3)
     quant = dequant.float().mul_(encode.reciprocal()).reciprocal_().clamp_(max=FP32_MAX)
-    return Scales(quant, dequant, tensor_amax / top)
+    return Scales(quant, dequant, tensor_amax / largest)
 
 
 def tensor_scales(quant_scale: Tensor) -> Scales:
     """FP32 scales and their reciprocals."""
     return Scales(quant_scale, quant_scale.reciprocal())
+
+
+def current_scale_of(amax: Tensor, rule: OperandRule) -> Tensor:
+    """`quant_scale_of` for a full tensor under a rule, with its margin."""
+    quant_scale = quant_scale_of(amax, rule.format, rule.scale_rule)
+    return (quant_scale * 2.0**-rule.margin).clamp_(max=FP32_MAX) if rule.margin else quant_scale
 
 
 def moment_dequant_scale(amax: Tensor, format_max: Tensor | float) -> Tensor:

@@ -40,17 +40,20 @@ CHUNK_ELEMENTS = 4096  # of a program of an elementwise kernel
 AMAX_PROGRAMS = 1024
 TILINGS = {16: (4, 1), 32: (2, 1), 64: (1, 4), 128: (1, 16)}  # block length: (squares of a tile, warps)
 SCALE_DTYPES = {ScaleRule.E8M0: torch.float8_e8m0fnu, ScaleRule.TWO_LEVEL: torch.float8_e4m3fn}
+# Without kernels: torch operations quantize and decode.
+TORCH_RULES = (ScaleRule.FOUR_OVER_SIX, ScaleRule.EDEN, ScaleRule.E8M0_FLOOR)
 RULE_NAMES = {
     ScaleRule.FP32: "fp32",
     ScaleRule.POWER_OF_TWO: "power_of_two",
     ScaleRule.E8M0: "e8m0",
+    ScaleRule.E8M0_FLOOR: "e8m0",  # stored alike, so decoded alike
     ScaleRule.TWO_LEVEL: "two_level",
 }
 
 
 def can_quantize(tensor: Tensor, rule: OperandRule) -> bool:
     """Whether `quantize_for` supports this rule for this tensor; otherwise torch operations quantize it."""
-    if not tensor.numel():
+    if not tensor.numel() or rule.margin or rule.scale_rule in TORCH_RULES:
         return False
     if rule.block is None:
         return rule.format.codes_per_byte == 1
@@ -62,6 +65,8 @@ def can_quantize(tensor: Tensor, rule: OperandRule) -> bool:
 def can_decode(quantized: Quantized) -> bool:
     """Whether `decode` supports this tensor; otherwise torch operations decode it."""
     rule = quantized.rule
+    if rule.scale_rule in TORCH_RULES:
+        return False
     is_supported = rule.format.codes_per_byte == 1 if rule.block is None else _is_supported_block(sized_block(rule))
     return is_supported and quantized.codes.numel() > 0 and quantized.codes.is_contiguous()
 

@@ -17,10 +17,12 @@ operand is quantized twice from high precision, rowwise (1 x n) and columnwise (
     blockwise   128 along contraction    128 x 128                powers of two or FP32
     mxfp8       32 along contraction     32 along contraction     E8M0: powers of two in one byte
     nvfp4       16 along contraction     16 x 16                  E4M3 per block and FP32 per tensor
+    quartet2    16 along contraction     16 along contraction     E4M3 per block and FP32 per tensor
 
 Formats: input and weight are E4M3; grad_output is E5M2 under `hybrid`, Transformer Engine's default for tensorwise and
-delayed. All operands of nvfp4 are E2M1; in its wgrad both are Hadamard-transformed, and grad_output is rounded
-stochastically.
+delayed. All operands of nvfp4 and quartet2 are E2M1. In the wgrad of nvfp4 both are Hadamard-transformed, and
+grad_output is rounded stochastically. In dgrad and wgrad of quartet2 both are Hadamard-transformed, their block scales
+are rounded stochastically, and weight and input are quantized from what their codes for fprop represent.
 
 A `Recipe` holds the rules as a function of its options, and every property that flags, rules, the planner, checkpoints
 and exports depend on. No code outside this package branches on the name of a recipe.
@@ -35,6 +37,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from megafp8.recipes.export_form import ExportForm
 from megafp8.recipes.formats import E4M3, E5M2, Format
 
 
@@ -74,8 +77,16 @@ class ScaleRule(enum.Enum):
     FP32 = "fp32"
     POWER_OF_TWO = "power of two"
     E8M0 = "e8m0"
+    E8M0_FLOOR = "e8m0, rounded down"
     TWO_LEVEL = "e4m3 x fp32"
+    FOUR_OVER_SIX = "e4m3 x fp32, amax to 4 or 6"
+    EDEN = "corrected e4m3 x fp32"
     DELAYED = "delayed fp32"
+
+    @property
+    def is_two_level(self) -> bool:
+        """Whether blocks have E4M3 scales relative to an FP32 scale of the tensor."""
+        return self in (ScaleRule.TWO_LEVEL, ScaleRule.FOUR_OVER_SIX, ScaleRule.EDEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +98,12 @@ class OperandRule:
         block: (rows, columns) that share a scale in the tensor viewed as [rows, columns]. A length of `FULL_DIM` is the
             full dimension; a block of None is the full tensor.
         scale_rule: how scales are computed.
-        is_transformed: apply a Hadamard transform along the rows before quantization.
-        is_stochastic: round stochastically.
+        is_transformed: apply a Hadamard transform before quantization; under `ScaleRule.EDEN` along the blocks and with
+            random signs, else along the rows.
+        is_stochastic: round stochastically; under `ScaleRule.EDEN` the block scales, else the codes.
+        is_requantized: quantize in the backward pass, from what the operand's codes for fprop represent. If fprop is in
+            high precision, from the operand itself.
+        margin: a scale of the full tensor from its current amax is divided by 2^margin.
     """
 
     format: Format
@@ -96,6 +111,8 @@ class OperandRule:
     scale_rule: ScaleRule = ScaleRule.FP32
     is_transformed: bool = False
     is_stochastic: bool = False
+    is_requantized: bool = False
+    margin: int = 0
 
     @property
     def granularity(self) -> str:
@@ -116,13 +133,16 @@ class OperandRule:
         """The same rule for a tensor of shape [rows, columns]: `FULL_DIM` is replaced by the size."""
         if self.block is None or FULL_DIM not in self.block:
             return self
-        rows, columns = self.block
-        return dataclasses.replace(self, block=(rows or shape[0], columns or shape[1]))
+        return dataclasses.replace(self, block=(self.block[0] or shape[0], self.block[1] or shape[1]))
 
     @property
     def extras(self) -> str:
-        """The Hadamard transform and stochastic rounding in words; empty without them."""
-        return " and ".join(["Hadamard"] * self.is_transformed + ["stochastic rounding"] * self.is_stochastic)
+        """The Hadamard transform, stochastic rounding and the margin in words; empty without them."""
+        is_of_scales = self.scale_rule is ScaleRule.EDEN
+        transform = "random Hadamard" if is_of_scales else "Hadamard"
+        rounding = "stochastic scales" if is_of_scales else "stochastic rounding"
+        words = [transform] * self.is_transformed + [rounding] * self.is_stochastic
+        return " and ".join(words + [f"margin {self.margin}"] * bool(self.margin))
 
     def __str__(self) -> str:
         text = f"{self.format.name} per {self.granularity}, {self.scale_rule.value} scale"
@@ -144,21 +164,6 @@ class DelayedOptions:
     algorithm: str = "most_recent"
     margin: int = 0
     is_reduced_over_data: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportForm:
-    """Format of exported weights for transformers, vLLM and SGLang: codes and dequant_scales.
-
-    Attributes:
-        scale_suffix: replaces `weight` in the name of the tensor of scales.
-        quantization_config: entry of config.json, without the list of excluded modules.
-        excluded_key: key of that list in `quantization_config`.
-    """
-
-    scale_suffix: str
-    quantization_config: Mapping[str, Any]
-    excluded_key: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +191,17 @@ class LinearRecipe:
     def is_stochastic(self) -> bool:
         """Whether any operand is rounded stochastically."""
         return any(rule is not None and rule.is_stochastic for *_, rule in self.rules)
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether the operands of any GEMM are transformed with random signs, which the two must share."""
+        return any(rule is not None and rule.scale_rule is ScaleRule.EDEN for *_, rule in self.rules)
+
+    def requantizes(self, operand: Operand) -> bool:
+        """Whether the backward pass quantizes input or weight again from the codes for fprop."""
+        gemm = {Operand.INPUT: Gemm.WGRAD, Operand.WEIGHT: Gemm.DGRAD}[operand]
+        rule = self.rule(operand, gemm)
+        return rule is not None and rule.is_requantized and self.is_quantized(Gemm.FPROP)
 
     def is_quantized(self, gemm: Gemm) -> bool:
         """Whether the operands of this GEMM are quantized."""
@@ -215,21 +231,17 @@ class Recipe:
         name: value of `--fp8-recipe` or `--fp4-recipe`.
         description: one line for `--help` and tables.
         family: "fp8" or "fp4"; it is selected with `--FAMILY-format` and `--FAMILY-recipe`.
-        formats: supported values of `--FAMILY-format`.
-        default_format: format where none is given.
+        formats, default_format: supported values of `--FAMILY-format`, and the one where none is given.
         build: makes the rules from a format and the options by name. Its keywords have the settings' defaults.
         option_names: settings in `config/schema/precision.py` that `build` takes.
         run_option_names: further settings that have an effect under this recipe only, but do not change the rules.
         resume_option_names: options that must not change on resume without --override-precision.
         gemm_alignment: every dimension of a quantized GEMM must be a multiple of this. Source: Transformer Engine's
             `get_align_size_for_quantization`, megatron-core's `get_fp8_align_size`.
-        native_capabilities: compute capabilities on which Transformer Engine supports the recipe (its FP8 support
-            checks, release 2.20).
-        scaled_mm_capabilities: compute capabilities on which the emulated layers multiply codes with torch's
-            `scaled_mm` (`quantization/scaled_gemm.py`) instead of dequantizing them.
+        native_capabilities: compute capabilities on which Transformer Engine 2.20 supports the recipe.
+        scaled_mm_capabilities: compute capabilities on which emulated layers use `quantization/scaled_gemm.py`.
         te_recipe_class: class in `transformer_engine.common.recipe`; None where there is none.
-        te_quantizer: module and class, below `transformer_engine.pytorch.tensor`, of the quantizer that Triton kernels
-            can replace; None where they cannot.
+        te_quantizer: module and class below `transformer_engine.pytorch.tensor` that Triton kernels can replace.
         te_switches: environment variables that change Transformer Engine's recipe, and their effects.
         is_faster_with_kernels: whether the Triton casts are faster even without CUDA graphs.
         fuses_swiglu: whether the Triton SwiGLU can write quantized outputs whichever kernels cast the other operands.
@@ -238,8 +250,8 @@ class Recipe:
         exported_as: name of the recipe to export as; None is the registry's default.
         slow_gemm_until: compute capability below which GEMMs run at the speed of FP32 block scales.
         output_layer_recipe: recipe that `--performance max` gives the output layer; None leaves it in high precision.
-        is_ranked_on_blackwell: whether the planner can rank its speed on Blackwell, from published comparisons.
-        slow_cast: whether casts run at the speed of blockwise casts.
+        slow_cast, is_ranked_on_blackwell: whether casts are as slow as blockwise ones; whether the planner ranks it.
+        grouped_gemm_formats: formats in which the experts of a mixture run in one launch (`models/grouped_moe.py`).
         fallbacks: finer recipes to try, each with the reason as the end of a sentence.
     """
 
@@ -269,6 +281,7 @@ class Recipe:
     slow_cast: bool = False
     output_layer_recipe: Optional[str] = None
     is_ranked_on_blackwell: bool = False
+    grouped_gemm_formats: tuple[str, ...] = ()
     fallbacks: tuple[tuple[str, str], ...] = ()
 
     def rules(self, number_format: Optional[str] = None, options: Optional[Mapping[str, Any]] = None) -> LinearRecipe:
@@ -330,7 +343,7 @@ class Recipe:
     def needs_amax_pass(self) -> bool:
         """Whether a cast reads the tensor a first time for its amax."""
         return any(
-            rule.scale_rule is ScaleRule.TWO_LEVEL
+            rule.scale_rule.is_two_level
             or (rule.scale_rule is not ScaleRule.DELAYED and (rule.block is None or FULL_DIM in rule.block))
             for rule in self._default_rules
         )
@@ -363,24 +376,6 @@ def linear_recipe(name: str, rule: Callable[[Operand, Gemm], OperandRule]) -> Li
     """A `LinearRecipe` whose six rules come from a function of operand and GEMM."""
     rules = tuple((operand, gemm, rule(operand, gemm)) for gemm, operands in OPERANDS_OF for operand in operands)
     return LinearRecipe(name=name, rules=rules)
-
-
-def compressed_tensors(strategy: str) -> Mapping[str, Any]:
-    """The quantization_config of compressed-tensors for FP8 weights with one scale per "tensor" or "channel"."""
-    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
-    activations = numbers | {"strategy": "token" if strategy == "channel" else "tensor", "dynamic": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": numbers | {"strategy": strategy, "dynamic": False},
-        "input_activations": activations,
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-    }
 
 
 def operand_formats(number_format: str) -> Mapping[Operand, Format]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megafp8.recipes.base import (
     ANY_LATER,
-    ExportForm,
     Gemm,
     LinearRecipe,
     Operand,
@@ -15,6 +14,7 @@ from megafp8.recipes.base import (
     linear_recipe,
     operand_formats,
 )
+from megafp8.recipes.export_form import ExportForm
 
 LENGTH = 128
 

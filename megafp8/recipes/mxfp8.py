@@ -17,12 +17,17 @@ from megafp8.recipes.base import (
 LENGTH = 32
 
 
-def build(number_format: str) -> LinearRecipe:
-    """The rules."""
+def build(number_format: str, *, fp8_e8m0_floor: bool = False) -> LinearRecipe:
+    """The rules.
+
+    Args:
+        fp8_e8m0_floor: round scales down, as the OCP specification does. The largest values of a block may saturate.
+    """
     formats = operand_formats(number_format)
+    scale_rule = ScaleRule.E8M0_FLOOR if fp8_e8m0_floor else ScaleRule.E8M0
 
     def rule(operand: Operand, gemm: Gemm) -> OperandRule:
-        return OperandRule(format=formats[operand], block=along_sum(LENGTH, operand, gemm), scale_rule=ScaleRule.E8M0)
+        return OperandRule(format=formats[operand], block=along_sum(LENGTH, operand, gemm), scale_rule=scale_rule)
 
     return linear_recipe(RECIPE.name, rule)
 
@@ -31,6 +36,8 @@ RECIPE = Recipe(
     name="mxfp8",
     description="one power-of-two scale per 32 values along the contracted dimension",
     build=build,
+    option_names=("fp8_e8m0_floor",),
+    resume_option_names=("fp8_e8m0_floor",),
     default_format="e4m3",
     gemm_alignment=LENGTH,
     native_capabilities=(((10, 0), (12, 0)),),  # not on consumer Blackwell, 12.0

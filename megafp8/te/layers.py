@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import transformer_engine.pytorch as te
@@ -28,24 +28,37 @@ from megafp8.config.schema import RunConfig
 from megafp8.mcore import patches as mcore_wgrad
 from megafp8.mcore.modules import mlp_spec, mlp_submodules
 from megafp8.te import patches
-from megafp8.te.attention import AmaxRotarySelfAttention, FP8Attention, RotarySelfAttention
+from megafp8.te.attention import AmaxRotarySelfAttention, DocumentAttention, FP8Attention, RotarySelfAttention
 from megafp8.te.fused_mlp import FusedMLP, ResidualLayer, SwiGLUFusedMLP
 
 FP8_SUB_BACKEND = 2  # NVTE_FP8 among Transformer Engine's fused attentions
 
 
-def layer_spec(config: RunConfig) -> ModuleSpec:
-    """Spec of a transformer layer on Transformer Engine; megatron-core enters the FP8 autocast around it."""
+def layer_spec(config: RunConfig, has_experts: bool = False) -> ModuleSpec:
+    """Spec of a transformer layer on Transformer Engine; megatron-core enters the FP8 autocast around it.
+
+    Args:
+        has_experts: the layer has experts in place of an MLP: one grouped linear for all experts of a rank with
+            --moe-grouped-gemm, else an MLP for each.
+    """
     patches.install()
     patches.cast_by_kernels(triton_cast_recipes(config))
-    is_fused = uses_op_fuser(config)
+    is_fused = uses_op_fuser(config) and not has_experts
+    experts: dict[str, Any] = {}
+    if has_experts:
+        experts = {"num_experts": config.model.num_experts, "moe_grouped_gemm": config.parallel.moe_grouped_gemm}
     spec = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.model.qk_layernorm,
+        qk_l2_norm=config.model.qk_l2_norm,
         use_te_op_fuser=is_fused,
+        multi_latent_attention=config.model.multi_latent_attention,
+        **experts,
     )
     if uses_split_rope_kernel(config):
         attention = AmaxRotarySelfAttention if triton_casts_need_amax_pass(config) else RotarySelfAttention
         spec.submodules.self_attention.module = attention
+    if config.data.reset_attention_mask:
+        spec.submodules.self_attention.submodules.core_attention = DocumentAttention
     if config.precision.fp8_dot_product_attention:
         spec.submodules.self_attention.submodules.core_attention = FP8Attention
     if is_fused:
@@ -146,7 +159,8 @@ def weights_with_fused_gradients(chunks: list[torch.nn.Module]) -> list[torch.nn
     """Weights whose linears fuse wgrad accumulation, and support `overwrite_main_grad`."""
     linears = [linear for chunk in chunks for linear in fusing_linears(chunk) if linear.fuse_wgrad_accumulation]
     outputs = [layer for chunk in chunks for layer in output_layers(chunk) if layer.gradient_accumulation_fusion]
-    return [linear.weight for linear in [*linears, *outputs]]
+    # Grouped linears have a weight for each expert, which are added to.
+    return [linear.weight for linear in [*linears, *outputs] if hasattr(linear, "weight")]
 
 
 @contextmanager

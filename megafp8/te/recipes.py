@@ -77,7 +77,8 @@ def apply_precision_map(chunk: GPTModel, config: RunConfig) -> None:
     group = parallel_state.get_amax_reduction_group(
         with_context_parallel=True, tp_only_amax_red=precision.tp_only_amax_red
     )
-    changed = [(name, linear) for name, linear in named_linears(chunk) if name in names]
+    linears = [(precision_map.name_of_all_experts(name), linear) for name, linear in named_linears(chunk)]
+    changed = [(name, linear) for name, linear in linears if name in names]
     for name, linear in changed:
         wrap_with_recipe(linear, build_te_recipe(chosen[name]), group)
     output_recipe = build_te_recipe(chosen[OUTPUT_LAYER])
