@@ -11,16 +11,15 @@ three dimensions must be multiples of `derived.gemm_alignment`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megafp8.config import derived, precision_map
-from megafp8.config.precision_map import LINEARS, OUTPUT_LAYER
+from megafp8.config import attention_layers, derived, latent_attention, mixture, multi_token
+from megafp8.config.activations import is_gated
+from megafp8.config.deepseek import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from megafp8.config.schema import ModelConfig, RunConfig
-from megafp8.recipes import registry
 
 
 def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int, **others: Any) -> Mapping[str, Any]:
@@ -69,7 +68,29 @@ def _model_settings(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _GROUPED = {"group_query_attention": True, "num_query_groups": 8}
+_MIXTRAL = _GROUPED | {
+    "rotary_base": 1_000_000, "vocab_size": 32_000, "max_position_embeddings": 32_768, "num_experts": 8,
+    "moe_ffn_hidden_size": 14_336, "moe_router_topk": 2, "moe_aux_loss_coeff": (1e-2,),
+}  # fmt: skip
+_QWEN3_MOE = {
+    "group_query_attention": True, "num_query_groups": 4, "kv_channels": 128, "qk_layernorm": True,
+    "norm_epsilon": 1e-6, "rotary_base": 1_000_000, "vocab_size": 151_936, "max_position_embeddings": 40_960,
+    "num_experts": 128, "moe_ffn_hidden_size": 768, "moe_router_topk": 8, "moe_aux_loss_coeff": (1e-3,),
+}  # fmt: skip
+_OLMOE = {
+    "vocab_size": 50_304, "max_position_embeddings": 4096, "qk_layernorm": True, "qk_layernorm_across_heads": True,
+    "num_experts": 64, "moe_ffn_hidden_size": 1024, "moe_router_topk": 8, "moe_router_pre_softmax": True,
+    "moe_aux_loss_coeff": (1e-2,), "moe_z_loss_coeff": 1e-3,
+}  # fmt: skip
+_TINY_EXPERTS = {
+    "group_query_attention": True, "num_query_groups": 2, "max_position_embeddings": 512, "num_experts": 4,
+    "moe_ffn_hidden_size": 128, "moe_router_topk": 2, "moe_aux_loss_coeff": (1e-2,),
+}  # fmt: skip
 _LLAMA3 = _GROUPED | {"rotary_base": 500_000, "vocab_size": 128_256, "max_position_embeddings": 8192}
+_QWEN3 = _GROUPED | {
+    "qk_layernorm": True, "rotary_base": 1_000_000, "norm_epsilon": 1e-6, "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+}  # fmt: skip
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "tiny": _llama(2, 128, 4, 384, group_query_attention=True, num_query_groups=2, max_position_embeddings=512),
@@ -78,7 +99,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gpt2-350m": _gpt2(24, 1024, 16, vocab_size=50_257),
         "llama-1b": _llama(24, 2048, 16, 5632, max_position_embeddings=2048, vocab_size=50_304),
         "llama3-8b": _llama(32, 4096, 32, 14_336, **_LLAMA3),
+        "tiny-moe": _llama(2, 128, 4, 384, **_TINY_EXPERTS),
+        "mixtral-8x7b": _llama(32, 4096, 32, 14_336, **_MIXTRAL),
+        "qwen3-30b-a3b": _llama(48, 2048, 32, 6144, **_QWEN3_MOE),
+        "olmoe-1b-7b": _llama(16, 2048, 16, 1024, **_OLMOE),
+        "deepseek-v2-lite": _llama(27, 2048, 16, 10_944, **DEEPSEEK_V2_LITE),
+        "deepseek-v3": _llama(61, 7168, 128, 18_432, **DEEPSEEK_V3),
         "llama3-70b": _llama(80, 8192, 64, 28_672, **_LLAMA3),
+        "llama3-405b": _llama(126, 16_384, 128, 53_248, **_LLAMA3),
+        "qwen3-0.6b": _llama(28, 1024, 16, 3072, **_QWEN3, kv_channels=128, share_embeddings_and_output_weights=True),
+        "qwen3-8b": _llama(36, 4096, 32, 12_288, **_QWEN3),
     }
 )
 """Preset name -> settings (`section.field` -> value). The tiny presets take the vocabulary size of the tokenizer."""
@@ -90,7 +120,16 @@ class ParameterCount:
     """Parameters of a model, by part.
 
     Attributes:
+        norms_per_layer: and the offsets of --softmax-type learnable.
         output_layer: 0 if it shares the word embeddings.
+        num_expert_layers: layers with experts in place of an MLP.
+        experts_per_layer: parameters of the routed experts of such a layer.
+        active_experts_per_layer: those that a token passes.
+        shared_per_layer: parameters of the router and of the shared experts of such a layer.
+        mlp_per_layer: parameters of the MLP of a dense layer, with biases.
+        num_depths: modules of multi-token prediction, each of which has a layer of the kind of the last one.
+        num_expert_depths: those whose layers have experts.
+        projection_per_depth, norms_per_depth: what a module has besides its layer.
     """
 
     num_layers: int
@@ -102,6 +141,15 @@ class ParameterCount:
     norms_per_layer: int
     final_norm: int
     output_layer: int
+    num_expert_layers: int = 0
+    experts_per_layer: int = 0
+    active_experts_per_layer: int = 0
+    shared_per_layer: int = 0
+    mlp_per_layer: int = 0
+    num_depths: int = 0
+    num_expert_depths: int = 0
+    projection_per_depth: int = 0
+    norms_per_depth: int = 0
 
     @property
     def per_layer(self) -> int:
@@ -116,12 +164,24 @@ class ParameterCount:
 
     @property
     def quantizable(self) -> int:
-        """Weights of the linears of all layers, which a recipe quantizes."""
+        """Weights of the linears of all dense layers, which a recipe quantizes."""
         return self.num_layers * (self.attention_weights_per_layer + self.mlp_weights_per_layer)
 
     @property
     def total(self) -> int:
-        return self.num_layers * self.per_layer + self.final_norm + self.embeddings
+        return self._with_experts(self.experts_per_layer)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token passes: of the routed experts only its own."""
+        return self._with_experts(self.active_experts_per_layer)
+
+    def _with_experts(self, experts_per_layer: int) -> int:
+        num_mixtures = self.num_expert_layers + self.num_expert_depths
+        mixture = num_mixtures * (experts_per_layer + self.shared_per_layer - self.mlp_per_layer)
+        layers = (self.num_layers + self.num_depths) * self.per_layer + mixture
+        depths = self.num_depths * (self.projection_per_depth + self.norms_per_depth)
+        return layers + depths + self.final_norm + self.embeddings
 
 
 def count_parameters(model: ModelConfig, padded_vocab: int) -> ParameterCount:
@@ -134,22 +194,62 @@ def count_parameters(model: ModelConfig, padded_vocab: int) -> ParameterCount:
     assert model.num_layers is not None and model.hidden_size is not None
     hidden, ffn = model.hidden_size, derived.ffn_hidden_size(model)
     query, kv = derived.query_projection_size(model), derived.kv_projection_size(model)
-    ffn_in = 2 * ffn if model.swiglu else ffn
+    ffn_in = 2 * ffn if is_gated(model) else ffn
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
-    qk_norms = 2 * derived.kv_channels(model) * (norm // hidden) if model.qk_layernorm else 0
+    qk_widths = query + kv if model.qk_layernorm_across_heads else 2 * derived.kv_channels(model)
+    attention = hidden * (query + 2 * kv) + query * hidden
+    if is_latent := latent_attention.is_latent(model):
+        attention, qk_widths = latent_attention.num_weights(model), latent_attention.num_norm_channels(model)
+    qk_norms = qk_widths * (norm // hidden) if model.qk_layernorm else 0
     learned = model.position_embedding_type == "learned_absolute"
     word_embeddings = padded_vocab * hidden
+    projection, depth_norms = multi_token.own_parameters(model)
     return ParameterCount(
         num_layers=model.num_layers,
         word_embeddings=word_embeddings,
         position_embeddings=(model.max_position_embeddings or 0) * hidden if learned else 0,
-        attention_weights_per_layer=hidden * (query + 2 * kv) + query * hidden,
+        attention_weights_per_layer=attention,
         mlp_weights_per_layer=hidden * ffn_in + ffn * hidden,
-        biases_per_layer=_biases_per_layer(model, query + 2 * kv, ffn_in),
-        norms_per_layer=2 * norm + qk_norms,
+        biases_per_layer=_biases_per_layer(model, 0 if is_latent else query + 2 * kv, ffn_in),
+        norms_per_layer=(4 if model.norm_placement == "sandwich" else 2) * norm + qk_norms + _softmax_offsets(model),
         final_norm=norm,
         output_layer=0 if model.share_embeddings_and_output_weights else word_embeddings,
+        mlp_per_layer=mlp_parameters(model, ffn),
+        num_depths=multi_token.num_depths(model),
+        num_expert_depths=multi_token.num_depths(model) if multi_token.has_experts(model) else 0,
+        projection_per_depth=projection,
+        norms_per_depth=depth_norms,
+        **_mixture_counts(model),
     )
+
+
+def mlp_parameters(model: ModelConfig, width: int) -> int:
+    """Parameters of an MLP of some hidden size, or of one expert."""
+    assert model.hidden_size is not None
+    width_in = 2 * width if is_gated(model) else width
+    biases = width_in + model.hidden_size if model.add_bias_linear else 0
+    return model.hidden_size * width_in + width * model.hidden_size + biases
+
+
+def _mixture_counts(model: ModelConfig) -> dict[str, int]:
+    if not mixture.is_mixture(model):
+        return {}
+    assert model.num_experts is not None and model.hidden_size is not None
+    expert = mlp_parameters(model, mixture.moe_ffn_hidden_size(model))
+    shared = model.moe_shared_expert_intermediate_size
+    of_all = model.num_experts * model.hidden_size  # router
+    if shared is not None:
+        of_all += mlp_parameters(model, shared) + (model.hidden_size if model.moe_shared_expert_gate else 0)
+    return {
+        "num_expert_layers": mixture.num_expert_layers(model),
+        "experts_per_layer": model.num_experts * expert,
+        "active_experts_per_layer": model.moe_router_topk * expert,
+        "shared_per_layer": of_all,
+    }
+
+
+def _softmax_offsets(model: ModelConfig) -> int:
+    return (model.num_attention_heads or 0) if model.softmax_type == "learnable" else 0
 
 
 def _biases_per_layer(model: ModelConfig, qkv_channels: int, ffn_in: int) -> int:
@@ -164,19 +264,23 @@ def flops_per_token(model: ModelConfig, padded_vocab: int, seq_length: int) -> f
 
         6 * N  +  6 * L * h * s
 
-    N is the number of parameters, including embeddings: 2 FLOPs each in the forward pass and 4 in the backward. L is
-    the number of layers, h that of query channels, s the sequence length. The second term is Q*K and P*V of attention:
-    2 GEMMs x 2 FLOPs x h x s/2 keys, the mean under the causal mask, times 3 for forward and backward. With a sliding
-    window of w tokens the mean number of keys is w - w^2 / 2s.
+    N is the number of parameters that a token passes, including embeddings: 2 FLOPs each in the forward pass and 4 in
+    the backward. L is the number of layers, h that of query channels
+    (in multi-latent attention the mean of query and value channels), s the sequence length. The second term is Q*K
+    and P*V of attention: 2 GEMMs x 2 FLOPs x h x s/2 keys, the mean under the causal mask, times 3 for forward and
+    backward. In layers with a sliding window of w tokens, its own included, the mean number of keys is w - w^2 / 2s.
+    With multi-token prediction, N and L include its layers, and N the output layer once more for each depth.
 
     The lookup in an untied embedding counts as a GEMM, to be comparable with the common `6 N`. Megatron-LM does not
     count it: its number is 0.93 of this one for the preset llama-1b.
     """
     assert model.num_layers is not None
-    parameters = count_parameters(model, padded_vocab).total
-    window = min(model.window_size or seq_length, seq_length)
-    mean_keys = window - window * window / (2 * seq_length)
-    attention_forward = model.num_layers * 2 * 2 * derived.query_projection_size(model) * mean_keys
+    count = count_parameters(model, padded_vocab)
+    parameters = count.active + count.num_depths * count.word_embeddings
+    keys = attention_layers.mean_keys(model, seq_length)
+    is_latent = latent_attention.is_latent(model)
+    channels = latent_attention.mean_channels(model) if is_latent else derived.query_projection_size(model)
+    attention_forward = (model.num_layers + count.num_depths) * 2 * 2 * channels * keys
     return FORWARD_AND_BACKWARD * (2 * parameters + attention_forward)
 
 
@@ -201,13 +305,13 @@ def rows_per_rank(config: RunConfig) -> int:
     the tensor-parallel size.
     """
     assert config.data.seq_length is not None and config.training.micro_batch_size is not None
-    return config.data.seq_length * config.training.micro_batch_size // _sequence_shards(config)
+    return config.data.seq_length * config.training.micro_batch_size // sequence_shards(config)
 
 
 def gemm_dimensions(config: RunConfig) -> list[GemmDimensions]:
-    """The four linears of a transformer layer on one tensor-parallel rank, in the order of the forward pass.
+    """The linears of a dense transformer layer on one tensor-parallel rank, in the order of the forward pass.
 
-    The output layer is left out: it has the input dimension and the rows of linear_qkv, and the vocabulary is padded
+    The output layer is left out: it has the input dimension and the rows of linear_fc1, and the vocabulary is padded
     to its alignment.
     """
     model, ranks = config.model, config.parallel.tensor_model_parallel_size
@@ -216,69 +320,29 @@ def gemm_dimensions(config: RunConfig) -> list[GemmDimensions]:
     query, kv = derived.query_projection_size(model), derived.kv_projection_size(model)
     ffn = derived.ffn_hidden_size(model)
     gathered = rows * ranks if config.parallel.sequence_parallel else rows
-    return [
+    attention = [
         GemmDimensions("linear_qkv", (query + 2 * kv) // ranks, hidden, rows),
         GemmDimensions("linear_proj", hidden, query // ranks, gathered),
-        GemmDimensions("linear_fc1", (2 if model.swiglu else 1) * ffn // ranks, hidden, rows),
+    ]
+    if latent_attention.is_latent(model):
+        attention = [
+            GemmDimensions(
+                name,
+                outputs // ranks if split == "outputs" else outputs,
+                inputs // ranks if split == "inputs" else inputs,
+                gathered if split == "inputs" else rows,
+            )
+            for name, outputs, inputs, split in latent_attention.linear_shapes(model)
+        ]
+    return [
+        *attention,
+        GemmDimensions("linear_fc1", (2 if is_gated(model) else 1) * ffn // ranks, hidden, rows),
         GemmDimensions("linear_fc2", hidden, ffn // ranks, gathered),
     ]
 
 
-def gemm_alignment_problems(config: RunConfig) -> Iterator[str]:
-    """Problems with GEMM dimensions that are no multiples of the recipe's alignment, with the padded value.
-
-    The shape must be complete and divisible by the parallel sizes.
-    """
-    align, rule = _required_alignment(config, (*LINEARS, OUTPUT_LAYER))
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    assert model.hidden_size is not None and model.num_attention_heads is not None
-    qkv, proj, _, fc2 = gemm_dimensions(config)
-    if model.hidden_size % align:
-        padded = derived.round_up(model.hidden_size, math.lcm(align, model.num_attention_heads))
-        yield f"hidden size {model.hidden_size} is a dimension of every linear: {rule}; use --hidden-size {padded}"
-    align, rule = _required_alignment(config, LINEARS[:2])
-    if qkv.out_features % align or proj.in_features % align:
-        yield (
-            f"linear_qkv has {qkv.out_features} output and linear_proj {proj.in_features} input channels per rank "
-            f"(heads of {derived.kv_channels(model)}, tensor-parallel size {tp}): {rule}; use --kv-channels "
-            f"{derived.round_up(derived.kv_channels(model), align)}"
-        )
-    align, rule = _required_alignment(config, LINEARS[2:])
-    if fc2.in_features % align:
-        ffn = derived.ffn_hidden_size(model)
-        yield (
-            f"linear_fc2 has {ffn} / {tp} = {fc2.in_features} input channels per rank: {rule}; use --ffn-hidden-size "
-            f"{derived.round_up(ffn, align * tp)}"
-        )
-    align, rule = _required_alignment(config, (*LINEARS, OUTPUT_LAYER))
-    if qkv.rows % align:
-        yield _rows_problem(config, align, rule)
-
-
-def _required_alignment(config: RunConfig, linears: tuple[str, ...]) -> tuple[int, str]:
-    """The alignment of these linears in all layers, and a text that names the recipe that needs it."""
-    recipes = precision_map.recipes_of(config.model, config.precision, linears)
-    if not recipes:
-        return 1, ""
-    strictest = max(recipes, key=lambda recipe: registry.get(recipe).gemm_alignment)
-    align = registry.get(strictest).gemm_alignment
-    return align, f"{precision_map.recipe_source(config.precision, strictest)} needs multiples of {align}"
-
-
-def _rows_problem(config: RunConfig, align: int, rule: str) -> str:
-    micro, seq = config.training.micro_batch_size, config.data.seq_length
-    assert micro is not None and seq is not None
-    shards = _sequence_shards(config)
-    unit = align * shards
-    padded_seq = derived.round_up(seq, unit // math.gcd(unit, micro))
-    padded_micro = derived.round_up(micro, unit // math.gcd(unit, seq))
-    return (
-        f"a microbatch has {micro} x {seq} / {shards} = {rows_per_rank(config)} rows per rank: {rule}; use "
-        f"--seq-length {padded_seq} or --micro-batch-size {padded_micro}"
-    )
-
-
-def _sequence_shards(config: RunConfig) -> int:
+def sequence_shards(config: RunConfig) -> int:
+    """Parts of a sequence on different ranks, for the linears that read a part."""
     parallel = config.parallel
     shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return parallel.context_parallel_size * shared

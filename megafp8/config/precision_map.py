@@ -17,22 +17,29 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Optional
 
+from megafp8.config import latent_attention
+from megafp8.config.expert_layers import expert_layers
 from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.recipes import registry
 from megafp8.recipes.base import HIGH_PRECISION, OPERANDS_OF, LinearRecipe
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""The linears of a layer, in the order of the forward pass."""
+"""The linears of a dense layer without multi-latent attention, in the order of the forward pass."""
 MLP_LINEARS = ("linear_fc1", "linear_fc2")
+ATTENTION_LINEARS = ("linear_qkv", *latent_attention.PROJECTIONS, "linear_proj")
+"""The linears of any kind of attention, in the order of the forward pass."""
+EXPERTS, SHARED_EXPERTS = "experts.", "shared_experts."
+"""Before the names of a layer's MLP linears, where it has experts: `layers.3.experts.linear_fc1` is of all experts."""
 OUTPUT_LAYER = "output_layer"
 GEMMS = ("fprop", "dgrad", "wgrad")
 HIGH_PRECISION_DTYPES = ("bf16", "fp32")
 _ENTRY_PATTERN = re.compile(r"(?P<pattern>[^:=]+)(?::(?P<gemms>[^:=]+))?=(?P<recipe>[^:=/]+)(?:/(?P<format>[^:=/]+))?")
+_EXPERT_NUMBER = re.compile(r"(\.experts\.)\d+\.")
 _LAYER_RANGE = re.compile(r"layers\.(\d+)-(\d+)\.(.+)")
 
 
@@ -181,26 +188,66 @@ def read_entries(texts: tuple[str, ...]) -> tuple[tuple[Optional[MapEntry], str]
     return tuple(found)
 
 
-def linear_names(num_layers: int) -> tuple[str, ...]:
+def linear_names(model: ModelConfig) -> tuple[str, ...]:
     """Names of all linears that a map can quantize, in the order of the forward pass."""
-    layers = (f"layers.{layer}.{linear}" for layer in range(num_layers) for linear in LINEARS)
-    return (*layers, OUTPUT_LAYER)
+    names: list[str] = []
+    for layer, has_experts in enumerate(expert_layers(model)):
+        names += [f"layers.{layer}.{linear}" for linear in layer_linears(model, has_experts)]
+    return (*names, OUTPUT_LAYER)
 
 
-def pattern_problem(pattern: str, num_layers: int) -> str:
-    """Why a pattern matches no linear of the model, or a part of its range of layers does not exist; else empty."""
+def attention_linears(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the linears of a layer's attention."""
+    return latent_attention.linear_names(model) if latent_attention.is_latent(model) else LINEARS[:2]
+
+
+def layer_linears(model: ModelConfig, has_experts: bool) -> tuple[str, ...]:
+    """Names of the linears of a layer, those of its MLP or of its experts last."""
+    attention = attention_linears(model)
+    if not has_experts:
+        return (*attention, *MLP_LINEARS)
+    has_shared = model.moe_shared_expert_intermediate_size is not None
+    kinds = (EXPERTS, SHARED_EXPERTS) if has_shared else (EXPERTS,)
+    return (*attention, *(kind + linear for kind in kinds for linear in MLP_LINEARS))
+
+
+def expert_names(model: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
+    """Replace names of the linears of all experts by those of each: `layers.3.experts.17.linear_fc1`."""
+    expanded: list[str] = []
+    for name in names:
+        before, experts, linear = name.partition(f".{EXPERTS}")
+        numbers = range(model.num_experts or 0) if experts else ()
+        expanded += [f"{before}.{EXPERTS}{number}.{linear}" for number in numbers] or [name]
+    return tuple(expanded)
+
+
+def name_of_all_experts(name: str) -> str:
+    """The name in a precision map of a linear of one expert; other names are returned unchanged."""
+    return _EXPERT_NUMBER.sub(r"\1", name)
+
+
+def pattern_problem(pattern: str, model: ModelConfig, names: Optional[tuple[str, ...]] = None) -> str:
+    """Why a pattern matches no linear of the model, or a part of its range of layers does not exist; else empty.
+
+    Args:
+        names: of the linears; by default those that a map can quantize.
+    """
+    num_layers = model.num_layers
+    assert num_layers is not None
     layers = _LAYER_RANGE.fullmatch(pattern)
     if layers is not None and int(layers[1]) > int(layers[2]):
         return f"layers.{layers[1]}-{layers[2]}: a range must be ascending; use layers.{layers[2]}-{layers[1]}"
     if layers is not None and int(layers[2]) >= num_layers:
         return f"layers.{layers[1]}-{layers[2]}: the layers are 0 to {num_layers - 1}"
-    names = linear_names(num_layers)
+    names = linear_names(model) if names is None else names
     if any(matches_pattern(name, pattern) for name in names):
         return ""
-    patterns = (*(f"*.{linear}" for linear in LINEARS), OUTPUT_LAYER, *names)
+    linears = (*attention_linears(model), *MLP_LINEARS)
+    patterns = (*(f"*.{linear}" for linear in linears), OUTPUT_LAYER, *names)
     return (
         f"{pattern} matches no linear layer; the names are layers.0 to layers.{num_layers - 1} with "
-        f"{', '.join(LINEARS)}, and {OUTPUT_LAYER}{_suggestion(pattern, patterns)}"
+        f"{', '.join(dict.fromkeys(name.split('.', 2)[2] for name in linear_names(model)[:-1]))}, and {OUTPUT_LAYER}"
+        f"{_suggestion(pattern, patterns)}"
     )
 
 
@@ -227,6 +274,14 @@ def base_choice(precision: PrecisionConfig) -> LinearChoice:
     return LinearChoice(choice, choice, choice if precision.fp8_wgrad else GemmChoice())
 
 
+def multi_token_choice(precision: PrecisionConfig) -> LinearChoice:
+    """The choice for all linears of multi-token prediction, to which a precision map does not apply.
+
+    megatron-core quantizes them in FP8 only: in FP4 runs they are in high precision.
+    """
+    return base_choice(precision) if precision.fp8_format is not None else LinearChoice()
+
+
 def unmapped_choice(name: str, num_layers: int, precision: PrecisionConfig) -> LinearChoice:
     """The choice for a linear that no entry matches."""
     if name == OUTPUT_LAYER or is_high_precision_layer(int(name.split(".")[1]), num_layers, precision):
@@ -243,12 +298,13 @@ def is_high_precision_layer(layer: int, num_layers: int, precision: PrecisionCon
 def resolve(model: ModelConfig, precision: PrecisionConfig) -> dict[str, LinearChoice]:
     """The choice for every linear of the model, by name, in the order of the forward pass."""
     assert model.num_layers is not None
-    return dict(_resolve_cached(model.num_layers, precision))
+    return dict(_resolve_cached(model, precision))
 
 
 @functools.lru_cache(maxsize=16)
-def _resolve_cached(num_layers: int, precision: PrecisionConfig) -> tuple[tuple[str, LinearChoice], ...]:
-    chosen = {name: unmapped_choice(name, num_layers, precision) for name in linear_names(num_layers)}
+def _resolve_cached(model: ModelConfig, precision: PrecisionConfig) -> tuple[tuple[str, LinearChoice], ...]:
+    assert model.num_layers is not None
+    chosen = {name: unmapped_choice(name, model.num_layers, precision) for name in linear_names(model)}
     for entry in entries(precision):
         choices = dict.fromkeys(entry.gemms, entry.choice(precision))
         for name in chosen:
@@ -264,8 +320,8 @@ def linears_with_statistics(model: ModelConfig, precision: PrecisionConfig) -> t
     """
     chosen = resolve(model, precision)
     if is_quantized(precision):
-        return tuple(name for name, choice in chosen.items() if choice.is_quantized)
-    return tuple(name for name in chosen if name != OUTPUT_LAYER)
+        return expert_names(model, (name for name, choice in chosen.items() if choice.is_quantized))
+    return expert_names(model, (name for name in chosen if name != OUTPUT_LAYER))
 
 
 @functools.lru_cache(maxsize=16)
@@ -273,7 +329,7 @@ def changed_linears(model: ModelConfig, precision: PrecisionConfig) -> tuple[str
     """Names of the linears whose choice the precision map changes."""
     num_layers = model.num_layers
     assert num_layers is not None
-    resolved = _resolve_cached(num_layers, precision) if precision.precision_map else ()
+    resolved = _resolve_cached(model, precision) if precision.precision_map else ()
     return tuple(name for name, choice in resolved if choice != unmapped_choice(name, num_layers, precision))
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from megafp8.config import derived
+from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.errors import ConfigError
@@ -38,25 +39,55 @@ def has_shape(config: RunConfig) -> bool:
     )
 
 
+def has_whole_replicas(config: RunConfig, world_size: int) -> bool:
+    """Whether the ranks divide into model replicas."""
+    try:
+        derived.data_parallel_size(config, world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def read_batch_schedule(config: RunConfig, world_size: int) -> Union[BatchSchedule, str, None]:
+    """The batch schedule, or what is wrong with its flags; None if a value that it needs is missing or out of range."""
+    training = config.training
+    if training.step_batch_size_schedule:
+        needed = [config.data.seq_length]
+    else:
+        needs_ranks = training.global_batch_size is None or training.decrease_batch_size_if_needed
+        needed = [training.global_batch_size] if training.global_batch_size is not None else []
+        needed += [training.micro_batch_size] if needs_ranks else []
+        if needs_ranks and not has_whole_replicas(config, world_size):
+            return None
+    if not all_positive(*needed):
+        return None
+    try:
+        return derived.batch_schedule(config, world_size)
+    except ConfigError as error:
+        return error.problems[0]
+
+
+def batch_schedule(config: RunConfig, world_size: int) -> Optional[BatchSchedule]:
+    """The batch schedule; None if it cannot be computed."""
+    schedule = read_batch_schedule(config, world_size)
+    return schedule if isinstance(schedule, BatchSchedule) else None
+
+
 def batch_size(config: RunConfig, world_size: int) -> Optional[int]:
-    """The global batch size; None if it cannot be computed."""
-    if config.training.global_batch_size is None and not all_positive(config.training.micro_batch_size):
-        return None
-    try:
-        size = derived.global_batch_size(config, world_size)
-    except ConfigError:
-        return None
-    return size if size > 0 else None
+    """The global batch size, under a schedule the last; None if it cannot be computed."""
+    schedule = batch_schedule(config, world_size)
+    return None if schedule is None else schedule.last_batch_size
 
 
-def microbatches(config: RunConfig, world_size: int) -> Optional[int]:
-    """The number of microbatches per step; None if it cannot be computed."""
-    if not all_positive(config.training.micro_batch_size) or batch_size(config, world_size) is None:
-        return None
+def microbatches(config: RunConfig, world_size: int) -> tuple[int, ...]:
+    """The number of microbatches per step, of each global batch size of the run; empty if it cannot be computed."""
+    schedule = batch_schedule(config, world_size)
+    if not all_positive(config.training.micro_batch_size) or schedule is None:
+        return ()
     try:
-        return derived.num_microbatches(config, world_size)
+        return tuple(derived.num_microbatches(config, world_size, each.batch_size) for each in schedule.phases)
     except ConfigError:
-        return None
+        return ()
 
 
 def shards_by_flag(data: DataConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -94,24 +125,23 @@ class UnsupportedSetting:
     reason: str
 
 
+MUON = (
+    "megatron-core's Muon needs the package emerging_optimizers, which is not installed with it, and excludes the "
+    "distributed optimizer. Use --optimizer adam, and remove --muon-*"
+)
 UNSUPPORTED_SETTINGS: tuple[UnsupportedSetting, ...] = (
-    UnsupportedSetting(
-        "parallel.ddp_average_in_collective",
-        bool,
-        "gradients are summed over the ranks and then divided by the number of tokens; averaging in the collective "
-        "would divide them twice. Remove it",
-    ),
     UnsupportedSetting(
         "checkpoint.non_persistent_ckpt_type",
         lambda kind: kind != "global",
         "a checkpoint on local disks is lost with any of the machines, because its parts are not replicated. Use "
         "global and a folder shared by all ranks (--non-persistent-global-ckpt-dir)",
     ),
+    UnsupportedSetting("optimizer.optimizer", lambda name: name not in ("adam", "sgd"), MUON),
     UnsupportedSetting(
-        "data.reset_attention_mask",
-        bool,
-        "attention is always causal over the complete sequence, so a mask from the data loader would be ignored. "
-        "Remove it; --reset-position-ids and --eod-mask-loss are supported",
+        "checkpoint.ckpt_format",
+        lambda name: name != "torch_dist",
+        "checkpoints have one format, which every layout can load. Use torch_dist; Megatron-LM converts its other "
+        "formats with --ckpt-convert-format torch_dist",
     ),
     UnsupportedSetting(
         "training.data_parallel_random_init",

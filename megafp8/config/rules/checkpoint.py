@@ -1,30 +1,41 @@
-"""Rules about saving and loading checkpoints, and about Weights & Biases."""
+"""Rules about saving and loading checkpoints."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 
-from megafp8.config.rules.base import Rule, flags_without_effect, no_effect_without
+from megafp8.config import derived
+from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
 from megafp8.config.schema import RunConfig
 
 
 def saving_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of saving need --save."""
+    """Kept and non-persistent checkpoints need --save. `idle.py` has the settings without effect."""
     checkpoint = config.checkpoint
     if checkpoint.save is not None:
         return
     requested = {
-        f"--save-interval {checkpoint.save_interval}": checkpoint.save_interval is not None,
         f"--ckpt-keep {checkpoint.ckpt_keep}": checkpoint.ckpt_keep is not None,
-        "--async-save": checkpoint.async_save,
         f"--non-persistent-save-interval {checkpoint.non_persistent_save_interval}": (
             checkpoint.non_persistent_save_interval is not None
         ),
-        "--no-save-optim": checkpoint.no_save_optim,
-        "--no-save-rng": checkpoint.no_save_rng,
     }
     yield from flags_without_effect(requested, "--save")
+
+
+def retained_steps_are_saved(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Steps whose checkpoints are kept are steps with checkpoints."""
+    retained, saved = config.checkpoint.save_retain_interval, config.checkpoint.save_interval
+    if retained is None or config.checkpoint.save is None:
+        return
+    if saved is None:
+        yield no_effect_without(f"--save-retain-interval {retained}", "--save-interval")
+    elif all_positive(retained, saved) and retained % saved:
+        yield (
+            f"--save-retain-interval {retained} is not a multiple of --save-interval {saved}, so most of them have "
+            f"no checkpoint: use --save-retain-interval {derived.round_up(retained, saved)}"
+        )
 
 
 def second_folder_is_used(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -64,24 +75,29 @@ def late_saves_end_before_the_run(config: RunConfig, world_size: int) -> Iterato
 
 
 def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of loading need --load."""
+    """The starting point of a run needs --load. `idle.py` has the settings without effect."""
     checkpoint = config.checkpoint
     if checkpoint.load is not None:
         return
     requested = {
-        "--no-load-optim": checkpoint.no_load_optim,
-        "--no-load-rng": checkpoint.no_load_rng,
         "--finetune": checkpoint.finetune and checkpoint.pretrained_checkpoint is None,
         "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
         f"--ckpt-step {checkpoint.ckpt_step}": checkpoint.ckpt_step is not None,
-        "--use-checkpoint-opt_param-scheduler": checkpoint.use_checkpoint_opt_param_scheduler,
-        "--override-opt_param-scheduler": checkpoint.override_opt_param_scheduler,
         "--override-sample-order": checkpoint.override_sample_order,
         "--override-precision": checkpoint.override_precision,
         f"--ckpt-verify {checkpoint.ckpt_verify}": checkpoint.ckpt_verify != "hash"
         and checkpoint.pretrained_checkpoint is None,
     }
     yield from flags_without_effect(requested, "--load")
+
+
+def checkpoint_settings_have_a_source(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings are read from the checkpoint that --load or --pretrained-checkpoint names."""
+    checkpoint = config.checkpoint
+    if checkpoint.use_mp_args_from_checkpoint_args and not checkpoint.use_checkpoint_args:
+        yield no_effect_without("--use-mp-args-from-checkpoint-args", "--use-checkpoint-args")
+    if checkpoint.use_checkpoint_args and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        yield no_effect_without("--use-checkpoint-args", "--load")
 
 
 def grace_is_for_signals(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -103,29 +119,14 @@ def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]
         )
 
 
-def wandb_settings_need_a_project(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of Weights & Biases need --wandb-project."""
-    logging = config.logging
-    if logging.wandb_project:
-        return
-    requested = {
-        "--wandb-entity": logging.wandb_entity,
-        "--wandb-exp-name": logging.wandb_exp_name,
-        "--wandb-save-dir": logging.wandb_save_dir,
-    }
-    # Megatron-LM's scripts pass empty strings for names that are not set.
-    for flag, value in requested.items():
-        if value:
-            yield no_effect_without(f"{flag} {value}", "--wandb-project")
-
-
 RULES: tuple[Rule, ...] = (
     saving_needs_a_folder,
+    retained_steps_are_saved,
     second_folder_is_used,
     late_saves_end_before_collectives,
     late_saves_end_before_the_run,
     loading_needs_a_folder,
+    checkpoint_settings_have_a_source,
     grace_is_for_signals,
     schedule_has_one_source,
-    wandb_settings_need_a_project,
 )

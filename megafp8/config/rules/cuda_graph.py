@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived
-from megafp8.config.rules.base import Rule, no_effect_without
-from megafp8.config.schema import RunConfig, TrainingConfig
+from megafp8.config import derived, multi_token
+from megafp8.config.rules.base import Rule
+from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
 
 
@@ -41,6 +41,11 @@ def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
             "recomputation sets random-number state, which a CUDA graph cannot; remove it",
         ),
         (
+            training.fine_grained_activation_offloading,
+            "--fine-grained-activation-offloading",
+            "megatron-core 0.16 does not wait for its copies in a CUDA graph; remove it",
+        ),
+        (
             precision.fp8_schedule is not None,
             f"--fp8-schedule {precision.fp8_schedule}",
             "a CUDA graph has a fixed precision; remove it",
@@ -52,6 +57,21 @@ def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
             "scale), because megatron-core's optimizer waits for the number of tokens",
         ),
         (
+            precision.grad_reduce_in_fp8,
+            "--grad-reduce-in-fp8",
+            "a graph of the reduction in FP8 has not been run; use --cuda-graph-impl none",
+        ),
+        (
+            config.data.reset_attention_mask,
+            "--reset-attention-mask",
+            "the number of documents differs between batches, but shapes in a CUDA graph are fixed; remove it",
+        ),
+        (
+            bool(multi_token.num_depths(model)),
+            f"--mtp-num-layers {model.mtp_num_layers}",
+            "multi-token prediction is not tested in CUDA graphs; use --cuda-graph-impl none",
+        ),
+        (
             parallel.tp_comm_overlap,
             "--tp-comm-overlap",
             "user buffers synchronize ranks outside CUDA graphs; remove it",
@@ -60,6 +80,13 @@ def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
             parallel.distributed_backend == "gloo",
             "--distributed-backend gloo",
             "Gloo collectives run on the host; remove it",
+        ),
+        *(
+            (given, flag, "a CUDA graph has a fixed number of microbatches; use --cuda-graph-impl none")
+            for flag, given in (
+                ("--rampup-batch-size", bool(training.rampup_batch_size)),
+                ("--step-batch-size-schedule", bool(training.step_batch_size_schedule)),
+            )
         ),
         (
             training.micro_batch_size == AUTO,
@@ -77,11 +104,13 @@ def cuda_graph_steps_are_identical(config: RunConfig, world_size: int) -> Iterat
             yield f"{flag} with --cuda-graph-impl {config.training.cuda_graph_impl}: {reason}"
 
 
-def warmup_steps_need_a_cuda_graph(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Warm-up steps have no effect without a CUDA graph."""
-    steps = config.training.cuda_graph_warmup_steps
-    if config.training.cuda_graph_impl == "none" and steps != TrainingConfig().cuda_graph_warmup_steps:
-        yield no_effect_without(f"--cuda-graph-warmup-steps {steps}", "--cuda-graph-impl local")
+def cuda_graph_has_warmup_steps(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The first step creates communicators and workspaces, which a capture cannot."""
+    if derived.uses_cuda_graph(config) and config.training.cuda_graph_warmup_steps == 0:
+        yield (
+            f"--cuda-graph-warmup-steps 0 with --cuda-graph-impl {config.training.cuda_graph_impl}: the first step "
+            "creates communicators and workspaces, which is not possible in a CUDA graph; use at least 1"
+        )
 
 
-RULES: tuple[Rule, ...] = (cuda_graph_steps_are_identical, warmup_steps_need_a_cuda_graph)
+RULES: tuple[Rule, ...] = (cuda_graph_steps_are_identical, cuda_graph_has_warmup_steps)

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 
 from megafp8.config import derived
+from megafp8.config.activations import is_gated
 from megafp8.config.rules.base import (
     Rule,
     all_positive,
     flags_without_effect,
     has_shape,
-    microbatches,
     no_effect_without,
 )
 from megafp8.config.schema import AUTO, ModelConfig, RunConfig
@@ -62,9 +62,26 @@ def query_groups_divide_heads(config: RunConfig, world_size: int) -> Iterator[st
 
 
 def one_activation(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The MLP has one activation function."""
-    if config.model.swiglu and config.model.squared_relu:
-        yield "--swiglu and --squared-relu are both given: keep one"
+    """The MLP has one activation function, and settings of a gate have one."""
+    model = config.model
+    flags = {
+        "--swiglu": model.swiglu,
+        "--geglu": model.geglu,
+        "--squared-relu": model.squared_relu,
+        "--quick-geglu": model.quick_geglu,
+        "--openai-gelu": model.openai_gelu,
+    }
+    given = [flag for flag, is_given in flags.items() if is_given]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} are given together: keep one"
+    of_gates = {
+        f"--activation-func-clamp-value {model.activation_func_clamp_value}": (
+            model.activation_func_clamp_value is not None
+        ),
+        f"--glu-linear-offset {model.glu_linear_offset:g}": model.glu_linear_offset != 0,
+    }
+    if not is_gated(model):
+        yield from flags_without_effect(of_gates, "--swiglu or --quick-geglu")
 
 
 def mlp_has_width(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -91,18 +108,11 @@ def positions_reach_the_sequence(config: RunConfig, world_size: int) -> Iterator
         )
 
 
-def rotary_settings_need_rope(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of rotary embeddings have no effect without them."""
+def rope_scaling_needs_rope(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Scaled rotary embeddings need rotary embeddings, and the factor needs the scaling."""
     model, default = config.model, ModelConfig()
-    if model.position_embedding_type != "rope":
-        is_given = {
-            "--rotary-base": model.rotary_base != default.rotary_base,
-            "--rotary-percent": model.rotary_percent != default.rotary_percent,
-            "--rotary-interleaved": model.rotary_interleaved,
-            "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
-            "--use-rope-scaling": model.use_rope_scaling,
-        }
-        yield from flags_without_effect(is_given, "--position-embedding-type rope")
+    if model.use_rope_scaling and model.position_embedding_type not in ("rope", "yarn"):
+        yield no_effect_without("--use-rope-scaling", "--position-embedding-type rope")
     if model.rope_scaling_factor != default.rope_scaling_factor and not model.use_rope_scaling:
         yield no_effect_without(f"--rope-scaling-factor {model.rope_scaling_factor:g}", "--use-rope-scaling")
 
@@ -110,7 +120,9 @@ def rotary_settings_need_rope(config: RunConfig, world_size: int) -> Iterator[st
 def rotated_channels_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
     """Rotary embeddings rotate pairs of channels."""
     model = config.model
-    if model.position_embedding_type != "rope" or not all_positive(model.rotary_percent):
+    if model.position_embedding_type not in ("rope", "yarn") or not all_positive(model.rotary_percent):
+        return
+    if model.multi_latent_attention:  # `rules.mla` has its own
         return
     if model.kv_channels is None and not all_positive(model.hidden_size, model.num_attention_heads):
         return
@@ -130,7 +142,7 @@ RULES: tuple[Rule, ...] = (
     one_activation,
     mlp_has_width,
     positions_reach_the_sequence,
-    rotary_settings_need_rope,
+    rope_scaling_needs_rope,
     rotated_channels_are_pairs,
 )
 
@@ -174,66 +186,20 @@ def tensor_ranks_divide_the_model(config: RunConfig, world_size: int) -> Iterato
             )
 
 
-def stages_divide_the_layers(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Pipeline stages have equal numbers of layers."""
-    layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if all_positive(layers, pp) and layers is not None and layers % pp:
-        yield (
-            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp} ({layers} / {pp} = "
-            f"{layers / pp:.4g}): use {derived.round_up(layers, pp)} layers, or another number of stages"
-        )
-
-
-def one_spelling_of_virtual_stages(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The interleaved schedule is given by layers per chunk or by chunks per rank."""
-    parallel = config.parallel
-    per_stage, chunks = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
-    if per_stage is not None and chunks is not None:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank {chunks} "
-            "are two ways to set the same value: keep one"
-        )
-
-
-def virtual_stages_divide_the_layers(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The chunks of the interleaved schedule have equal numbers of layers."""
-    layers, parallel = config.model.num_layers, config.parallel
-    pp = parallel.pipeline_model_parallel_size
-    if not all_positive(layers, pp) or layers is None or layers % pp:
+def padded_rows_are_divisible(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--padded-vocab-size has room for the vocabulary, and equal parts for the tensor-parallel ranks."""
+    rows, tp = config.model.padded_vocab_size, config.parallel.tensor_model_parallel_size
+    if not all_positive(rows, tp) or rows is None:
         return
-    for flag, divisor in (
-        ("--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage),
-        ("--num-virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank),
-    ):
-        if divisor is not None and divisor > 0 and (layers // pp) % divisor:
-            yield (
-                f"{flag} {divisor} does not divide the {layers} / {pp} = {layers // pp} layers of a pipeline rank: use "
-                f"a divisor of {layers // pp}"
-            )
-
-
-def interleaving_needs_a_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The interleaved schedule needs at least two stages, and a number of microbatches that they divide."""
-    parallel = config.parallel
-    requested = (parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank)
-    if not any(all_positive(value) for value in requested):
-        return
-    pp = parallel.pipeline_model_parallel_size
-    if pp < 2:
+    multiple = tp * derived.gemm_alignment(config.precision)
+    if rows % multiple:
         yield (
-            f"virtual pipeline stages need --pipeline-model-parallel-size of at least 2, not {pp}: remove "
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank, or add stages"
+            f"--padded-vocab-size {rows} is not a multiple of {multiple}, which --tensor-model-parallel-size {tp} and "
+            f"the recipe's GEMMs need: use {derived.round_up(rows, multiple)}"
         )
-        return
-    count = microbatches(config, world_size)
-    if count is not None and count % pp:
-        micro, dp = config.training.micro_batch_size, derived.data_parallel_size(config, world_size)
-        assert micro is not None
-        yield (
-            "the interleaved schedule needs a number of microbatches per step that is a multiple of "
-            f"--pipeline-model-parallel-size {pp}, not {derived.global_batch_size(config, world_size)} / ({micro} x "
-            f"{dp}) = {count}: use --global-batch-size {derived.round_up(count, pp) * micro * dp}"
-        )
+    num_ids = (config.model.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
+    if rows < num_ids:
+        yield f"--padded-vocab-size {rows} is less than the {num_ids} ids of the vocabulary: use at least {num_ids}"
 
 
 def sequence_divides(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -255,16 +221,34 @@ def sequence_divides(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def context_exchange_divides_heads(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--cp-comm-type a2a distributes the heads of a rank over the context-parallel ranks."""
+    """An all-to-all over context-parallel ranks distributes the heads of a rank over them."""
     parallel = config.parallel
-    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
-    if parallel.cp_comm_type != "a2a" or not has_shape(config) or cp == 1:
+    ranks, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if "a2a" not in parallel.cp_comm_type or not has_shape(config) or ranks == 1:
         return
+    if parallel.cp_comm_type == "a2a+p2p":
+        ranks = max((1, *parallel.hierarchical_context_parallel_sizes[:1]))
     groups = derived.num_query_groups(config.model)
-    if groups % (tp * cp):
+    if groups % (tp * ranks):
         yield (
-            f"--cp-comm-type a2a distributes key-value heads over tensor x context ranks, but {groups} heads are not "
-            f"divisible by {tp} x {cp} = {tp * cp}: use --cp-comm-type p2p, or change the parallel sizes"
+            f"--cp-comm-type {parallel.cp_comm_type} distributes key-value heads over tensor x context ranks, but "
+            f"{groups} heads are not divisible by {tp} x {ranks} = {tp * ranks}: use --cp-comm-type p2p, or change the "
+            "parallel sizes"
+        )
+
+
+def context_levels_multiply_to_the_group(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--cp-comm-type a2a+p2p has two levels of groups; other types have none."""
+    parallel, sizes = config.parallel, config.parallel.hierarchical_context_parallel_sizes
+    cp, given = parallel.context_parallel_size, " ".join(map(str, sizes))
+    if parallel.cp_comm_type != "a2a+p2p":
+        if sizes:
+            yield no_effect_without(f"--hierarchical-context-parallel-sizes {given}", "--cp-comm-type a2a+p2p")
+    elif len(sizes) != 2 or not all_positive(*sizes) or math.prod(sizes) != cp:
+        yield (
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes with two numbers, ranks of the "
+            f"all-to-all and of the ring, whose product is --context-parallel-size {cp}, not {given or 'none'}: give "
+            "them, or use --cp-comm-type p2p"
         )
 
 
@@ -286,17 +270,6 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
     """--tp-comm-overlap overlaps the collectives of sequence parallelism, and its user buffers have one shape."""
     parallel, precision = config.parallel, config.precision
     if not parallel.tp_comm_overlap:
-        backend = parallel.tp_comm_bootstrap_backend
-        is_given = {
-            "--tp-comm-overlap-cfg": parallel.tp_comm_overlap_cfg is not None,
-            "--disable-tp-comm-overlap-ag": not parallel.tp_comm_overlap_ag,
-            "--disable-tp-comm-overlap-rs": not parallel.tp_comm_overlap_rs,
-            "--tp-comm-overlap-rs-dgrad": parallel.tp_comm_overlap_rs_dgrad,
-            "--disable-tp-comm-bulk-dgrad": not parallel.tp_comm_bulk_dgrad,
-            "--disable-tp-comm-bulk-wgrad": not parallel.tp_comm_bulk_wgrad,
-            f"--tp-comm-bootstrap-backend {backend}": backend != "nccl",
-        }
-        yield from flags_without_effect(is_given, "--tp-comm-overlap")
         return
     if parallel.tensor_model_parallel_size == 1 or not parallel.sequence_parallel:
         yield "--tp-comm-overlap needs --tensor-model-parallel-size above 1 and --sequence-parallel"
@@ -327,12 +300,10 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
 PARALLEL_RULES: tuple[Rule, ...] = (
     world_size_divides,
     tensor_ranks_divide_the_model,
-    stages_divide_the_layers,
-    one_spelling_of_virtual_stages,
-    virtual_stages_divide_the_layers,
-    interleaving_needs_a_pipeline,
+    padded_rows_are_divisible,
     sequence_divides,
     context_exchange_divides_heads,
+    context_levels_multiply_to_the_group,
     parameter_gather_overlap_has_its_parts,
     tensor_overlap_has_its_parts,
 )

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, precision_map
+from megafp8.config import derived, lr_schedule, precision_map
+from megafp8.config.expert_layers import is_mixture
 from megafp8.config.rules import cuda_graph
+from megafp8.config.rules.batch import batch_schedule_notices
+from megafp8.config.rules.idle import idle_setting_notices
 from megafp8.config.rules.optimizer import schedule_samples
 from megafp8.config.rules.precision import uses_op_fuser
 from megafp8.config.schema import RunConfig
@@ -31,9 +34,11 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
         world_size: number of ranks.
     """
     return [
+        *idle_setting_notices(config),
         *_unused_setting_notices(config, implementation),
         *_recipe_notices(config),
         *warmup_notices(config, world_size),
+        *batch_schedule_notices(config, world_size),
         *_op_fuser_notices(config, implementation),
         *_cuda_graph_notices(config, implementation, world_size),
     ]
@@ -54,6 +59,10 @@ def _cuda_graph_notices(config: RunConfig, implementation: str, world_size: int)
 
 
 def _op_fuser_notices(config: RunConfig, implementation: str) -> Iterator[str]:
+    if config.precision.use_transformer_engine_op_fuser and is_mixture(config.model):
+        yield (
+            "--use-transformer-engine-op-fuser fuses the MLPs of layers without experts; experts keep their own kernels"
+        )
     if implementation != "transformer_engine" or config.precision.use_transformer_engine_op_fuser is not None:
         return
     if not uses_op_fuser(config) and uses_op_fuser(with_values(config, {"precision.precision_map": ()})):
@@ -94,14 +103,14 @@ def warmup_notices(config: RunConfig, world_size: int) -> Iterator[str]:
     schedule, peak = schedule_samples(config, world_size), config.optimizer.lr
     if schedule is None or peak is None:
         return
-    length, batch = derived.train_samples(config, world_size), derived.global_batch_size(config, world_size)
-    warmup, start = derived.lr_warmup_samples(config, world_size), config.optimizer.lr_warmup_init
+    length, batches = derived.train_samples(config, world_size), derived.batch_schedule(config, world_size)
+    warmup, start = lr_schedule.lr_warmup_samples(config, world_size), config.optimizer.lr_warmup_init
     if length <= warmup < schedule:
-        last = start + (peak - start) * (length - batch) / warmup
+        last = start + (peak - start) * batches.advance(derived.train_iters(config, world_size) - 1) / warmup
         yield (
-            f"the warmup of {warmup / batch:g} steps is not shorter than the run of {length / batch:g} steps: the "
-            f"learning rate only reaches {last:.3g}, below --lr {peak:g}; lower --lr-warmup-iters, --lr-warmup-samples "
-            "or --lr-warmup-fraction, or train longer"
+            f"the warmup of {batches.steps_until(warmup):g} steps is not shorter than the run of "
+            f"{batches.steps_until(length):g} steps: the learning rate only reaches {last:.3g}, below --lr {peak:g}; "
+            "lower --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction, or train longer"
         )
 
 
@@ -124,6 +133,22 @@ def _unused_setting_notices(config: RunConfig, implementation: str) -> Iterator[
             value = value_of(config, setting.name)
             if value != setting.default:
                 yield f"{setting.flags[0]} {value:g} has no effect: {reason}"
+    model = config.model
+    if data.reset_position_ids and model.position_embedding_type != "learned_absolute":
+        yield (
+            f"--reset-position-ids has no effect with --position-embedding-type {model.position_embedding_type}: "
+            "attention depends on distances only, and --reset-attention-mask separates documents"
+        )
+    if data.reset_attention_mask and not data.eod_mask_loss:
+        yield (
+            "--reset-attention-mask without --eod-mask-loss: the first token of a document is still a label, of the "
+            "end of the document before"
+        )
+    if model.attention_logit_softcapping is not None and implementation == "transformer_engine":
+        yield (
+            f"--attention-logit-softcapping {model.attention_logit_softcapping:g}: Transformer Engine has none, so "
+            "attention is computed by torch; its memory grows with the square of --seq-length"
+        )
     if parallel.cp_comm_type != "p2p" and implementation != "transformer_engine" and parallel.context_parallel_size > 1:
         yield (
             f"--cp-comm-type {parallel.cp_comm_type} has no effect: the {implementation} layers always all-gather keys "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional
 
-from megafp8.config import derived
-from megafp8.config.rules.base import Rule, all_positive, batch_size, flags_without_effect, no_effect_without
-from megafp8.config.schema import OptimizerConfig, RunConfig
+from megafp8.config import derived, lr_schedule
+from megafp8.config.rules.base import Rule, all_positive, batch_size, flags_without_effect
+from megafp8.config.schema import RunConfig
 
 
 def learning_rate_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -26,8 +26,6 @@ def learning_rate_is_the_peak(config: RunConfig, world_size: int) -> Iterator[st
     ):
         if end is not None and peak is not None and end > peak:
             yield f"{end_flag} {end:g} is above {peak_flag} {peak:g}: lower it"
-    if optimizer.decoupled_lr is None and optimizer.decoupled_min_lr is not None:
-        yield no_effect_without(f"--decoupled-min-lr {optimizer.decoupled_min_lr:g}", "--decoupled-lr")
 
 
 def schedule_is_counted_like_the_run(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -72,33 +70,29 @@ def warmup_ends_within_the_schedule(config: RunConfig, world_size: int) -> Itera
     steps = schedule_samples(config, world_size)
     if steps is None:
         return
-    warmup = derived.lr_warmup_samples(config, world_size)
+    warmup = lr_schedule.lr_warmup_samples(config, world_size)
     if warmup >= steps:
-        batch = derived.global_batch_size(config, world_size)
+        batches = derived.batch_schedule(config, world_size)
         yield (
-            f"the warmup of {warmup:g} samples ({warmup / batch:g} steps) is not shorter than the schedule of {steps} "
-            f"samples ({steps / batch:g} steps): lower --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction, "
-            "or make the schedule longer"
+            f"the warmup of {warmup:g} samples ({batches.steps_until(warmup):g} steps) is not shorter than the "
+            f"schedule of {steps} samples ({batches.steps_until(steps):g} steps): lower --lr-warmup-iters, "
+            "--lr-warmup-samples or --lr-warmup-fraction, or make the schedule longer"
         )
 
 
 def wsd_has_its_decay(config: RunConfig, world_size: int) -> Iterator[str]:
     """The decay of WSD (warm-up, stable, decay) has no default length, and fits the schedule."""
-    optimizer, default = config.optimizer, OptimizerConfig()
+    optimizer = config.optimizer
     if optimizer.lr_decay_style != "WSD":
-        if optimizer.lr_wsd_decay_iters is not None or optimizer.lr_wsd_decay_samples is not None:
-            yield no_effect_without("--lr-wsd-decay-iters or --lr-wsd-decay-samples", "--lr-decay-style WSD")
-        if optimizer.lr_wsd_decay_style != default.lr_wsd_decay_style:
-            yield no_effect_without(f"--lr-wsd-decay-style {optimizer.lr_wsd_decay_style}", "--lr-decay-style WSD")
         return
     if optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
         yield "--lr-decay-style WSD needs the length of its decay: --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
         return
     steps = schedule_samples(config, world_size)
-    decay = None if steps is None else derived.lr_wsd_decay_samples(config, world_size)
-    if steps is not None and decay is not None and decay + derived.lr_warmup_samples(config, world_size) > steps:
+    decay = None if steps is None else lr_schedule.lr_wsd_decay_samples(config, world_size)
+    if steps is not None and decay is not None and decay + lr_schedule.lr_warmup_samples(config, world_size) > steps:
         yield (
-            f"WSD's decay of {decay} samples and the warmup of {derived.lr_warmup_samples(config, world_size):g} "
+            f"WSD's decay of {decay} samples and the warmup of {lr_schedule.lr_warmup_samples(config, world_size):g} "
             f"samples exceed the schedule of {steps} samples: lower --lr-wsd-decay-iters or --lr-wsd-decay-samples"
         )
 
@@ -177,7 +171,7 @@ def schedule_samples(config: RunConfig, world_size: int) -> Optional[int]:
     length = config.training.train_iters or config.training.train_samples
     if batch_size(config, world_size) is None or not all_positive(length):
         return None
-    steps = derived.lr_decay_samples(config, world_size)
+    steps = lr_schedule.lr_decay_samples(config, world_size)
     return steps if steps > 0 else None
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, model_shapes, precision_map
+from megafp8.config import derived, gemm_alignment, model_shapes, precision_map
+from megafp8.config.activations import is_plain_swiglu
+from megafp8.config.expert_layers import is_mixture
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, has_shape, no_effect_without
+from megafp8.config.rules.idle import HISTORY_SETTINGS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.recipes import registry
@@ -54,14 +57,18 @@ def low_format_settings_need_a_format(config: RunConfig, world_size: int) -> Ite
 
 
 def recipe_settings_need_their_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Options of a recipe have no effect under another: margin and amax history are for delayed scaling."""
-    chosen = config.precision.fp8_recipe
-    if config.precision.fp8_format is None:
-        return
-    used = precision_map.used_recipes(config.precision)
-    for recipe in (recipe for recipe in registry.recipes("fp8") if recipe.name not in used):
-        for flag in (flag for name in recipe.setting_names for flag in non_default_flags(config, name)):
-            yield f"{flag} is an option of {recipe.flag}, not of {chosen}: remove it, or change the recipe"
+    """Options of a recipe have no effect under another. `idle.py` has margin and amax history."""
+    precision = config.precision
+    chosen = {"fp8": precision.fp8_recipe, "fp4": precision.fp4_recipe}
+    used = precision_map.used_recipes(precision)
+    for recipe in (recipe for recipe in registry.recipes() if recipe.name not in used):
+        if precision_map.format_of(precision, recipe.family) is None:
+            continue
+        names = (name for name in recipe.setting_names if name not in HISTORY_SETTINGS)
+        for flag in (flag for name in names for flag in non_default_flags(config, name)):
+            yield (
+                f"{flag} is an option of {recipe.flag}, not of {chosen[recipe.family]}: remove it, or change the recipe"
+            )
 
 
 def non_default_flags(config: RunConfig, name: str) -> Iterator[str]:
@@ -107,7 +114,8 @@ def high_precision_layers_fit_a_stage(config: RunConfig, world_size: int) -> Ite
         return
     if not all_positive(config.model.num_layers, pp):
         return
-    per_stage = derived.layers_per_pipeline_rank(config)
+    assert config.model.num_layers is not None
+    per_stage = config.model.num_layers // pp  # megatron-core's limit, also where stages are uneven
     for flag, count in counts.items():
         if count > per_stage:
             yield (
@@ -152,8 +160,14 @@ def split_rope_obstacles(config: RunConfig) -> Iterator[str]:
         yield no_effect_without(flag, "--position-embedding-type rope")
     if not config.precision.apply_rope_fusion:
         yield f"{flag} with --no-rope-fusion: remove one"
-    if model.qk_layernorm or model.rotary_interleaved or model.rotary_percent != 1.0:
-        yield f"{flag} does not support --qk-layernorm, --rotary-interleaved or --rotary-percent below 1"
+    if model.multi_latent_attention:
+        yield f"{flag} does not support --multi-latent-attention, whose heads are rotated in a part"
+    if model.qk_layernorm or model.qk_l2_norm or model.rotary_interleaved or model.rotary_percent != 1.0:
+        yield (
+            f"{flag} does not support --qk-layernorm, --qk-l2-norm, --rotary-interleaved or --rotary-percent below 1"
+        )
+    if model.no_rope_freq is not None:
+        yield f"{flag} rotates in all layers, but --no-rope-freq {model.no_rope_freq} excludes some: remove one"
     if has_shape(config) and (size := derived.kv_channels(model)) & (size - 1):
         yield f"{flag} needs a power of two as the channels per head, not {size}"
     groups, tp = derived.num_query_groups(model) if has_shape(config) else 0, config.parallel.tensor_model_parallel_size
@@ -168,7 +182,7 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
         return
     if not uses_op_fuser(config):
         yield no_effect_without(flag, "--use-transformer-engine-op-fuser")
-    if not config.model.swiglu:
+    if not is_plain_swiglu(config.model):
         yield no_effect_without(flag, "--swiglu")
     name = derived.quantization_recipe(precision)
     recipe = None if name is None else registry.get(name)
@@ -176,11 +190,20 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
         yield no_effect_without(flag, f"--fp8-recipe {' or '.join(registry.with_fused_swiglu())}")
     elif not recipe.fuses_swiglu and name not in requested_triton_cast_recipes(config):
         yield no_effect_without(f"{flag} with {recipe.flag}", "--quantize-kernels triton")
-    if config.model.swiglu and not swiglu_has_tiles(config):
+    if is_plain_swiglu(config.model) and not swiglu_has_tiles(config):
         fc2 = model_shapes.gemm_dimensions(config)[-1]
         yield (
             f"{flag} needs multiples of {TILE_LENGTH} tokens and channels per rank, but SwiGLU's output is {fc2.rows} "
             f"x {fc2.in_features}: change --seq-length, --micro-batch-size or --ffn-hidden-size, or remove it"
+        )
+
+
+def op_fuser_has_its_activation(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Fused operations have the exact GELU as a gate, and no tanh approximation."""
+    if config.precision.use_transformer_engine_op_fuser and config.model.geglu:
+        yield (
+            "--use-transformer-engine-op-fuser with --geglu: Transformer Engine has no fused operation with the tanh "
+            "approximation of GELU; remove one"
         )
 
 
@@ -259,7 +282,7 @@ def uses_op_fuser(config: RunConfig) -> bool:
     if requested is not None:
         return requested
     model, precision = config.model, config.precision
-    is_plain = model.swiglu and not model.add_bias_linear and precision.bf16
+    is_plain = is_plain_swiglu(model) and not model.add_bias_linear and precision.bf16 and not is_mixture(model)
     name = derived.quantization_recipe(precision)
     is_supported = name is None or registry.get(name).supports_op_fuser
     is_split = derived.model_parallel_size(config) > 1
@@ -277,7 +300,7 @@ def fuses_swiglu_quantization(config: RunConfig) -> bool:
     requested = config.precision.swiglu_quantize_fusion
     if requested is not None:
         return requested
-    is_possible = config.model.swiglu and has_swiglu_quantization_kernel(config) and swiglu_has_tiles(config)
+    is_possible = is_plain_swiglu(config.model) and has_swiglu_quantization_kernel(config) and swiglu_has_tiles(config)
     return is_possible and uses_op_fuser(config)
 
 
@@ -291,7 +314,7 @@ def determinism_excludes_its_opposites(config: RunConfig, world_size: int) -> It
 def gemm_dimensions_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every dimension of every quantized GEMM is a multiple of the recipe's alignment."""
     if precision_map.is_quantized(config.precision) and has_gemm_dimensions(config):
-        yield from model_shapes.gemm_alignment_problems(config)
+        yield from gemm_alignment.gemm_alignment_problems(config)
 
 
 def layout_independent_scales_need_complete_blocks(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -356,6 +379,7 @@ RULES: tuple[Rule, ...] = (
     loss_fusion_is_on_for_its_implementation,
     split_rope_needs_whole_rotations,
     swiglu_fusion_has_what_it_fuses,
+    op_fuser_has_its_activation,
     residual_fusion_has_its_norm,
     quantize_kernels_have_what_they_quantize,
     determinism_excludes_its_opposites,

@@ -24,7 +24,7 @@ def entries_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
     if num_layers is None or not all_positive(num_layers):
         return
     for source, entry in precision_map.entries_with_source(config.precision):
-        if fault := precision_map.pattern_problem(entry.pattern, num_layers):
+        if fault := precision_map.pattern_problem(entry.pattern, config.model):
             yield f"{source}: {fault}"
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from megafp8.config import derived
-from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
+from megafp8.config import derived, stages
+from megafp8.config.expert_layers import is_mixture
+from megafp8.config.rules.base import Rule, no_effect_without
+from megafp8.config.rules.pipeline import has_stages
 from megafp8.config.schema import RunConfig
+from megafp8.config.schema.training import OFFLOAD_MODULES
 from megafp8.recipes import registry
 
 
@@ -26,33 +30,21 @@ def full_recompute_says_which_layers(config: RunConfig, world_size: int) -> Iter
             f"--recompute-granularity full needs {' and '.join(missing)}: --recompute-method uniform "
             "--recompute-num-layers 1 recomputes every layer"
         )
-    count, pp = training.recompute_num_layers, config.parallel.pipeline_model_parallel_size
-    if count is None or not all_positive(config.model.num_layers, pp):
+    count = training.recompute_num_layers
+    if count is None or count < 1 or not has_stages(config, world_size):
         return
-    per_stage = derived.layers_per_pipeline_rank(config)
-    if count > per_stage:
+    sizes = sorted({len(chunk) for chunks in stages.stage_layers(config) for chunk in chunks} - {0})
+    chunk = "virtual pipeline stage" if stages.virtual_pipeline_size(config) else "pipeline stage"
+    if count > sizes[-1]:
         yield (
-            f"--recompute-num-layers {count} is more than the {config.model.num_layers} / {pp} = {per_stage} layers of "
-            f"a pipeline stage: use at most {per_stage}"
+            f"--recompute-num-layers {count} is more than the {sizes[-1]} layers of a {chunk}: use at most {sizes[-1]}"
         )
-
-
-def layer_choice_needs_full_recompute(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Method and number of layers are options of full recompute."""
-    training = config.training
-    if training.recompute_granularity != "full":
-        is_given = {
-            f"--recompute-method {training.recompute_method}": training.recompute_method is not None,
-            f"--recompute-num-layers {training.recompute_num_layers}": training.recompute_num_layers is not None,
-        }
-        yield from flags_without_effect(is_given, "--recompute-granularity full")
-
-
-def module_choice_needs_selective_recompute(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Modules are an option of selective recompute."""
-    modules = config.training.recompute_modules
-    if modules and derived.recompute_granularity(config.training) != "selective":
-        yield no_effect_without(f"--recompute-modules {' '.join(modules)}", "--recompute-granularity selective")
+    elif training.recompute_method == "uniform" and any(size % count for size in sizes):
+        yield (
+            f"--recompute-method uniform: groups of --recompute-num-layers {count} do not divide the "
+            f"{' and '.join(map(str, sizes))} layers of the {chunk}s: use a divisor, for example "
+            f"{math.gcd(count, *sizes)}"
+        )
 
 
 def delayed_scaling_excludes_norm_recompute(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -91,10 +83,26 @@ def saved_activations_have_ranks_to_spread_over(config: RunConfig, world_size: i
         )
 
 
+def offloading_has_its_modules(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--fine-grained-activation-offloading needs modules, which the model has and keeps inputs of."""
+    training, flag = config.training, "--fine-grained-activation-offloading"
+    modules = training.offload_modules
+    if not training.fine_grained_activation_offloading:
+        return
+    if not modules:
+        yield f"{flag} needs --offload-modules: give some of {', '.join(OFFLOAD_MODULES)}"
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield "--offload-modules attn_proj: its input is the output of core_attn, which keeps it; add core_attn"
+    of_experts = " ".join(name for name in ("expert_fc1", "moe_act") if name in modules)
+    if of_experts and not (is_mixture(config.model) and config.parallel.moe_grouped_gemm):
+        yield no_effect_without(f"--offload-modules {of_experts}", "--num-experts with --moe-grouped-gemm")
+    if derived.recompute_granularity(training) == "full":
+        yield f"{flag} with --recompute-granularity full, which keeps only the inputs of layers: remove one"
+
+
 RULES: tuple[Rule, ...] = (
+    offloading_has_its_modules,
     full_recompute_says_which_layers,
-    layer_choice_needs_full_recompute,
-    module_choice_needs_selective_recompute,
     delayed_scaling_excludes_norm_recompute,
     mlp_recompute_excludes_biases,
     saved_activations_have_ranks_to_spread_over,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
-from megafp8.config import derived, model_shapes, precision_map
+from megafp8.config import derived, gemm_alignment, precision_map
 from megafp8.config.rules.base import Rule, all_positive, no_effect_without
 from megafp8.config.rules.precision import has_gemm_dimensions
-from megafp8.config.schema import LoggingConfig, RunConfig
+from megafp8.config.schema import LoggingConfig, ModelConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.recipes import registry
 
@@ -42,11 +43,18 @@ def patterns_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     if num_layers is None or not all_positive(num_layers):
         return
+    names = _linears_with_each_expert(config.model)
     for pattern in patterns:
-        if fault := precision_map.pattern_problem(pattern, num_layers):
+        if fault := precision_map.pattern_problem(pattern, config.model, names):
             yield f"--fp8-log-layers {pattern}: {fault}"
         elif config.logging.fp8_log_interval is not None:
             yield from missing_statistics_problems(config, pattern)
+
+
+@functools.lru_cache(maxsize=16)
+def _linears_with_each_expert(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the linears of every expert, which the layout search asks for with every layout of one model."""
+    return precision_map.expert_names(model, precision_map.linear_names(model))
 
 
 def missing_statistics_problems(config: RunConfig, pattern: str) -> Iterator[str]:
@@ -85,10 +93,23 @@ def tried_recipes_can_be_tried(config: RunConfig, world_size: int) -> Iterator[s
         elif has_gemm_dimensions(config):
             yield from (
                 f"--fp8-what-if {recipe}: {problem}"
-                for problem in model_shapes.gemm_alignment_problems(config_with_recipe(config, recipe))
+                for problem in gemm_alignment.gemm_alignment_problems(config_with_recipe(config, recipe))
             )
+            yield from expert_row_problems(config, recipe)
     if len(set(recipes)) < len(recipes):
         yield f"--fp8-what-if {config.logging.fp8_what_if}: give each recipe once"
+
+
+def expert_row_problems(config: RunConfig, name: str) -> Iterator[str]:
+    """Why a recipe with a Hadamard transform cannot be tried on the rows of experts, whose number is not known."""
+    recipe = registry.get(name)
+    is_transformed = any(rule is not None and rule.is_transformed for *_, rule in recipe.rules().rules)
+    multiple = max((each.gemm_alignment for each in derived.used_recipes(config.precision)), default=1)
+    if config.model.num_experts and is_transformed and multiple % recipe.gemm_alignment:
+        yield (
+            f"--fp8-what-if {name} with --num-experts {config.model.num_experts}: it transforms groups of "
+            f"{recipe.gemm_alignment} rows, and rows of experts are padded to multiples of {multiple}; remove it"
+        )
 
 
 def config_with_recipe(config: RunConfig, name: str) -> RunConfig:

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Optional
 
-from megafp8.config import derived
-from megafp8.config.rules.base import Rule, all_positive, batch_size, no_effect_without
-from megafp8.config.schema import AUTO, RunConfig
+from megafp8.config import derived, precision_map
+from megafp8.config.rules.base import Rule, all_positive, batch_schedule, no_effect_without
+from megafp8.config.schema import AUTO, RunConfig, TrainingConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.errors import ConfigError
 
@@ -35,7 +35,7 @@ def global_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
         ranks = derived.data_parallel_size(config, world_size)
     except ConfigError:
         return
-    if batch % (micro * ranks):
+    if batch % (micro * ranks) and not config.training.decrease_batch_size_if_needed:
         yield (
             f"--global-batch-size {batch} is not a multiple of --micro-batch-size x data-parallel size = {micro} x "
             f"{ranks} = {micro * ranks} ({batch} / {micro * ranks} = {batch / (micro * ranks):.4g}): "
@@ -51,7 +51,7 @@ def automatic_size_divides_a_given_batch(config: RunConfig, world_size: int) -> 
             effect = f"--micro-batch-size-memory-limit {training.micro_batch_size_memory_limit:g}"
             yield no_effect_without(effect, "--micro-batch-size auto")
         return
-    if training.global_batch_size is None:
+    if training.global_batch_size is None and not training.step_batch_size_schedule:
         yield "--micro-batch-size auto needs --global-batch-size, which is missing: sequences per optimizer step"
     if training.skip_train:
         yield "--micro-batch-size auto runs trial training steps, which --skip-train excludes: give a number"
@@ -68,18 +68,11 @@ def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def samples_fill_a_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     """--train-samples is at least one global batch."""
-    samples, batch = config.training.train_samples, batch_size(config, world_size)
-    if all_positive(samples) and samples is not None and batch is not None and samples < batch:
-        yield f"--train-samples {samples} is less than one global batch of {batch}: use at least {batch}"
-
-
-def garbage_interval_needs_manual_collection(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--manual-gc-interval needs --manual-gc."""
-    if config.training.manual_gc_interval > 0 and not config.training.manual_gc:
-        yield (
-            f"--manual-gc-interval {config.training.manual_gc_interval} has no effect without --manual-gc: add "
-            "--manual-gc"
-        )
+    samples, schedule = config.training.train_samples, batch_schedule(config, world_size)
+    if all_positive(samples) and samples is not None and schedule is not None:
+        batch = schedule.batch_size_at(0)
+        if samples < batch:
+            yield f"--train-samples {samples} is less than one global batch of {batch}: use at least {batch}"
 
 
 BATCH_RULES: tuple[Rule, ...] = (
@@ -88,7 +81,6 @@ BATCH_RULES: tuple[Rule, ...] = (
     automatic_size_divides_a_given_batch,
     length_is_given_once,
     samples_fill_a_batch,
-    garbage_interval_needs_manual_collection,
 )
 
 
@@ -121,26 +113,39 @@ _FP32_EXPONENT = _Range(-126, 126)  # of two
 _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
     _AT_LEAST_1: (
         "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.kv_channels "
+        "model.moe_ffn_hidden_size model.moe_shared_expert_intermediate_size model.moe_router_topk "
+        "model.moe_router_num_groups model.moe_router_group_topk parallel.expert_model_parallel_size "
+        "parallel.expert_tensor_parallel_size model.mtp_num_layers "
+        "model.q_lora_rank model.kv_lora_rank model.qk_head_dim model.qk_pos_emb_head_dim model.v_head_dim "
         "model.num_query_groups model.max_position_embeddings model.rotary_base model.vocab_size "
-        "model.rotary_seq_len_interpolation_factor model.make_vocab_size_divisible_by model.window_size "
+        "model.rotary_seq_len_interpolation_factor model.make_vocab_size_divisible_by "
+        "model.rotary_base_local "
+        "model.yarn_original_max_position_embeddings model.rotary_scaling_factor "
         "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size parallel.context_parallel_size "
         "parallel.num_layers_per_virtual_pipeline_stage parallel.num_virtual_stages_per_pipeline_rank "
+        "parallel.decoder_first_pipeline_num_layers parallel.decoder_last_pipeline_num_layers "
+        "parallel.microbatch_group_size_per_virtual_pipeline_stage "
         "parallel.ddp_bucket_size parallel.distributed_timeout_minutes "
         "precision.fp8_amax_history_len optimizer.lr_decay_iters optimizer.lr_decay_samples "
         "optimizer.lr_wsd_decay_iters optimizer.lr_wsd_decay_samples optimizer.hysteresis "
         "data.seq_length data.tiktoken_num_special_tokens "
         "training.micro_batch_size training.global_batch_size training.train_iters training.train_samples "
-        "training.eval_interval training.exit_interval training.exit_duration_in_mins "
+        "training.eval_interval training.start_eval_at_iter training.eval_global_batch_size training.exit_interval "
+        "training.exit_duration_in_mins "
         "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_keep "
+        "checkpoint.save_retain_interval model.padded_vocab_size "
         "training.spike_rollback_steps training.spike_skip_batches training.max_rollbacks "
-        "training.check_weight_hash_across_dp_replicas_interval training.cuda_graph_warmup_steps "
+        "training.fp8_guard_interval training.check_weight_hash_across_dp_replicas_interval "
         "checkpoint.ckpt_step checkpoint.async_save_timeout "
         "checkpoint.non_persistent_save_interval "
         "logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval"
     ),
     _NOT_NEGATIVE: (
-        "checkpoint.ckpt_max_failures "
-        "model.init_method_std precision.num_layers_at_start_in_bf16 precision.num_layers_at_end_in_bf16 "
+        "training.cuda_graph_warmup_steps training.min_offloaded_tensor_size "
+        "checkpoint.ckpt_max_failures model.num_experts model.moe_z_loss_coeff model.moe_router_bias_update_rate "
+        "model.mtp_loss_scaling_factor "
+        "model.init_method_std model.embedding_init_method_std model.mscale model.mscale_all_dim "
+        "precision.num_layers_at_start_in_bf16 precision.num_layers_at_end_in_bf16 "
         "optimizer.min_lr optimizer.lr_warmup_init optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.decoupled_min_lr optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay "
         "optimizer.clip_grad data.num_workers training.eval_iters training.seed training.manual_gc_interval "
@@ -148,18 +153,23 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "logging.profile_step_start logging.profile_step_end logging.logging_level"
     ),
     _ABOVE_0: (
-        "model.norm_epsilon model.rope_scaling_factor optimizer.lr optimizer.decoupled_lr optimizer.adam_eps "
+        "model.moe_router_topk_scaling_factor model.moe_expert_capacity_factor "
+        "model.norm_epsilon model.rope_scaling_factor model.yarn_beta_fast model.yarn_beta_slow "
+        "model.attention_logit_softcapping model.output_logit_softcapping model.activation_func_clamp_value "
+        "optimizer.lr optimizer.decoupled_lr optimizer.adam_eps "
+        "model.softmax_scale model.logits_scaling model.embedding_multiplier model.residual_multiplier "
         "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
         "training.exit_signal_grace_s training.spike_sigma training.micro_batch_size_memory_limit "
         "parallel.rendezvous_timeout_s"
     ),
     _FRACTION_BELOW_1: (
+        "model.moe_input_jitter_eps "
         "model.attention_dropout model.hidden_dropout optimizer.adam_beta1 optimizer.adam_beta2 "
         "optimizer.sgd_momentum optimizer.lr_warmup_fraction"
     ),
     _FRACTION_ABOVE_0: "model.rotary_percent",
     _AT_LEAST_2: "training.spike_window training.spike_min_steps",
-    _FP32_EXPONENT: "precision.fp8_margin",
+    _FP32_EXPONENT: "precision.fp8_margin precision.fp8_tensorwise_margin",
 }
 RANGES: Mapping[str, _Range] = MappingProxyType(
     {name: allowed for allowed, names in _SETTINGS_BY_RANGE.items() for name in names.split()}
@@ -206,6 +216,7 @@ def skipping_needs_the_check(config: RunConfig, world_size: int) -> Iterator[str
     requested = {
         f"--max-skipped-steps {training.max_skipped_steps}": training.max_skipped_steps > 0,
         f"--spike-policy {training.spike_policy}": training.spike_policy != "off",
+        f"--on-nonfinite-activation {training.on_nonfinite_activation}": training.on_nonfinite_activation != "warn",
     }
     for flag, given in requested.items():
         if given and not training.check_for_nan_in_loss_and_grad:
@@ -218,6 +229,54 @@ def skipping_spikes_has_a_limit(config: RunConfig, world_size: int) -> Iterator[
         yield (
             "--spike-policy skip with --max-skipped-steps 0 could not skip any step: set the maximum number of "
             "consecutive skipped steps, for example --max-skipped-steps 10"
+        )
+
+
+def nonfinite_activations_are_seen(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A reaction to non-finite operands needs linears that quantize, and a limit of consecutive skipped updates."""
+    policy, precision = config.training.on_nonfinite_activation, config.precision
+    flag = f"--on-nonfinite-activation {policy}"
+    if policy == "warn":
+        return
+    if not precision_map.is_quantized(precision):
+        yield no_effect_without(flag, "--fp8-format, --fp4-format or --precision")
+    if policy != "stop" and config.training.max_skipped_steps == 0:
+        yield (
+            f"{flag} with --max-skipped-steps 0 could not skip any step: set the maximum number of consecutive skipped "
+            "steps, for example --max-skipped-steps 10"
+        )
+    if policy == "bf16" and precision.fp8_param_gather:
+        yield (
+            f"{flag} with --fp8-param-gather: the weights have no copy in high precision; remove one, or use "
+            "--on-nonfinite-activation skip"
+        )
+    if policy == "bf16" and config.parallel.expert_model_parallel_size > 1 and derived.is_stateful(precision):
+        yield (
+            f"{flag} with delayed scaling and --expert-model-parallel-size "
+            f"{config.parallel.expert_model_parallel_size}: ranks of other experts would exchange amaxes of other "
+            "linears; use --on-nonfinite-activation skip, or a recipe without amax history"
+        )
+    if config.model.mtp_num_layers:
+        yield (
+            f"{flag} with --mtp-num-layers {config.model.mtp_num_layers}: linears of multi-token prediction have no "
+            "counters; use --on-nonfinite-activation warn"
+        )
+
+
+def guard_has_quantized_layers(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--fp8-guard needs linears that quantize, and its interval needs it."""
+    training, precision = config.training, config.precision
+    flag = f"--fp8-guard {training.fp8_guard}"
+    if training.fp8_guard == "off":
+        if training.fp8_guard_interval != TrainingConfig().fp8_guard_interval:
+            yield no_effect_without(f"--fp8-guard-interval {training.fp8_guard_interval}", "--fp8-guard warn")
+        return
+    if not precision_map.is_quantized(precision):
+        yield no_effect_without(flag, "--fp8-format, --fp4-format or --precision")
+    if training.fp8_guard == "bf16-layer" and precision.fp8_param_gather:
+        yield (
+            f"{flag} with --fp8-param-gather: the weights have no copy in high precision; remove one, or use "
+            "--fp8-guard warn"
         )
 
 
@@ -264,6 +323,8 @@ def rollback_has_somewhere_to_go(config: RunConfig, world_size: int) -> Iterator
 SKIPPED_UPDATE_RULES: tuple[Rule, ...] = (
     skipping_needs_the_check,
     skipping_spikes_has_a_limit,
+    nonfinite_activations_are_seen,
+    guard_has_quantized_layers,
     spike_settings_need_their_policy,
     spikes_are_detectable,
     rollback_has_somewhere_to_go,

@@ -55,7 +55,7 @@ class DataConfig:
     allow_other_tokenizer: bool = setting(False, "accept shards whose manifest names another tokenizer")
     num_workers: int = setting(2, "data loader processes per rank; 0 loads data in the training process")
     reset_position_ids: bool = setting(False, "restart position ids at each document")
-    reset_attention_mask: bool = setting(False, "do not attend across documents (not supported)")
+    reset_attention_mask: bool = setting(False, "do not attend across documents")
     eod_mask_loss: bool = setting(False, "exclude end-of-document tokens from the loss")
     create_attention_mask_in_dataloader: bool = setting(
         True,
@@ -79,6 +79,10 @@ class CheckpointConfig:
     save_interval: Optional[int] = setting(None, "steps between checkpoints; the last step is always saved")
     ckpt_keep: Optional[int] = setting(
         None, "number of newest checkpoints to keep; older ones are deleted; default: all"
+    )
+    save_retain_interval: Optional[int] = setting(
+        None,
+        "keep the checkpoints of steps that are multiples of this, besides the newest --ckpt-keep (default then 1)",
     )
     non_persistent_save_interval: Optional[int] = setting(
         None, "steps between non-persistent checkpoints, of which only the newest is kept"
@@ -110,7 +114,17 @@ class CheckpointConfig:
         None, "folder with a checkpoint whose weights initialize the run if --load has no checkpoint", path=True
     )
     exit_on_missing_checkpoint: bool = setting(False, "exit with an error if --load has no checkpoint")
-    ckpt_format: str = setting("torch_dist", "checkpoint format", choices=("torch_dist",))
+    ckpt_format: str = setting(
+        "torch_dist",
+        "checkpoint format; others of Megatron-LM are not supported",
+        choices=("torch_dist", "torch", "torch_dcp", "fsdp_dtensor", "zarr"),
+    )
+    use_checkpoint_args: bool = setting(
+        False, "take the settings of the model and the tokenizer from the checkpoint, unless a flag gives them"
+    )
+    use_mp_args_from_checkpoint_args: bool = setting(
+        False, "with --use-checkpoint-args, take the sizes of tensor and pipeline parallelism as well"
+    )
     dist_ckpt_strictness: str = setting(
         "assume_ok_unexpected",
         "handling of keys that only the run (unexpected) or only the checkpoint (missing) has: error (assume_ok_*, "
@@ -187,4 +201,10 @@ class LoggingConfig:
     profile: bool = setting(False, "profile some steps with torch.profiler")
     profile_step_start: int = setting(10, "first profiled step")
     profile_step_end: int = setting(12, "step at which profiling ends (not profiled)")
+    profile_shapes: bool = setting(
+        False, "record the shapes of operands in the profile", flags=("--pytorch-profiler-collect-shapes",)
+    )
+    profile_callstack: bool = setting(
+        False, "record Python's call stacks in the profile", flags=("--pytorch-profiler-collect-callstack",)
+    )
     profile_ranks: tuple[int, ...] = setting((0,), "ranks to profile", many=True)

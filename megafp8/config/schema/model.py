@@ -3,16 +3,18 @@
 from dataclasses import dataclass
 from typing import Optional
 
+from megafp8.config.schema.mla import LatentAttentionConfig
+from megafp8.config.schema.moe import MAX_WIDTH, MixtureModelConfig, MixtureParallelConfig
+from megafp8.config.schema.mtp import MultiTokenConfig
 from megafp8.config.schema.setting import setting
 
 # Far above any real model. Below these limits a table of the layers fits in memory and tensor sizes fit an int64.
-MAX_WIDTH = 1 << 20
 MAX_HEADS = 1 << 16
 INT32_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     """The shape of the GPT."""
 
     model_preset: Optional[str] = setting(
@@ -37,9 +39,17 @@ class ModelConfig:
         maximum=INT32_MAX,
     )
     position_embedding_type: str = setting(
-        "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "none")
+        "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "yarn", "none")
+    )
+    add_position_embedding: bool = setting(
+        True,
+        "add learned position embeddings; only with other or no position embeddings",
+        off=("--no-position-embedding",),
     )
     rotary_base: int = setting(10000, "base of the rotary embedding's frequencies")
+    rotary_base_local: Optional[int] = setting(
+        None, "base of the rotary embedding in layers with a sliding window, as in Gemma 3; default --rotary-base"
+    )
     rotary_percent: float = setting(1.0, "fraction of each head's channels with rotary embedding")
     rotary_interleaved: bool = setting(
         False, "rotate pairs of adjacent channels instead of pairs from the two halves of a head"
@@ -49,14 +59,62 @@ class ModelConfig:
     )
     use_rope_scaling: bool = setting(False, "scale rotary frequencies as in Llama 3.1")
     rope_scaling_factor: float = setting(8.0, "scaling factor for --use-rope-scaling")
+    rotary_scaling_factor: float = setting(1.0, "YaRN: factor by which the context is extended")
+    mscale: float = setting(1.0, "YaRN: coefficient of the scaling of attention, in its numerator")
+    mscale_all_dim: float = setting(0.0, "YaRN: coefficient of the scaling of attention, in its denominator")
+    yarn_original_max_position_embeddings: Optional[int] = setting(
+        None, "YaRN: context length before the extension", maximum=INT32_MAX
+    )
+    yarn_beta_fast: float = setting(32.0, "YaRN: rotations above which frequencies are kept")
+    yarn_beta_slow: float = setting(1.0, "YaRN: rotations below which frequencies are interpolated")
+    yarn_correction_range_round_to_int: bool = setting(
+        True,
+        "round the channels between both to integers (YaRN)",
+        flags=("--yarn-correction-range-round-to-int",),
+        off=("--no-yarn-correction-range-round-to-int",),
+    )
+    no_rope_freq: Optional[str] = setting(
+        None,
+        "layers without rotary embedding: N for every N-th layer, or a list with 1 for these, like ([0]*3+[1])*4",
+        metavar="PATTERN",
+    )
     normalization: str = setting("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = setting(1e-5, "epsilon of the normalization")
     apply_layernorm_1p: bool = setting(False, "store norm weights as weight - 1 (initialized to 0 instead of 1)")
     swiglu: bool = setting(False, "use SwiGLU instead of GELU in the MLP")
+    geglu: bool = setting(False, "use a gated GELU (tanh approximation) in the MLP")
     squared_relu: bool = setting(False, "use squared ReLU instead of GELU in the MLP")
+    openai_gelu: bool = setting(False, "use the tanh approximation of GELU, as GPT-2")
+    quick_geglu: bool = setting(False, "use a gated unit with x sigmoid(1.702 x) instead of GELU in the MLP (gpt-oss)")
+    activation_func_clamp_value: Optional[float] = setting(
+        None,
+        "limit of the inputs of --quick-geglu or --swiglu: the gate's from above, the other half's on both sides",
+    )
+    glu_linear_offset: float = setting(0.0, "added to the half that the gate of --quick-geglu or --swiglu multiplies")
     add_bias_linear: bool = setting(True, "add a bias to linear layers", off=("--disable-bias-linear",))
     add_qkv_bias: bool = setting(False, "add a bias to the QKV projection only")
     qk_layernorm: bool = setting(False, "apply the normalization layer to queries and keys")
+    qk_l2_norm: bool = setting(False, "divide queries and keys by their root mean square (Llama 4)")
+    qk_layernorm_across_heads: bool = setting(
+        False, "with --qk-layernorm: normalize the channels of all heads together, as in OLMo 2, instead of each head"
+    )
+    norm_placement: str = setting(
+        "pre",
+        "norms of attention and MLP: pre (on their inputs), post (on their outputs, before the residual is added, as "
+        "in OLMo 2) or sandwich (on both, as in Gemma 2)",
+        choices=("pre", "post", "sandwich"),
+    )
+    parallel_residual: bool = setting(
+        False, "add attention and MLP of the same input to the residual stream, as in GPT-NeoX"
+    )
+    embedding_multiplier: float = setting(1.0, "multiply the output of the embedding by this")
+    residual_multiplier: float = setting(
+        1.0, "multiply the outputs of attention and MLP by this, before they are added"
+    )
+    softmax_scale: Optional[float] = setting(
+        None, "multiply Q*K by this before the softmax; default 1 / sqrt(channels per head)"
+    )
+    logits_scaling: float = setting(1.0, "divide the logits by this")
     share_embeddings_and_output_weights: bool = setting(
         True, "share the weights of the embedding and the output layer", off=("--untie-embeddings-and-output-weights",)
     )
@@ -66,18 +124,46 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = setting(
         128, "pad the vocabulary to a multiple of this x tensor-parallel size", maximum=INT32_MAX
     )
+    padded_vocab_size: Optional[int] = setting(
+        None, "rows of the embedding, instead of the vocabulary size after padding", maximum=INT32_MAX
+    )
     attention_dropout: float = setting(0.1, "dropout probability of attention weights")
     hidden_dropout: float = setting(0.1, "dropout probability of hidden states")
     init_method_std: float = setting(0.02, "standard deviation of the initial weights")
+    embedding_init_method_std: Optional[float] = setting(
+        None, "standard deviation of the initial embeddings; default: --init-method-std"
+    )
     attention_softmax_in_fp32: bool = setting(
         True, "compute the attention softmax in FP32", flags=("--attention-softmax-in-fp32",)
     )
     apply_query_key_layer_scaling: bool = setting(False, "scale Q*K by 1 / layer number (implies FP32 softmax)")
-    window_size: Optional[int] = setting(None, "sliding attention window, in tokens; default: full causal attention")
+    window_size: Optional[str] = setting(
+        None,
+        "sliding attention window: each token attends to itself and to LEFT tokens before it; RIGHT is 0, as attention "
+        "is causal",
+        metavar="LEFT,RIGHT",
+    )
+    window_attn_skip_freq: Optional[str] = setting(
+        None,
+        "layers with full attention beside --window-size: N for every N-th layer, or a list with 1 for windows, like "
+        "([1]*3+[0])*4",
+        metavar="PATTERN",
+    )
+    softmax_type: str = setting(
+        "vanilla",
+        "attention softmax; off-by-one adds 1 to its denominator, learnable adds exp of a parameter of each head",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    attention_logit_softcapping: Optional[float] = setting(
+        None, "cap attention scores softly: x becomes C tanh(x / C) (Gemma 2)", metavar="C"
+    )
+    output_logit_softcapping: Optional[float] = setting(
+        None, "cap the output logits softly: x becomes C tanh(x / C) (Gemma 2)", metavar="C"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(MixtureParallelConfig):
     """How the work is split over ranks. world = tensor x pipeline x context x data."""
 
     tensor_model_parallel_size: int = setting(
@@ -92,9 +178,46 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: Optional[int] = setting(
         None, "virtual pipeline stages per pipeline rank (interleaved schedule)"
     )
+    decoder_first_pipeline_num_layers: Optional[int] = setting(
+        None, "layers of the first pipeline stage; default: as many as other stages"
+    )
+    decoder_last_pipeline_num_layers: Optional[int] = setting(
+        None, "layers of the last pipeline stage; default: as many as other stages"
+    )
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False, "count the embedding as one layer when layers are split over pipeline stages"
+    )
+    account_for_loss_in_pipeline_split: bool = setting(
+        False, "count the output layer and the loss as one layer when layers are split over pipeline stages"
+    )
+    pipeline_model_parallel_layout: Optional[str] = setting(
+        None,
+        "contents of every (virtual) pipeline stage, separated by |; E: embedding, t: a layer, L: output layer and "
+        "loss, x*N or (...)*N: N times; for example Et*3|(tt|)*6tL",
+        metavar="STRING",
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: Optional[int] = setting(
+        None, "consecutive microbatches of a virtual pipeline stage; default: number of pipeline-parallel ranks"
+    )
+    use_tp_pp_dp_mapping: bool = setting(
+        False, "order ranks by tensor, context, pipeline, data instead of tensor, context, data, pipeline"
+    )
+    pipeline_model_parallel_comm_backend: Optional[str] = setting(
+        None,
+        "communication backend between pipeline stages; default: that of the other collectives",
+        choices=("nccl", "ucc"),
+    )
     context_parallel_size: int = setting(1, "number of context-parallel ranks, which split each sequence")
     cp_comm_type: str = setting(
-        "p2p", "communication of context-parallel attention in Transformer Engine", choices=("p2p", "a2a", "allgather")
+        "p2p",
+        "communication of context-parallel attention in Transformer Engine",
+        choices=("p2p", "a2a", "allgather", "a2a+p2p"),
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = setting(
+        (),
+        "group sizes of --cp-comm-type a2a+p2p, from the innermost: ranks of the all-to-all, then of the ring; their "
+        "product is --context-parallel-size",
+        many=True,
     )
     sequence_parallel: bool = setting(
         False, "split norms and dropout along the sequence over the tensor-parallel ranks"
@@ -104,6 +227,14 @@ class ParallelConfig:
         "shard optimizer state over data-parallel ranks; default on GPUs with --optimizer adam",
         flags=("--use-distributed-optimizer",),
         off=("--no-use-distributed-optimizer",),
+    )
+    use_torch_fsdp2: bool = setting(
+        False, "shard weights, gradients and optimizer state over data-parallel ranks with torch's FSDP2"
+    )
+    torch_fsdp2_reshard_after_forward: bool = setting(
+        True,
+        "free the gathered weights of a layer after its forward pass, and gather them again for its backward pass",
+        off=("--torch-fsdp2-no-reshard-after-forward",),
     )
     overlap_grad_reduce: Optional[bool] = setting(
         None,
@@ -121,6 +252,11 @@ class ParallelConfig:
         True,
         "overlap pipeline communication with computation (interleaved schedule)",
         off=("--no-overlap-p2p-communication",),
+    )
+    overlap_p2p_comm_warmup_flush: bool = setting(
+        False,
+        "overlap pipeline communication in warmup and flush, too (interleaved schedule)",
+        flags=("--overlap-p2p-communication-warmup-flush",),
     )
     tp_comm_overlap: bool = setting(
         False, "overlap tensor-parallel communication with GEMMs (Transformer Engine's user buffers)"
@@ -144,7 +280,9 @@ class ParallelConfig:
         "nccl", "communication backend for the setup of user buffers", choices=("nccl", "gloo", "mpi")
     )
     ddp_bucket_size: Optional[int] = setting(None, "parameters per gradient bucket; default: megatron-core's")
-    ddp_average_in_collective: bool = setting(False, "average gradients in the collective (not supported)")
+    ddp_average_in_collective: bool = setting(
+        False, "no effect: gradients are always averaged over the tokens of the global batch"
+    )
     distributed_backend: Optional[str] = setting(
         None, "backend of collectives; default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo")
     )

@@ -8,6 +8,9 @@ from megafp8.config.schema.setting import setting
 from megafp8.recipes import registry
 from megafp8.recipes.base import FP4_FORMATS, FP8_FORMATS
 
+EXCLUDED_BY_DEFAULT = ("*norm*", "*embedding*")
+NO_PATTERN = "none"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
@@ -43,6 +46,11 @@ class PrecisionConfig:
         "quantize weights in square blocks, so that forward and backward passes use the same values",
         off=("--no-fp4-2d-weights",),
     )
+    fp4_four_over_six: bool = setting(
+        False,
+        "four-over-six scaling with emulated layers: map the largest value of each block that is rounded to nearest to "
+        "4 or to 6, whichever has the smaller error",
+    )
     fp8_margin: int = setting(0, "divide quantization scales by 2^margin")
     fp8_amax_history_len: int = setting(1, "length of the amax history, in steps")
     fp8_amax_compute_algo: str = setting("most_recent", "amax to use from the history", choices=("most_recent", "max"))
@@ -62,6 +70,16 @@ class PrecisionConfig:
         f"{', '.join(registry.with_param_gather())})",
     )
     fp8_power_2_scale: bool = setting(False, "with emulated layers, round scales down to powers of two")
+    fp8_tensorwise_margin: int = setting(
+        0,
+        "with emulated layers, divide tensorwise scales by 2^margin; below 0 the largest values saturate, for "
+        "comparisons with a recipe that is known to be worse",
+    )
+    fp8_e8m0_floor: bool = setting(
+        False,
+        "with emulated layers, round E8M0 scales down as the OCP specification does, which saturates the largest "
+        "values of some blocks, for comparisons",
+    )
     fp8_block_scaling_fp32_scales: bool = setting(
         False,
         "with emulated layers, use FP32 scales instead of powers of two; for Transformer Engine, set the environment "
@@ -102,7 +120,9 @@ class PrecisionConfig:
         off=("--no-emulation",),
     )
     attention_backend: str = setting(
-        "auto", "attention implementation", choices=("auto", "flash", "fused", "unfused", "local", "sdpa")
+        "auto",
+        "attention implementation; layers without Transformer Engine have sdpa and unfused",
+        choices=("auto", "flash", "fused", "unfused", "local", "sdpa"),
     )
     cross_entropy_loss_fusion: Optional[bool] = setting(
         None,
@@ -177,4 +197,24 @@ class PrecisionConfig:
         False, "accumulate and reduce gradients in FP32; default with --bf16, unless --grad-reduce-in-bf16"
     )
     grad_reduce_in_bf16: bool = setting(False, "reduce gradients in BF16")
+    grad_reduce_in_fp8: bool = setting(
+        False,
+        "send gradients between data-parallel ranks as FP8 codes, and add them in FP32 (see docs/fp8_lm.md)",
+    )
+    grad_reduce_fp8_format: str = setting("e4m3", "format of the codes of gradients", choices=("e4m3", "e5m2"))
+    grad_reduce_fp8_scaling: str = setting(
+        "block",
+        "scales of the codes of gradients; block: one for 128 elements, tensor: one for each parameter, common to all "
+        "ranks, with FP8-LM's automatic factor",
+        choices=("block", "tensor"),
+    )
+    grad_reduce_fp8_error_feedback: bool = setting(
+        False, "add the quantization error of a step to the gradients of the next one (4 bytes a parameter, not saved)"
+    )
+    grad_reduce_fp8_exclude: tuple[str, ...] = setting(
+        EXCLUDED_BY_DEFAULT,
+        "parameters whose gradients are not sent as FP8 codes, by patterns of their names; none: send all as codes",
+        many=True,
+        metavar="PATTERN",
+    )
     deterministic_mode: bool = setting(False, "use only deterministic kernels, so that runs are bitwise reproducible")

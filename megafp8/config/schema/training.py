@@ -5,6 +5,8 @@ from typing import Optional
 
 from megafp8.config.schema.setting import setting
 
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -26,10 +28,31 @@ class TrainingConfig:
     global_batch_size: Optional[int] = setting(
         None, "sequences per optimizer step; default micro-batch size x data-parallel size"
     )
+    rampup_batch_size: tuple[int, ...] = setting(
+        (),
+        "increase the global batch size from START in steps of INCREMENT sequences to --global-batch-size, over the "
+        "first SAMPLES samples; needs --train-samples",
+        many=True,
+        metavar="START INCREMENT SAMPLES",
+    )
+    step_batch_size_schedule: tuple[str, ...] = setting(
+        (),
+        "global batch sizes by the number of tokens read before, instead of --global-batch-size, for example "
+        "'0:384 200B:768 400B:1152'; suffixes K, M, B and T; needs --train-samples",
+        many=True,
+        metavar="TOKENS:SIZE",
+    )
+    decrease_batch_size_if_needed: bool = setting(
+        False, "round the global batch size down to a multiple of micro-batch size x data-parallel size"
+    )
     train_iters: Optional[int] = setting(None, "number of optimizer steps")
     train_samples: Optional[int] = setting(None, "number of training sequences, instead of --train-iters")
     eval_interval: Optional[int] = setting(None, "steps between validations; default: only at the end")
+    start_eval_at_iter: Optional[int] = setting(None, "first step at which --eval-interval applies; default: the first")
     eval_iters: int = setting(100, "global batches per validation; 0: no validation")
+    eval_global_batch_size: Optional[int] = setting(
+        None, "sequences per global batch of a validation; default: the global batch size at the end of training"
+    )
     skip_train: bool = setting(False, "validate without training")
     exit_interval: Optional[int] = setting(None, "save and exit at the first step that is a multiple of this")
     exit_duration_in_mins: Optional[int] = setting(None, "save and exit after this many minutes")
@@ -75,7 +98,20 @@ class TrainingConfig:
         (),
         "modules of selective recomputation; default core_attn",
         many=True,
-        choices=("core_attn", "mlp", "layernorm"),
+        choices=("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"),
+    )
+    moe_layer_recompute: bool = setting(False, "recompute mixture-of-experts layers; short for --recompute-modules moe")
+    fine_grained_activation_offloading: bool = setting(
+        False, "copy the inputs of --offload-modules to the host until the backward pass (Transformer Engine's layers)"
+    )
+    offload_modules: tuple[str, ...] = setting(
+        (),
+        "modules whose inputs --fine-grained-activation-offloading copies",
+        many=True,
+        choices=OFFLOAD_MODULES,
+    )
+    min_offloaded_tensor_size: int = setting(
+        1024 * 1024, "elements of the smallest tensor that --fine-grained-activation-offloading copies"
     )
     distribute_saved_activations: bool = setting(False, "shard saved activations over tensor-parallel ranks")
     calculate_per_token_loss: bool = setting(
@@ -93,6 +129,20 @@ class TrainingConfig:
         "maximum number of consecutive steps whose update is skipped because of non-finite values or spikes; one more "
         "stops the run",
     )
+    on_nonfinite_activation: str = setting(
+        "warn",
+        "reaction to NaN or infinity in an input, weight or output gradient that a linear layer quantizes, which "
+        "saturation can hide; warn: record it, stop: stop before the update, skip: skip the update, bf16: skip it and "
+        "compute the layer in high precision from then on (emulated layers)",
+        choices=("warn", "stop", "skip", "bf16"),
+    )
+    fp8_guard: str = setting(
+        "off",
+        "reaction to statistics of layers that grow before a run in FP8 diverges (emulated layers); warn: record them, "
+        "bf16-layer: compute the layer in high precision for the rest of the run",
+        choices=("off", "warn", "bf16-layer"),
+    )
+    fp8_guard_interval: int = setting(20, "steps between the statistics of --fp8-guard")
     spike_policy: str = setting(
         "off",
         "reaction to spikes of the loss or the gradient norm; skip: skip the update, rollback: return to a checkpoint "
@@ -148,7 +198,7 @@ class TrainingConfig:
 class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
-    optimizer: str = setting("adam", "optimizer", choices=("adam", "sgd"))
+    optimizer: str = setting("adam", "optimizer; muon is not supported", choices=("adam", "sgd", "muon"))
     lr: Optional[float] = setting(None, "peak learning rate")
     min_lr: float = setting(0.0, "final learning rate of the decay")
     lr_warmup_init: float = setting(0.0, "initial learning rate of the warmup")
