@@ -153,13 +153,15 @@ class Reader:
         self._start()
 
     def _start(self) -> None:
+        from megafp8.config.batch_schedule import constant
         from megafp8.data.loader import build_loader
 
         others = set(psutil.Process().children())
         total = len(self._dataset) // MICRO_BATCH * MICRO_BATCH
         self._batches = build_loader(
             self._dataset, consumed_samples=0, micro_batch_size=MICRO_BATCH, data_parallel_rank=0,
-            data_parallel_size=1, global_batch_size=MICRO_BATCH, num_workers=self._num_workers, total_samples=total,
+            data_parallel_size=1, batch_schedule=constant(MICRO_BATCH), num_workers=self._num_workers,
+            total_samples=total,
         )  # fmt: skip
         self._workers, self._num_read = set(psutil.Process().children()) - others, 0
 

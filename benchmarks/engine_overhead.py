@@ -102,7 +102,7 @@ class EngineLoop:
     """megafp8's steps, as `training.loop` takes them, with all extensions."""
 
     def __init__(self, run: Run, sinks: Sinks, train_iters: int):
-        self.state = LoopState(run, sinks, Progress(), train_iters, started=time.monotonic())
+        self.state = LoopState(run, sinks, Progress(), started=time.monotonic())
         self.extensions = build_extensions()
         for extension in self.extensions:
             extension.open(self.state)

@@ -44,6 +44,10 @@ COMMON = (
 )
 SAVING = "--no-save-optim --no-save-rng --save"
 ON_GPU = "--vocab-size 50303 --num-workers 2"
+MIXTURE = (
+    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 --global-batch-size 32 "
+    f"--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion {ON_GPU}"
+)
 SHAPES = {
     "A": "--model-preset llama-1b --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 8 "
     f"--global-batch-size 8 {ON_GPU}",
@@ -53,6 +57,9 @@ SHAPES = {
     f"--max-position-embeddings 2048 --global-batch-size 1 {ON_GPU}",
     "D": "--model-preset llama-1b --hidden-size 1024 --ffn-hidden-size 2816 --seq-length 2048 --micro-batch-size 8 "
     f"--max-position-embeddings 2048 --global-batch-size 8 {ON_GPU}",
+    "M1": f"--model-preset qwen3-30b-a3b --num-layers 6 {MIXTURE}",
+    "M2": f"--model-preset qwen3-30b-a3b --num-layers 24 --num-experts 16 {MIXTURE}",
+    "M3": f"--model-preset mixtral-8x7b --num-layers 2 {MIXTURE} --micro-batch-size 2 --global-batch-size 16",
     "tiny": "--model-preset tiny --seq-length 64 --micro-batch-size 2 --global-batch-size 2 --vocab-size 511 "
     "--num-workers 0 --num-threads 1",
 }
@@ -64,6 +71,7 @@ MODES = {
     "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
 }
 NATIVE = tuple(MODES)
+MODES["tensorwise-e4m3"] = "--fp8-format e4m3 --fp8-recipe tensorwise"
 EMULATED = {
     "emulated-tensorwise": MODES["tensorwise"],
     "emulated-delayed": MODES["delayed"],

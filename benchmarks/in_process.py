@@ -20,9 +20,12 @@ from megafp8.device.platform import detect_platform, shutdown_distributed
 from megafp8.mcore.config import build_transformer_config
 from megafp8.mcore.process_groups import destroy_process_groups
 from megafp8.metrics.timers import StepTimer
+from megafp8.models.router import ExpertBiasSnapshot
+from megafp8.optimizer.fp8_gradients import build_fp8_reduction
 from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
-from megafp8.optimizer.gradient_communication import build_traffic
+from megafp8.optimizer.gradient_communication import build_gradient_traffic, build_traffic
 from megafp8.training.checks import Checked, check
+from megafp8.training.operand_faults import build_operand_monitor
 from megafp8.training.run import Run
 from megafp8.training.setup import build_trainee, build_training_run
 
@@ -69,6 +72,8 @@ def add_run(first: Run, text: str) -> Run:
     assert config.parallel == first.config.parallel and config.data == first.config.data
     transformer_config = build_transformer_config(config, implementation, on_cuda=False)
     trainee = build_trainee(config, transformer_config, implementation, first.vocab_size, world_size, first.platform)
+    fp8_reduction = build_fp8_reduction(config, trainee.chunks, first.platform.device)
+    gradient_traffic = build_gradient_traffic(config, trainee.chunks)
     watched = config.training.check_for_nan_in_loss_and_grad
     return dataclasses.replace(
         first,
@@ -79,8 +84,12 @@ def add_run(first: Run, text: str) -> Run:
         wgrad_overwrite=None,
         spike_detector=None,
         delayed_snapshot=None,
+        bias_snapshot=ExpertBiasSnapshot(trainee.chunks) if config.model.moe_router_enable_expert_bias else None,
+        operand_monitor=build_operand_monitor(config, trainee.chunks, implementation, first.platform.device),
         gradient_monitor=NonFiniteGradientMonitor(trainee.chunks, first.platform.device) if watched else None,
         parameter_traffic=build_traffic(config, trainee.chunks),
+        gradient_traffic=gradient_traffic,
+        fp8_reduction=fp8_reduction,
         timer=StepTimer(),
     )
 

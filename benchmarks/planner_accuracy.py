@@ -23,7 +23,7 @@ from benchmarks.planner_fit import fit
 from benchmarks.planner_measurements import FIT, HELD_OUT, MEASUREMENTS, Measurement
 from benchmarks.planner_published import LEFT_OUT, PUBLISHED, Published
 from megafp8.planning.layouts import LayoutSearch
-from megafp8.planning.memory import estimate_end_stages
+from megafp8.planning.memory import estimate_stages
 from megafp8.planning.step_time import step_time
 from megafp8.utils.formatting import markdown_table
 
@@ -61,7 +61,7 @@ def compare(row: Measurement) -> Compared:
     """Predict what was measured."""
     run = row.run()
     step_ms = step_time(run).seconds * 1e3 if row.step_ms is not None else None
-    estimates = estimate_end_stages(run.config, run.world_size, run.padded_vocab, implementation=row.implementation)
+    estimates = estimate_stages(run.config, run.world_size, run.padded_vocab, implementation=row.implementation)
     return Compared(row, step_ms, max(estimate.total_bytes for estimate in estimates) / GIB)
 
 

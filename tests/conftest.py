@@ -21,9 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megafp8.mcore.cpu_patches import patch_triton_import
 from megafp8.mcore.known_warnings import KNOWN_WARNINGS
+from megafp8.mcore.patches import is_installed
 
 torch.set_num_threads(1)
+if is_installed(">=0.19"):
+    patch_triton_import()  # it cannot be imported otherwise, whichever test does it first
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup SIGHUP is ignored, also by child processes
 
 # Emitted at import by torch.jit and by megatron-core itself.

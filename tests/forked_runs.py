@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -69,11 +69,16 @@ def prepare() -> None:
 
 
 def run_forked(
-    world_size: int, flags: str, plan: str = "", fired: Optional[Path] = None, timeout_s: float = 60.0
+    world_size: int,
+    flags: str | Sequence[str],
+    plan: str = "",
+    fired: Optional[Path] = None,
+    timeout_s: float = 60.0,
 ) -> Ended:
     """Run the command with these flags on this many gloo ranks until all have ended.
 
     Args:
+        flags: the words of the command line, or one text without quotes.
         plan: of faults (`megafp8/resilience/fault_injection.py`).
         fired: folder that records the faults which have been triggered.
         timeout_s: seconds after which the ranks are killed and reported as `HUNG`.
@@ -83,7 +88,9 @@ def run_forked(
 
 
 @contextlib.contextmanager
-def started(world_size: int, flags: str, plan: str = "", fired: Optional[Path] = None) -> Iterator[ForkedRun]:
+def started(
+    world_size: int, flags: str | Sequence[str], plan: str = "", fired: Optional[Path] = None
+) -> Iterator[ForkedRun]:
     """The ranks of one start of a run. Neither they nor their children outlive the block."""
     with tempfile.TemporaryDirectory(prefix="run_") as name:
         run = ForkedRun(world_size, flags, plan, fired, Path(name))
@@ -104,17 +111,17 @@ class ForkedRun:
     """
 
     def __init__(
-        self, world_size: int, flags: str, plan: str, fired: Optional[Path], folder: Path,
+        self, world_size: int, flags: str | Sequence[str], plan: str, fired: Optional[Path], folder: Path,
         environment: Mapping[str, str] = MappingProxyType({}),
     ):  # fmt: skip
+        words = flags.split() if isinstance(flags, str) else list(flags)
         self._folder, self._began, self._ends = folder, time.monotonic(), dict[int, float]()
         variables = {fault_injection.FAULTS_VARIABLE: plan, **environment} | (
             {fault_injection.FIRED_VARIABLE: str(fired)} if fired else {}
         )
         fork = multiprocessing.get_context("fork").Process
         self.processes: list[BaseProcess] = [
-            fork(target=be_command, args=(rank, world_size, folder, flags.split(), variables))
-            for rank in range(world_size)
+            fork(target=be_command, args=(rank, world_size, folder, words, variables)) for rank in range(world_size)
         ]
         for process in self.processes:
             process.start()

@@ -180,7 +180,7 @@ def test_build_index_twice(tmp_path, capsys):
     assert capsys.readouterr().out.count("building") == 2
     assert build_index.main(["--mock-data", "--train-iters", "3"]) == 64
     found = capsys.readouterr().err
-    for problem in ("--mock-data has no shards", "--seq-length is missing", "--global-batch-size is missing"):
+    for problem in ("--mock-data has no shards", "--seq-length is missing", "--tokenizer-type is missing"):
         assert problem in found
     Path(f"{tmp_path}/a_text_document.bin").write_bytes(b"")
     assert build_index.main(arguments) == 66

@@ -66,6 +66,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "torchrun --standalone": {"8": "2", "FLAGS": FLAGS},
     },
     "docs/getting_started.md": OWN_TEXT | {
+        "megafp8 evaluate --load runs/first --data-path": {"100000": "500"},
         "megafp8 plan": SMALL_PLAN,
         "megafp8 supervise": SUPERVISED,
         "megafp8 run-comparison": {
@@ -74,6 +75,10 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "megafp8 compare": {
             "runs/bf16": "runs/recipes/bf16/seed*", "runs/fp8": "runs/recipes/tensorwise/seed*"
         },
+    },
+    "docs/mixture_of_experts.md": {
+        "megafp8 pretrain": {END: SHORT},
+        "megafp8 plan": {END: "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"},
     },
     "docs/parallelism.md": {
         "torchrun --standalone": {"8": "2", "FLAGS": FLAGS},
@@ -91,6 +96,17 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
             BEFORE: "mkdir runs/old\ncp -r runs/first/iter_0000008 runs/old\nrm runs/old/*/manifest.json\n",
             "iter_0000200": "iter_0000008",
         },
+        "python tools/convert_checkpoint.py from-megatron": {
+            BEFORE: "python tools/convert_checkpoint.py to-megatron runs/first megatron/run\n"
+        },
+    },
+    "docs/from_megatron_lm.md": {
+        "megafp8 convert from-megatron": {
+            BEFORE: f"megafp8 pretrain {FLAGS} --train-iters 2 --save runs/mine\n"
+                    "megafp8 convert to-megatron runs/mine megatron/run\n",
+        },
+    },
+    "docs/hugging_face.md": {
         "python pretrain_gpt.py --model-preset llama3-8b": {
             BEFORE: "python tools/preprocess_data.py --input data/mine.jsonl --output-prefix data/mine --workers 1 "
                     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model models/llama3-8b/tokenizer\n",
@@ -119,7 +135,14 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
         "python tools/build_index.py": {END: "--seq-length 32 --train-iters 10 --global-batch-size 2"},
     },
+    "docs/devices.md": {"python tools/verify_device.py": {END: "--recipes delayed"}},
     "docs/doctor.md": {"python tools/doctor.py --gpus 8": {BEFORE: "mkdir runs\n", "--gpus 8 ": ""}},
+    "docs/goodput.md": {
+        "megafp8 plan --goodput --model-preset": {
+            "llama3-405b --gpus 16384": "llama-1b --gpus 8", END: "--replicas 19"
+        },
+        "megafp8 plan --goodput --gpus": {END: "--replicas 19"},
+    },
     "docs/planning.md": {
         "python tools/plan.py": SMALL_PLAN,
         "python pretrain_gpt.py": {END: f"{SHAPE} --dry-run"},
@@ -135,6 +158,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "torchrun": RANKS | {"FLAGS": FLAGS},
         "python launcher/supervise.py": SUPERVISED,
     },
+    "docs/recipes.md": {"python pretrain_gpt.py --model-preset tiny": {END: SHORT}},
     "docs/scaling_studies.md": {
         "python tools/build_stdlib_corpus.py": {END: "--max-bytes 200000"},
         "python tools/preprocess_data.py": {END: "--workers 1"},
@@ -209,7 +233,7 @@ def give_texts(folder: Path) -> None:
 
 
 def give_llama(folder: Path) -> None:
-    """A model of transformers under the name that docs/checkpoints.md converts, and text."""
+    """A model of transformers under the name that docs/hugging_face.md converts, and text."""
     write_text(folder / "data/mine.jsonl")
     theirs = write_hf_folder(folder / "Meta-Llama-3-8B", ONE_LLAMA, random_weights(ONE_LLAMA, torch.bfloat16))
     train_byte_bpe([str(folder / "data/mine.jsonl")], str(folder / "bpe"), vocab_size=300)
@@ -232,7 +256,7 @@ def give_study(folder: Path) -> None:
 GIVEN: Mapping[str, Callable[[Path], None]] = {
     "README.md": lambda folder: write_text(folder / "data/text.jsonl"),
     "docs/getting_started.md": lambda folder: write_text(folder / "data/text.jsonl"),
-    "docs/checkpoints.md": give_llama,
+    "docs/hugging_face.md": give_llama,
     "docs/data.md": give_texts,
     "docs/scaling_studies.md": give_study,
 }

@@ -62,7 +62,14 @@ def words_of(result: subprocess.CompletedProcess) -> tuple[list[str], list[str]]
 
 def test_every_example_is_tested() -> None:
     names = {path.stem for path in (ROOT / "examples").glob("*.sh")}
-    assert names == {*EXAMPLES, "finetune_llama3_8b", "quickstart", "compare_recipes", "compare_recipes_h200"}
+    assert names == {
+        *EXAMPLES,
+        "finetune_llama3_8b",
+        "quickstart",
+        "compare_recipes",
+        "compare_recipes_h200",
+        "stability",
+    }
 
 
 def test_a_model_of_transformers_is_converted_once_and_trained(data, stub_python, tmp_path: Path) -> None:

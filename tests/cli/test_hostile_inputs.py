@@ -102,6 +102,7 @@ ARGUMENTS = {
     "launcher/scaling_study.py": ["{}", "study.yaml --folder {}"],
     "launcher/slurm.py": ["{}", "--logs {}", "--output {}", "--mounts {}", "--name a -- --save {} --load {}"],
     "launcher/torchrun.py": ["{}", "--logs {}", "--mounts {}", "--name a -- --save {} --load {}"],
+    "launcher/stability.py": ["--output-dir {}"],
     "launcher/supervise.py": ["--run-folder {} -- true", "-- pretrain_gpt.py --save {} --load {}"],
     "tools/build_index.py": ["--data-path {}"],
     "tools/build_stdlib_corpus.py": ["--output {}", "--output o --folder {}"],
@@ -109,6 +110,7 @@ ARGUMENTS = {
     "tools/compare_runs.py": ["{}", "run --output-dir {}"],
     "tools/convert_checkpoint.py": ["to-hf {} out", "to-hf run {}", "from-hf {} out", "to-hf a b --vocab-file {}"],
     "tools/doctor.py": ["--folder {}"],
+    "tools/evaluate.py": ["--load {}"],
     "tools/generate_text.py": ["--load {}", "--load run --prompt-file {}", "--load run --merge-file {}"],
     "tools/inspect_quantization.py": ["{}", "normal:2x2 --output-dir {}"],
     "tools/inspect_shards.py": ["{}", "shard --plot {}"],
@@ -121,6 +123,7 @@ ARGUMENTS = {
     "tools/run_comparison.py": ["--output-dir {}", "--output-dir out -- --data-path {}"],
     "tools/scaling_report.py": ["{}", "study --output-dir {}"],
     "tools/train_tokenizer.py": ["--vocab-size 300 --model-prefix m --input {}"],
+    "tools/verify_device.py": ["--output {}"],
     "pretrain_gpt.py": ["--config {}", "--save {}", "--load {}", "--data-path 1 {}", "--precision-map {}"],
 }
 

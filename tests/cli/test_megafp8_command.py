@@ -15,7 +15,16 @@ from megafp8.cli import main
 from megafp8.cli.subcommands import SUBCOMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_MODULES = {"__init__", "main", "subcommands", "common", "completion", "job_options", "progress_display"}
+SHARED_MODULES = {
+    "__init__",
+    "main",
+    "subcommands",
+    "common",
+    "completion",
+    "job_options",
+    "progress_display",
+    "goodput_flags",
+}
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)

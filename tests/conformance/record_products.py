@@ -14,10 +14,11 @@ import numpy as np
 import torch
 import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
 import transformer_engine_torch as tex
-from te_storage import stored
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+from megafp8.quantization.te_layout import stored
 
 M, N = 256, 384
 FORMATS = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}
@@ -85,7 +86,7 @@ def main() -> None:
         sums = general_gemm(b, a, out_dtype=torch.float32, **options)[0]
         results = general_gemm(b, a, out_dtype=torch.bfloat16, bias=bias, **options)[0]
         for side, tensor, chosen in (("a", a, rows), ("b", b, columns)):
-            codes, scale_inv = stored(tensor, "row")
+            codes, scale_inv, _ = stored(tensor, "row")
             kept[f"product/{name}/{side}"] = codes[chosen].numpy()
             if scale_inv.ndim == 2:  # [blocks, rows], or squares
                 scale_inv = scale_inv[:, :M].t() if side == "a" else scale_inv.repeat_interleave(128, dim=0)

@@ -9,9 +9,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from te_storage import stored
 from torch import Tensor
 
+from megafp8.quantization.te_layout import stored
 from megafp8.recipes.base import Gemm, Operand
 
 # By the product's cuBLAS layout: its GEMM, and the sides of the first and the second operand.
@@ -59,7 +59,9 @@ def gemms_through(function: Callable) -> Iterator[None]:
 def _record(records: dict[Gemm, RecordedGemm], general_gemm: Callable, a: Any, b: Any, **options: Any) -> Any:
     layout = options.get("layout", "TN")
     gemm, uses = PRODUCTS[layout]
-    operands = {operand: (side, *stored(tensor, side)) for tensor, (operand, side) in zip((a, b), uses, strict=True)}
+    operands = {
+        operand: (side, *stored(tensor, side)[:2]) for tensor, (operand, side) in zip((a, b), uses, strict=True)
+    }
     split = options.get("use_split_accumulator", False)
     sums = general_gemm(a, b, layout=layout, out_dtype=torch.float32, use_split_accumulator=split)[0]
     results = general_gemm(a, b, **options)

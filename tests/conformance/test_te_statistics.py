@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from te_gemms import PRODUCTS, gemms_through
-from te_storage import NEEDS_TRANSFORMER_ENGINE, as_stored, stored
+from te_storage import NEEDS_TRANSFORMER_ENGINE
 from torch import Tensor
 
 from megafp8.quantization.quantized_tensor import Quantized
+from megafp8.quantization.te_layout import as_stored, stored
 from megafp8.recipes.base import Gemm, Operand
 
 pytestmark = NEEDS_TRANSFORMER_ENGINE
@@ -41,7 +42,7 @@ def record(found: dict, general_gemm: Callable, a: Any, b: Any, **options: Any) 
     _, uses = PRODUCTS[options.get("layout", "TN")]
     for tensor, use in zip((a, b), uses, strict=True):
         if hasattr(tensor, "_rowwise_data") or hasattr(tensor, "_data"):
-            found.setdefault(use, []).append(stored(tensor, use[1])[0])
+            found.setdefault(use, []).append(stored(tensor, use[1]).codes)
     return general_gemm(a, b, **options)
 
 
@@ -84,7 +85,7 @@ def test_observed_codes_were_multiplied(recipe: str, shown: dict) -> None:
     assert {(operand, gemm) for _, operand, gemm in shown} == {(operand, gemm) for gemm, operand in SIDES}
     for (name, operand, gemm), quantized in shown.items():
         side = SIDES[gemm, operand]
-        codes, _ = as_stored(quantized, side)
+        codes = as_stored(quantized, side).codes
         same_size = [each for each in found[operand, side] if each.shape == codes.shape]
         moved = min(float((each != codes).float().mean()) for each in same_size)
         is_after_norm = operand is Operand.INPUT and name.rpartition(".")[2] in AFTER_NORM

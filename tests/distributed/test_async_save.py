@@ -17,7 +17,7 @@ from small_run import FP8, PLAIN, build_run, fingerprint, small_config, train, w
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint import save as saving
 from megafp8.checkpoint.async_save import AsyncSaver, HostBuffers, HostCopy
-from megafp8.checkpoint.directory import POINTER, complete_steps
+from megafp8.checkpoint.directory import POINTER, Retention, complete_steps
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.manifest import read_manifest
 from megafp8.checkpoint.progress import Progress
@@ -205,7 +205,7 @@ def test_an_abandoned_save_publishes_and_deletes_nothing(place: str, tmp_path: P
         save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
         saves = AsyncSaver(config, run.trainee, 60.0, run.platform.device)
         with mock.patch.object(fault_injection, "point", held):
-            under_way = saves.begin(tmp_path, Progress(2, 16), keep=1)
+            under_way = saves.begin(tmp_path, Progress(2, 16), keep=Retention(1))
             while not is_there.wait(0.05):
                 assert under_way.poll() is None
             under_way._deadline = time.monotonic()

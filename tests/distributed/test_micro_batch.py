@@ -95,7 +95,9 @@ def test_long_steps_are_extrapolated_from_short_ones(stages: int, second: float,
         counts.append(num_microbatches)
         return second * (0.5 + 0.25 * num_microbatches)
 
-    parallel = SimpleNamespace(pipeline_model_parallel_size=stages)
+    parallel = SimpleNamespace(
+        pipeline_model_parallel_size=stages, microbatch_group_size_per_virtual_pipeline_stage=None
+    )
     run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
     setup = TrialSetup(config=auto_config("--global-batch-size 32"), implementation="emulated", limit_bytes=1 << 50)
     trial = SimpleNamespace(run=run, setup=setup, platform=CPU, step=step, slowest_s=float, kinds=[1])
@@ -114,14 +116,14 @@ def test_long_steps_are_extrapolated_from_short_ones(stages: int, second: float,
 def test_every_precision_of_a_schedule_is_tried(schedule: str, expected: list[int]) -> None:
     """The precision of most of a thousand steps comes first, and is timed."""
     config = auto_config(f"--bf16 {FP8} {schedule} --train-iters 1000")
-    assert step_kinds(config) == expected
+    assert step_kinds(config, 1) == expected
     seen: list[int] = []
 
     def step(_: int, num_microbatches: int, number: int, has_statistics: bool = False) -> float:
         seen.append(number)
         return 1.0
 
-    parallel = SimpleNamespace(pipeline_model_parallel_size=1)
+    parallel = SimpleNamespace(pipeline_model_parallel_size=1, microbatch_group_size_per_virtual_pipeline_stage=None)
     run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
     setup = TrialSetup(config=config, implementation="emulated", limit_bytes=1 << 50)
     trial = SimpleNamespace(run=run, setup=setup, platform=CPU, step=step, slowest_s=float, kinds=expected)
@@ -132,7 +134,7 @@ def test_every_precision_of_a_schedule_is_tried(schedule: str, expected: list[in
 
 def test_a_peak_above_the_limit_does_not_fit() -> None:
     """Also one that is too short for the process to be observed above the limit."""
-    parallel = SimpleNamespace(pipeline_model_parallel_size=1)
+    parallel = SimpleNamespace(pipeline_model_parallel_size=1, microbatch_group_size_per_virtual_pipeline_stage=None)
     run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
     setup = TrialSetup(config=auto_config(), implementation="emulated", limit_bytes=MIB)
     trial = SimpleNamespace(run=run, setup=setup, platform=CPU, step=lambda *_, **__: 1.0, slowest_s=float, kinds=[1])

@@ -26,6 +26,11 @@ DELAYED = (
 )
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 NVFP4 = "--bf16 --fp4-format e2m1 --first-last-layers-bf16 --micro-batch-size 2"
+# The backward pass transforms groups of 128 tokens and channels.
+QUARTET2 = (
+    "--bf16 --fp4-format e2m1 --fp4-recipe quartet2 --num-layers 2 --hidden-size 128 --kv-channels 64 "
+    "--ffn-hidden-size 256 --micro-batch-size 8"
+)
 each_case = pytest.mark.parametrize(
     ("recipe", "world_size", "flags"),
     [
@@ -35,6 +40,7 @@ each_case = pytest.mark.parametrize(
         pytest.param(DELAYED, 2, VIRTUAL, id="delayed-pp2-virtual2"),
         pytest.param(NVFP4, 1, "", id="nvfp4-one"),
         pytest.param(NVFP4, 2, TENSOR, id="nvfp4-tp2-sp"),
+        pytest.param(QUARTET2, 2, TENSOR, id="quartet2-tp2-sp"),
     ],
 )
 

@@ -18,8 +18,8 @@ from megafp8.checkpoint.manifest import MANIFEST
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.resume_point import choose_checkpoint
 from megafp8.checkpoint.save import save_checkpoint
+from megafp8.config.checkpoint_size import min_checkpoint_bytes
 from megafp8.errors import CheckpointError
-from megafp8.training.extensions.checkpoints import min_checkpoint_bytes
 from megafp8.training.pretrain import train
 
 LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 2"
@@ -153,7 +153,9 @@ def test_checkpoint_size_is_known_in_advance(flags: str, tmp_path: Path) -> None
     def save() -> tuple[int, int]:
         run = build_run(config)
         path = save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
-        return min_checkpoint_bytes(run), sum(file.stat().st_size for file in path.glob("*.distcp"))
+        return min_checkpoint_bytes(run.config, run.vocab_size), sum(
+            file.stat().st_size for file in path.glob("*.distcp")
+        )
 
     ((least, found),) = run_ranks(1, save)
     assert 0.8 * found < least < found

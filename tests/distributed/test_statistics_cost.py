@@ -91,6 +91,8 @@ def cost_of_statistics_step(flags: str) -> tuple[Operations, int]:
             patch.delitem(sys.modules, name)
         for module in (quantize, observation):
             patch.setattr(module, "has_kernels", lambda tensor: is_watching)
+        # The counters of a CPU read more where values saturate; those of a GPU wait for nothing.
+        patch.setattr(quantize, "count_values", lambda *args: None)
         patch.setattr(HookedLinear, "_show", on_gpu(HookedLinear._show))
         patch.setattr(TrackedLinear, "weight_codes", on_gpu(TrackedLinear.weight_codes))
         patch.setattr(StatisticsTable, "to_host", to_host)

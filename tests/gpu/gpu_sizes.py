@@ -16,3 +16,15 @@ RECIPES = {
     "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
 }
 FP8_RECIPES = tuple(name for name in RECIPES if name != "bf16")
+ATTENTION_OPTIONS = {
+    "window": "--window-size 24,0",
+    "windows of some layers": "--window-size 24,0 --window-attn-skip-freq 2",
+    "off by one": "--softmax-type off-by-one",
+    "learnable offsets": "--softmax-type learnable",
+    "offsets and windows": "--softmax-type learnable --window-size 24,0",
+    "yarn": (
+        "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 32 "
+        "--max-position-embeddings 128"
+    ),
+    "no rotation in some layers": "--no-rope-freq 2",
+}

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import (
     checkpoints,
+    counter_overhead,
     data_loading,
     engine_overhead,
     fp8_step_cpu,
@@ -108,6 +109,12 @@ def test_fp8_step(tmp_path: Path) -> None:
     result = result_of(fp8_step_cpu.main, f"{SMALL} --micro-batch-size 2 --rounds 1", tmp_path)  # MXFP8: 32 rows
     assert set(result["times"]) == set(fp8_step_cpu.MODES)
     assert all(ms > 0 for ms in result["parts_ms"].values()), "a part's function has another name now"
+    assert all(math.isfinite(number) for number in numbers(result))
+
+
+def test_counter_overhead(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = result_of(counter_overhead.main, f"{SIZES} --warmup 1 --rounds 2", tmp_path)
+    assert 0 < result["share"] < 1
     assert all(math.isfinite(number) for number in numbers(result))
 
 

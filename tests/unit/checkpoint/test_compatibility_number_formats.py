@@ -39,6 +39,8 @@ def checked(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str
         (TENSORWISE, f"{TENSORWISE} --first-last-layers-bf16", "precision.first_last_layers_bf16: False -> True"),
         (DELAYED, f"{DELAYED} --fp8-margin 1", "precision.fp8_margin: 0 -> 1"),
         (NVFP4, f"{NVFP4} --no-fp4-stochastic-rounding", "precision.fp4_stochastic_rounding: True -> False"),
+        (NVFP4, f"{NVFP4} --fp4-four-over-six", "precision.fp4_four_over_six: False -> True"),
+        (NVFP4, f"{NVFP4} --fp4-recipe quartet2", "precision.fp4_recipe: nvfp4 -> quartet2"),
         ("", "--bf16", "precision.bf16: False -> True"),
         (
             MAPPED,

@@ -161,10 +161,17 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         put(tmp_path, f"iter_{step:07d}")
     put(tmp_path, "iter_0000005.corrupt")
-    assert directory.prune(tmp_path, 2, protected_step=10) == [20]
+    assert directory.prune(tmp_path, directory.Retention(2), protected_step=10) == [20]
     assert directory.complete_steps(tmp_path) == [10, 30, 40]
-    assert directory.prune(tmp_path, 5) == []
+    assert directory.prune(tmp_path, directory.Retention(5)) == []
     assert sorted(item.name for item in tmp_path.iterdir())[0] == "iter_0000005.corrupt"
+
+
+def test_multiples_of_an_interval_are_retained() -> None:
+    steps = [10, 20, 30, 40, 50]
+    assert directory.Retention(1, 20).outdated(steps) == [10, 30]
+    assert directory.Retention(3, 20).outdated(steps) == [10]
+    assert directory.Retention(1, 7).outdated(steps) == [10, 20, 30, 40]
 
 
 def test_names_of_set_aside_checkpoints_are_unique(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """GEMM dimensions after splitting, and the fix for those that an FP8 recipe does not support."""
 
-from megafp8.config.model_shapes import PRESETS, GemmDimensions, gemm_alignment_problems, gemm_dimensions
+from megafp8.config.gemm_alignment import gemm_alignment_problems
+from megafp8.config.model_shapes import PRESETS, GemmDimensions, gemm_dimensions
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 

@@ -24,12 +24,25 @@ def count(preset, **changes):
     [
         ("llama3-8b", 8_030_261_248),  # the published model
         ("llama3-70b", 70_553_706_496),  # the published model
+        ("llama3-405b", 405_853_388_800),  # the published model
+        ("qwen3-0.6b", 596_049_920),  # the published model
         ("llama-1b", 1_439_270_912),  # 1.439e9 in the measurements of this shape
+        ("deepseek-v3", 671_026_404_352),  # the published model without multi-token prediction, 671B
+        ("deepseek-v2-lite", 15_706_484_224),  # the published model
         ("gpt2-124m", 124_439_808 + (50_304 - 50_257) * 768),  # the published model, and padding
     ],
 )
 def test_totals(preset, total):
     assert count(preset).total == total
+
+
+def test_latent_attention():
+    assert count("deepseek-v3").active == pytest.approx(37.5e9, rel=0.01)  # published: 37B
+    model = config_of("deepseek-v3").model
+    # 61 layers x 128 heads x (192 query and 128 value channels) x 2 FLOPs x 2048 keys on average, three times
+    attention = 3 * 61 * 128 * (192 + 128) * 2 * 2048
+    flops = model_shapes.flops_per_token(model, 129_280, 4096)
+    assert flops == pytest.approx(6 * count("deepseek-v3").active + attention)
 
 
 def test_parts_add_up():
@@ -62,8 +75,8 @@ def test_flops_formula():
 
 def test_a_window_saves_attention():
     model = config_of("llama-1b").model
-    windowed = config_of("llama-1b", window_size=512).model
-    whole = config_of("llama-1b", window_size=2048).model
+    windowed = config_of("llama-1b", window_size="511,0").model
+    whole = config_of("llama-1b", window_size="2047,0").model
     full = model_shapes.flops_per_token(model, 50_304, 2048)
     assert model_shapes.flops_per_token(whole, 50_304, 2048) == full
     saved = full - model_shapes.flops_per_token(windowed, 50_304, 2048)

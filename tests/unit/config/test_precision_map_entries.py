@@ -106,6 +106,16 @@ def test_entries_win_over_first_and_last_layers_and_over_no_wgrad() -> None:
     assert tuple(chosen["layers.1.linear_fc2"]) == (TENSORWISE, TENSORWISE, HIGH)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "quartet2"])
+def test_fp4_layers_at_both_ends_may_be_in_high_precision(recipe: str) -> None:
+    chosen = resolved(
+        fp8_format=None, fp4_format="e2m1", fp4_recipe=recipe, first_last_layers_bf16=True,
+        num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=8,
+    )  # fmt: skip
+    quantized = {int(name.split(".")[1]) for name, choice in chosen.items() if choice.is_quantized}
+    assert quantized == set(range(2, 16))
+
+
 def test_without_an_fp8_format_the_map_alone_quantizes() -> None:
     chosen = resolved("*.linear_qkv=mxfp8", fp8_format=None)
     quantized = {name for name, choice in chosen.items() if choice.is_quantized}
@@ -139,6 +149,9 @@ def test_used_recipes_are_known_without_a_model() -> None:
         ("--fp8-format hybrid --fp8-schedule bf16", "has no quantized phase"),
         ("--transformer-impl local --precision *=mxfp8", "do not quantize"),
         ("--tp-comm-overlap --precision *=mxfp8", "buffers support only one recipe"),
+        ("--fp4-format e2m1 --fp4-recipe quartet2 --no-fp4-hadamard", "--fp4-recipe nvfp4, not of quartet2"),
+        ("--fp4-format e2m1 --fp4-recipe quartet2 --ffn-hidden-size 192", "multiple"),
+        ("--fp4-four-over-six", "--fp4-four-over-six has no effect without --fp4-format"),
     ],
 )
 def test_impossible_maps_are_refused(text: str, words: str) -> None:

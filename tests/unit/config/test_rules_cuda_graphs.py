@@ -16,7 +16,7 @@ ASKED = f"--cuda-graph-impl local {BASE}"
 
 def problems(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    rules = (cuda_graph.cuda_graph_steps_are_identical, cuda_graph.warmup_steps_need_a_cuda_graph)
+    rules = (cuda_graph.cuda_graph_steps_are_identical, cuda_graph.cuda_graph_has_warmup_steps)
     return [problem for rule in rules for problem in rule(config, 2)]
 
 
@@ -50,6 +50,8 @@ def test_compatible_settings(text: str) -> None:
         "--tp-comm-overlap",
         "--distributed-backend gloo",
         "--micro-batch-size auto",
+        "--rampup-batch-size 4 4 100",
+        "--step-batch-size-schedule 0:4,1K:8",
         "--no-one-pass-optimizer",
         "--optimizer sgd",
         "--main-params-dtype fp16",
@@ -86,10 +88,13 @@ def test_graph_notices(text: str, implementation: str, world_size: int, part: Op
     assert len(about) == (part is not None) and all(part in notice for notice in about)
 
 
-def test_graph_settings_need_a_graph() -> None:
-    assert (
-        "no effect without --cuda-graph-impl local" in problems("--cuda-graph-impl none --cuda-graph-warmup-steps 5")[0]
-    )
+@pytest.mark.parametrize("steps", [0, 5])
+def test_warmup_steps_without_a_graph_have_no_effect(steps: int) -> None:
+    """As in Megatron-LM, whose tests give them with graphs of layers."""
+    text = f"--cuda-graph-impl none --cuda-graph-warmup-steps {steps}"
+    found = notices(flags.parse(text.split()).config, "transformer_engine", 1)
+    assert f"--cuda-graph-warmup-steps {steps} has no effect without --cuda-graph-impl local" in found
+    assert not any("warmup-steps" in problem for problem in problems(text))
 
 
 def test_graphs_need_transformer_engine_layers() -> None:

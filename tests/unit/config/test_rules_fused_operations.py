@@ -163,3 +163,10 @@ def test_a_map_that_excludes_fused_operations_is_a_notice(
 ) -> None:
     found = [notice for notice in notices(with_values(RunConfig(), values), implementation, 1) if "fuser" in notice]
     assert len(found) == is_noticed and all("instead of its fused operations" in notice for notice in found)
+
+
+def test_the_op_fuser_is_for_the_layers_without_experts() -> None:
+    config = with_values(RunConfig(), {"model.num_experts": 4, **FUSED})
+    assert [
+        text for text in notices(config, "transformer_engine", 1) if "fuses the MLPs of layers without experts" in text
+    ]

@@ -13,6 +13,7 @@ TINY = ["--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3"]
 
 CASES = (
     ({"parallel.sequence_parallel": True}, "emulated", "--sequence-parallel"),
+    ({"checkpoint.save_interval": 10}, "emulated", "--save-interval 10"),
     ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "NullTokenizer"}, "emulated", "--tiktoken-pattern v2"),
     (
         {"data.tiktoken_num_special_tokens": 9, "data.tokenizer_type": "NullTokenizer"},

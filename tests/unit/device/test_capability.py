@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from megafp8.config.precision_map import build_recipe
-from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
+from megafp8.config.schema import LoggingConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megafp8.config.settings import with_values
 from megafp8.device import capability
 from megafp8.device.capability import TARGETS, Target, capability_problems, resolve_implementation
+from megafp8.device.local_environment import offloading_problems, package_problems
 from megafp8.recipes.base import Gemm, Operand
 
 CPU, H200, B200 = TARGETS["cpu"], TARGETS["h200"], TARGETS["b200"]
@@ -35,9 +37,18 @@ def only_problem(config: RunConfig, target: Target) -> str:
 
 def test_a_missing_package_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = capability.package_problems(LoggingConfig(wandb_project="mine"))
+    (problem,) = package_problems(LoggingConfig(wandb_project="mine"))
     assert problem.startswith("--wandb-project mine: the package wandb is not installed")
-    assert capability.package_problems(LoggingConfig()) == []
+    assert package_problems(LoggingConfig()) == []
+
+
+def test_offloading_needs_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVTE_CPU_OFFLOAD_V1", raising=False)
+    config = with_values(RunConfig(), {"training.fine_grained_activation_offloading": True})
+    assert "NVTE_CPU_OFFLOAD_V1=1" in offloading_problems(config)[0]
+    assert offloading_problems(RunConfig()) == []
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    assert offloading_problems(config) == []
 
 
 # ---- implementations ------------------------------------------------------------------------------------------------
@@ -53,6 +64,26 @@ def test_auto_selects_transformer_engine_where_it_runs(target: Target, expected:
 @pytest.mark.parametrize("asked", ["transformer_engine", "emulated", "local"])
 def test_a_requested_implementation_is_used(asked: str) -> None:
     assert resolve_implementation(RunConfig(precision=PrecisionConfig(transformer_impl=asked)), CPU) == asked
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"norm_placement": "sandwich"}, "--norm-placement sandwich"),
+        ({"residual_multiplier": 0.5}, "--residual-multiplier 0.5"),
+        ({"parallel_residual": True}, "--parallel-residual"),
+        ({"qk_layernorm_across_heads": True}, "--qk-layernorm-across-heads"),
+        ({"rotary_base_local": 500}, "--rotary-base-local 500"),
+    ],
+)
+def test_options_of_the_model_that_transformer_engine_layers_lack(options: dict[str, Any], flag: str) -> None:
+    """`auto` emulates, and says why. A request for Transformer Engine is refused."""
+    config = RunConfig(model=ModelConfig(**options))
+    assert resolve_implementation(config, H200) == "emulated" and capability_problems(config, H200) == []
+    (notice,) = capability.emulation_notices(config, H200)
+    assert f"because of {flag}: the layers on Transformer Engine do not support it" in notice
+    requested = replace(config, precision=PrecisionConfig(transformer_impl="transformer_engine"))
+    assert only_problem(requested, H200).startswith(f"{flag}: the layers on Transformer Engine")
 
 
 def test_high_precision_runs_everywhere() -> None:
@@ -135,6 +166,7 @@ def test_weights_are_gathered_as_codes_where_there_is_one_copy_of_them(recipe: s
     ("settings", "flag"),
     [
         ({"fp8_power_2_scale": True}, "--fp8-power-2-scale"),
+        ({"fp8_tensorwise_margin": -3}, "--fp8-tensorwise-margin -3"),
         ({"fp8_amax_reduction": "all"}, "--fp8-amax-reduction all"),
         ({"fp8_wgrad": False}, "--no-fp8-wgrad"),
     ],
@@ -142,6 +174,19 @@ def test_weights_are_gathered_as_codes_where_there_is_one_copy_of_them(recipe: s
 def test_settings_of_the_emulation_need_emulated_layers(settings: dict[str, Any], flag: str) -> None:
     assert flag in only_problem(fp8("tensorwise", **settings), H200)
     assert capability_problems(fp8("tensorwise", **settings), CPU) == []
+
+
+def test_newer_forms_of_nvfp4_need_emulated_layers() -> None:
+    precision = PrecisionConfig(bf16=True, fp4_format="e2m1", fp4_four_over_six=True)
+    found = only_problem(RunConfig(precision=precision), B200)
+    assert "--fp4-four-over-six: Transformer Engine has it without Hadamard transform only" in found
+    assert "--transformer-impl emulated" in found
+    emulated = replace(precision, transformer_impl="emulated")
+    assert capability_problems(RunConfig(precision=emulated), B200) == []
+    quartet2 = PrecisionConfig(bf16=True, fp4_format="e2m1", fp4_recipe="quartet2")
+    assert resolve_implementation(RunConfig(precision=quartet2), B200) == "emulated"
+    native = replace(quartet2, transformer_impl="transformer_engine")
+    assert "--fp4-recipe quartet2" in only_problem(RunConfig(precision=native), B200)
 
 
 # ---- options of Transformer Engine ----------------------------------------------------------------------------------
@@ -157,8 +202,8 @@ def test_settings_of_the_emulation_need_emulated_layers(settings: dict[str, Any]
         ("precision", {"quantize_kernels": "triton"}, "--quantize-kernels triton"),
         ("precision", {"quantize_kernels": "te"}, "--quantize-kernels te"),
         ("precision", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "fusion-impl te"),
+        ("training", {"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
         ("optimizer", {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
-        ("model", {"window_size": 128}, "--window-size"),
     ],
 )
 def test_options_that_only_transformer_engine_has(section: str, settings: dict[str, Any], flag: str) -> None:
@@ -166,6 +211,17 @@ def test_options_that_only_transformer_engine_has(section: str, settings: dict[s
     config = replace(config, **{section: replace(getattr(config, section), **settings)})
     assert capability_problems(config, H200) == []
     assert flag in only_problem(config, CPU)
+
+
+def test_windows_and_offsets_limit_context_parallel_communication() -> None:
+    window, offsets = {"window_size": "127,0"}, {"softmax_type": "learnable"}
+    for model, kind, is_known in ((window, "allgather", True), (window, "p2p", False), (offsets, "allgather", False)):
+        config = RunConfig(
+            model=ModelConfig(**model), parallel=ParallelConfig(context_parallel_size=2, cp_comm_type=kind)
+        )
+        problems = capability_problems(config, H200)
+        assert bool(problems) is not is_known and all("--cp-comm-type" in problem for problem in problems)
+        assert capability_problems(config, CPU) == []  # its layers gather keys and values
 
 
 def test_transformer_engines_loss_works_with_emulated_layers() -> None:
@@ -178,13 +234,22 @@ def test_transformer_engines_loss_works_with_emulated_layers() -> None:
 def test_attention_and_collectives_that_need_a_gpu() -> None:
     flash = RunConfig(precision=PrecisionConfig(attention_backend="flash"))
     assert capability_problems(flash, H200) == []
-    assert "the emulated layers support auto, sdpa" in only_problem(flash, CPU)
+    assert "the emulated layers support auto, sdpa, unfused" in only_problem(flash, CPU)
     nccl = replace(RunConfig(), parallel=replace(RunConfig().parallel, distributed_backend="nccl"))
     assert capability_problems(nccl, H200) == []
     assert "use gloo" in only_problem(nccl, CPU)
     buffers = replace(RunConfig(), overrides=("ddp.nccl_ub=True",))
     assert capability_problems(buffers, H200) == []
     assert "--override ddp.nccl_ub=True: cpu has no CUDA device" in only_problem(buffers, CPU)
+
+
+def test_flash_attention_has_a_plain_softmax() -> None:
+    def problems(backend: str, softmax: str) -> list[str]:
+        precision = PrecisionConfig(attention_backend=backend)
+        return capability_problems(RunConfig(model=ModelConfig(softmax_type=softmax), precision=precision), H200)
+
+    assert "--softmax-type learnable: FlashAttention has a plain softmax" in problems("flash", "learnable")[0]
+    assert problems("flash", "vanilla") == problems("unfused", "learnable") == []
 
 
 def test_all_problems_are_reported_together() -> None:
@@ -339,3 +404,9 @@ def test_layers_of_transformer_engine_need_no_notice() -> None:
 def test_weights_of_block_recipes_are_not_kept_as_codes() -> None:
     config = mapped("*.linear_fc2=mxfp8", fp8_param_gather=True, transformer_impl="emulated")
     assert "--precision *.linear_fc2=mxfp8 stores two copies" in only_problem(config, CPU)
+
+
+def test_messages_of_warmup_and_flush_overlap_on_gpus_only() -> None:
+    config = with_values(RunConfig(), {"parallel.overlap_p2p_comm_warmup_flush": True})
+    found = capability.implementation_problems(config, capability.TARGETS["cpu"], "emulated")
+    assert any("--overlap-p2p-communication-warmup-flush: on CPU ranks" in problem for problem in found)

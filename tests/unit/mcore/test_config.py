@@ -5,25 +5,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any, Optional, get_type_hints
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from small_run import PLAIN, small_config
 
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.mcore import config as mcore_config
-from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
-from megafp8.mcore.overrides import describe_type, override_refusal, parse_value
+from megafp8.mcore.config import build_checked, build_ddp_config, build_optimizer_config, build_transformer_config
+from megafp8.mcore.overrides import FIELDS_OF_0_19, WITHOUT_EFFECT, describe_type, override_refusal, parse_value
+from megafp8.mcore.patches import is_installed
 
 
 def transformer(config: RunConfig, implementation: str = "emulated") -> Any:
     return build_transformer_config(config, implementation, on_cuda=False)
 
 
-def overridden(*entries: str) -> RunConfig:
-    return replace(small_config("llama"), overrides=entries)
+def overridden(*entries: str, flags: str = "") -> RunConfig:
+    return replace(small_config("llama", flags), overrides=entries)
 
 
 # ---- requested values are kept
@@ -170,7 +172,7 @@ def test_a_changed_value_is_an_error() -> None:
 
 def test_errors_of_megatron_core_are_config_errors() -> None:
     with pytest.raises(ConfigError, match="TransformerConfig refuses"):
-        transformer(overridden("transformer.wgrad_deferral_limit=-1", "transformer.defer_embedding_wgrad_compute=true"))
+        transformer(overridden("transformer.cpu_offloading=true", "transformer.cpu_offloading_num_layers=-1"))
 
 
 # ---- overrides ------------------------------------------------------------------------------------------------------
@@ -194,9 +196,9 @@ def test_overrides_reach_each_section() -> None:
         ("transformer.fp8=e4m3", "--fp8-format"),
         ("transformer.layernorm_epsilon=1e-6", "--norm-epsilon"),
         ("transformer.params_dtype=bf16", "--bf16"),
-        ("transformer.num_moe_experts=4", "dense models only"),
-        ("transformer.mtp_num_layers=1", "multi-token prediction"),
-        ("transformer.moe_router_topk=1", "dense models only"),
+        ("transformer.num_moe_experts=4", "set by --num-experts"),
+        ("transformer.mtp_num_layers=1", "set by --mtp-num-layers"),
+        ("transformer.moe_router_topk=1", "set by --moe-router-topk"),
     ],
 )
 def test_fields_of_flags_cannot_be_overridden(entry: str, part: str) -> None:
@@ -220,12 +222,42 @@ def test_every_translated_field_has_an_owner() -> None:
 
 def test_all_wrong_overrides_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        transformer(overridden("transformer.no_such_field=1", "transformer.softmax_scale=wide", "ddp.nothing=1"))
+        transformer(overridden("transformer.no_such_field=1", "transformer.qk_clip_alpha=wide", "ddp.nothing=1"))
     assert len(caught.value.problems) == 2, "ddp is another section"
     assert "has no field no_such_field" in caught.value.problems[0]
-    assert "transformer.softmax_scale=wide: 'wide' is not of type" in caught.value.problems[1]
+    assert "transformer.qk_clip_alpha=wide: 'wide' is not of type" in caught.value.problems[1]
     with pytest.raises(ConfigError, match="DistributedDataParallelConfig has no field nothing"):
         build_ddp_config(overridden("ddp.nothing=1"))
+
+
+def test_fields_that_megafp8s_own_step_ignores_are_refused() -> None:
+    for field in WITHOUT_EFFECT:
+        with pytest.raises(ConfigError, match=f"{field}: megafp8's optimizer step"):
+            build_optimizer_config(overridden(f"optimizer.{field}=1"), "local")
+
+
+def test_fields_of_a_newer_megatron_core_are_named() -> None:
+    sections = mcore_config.OVERRIDABLE_CONFIGS.values()
+    found = {name for kind in sections for name in get_type_hints(kind)} & FIELDS_OF_0_19
+    assert found == (set() if is_installed("<0.19") else FIELDS_OF_0_19)
+    if is_installed("<0.19"):
+        with pytest.raises(ConfigError, match=r"no field fp8_output_proj: .* in megatron-core 0\.19, and 0\.16\.1 is"):
+            transformer(overridden("transformer.fp8_output_proj=True"))
+
+
+def test_activation_offloading() -> None:
+    text = "--fine-grained-activation-offloading --offload-modules [core_attn attn_proj]"
+    built = transformer(small_config("llama", text), "transformer_engine")
+    assert (built.fine_grained_activation_offloading, built.offload_modules) == (True, ["core_attn", "attn_proj"])
+    assert built.min_offloaded_tensor_size == 1 << 20
+    with pytest.raises(ConfigError, match="is set by --fine-grained-activation-offloading: give that"):
+        transformer(overridden("transformer.fine_grained_activation_offloading=True"))
+
+
+def test_a_refusal_without_a_message_shows_the_assertion() -> None:
+    with pytest.raises(ConfigError, match="refuses the configuration: AssertionError in 'assert self.offload_modules"):
+        fields = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+        build_checked(TransformerConfig, fields | {"fine_grained_activation_offloading": True})
 
 
 @pytest.mark.parametrize(

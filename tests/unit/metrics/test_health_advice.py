@@ -70,7 +70,7 @@ def test_advice_is_for_the_recipe_of_the_run() -> None:
     assert "--fp8-recipe tensorwise" in advice(case_of("delayed"), for_saturation)
     assert "tensorwise" not in advice(case_of("tensorwise"), for_nonfinite_values)
     margin = advice(case_of("delayed-margin"), for_saturation)
-    assert "--precision layers.1.linear_fc1=tensorwise" in margin, "--fp8-margin refuses another recipe for all"
+    assert "--fp8-recipe tensorwise" in margin, "--fp8-margin has then no effect, which a notice says"
     assert "--fp8-margin 2" in margin and "--fp8-amax-history-len 2048" in margin
 
 

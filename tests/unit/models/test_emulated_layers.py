@@ -30,6 +30,7 @@ BLOCK_RECIPES = {
     "blockwise": blockwise.build("hybrid"),
     "mxfp8": mxfp8.build("e4m3"),
     "nvfp4": nvfp4.build("e2m1", fp4_stochastic_rounding=False),
+    "four-over-six": nvfp4.build("e2m1", fp4_stochastic_rounding=False, fp4_four_over_six=True),
 }
 INPUTS, OUTPUTS, TOKENS, BATCH = 32, 48, 8, 2
 TOKENS_OF_A_BLOCK = 128  # tokens of each rank's microbatch at least, so that blocks along tokens end with it

@@ -16,7 +16,9 @@ from torch import Tensor
 from megafp8.config.schema import RunConfig
 from megafp8.models.initialization import initialize_block, sharded_parameters
 
-CONFIG: Any = SimpleNamespace(init_method_std=0.5, num_layers=8, layernorm_zero_centered_gamma=False)
+CONFIG: Any = SimpleNamespace(
+    init_method_std=0.5, embedding_init_method_std=0.5, num_layers=8, layernorm_zero_centered_gamma=False
+)
 
 
 Shape = tuple[int, ...]

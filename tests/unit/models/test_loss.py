@@ -33,7 +33,7 @@ class Model:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def __call__(self, tokens: Any, positions: Any, mask: Any, labels: Any = None) -> Tensor:
+    def __call__(self, tokens: Any, positions: Any, mask: Any, labels: Any = None, **_: Any) -> Tensor:
         self.calls.append((tokens, positions, mask, labels))
         return torch.zeros(1) if labels is None else labels.float()
 

@@ -22,12 +22,14 @@ RECIPES = {
     "mxfp8": mxfp8.build("e4m3"),
     "mxfp8 hybrid": mxfp8.build("hybrid"),
     "nvfp4": nvfp4.build("e2m1"),
+    "nvfp4 four-over-six": nvfp4.build("e2m1", fp4_four_over_six=True),
     "nvfp4 to nearest": nvfp4.build("e2m1", fp4_hadamard=False, fp4_stochastic_rounding=False, fp4_2d_weights=False),
 }
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 PLAN = LinearPlan(recipe=RECIPES["tensorwise"])
 FUSED = LinearPlan(recipe=PLAN.recipe, fuse_wgrad=True)
-SCALE_BYTES = {ScaleRule.FP32: 4, ScaleRule.POWER_OF_TWO: 4, ScaleRule.E8M0: 1, ScaleRule.TWO_LEVEL: 1}
+SCALE_BYTES = {ScaleRule.FP32: 4, ScaleRule.POWER_OF_TWO: 4, ScaleRule.E8M0: 1, ScaleRule.TWO_LEVEL: 1,
+               ScaleRule.FOUR_OVER_SIX: 1}  # fmt: skip
 
 # Sums of up to 160 FP32 products in another order, and one rounding to the result's type.
 RELATIVE_ERROR = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

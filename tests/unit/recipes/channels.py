@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from megafp8.recipes.base import (
     FULL_DIM,
-    ExportForm,
     Gemm,
     LinearRecipe,
     Operand,
@@ -16,10 +15,10 @@ from megafp8.recipes.base import (
     Recipe,
     ScaleRule,
     along_sum,
-    compressed_tensors,
     linear_recipe,
     operand_formats,
 )
+from megafp8.recipes.export_form import ExportForm, compressed_tensors
 
 
 def build(number_format: str) -> LinearRecipe:

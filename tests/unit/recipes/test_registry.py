@@ -25,8 +25,8 @@ def fresh_registry():
 
 
 def test_recipes_are_ordered_from_coarse_to_fine_scales() -> None:
-    assert registry.names() == ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
-    assert registry.names("fp4") == ("nvfp4",)
+    assert registry.names() == ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "quartet2")
+    assert registry.names("fp4") == ("nvfp4", "quartet2")
 
 
 def test_an_unknown_name_raises_and_lists_the_known_ones() -> None:
@@ -68,6 +68,7 @@ FACTS_OF = {
     "blockwise": (4, 1, 128, False, True),
     "mxfp8": (4, 1, 32, False, False),
     "nvfp4": (7, 0.5, 16, False, False),
+    "quartet2": (7, 0.5, 16, False, False),
 }
 
 

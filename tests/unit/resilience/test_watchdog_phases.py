@@ -69,6 +69,16 @@ def test_the_default_limit_follows_the_slowest_recent_phase(clock: Clock) -> Non
     assert phases.limit_s(EVALUATION) == FIRST_LIMIT_S
 
 
+def test_the_default_limit_grows_with_the_batch(clock: Clock) -> None:
+    phases = PhaseClock(None, 600.0, clock)
+    run(phases, clock, STEP, 100.0)
+    phases.expect_longer_steps(8.0)
+    assert phases.limit_s(STEP) == AUTO_FACTOR * 800.0
+    for _ in range(NUM_RECENT):
+        run(phases, clock, STEP, 50.0)
+    assert phases.limit_s(STEP) == AUTO_FACTOR * 50.0
+
+
 def test_zero_means_no_limit(clock: Clock) -> None:
     phases = PhaseClock(0.0, 0.0, clock)
     for name in (STEP, EVALUATION, "save"):

@@ -139,14 +139,13 @@ def test_random_states_are_not_swapped_during_a_capture(device: Device, monkeypa
 def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(device, graph_of())
     trainee = SimpleNamespace(chunks=[])
-    run = SimpleNamespace(graph=trainer.graph, trainee=trainee, num_microbatches=MICROBATCHES)
+    run = SimpleNamespace(graph=trainer.graph, trainee=trainee)
     monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
     losses = []
     for number in range(6):
         is_eager = number in (0, 4)
-        losses += [
-            report["loss"].item() for report in training_step.forward_backward_or_replay(run, trainer.batches, is_eager)
-        ]
+        reports = training_step.forward_backward_or_replay(run, trainer.batches, MICROBATCHES, is_eager)
+        losses += [report["loss"].item() for report in reports]
     assert losses == [9.0 * number + 3 for number in range(6)]
     (graph,) = device.graphs
     assert graph.num_replays == 2  # of steps 3 and 5: steps 0 and 4 are eager, 1 and 2 warm up
@@ -168,5 +167,5 @@ def test_rollback_resets_the_graph_before_tensors_are_replaced(device: Device, m
     monkeypatch.setattr(rollback, "choose_rollback_checkpoint", lambda *_, **__: SimpleNamespace(path="there", step=1))
     monkeypatch.setattr(rollback, "load_checkpoint", load)
     with pytest.raises(Loading):
-        rollback.roll_back(run, None, Progress(4, 12), 10, NumericsError("a spike"))
+        rollback.roll_back(run, None, Progress(4, 12), NumericsError("a spike"))
     assert trainer.graph.graph is None and trainer.graph.steps_left == WARM_UP

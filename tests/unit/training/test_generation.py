@@ -271,6 +271,15 @@ def test_keys_are_rotated_by_megatron_core_which_caches_them_before() -> None:
     assert not uses_split_rope_kernel(config)
 
 
+def test_a_mixture_drops_no_tokens_and_adds_no_noise() -> None:
+    there = configure(
+        "--model-preset tiny-moe --vocab-size 300 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1 "
+        "--moe-pad-expert-input-to-capacity --moe-token-drop-policy position --moe-input-jitter-eps 0.1"
+    )
+    expected = configure("--model-preset tiny-moe --vocab-size 300").model
+    assert single_device_config(there, TARGETS["cpu"])[0].model == expected
+
+
 def test_layer_implementation_is_kept_where_it_runs() -> None:
     for layers in ("emulated", "local"):
         assert single_device_config(saved(transformer_impl=layers), TARGETS["h200"])[1] == layers
@@ -279,8 +288,8 @@ def test_layer_implementation_is_kept_where_it_runs() -> None:
 def test_a_cache_has_the_layers_whose_attention_needs_no_plan_for_each_length() -> None:
     there = without_quantization(saved(transformer_impl="transformer_engine"))
     assert single_device_config(there, TARGETS["h200"], uses_cache=True)[1] == "emulated"
-    windowed = dataclasses.replace(there, model=dataclasses.replace(there.model, window_size=(7, 0)))
-    assert single_device_config(windowed, TARGETS["h200"], uses_cache=True)[1] == "transformer_engine"
+    windowed = dataclasses.replace(there, model=dataclasses.replace(there.model, window_size="7,0"))
+    assert single_device_config(windowed, TARGETS["h200"], uses_cache=True)[1] == "emulated"
 
 
 def test_settings_that_only_emulation_has_keep_emulation() -> None:

@@ -38,10 +38,25 @@ def arithmetic(text: str, precision: str | None, uses_cache: bool, has_bf16_unit
         ("--bf16", "checkpoint", True, "bf16"),
         ("", "checkpoint", True, "fp32"),
         ("", "high", False, "fp32"),
+        (f"--bf16 {FP8}", "fp32", False, "fp32"),
+        (FP8, "bf16", False, "bf16"),
+        ("--bf16", "mxfp8", False, "bf16 FP8 e4m3 mxfp8"),
+        (f"--bf16 {FP8}", "nvfp4", False, "bf16 FP4 e2m1 nvfp4"),
     ],
 )
 def test_arithmetic(run: str, precision: str | None, uses_cache: bool, expected: str) -> None:
     assert arithmetic(run, precision, uses_cache) == expected
+
+
+def test_another_recipe_has_layers_that_quantize() -> None:
+    """The local layers of a run in high precision ignore FP8."""
+    chosen = generation_config(trained("--transformer-impl local"), "tensorwise", False, True)
+    assert chosen.precision.transformer_impl == "auto"
+
+
+def test_a_recipe_with_a_history_is_refused() -> None:
+    with pytest.raises(ConfigError, match="amax history of training"):
+        generation_config(trained("--bf16"), "delayed", False, True)
 
 
 def test_emulated_bf16_is_replaced_only_where_the_arithmetic_is_another_one_anyway() -> None:

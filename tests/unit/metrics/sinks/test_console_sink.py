@@ -37,6 +37,15 @@ def test_lines_are_written_at_the_first_step_the_interval_and_the_end(make_step)
     ]
 
 
+def test_the_eta_counts_samples_where_the_batch_grows(make_step) -> None:
+    """Two steps of 8 samples took 1 s each; 160 samples are left, in steps of 16."""
+    stream = io.StringIO()
+    sink = ConsoleSink(total_steps=13, total_samples=184, log_interval=1, stream=stream, clock=Clock(1.0))
+    for step in (1, 2, 3):
+        sink.write(make_step(step, global_batch_size=8, consumed_samples=8 * step))
+    assert stream.getvalue().splitlines()[-1].endswith("| ETA 0:20")
+
+
 def test_a_line_has_the_main_values(make_step) -> None:
     stream = io.StringIO()
     sink = ConsoleSink(total_steps=400, log_interval=2, stream=stream, clock=Clock(0.5))

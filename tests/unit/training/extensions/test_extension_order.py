@@ -14,11 +14,11 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from megafp8.config.schema import RunConfig, TrainingConfig
+from megafp8.config.schema import LoggingConfig, RunConfig, TrainingConfig
 from megafp8.errors import CheckpointError, NumericsError
 from megafp8.training import extensions
 from megafp8.training.extension import Extension
-from megafp8.training.extensions import build_extensions, checkpoints, stop
+from megafp8.training.extensions import build_extensions, checkpoints, profiler, stop, validation
 from megafp8.training.extensions.memory import GarbageCollection
 
 NAMES = [type(extension).__name__ for extension in build_extensions()]
@@ -50,6 +50,7 @@ def test_every_extension_is_in_the_list() -> None:
         ("open", "Validation", "StopConditions"),
         ("after_step", "StepRecords", "QuantizationStatistics"),
         ("after_step", "Heartbeat", "Stragglers"),
+        ("after_step", "LayerGuard", "Checkpoints"),
         ("after_step", "ReplicaCheck", "Checkpoints"),
         ("after_step", "AttentionReport", "Validation"),
         ("after_step", "AttentionReport", "Checkpoints"),
@@ -152,3 +153,23 @@ def test_automatic_garbage_collection_is_off_during_training() -> None:
     finally:
         extension.close(state, RuntimeError("an error"))
     assert gc.isenabled()
+
+
+def test_validations_start_at_the_step_of_their_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(validation, "validate", lambda run, sinks, progress: steps.append(progress))
+    config = RunConfig(training=TrainingConfig(eval_interval=2, start_eval_at_iter=4))
+    run = SimpleNamespace(config=config)
+    for step in range(1, 11):
+        state: Any = SimpleNamespace(run=run, sinks=None, progress=step, step=step, total_steps=10)
+        validation.Validation().after_step(state, None)
+    assert steps == [4, 6, 8]
+
+
+def test_the_profile_has_shapes_and_call_stacks_when_asked() -> None:
+    config = RunConfig(logging=LoggingConfig(profile=True, profile_shapes=True, profile_callstack=True))
+    run: Any = SimpleNamespace(config=config, place=SimpleNamespace(rank=0))
+    profile = profiler.build_profile(run)
+    assert (profile.record_shapes, profile.with_stack) == (True, True)
+    plain: Any = SimpleNamespace(config=RunConfig(), place=SimpleNamespace(rank=0))
+    assert (profiler.build_profile(plain).record_shapes, profiler.build_profile(plain).with_stack) == (False, False)

@@ -11,6 +11,8 @@ from megafp8.training.extensions.replica_check import (
     find_mismatches,
 )
 
+BOTH = f"{DATA},{TENSOR}"
+
 
 def rows(data: int, tensor: int = 1, pipeline: int = 1, **changed: int) -> list[RankHashes]:
     """Ranks in megatron-core's order; `whole3=9` sets the hash of rank 3."""
@@ -18,7 +20,8 @@ def rows(data: int, tensor: int = 1, pipeline: int = 1, **changed: int) -> list[
     for rank in range(data * tensor * pipeline):
         place = (rank // (data * tensor), rank % tensor, rank // tensor % data)
         whole, shared = 100 * place[0] + place[1], 1000 + place[0]
-        made.append(RankHashes(rank, *place, changed.get(f"whole{rank}", whole), changed.get(f"shared{rank}", shared)))
+        hashes = (changed.get(f"whole{rank}", whole), changed.get(f"shared{rank}", shared), 0)
+        made.append(RankHashes(rank, *place, 0, *hashes))
     return made
 
 
@@ -47,7 +50,7 @@ def test_tensors_replicated_over_tensor_ranks_are_compared() -> None:
 
 
 def test_the_first_tensor_that_differs() -> None:
-    by_rank = [[("a", False, rank), ("b", True, 7), ("c", True, 5 if rank == 1 else 4)] for rank in range(3)]
+    by_rank = [[("a", DATA, rank), ("b", BOTH, 7), ("c", BOTH, 5 if rank == 1 else 4)] for rank in range(3)]
     found = ReplicaMismatch(TENSOR, (0, 1, 2), (1,))
     assert describe_mismatch(found, by_rank) == "tensor-parallel: rank 1 differs from 0, 2; first tensor: c", (
         "a is split over them"
