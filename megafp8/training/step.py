@@ -85,17 +85,7 @@ def train_step(
     """
     trainee = run.trainee
     fault_injection.point("step.begin", step=progress.step + 1)
-    clear_gradients(run)
-    if run.gradient_monitor is not None:
-        run.gradient_monitor.reset()
-    if run.operand_monitor is not None:
-        run.operand_monitor.reset()
-    if run.delayed_snapshot is not None and run.config.training.max_skipped_steps:
-        run.delayed_snapshot.save()
-    if run.fp8_reduction is not None:
-        run.fp8_reduction.begin_step(progress.grad_factor)
-    if run.bias_snapshot is not None:
-        run.bias_snapshot.save()
+    begin_step(run, progress)
     with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
         num_microbatches = run.num_microbatches_at(progress.consumed_samples)
         reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager)
@@ -119,29 +109,19 @@ def train_step(
     if is_updated:
         trainee.schedule.step(increment=run.batch_size_at(progress.consumed_samples))
     else:  # also where a loss scale overflowed
-        if run.bias_snapshot is not None:
-            run.bias_snapshot.restore()
-        if run.fp8_reduction is not None:
-            run.fp8_reduction.clear_residuals()
-    if bad_step is not None:
-        bad_steps.check_may_skip(run, progress, bad_step)
-        if run.delayed_snapshot is not None:
-            run.delayed_snapshot.restore()
-        move_linears(trainee.chunks, bad_step.moved)
-    # megatron-core counts zeros in FP32, to reduce them over the ranks.
-    num_zeros = None if num_zeros is None else int(num_zeros)
-    gathered = None if run.parameter_traffic is None else run.parameter_traffic.take()
+        undo_step(run, progress, bad_step)
     grad_codes = None if run.fp8_reduction is None else totals.grad_codes
     is_adapted = grad_codes is not None and is_updated and run.config.precision.grad_reduce_fp8_scaling == "tensor"
     return StepResult(
         loss=totals.loss,
         grad_norm=grad_norm,
         learning_rate=learning_rate,
-        num_zeros_in_grad=num_zeros,
+        # megatron-core counts zeros in FP32, to reduce them over the ranks.
+        num_zeros_in_grad=None if num_zeros is None else int(num_zeros),
         is_skipped=not is_updated,
         bad_step=bad_step,
         loss_scale=loss_scale,
-        param_gather_bytes=gathered,
+        param_gather_bytes=None if run.parameter_traffic is None else run.parameter_traffic.take(),
         grad_reduce_bytes=reduced_bytes(run),
         grad_codes=grad_codes,
         grad_factor=progress.grad_factor,
@@ -149,6 +129,37 @@ def train_step(
         operand_faults=faults,
         mtp_losses=totals.mtp_losses or None,
     )
+
+
+def begin_step(run: Run, progress: Progress) -> None:
+    """Clear gradients and monitors, and save the state that a skipped step restores."""
+    clear_gradients(run)
+    for monitor in (run.gradient_monitor, run.operand_monitor):
+        if monitor is not None:
+            monitor.reset()
+    if run.delayed_snapshot is not None and run.config.training.max_skipped_steps:
+        run.delayed_snapshot.save()
+    if run.fp8_reduction is not None:
+        run.fp8_reduction.begin_step(progress.grad_factor)
+    if run.bias_snapshot is not None:
+        run.bias_snapshot.save()
+
+
+def undo_step(run: Run, progress: Progress, bad_step: Optional[bad_steps.BadStep]) -> None:
+    """Restore the state that forward-backward changed, after a step without an update.
+
+    Raises:
+        NumericsError: on all ranks: the step is bad and may not be skipped.
+    """
+    if run.bias_snapshot is not None:
+        run.bias_snapshot.restore()
+    if run.fp8_reduction is not None:
+        run.fp8_reduction.clear_residuals()
+    if bad_step is not None:
+        bad_steps.check_may_skip(run, progress, bad_step)
+        if run.delayed_snapshot is not None:
+            run.delayed_snapshot.restore()
+        move_linears(run.trainee.chunks, bad_step.moved)
 
 
 def reduced_bytes(run: Run) -> Optional[int]:
