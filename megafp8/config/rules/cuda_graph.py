@@ -12,89 +12,99 @@ from megafp8.config.schema.setting import AUTO
 
 def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The settings with which forward-backward cannot be captured in a CUDA graph: the flag, and why with the fix."""
-    model, parallel, precision, training = config.model, config.parallel, config.precision, config.training
-    sizes = (
+    checks = (*_kernel_obstacles(config), *_host_obstacles(config), *_rank_obstacles(config))
+    yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
+
+
+Checks = Iterator[tuple[bool, str, str]]  # whether the obstacle is there, the flag, and why with the fix
+
+
+def _kernel_obstacles(config: RunConfig) -> Checks:
+    """Random numbers, and precisions that change."""
+    model, precision = config.model, config.precision
+    for flag, rate in (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout)):
+        yield rate > 0, f"{flag} {rate}", f"dropout is not supported in CUDA graphs; use {flag} 0"
+    for recipe in derived.used_recipes(precision):
+        if recipe.is_stochastic(vars(precision)):
+            yield (
+                True,
+                recipe.flag,
+                "stochastic rounding is not supported in CUDA graphs; use --cuda-graph-impl none",
+            )
+            break
+    granularity = derived.recompute_granularity(config.training)
+    yield (
+        granularity is not None,
+        f"--recompute-granularity {granularity}",
+        "recomputation sets random-number state, which a CUDA graph cannot; remove it",
+    )
+    yield (
+        config.training.fine_grained_activation_offloading,
+        "--fine-grained-activation-offloading",
+        "megatron-core 0.16 does not wait for its copies in a CUDA graph; remove it",
+    )
+    yield (
+        precision.fp8_schedule is not None,
+        f"--fp8-schedule {precision.fp8_schedule}",
+        "a CUDA graph has a fixed precision; remove it",
+    )
+    yield (
+        bool(multi_token.num_depths(model)),
+        f"--mtp-num-layers {model.mtp_num_layers}",
+        "multi-token prediction is not tested in CUDA graphs; use --cuda-graph-impl none",
+    )
+
+
+def _host_obstacles(config: RunConfig) -> Checks:
+    """Waits of the host, and shapes or numbers of microbatches that change."""
+    training = config.training
+    optimizer = derived.fused_adam_obstacle(config)
+    yield (
+        optimizer is not None,
+        str(optimizer),
+        "CUDA graphs need the one-pass optimizer (--use-distributed-optimizer, Adam, FP32 master weights, no loss "
+        "scale), because megatron-core's optimizer waits for the number of tokens",
+    )
+    yield (
+        config.data.reset_attention_mask,
+        "--reset-attention-mask",
+        "the number of documents differs between batches, but shapes in a CUDA graph are fixed; remove it",
+    )
+    for flag, given in (
+        ("--rampup-batch-size", bool(training.rampup_batch_size)),
+        ("--step-batch-size-schedule", bool(training.step_batch_size_schedule)),
+    ):
+        yield given, flag, "a CUDA graph has a fixed number of microbatches; use --cuda-graph-impl none"
+    yield (
+        training.micro_batch_size == AUTO,
+        "--micro-batch-size auto",
+        "trials of micro-batch sizes run without CUDA graphs; find the size first, then give it as a number",
+    )
+
+
+def _rank_obstacles(config: RunConfig) -> Checks:
+    """Communication between ranks."""
+    parallel = config.parallel
+    for flag, size in (
         ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
         ("--context-parallel-size", parallel.context_parallel_size),
+    ):
+        yield size > 1, f"{flag} {size}", "CUDA graphs do not support pipeline or context parallelism; use 1"
+    yield (
+        config.precision.grad_reduce_in_fp8,
+        "--grad-reduce-in-fp8",
+        "a graph of the reduction in FP8 has not been run; use --cuda-graph-impl none",
     )
-    dropouts = (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout))
-    granularity = derived.recompute_granularity(training)
-    stochastic = next((each for each in derived.used_recipes(precision) if each.is_stochastic(vars(precision))), None)
-    optimizer = derived.fused_adam_obstacle(config)
-    checks = (
-        *(
-            (rate > 0, f"{flag} {rate}", f"dropout is not supported in CUDA graphs; use {flag} 0")
-            for flag, rate in dropouts
-        ),
-        *(
-            (size > 1, f"{flag} {size}", "CUDA graphs do not support pipeline or context parallelism; use 1")
-            for flag, size in sizes
-        ),
-        (
-            stochastic is not None,
-            "" if stochastic is None else stochastic.flag,
-            "stochastic rounding is not supported in CUDA graphs; use --cuda-graph-impl none",
-        ),
-        (
-            granularity is not None,
-            f"--recompute-granularity {granularity}",
-            "recomputation sets random-number state, which a CUDA graph cannot; remove it",
-        ),
-        (
-            training.fine_grained_activation_offloading,
-            "--fine-grained-activation-offloading",
-            "megatron-core 0.16 does not wait for its copies in a CUDA graph; remove it",
-        ),
-        (
-            precision.fp8_schedule is not None,
-            f"--fp8-schedule {precision.fp8_schedule}",
-            "a CUDA graph has a fixed precision; remove it",
-        ),
-        (
-            optimizer is not None,
-            str(optimizer),
-            "CUDA graphs need the one-pass optimizer (--use-distributed-optimizer, Adam, FP32 master weights, no loss "
-            "scale), because megatron-core's optimizer waits for the number of tokens",
-        ),
-        (
-            precision.grad_reduce_in_fp8,
-            "--grad-reduce-in-fp8",
-            "a graph of the reduction in FP8 has not been run; use --cuda-graph-impl none",
-        ),
-        (
-            config.data.reset_attention_mask,
-            "--reset-attention-mask",
-            "the number of documents differs between batches, but shapes in a CUDA graph are fixed; remove it",
-        ),
-        (
-            bool(multi_token.num_depths(model)),
-            f"--mtp-num-layers {model.mtp_num_layers}",
-            "multi-token prediction is not tested in CUDA graphs; use --cuda-graph-impl none",
-        ),
-        (
-            parallel.tp_comm_overlap,
-            "--tp-comm-overlap",
-            "user buffers synchronize ranks outside CUDA graphs; remove it",
-        ),
-        (
-            parallel.distributed_backend == "gloo",
-            "--distributed-backend gloo",
-            "Gloo collectives run on the host; remove it",
-        ),
-        *(
-            (given, flag, "a CUDA graph has a fixed number of microbatches; use --cuda-graph-impl none")
-            for flag, given in (
-                ("--rampup-batch-size", bool(training.rampup_batch_size)),
-                ("--step-batch-size-schedule", bool(training.step_batch_size_schedule)),
-            )
-        ),
-        (
-            training.micro_batch_size == AUTO,
-            "--micro-batch-size auto",
-            "trials of micro-batch sizes run without CUDA graphs; find the size first, then give it as a number",
-        ),
+    yield (
+        parallel.tp_comm_overlap,
+        "--tp-comm-overlap",
+        "user buffers synchronize ranks outside CUDA graphs; remove it",
     )
-    yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
+    yield (
+        parallel.distributed_backend == "gloo",
+        "--distributed-backend gloo",
+        "Gloo collectives run on the host; remove it",
+    )
 
 
 def cuda_graph_steps_are_identical(config: RunConfig, world_size: int) -> Iterator[str]:
