@@ -49,17 +49,17 @@ def named_mlps(mlp: Any) -> Iterator[tuple[str, Any]]:
         yield SHARED_EXPERTS, mlp.shared_experts
 
 
-EXPERT_RANKS_EVIDENCE = (("tensor_parallel/layers.py", "self.expert_parallel = config.expert_model_parallel_size > 1"),)
-"""Only expert parallelism, and not another tensor-parallel size, makes the gradients of experts be reduced apart."""
+EXPERT_RANKS_EVIDENCE = (("tensor_parallel/layers.py", '"allreduce", not (self.is_expert and self.expert_parallel))'),)
+"""In 0.16 only expert parallelism, and not another tensor-parallel size, has gradients of experts reduced apart."""
 
 
 def mark_expert_weights(chunk: nn.Module, has_expert_ranks: bool) -> None:
     """Have the gradients of experts reduced over the ranks that hold the same experts.
 
-    megatron-core marks the weights only with expert-parallel ranks. With another tensor-parallel size than that of the
-    other layers, copies of an expert on tensor-parallel ranks would otherwise train on different tokens.
+    megatron-core 0.16 marks the weights only with expert-parallel ranks. With another tensor-parallel size than that of
+    the other layers, copies of an expert on tensor-parallel ranks would otherwise train on different tokens.
     """
-    if not has_expert_ranks:
+    if not has_expert_ranks or not is_installed("<0.19"):
         return
     for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):
         for weight in layer.experts.parameters():

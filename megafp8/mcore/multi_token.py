@@ -5,14 +5,15 @@ end. A token of a microbatch with few unmasked tokens then has a larger weight. 
 token instead, so that records weight all tokens of a global batch alike, as those of the main loss do.
 
 In the loss of training every token has the weight of a token of the main loss, as in 0.16 and in the paper of
-DeepSeek-V3 (equation 24). megatron-core 0.19 multiplies the loss of a depth by the tokens of the microbatch on this rank
-over those that count at the depth. Gradients would then depend on context parallelism and on the size of microbatches.
+DeepSeek-V3 (equation 24). megatron-core 0.19 multiplies the loss of a depth by the tokens of the microbatch on this
+rank over those that count at the depth. Gradients then depend on context parallelism and on the microbatches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 from unittest.mock import patch
 
 import torch
@@ -44,7 +45,10 @@ LOSS_EVIDENCE = (
     else (
         ("transformer/multi_token_prediction.py", 'tracker["loss_values"][layer_number] += loss.detach()'),
         ("transformer/multi_token_prediction.py", ") / num_tokens.clamp(min=1)"),
-        ("transformer/multi_token_prediction.py", "mtp_loss_scale * mtp_loss * (original_num_tokens / num_tokens_safe)"),
+        (
+            "transformer/multi_token_prediction.py",
+            "mtp_loss_scale * mtp_loss * (original_num_tokens / num_tokens_safe)",
+        ),
         ("models/gpt/gpt_model.py", "compute_language_model_loss=self.compute_language_model_loss,"),
         ("models/gpt/gpt_model.py", "hidden_states = process_mtp_loss("),
     )
@@ -97,7 +101,7 @@ def add_depth_losses(
     hidden_states: Tensor,
     labels: Tensor,
     loss_mask: Tensor,
-    output_layer: Callable[..., Any],
+    output_layer: Any,
     output_weight: Optional[Tensor],
     runtime_gather_output: Optional[bool],
     compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
