@@ -1,9 +1,9 @@
 """Checkpoints of `--use-torch-fsdp2`: the rows of a parameter that a rank keeps, as parts of the complete tensor.
 
 megatron-core's sharded state dict gives the rows of most parameters their places, so that any layout can load them.
-Two things are missing in 0.16.1. It splits the rows of a gated MLP's `linear_fc1` on each rank into a gate and an up
-half, although the first half of the ranks has gate rows only, and the second half up rows only. And it loads plain
-tensors, which a DTensor cannot take.
+Two things are missing. It loads plain tensors, which a DTensor cannot take. And 0.16 splits the rows of a gated MLP's
+`linear_fc1` on each rank into a gate and an up half, although the first half of the ranks has gate rows only, and the
+second half up rows only. 0.19 does not split them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def gated_rows(factory: ShardedTensorFactory) -> ShardedTensor:
     The complete tensor has the gate rows of all tensor-parallel ranks, then their up rows. A tensor-parallel rank has
     gate and up rows, which R data-parallel ranks divide: rank r < R / 2 has part r of the gate rows.
     """
-    gate = factory.build()[0]
+    gate, *up = factory.build()
+    if not up:
+        return gate
     axis = gate.prepend_axis_num
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rank, half = group.rank(), group.size() // 2

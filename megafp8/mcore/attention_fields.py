@@ -6,16 +6,10 @@ from typing import Any
 
 from megafp8.config import attention_layers
 from megafp8.config.schema import ModelConfig
-from megafp8.errors import ConfigError
-from megafp8.mcore.patches import is_installed
 
 
 def attention_fields(model: ModelConfig) -> dict[str, Any]:
     """Fields for windows, softmax, query and key norms, and layers without rotary embedding."""
-    if model.qk_layernorm_across_heads and not is_installed("<0.19"):
-        raise ConfigError(
-            "--qk-layernorm-across-heads: megatron-core 0.19 takes these norms for norms of each head; use 0.16.1"
-        )
     windowed, without_rope = attention_layers.windowed_layers(model), attention_layers.layers_without_rope(model)
     has_pattern = any(windowed) and not all(windowed)
     return {

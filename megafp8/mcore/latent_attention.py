@@ -24,8 +24,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megafp8.config import latent_attention
 from megafp8.config.latent_attention import DOWN_PROJECTIONS
 from megafp8.config.schema import ModelConfig
-from megafp8.errors import ConfigError
-from megafp8.mcore.patches import core_version, import_core, is_installed
+from megafp8.mcore.patches import import_core
 
 PLACED = (*DOWN_PROJECTIONS, "linear_proj")
 MODULE = "transformer.multi_latent_attention"
@@ -34,21 +33,13 @@ DOWN_PROJECTION_EVIDENCE = (
     ("transformer/multi_latent_attention.py", "and isinstance(self.linear_proj, TELinear)"),
     ("transformer/multi_latent_attention.py", "kv_combined = gather_from_tensor_model_parallel_region(kv_combined)"),
 )
+NORMS_EVIDENCE = (("transformer/mla_qk_norm_config.py", 'self.submodules.linear_q_proj, "linear_q_proj"'),)
+"""The code of megatron-core 0.19 that makes `GivenNorms` necessary. A test fails when the text is gone."""
 
 
 def config_class(model: ModelConfig) -> type[TransformerConfig]:
-    """The class of megatron-core's model configuration.
-
-    Raises:
-        ConfigError: multi-latent attention with an untested version of megatron-core.
-    """
-    if not latent_attention.is_latent(model):
-        return TransformerConfig
-    if not is_installed("<0.19"):
-        raise ConfigError(
-            f"--multi-latent-attention is not tested with megatron-core {core_version()}: install 0.16.1, or remove it"
-        )
-    return MLATransformerConfig
+    """The class of megatron-core's model configuration."""
+    return MLATransformerConfig if latent_attention.is_latent(model) else TransformerConfig
 
 
 def latent_fields(model: ModelConfig) -> dict[str, Any]:
@@ -127,7 +118,18 @@ class Placeholder(torch.nn.Module):
         self.sizes, self.options = sizes, options
 
 
-class LatentAttention(MLASelfAttention):
+class GivenNorms(MLASelfAttention):
+    """megatron-core's multi-latent attention with the norms and projections of its spec.
+
+    megatron-core 0.19 replaces them: with `qk_layernorm` and queries that are not compressed it normalizes the input of
+    their projection a second time, or fails where the layers have no projection with a norm.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        return vars(submodules)
+
+
+class LatentAttention(GivenNorms):
     """megatron-core's multi-latent attention, with any class as down projections.
 
     megatron-core builds linear_proj twice, of which the first is dropped. Delayed scaling would wait for it.

@@ -13,8 +13,13 @@ from torch import Tensor
 from megafp8.mcore.patches import Patch, import_core
 
 MOE_UTILS = "transformer.moe.moe_utils"
-ROUTER_GEMM_EVIDENCE = (("transformer/moe/moe_utils.py", "if te_general_gemm is not None and router_dtype"),)
-"""Without Transformer Engine the name is not defined, which a router in FP32 finds out in its first forward pass."""
+ROUTER_GEMM_EVIDENCE = (
+    (
+        "transformer/moe/moe_utils.py",
+        "te_general_gemm,\n    )\n\n    HAVE_TE = True\nexcept ImportError:\n    HAVE_TE = False\n",
+    ),
+)
+"""Without Transformer Engine 0.16 leaves te_general_gemm undefined, which a router in FP32 finds out when it runs."""
 
 
 def define_router_gemm() -> None:

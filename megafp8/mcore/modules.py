@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
@@ -47,21 +49,43 @@ def named_mlps(mlp: Any) -> Iterator[tuple[str, Any]]:
         yield SHARED_EXPERTS, mlp.shared_experts
 
 
-EXPERT_RANKS_EVIDENCE = (("tensor_parallel/layers.py", "self.expert_parallel = config.expert_model_parallel_size > 1"),)
-"""Only expert parallelism, and not another tensor-parallel size, makes the gradients of experts be reduced apart."""
+EXPERT_RANKS_EVIDENCE = (("tensor_parallel/layers.py", '"allreduce", not (self.is_expert and self.expert_parallel))'),)
+"""In 0.16 only expert parallelism, and not another tensor-parallel size, has gradients of experts reduced apart."""
 
 
 def mark_expert_weights(chunk: nn.Module, has_expert_ranks: bool) -> None:
     """Have the gradients of experts reduced over the ranks that hold the same experts.
 
-    megatron-core marks the weights only with expert-parallel ranks. With another tensor-parallel size than that of the
-    other layers, copies of an expert on tensor-parallel ranks would otherwise train on different tokens.
+    megatron-core 0.16 marks the weights only with expert-parallel ranks. With another tensor-parallel size than that of
+    the other layers, copies of an expert on tensor-parallel ranks would otherwise train on different tokens.
     """
-    if not has_expert_ranks:
+    if not has_expert_ranks or not is_installed("<0.19"):
         return
     for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):
         for weight in layer.experts.parameters():
             weight.allreduce = False
+
+
+QUERY_KEY_NORMS_EVIDENCE = (("transformer/attention.py", '"qk_layernorm/qk_l2_norm are disabled"'),)
+"""The code of megatron-core 0.19 that makes `NormedSelfAttention` necessary. A test fails when the text is gone."""
+
+
+class NormedSelfAttention(SelfAttention):
+    """megatron-core's attention with norms of queries and keys that tensor-parallel ranks share.
+
+    megatron-core sums the gradients of such norms over the tensor-parallel ranks if `qk_layernorm` is set, and since
+    0.19 it refuses norms if it is not. So they are built here.
+    """
+
+    def __init__(self, config: Any, submodules: SelfAttentionSubmodules, *args: Any, **options: Any):
+        without = dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None)
+        super().__init__(config, without, *args, **options)
+        for name in ("q_layernorm", "k_layernorm"):
+            norm = build_module(
+                getattr(submodules, name), hidden_size=self.hidden_size_per_attention_head, config=config,
+                eps=config.layernorm_epsilon,
+            )  # fmt: skip
+            setattr(self, name, norm)
 
 
 def mlp_spec(module: type[MLP], submodules: MLPSubmodules, **params: Any) -> ModuleSpec | Callable[..., MLP]:

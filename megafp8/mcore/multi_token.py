@@ -3,17 +3,29 @@
 megatron-core sums the mean losses of microbatches in a tracker of the process, which it divides by their number at the
 end. A token of a microbatch with few unmasked tokens then has a larger weight. `MultiTokenGPT` keeps the losses of each
 token instead, so that records weight all tokens of a global batch alike, as those of the main loss do.
+
+In the loss of training every token has the weight of a token of the main loss, as in 0.16 and in the paper of
+DeepSeek-V3 (equation 24). megatron-core 0.19 multiplies the loss of a depth by the tokens of the microbatch on this
+rank over those that count at the depth. Gradients then depend on context parallelism and on the microbatches.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Optional
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec, get_gpt_mtp_block_spec_for_backend
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, roll_tensor
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MultiTokenPredictionBlockSubmodules,
+    roll_tensor,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,29 +33,33 @@ from torch import Tensor
 
 from megafp8.config import multi_token
 from megafp8.config.schema import ModelConfig
-from megafp8.errors import ConfigError
-from megafp8.mcore.patches import core_version, is_installed
+from megafp8.mcore.patches import import_core, is_installed
 
 LOSS_EVIDENCE = (
-    ("transformer/multi_token_prediction.py", 'tracker["values"][layer_number] += loss.detach()'),
-    ("models/gpt/gpt_model.py", "torch.sum(mtp_loss) / num_tokens,"),
-    ("models/gpt/gpt_model.py", "mtp_loss = self.compute_language_model_loss(mtp_labels, mtp_logits)"),
+    (
+        ("transformer/multi_token_prediction.py", 'tracker["values"][layer_number] += loss.detach()'),
+        ("models/gpt/gpt_model.py", "torch.sum(mtp_loss) / num_tokens,"),
+        ("models/gpt/gpt_model.py", "mtp_loss = self.compute_language_model_loss(mtp_labels, mtp_logits)"),
+    )
+    if is_installed("<0.19")
+    else (
+        ("transformer/multi_token_prediction.py", 'tracker["loss_values"][layer_number] += loss.detach()'),
+        ("transformer/multi_token_prediction.py", ") / num_tokens.clamp(min=1)"),
+        (
+            "transformer/multi_token_prediction.py",
+            "mtp_loss_scale * mtp_loss * (original_num_tokens / num_tokens_safe)",
+        ),
+        ("models/gpt/gpt_model.py", "compute_language_model_loss=self.compute_language_model_loss,"),
+        ("models/gpt/gpt_model.py", "hidden_states = process_mtp_loss("),
+    )
 )
 """The code of megatron-core that makes `MultiTokenGPT` necessary. A test fails when a quoted text is gone."""
 
 
 def multi_token_fields(model: ModelConfig) -> dict[str, Any]:
-    """Fields of `TransformerConfig`; empty without multi-token prediction.
-
-    Raises:
-        ConfigError: multi-token prediction with an untested version of megatron-core.
-    """
+    """Fields of `TransformerConfig`; empty without multi-token prediction."""
     if not multi_token.num_depths(model):
         return {}
-    if not is_installed("<0.19"):
-        raise ConfigError(
-            f"--mtp-num-layers is not tested with megatron-core {core_version()}: install 0.16.1, or remove it"
-        )
     return {"mtp_num_layers": model.mtp_num_layers, "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor}
 
 
@@ -81,6 +97,48 @@ def transformer_engine_spec(
     return get_gpt_mtp_block_spec(config, TransformerBlockSubmodules([layer], norm), True, vp_stage)
 
 
+def add_depth_losses(
+    hidden_states: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    output_layer: Any,
+    output_weight: Optional[Tensor],
+    runtime_gather_output: Optional[bool],
+    compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
+    config: TransformerConfig,
+    cp_group: dist.ProcessGroup,
+    scale_logits_fn: Optional[Callable[[Tensor], Tensor]] = None,
+    **unused: Any,
+) -> Tensor:
+    """Add the losses of all depths to the backward pass, in place of megatron-core's `process_mtp_loss`.
+
+    Shapes: hidden_states ((1 + depths) * S, B, H), of the main output first; labels and loss_mask (B, S).
+
+    Returns:
+        Hidden states of the main output (S, B, H).
+    """
+    main, *depths = hidden_states.chunk(1 + config.mtp_num_layers, dim=0)
+    if config.mtp_detach_heads:
+        output_weight = (output_layer.weight if output_weight is None else output_weight).detach()
+    factor = config.mtp_loss_scaling_factor / config.mtp_num_layers
+    for depth in depths:
+        logits, _ = output_layer(depth, weight=output_weight, runtime_gather_output=runtime_gather_output)
+        if scale_logits_fn is not None:
+            logits = scale_logits_fn(logits)
+        labels, _ = roll_tensor(labels, shifts=-1, dims=-1, cp_group=cp_group)
+        loss_mask, _ = roll_tensor(loss_mask, shifts=-1, dims=-1, cp_group=cp_group)
+        losses = loss_mask * compute_language_model_loss(labels, logits)
+        main = MTPLossAutoScaler.apply(main, factor * losses)
+    return main
+
+
+def tokens_weighted_alike() -> AbstractContextManager[Any]:
+    """Context in which the loss of a depth is the sum over its tokens, without a factor of their microbatch."""
+    if is_installed("<0.19"):
+        return nullcontext()
+    return patch.object(import_core("models.gpt.gpt_model"), "process_mtp_loss", add_depth_losses)
+
+
 class MultiTokenGPT(GPTModel):
     """megatron-core's GPT, which keeps the losses of multi-token prediction for the records.
 
@@ -93,7 +151,8 @@ class MultiTokenGPT(GPTModel):
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """Start the losses of a microbatch, and compute them."""
         self.losses = []
-        return super().forward(*args, **options)
+        with tokens_weighted_alike():
+            return super().forward(*args, **options)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy (B, S) in nats; megatron-core calls it for each depth, and then for the main output."""

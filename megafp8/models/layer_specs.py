@@ -36,7 +36,7 @@ from megafp8.config.grouped_experts import expert_choices, grouped_expert_obstac
 from megafp8.config.precision_map import EXPERTS, LINEARS, MLP_LINEARS, build_linear_recipe
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.stages import stage_layers
-from megafp8.mcore.modules import mlp_spec
+from megafp8.mcore.modules import NormedSelfAttention, mlp_spec
 from megafp8.mcore.multi_token import local_spec, transformer_engine_spec
 from megafp8.models.attention import CausalAttention
 from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
@@ -247,9 +247,10 @@ def attention_spec(config: RunConfig, linear: Callable[[str], Linear]) -> Module
     norm = L2Norm if model.qk_l2_norm else Norm if model.qk_layernorm else IdentityOp
     if latent_attention.is_latent(model):
         return latent_attention_spec(model, linear, norm, torch_attention(config))
-    query_norm, key_norm = across_heads_norms(model) or (norm, norm)
+    across_heads = across_heads_norms(model)
+    query_norm, key_norm = across_heads or (norm, norm)
     return ModuleSpec(
-        module=SelfAttention,
+        module=NormedSelfAttention if across_heads else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=linear("linear_qkv"),

@@ -1,9 +1,8 @@
 """megatron-core's router with losses whose strength does not depend on the layout.
 
-Gradients are divided by the number of tokens of the global batch at the end of a step. megatron-core therefore
-multiplies an auxiliary loss by the tokens of its microbatch, but takes those of this rank alone: on n tensor- and
-context-parallel ranks the loss is n times too weak, and that of each sequence also as many times as a microbatch has
-sequences. Here it is multiplied by the tokens of the microbatch on all ranks that share it.
+Gradients are divided by the number of tokens of the global batch at the end of a step. An auxiliary loss is therefore
+multiplied by the tokens of the microbatch on all ranks that share it, which megatron-core 0.16 does not
+(`mcore/router.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_t
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-ROUTER_EVIDENCE = (
-    ("transformer/moe/router.py", "valid_token_count=local_num_tokens"),
-    ("transformer/moe/router.py", "moe_z_loss_coeff = self.config.moe_z_loss_coeff / self.tp_cp_group.size()"),
-)
-"""The code of megatron-core that makes the subclass necessary. A test fails when a quoted text is gone."""
+from megafp8.mcore.router import counted_tokens
 
 
 class Router(TopKRouter):
@@ -52,7 +47,7 @@ class Router(TopKRouter):
             activation: scores [tokens of this rank, experts].
             aux_loss: this rank's part of the loss; the ranks of a microbatch have its sum.
         """
-        kwargs["valid_token_count"] = activation.shape[0] * self.tp_cp_group.size()
+        kwargs["valid_token_count"] = counted_tokens(activation.shape[0], self.tp_cp_group)
         return super().attach_and_log_load_balancing_loss(activation, aux_loss_coeff, aux_loss, *args, **kwargs)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Optional[Tensor] = None) -> Tensor:

@@ -26,6 +26,7 @@ from megafp8.config.rules.precision import (
 )
 from megafp8.config.schema import RunConfig
 from megafp8.mcore import patches as mcore_wgrad
+from megafp8.mcore.latent_attention import GivenNorms
 from megafp8.mcore.modules import mlp_spec, mlp_submodules
 from megafp8.te import patches
 from megafp8.te.attention import AmaxRotarySelfAttention, DocumentAttention, FP8Attention, RotarySelfAttention
@@ -54,6 +55,8 @@ def layer_spec(config: RunConfig, has_experts: bool = False) -> ModuleSpec:
         multi_latent_attention=config.model.multi_latent_attention,
         **experts,
     )
+    if config.model.multi_latent_attention:
+        spec.submodules.self_attention.module = GivenNorms
     if uses_split_rope_kernel(config):
         attention = AmaxRotarySelfAttention if triton_casts_need_amax_pass(config) else RotarySelfAttention
         spec.submodules.self_attention.module = attention

@@ -2,7 +2,6 @@
 
 import inspect
 
-import pytest
 from megatron.core.dist_checkpointing import optimizer
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
@@ -11,7 +10,7 @@ from megatron.core.transformer import mlp
 from megafp8.mcore.patches import is_installed
 from megafp8.mcore.torch_fsdp import rows_found_by_identity
 
-pytestmark = pytest.mark.skipif(is_installed(">=0.19"), reason="the wrapper is used with megatron-core 0.16.1")
+IS_0_16 = is_installed("<0.19")
 
 
 def test_the_mesh_has_cuda_devices_and_gradients_no_dtype() -> None:
@@ -25,12 +24,13 @@ def test_gradients_are_not_scaled() -> None:
     assert inspect.getsource(_BaseDataParallel.scale_gradients).rstrip().endswith("pass")
 
 
-def test_finish_grad_sync_takes_no_options() -> None:
-    assert list(inspect.signature(_BaseDataParallel.finish_grad_sync).parameters) == ["self"]
+def test_finish_grad_sync_takes_no_options_in_0_16() -> None:
+    parameters = list(inspect.signature(TorchFullyShardedDataParallel.finish_grad_sync).parameters)
+    assert parameters == (["self"] if IS_0_16 else ["self", "force_all_reduce"])
 
 
-def test_rows_of_gated_mlps_are_halved_on_every_rank() -> None:
-    assert "DTensor" not in inspect.getsource(mlp.apply_swiglu_sharded_factory)
+def test_rows_of_gated_mlps_are_halved_on_every_rank_in_0_16() -> None:
+    assert ("dp_sh_ten_build_fn" not in inspect.getsource(mlp.apply_swiglu_sharded_factory)) == IS_0_16
 
 
 def test_the_context_restores_the_function() -> None:

@@ -10,7 +10,8 @@ from small_run import STYLES, build_run, small_config, unwrap_model
 
 from megafp8.config import flags, precision_map
 from megafp8.config.schema import RunConfig
-from megafp8.mcore.latent_attention import DOWN_PROJECTION_EVIDENCE
+from megafp8.config.settings import with_values
+from megafp8.mcore.latent_attention import DOWN_PROJECTION_EVIDENCE, NORMS_EVIDENCE
 from megafp8.mcore.modules import named_linears
 from megafp8.mcore.patches import core_folder, is_installed
 from megafp8.models.initialization import sharded_parameters
@@ -89,7 +90,21 @@ def test_queries_need_no_compression() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.skipif(not is_installed("<0.19"), reason="multi-latent attention is refused")
 @pytest.mark.parametrize(("file", "text"), DOWN_PROJECTION_EVIDENCE)
 def test_megatron_core_still_needs_the_class(file: str, text: str) -> None:
     assert text in (core_folder() / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(is_installed("<0.19"), reason="megatron-core 0.16 has no such file")
+@pytest.mark.parametrize(("file", "text"), NORMS_EVIDENCE)
+def test_megatron_core_still_replaces_norms(file: str, text: str) -> None:
+    assert text in (core_folder() / file).read_text(encoding="utf-8")
+
+
+def test_queries_that_are_not_compressed_have_no_norm() -> None:
+    config = latent_config("--transformer-impl local --qk-layernorm")
+    keys = run_ranks(1, hashes, with_values(config, {"model.q_lora_rank": None}))[0]
+    norms = {key.split(" ")[0].rpartition("self_attention.")[2] for key in keys if "layer_norm" in key}
+    assert norms & {"linear_q_proj.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight"} == {
+        "linear_kv_up_proj.layer_norm_weight"
+    }
