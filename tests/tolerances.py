@@ -31,6 +31,10 @@ FP8_LAYOUT_LOSS = {"tensorwise": 5e-4, "delayed": 7e-4, "blockwise": 7e-4, "mxfp
 # The bound is about twice that.
 FP8_GRADIENT_LOSS = 1e-3
 
+# Nats, over six steps of a level of FP8-LM, to BF16, and over three steps to the same level under another layout.
+# Measured: 1.1e-3 to 1.7e-3, and 2e-4 to 7e-4. The bound is twice the largest.
+FP8_LM_LOSS = 3.5e-3
+
 # Where scales depend on the layout, two layouts are two quantizations of one training. Each differs from high precision
 # by its own errors. The tolerance is a multiple of that distance, which is measured in the same test: two errors of the
 # same size, in the worst case of opposite sign.

@@ -3,7 +3,8 @@
 argparse stops at its first error. To report all problems at once, the command line is split into options (a flag and
 its values), and each is given to argparse separately. The values then override those of other sources:
 
-    default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --config file  <  --precision-map file  <  flag
+    default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --fp8-lm-level  <  --config file
+             <  --precision-map file  <  flag
 
 A --model-preset on the command line replaces the model section of the --config file completely, because a mixture of
 two model shapes is never intended.
@@ -21,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Optional
 
 from megafp8 import __version__
-from megafp8.config import megatron_flags, settings
+from megafp8.config import fp8_lm, megatron_flags, settings
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, section_titles, value_of, with_values
 from megafp8.errors import ConfigError
@@ -326,13 +327,18 @@ def _merge_sources(
         problems.append(f"--model-preset {preset}: unknown preset; presets: {', '.join(PRESETS)}")
         preset = None
     config = with_values(base, PRESETS[preset]) if preset is not None else base
-    config = with_values(config, from_file)
+    # The level of a checkpoint is already in its other settings.
+    level = values.get(fp8_lm.LEVEL, from_file.get(fp8_lm.LEVEL))
+    config = with_values(config, fp8_lm.level_values(level) | from_file)
     if map_path is not None:
         from_map = _read_precision_map(map_path, problems)
         values["precision.precision_map"] = (*from_map, *values.get("precision.precision_map", ()))
     for name in set(_ACCUMULATED) & set(values):
         values[name] = (*value_of(config, name), *values[name])
-    return with_values(config, values)
+    config = with_values(config, values)
+    if notice := fp8_lm.level_notice(config):
+        notices.append(notice)
+    return config
 
 
 def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
@@ -368,6 +374,7 @@ def to_argv(config: RunConfig) -> list[str]:
 
     words: list[str] = []
     base = with_values(RunConfig(), PRESETS.get(config.model.model_preset or "", {}))
+    base = with_values(base, fp8_lm.level_values(config.precision.fp8_lm_level))
     for setting in all_settings():
         value = value_of(config, setting.name)
         if value == value_of(base, setting.name):

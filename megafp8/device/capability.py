@@ -141,6 +141,7 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
     if implementation == "transformer_engine":
         found += [f"{text}; change it, or use --transformer-impl emulated" for text in layer_obstacles(config)]
         found += fp8_attention_problems(config, target) + counter_problems(config)
+        found += fp16_master_problems(config)
     return found
 
 
@@ -193,6 +194,18 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
     return found
 
 
+def fp16_master_problems(config: RunConfig) -> list[str]:
+    """Problem of FP16 master weights beside FP8 weights: Adam's own FP8 update knows delayed scaling only."""
+    precision, dtype = config.precision, config.optimizer.main_params_dtype
+    if dtype == "fp32" or not precision.fp8_param_gather or derived.is_stateful(precision):
+        return []
+    return [
+        f"--main-params-dtype {dtype} with --fp8-param-gather and --fp8-recipe {precision.fp8_recipe}: Transformer "
+        "Engine's Adam, which keeps such master weights, writes FP8 weights of delayed scaling only; remove "
+        "--main-params-dtype, or use another recipe"
+    ]
+
+
 def te_only_options(config: RunConfig, target: Target, implementation: str) -> list[str]:
     """Problems of options that only Transformer Engine's layers and optimizer support."""
     precision = config.precision
@@ -209,7 +222,7 @@ def te_only_options(config: RunConfig, target: Target, implementation: str) -> l
         "--tp-comm-overlap": config.parallel.tp_comm_overlap,
         "--recompute-modules moe_act": "moe_act" in derived.recompute_modules(config.training),
         "--fine-grained-activation-offloading": config.training.fine_grained_activation_offloading,
-        "--use-precision-aware-optimizer": config.optimizer.use_precision_aware_optimizer,
+        "--use-precision-aware-optimizer": config.optimizer.use_precision_aware_optimizer and target.kind == "cuda",
         "--fp8-dot-product-attention": precision.fp8_dot_product_attention,
         f"--cuda-graph-impl {config.training.cuda_graph_impl}": derived.uses_cuda_graph(config),
     }

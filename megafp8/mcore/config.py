@@ -334,14 +334,17 @@ def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerC
         "clip_grad": optimizer.clip_grad,
         "use_distributed_optimizer": bool(parallel.use_distributed_optimizer),
         "overlap_param_gather": bool(parallel.overlap_param_gather),
-        "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
-        "main_grads_dtype": DTYPES[optimizer.main_grads_dtype],
-        "main_params_dtype": DTYPES[optimizer.main_params_dtype],
-        "exp_avg_dtype": DTYPES[optimizer.exp_avg_dtype],
-        "exp_avg_sq_dtype": DTYPES[optimizer.exp_avg_sq_dtype],
         "log_num_zeros_in_grad": config.logging.log_num_zeros_in_grad,
         "fp8_recipe": precision.fp8_recipe if has_fp8_weights else None,
     }
+    if implementation == "transformer_engine":  # else `optimizer.emulated_state` rounds the state
+        fields |= {
+            "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
+            "main_grads_dtype": DTYPES[optimizer.main_grads_dtype],
+            "main_params_dtype": DTYPES[optimizer.main_params_dtype],
+            "exp_avg_dtype": DTYPES[optimizer.exp_avg_dtype],
+            "exp_avg_sq_dtype": DTYPES[optimizer.exp_avg_sq_dtype],
+        }
     return build_checked(OptimizerConfig, fields | parsed_overrides(config, "optimizer", OptimizerConfig))
 
 

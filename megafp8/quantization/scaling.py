@@ -26,6 +26,9 @@ Engine's Adam, with two differences:
   moment in FP32, as for a checkpoint, and storing it again gives the same scale and codes. With 24 bits the quotient of
   the product may be an adjacent number.
 - The scale of an all-zero moment is the smallest normal number, not zero, whose reciprocal would give NaN.
+
+FP16 master weights have a power of two for each tensor, as in FP8-LM, so that no mantissa bit of a weight depends on
+the scale.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ FOLD_BELOW = 64
 MOMENT_FORMAT_MAX = {torch.uint8: E4M3.max, torch.float16: torch.finfo(torch.float16).max / 2}
 MIN_MOMENT_SCALE = torch.finfo(torch.float32).tiny  # the reciprocal of a smaller scale overflows
 SPARE_BITS = 4  # of FP32's 24 significant bits
+FP16_MASTER_EXPONENT = 15  # the largest FP16 number is nearly 2^16
 INFINITY_BITS = 0x7F800000
 
 
@@ -258,3 +262,18 @@ def moment_dequant_scale(amax: Tensor, format_max: Tensor | float) -> Tensor:
     # The bits of a GPU's NaN are the largest int32: rounded up, they would become those of -0.
     bits = (amax / format_max).clamp(min=MIN_MOMENT_SCALE).view(torch.int32).clamp(max=INFINITY_BITS)
     return ((bits + (1 << (SPARE_BITS - 1))) & -(1 << SPARE_BITS)).view(torch.float32)
+
+
+def master_dequant_scale(amax: Tensor) -> Tensor:
+    """Dequantization scales of FP16 master weights: powers of two with which the largest weight is at most 2^15.
+
+    Args:
+        amax: FP32 of any shape, largest magnitudes of master weights.
+
+    Returns:
+        FP32, at least 2^-126, with a finite reciprocal. Weights that were rounded to FP16 get the scale that they had.
+    """
+    mantissa, exponent = torch.frexp(amax)
+    exponent = exponent + (mantissa.half() >= 1)  # where FP16 rounds the largest weight up to a power of two
+    exponent = (exponent - FP16_MASTER_EXPONENT).clamp(-FP32_EXPONENT_BIAS + 1, FP32_EXPONENT_BIAS - 1)
+    return torch.ldexp(torch.ones_like(amax), exponent)

@@ -25,7 +25,7 @@ from transformer_engine.pytorch.tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
 from megafp8.mcore.patches import Patch
-from megafp8.quantization.scaling import MOMENT_FORMAT_MAX, moment_dequant_scale
+from megafp8.quantization.scaling import MOMENT_FORMAT_MAX, master_dequant_scale, moment_dequant_scale
 from megafp8.recipes import registry
 from megafp8.te import quantizers
 
@@ -56,22 +56,27 @@ def cast_flat_shards_by_rows() -> None:
 
 
 def scale_moments_to_stay() -> None:
-    """Use `moment_dequant_scale` for Adam's moments.
+    """Use `moment_dequant_scale` for Adam's moments, and `master_dequant_scale` for FP16 master weights.
 
-    Transformer Engine gives an all-zero FP8 moment the scale 0, whose reciprocal makes every element NaN. A moment that
-    is read in FP32 and stored again may get an adjacent scale, so that a resumed run is not identical to the bit.
+    Transformer Engine gives an all-zero FP8 moment the scale 0, whose reciprocal makes every element NaN. A moment
+    or master weight that is read in FP32 and stored again may get an adjacent scale, so that a resumed run is not
+    identical to the bit. The scale of master weights has not run on a GPU.
     """
     plain = FusedAdam._apply_scale
 
     @functools.wraps(plain)
     def apply_scale(self: FusedAdam, name: str, values: Tensor, stored: Tensor, scale: Tensor) -> None:
         is_fp8 = isinstance(stored, Float8Tensor)
-        if name == "master_param" or not (is_fp8 or stored.dtype == torch.float16):
+        if not (is_fp8 or stored.dtype == torch.float16):
             plain(self, name, values, stored, scale)
             return
         smallest, largest = torch.aminmax(values)
-        format_max = MOMENT_FORMAT_MAX[torch.uint8 if is_fp8 else torch.float16]
-        scale.copy_(moment_dequant_scale(torch.maximum(-smallest, largest), format_max))
+        amax = torch.maximum(-smallest, largest)
+        if name == "master_param":
+            scale.copy_(master_dequant_scale(amax))
+        else:
+            format_max = MOMENT_FORMAT_MAX[torch.uint8 if is_fp8 else torch.float16]
+            scale.copy_(moment_dequant_scale(amax, format_max))
         if is_fp8:
             stored._quantizer.scale.copy_(1 / scale)
             stored.copy_(values)

@@ -11,6 +11,7 @@ from typing import Any, Optional
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.progress import TrainingState
+from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config import derived, multi_token
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
@@ -25,6 +26,7 @@ from megafp8.models.grouped_moe import grouped_weights
 from megafp8.models.loss import build_forward_step
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer import fused_adam
+from megafp8.optimizer.emulated_state import emulate_low_precision_state
 from megafp8.optimizer.fp8_gradients import build_fp8_reduction
 from megafp8.optimizer.gradient_communication import (
     WgradOverwrite,
@@ -129,6 +131,8 @@ def build_trainee(
     with side_stream() if derived.uses_cuda_graph(config) else nullcontext():
         chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
+    if implementation != "transformer_engine":
+        emulate_low_precision_state(config, chained_optimizers(optimizer))
     obstacle = fused_adam.obstacle(config, platform.kind == "cuda")
     check_graph_optimizer(config, obstacle)
     if obstacle is None:

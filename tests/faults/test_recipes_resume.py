@@ -32,6 +32,9 @@ RECIPES = {
     "tensorwise-fp8-weights": f"{FP8} tensorwise {GATHER}",
     "delayed-fp8-weights": f"{FP8} delayed --fp8-amax-history-len 3 {GATHER}",
     "blockwise-fp8-weights": f"{FP8} blockwise {GATHER}",
+    "fp8-lm-o1": "--fp8-lm-level O1",
+    "fp8-lm-o2": "--fp8-lm-level O2",
+    "fp8-lm-o3": "--fp8-lm-level O3 --overlap-grad-reduce --overlap-param-gather",
 }
 
 

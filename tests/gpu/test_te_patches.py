@@ -14,6 +14,7 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.optimizers import FusedAdam
 
+from megafp8.optimizer.emulated_state import rounded_master
 from megafp8.te import patches
 
 pytestmark = pytest.mark.gpu
@@ -65,6 +66,23 @@ def test_moments_are_stored_as_they_were_read() -> None:
             optimizer.set_scaled_state(weight, name, optimizer.get_unscaled_state(weight, name).clone())
         assert all(map(torch.equal, before, (codes._data, codes._scale_inv, halves)))
         assert codes._transpose is None
+
+
+def test_fp16_masters_are_stored_as_they_were_read() -> None:
+    """With a power of two as scale, from which the values of a checkpoint give the same halves."""
+    weights = [torch.nn.Parameter(torch.randn(1000, device="cuda", dtype=torch.bfloat16)) for _ in range(50)]
+    optimizer = FusedAdam(
+        weights, lr=1e-3, master_weights=True, use_decoupled_grad=True, master_weight_dtype=torch.float16,
+    )  # fmt: skip
+    for weight in weights:
+        weight.decoupled_grad = torch.randn(1000, device="cuda")
+    optimizer.step()
+    for weight in weights:
+        values = optimizer.get_unscaled_state(weight, "master_param").clone()
+        assert torch.equal(values.cpu(), rounded_master(values.cpu()))
+        before = optimizer.state[weight]["master_param"].clone()
+        optimizer.set_scaled_state(weight, "master_param", values)
+        assert torch.equal(before, optimizer.state[weight]["master_param"])
 
 
 def test_tensors_survive_being_packed() -> None:

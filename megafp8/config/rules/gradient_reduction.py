@@ -35,7 +35,9 @@ def fp8_gradients_have_ranks(config: RunConfig, world_size: int) -> Iterator[str
     if not config.precision.grad_reduce_in_fp8 or not has_whole_replicas(config, world_size):
         return
     if derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size == 1:
-        yield f"{FLAG} with one data-parallel rank has nothing to send: remove it, or use more ranks"
+        level = config.precision.fp8_lm_level
+        fix = "remove it" if level is None else f"it is part of --fp8-lm-level {level}: give the others of its flags"
+        yield f"{FLAG} with one data-parallel rank has nothing to send: {fix}, or use more ranks"
 
 
 def fp8_gradients_exclude_other_reductions(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -116,6 +116,11 @@ def warmup_notices(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _unused_setting_notices(config: RunConfig, implementation: str) -> Iterator[str]:
     parallel, data = config.parallel, config.data
+    if config.optimizer.use_precision_aware_optimizer and implementation != "transformer_engine":
+        yield (
+            "--use-precision-aware-optimizer is emulated: optimizer state has the numbers of its formats, and takes "
+            "four bytes each"
+        )
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
     if data.tokenizer_type != "TikTokenizer":

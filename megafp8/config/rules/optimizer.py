@@ -159,6 +159,8 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
         yield f"--use-precision-aware-optimizer supports only --optimizer adam, not {optimizer.optimizer}"
     if config.parallel.use_distributed_optimizer is False:
         yield "--use-precision-aware-optimizer needs --use-distributed-optimizer"
+    if optimizer.main_params_dtype == "fp16" and derived.params_dtype(config.precision) == "fp32":
+        yield "--main-params-dtype fp16 with weights in FP32, which have no master weights: also give --bf16"
     if optimizer.main_grads_dtype == "bf16" and not config.precision.grad_reduce_in_bf16:
         yield (
             "--main-grads-dtype bf16: the optimizer reads the reduced gradients, which are FP32; also give "

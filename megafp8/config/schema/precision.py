@@ -51,6 +51,12 @@ class PrecisionConfig:
         "four-over-six scaling with emulated layers: map the largest value of each block that is rounded to nearest to "
         "4 or to 6, whichever has the smaller error",
     )
+    fp8_lm_level: Optional[str] = setting(
+        None,
+        "FP8-LM's level of low precision, as defaults of other flags; O1: FP8 gradients between ranks, O2: and FP8 and "
+        "FP16 moments, O3: and FP8 weights with FP16 master weights (see docs/fp8_lm.md)",
+        choices=("O1", "O2", "O3"),
+    )
     fp8_margin: int = setting(0, "divide quantization scales by 2^margin")
     fp8_amax_history_len: int = setting(1, "length of the amax history, in steps")
     fp8_amax_compute_algo: str = setting("most_recent", "amax to use from the history", choices=("most_recent", "max"))

@@ -1,0 +1,120 @@
+"""`--fp8-lm-level`: runs in each level on CPU ranks, their state, and checkpoints between layouts and levels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import Curve, build_run, fingerprint, small_config, train, weights
+from tolerances import FP8_LM_LOSS
+
+from megafp8.checkpoint.directory import find_checkpoint
+from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.state_dict import chained_optimizers
+from megafp8.config.schema import RunConfig
+from megafp8.optimizer.emulated_state import rounded_master, rounded_moment
+from megafp8.quantization.fp8_parameter import quantized_parameters
+from megafp8.training.extensions.calibration import calibrate, needs_calibration
+from megafp8.training.extensions.replica_check import check_replicas
+from megafp8.training.run import Run
+
+STEPS = 6
+BF16 = "--bf16 --use-distributed-optimizer"
+LAYOUTS = {
+    "dp2": (2, "--micro-batch-size 2"),
+    "dp4": (4, "--micro-batch-size 2"),
+    "tp2-dp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2"),
+}
+
+
+def config_of(level: str, layout: str) -> RunConfig:
+    world_size, flags = LAYOUTS[layout]
+    return small_config("llama", f"--num-layers 2 {flags} --fp8-lm-level {level}", world_size)
+
+
+def calibrated(config: RunConfig) -> Run:
+    run = build_run(config)
+    if needs_calibration(run):
+        calibrate(run, Progress())
+    return run
+
+
+def trained(config: RunConfig) -> Curve:
+    run = calibrated(config)
+    curve = train(run, STEPS)
+    check_replicas(run, STEPS)
+    return curve
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_levels_follow_bf16(layout: str) -> None:
+    """Each level computes other numbers than the one before, and all stay near BF16."""
+    world_size, flags = LAYOUTS[layout]
+    plain = run_ranks(world_size, trained, small_config("llama", f"--num-layers 2 {flags} {BF16}", world_size))[0]
+    losses = [plain.losses]
+    for level in ("O1", "O2", "O3"):
+        curves = run_ranks(world_size, trained, config_of(level, layout))
+        assert all(curve == curves[0] for curve in curves)
+        losses.append(curves[0].losses)
+        assert max(abs(a - b) for a, b in zip(losses[-1], plain.losses, strict=True)) < FP8_LM_LOSS
+    assert len({tuple(each) for each in losses}) == 4
+
+
+def state_is_in_its_formats(config: RunConfig) -> bool:
+    """Whether rounding changes nothing: moments and masters are codes times scales. FP8 weights exist with O3."""
+    run = calibrated(config)
+    train(run, 3)
+    assert bool(quantized_parameters(run.trainee.chunks)) == config.precision.fp8_param_gather
+    (part,) = chained_optimizers(run.trainee.optimizer)
+    masters = [master for group in part.shard_fp32_from_float16_groups for master in group]
+    is_rounded = [torch.equal(master, rounded_master(master)) for master in masters]
+    assert all(is_rounded) == (config.optimizer.main_params_dtype == "fp16")
+    moments = {"exp_avg": config.optimizer.exp_avg_dtype, "exp_avg_sq": config.optimizer.exp_avg_sq_dtype}
+    states = list(part.optimizer.state.values())
+    assert states and any(state["exp_avg"].any() for state in states)
+    return all(
+        torch.equal(state[name], rounded_moment(state[name], dtype))
+        for state in states
+        for name, dtype in moments.items()
+    )
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_state_is_codes_times_scales(level: str) -> None:
+    assert run_ranks(2, state_is_in_its_formats, config_of(level, "dp2")) == [True, True]
+
+
+def save_in_the_middle(config: RunConfig, folder: Path) -> tuple[list[float], str]:
+    """Losses of six steps, of which the last three follow the checkpoint, and the weights at the end."""
+    run = calibrated(config)
+    losses = train(run, 3).losses
+    save_checkpoint(folder, config, run.trainee, Progress(3, 3 * run.global_batch_size))
+    losses += train(run, 3, 4).losses
+    return losses, fingerprint(weights(run))
+
+
+def resume(config: RunConfig, folder: Path) -> tuple[list[float], str]:
+    run = build_run(config)
+    found = find_checkpoint(folder)
+    assert found is not None
+    load_checkpoint(found[1], config, run.trainee)
+    return train(run, 3, 4).losses, fingerprint(weights(run))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_checkpoint_resumes_bitwise_and_in_other_layouts(level: str, tmp_path: Path) -> None:
+    """In its own layout bitwise; in another one up to the scales of other shards."""
+    unbroken = run_ranks(2, save_in_the_middle, config_of(level, "dp2"), tmp_path)
+    again = run_ranks(2, resume, config_of(level, "dp2"), tmp_path)
+    for (losses, final), (resumed, resumed_final) in zip(unbroken, again, strict=True):
+        assert losses[3:] == resumed and final == resumed_final
+    for layout in ("dp4", "tp2-dp2"):
+        resumed, _ = run_ranks(4, resume, config_of(level, layout), tmp_path)[0]
+        assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][3:], strict=True)) < FP8_LM_LOSS
+    plain = small_config("llama", f"--num-layers 2 --micro-batch-size 2 {BF16}", 2)
+    resumed, _ = run_ranks(2, resume, plain, tmp_path)[0]
+    assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][3:], strict=True)) < FP8_LM_LOSS
