@@ -273,11 +273,18 @@ def guard_has_quantized_layers(config: RunConfig, world_size: int) -> Iterator[s
         return
     if not precision_map.is_quantized(precision):
         yield no_effect_without(flag, "--fp8-format, --fp4-format or --precision")
-    if training.fp8_guard == "bf16-layer" and precision.fp8_param_gather:
+    if training.fp8_guard != "warn" and precision.fp8_param_gather:
         yield (
             f"{flag} with --fp8-param-gather: the weights have no copy in high precision; remove one, or use "
             "--fp8-guard warn"
         )
+    if training.fp8_guard == "smooth-swiglu" and derived.is_stateful(precision):
+        yield (
+            f"{flag} with delayed scaling: the amaxes of its history are those before the scales of the channels; use "
+            "--fp8-guard bf16-layer, or a recipe without amax history"
+        )
+    if training.fp8_guard == "smooth-swiglu" and not config.model.swiglu:
+        yield f"{flag} scales the output of SwiGLU: add --swiglu, or use --fp8-guard bf16-layer"
 
 
 def spike_settings_need_their_policy(config: RunConfig, world_size: int) -> Iterator[str]:
