@@ -60,13 +60,13 @@ LIMITS = {
     "kurtosis": Limit(1000.0, True, HIGH_PRECISION_REMEDY),
     "outlier share": Limit(0.8, True, HIGH_PRECISION_REMEDY),
     "subnormal share": Limit(0.5, True, HIGH_PRECISION_REMEDY),
-    "SwiGLU alignment": Limit(0.9, True, f"{SMOOTH_REMEDY}; {HIGH_PRECISION_REMEDY}; a larger --weight-decay"),
+    "SwiGLU alignment": Limit(0.98, True, f"{SMOOTH_REMEDY}; {HIGH_PRECISION_REMEDY}; a larger --weight-decay"),
     "attention logits": Limit(
         500.0, False, "--qk-layernorm or --attention-logit-softcapping in a new run, a lower --lr"
     ),
     "residual": Limit(1000.0, False, "a lower --lr"),
 }
-GROWTH = {"attention logits": Growth(4.0, 10.0), "residual": Growth(4.0, 10.0)}
+GROWTH = {"attention logits": Growth(4.0, 100.0), "residual": Growth(4.0, 10.0)}
 NUM_REMEMBERED = 5
 """Observations with which a value is compared: with the default interval those of 100 steps."""
 INPUT_STATISTICS = ("kurtosis", "outlier share", "subnormal share")

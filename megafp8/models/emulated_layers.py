@@ -52,6 +52,7 @@ class EmulatedLinearMixin:
             constructor of megatron-core's linear would require Apex.
         is_quantizing: if False, all GEMMs are in high precision and the state of the recipe does not change.
         is_moved: the same for the rest of the run, see `move_to_high_precision`.
+        input_scales: [K], powers of two by which the input is divided already; None is 1.
         is_smoothed: the input has a scale per channel, see `smooth_input`.
         counts: of non-finite and saturated values; None counts nothing.
     """
@@ -83,6 +84,7 @@ class EmulatedLinearMixin:
         self.is_quantizing = True
         self.is_moved = False
         self.is_smoothed = False
+        self.input_scales: Optional[Tensor] = None
         self.counts: Optional[LinearCounts] = None
         self.amax_reduction = amax_reduction
         self.observer: Optional[Observer] = None
@@ -165,6 +167,7 @@ class EmulatedLinearMixin:
             noise=noise,
             observer=self.observer,
             counts=self.counts,
+            channel_scales=self.input_scales,
         )
         if recipe.delayed is not None:
             return self._delayed_forward(input, weight, bias, plan)

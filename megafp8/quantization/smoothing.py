@@ -45,4 +45,5 @@ def smooth(input: Tensor, plan: LinearPlan) -> tuple[Tensor, LinearPlan]:
     """The input of a linear [..., K] divided by the scales of its channels, and the plan of the linear with them."""
     assert not plan.gather_input, "the channels of a gathered input have scales of their shards"
     scales = channel_scales(input)
-    return input / scales.to(input.dtype), dataclasses.replace(plan, channel_scales=scales)
+    total = scales if plan.channel_scales is None else scales * plan.channel_scales
+    return input / scales.to(input.dtype), dataclasses.replace(plan, channel_scales=total)

@@ -28,7 +28,8 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x [2, 32, 160] with channels of different size, w [96, 160], dy [2, 32, 96]."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(shape, generator=generator) for shape in ((2, 32, 160), (96, 160), (2, 32, 96)))
-    return (x * torch.logspace(-0.5, 0.5, 160)).to(dtype).requires_grad_(), torch.nn.Parameter(w.to(dtype)), dy.to(dtype)
+    x = (x * torch.logspace(-0.5, 0.5, 160)).to(dtype)
+    return x.requires_grad_(), torch.nn.Parameter(w.to(dtype)), dy.to(dtype)
 
 
 def run(recipe: LinearRecipe, dtype: torch.dtype, is_smooth: bool, outlier: float = 1.0) -> tuple[Tensor, ...]:
@@ -75,7 +76,8 @@ def test_an_outlier_channel_costs_nothing(recipe: LinearRecipe) -> None:
 
 
 def test_scales_are_powers_of_two_below_the_amax() -> None:
-    values = torch.tensor([[0.0, 1.0, -3.0, 2.0**-80, torch.inf, torch.nan, 5e-39], [0.0, 0.5, 4.0, 0.0, 1.0, 1.0, 0.0]])
+    first, second = [0.0, 1.0, -3.0, 2.0**-80, torch.inf, torch.nan, 5e-39], [0.0, 0.5, 4.0, 0.0, 1.0, 1.0, 0.0]
+    values = torch.tensor([first, second])
     assert channel_scales(values).tolist() == [1.0, 1.0, 4.0, 2.0**-60, 1.0, 1.0, 2.0**-60]
     halves = torch.tensor([[60000.0, 1e-7]], dtype=torch.float16)
     assert channel_scales(halves).tolist() == [64.0, 1 / 64]
