@@ -13,6 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 NOT_FINITE, SPIKE, ROLLBACK, OPERAND = "not finite", "spike", "rollback", "non-finite operand"
+HIGH_PRECISION, SMOOTHED = "high precision", "smoothed"
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,19 @@ class SkippedSamples:
 
 @dataclass(frozen=True)
 class MovedLinear:
-    """A linear that the run moved to high precision.
+    """A linear that the run changed for the rest of it.
 
     Attributes:
         name: `layers.3.linear_fc2`.
-        step: the last step in which it was quantized.
+        step: the last step before the change.
         reason: text.
+        form: HIGH_PRECISION, or SMOOTHED, which has a scale for each input channel.
     """
 
     name: str
     step: int
     reason: str
+    form: str = HIGH_PRECISION
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class SkipHistory:
         num_rollbacks: rollbacks to a checkpoint.
         window: (loss, grad norm) of recent updates, newest last; empty without spike detection.
         num_overflows: updates skipped because gradients overflowed at their loss scale.
-        moved_linears: linears in high precision for the rest of the run, in the order in which they were moved.
+        moved_linears: linears that the run moved to high precision or smoothed, in the order of the changes.
+        layer_trends: (statistic, layer, last values, newest last) of the guard; empty without it.
     """
 
     skipped: tuple[SkippedSamples, ...] = ()
@@ -65,6 +69,7 @@ class SkipHistory:
     window: tuple[tuple[float, float], ...] = ()
     num_overflows: int = 0
     moved_linears: tuple[MovedLinear, ...] = ()
+    layer_trends: tuple[tuple[str, str, tuple[float, ...]], ...] = ()
 
     def after_skip(self, samples: SkippedSamples) -> SkipHistory:
         """Return the history after a skipped update."""
@@ -79,9 +84,9 @@ class SkipHistory:
         return replace(self, num_overflows=self.num_overflows + 1)
 
     def after_move(self, linears: Sequence[MovedLinear]) -> SkipHistory:
-        """Return the history after linears were moved to high precision."""
-        known = {linear.name for linear in self.moved_linears}
-        new = tuple(linear for linear in linears if linear.name not in known)
+        """Return the history after linears were moved to high precision, or smoothed."""
+        known = {(linear.name, linear.form) for linear in self.moved_linears}
+        new = tuple(linear for linear in linears if (linear.name, linear.form) not in known)
         return replace(self, moved_linears=(*self.moved_linears, *new)) if new else self
 
     def summary(self) -> str:
@@ -113,6 +118,9 @@ class SkipHistory:
             window=tuple((loss, norm) for loss, norm in values["window"]),
             num_overflows=values.get("num_overflows", 0),  # older checkpoints lack it, and the next one
             moved_linears=tuple(MovedLinear(**linear) for linear in values.get("moved_linears", ())),
+            layer_trends=tuple(
+                (statistic, layer, tuple(trend)) for statistic, layer, trend in values.get("layer_trends", ())
+            ),
         )
 
 

@@ -26,6 +26,7 @@ def counter_problems(config: RunConfig) -> list[str]:
     asked = {
         f"--on-nonfinite-activation {training.on_nonfinite_activation}": training.on_nonfinite_activation != "warn",
         f"--fp8-guard {training.fp8_guard}": training.fp8_guard != "off",
+        f"--planted-fault {training.planted_fault}": training.planted_fault != "none",
     }
     return [
         f"{flag}: Transformer Engine's layers do not support it; remove the flag, or use --transformer-impl emulated"

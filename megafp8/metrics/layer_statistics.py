@@ -7,6 +7,9 @@
     attention logits  of a layer: the largest |q| |k| / sqrt(d) of one head, a bound of its logits
     residual          of a layer: root mean square of its output
 
+Attention logits and the residual are also compared with their own past (`GROWTH`), since a factor of a few in a hundred
+steps is early, and a fixed limit that is above the values of every healthy model is late.
+
 The limits lie between the largest values of clean runs and the smallest of runs with planted faults, which
 `benchmarks/guard_calibration.py` measures on a small model; no fault is planted for the subnormal share. They are not
 calibrated on large models.
@@ -39,17 +42,33 @@ class Limit(NamedTuple):
     remedy: str
 
 
+class Growth(NamedTuple):
+    """The limit of the growth of a statistic.
+
+    Attributes:
+        factor: larger ones, over the smallest of the last observations, are findings.
+        floor: of the values; smaller ones may grow.
+    """
+
+    factor: float
+    floor: float
+
+
 HIGH_PRECISION_REMEDY = "--fp8-guard bf16-layer, or the layer in high precision with --precision"
+SMOOTH_REMEDY = "--fp8-guard smooth-swiglu"
 LIMITS = {
     "kurtosis": Limit(1000.0, True, HIGH_PRECISION_REMEDY),
     "outlier share": Limit(0.8, True, HIGH_PRECISION_REMEDY),
     "subnormal share": Limit(0.5, True, HIGH_PRECISION_REMEDY),
-    "SwiGLU alignment": Limit(0.9, True, f"{HIGH_PRECISION_REMEDY}; a larger --weight-decay"),
+    "SwiGLU alignment": Limit(0.98, True, f"{SMOOTH_REMEDY}; {HIGH_PRECISION_REMEDY}; a larger --weight-decay"),
     "attention logits": Limit(
         500.0, False, "--qk-layernorm or --attention-logit-softcapping in a new run, a lower --lr"
     ),
     "residual": Limit(1000.0, False, "a lower --lr"),
 }
+GROWTH = {"attention logits": Growth(4.0, 100.0), "residual": Growth(4.0, 10.0)}
+NUM_REMEMBERED = 5
+"""Observations with which a value is compared: with the default interval those of 100 steps."""
 INPUT_STATISTICS = ("kurtosis", "outlier share", "subnormal share")
 LAYER_STATISTICS = ("SwiGLU alignment", "attention logits", "residual")
 

@@ -23,6 +23,7 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from megafp8.mcore import patches
+from megafp8.quantization import smoothing
 from megafp8.quantization.counters import LinearCounts
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState
 from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, quantize_shards
@@ -51,6 +52,8 @@ class EmulatedLinearMixin:
             constructor of megatron-core's linear would require Apex.
         is_quantizing: if False, all GEMMs are in high precision and the state of the recipe does not change.
         is_moved: the same for the rest of the run, see `move_to_high_precision`.
+        input_scales: [K], powers of two by which the input is divided already; None is 1.
+        is_smoothed: the input has a scale per channel, see `smooth_input`.
         counts: of non-finite and saturated values; None counts nothing.
     """
 
@@ -80,6 +83,8 @@ class EmulatedLinearMixin:
         self.recipe = recipe
         self.is_quantizing = True
         self.is_moved = False
+        self.is_smoothed = False
+        self.input_scales: Optional[Tensor] = None
         self.counts: Optional[LinearCounts] = None
         self.amax_reduction = amax_reduction
         self.observer: Optional[Observer] = None
@@ -162,9 +167,13 @@ class EmulatedLinearMixin:
             noise=noise,
             observer=self.observer,
             counts=self.counts,
+            channel_scales=self.input_scales,
         )
         if recipe.delayed is not None:
             return self._delayed_forward(input, weight, bias, plan)
+        if self.is_smoothed and recipe is not UNQUANTIZED:
+            input, plan = smoothing.smooth(input, plan)
+            return emulated_linear(input, weight, bias, plan)  # each microbatch has its own scales of the weight
         return emulated_linear(input, weight, bias, plan, self._cached_weight_codes(weight, plan))
 
     def _delayed_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor], plan: LinearPlan) -> Tensor:
@@ -199,6 +208,11 @@ class EmulatedLinearMixin:
         if self.amax_exchange is not None and not self.is_moved:
             self.amax_exchange.leave(self.quantizer_state)
         self.is_moved = True
+
+    def smooth_input(self) -> None:
+        """Give the input a scale per channel from now on (`quantization/smoothing.py`). Not within a step."""
+        assert self.recipe is not None and self.recipe.delayed is None, "amaxes of the history are without these scales"
+        self.is_smoothed = True
 
     def quantize_parameter(self) -> None:
         """Replace the weight by a `QuantizedParameter`."""

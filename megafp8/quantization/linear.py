@@ -136,7 +136,7 @@ class _EmulatedLinear(torch.autograd.Function):
             saved_input = input.contiguous()
         _save(ctx, quantized_weight.dgrad, saved_input)
         if quantized_weight.fprop is None:
-            output = torch.matmul(_gather(input, plan)[0], weight.t())
+            output = torch.matmul(_gather(input, plan)[0], plan.smoothed(weight).t())
             return output if bias is None else output + bias
         a = quantized[Gemm.FPROP]
         if isinstance(a, Quantized) and plan.gather_input:
@@ -168,7 +168,8 @@ class _EmulatedLinear(torch.autograd.Function):
         dy = plan.quantize_for(rows, Operand.GRAD_OUTPUT, dtypes) if dtypes else {}
         if needs_dgrad:
             # `pop`: the decoded copy for dgrad is freed before wgrad allocates.
-            grad_rows = _dgrad(rows, dy.pop(Gemm.DGRAD, None), ctx.weight if weight is None else weight, plan)
+            kept_weight = plan.smoothed(ctx.weight) if weight is None else weight
+            grad_rows = _dgrad(rows, dy.pop(Gemm.DGRAD, None), kept_weight, plan)
             grad_input, reductions = _start_reduction(grad_rows, ctx.input_shape, plan)  # overlaps with wgrad
         if needs_wgrad:
             _wait(gathers)
@@ -260,6 +261,7 @@ def _wgrad(
         if isinstance(dy, Quantized):
             grad_rows_t = scaled_gemm.transposed(scaled_gemm.columns_along_sum(dy))
             product = scaled_gemm.multiply(grad_rows_t, scaled_gemm.columns_along_sum(saved_input), torch.float32)
+            product = plan.smoothed(product)
             if main_grad is None:
                 return product.to(weight.dtype)
             main_grad.add_(product)
@@ -268,8 +270,13 @@ def _wgrad(
         a, b, factor = dy.values.t(), x.values, product_of(dy.factor, x.factor)
     assert isinstance(b, Tensor)
     if main_grad is None:
-        return emulated_gemm(a, rows_of(b), factor, weight.dtype)
-    accumulate(main_grad, a, rows_of(b), factor)
+        return plan.smoothed(emulated_gemm(a, rows_of(b), factor, weight.dtype))
+    if plan.channel_scales is None:
+        accumulate(main_grad, a, rows_of(b), factor)
+    else:  # the sum of this microbatch alone is scaled
+        product = torch.zeros_like(main_grad, dtype=torch.float32)
+        accumulate(product, a, rows_of(b), factor)
+        main_grad.add_(plan.smoothed(product))
     return main_grad_stand_in(weight)
 
 

@@ -54,6 +54,8 @@ class LinearPlan:
         observer: called with every operand that is quantized. Operands are then quantized to codes first and decoded
             from them.
         counts: to which the non-finite and saturated values of the operands are added.
+        channel_scales: [K], powers of two: the input is already divided by them, and the weight is multiplied by them
+            before it is quantized (`smoothing.py`). None is 1.
     """
 
     recipe: LinearRecipe
@@ -68,6 +70,11 @@ class LinearPlan:
     after_backward: Optional[Callable[[], None]] = None
     observer: Optional[Observer] = None
     counts: Optional[LinearCounts] = None
+    channel_scales: Optional[Tensor] = None
+
+    def smoothed(self, weight: Tensor) -> Tensor:
+        """A weight [N, K], or a gradient of one, times the scales of the channels, without rounding."""
+        return weight if self.channel_scales is None else weight * self.channel_scales.to(weight.dtype)
 
     def for_backward(self, device: torch.device) -> LinearPlan:
         """The plan of one backward pass: with random signs, where the recipe has them."""
@@ -162,6 +169,7 @@ def quantize_weight(weight: Tensor, plan: LinearPlan) -> QuantizedWeight:
         if plan.observer is not None:
             plan.observer(Operand.WEIGHT, weight, {Gemm.FPROP: codes, Gemm.DGRAD: codes})
         return QuantizedWeight(codes, codes)
+    weight = plan.smoothed(weight)
     rules = {gemm: plan.recipe.rule(Operand.WEIGHT, gemm) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
     gemms = tuple(gemm for gemm, rule in rules.items() if rule is not None and not rule.is_requantized)
     quantized = plan.quantize_to_codes(weight, Operand.WEIGHT, gemms) if gemms else {}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint.progress import MovedLinear
+from megafp8.checkpoint.progress import SMOOTHED, MovedLinear
 from megafp8.config import precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.modules import named_linears
@@ -159,8 +159,11 @@ def build_operand_monitor(
 
 
 def move_linears(chunks: Sequence[Any], linears: Iterable[MovedLinear]) -> None:
-    """Compute linears in high precision from now on, those of this rank."""
-    names = {linear.name for linear in linears}
+    """Compute linears in high precision, or with a scale per channel, from now on; those of this rank."""
+    forms = [(linear.name, linear.form) for linear in linears]
     for name, linear in emulated_linears_by_name(chunks):
-        if name in names:
-            linear.move_to_high_precision()
+        for form in [form for moved, form in forms if moved == name]:
+            if form == SMOOTHED:
+                linear.smooth_input()
+            else:
+                linear.move_to_high_precision()

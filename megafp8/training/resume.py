@@ -12,9 +12,9 @@ from megafp8.checkpoint import compatibility
 from megafp8.checkpoint.convert.megatron_folder import refuse_megatron_folder
 from megafp8.checkpoint.directory import CORRUPT, clean_up, list_steps, set_aside
 from megafp8.checkpoint.load import load_checkpoint
-from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, Progress
 from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_newer
-from megafp8.config import precision_map
+from megafp8.config import derived, precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_rank_0
 from megafp8.errors import CheckpointError
@@ -24,6 +24,7 @@ from megafp8.training.run import Run, checkpoint_folders
 
 # A checkpoint is set aside after so many consecutive crashes while it was being loaded.
 MAX_CRASHED_LOADS = 2
+FORMS = {HIGH_PRECISION: "in high precision", SMOOTHED: "smoothed"}
 
 
 def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
@@ -78,13 +79,21 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
         for folder in folders:
             notes += retire_newer(folder, chosen.step)
     moved = loaded.progress.history.moved_linears
-    if moved and run.implementation != "emulated" and precision_map.is_quantized(run.config.precision):
+    is_quantized = precision_map.is_quantized(run.config.precision)
+    if moved and run.implementation != "emulated" and is_quantized:
         raise CheckpointError(
-            f"{chosen.path}: {moved[0].name} and {len(moved) - 1} more linears were moved to high precision, "
-            "which only emulated layers can do: give --transformer-impl emulated"
+            f"{chosen.path}: {moved[0].name} and {len(moved) - 1} more linears were moved to high precision or "
+            "smoothed, which only emulated layers can do: give --transformer-impl emulated"
         )
+    if is_quantized and derived.is_stateful(run.config.precision):
+        smoothed = [linear.name for linear in moved if linear.form == SMOOTHED]
+        if smoothed:
+            raise CheckpointError(
+                f"{chosen.path}: {smoothed[0]} is smoothed, which delayed scaling does not support: use a recipe "
+                "without amax history"
+            )
     move_linears(run.trainee.chunks, moved)
-    notes += tuple(f"{linear.name} stays in high precision, since step {linear.step}" for linear in moved)
+    notes += tuple(f"{linear.name} stays {FORMS[linear.form]}, since step {linear.step}" for linear in moved)
     return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
 
 

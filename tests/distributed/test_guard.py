@@ -15,10 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.guard_calibration import FAULTS, planted, statistics_of
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.progress import SMOOTHED, Progress
 from megafp8.metrics.layer_statistics import LIMITS
 from megafp8.training import pretrain
 from megafp8.training.evaluation import build_batches
+from megafp8.training.extensions.guard import findings, updated_trends
 from megafp8.training.operand_faults import emulated_linears_by_name
 
 RECIPES = {
@@ -65,7 +66,8 @@ def run_loop(folder: Path, flags: str, world_size: int = 1, is_spoiled: bool = T
 
 
 def events(folder: Path) -> list[tuple[int, str, str]]:
-    return [(e.step, e.name, e.detail) for e in load_run(folder).events if e.name in ("guard", "layer moved")]
+    names = ("guard", "layer moved", "layer smoothed")
+    return [(e.step, e.name, e.detail) for e in load_run(folder).events if e.name in names]
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -118,3 +120,40 @@ def test_moved_layer_is_resumed(tmp_path: Path) -> None:
     ((resumed_progress, resumed),) = run_loop(tmp_path / "resumed", flags)
     assert len(progress.history.moved_linears) == 4
     assert (progress, straight) == (resumed_progress, resumed), "to the bit"
+
+
+def test_smoothed_linear_is_resumed(tmp_path: Path) -> None:
+    flags = f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} smooth-swiglu --train-iters 6"
+    ((progress, straight),) = run_loop(tmp_path / "straight", flags)
+    run_loop(tmp_path / "resumed", f"{flags} --exit-interval 5")
+    ((resumed_progress, resumed),) = run_loop(tmp_path / "resumed", flags)
+    assert [(linear.name, linear.form) for linear in progress.history.moved_linears] == [
+        ("layers.1.linear_fc2", SMOOTHED)
+    ]
+    assert progress.history.layer_trends, "growth is compared with the values before the restart"
+    assert (progress, straight) == (resumed_progress, resumed), "to the bit"
+    ((_, plain),) = run_loop(tmp_path / "warn", flags.replace("smooth-swiglu", "warn"))
+    assert plain != straight
+    (smoothed,) = [event for event in events(tmp_path / "straight") if event[1] == "layer smoothed"]
+    assert smoothed[0] == 4 and smoothed[2].startswith("layers.1.linear_fc2 has a scale per channel from step 5 on: ")
+
+
+def test_linear_is_smoothed_on_all_ranks(tmp_path: Path) -> None:
+    flags = f"{RECIPES['tensorwise']} --tensor-model-parallel-size 2 {EVERY_SECOND_STEP} smooth-swiglu --train-iters 6"
+    answers = run_loop(tmp_path, flags, 2)
+    assert [[linear.name for linear in progress.history.moved_linears] for progress, _ in answers] == [
+        ["layers.1.linear_fc2"]
+    ] * 2
+
+
+def test_growth_is_found_below_the_limit() -> None:
+    key, other = ("attention logits", "layers.0"), ("residual", "layers.0")
+    trends = {key: (50.0, 60.0), other: (1.0, 1.0)}
+    assert [found for found, _ in findings({key: 199.0, other: 9.0}, trends)] == []  # not four times; small
+    ((found, detail),) = findings({key: 201.0, other: 9.0}, trends)
+    assert found == key and detail == "attention logits of layers.0 grew from 50 to 201 in 2 intervals"
+    assert list(findings({key: 201.0}, {})) == []
+    values = {key: float("inf"), ("kurtosis", "layers.0.linear_qkv.input"): 3.0, other: -1.0}
+    assert updated_trends(values, {key: (1.0, 2.0, 3.0, 4.0, 5.0), other: (7.0,)}) == (
+        (*key, (2.0, 3.0, 4.0, 5.0, 3e38)), (*other, (7.0,)),
+    )  # fmt: skip

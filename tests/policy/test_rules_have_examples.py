@@ -599,6 +599,11 @@ EXAMPLES = {
         1,
         "--fp8-guard-interval 5 has no effect without --fp8-guard",
     ),
+    "planted_fault_has_a_place": (
+        {"training.planted_fault_step": 5},
+        1,
+        "--planted-fault-step 5 has no effect without --planted-fault",
+    ),
     "spike_settings_need_their_policy": (
         {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.max_rollbacks": 1},
         1,

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Optional
 
-from megafp8.config import derived, precision_map
+from megafp8.config import derived, latent_attention, precision_map
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, no_effect_without
 from megafp8.config.schema import AUTO, RunConfig, TrainingConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -135,7 +135,8 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_keep "
         "checkpoint.save_retain_interval model.padded_vocab_size "
         "training.spike_rollback_steps training.spike_skip_batches training.max_rollbacks "
-        "training.fp8_guard_interval training.check_weight_hash_across_dp_replicas_interval "
+        "training.fp8_guard_interval training.planted_fault_step training.planted_fault_growth "
+        "training.check_weight_hash_across_dp_replicas_interval "
         "checkpoint.ckpt_step checkpoint.async_save_timeout "
         "checkpoint.non_persistent_save_interval "
         "logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval"
@@ -273,11 +274,42 @@ def guard_has_quantized_layers(config: RunConfig, world_size: int) -> Iterator[s
         return
     if not precision_map.is_quantized(precision):
         yield no_effect_without(flag, "--fp8-format, --fp4-format or --precision")
-    if training.fp8_guard == "bf16-layer" and precision.fp8_param_gather:
+    if training.fp8_guard != "warn" and precision.fp8_param_gather:
         yield (
             f"{flag} with --fp8-param-gather: the weights have no copy in high precision; remove one, or use "
             "--fp8-guard warn"
         )
+    if training.fp8_guard == "smooth-swiglu" and derived.is_stateful(precision):
+        yield (
+            f"{flag} with delayed scaling: the amaxes of its history are those before the scales of the channels; use "
+            "--fp8-guard bf16-layer, or a recipe without amax history"
+        )
+    if training.fp8_guard == "smooth-swiglu" and not config.model.swiglu:
+        yield f"{flag} scales the output of SwiGLU: add --swiglu, or use --fp8-guard bf16-layer"
+
+
+def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--planted-fault needs dense layers that quantize, complete on every rank, and its settings need it."""
+    training, parallel, precision = config.training, config.parallel, config.precision
+    flag = f"--planted-fault {training.planted_fault}"
+    if training.planted_fault == "none":
+        for name in ("planted_fault_step", "planted_fault_growth"):
+            setting = settings_by_name()[f"training.{name}"]
+            if value_of(config, setting.name) != setting.default:
+                yield no_effect_without(f"{setting.flags[0]} {value_of(config, setting.name)}", "--planted-fault")
+        return
+    if not precision_map.is_quantized(precision):
+        yield no_effect_without(flag, "--fp8-format, --fp4-format or --precision")
+    if parallel.tensor_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1:
+        yield f"{flag}: the layer must be complete on every rank; use tensor- and pipeline-parallel size 1"
+    if precision.fp8_param_gather:
+        yield f"{flag} with --fp8-param-gather: the weights have no copy that the fault could change; remove one"
+    if config.model.num_experts:
+        yield f"{flag} with --num-experts {config.model.num_experts}: faults are planted into dense layers; remove one"
+    if latent_attention.is_latent(config.model) and training.planted_fault == "inflated-qk":
+        yield f"{flag} with --multi-latent-attention: queries and keys have no common linear; remove one"
+    if training.planted_fault == "aligned-swiglu" and not config.model.swiglu:
+        yield f"{flag} aligns the weights of SwiGLU: add --swiglu, or use --planted-fault outlier-channel"
 
 
 def spike_settings_need_their_policy(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -325,6 +357,7 @@ SKIPPED_UPDATE_RULES: tuple[Rule, ...] = (
     skipping_spikes_has_a_limit,
     nonfinite_activations_are_seen,
     guard_has_quantized_layers,
+    planted_fault_has_a_place,
     spike_settings_need_their_policy,
     spikes_are_detectable,
     rollback_has_somewhere_to_go,

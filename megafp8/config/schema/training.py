@@ -139,10 +139,20 @@ class TrainingConfig:
     fp8_guard: str = setting(
         "off",
         "reaction to statistics of layers that grow before a run in FP8 diverges (emulated layers); warn: record them, "
-        "bf16-layer: compute the layer in high precision for the rest of the run",
-        choices=("off", "warn", "bf16-layer"),
+        "bf16-layer: compute the layer in high precision for the rest of the run, smooth-swiglu: give the input of "
+        "linear_fc2 a scale per channel for the rest of the run, as Smooth-SwiGLU",
+        choices=("off", "warn", "bf16-layer", "smooth-swiglu"),
     )
     fp8_guard_interval: int = setting(20, "steps between the statistics of --fp8-guard")
+    planted_fault: str = setting(
+        "none",
+        "to test --fp8-guard and other policies: a fault that the run plants into its layers (emulated layers); "
+        "outlier-channel, aligned-swiglu and inflated-qk grow in every step, spike-batch and infinite-activation last "
+        "one step",
+        choices=("none", "outlier-channel", "aligned-swiglu", "inflated-qk", "spike-batch", "infinite-activation"),
+    )
+    planted_fault_step: int = setting(1, "first step of --planted-fault")
+    planted_fault_growth: float = setting(1.05, "factor by which a gradual --planted-fault grows in a step")
     spike_policy: str = setting(
         "off",
         "reaction to spikes of the loss or the gradient norm; skip: skip the update, rollback: return to a checkpoint "

@@ -1,15 +1,16 @@
-"""Early warning by statistics of the layers (`--fp8-guard`), and the move of a layer to high precision.
+"""Early warning by statistics of the layers (`--fp8-guard`), and what a run changes in a layer.
 
 Every `--fp8-guard-interval` steps hooks take the statistics of `metrics/layer_statistics.py` from the first microbatch
 of each rank. One MAX all-reduce over all ranks follows, so that they take the same decision. Other steps have no hooks.
-A decision depends on the statistics of the one step only. A resumed run therefore decides as the uninterrupted one, and
-the linears that were moved are in the checkpoint (`SkipHistory.moved_linears`).
+A decision depends on the statistics of the step, and on the last values of those whose growth is limited. These are in
+the checkpoint, as are the linears that were changed (`SkipHistory`), so that a resumed run decides as the uninterrupted
+one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import torch
@@ -18,13 +19,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint.progress import MovedLinear
+from megafp8.checkpoint.progress import SMOOTHED, MovedLinear
 from megafp8.config import precision_map
 from megafp8.errors import NumericsError
 from megafp8.metrics.layer_statistics import (
+    GROWTH,
     INPUT_STATISTICS,
     LAYER_STATISTICS,
     LIMITS,
+    NUM_REMEMBERED,
+    SMOOTH_REMEDY,
     attention_logit_bound,
     input_statistics,
     root_mean_square,
@@ -38,6 +42,8 @@ from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
 EVENT = "guard"
+SWIGLU_OUTPUT = "linear_fc2"
+LARGEST_REMEMBERED = 3e38  # files hold no infinity
 Key = tuple[str, str]
 """A statistic and the layer or linear that it is of."""
 
@@ -62,9 +68,12 @@ class LayerGuard(Extension):
         values, self.collector = self.collector.take(), None
         if result.bad_step is not None:  # a step that is skipped moves nothing
             return
-        for (statistic, name), value in values.items():
-            if value > LIMITS[statistic].value:
-                self.handle(state, (statistic, name), value)
+        history = state.progress.history
+        trends = {(statistic, name): trend for statistic, name, trend in history.layer_trends}
+        for key, detail in findings(values, trends):
+            self.handle(state, key, detail)
+        history = dataclasses.replace(state.progress.history, layer_trends=updated_trends(values, trends))
+        state.progress = dataclasses.replace(state.progress, history=history)
 
     def recover(self, state: LoopState, error: NumericsError) -> bool:
         """Remove the hooks."""
@@ -73,32 +82,88 @@ class LayerGuard(Extension):
         self.collector = None
         return False
 
-    def handle(self, state: LoopState, key: Key, value: float) -> None:
-        """Report a statistic above its limit, and move the layer to high precision under `bf16-layer`."""
+    def handle(self, state: LoopState, key: Key, detail: str) -> None:
+        """Report a finding once, and change the layer if `--fp8-guard` says so and it helps."""
         statistic, name = key
-        limit, layer = LIMITS[statistic], ".".join(name.split(".")[:2])
-        moves = state.run.config.training.fp8_guard == "bf16-layer" and limit.moves_layer
+        guard, limit = state.run.config.training.fp8_guard, LIMITS[statistic]
+        layer = ".".join(name.split(".")[:2])
+        moves = guard == "bf16-layer" and limit.moves_layer
+        smooths = guard == "smooth-swiglu" and smoothing_helps(key)
         if key not in self.reported:
             self.reported.add(key)
-            detail = f"{statistic} of {name} is {value:.3g}, above {limit.value:g}"
-            detail += "" if moves else f"; try: {limit.remedy}"
+            # What this run does already is no advice.
+            advice = limit.remedy.removeprefix(f"{SMOOTH_REMEDY}; ") if guard == "smooth-swiglu" else limit.remedy
+            detail += "" if moves or smooths else f"; try: {advice}"
             state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
         if moves:
             move_layer(state, layer, f"{statistic} of {name}")
+        if smooths:
+            smooth_layer(state, layer, f"{statistic} of {name}")
+
+
+def findings(values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]]) -> Iterator[tuple[Key, str]]:
+    """The statistics above their limits, or that grew more than they may, with a description.
+
+    Args:
+        trends: the last values, newest last, of the statistics in `GROWTH`.
+    """
+    for key, value in values.items():
+        statistic, name = key
+        if value > LIMITS[statistic].value:
+            yield key, f"{statistic} of {name} is {value:.3g}, above {LIMITS[statistic].value:g}"
+        elif statistic in GROWTH and trends.get(key) and value > GROWTH[statistic].floor:
+            smallest, num_intervals = min(trends[key]), len(trends[key])
+            if value > GROWTH[statistic].factor * smallest:
+                yield key, f"{statistic} of {name} grew from {smallest:.3g} to {value:.3g} in {num_intervals} intervals"
+
+
+def updated_trends(
+    values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]]
+) -> tuple[tuple[str, str, tuple[float, ...]], ...]:
+    """The last values of the statistics in `GROWTH` with those of this step; a value below 0 was not taken."""
+    found = {
+        key: (*trends.get(key, ()), min(value, LARGEST_REMEMBERED))[-NUM_REMEMBERED:]
+        for key, value in values.items()
+        if key[0] in GROWTH and value >= 0
+    }
+    return tuple((statistic, name, trend) for (statistic, name), trend in {**trends, **found}.items())
+
+
+def smoothing_helps(key: Key) -> bool:
+    """Whether scales per channel of SwiGLU's output help against a finding."""
+    statistic, name = key
+    return statistic == "SwiGLU alignment" or name.endswith(f".{SWIGLU_OUTPUT}.input")
 
 
 def move_layer(state: LoopState, layer: str, reason: str) -> None:
     """Compute all linears of a layer in high precision from the next step on; all ranks call it."""
-    config, history = state.run.config, state.progress.history
-    names = precision_map.linears_with_statistics(config.model, config.precision)
-    linears = [MovedLinear(name, state.step, reason) for name in names if name.startswith(f"{layer}.")]
-    changed = history.after_move(linears)
-    if changed is history:
+    linears = [MovedLinear(name, state.step, reason) for name in quantized_linears(state.run, layer)]
+    detail = f"{layer} is in high precision from step {state.step + 1} on: {reason}"
+    change_linears(state, linears, "layer moved", detail)
+
+
+def smooth_layer(state: LoopState, layer: str, reason: str) -> None:
+    """Give the input of a layer's linear_fc2 a scale per channel from the next step on; all ranks call it."""
+    names = [name for name in quantized_linears(state.run, layer) if name == f"{layer}.{SWIGLU_OUTPUT}"]
+    linears = [MovedLinear(name, state.step, reason, SMOOTHED) for name in names]
+    detail = f"{layer}.{SWIGLU_OUTPUT} has a scale per channel from step {state.step + 1} on: {reason}"
+    change_linears(state, linears, "layer smoothed", detail)
+
+
+def quantized_linears(run: Run, layer: str) -> list[str]:
+    """The names of a layer's linears that quantize."""
+    names = precision_map.linears_with_statistics(run.config.model, run.config.precision)
+    return [name for name in names if name.startswith(f"{layer}.")]
+
+
+def change_linears(state: LoopState, linears: list[MovedLinear], event: str, detail: str) -> None:
+    """Change linears for the rest of the run and record it; nothing if they are all changed already."""
+    changed = state.progress.history.after_move(linears)
+    if changed is state.progress.history:
         return
     move_linears(state.run.trainee.chunks, linears)
     state.progress = dataclasses.replace(state.progress, history=changed)
-    detail = f"{layer} is in high precision from step {state.step + 1} on: {reason}"
-    state.sinks.write(EventRecord(step=state.step, name="layer moved", detail=detail))
+    state.sinks.write(EventRecord(step=state.step, name=event, detail=detail))
 
 
 class LayerStatistics:

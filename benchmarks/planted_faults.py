@@ -1,0 +1,246 @@
+"""Planted faults and clean runs: how early the guard warns, what a repair brings back, and how often it is wrong.
+
+    python benchmarks/planted_faults.py [--clean-seeds 20] [--fault-seeds 2] [--recipes NAMES] [--json FILE]
+
+A small model trains on the bytes of Python's standard library, in one process, with the loop's own extensions. Clean
+runs have `--fp8-guard warn`, `--spike-policy skip` and counters of operands; any of their events is a false alarm. Each
+fault of `--planted-fault` is planted into runs of the same seeds, without a repair and with each repair:
+
+    noticed     steps from the fault to its first event
+    5% worse    steps from the fault until the loss, a mean of 10 steps, is 5% above the clean run's of the same seed
+    lost        how much the mean loss of the last 20 steps is above the clean run's
+
+An interrupted benchmark resumes: runs in the JSON file are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import timing
+from benchmarks.in_process import end_runs, start_run
+from megafp8.checkpoint.progress import Progress
+from megafp8.cli import corpus, preprocess
+from megafp8.metrics.records import EventRecord, StepRecord
+from megafp8.training.extension import LoopState
+from megafp8.training.extensions.guard import LayerGuard
+from megafp8.training.extensions.planted_fault import (
+    ALIGNED_SWIGLU,
+    INFINITE_ACTIVATION,
+    INFLATED_QK,
+    OUTLIER_CHANNEL,
+    SPIKE_BATCH,
+    PlantedFault,
+)
+from megafp8.training.extensions.step_records import StepRecords
+from megafp8.training.loop import train_steps
+from megafp8.training.run import Run
+
+RECIPES = {
+    "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "delayed": "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+}
+WITHOUT_HISTORY = ("tensorwise", "blockwise")
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 160 --seq-length 64 "
+    "--max-position-embeddings 64 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
+)
+TRAINING = (
+    "--bf16 --transformer-impl emulated --micro-batch-size 16 --global-batch-size 16 --lr 4e-3 --min-lr 4e-4 "
+    "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 "
+    "--num-threads 1 --num-workers 0 --eval-iters 0 --no-progress-bar --log-interval 1000 --fp8-guard-interval 10"
+)
+SPIKES = "--spike-policy skip --max-skipped-steps 3 --spike-window 40 --spike-min-steps 40"
+WARN = f"{SPIKES} --fp8-guard warn"
+NONE = "none"
+REPAIRS = {
+    NONE: WARN,
+    "bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
+    "smooth-swiglu": f"{SPIKES} --fp8-guard smooth-swiglu",
+    "skip": f"{WARN} --on-nonfinite-activation skip",
+    "bf16": f"{WARN} --on-nonfinite-activation bf16",
+    "spikes are not skipped": "--fp8-guard warn",
+}
+FAULTS = {
+    OUTLIER_CHANNEL: (NONE, "bf16-layer"),
+    ALIGNED_SWIGLU: (NONE, "bf16-layer", "smooth-swiglu"),
+    INFLATED_QK: (NONE,),
+    SPIKE_BATCH: ("spikes are not skipped", NONE),
+    INFINITE_ACTIVATION: (NONE, "skip", "bf16"),
+}
+"""Faults, each with its repairs; NONE of a spike skips it, as `--spike-policy skip` of every run says."""
+CLEAN = "clean"
+WINDOW, LAST, WORSE = 10, 20, 0.05
+
+
+class Arm(NamedTuple):
+    """A run: its recipe, seed, fault and repair."""
+
+    recipe: str
+    seed: int
+    fault: str
+    repair: str
+
+
+class Records:
+    """Sinks that keep the losses and the events."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.events: list[tuple[int, str, str]] = []
+
+    def write(self, record: Any) -> None:
+        if isinstance(record, StepRecord):
+            self.losses.append(record.loss)
+        elif isinstance(record, EventRecord):
+            self.events.append((record.step, record.name, record.detail))
+
+
+def arms_of(options: argparse.Namespace) -> list[Arm]:
+    """All runs; those without a fault come first."""
+    recipes = options.recipes.split(",")
+    clean = [Arm(recipe, seed, CLEAN, NONE) for recipe in recipes for seed in range(1, options.clean_seeds + 1)]
+    planted = [
+        Arm(recipe, seed, fault, repair)
+        for seed in range(1, options.fault_seeds + 1)
+        for recipe in recipes
+        for fault, repairs in FAULTS.items()
+        for repair in repairs
+        if repair != "smooth-swiglu" or recipe in WITHOUT_HISTORY
+    ]
+    return clean + planted
+
+
+def train(run: Run) -> Records:
+    """Train to the end, with the guard."""
+    records = Records()
+    state = LoopState(run=run, sinks=records, progress=Progress(), started=time.monotonic())  # type: ignore[arg-type]
+    train_steps(state, [PlantedFault(), StepRecords(), LayerGuard()])
+    return records
+
+
+def flags_of(arm: Arm, options: argparse.Namespace, data: Path) -> str:
+    """The command line of a run."""
+    fault = f"--planted-fault {arm.fault} --planted-fault-step {options.fault_step}"
+    if arm.fault in (OUTLIER_CHANNEL, ALIGNED_SWIGLU, INFLATED_QK):
+        fault += f" --planted-fault-growth {options.growth}"
+    text = f"--tokenizer-type ByteLevelTokenizer --data-path {data}_text_document --split 90,10,0"
+    return (
+        f"{MODEL} {TRAINING} {RECIPES[arm.recipe]} --train-iters {options.steps} --seed {arm.seed} "
+        f"{text} --data-cache-path {data.parent / 'cache'} {REPAIRS[arm.repair]} {'' if arm.fault == CLEAN else fault}"
+    )
+
+
+def prepare_data(folder: Path) -> Path:
+    """The prefix of the shards, which are written unless they exist."""
+    prefix = folder.resolve() / "bytes"
+    if not prefix.with_name("bytes_text_document.idx").exists():
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        text = prefix.with_suffix(".jsonl")
+        corpus.main(["--output", str(text), "--max-bytes", "2000000"])
+        preprocess.main(["--input", str(text), "--output-prefix", str(prefix), "--append-eod",
+                         "--tokenizer-type", "ByteLevelTokenizer"])  # fmt: skip
+    return prefix
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of some numbers."""
+    return sum(values) / len(values)
+
+
+def steps_until_worse(losses: Sequence[float], clean: Sequence[float], fault_step: int) -> Optional[int]:
+    """Steps from the fault until the mean of WINDOW steps is WORSE; None if it never is. NaN is worse."""
+    for end in range(fault_step, len(losses) + 1):
+        own, base = mean(losses[max(0, end - WINDOW) : end]), mean(clean[max(0, end - WINDOW) : end])
+        if not own <= (1 + WORSE) * base:
+            return end - fault_step
+    return None
+
+
+def result_of(arm: Arm, found: dict[Arm, Any], fault_step: int) -> dict[str, Any]:
+    """What a fault cost in one run."""
+    clean, own = found[Arm(arm.recipe, arm.seed, CLEAN, NONE)], found[arm]
+    events = [event for event in own["events"] if event[0] >= fault_step]
+    worse = steps_until_worse(own["losses"], clean["losses"], fault_step)
+    lost = mean(own["losses"][-LAST:]) / mean(clean["losses"][-LAST:]) - 1
+    return {
+        "noticed": events[0][0] - fault_step if events else None, "worse": worse, "lost": lost,
+        "event": f"{events[0][1]}: {events[0][2].splitlines()[0]}" if events else "",
+    }  # fmt: skip
+
+
+def show(values: Sequence[Optional[float]], form: str = "{:.0f}", missing: str = "never") -> str:
+    """The range of some numbers."""
+    known = sorted(
+        {form.format(value) for value in values if value is not None}, key=lambda text: float(text.strip("%"))
+    )
+    text = known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}" if known else ""
+    return ", ".join([*([text] if text else []), *([missing] if None in values else [])])
+
+
+def tables(found: dict[Arm, Any], fault_step: int) -> str:
+    """False alarms of the clean runs, and the rows of the faults."""
+    clean = [arm for arm in found if arm.fault == CLEAN]
+    alarms = [(arm.recipe, arm.seed, *event) for arm in clean for event in found[arm]["events"]]
+    lines = [f"{len(clean)} clean runs, {len({(a[0], a[1]) for a in alarms})} with an event"]
+    lines += [
+        f"    {recipe}, seed {seed}, step {step}: {name}: {detail}" for recipe, seed, step, name, detail in alarms
+    ]
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for arm in found:
+        if arm.fault != CLEAN:
+            groups.setdefault((arm.fault, arm.repair, arm.recipe), []).append(result_of(arm, found, fault_step))
+    rows = [
+        (*key, show([each["noticed"] for each in results]), show([each["worse"] for each in results]),
+         show([100 * each["lost"] for each in results], "{:+.2f}%"))
+        for key, results in sorted(groups.items())
+    ]  # fmt: skip
+    return "\n".join([*lines, timing.format_table(("fault", "repair", "recipe", "noticed", "5% worse", "lost"), rows)])
+
+
+def main(argv: Optional[Sequence[str]] = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clean-seeds", type=int, default=20, help="clean runs of each recipe (default 20)")
+    parser.add_argument("--fault-seeds", type=int, default=2, help="runs of each fault, repair and recipe (default 2)")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="default %(default)s")
+    parser.add_argument("--steps", type=int, default=280)
+    parser.add_argument("--fault-step", type=int, default=60)
+    parser.add_argument("--growth", type=float, default=1.1, help="of gradual faults in a step (default 1.1)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "planted_faults", help="the text")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="results of all runs, one a line; read first")
+    options = parser.parse_args(argv)
+    found: dict[Arm, Any] = {}
+    if options.json and options.json.exists():
+        for line in options.json.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            found[Arm(**entry.pop("arm"))] = entry
+    data = prepare_data(options.folder)
+    wanted = arms_of(options)
+    for arm in (arm for arm in wanted if arm not in found):
+        records = train(start_run(flags_of(arm, options, data)))
+        end_runs()
+        found[arm] = {"losses": records.losses, "events": records.events}
+        if options.json:
+            with options.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"arm": arm._asdict(), **found[arm]}) + "\n")
+        print(" ".join(map(str, arm)), f"{records.losses[-1]:.3f}", records.events[:1], file=sys.stderr, flush=True)
+    print(f"{options.steps} steps, fault from step {options.fault_step} on, growth {options.growth}")
+    print(tables({arm: found[arm] for arm in wanted}, options.fault_step))
+
+
+if __name__ == "__main__":
+    main()

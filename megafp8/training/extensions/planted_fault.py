@@ -1,0 +1,164 @@
+"""A fault that a run plants into its layers (`--planted-fault`), to test what notices it and what repairs it.
+
+Gradual faults grow by `--planted-fault-growth` with every step from `--planted-fault-step` on, sudden ones last one
+step. All layers that quantize the linear have the fault, because a small model hardly needs a single layer. What a run
+plants depends on the step only, so that a resumed run continues it.
+
+    outlier-channel       gradual: a channel of the input of linear_fc1 grows
+    aligned-swiglu        gradual: a channel of SwiGLU's output grows, and its two weights turn to the same direction
+    inflated-qk           gradual: queries and keys grow, and the attention logits as their product
+    spike-batch           sudden: the tokens of a batch are replaced, its labels are not
+    infinite-activation   sudden: one value of the input of linear_fc2 is infinite, in the first of these layers
+
+The channels grow by powers of two by which the weights of the linear shrink. In high precision this changes no bit, so
+that all that is lost is lost by the quantization, and a repair can be compared with a run without the fault.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from megafp8.config.schema import ModelConfig
+from megafp8.errors import NumericsError
+from megafp8.training.extension import Extension, LoopState
+from megafp8.training.operand_faults import emulated_linears_by_name
+from megafp8.training.run import Run
+from megafp8.training.step import StepResult
+
+OUTLIER_CHANNEL, ALIGNED_SWIGLU, INFLATED_QK = "outlier-channel", "aligned-swiglu", "inflated-qk"
+SPIKE_BATCH, INFINITE_ACTIVATION = "spike-batch", "infinite-activation"
+LINEARS = {
+    OUTLIER_CHANNEL: "linear_fc1", ALIGNED_SWIGLU: "linear_fc2", INFLATED_QK: "linear_qkv",
+    INFINITE_ACTIVATION: "linear_fc2",
+}  # fmt: skip
+CHANNEL = 0
+TURN = 0.1  # of the way to the direction of the other weight, with every step
+
+
+class PlantedFault(Extension):
+    """Plants the run's fault, if it has one."""
+
+    def __init__(self) -> None:
+        self.fault: Optional[Fault] = None
+
+    def open(self, state: LoopState) -> None:
+        if state.run.config.training.planted_fault != "none":
+            self.fault = Fault(state.run)
+
+    def before_step(self, state: LoopState) -> None:
+        if self.fault is not None:
+            self.fault.start(state.step + 1)
+            state.needs_eager_step = True  # a replay calls no hooks
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        if self.fault is not None:
+            self.fault.end_step()
+
+    def recover(self, state: LoopState, error: NumericsError) -> bool:
+        if self.fault is not None:
+            self.fault.end_step()
+        return False
+
+
+class Fault:
+    """The fault of a run.
+
+    Attributes:
+        factor: by which a gradual fault has grown.
+        is_active: whether a sudden fault is in this step.
+    """
+
+    def __init__(self, run: Run):
+        training, model = run.config.training, run.config.model
+        self.kind, self.first_step, self.growth = (
+            training.planted_fault, training.planted_fault_step, training.planted_fault_growth,
+        )  # fmt: skip
+        self.model, self.vocab_size, self.chunks = model, run.vocab_size, unwrap_model(run.trainee.chunks)
+        self.factor, self.is_active = 1.0, False
+        linears = dict(emulated_linears_by_name(run.trainee.chunks))
+        chosen = LINEARS.get(self.kind)
+        self.linears: list[Any] = [linear for name, linear in linears.items() if name.endswith(f".{chosen}")]
+        self.gated: list[Any] = [linear for name, linear in linears.items() if name.endswith(".linear_fc1")]
+        self.attach()
+
+    def attach(self) -> None:
+        """Attach the hooks of the fault, before those of the guard."""
+        if self.kind == SPIKE_BATCH:
+            for embedding in (chunk.embedding.word_embeddings for chunk in self.chunks):
+                embedding.register_forward_pre_hook(lambda _, args: (self.replace_tokens(args[0]), *args[1:]))
+        for linear in self.linears[:1] if self.kind == INFINITE_ACTIVATION else self.linears:
+            if self.kind == INFLATED_QK:
+                linear.register_forward_hook(lambda _, args, output: (self.inflate(output[0]), *output[1:]))
+            else:
+                linear.register_forward_pre_hook(lambda _, args: (self.spoil(args[0]), *args[1:]))
+
+    def start(self, step: int) -> None:
+        """Set the fault of a step."""
+        num_steps = max(0, step - self.first_step + 1)
+        self.is_active = step == self.first_step
+        self.factor = self.growth**num_steps
+        if self.kind not in (OUTLIER_CHANNEL, ALIGNED_SWIGLU) or not num_steps:
+            return
+        self.factor = 2.0 ** math.floor(math.log2(self.factor))
+        for linear in self.linears:
+            linear.input_scales = torch.ones(linear.weight.shape[1], device=linear.weight.device)
+            linear.input_scales[CHANNEL] = 1 / self.factor
+        if self.kind == ALIGNED_SWIGLU:
+            for gated in self.gated:
+                align(gated.weight)
+
+    def end_step(self) -> None:
+        """No sudden fault in a validation."""
+        self.is_active = False
+
+    def spoil(self, values: Tensor) -> Tensor:
+        """The input of the linear [..., K] with the fault."""
+        if self.kind == INFINITE_ACTIVATION:
+            if not self.is_active:
+                return values
+            spoiled = values.clone()
+            spoiled.view(-1, values.shape[-1])[0, CHANNEL] = torch.inf
+            return spoiled
+        if self.factor == 1.0:
+            return values
+        factors = torch.ones(values.shape[-1], dtype=values.dtype, device=values.device)
+        factors[CHANNEL] = self.factor
+        return values * factors
+
+    def inflate(self, output: Tensor) -> Tensor:
+        """The output of linear_qkv with larger queries and keys: [..., groups x (queries, key, value) x channels]."""
+        return output if self.factor == 1.0 else output * query_key_mask(self.model, output, self.factor)
+
+    def replace_tokens(self, tokens: Tensor) -> Tensor:
+        """Other tokens, the same for the same tokens."""
+        if not self.is_active:
+            return tokens
+        places = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
+        return (31 * tokens + 17 * places) % self.vocab_size
+
+
+def query_key_mask(model: ModelConfig, output: Tensor, factor: float) -> Tensor:
+    """Factors of the output of linear_qkv: those of queries and keys are `factor`, those of values 1."""
+    assert model.num_attention_heads is not None
+    groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads
+    assert groups is not None
+    factors = torch.full((groups, model.num_attention_heads // groups + 2), factor, device=output.device)
+    factors[:, -1] = 1.0
+    num_channels = output.shape[-1] // factors.numel()
+    return factors.flatten().repeat_interleave(num_channels).to(output.dtype)
+
+
+@torch.no_grad()
+def align(weight: nn.Parameter) -> None:
+    """Turn the gate's weight of a channel towards the other weight of linear_fc1 [2 F, H], in all its copies."""
+    for copy in (weight, getattr(weight, "main_param", None)):
+        if copy is None:
+            continue
+        gate, linear = copy.detach().chunk(2)
+        target = linear[CHANNEL] * (gate[CHANNEL].norm() / linear[CHANNEL].norm())
+        gate[CHANNEL] += TURN * (target - gate[CHANNEL])
