@@ -14,7 +14,12 @@ from megafp8.models import router
 @pytest.mark.skipif(not patches.is_installed("<0.19"), reason="the quoted texts are 0.16's")
 @pytest.mark.parametrize(
     ("file", "text"),
-    [*mixture_patches.ROUTER_GEMM_EVIDENCE, *router.ROUTER_EVIDENCE, *modules.EXPERT_RANKS_EVIDENCE],
+    [
+        *mixture_patches.ROUTER_GEMM_EVIDENCE,
+        *mixture_patches.GATHER_EVIDENCE,
+        *router.ROUTER_EVIDENCE,
+        *modules.EXPERT_RANKS_EVIDENCE,
+    ],
 )
 def test_the_fault_is_still_there(file: str, text: str) -> None:
     assert text in (patches.core_folder() / file).read_text(encoding="utf-8")
