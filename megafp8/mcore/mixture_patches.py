@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -27,6 +27,39 @@ def define_router_gemm() -> None:
     moe_utils = import_core(MOE_UTILS)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+GATHER_EVIDENCE = (
+    (
+        "optimizer/distrib_optimizer.py",
+        "for model_chunk in self.model_chunks:\n                    model_chunk.start_param_sync()",
+    ),
+)
+"""Each optimizer of a chunk gathers all of its weights. Experts with ranks of their own have a second optimizer."""
+
+
+def gather_weights_once(optimizers: Sequence[Any]) -> None:
+    """Let only the last of the distributed optimizers that update a model chunk gather its weights after the update.
+
+    Where gathers overlap with the forward pass, no optimizer gathers.
+    """
+    later: set[int] = set()
+    for optimizer in reversed([each for each in optimizers if hasattr(each, "model_chunks")]):
+        chunks = [chunk for chunk in optimizer.model_chunks if id(chunk) not in later]
+        later.update(map(id, chunks))
+        if len(chunks) < len(optimizer.model_chunks):
+            optimizer.step_with_ready_grads = functools.partial(
+                step_with_gathers_of, chunks, optimizer, optimizer.step_with_ready_grads
+            )
+
+
+def step_with_gathers_of(chunks: list[Any], optimizer: Any, step: Callable[[], bool]) -> bool:
+    """Update, and gather the weights of some of the chunks of an optimizer."""
+    every_chunk, optimizer.model_chunks = optimizer.model_chunks, chunks
+    try:
+        return step()
+    finally:
+        optimizer.model_chunks = every_chunk
 
 
 def patch_token_counts() -> None:

@@ -25,6 +25,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.stages import virtual_pipeline_size
 from megafp8.mcore import patches
 from megafp8.mcore.config import build_ddp_config, build_optimizer_config
+from megafp8.mcore.mixture_patches import gather_weights_once
 from megafp8.mcore.modules import mark_expert_weights
 from megafp8.mcore.multi_token import MultiTokenGPT
 from megafp8.mcore.torch_fsdp import TorchFSDP
@@ -194,6 +195,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build the optimizer, and set the functions that megatron-core's pipeline schedules call."""
     optimizer = get_megatron_optimizer(build_optimizer_config(config, transformer_config.transformer_impl), chunks)
+    gather_weights_once(getattr(optimizer, "chained_optimizers", [optimizer]))
     quantize_assigned_weights(chunks)  # after the master weights are copied
     transformer_config.grad_scale_func = optimizer.scale_loss
     transformer_config.finalize_model_grads_func = finalize_model_grads

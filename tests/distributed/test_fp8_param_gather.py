@@ -80,18 +80,36 @@ def test_fp8_gather_equals_bf16_gather(flags: str, world_size: int) -> None:
 
 def full_master_weights(run: Run) -> Iterator[tuple[QuantizedParameter, Tensor]]:
     """Each quantized weight of this rank, and the BF16 tensor that it should be quantized from."""
-    (optimizer,) = chained_optimizers(run.trainee.optimizer)
-    for weight in quantized_parameters(run.trainee.chunks):
-        pieces: list[Any] = [None] * dist.get_world_size(optimizer.data_parallel_group)
-        mine = (0, torch.empty(0))
-        if weight.main_param is not None:
-            mine = (optimizer._get_model_param_range_map(weight)["param"].start, weight.main_param)
-        dist.all_gather_object(pieces, mine, group=optimizer.data_parallel_group)
-        master = torch.full((weight.numel(),), math.nan)
-        for start, piece in pieces:
-            master[start : start + len(piece)] = piece
-        assert not master.isnan().any()
-        yield weight, master.bfloat16().view(weight.shape)
+    for optimizer in chained_optimizers(run.trainee.optimizer):
+        for weight in quantized_parameters(run.trainee.chunks):
+            if any(weight in buffer.param_index_map for buffer in optimizer.buffers):
+                yield weight, full_master_weight(optimizer, weight)
+
+
+def full_master_weight(optimizer: Any, weight: QuantizedParameter) -> Tensor:
+    """The master weight of all ranks of its optimizer, rounded to BF16. Collective over them."""
+    pieces: list[Any] = [None] * dist.get_world_size(optimizer.data_parallel_group)
+    mine = (0, torch.empty(0))
+    if weight.main_param is not None:
+        mine = (optimizer._get_model_param_range_map(weight)["param"].start, weight.main_param)
+    dist.all_gather_object(pieces, mine, group=optimizer.data_parallel_group)
+    master = torch.full((weight.numel(),), math.nan)
+    for start, piece in pieces:
+        master[start : start + len(piece)] = piece
+    assert not master.isnan().any()
+    return master.bfloat16().view(weight.shape)
+
+
+def check_codes(run: Run) -> None:
+    """Compare all codes and scales with those of the complete weights."""
+    for weight, master in full_master_weights(run):
+        codes, delayed = weight.codes, None
+        if codes.delayed is not None:
+            delayed = DelayedScale(codes.delayed.quant_scale[WEIGHT], torch.zeros(()))
+        expected, found = quantize(master, codes.rule, delayed=delayed), codes.quantized()
+        assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(found.dequant_scale, expected.dequant_scale)
+        assert delayed is None or torch.equal(codes.amax, delayed.amax)
 
 
 @pytest.mark.parametrize("flags", [TENSORWISE, DELAYED, BLOCKWISE], ids=["tensorwise", "delayed", "blockwise"])
@@ -103,14 +121,7 @@ def test_sharded_quantization_equals_that_of_the_full_weight(flags: str) -> None
         run, seen = build_run(config), []
         for step in range(1, 9):
             train(run, 1, step)
-            for weight, master in full_master_weights(run):
-                codes, delayed = weight.codes, None
-                if codes.delayed is not None:
-                    delayed = DelayedScale(codes.delayed.quant_scale[WEIGHT], torch.zeros(()))
-                expected, found = quantize(master, codes.rule, delayed=delayed), codes.quantized()
-                assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-                assert torch.equal(found.dequant_scale, expected.dequant_scale)
-                assert delayed is None or torch.equal(codes.amax, delayed.amax)
+            check_codes(run)
             seen.append(
                 [
                     hash(codes.raw.numpy().tobytes())

@@ -190,11 +190,6 @@ EXAMPLES = {
         "without --fp8-format",
     ),
     "expert_sizes_suit_the_recipe": (MIXTURE | {"model.moe_ffn_hidden_size": 120}, 1, "use --moe-ffn-hidden-size 128"),
-    "fp8_parameters_are_not_of_experts": (
-        MIXTURE | {"precision.fp8_param_gather": True},
-        1,
-        "are kept in high precision",
-    ),
     "experts_have_no_fused_operations": (
         MIXTURE | {"training.cuda_graph_impl": "local"},
         1,

@@ -274,12 +274,6 @@ def flexible_dispatcher_has_its_library(config: RunConfig, world_size: int) -> I
         yield f"--moe-token-dispatcher-type flex: exchanging tokens by {library} is not supported; use alltoall"
 
 
-def fp8_parameters_are_not_of_experts(config: RunConfig, world_size: int) -> Iterator[str]:
-    """FP8 parameters of experts are not supported."""
-    if mixture.is_mixture(config.model) and config.precision.fp8_param_gather:
-        yield "--fp8-param-gather: the weights of experts are kept in high precision; remove it, or --num-experts"
-
-
 def experts_have_no_fused_operations(config: RunConfig, world_size: int) -> Iterator[str]:
     """Features whose kernels and buffers are for dense MLPs."""
     if not mixture.is_mixture(config.model):
@@ -332,7 +326,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     padding_is_for_quantized_experts,
     expert_sizes_suit_the_recipe,
     flexible_dispatcher_has_its_library,
-    fp8_parameters_are_not_of_experts,
     experts_have_no_fused_operations,
     expert_kernels_suit_the_experts,
     experts_recompute_what_they_have,

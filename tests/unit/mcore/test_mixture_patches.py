@@ -16,8 +16,8 @@ def is_there(file: str, text: str) -> bool:
     return text in (patches.core_folder() / file).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("file", "text"), router.ROUTER_EVIDENCE)
-def test_losses_are_multiplied_by_the_tokens_that_the_patch_expects(file: str, text: str) -> None:
+@pytest.mark.parametrize(("file", "text"), (*router.ROUTER_EVIDENCE, *mixture_patches.GATHER_EVIDENCE))
+def test_the_patched_code_is_that_of_both_versions(file: str, text: str) -> None:
     assert is_there(file, text)
 
 
