@@ -13,19 +13,23 @@ megatron-core 0.16.1's wrapper needs five changes, which `TorchFSDP` makes:
 - It shards an embedding that is tied to the output layer in a group of its own, so the output layer finds it sharded.
   Here embedding and output layer are in the group of the model, which is gathered during the complete forward pass.
 - Its `finish_grad_sync` does not take the argument that `finalize_model_grads` passes.
+
+With a loss scale, `agree_on_overflow` changes the optimizer, which would check only a rank's own rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing import optimizer as optimizer_checkpoint
 from megatron.core.distributed import torch_fully_sharded_data_parallel as wrapper
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -76,6 +80,32 @@ def add_to_main_grad(parameter: DTensor) -> None:
     """Add the reduced gradient of a microbatch to `main_grad`, and free it."""
     parameter.main_grad.to_local().add_(parameter.grad.to_local())
     parameter.grad = None
+
+
+def agree_on_overflow(parts: Iterable[MixedPrecisionOptimizer]) -> None:
+    """Let all ranks skip an update together when gradients overflow at a loss scale.
+
+    megatron-core 0.16.1's optimizer looks for an overflow in the gradients of this rank, and agrees with the ranks that
+    have other parts of the layers. Here each of them has other rows, so all ranks agree. The gradients that it hands
+    to the check, and the weights that it copies, are this rank's rows: the operations of a loss scale do not take the
+    tensors of FSDP2.
+
+    Args:
+        parts: the chained optimizers; those without a loss scale stay as they are.
+    """
+    for part in parts:
+        if getattr(part, "grad_scaler", None):
+            part._unscale_main_grads_and_check_for_nan = partial(unscale_rows, part)
+            part._dummy_overflow_buf = None  # then `copy_` copies, which takes them
+
+
+def unscale_rows(optimizer: MixedPrecisionOptimizer) -> bool:
+    """Divide the main gradients by the loss scale; whether a value of any rank is not finite. Collective."""
+    rows = [gradient.to_local() for gradient in optimizer._collect_main_grad_data_for_unscaling()]
+    optimizer.found_inf.zero_()
+    torch._amp_foreach_non_finite_check_and_unscale_(rows, optimizer.found_inf, optimizer.grad_scaler.inv_scale)
+    dist.all_reduce(optimizer.found_inf, op=dist.ReduceOp.MAX)
+    return optimizer.found_inf.item() > 0
 
 
 @contextmanager

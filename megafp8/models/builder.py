@@ -28,7 +28,7 @@ from megafp8.mcore.config import build_ddp_config, build_optimizer_config
 from megafp8.mcore.mixture_patches import gather_weights_once
 from megafp8.mcore.modules import mark_expert_weights
 from megafp8.mcore.multi_token import MultiTokenGPT
-from megafp8.mcore.torch_fsdp import TorchFSDP
+from megafp8.mcore.torch_fsdp import TorchFSDP, agree_on_overflow
 from megafp8.models.emulated_layers import EmulatedOutputLayer, convert_to_quantized_parameters
 from megafp8.models.initialization import initialize_parameters
 from megafp8.models.layer_specs import build_block_spec, build_multi_token_spec, linear_recipes
@@ -195,7 +195,10 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build the optimizer, and set the functions that megatron-core's pipeline schedules call."""
     optimizer = get_megatron_optimizer(build_optimizer_config(config, transformer_config.transformer_impl), chunks)
-    gather_weights_once(getattr(optimizer, "chained_optimizers", [optimizer]))
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    gather_weights_once(parts)
+    if config.parallel.use_torch_fsdp2:
+        agree_on_overflow(parts)
     quantize_assigned_weights(chunks)  # after the master weights are copied
     transformer_config.grad_scale_func = optimizer.scale_loss
     transformer_config.finalize_model_grads_func = finalize_model_grads

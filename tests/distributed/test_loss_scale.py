@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import to_local_if_dtensor, unwrap_model
 from ranks import run_ranks
 from small_run import FP8, PLAIN, Curve, build_run, fingerprint, small_config, statistics_record_of, train, weights
 
@@ -26,13 +26,16 @@ HIGH = 2.0**32  # at which every gradient of the small model overflows
 
 
 def optimizer_hash(run: Run) -> str:
-    """Of master weights, moments and step numbers."""
+    """Of master weights, moments and step numbers, with FSDP2 of this rank's rows."""
     tensors: dict[str, torch.Tensor] = {}
     for part in chained_optimizers(run.trainee.optimizer):
         for group in part.optimizer.param_groups:
             for number, parameter in enumerate(group["params"]):
                 state = part.optimizer.state[parameter] | {"master": parameter, "step": torch.tensor(group["step"])}
-                tensors |= {f"{number}.{name}": torch.as_tensor(value).view(-1) for name, value in state.items()}
+                tensors |= {
+                    f"{number}.{name}": torch.as_tensor(to_local_if_dtensor(value)).view(-1)
+                    for name, value in state.items()
+                }
     return fingerprint(tensors)
 
 

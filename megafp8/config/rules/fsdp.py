@@ -19,8 +19,7 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
         if not parallel.torch_fsdp2_reshard_after_forward:
             yield no_effect_without("--torch-fsdp2-no-reshard-after-forward", FSDP)
         return
-    stages, loss_scale = parallel.pipeline_model_parallel_size, config.optimizer.loss_scale
-    overflow = "a rank checks only its own rows for overflow, and ranks could disagree whether to skip an update"
+    stages = parallel.pipeline_model_parallel_size
     excluded = (
         (parallel.use_distributed_optimizer, "--use-distributed-optimizer", "it shards the optimizer state itself"),
         (parallel.overlap_grad_reduce, "--overlap-grad-reduce", "its reductions always overlap"),
@@ -35,8 +34,6 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
             f"--num-experts {config.model.num_experts}",
             "experts have data-parallel groups of their own",
         ),
-        (precision.fp16, "--fp16", overflow),
-        (loss_scale is not None, f"--loss-scale {loss_scale}", overflow),
         (precision.fp8_param_gather, "--fp8-param-gather", "weights are gathered in the dtype of the parameters"),
         (
             precision.use_transformer_engine_op_fuser,

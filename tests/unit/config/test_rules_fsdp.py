@@ -23,8 +23,6 @@ def problems(words: str, world_size: int = 2) -> list[str]:
         ("--overlap-grad-reduce", "--overlap-grad-reduce is not supported"),
         ("--pipeline-model-parallel-size 2", "use tensor parallelism"),
         ("--num-experts 4", "groups of their own"),
-        ("--fp16", "ranks could disagree"),
-        ("--bf16 --loss-scale 128", "ranks could disagree"),
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "gathered in the dtype"),
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-log-interval 5", "quantization statistics"),
         ("--check-weight-hash-across-dp-replicas-interval 5", "no replicas"),
@@ -38,7 +36,7 @@ def test_other_settings_are_refused(words: str, text: str) -> None:
 
 
 def test_fused_accumulation_and_flags_without_effect() -> None:
-    assert not problems(FSDP)
+    assert not problems(FSDP) and not problems(f"{FSDP} --fp16") and not problems(f"{FSDP} --bf16 --loss-scale 8")
     words = f"{RUN} {FSDP}".replace(" --no-gradient-accumulation-fusion", "").split()
     assert "needs --no-gradient-accumulation-fusion" in rules.problems(flags.parse(words).config, 2)[0]
     assert "has no effect" in problems("--torch-fsdp2-no-reshard-after-forward")[0]
