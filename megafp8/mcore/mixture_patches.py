@@ -36,6 +36,13 @@ GATHER_EVIDENCE = (
     ),
 )
 """Each optimizer of a chunk gathers all of its weights. Experts with ranks of their own have a second optimizer."""
+GATHER_EVIDENCE_OF_0_19 = (
+    (
+        "optimizer/distrib_optimizer.py",
+        "for model_chunk in self.model_chunks:\n            for bucket_group in (\n",
+    ),
+)
+"""The same in 0.19, which gathers once with MXFP8 weights only."""
 
 
 def gather_weights_once(optimizers: Sequence[Any]) -> None:
