@@ -1,16 +1,18 @@
 """Runs and checkpoints of two versions of megatron-core are the same. Run by `tests/other_engine.sh`.
 
-The tested version comes first on the path, the other one is installed. Each trains the same steps, and resumes its own
-checkpoint and that of the other. The code of a step differs in what it calls, not in what it computes: losses, weights
-and moments are equal to the bit.
+The tested version comes first on the path, the other one is installed. Each trains the same steps, and resumes the
+checkpoint of the other. The code of a step differs in what it calls, not in what it computes: losses, weights and
+moments are equal to the bit.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Optional
 
 import pytest
 
@@ -27,27 +29,82 @@ MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
     "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
     "--untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --vocab-size 63 "
-    "--make-vocab-size-divisible-by 16 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --mock-data --eval-iters 0 "
-    "--log-interval 1 --seed 7 --train-iters 6 --num-threads 1 --bf16 --use-distributed-optimizer"
+    "--make-vocab-size-divisible-by 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --mock-data --eval-iters 0 "
+    "--log-interval 1 --seed 7 --train-iters 5 --num-threads 1 --num-workers 0 --bf16"
 )
-PRECISIONS = {
-    "bf16": "--attention-dropout 0.1 --hidden-dropout 0.1",
-    "fp8-weights": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+SHARDED = "--use-distributed-optimizer"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-token-dispatcher-type alltoall "
+    "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 0.001 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 32"
+)
+LATENT = "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-layernorm"
+KINDS = {
+    "dropout": (1, f"{SHARDED} --attention-dropout 0.1 --hidden-dropout 0.1"),
+    "fp8-weights": (1, f"{SHARDED} --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"),
+    "delayed-scaling": (2, f"{SHARDED} {TENSOR} --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4"),
+    "experts": (2, f"{SHARDED} {EXPERTS} --expert-model-parallel-size 2"),
+    "experts-tensor-ranks": (2, f"{EXPERTS} {TENSOR} --expert-tensor-parallel-size 1"),
+    "fsdp2": (2, "--use-torch-fsdp2 --no-gradient-accumulation-fusion"),
+    "latent-attention-multi-token": (2, f"{SHARDED} {LATENT} --mtp-num-layers 1 {TENSOR}"),
+    "latent-attention-plain-queries": (1, f"{SHARDED} {LATENT.replace('--q-lora-rank 24', '')}"),
+    "norms-across-heads": (2, f"{SHARDED} --qk-layernorm --qk-layernorm-across-heads {TENSOR}"),
 }
-SAVED_STEP = 3
+STEPS, SAVED_STEP = 5, 3
 
 
 def run(engine: str, *words: str) -> str:
     """Run a script with one of the two versions; its output."""
     command = [sys.executable, *words]
     environment = os.environ | {"PYTHONPATH": ENGINES[engine]}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def train(engine: str, precision: str, *flags: str) -> None:
-    run(engine, "pretrain_gpt.py", *MODEL.split(), *PRECISIONS[precision].split(), *flags)
+def train(engine: str, folders: dict[str, Path], sources: Optional[dict[str, Path]] = None) -> None:
+    """Train every kind, from the beginning or from the saved step of another run.
+
+    Args:
+        folders: of the runs, by kind.
+        sources: folders whose checkpoints are resumed.
+    """
+    runs = []
+    for kind, (world_size, flags) in KINDS.items():
+        words = f"{MODEL} {flags} --save {folders[kind]}"
+        if sources is None:
+            words += f" --save-interval {SAVED_STEP}"
+        else:
+            words += f" --load {sources[kind]} --ckpt-step {SAVED_STEP}"
+        runs.append((world_size, words.split()))
+    path = folders["dropout"].parent / "runs.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(runs), encoding="utf-8")
+    run(engine, "tests/engine_runs.py", str(path))
+
+
+Folders = dict[str, dict[str, Path]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The folders of all kinds, by engine."""
+    root = tmp_path_factory.mktemp("trained")
+    folders = {engine: {kind: root / engine / kind for kind in KINDS} for engine in ENGINES}
+    for engine in ENGINES:
+        train(engine, folders[engine])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def resumed(trained: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The folders of the runs that resumed a checkpoint of the other engine, by the engine that resumed."""
+    root = tmp_path_factory.mktemp("resumed")
+    folders = {engine: {kind: root / engine / kind for kind in KINDS} for engine in ENGINES}
+    for engine, other in zip(ENGINES, reversed(ENGINES), strict=True):
+        train(engine, folders[engine], trained[other])
+    return folders
 
 
 def numbers(folder: Path) -> dict[int, tuple[float, float]]:
@@ -60,17 +117,16 @@ def test_two_versions_are_on_the_path() -> None:
     assert [run(engine, "-c", code).strip() for engine in ENGINES] == ["0.16.1", "0.19.2"]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_checkpoints_travel_between_the_versions(precision: str, tmp_path: Path) -> None:
-    folders = {engine: tmp_path / engine for engine in ENGINES}
-    for engine, folder in folders.items():
-        flags = ("--save", str(folder), "--save-interval", str(SAVED_STEP))
-        train(engine, precision, *flags)
-    installed, tested = folders.values()
-    assert numbers(installed) == numbers(tested) and len(numbers(tested)) == 6
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_versions_train_alike(kind: str, trained: Folders) -> None:
+    installed, tested = (trained[engine][kind] for engine in ENGINES)
+    assert numbers(installed) == numbers(tested) and len(numbers(tested)) == STEPS
     assert fingerprint(installed / "iter_0000003") == fingerprint(tested / "iter_0000003")
-    for engine, (_, other) in zip(ENGINES, reversed(folders.items()), strict=True):
-        resumed = tmp_path / f"resumed by {engine}"
-        train(engine, precision, "--load", str(other), "--ckpt-step", str(SAVED_STEP), "--save", str(resumed))
-        assert numbers(resumed) == {step: values for step, values in numbers(other).items() if step > SAVED_STEP}
-        assert fingerprint(resumed / "iter_0000006") == fingerprint(other / "iter_0000006")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_the_other_version_is_resumed(engine: str, kind: str, trained: Folders, resumed: Folders) -> None:
+    found, unbroken = resumed[engine][kind], trained[engine][kind]
+    assert numbers(found) == {step: values for step, values in numbers(unbroken).items() if step > SAVED_STEP}
+    assert fingerprint(found / "iter_0000005") == fingerprint(unbroken / "iter_0000005")

@@ -78,9 +78,12 @@ tests=(
   tests/parity/test_earlier_version.py
   tests/distributed/test_checkpoint.py tests/distributed/test_optimizer_shards.py tests/distributed/test_loop.py
   tests/distributed/test_megatron_core_pitfalls.py tests/both_engines.py
-  # Refused with 0.19: --qk-layernorm-across-heads, --multi-latent-attention and --mtp-num-layers.
-  --ignore=tests/unit/models/test_latent_attention.py --ignore=tests/unit/models/test_multi_token.py
-  -k "not olmo and not deepseek"
+  # Layouts in which megatron-core's versions have faults of their own.
+  "tests/parity/test_mixture_layouts.py::test_a_mixture_follows_one_rank[losses-cp2]"
+  "tests/parity/test_mixture_layouts.py::test_a_mixture_follows_one_rank[sequence-loss-shared-experts-ep2-tp2-etp1]"
+  "tests/parity/test_latent_attention_layouts.py::test_latent_attention_follows_one_rank[experts-tp2]"
+  "tests/parity/test_multi_token_layouts.py::test_multi_token_prediction_follows_one_rank[dense-cp2]"
+  tests/parity/test_fsdp_layouts.py::test_layouts_load_each_others_checkpoints
 )
 "$PYTHON" -m pytest -p no:cacheprovider "$@" "${tests[@]}" &
 trap 'kill "$!"' INT TERM
