@@ -58,7 +58,7 @@ FAMILY_MODELS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 3.0,
         "tie_word_embeddings": True,
     },
-    "starcoder2": SMALL | {"sliding_window": 9},
+    "starcoder2": SMALL | {"sliding_window": 9, "rope_theta": 999999.4420358813},
     "gpt_neox": SMALL,
     "gemma2": SMALL | {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 9},
     "mixtral": SMALL | {"num_local_experts": 4, "sliding_window": 9, "num_hidden_layers": 2},

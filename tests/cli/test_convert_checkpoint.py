@@ -281,10 +281,11 @@ def test_nonfinite_numbers_are_refused(tool: ModuleType, tmp_path: Path, capsys)
 
 
 def test_names_without_prefix_and_buffers(tool: ModuleType, tmp_path: Path) -> None:
-    """As in the files of GPT-2 itself."""
+    """As in the files of GPT-2 itself, and with masks of other types, as in those of Pythia."""
     weights = random_weights(GPT2, torch.float32)
     bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 48, 48) for layer in range(3)}
+    kinds = (torch.float32, torch.bool, torch.uint8)
+    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 48, 48, dtype=kind) for layer, kind in enumerate(kinds)}
     theirs = write_hf_folder(tmp_path / "theirs", GPT2, bare)
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     assert tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0

@@ -223,7 +223,7 @@ class Rotary:
         scaling = hf_config.section("rope_scaling") if hf_config.fields.get("rope_scaling") else parameters
         holder = parameters if "rope_theta" in parameters.fields else hf_config
         field = "rope_theta" if holder is parameters else self.base_field
-        values: dict[str, Any] = {"model.rotary_base": holder.positive_int(field, self.base)}
+        values: dict[str, Any] = {"model.rotary_base": holder.base(field, self.base)}
         if self.is_partial:
             in_parameters = "partial_rotary_factor" in parameters.fields
             holder, field = (parameters, "partial_rotary_factor") if in_parameters else (hf_config, self.percent_field)

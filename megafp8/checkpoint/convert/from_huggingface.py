@@ -17,7 +17,9 @@ from megafp8.checkpoint.convert.families import family_of_hf_config
 from megafp8.checkpoint.convert.family import HF_EXPERT_BIAS, HFFamily
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.checkpoint.convert.prediction_layers import prediction_problems, prediction_weights
+from megafp8.checkpoint.convert.problems import check_problems, format_problems
 from megafp8.checkpoint.convert.safetensors_files import (
+    SAFETENSORS_DTYPES,
     SafetensorsFolder,
     TensorSpec,
     dequantize_weight,
@@ -40,7 +42,6 @@ TOKENIZER_FOLDER = "tokenizer"
 QUANTIZATION_METHODS = ("fp8", "compressed-tensors")
 # Scales of static activation quantization, which training does not use.
 ACTIVATION_SCALES = ("input_scale", "activation_scale", "k_scale", "v_scale")
-MAX_LISTED_PROBLEMS = 12
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -160,6 +161,8 @@ def plan_import(
     if extra:
         notes.append(f"{len(extra)} tensors of multi-token prediction are left out ({extra[0]})")
     notes += reader.notes + import_notes(table, tokenizer, num_tokens)
+    if fields.get("auto_map"):
+        notes.append(f"the code that config.json names (auto_map) is not read; transformers has {family.architecture}")
     return Import(family.model_type, config, model_settings, table, sources, tokenizer, notes, reader)
 
 
@@ -174,32 +177,24 @@ def size_problems(model_settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def check_problems(folder: Path, problems: list[str]) -> None:
-    """Raise if there are problems.
+def hf_weights(files: SafetensorsFolder, family: HFFamily) -> dict[str, tuple[str, TensorSpec]]:
+    """Map complete tensor names to (name in the file, tensor). Models saved without their head omit the prefix.
 
     Raises:
-        CheckpointError: with all of them.
+        CheckpointError: a tensor that is not a buffer of the family has a dtype that weights do not have.
     """
-    if problems:
-        raise CheckpointError(f"{folder} cannot be expressed here:\n{format_problems(problems)}")
-
-
-def format_problems(problems: list[str]) -> str:
-    """Return the first problems, one per line, and the number of others."""
-    shown = problems[:MAX_LISTED_PROBLEMS] + (
-        [f"and {len(problems) - MAX_LISTED_PROBLEMS} more"] if len(problems) > MAX_LISTED_PROBLEMS else []
-    )
-    return "\n".join(f"  {problem}" for problem in shown)
-
-
-def hf_weights(files: SafetensorsFolder, family: HFFamily) -> dict[str, tuple[str, TensorSpec]]:
-    """Map complete tensor names to (name in the file, tensor). Models saved without their head omit the prefix."""
     is_bare = not any(name.startswith(family.prefix) for name in files.tensors)
     named = {
         (family.prefix + name if is_bare and name != family.output_weight else name): (name, tensor)
         for name, tensor in files.tensors.items()
     }
-    return {name: each for name, each in named.items() if not family.buffers.fullmatch(name)}
+    weights = {name: each for name, each in named.items() if not family.buffers.fullmatch(name)}
+    known = SAFETENSORS_DTYPES.values()
+    check_problems(files.folder, [
+        f"{name} is {str(tensor.dtype).removeprefix('torch.')}; weights are {', '.join(SAFETENSORS_DTYPES)}"
+        for name, (_, tensor) in weights.items() if tensor.dtype not in known
+    ])  # fmt: skip
+    return weights
 
 
 def tensor_problems(

@@ -45,6 +45,14 @@ class HFConfig:
             return 1
         return value
 
+    def base(self, field: str, default: float) -> float:
+        """Return a number of at least 1; an integer if it is whole."""
+        value = self.number(field, default)
+        if value < 1:
+            self.problems.append(f"{self.name}: {field} is {value}, and has to be at least 1")
+            return 1
+        return int(value) if value == int(value) else value
+
     def flag(self, field: str, default: bool) -> bool:
         """Return a boolean."""
         value = self._get(field, default)

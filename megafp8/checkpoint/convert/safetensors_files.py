@@ -48,6 +48,8 @@ SAFETENSORS_DTYPES = {
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
 }
+# Of buffers, which are not weights: masks in the files of GPT-2 and Pythia.
+BUFFER_DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I64": torch.int64}
 
 
 def safetensors() -> Any:
@@ -102,10 +104,11 @@ class SafetensorsFolder:
         for name in file.keys():  # noqa: SIM118 (not a dict)
             header = file.get_slice(name)
             dtype = header.get_dtype()
-            if dtype not in SAFETENSORS_DTYPES:
+            known = SAFETENSORS_DTYPES.get(dtype) or BUFFER_DTYPES.get(dtype)
+            if known is None:
                 raise CheckpointError(f"{path}: {name} is {dtype}; weights are {', '.join(SAFETENSORS_DTYPES)}")
             self._paths[name] = path
-            yield name, TensorSpec(tuple(header.get_shape()), SAFETENSORS_DTYPES[dtype])
+            yield name, TensorSpec(tuple(header.get_shape()), known)
 
     def load(self, name: str) -> Tensor:
         """Load a tensor to the CPU.

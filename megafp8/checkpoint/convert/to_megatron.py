@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from megafp8.checkpoint.compatibility import EXTRA_STATE_MARKERS
-from megafp8.checkpoint.convert.from_huggingface import format_problems, report_bytes
+from megafp8.checkpoint.convert.from_huggingface import report_bytes
 from megafp8.checkpoint.convert.from_megatron import tensor_source
 from megafp8.checkpoint.convert.megatron_args import args_of_settings, unexpressed_settings
+from megafp8.checkpoint.convert.problems import format_problems
 from megafp8.checkpoint.convert.to_huggingface import find_source_checkpoint
 from megafp8.checkpoint.directory import POINTER, checkpoint_path
 from megafp8.checkpoint.manifest import check_complete

@@ -46,7 +46,7 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         "add learned position embeddings; only with other or no position embeddings",
         off=("--no-position-embedding",),
     )
-    rotary_base: int = setting(10000, "base of the rotary embedding's frequencies")
+    rotary_base: float = setting(10000, "base of the rotary embedding's frequencies")
     rotary_base_local: Optional[int] = setting(
         None, "base of the rotary embedding in layers with a sliding window, as in Gemma 3; default --rotary-base"
     )

@@ -71,14 +71,19 @@ def family_of_run(config: RunConfig, model_type: Optional[str] = None) -> tuple[
 def family_of_hf_config(fields: dict[str, Any]) -> HFFamily:
     """Return the family of a config.json.
 
+    A folder may have code beside a class that transformers has itself, as those of Phi-3 and Phi-4 do. transformers
+    does not read that code unless it is trusted.
+
     Raises:
-        CheckpointError: it is not supported.
+        CheckpointError: it is not supported, or the code may be another model.
     """
-    model_type = fields.get("model_type")
+    model_type, has_own_code = fields.get("model_type"), bool(fields.get("auto_map"))
     for family in FAMILIES:
-        if model_type == family.model_type and "auto_map" not in fields:
+        if model_type == family.model_type and not (
+            has_own_code and fields.get("architectures") != [family.architecture]
+        ):
             return family
-    own = " with code of its own (auto_map)" if "auto_map" in fields else ""
+    own = " with code of its own (auto_map)" if has_own_code else ""
     raise CheckpointError(
         f"config.json is of a model of type {model_type!r}{own}; {', '.join(MODEL_TYPES)} can be converted"
     )

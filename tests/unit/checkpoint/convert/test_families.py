@@ -253,7 +253,7 @@ def test_a_model_of_neither_family_is_refused_for_the_nearer_one() -> None:
         (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 1.5}}, "factor is 1.5"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        (LLAMA | {"rope_theta": 10000.5}, "rope_theta is 10000.5"),
+        (LLAMA | {"rope_theta": 0.5}, "rope_theta is 0.5"),
         (LLAMA | {"hidden_size": "64"}, "hidden_size is '64' and no number"),
         (LLAMA | {"hidden_size": -64}, "hidden_size is -64"),
         (LLAMA | {"num_hidden_layers": None}, "num_hidden_layers is None"),

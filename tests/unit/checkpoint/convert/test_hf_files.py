@@ -65,7 +65,7 @@ def cut_off(folder: Path) -> None:
 
 
 def of_another_kind(folder: Path) -> None:
-    save_file({"x": torch.zeros(2, dtype=torch.int64)}, folder / SINGLE_FILE)
+    save_file({"x": torch.zeros(2, dtype=torch.float64)}, folder / SINGLE_FILE)
 
 
 def stored_twice(folder: Path) -> None:
@@ -85,7 +85,7 @@ def waits_for_a_writer(folder: Path) -> None:
         (lambda folder: None, "neither model.safetensors nor"),
         (lambda folder: (folder / "pytorch_model.bin").write_bytes(b""), "a pickle, which could run code"),
         (cut_off, "cannot be read as safetensors"),
-        (of_another_kind, "x is I64"),
+        (of_another_kind, "x is F64"),
         (stored_twice, "holds x twice"),
         (lambda folder: index_of(folder, {"x": "../model.safetensors"}), "names '../model.safetensors'"),
         (lambda folder: index_of(folder, {"x": "model.bin"}), "names 'model.bin'"),
