@@ -6,11 +6,8 @@ A small model trains on the bytes of Python's standard library, in one process, 
 runs have `--fp8-guard warn`, `--spike-policy skip` and counters of operands; any of their events is a false alarm. Each
 fault of `--planted-fault` is planted into runs of the same seeds, without a repair and with each repair:
 
-    noticed     steps from the fault to its first event
-    5% worse    steps from the fault until the loss, a mean of 10 steps, is 5% above the clean run's of the same seed
-    lost        how much the mean loss of the last 20 steps is above the clean run's
-
-An interrupted benchmark resumes: runs in the JSON file are not repeated.
+The figures are those of the part `faults` of `megafp8 stability` (`megafp8/analysis/stability_faults.py`). A benchmark
+that was interrupted resumes: runs in the JSON file are not repeated.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -28,8 +26,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import timing
 from benchmarks.in_process import end_runs, start_run
+from megafp8.analysis.stability_faults import CLEAN, HEADER, REPAIR, fault_rows, row_cells
 from megafp8.checkpoint.progress import Progress
 from megafp8.cli import corpus, preprocess
+from megafp8.errors import NumericsError
 from megafp8.metrics.records import EventRecord, StepRecord
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions.guard import LayerGuard
@@ -57,11 +57,11 @@ MODEL = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
 )
 TRAINING = (
-    "--bf16 --transformer-impl emulated --micro-batch-size 16 --global-batch-size 16 --lr 4e-3 --min-lr 4e-4 "
+    "--bf16 --transformer-impl emulated --micro-batch-size 16 --global-batch-size 16 --lr 1.5e-3 --min-lr 1.5e-4 "
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 "
     "--num-threads 1 --num-workers 0 --eval-iters 0 --no-progress-bar --log-interval 1000 --fp8-guard-interval 10"
 )
-SPIKES = "--spike-policy skip --max-skipped-steps 3 --spike-window 40 --spike-min-steps 40"
+SPIKES = "--spike-policy skip --max-skipped-steps 3 --spike-sigma 15"
 WARN = f"{SPIKES} --fp8-guard warn"
 NONE = "none"
 REPAIRS = {
@@ -70,18 +70,16 @@ REPAIRS = {
     "smooth-swiglu": f"{SPIKES} --fp8-guard smooth-swiglu",
     "skip": f"{WARN} --on-nonfinite-activation skip",
     "bf16": f"{WARN} --on-nonfinite-activation bf16",
-    "spikes are not skipped": "--fp8-guard warn",
+    "skip spike": WARN,
 }
 FAULTS = {
     OUTLIER_CHANNEL: (NONE, "bf16-layer"),
     ALIGNED_SWIGLU: (NONE, "bf16-layer", "smooth-swiglu"),
     INFLATED_QK: (NONE,),
-    SPIKE_BATCH: ("spikes are not skipped", NONE),
+    SPIKE_BATCH: ("skip spike",),
     INFINITE_ACTIVATION: (NONE, "skip", "bf16"),
 }
-"""Faults, each with its repairs; NONE of a spike skips it, as `--spike-policy skip` of every run says."""
-CLEAN = "clean"
-WINDOW, LAST, WORSE = 10, 20, 0.05
+"""Faults, each with its repairs."""
 
 
 class Arm(NamedTuple):
@@ -91,6 +89,11 @@ class Arm(NamedTuple):
     seed: int
     fault: str
     repair: str
+
+    @property
+    def name(self) -> str:
+        """Of fault and repair."""
+        return self.fault if self.repair == NONE else f"{self.fault}{REPAIR}{self.repair}"
 
 
 class Records:
@@ -126,7 +129,8 @@ def train(run: Run) -> Records:
     """Train to the end, with the guard."""
     records = Records()
     state = LoopState(run=run, sinks=records, progress=Progress(), started=time.monotonic())  # type: ignore[arg-type]
-    train_steps(state, [PlantedFault(), StepRecords(), LayerGuard()])
+    with suppress(NumericsError):  # the run stopped, and has recorded why
+        train_steps(state, [PlantedFault(), StepRecords(), LayerGuard()])
     return records
 
 
@@ -154,62 +158,20 @@ def prepare_data(folder: Path) -> Path:
     return prefix
 
 
-# --- the result -------------------------------------------------------------------------------------------------------
-
-
-def mean(values: Sequence[float]) -> float:
-    """Of some numbers."""
-    return sum(values) / len(values)
-
-
-def steps_until_worse(losses: Sequence[float], clean: Sequence[float], fault_step: int) -> Optional[int]:
-    """Steps from the fault until the mean of WINDOW steps is WORSE; None if it never is. NaN is worse."""
-    for end in range(fault_step, len(losses) + 1):
-        own, base = mean(losses[max(0, end - WINDOW) : end]), mean(clean[max(0, end - WINDOW) : end])
-        if not own <= (1 + WORSE) * base:
-            return end - fault_step
-    return None
-
-
-def result_of(arm: Arm, found: dict[Arm, Any], fault_step: int) -> dict[str, Any]:
-    """What a fault cost in one run."""
-    clean, own = found[Arm(arm.recipe, arm.seed, CLEAN, NONE)], found[arm]
-    events = [event for event in own["events"] if event[0] >= fault_step]
-    worse = steps_until_worse(own["losses"], clean["losses"], fault_step)
-    lost = mean(own["losses"][-LAST:]) / mean(clean["losses"][-LAST:]) - 1
-    return {
-        "noticed": events[0][0] - fault_step if events else None, "worse": worse, "lost": lost,
-        "event": f"{events[0][1]}: {events[0][2].splitlines()[0]}" if events else "",
-    }  # fmt: skip
-
-
-def show(values: Sequence[Optional[float]], form: str = "{:.0f}", missing: str = "never") -> str:
-    """The range of some numbers."""
-    known = sorted(
-        {form.format(value) for value in values if value is not None}, key=lambda text: float(text.strip("%"))
-    )
-    text = known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}" if known else ""
-    return ", ".join([*([text] if text else []), *([missing] if None in values else [])])
-
-
 def tables(found: dict[Arm, Any], fault_step: int) -> str:
     """False alarms of the clean runs, and the rows of the faults."""
-    clean = [arm for arm in found if arm.fault == CLEAN]
-    alarms = [(arm.recipe, arm.seed, *event) for arm in clean for event in found[arm]["events"]]
-    lines = [f"{len(clean)} clean runs, {len({(a[0], a[1]) for a in alarms})} with an event"]
-    lines += [
-        f"    {recipe}, seed {seed}, step {step}: {name}: {detail}" for recipe, seed, step, name, detail in alarms
-    ]
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for arm in found:
-        if arm.fault != CLEAN:
-            groups.setdefault((arm.fault, arm.repair, arm.recipe), []).append(result_of(arm, found, fault_step))
-    rows = [
-        (*key, show([each["noticed"] for each in results]), show([each["worse"] for each in results]),
-         show([100 * each["lost"] for each in results], "{:+.2f}%"))
-        for key, results in sorted(groups.items())
+    events = {
+        (arm.recipe, arm.name, str(arm.seed)): [EventRecord(step=step, name=name, detail=detail)
+                                                for step, name, detail in entry["events"]]
+        for arm, entry in found.items()
+    }  # fmt: skip
+    losses = {(arm.recipe, arm.name, str(arm.seed)): entry["losses"] for arm, entry in found.items()}
+    lines = [
+        f"false alarm: {recipe}, seed {seed}, step {event.step}: {event.name}: {event.detail}"
+        for (recipe, name, seed), own in events.items() if name == CLEAN for event in own
     ]  # fmt: skip
-    return "\n".join([*lines, timing.format_table(("fault", "repair", "recipe", "noticed", "5% worse", "lost"), rows)])
+    rows = sorted(fault_rows(losses, events, fault_step), key=lambda row: (row.fault, row.repair))
+    return "\n".join([*lines, timing.format_table(HEADER, [row_cells(row) for row in rows])])
 
 
 def main(argv: Optional[Sequence[str]] = None) -> None:
@@ -217,9 +179,9 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--clean-seeds", type=int, default=20, help="clean runs of each recipe (default 20)")
     parser.add_argument("--fault-seeds", type=int, default=2, help="runs of each fault, repair and recipe (default 2)")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="default %(default)s")
-    parser.add_argument("--steps", type=int, default=280)
-    parser.add_argument("--fault-step", type=int, default=60)
-    parser.add_argument("--growth", type=float, default=1.1, help="of gradual faults in a step (default 1.1)")
+    parser.add_argument("--steps", type=int, default=230)
+    parser.add_argument("--fault-step", type=int, default=70)
+    parser.add_argument("--growth", type=float, default=1.12, help="of gradual faults in a step (default 1.12)")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "planted_faults", help="the text")
     parser.add_argument("--json", type=Path, metavar="FILE", help="results of all runs, one a line; read first")
     options = parser.parse_args(argv)

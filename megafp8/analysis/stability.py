@@ -18,6 +18,7 @@ from megafp8.analysis import stability_statistics
 from megafp8.analysis.pairing import is_control
 from megafp8.analysis.runs import LoadedRun, describe_unfinished, is_unfinished, load_run
 from megafp8.analysis.seed_statistics import BEYOND, CONTROL, UNDECIDED, Interval, gap_verdict, mean_interval
+from megafp8.analysis.stability_faults import FaultRow, fault_rows
 from megafp8.errors import DataError
 from megafp8.metrics.records import RECORDS_FILE
 from megafp8.utils.files import UnreadableFile, read_text
@@ -131,6 +132,7 @@ class SuiteReport:
     sweep: tuple[SweepRow, ...]
     controls: tuple[SuiteGap, ...]
     continuation: tuple[SuiteGap, ...]
+    faults: tuple[FaultRow, ...]
     problems: tuple[str, ...]
 
     def of_part(self, part: str) -> list[SuiteRun]:
@@ -199,6 +201,7 @@ def build_report(folder: Path) -> SuiteReport:
         of_part.setdefault(run.part, []).append(run)
     pairs, sweep = of_part.get("pairs", []), of_part.get("sweep", [])
     controls, continuation = of_part.get("controls", []), of_part.get("continuation", [])
+    faults = [run for run in of_part.get("faults", []) if run.run is not None and not run.problem]
     base_losses = finite_losses(pairs, BASELINE)
     return SuiteReport(
         info=info,
@@ -211,11 +214,21 @@ def build_report(folder: Path) -> SuiteReport:
             spread_row(continuation, name, finite_losses(continuation, BASELINE))
             for name in names_of(continuation) if name != BASELINE
         ),
+        faults=tuple(planted_rows(faults, info.get("fault_step"))),
         problems=tuple(
             f"{run.part}: {' '.join(run.choice.values())}: {run.problem or 'no validation'}"
             for run in runs if run.final_loss is None
         ),
     )  # fmt: skip
+
+
+def planted_rows(runs: Sequence[SuiteRun], first_step: Optional[int]) -> list[FaultRow]:
+    """The rows of planted faults, from the losses and events of runs with a result."""
+    if first_step is None:
+        return []
+    of_arm = {(run.recipe, run.choice["fault"], run.seed): run.run for run in runs if run.run is not None}
+    losses = {arm: run.series("loss").tolist() for arm, run in of_arm.items()}
+    return fault_rows(losses, {arm: run.events for arm, run in of_arm.items()}, first_step)
 
 
 def names_of(runs: Sequence[SuiteRun]) -> list[str]:

@@ -24,6 +24,22 @@ from megafp8.analysis.stability import (
     build_report,
     divergence_limit,
 )
+from megafp8.analysis.stability_faults import (
+    ALARM,
+    HEADER,
+    IN_TIME,
+    LAST,
+    LATE,
+    LEAD,
+    MISSED,
+    NO_ALARM,
+    NOT_REPAIRED,
+    RECOVERED,
+    REPAIRED,
+    WINDOW,
+    row_cells,
+)
+from megafp8.analysis.stability_faults import WORSE as LOSS_WORSE
 from megafp8.utils.formatting import text_table
 from megafp8.utils.strict_json import to_strict_json
 
@@ -31,8 +47,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE = "Stability of recipes"
-GOOD = (WITHIN, WORSE, AS_WIDE, WIDER)  # of a control, worse is what the suite has to find
-CLASSES = {**dict.fromkeys(GOOD, "within"), BEYOND: "beyond", NARROWER: "beyond"}
+FAULT_GOOD = (NO_ALARM, IN_TIME, REPAIRED)
+GOOD = (WITHIN, WORSE, AS_WIDE, WIDER, *FAULT_GOOD)  # of a control, worse is what the suite has to find
+BAD = (BEYOND, NARROWER, ALARM, LATE, MISSED, NOT_REPAIRED)
+CLASSES = {**dict.fromkeys(GOOD, "within"), **dict.fromkeys(BAD, "beyond")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +113,9 @@ def headline(report: SuiteReport) -> str:
         if row.verdict != CONTROL:
             sentences.append(f"{row.name}: gap against bf16's own spread over seeds: {row.verdict}.")
     sentences += [f"{row.name}: stable range of learning rates {row.verdict}." for row in report.sweep if row.verdict]
+    if report.faults:
+        good = sum(row.verdict in FAULT_GOOD for row in report.faults)
+        sentences.append(f"{good} of {len(report.faults)} rows of planted faults are as they should be.")
     if report.controls:
         found = sum(row.verdict == WORSE for row in report.controls)
         sentences.append(f"{found} of {len(report.controls)} known-bad controls came out worse than their good forms.")
@@ -107,8 +128,8 @@ def headline(report: SuiteReport) -> str:
 def sections(report: SuiteReport, *, has_figures: bool = False) -> list[Section]:
     """The parts that have rows, in order."""
     found = [
-        pairs_section(report, has_figures), sweep_section(report, has_figures), controls_section(report, has_figures),
-        continuation_section(report, has_figures),
+        pairs_section(report, has_figures), sweep_section(report, has_figures), faults_section(report),
+        controls_section(report, has_figures), continuation_section(report, has_figures),
     ]  # fmt: skip
     return [section for section in found if section.rows]
 
@@ -185,6 +206,18 @@ def sweep_cells(row: SweepRow) -> tuple[str, ...]:
         interval = f"{2**row.octaves.low:.2f}x to {2**row.octaves.high:.2f}x"
     open_end = " (end of the sweep)" if row.is_open else ""
     return row.name, row.verdict or "baseline", shown + open_end, ratio, interval, str(len(row.edges))
+
+
+def faults_section(report: SuiteReport) -> Section:
+    """Part (c): planted faults."""
+    return Section(
+        name="faults", title="Planted faults",
+        text=f"Faults planted from step {report.info.get('fault_step')} on, against the clean run of the same seed. A "
+        f"gradual fault is noticed in time if the first event is at least {LEAD} steps before the loss, a mean of "
+        f"{WINDOW} steps, is {LOSS_WORSE:.0%} worse; a sudden one in its own step. A repair is good if the mean of the "
+        f"last {LAST} losses is within {RECOVERED:.0%}. Steps are counted from the fault.",
+        header=HEADER, rows=tuple(row_cells(row) for row in report.faults),
+    )  # fmt: skip
 
 
 def controls_section(report: SuiteReport, has_figures: bool) -> Section:

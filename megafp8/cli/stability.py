@@ -4,7 +4,8 @@
     python launcher/stability.py --output-dir runs/stability --parts pairs,controls -- --data-path ... --num-layers 12
 
 Parts: pairs (paired runs over seeds, judged by BF16's own spread), sweep (learning rates to divergence), controls
-(settings that are known to be worse), and with --checkpoint continuation. Without --data-path after --, the suite
+(settings that are known to be worse), faults (planted ones: noticed when, repaired by what), and with --checkpoint
+continuation. Without --data-path after --, the suite
 prepares bytes of Python's standard library. Repeating the command starts or resumes what is not done, and writes
 OUTPUT_DIR/report again. With --slurm the runs are job arrays. docs/stability.md describes verdicts and sizes. Exit
 status: 0 if all runs have a result or are submitted, 64 for wrong flags, 75 after a signal, else that of the first run
@@ -46,6 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--parts", metavar="NAMES", help=f"comma-separated; default: all, {CONTINUATION} with --checkpoint ({parts})"
     )
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="paired seeds (default: %(default)s)")
+    parser.add_argument(
+        "--fault-seeds", type=int, default=2, metavar="N", help="seeds of the part faults (default: %(default)s)"
+    )
     parser.add_argument(
         "--checkpoint", type=path_text, default="", metavar="FOLDER", help="checkpoint for the part continuation"
     )
@@ -131,6 +135,8 @@ def read_suite(options: argparse.Namespace):
     problems = []
     if options.parallel is not None and (options.parallel < 1 or options.slurm):
         problems.append(f"--parallel {options.parallel}: must be at least 1, and is not for --slurm")
+    if options.fault_seeds < 1:
+        problems.append(f"--fault-seeds {options.fault_seeds}: must be at least 1")
     if options.gpus < 1:
         problems.append(f"--gpus {options.gpus}: must be at least 1")
     if options.job and not options.slurm:
@@ -149,7 +155,8 @@ def read_suite(options: argparse.Namespace):
         raise ConfigError(problems)
     return Suite(
         folder=options.output_dir, size=options.size, parts=parts, recipes=words_of(options.recipes),
-        num_seeds=options.seeds, flags=(*data_flags(options), *options.flags), checkpoint=options.checkpoint,
+        num_seeds=options.seeds, num_fault_seeds=options.fault_seeds,
+        flags=(*data_flags(options), *options.flags), checkpoint=options.checkpoint,
         gpus=options.gpus, slurm={key: value for key, _, value in pairs},
     )  # fmt: skip
 

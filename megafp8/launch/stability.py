@@ -18,15 +18,17 @@ from megafp8.config import flags as config_flags
 from megafp8.config import variants
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
+from megafp8.launch.stability_faults import fault_arms, length_problems, without_given
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
 from megafp8.recipes.known_bad import KNOWN_BAD
 
 SUITE_FILE = "stability.json"
-PAIRS, SWEEP, CONTROLS, CONTINUATION = "pairs", "sweep", "controls", "continuation"
+PAIRS, SWEEP, FAULTS, CONTROLS, CONTINUATION = "pairs", "sweep", "faults", "controls", "continuation"
 PARTS = {
     PAIRS: "paired runs over seeds, through the decay of the learning rate",
     SWEEP: "a sweep of the learning rate to divergence",
+    FAULTS: "planted faults: what is noticed when, and what repairs it",
     CONTROLS: "settings that are known to be worse, each against its good form",
     CONTINUATION: "continuation of a checkpoint in BF16 and in each recipe",
 }
@@ -48,6 +50,7 @@ class Size:
         factors: of the sweep, multiples of `lr`; they include 1.
         sweep_seeds: seeds of the sweep.
         corpus_bytes: text that is prepared where the flags name no data.
+        fault_flags: of the runs with planted faults, unless the user gives them.
     """
 
     flags: str
@@ -55,6 +58,7 @@ class Size:
     factors: tuple[float, ...]
     sweep_seeds: int
     corpus_bytes: int
+    fault_flags: str = ""
 
 
 SIZES = {
@@ -63,6 +67,7 @@ SIZES = {
         "--max-position-embeddings 64 --micro-batch-size 16 --global-batch-size 16 --train-iters 120 "
         "--eval-interval 30 --eval-iters 20 --num-threads 1",
         lr=4.7e-3, factors=(1, 4, 16, 64, 256), sweep_seeds=2, corpus_bytes=2_000_000,
+        fault_flags="--train-iters 300 --lr 1.5e-3 --min-lr 1.5e-4",
     ),
     "small": Size(
         flags="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 352 --seq-length 128 "
@@ -94,6 +99,7 @@ class Suite:
     parts: tuple[str, ...]
     recipes: tuple[str, ...]
     num_seeds: int = 5
+    num_fault_seeds: int = 2
     flags: tuple[str, ...] = ()
     checkpoint: str = ""
     gpus: int = 1
@@ -143,9 +149,10 @@ def build_study(suite: Suite) -> Study:
 
 
 def part_grids(suite: Suite, part: str) -> list[Grid]:
-    """The grids of a part. Each has the axes `part`, `recipe` and `seed`."""
+    """The grids of a part: one, or one for each recipe. Each has the axes `part`, `recipe` and `seed`."""
     size = SIZES[suite.size]
-    shared, problems = config_flags.parse_with_problems([*f"{COMMON} {size.flags}".split(), *suite.flags])
+    words = [*f"{COMMON} {size.flags}".split(), *suite.flags]
+    shared, problems = config_flags.parse_with_problems(words)
     if problems:
         raise ConfigError(problems)
 
@@ -163,6 +170,17 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
         rates = [size.lr * factor for factor in size.factors]
         lrs = tuple(Option(name=f"lr{rate:.3g}", flags=rate_flags(rate)) for rate in rates)
         return [grid(recipes(BASELINE, *suite.recipes), size.sweep_seeds, lr=lrs)]
+    if part == FAULTS:
+        given = config_flags.parse_with_problems(list(suite.flags))[0].given
+        length = without_given(size.fault_flags, given)
+        grids = []
+        for recipe in recipes(*suite.recipes):
+            recipe = dataclasses.replace(recipe, flags=(*recipe.flags, *length))
+            config = config_flags.parse_with_problems([*words, *recipe.flags])[0].config
+            if problems := length_problems(config):
+                raise ConfigError(problems)
+            grids.append(grid((recipe,), suite.num_fault_seeds, fault=fault_arms(config)))
+        return grids
     if part == CONTROLS:
         good = recipes(*dict.fromkeys(good for good, _ in KNOWN_BAD.values()))
         bad = tuple(Option(name=name, flags=("--bf16", *flags.split())) for name, (_, flags) in KNOWN_BAD.items())
@@ -204,7 +222,10 @@ def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
     """Write the runs of every part to the suite's folder, for the report."""
     content = {
         "size": suite.size, "parts": list(suite.parts), "recipes": list(suite.recipes), "seeds": suite.num_seeds,
-        "lr": SIZES[suite.size].lr, "known_bad": {name: good for name, (good, _) in KNOWN_BAD.items()},
+        "lr": SIZES[suite.size].lr,
+        "fault_step": next((each.run.config.training.planted_fault_step for each in runs if each.part == FAULTS
+                            and each.run.config.training.planted_fault != "none"), None),
+        "known_bad": {name: good for name, (good, _) in KNOWN_BAD.items()},
         "runs": [
             {"part": each.part, "folder": each.run.folder.name, "tokens": each.run.tokens, **each.choice}
             for each in runs

@@ -68,6 +68,7 @@ def test_every_example_is_tested() -> None:
         "quickstart",
         "compare_recipes",
         "compare_recipes_h200",
+        "loss_report_h200",
         "stability",
     }
 
@@ -180,6 +181,39 @@ def test_machines_rendezvous(environment: dict[str, str], stub_python) -> None:
         "--nproc-per-node": "8", "--nnodes": "8", "--node-rank": "3", "--master-addr": "first",
         "--master-port": "29500",
     }  # fmt: skip
+
+
+REPORT_RUNS = [
+    *(("small", recipe) for recipe in ("bf16", "bf16-control", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")),
+    *(("large", recipe) for recipe in ("bf16", "delayed", "tensorwise")),
+    *(("explain", recipe) for recipe in ("delayed-te-start", "delayed-no-graph", "bf16-no-graph")),
+]
+
+
+@pytest.mark.parametrize(("size", "recipe"), REPORT_RUNS)
+def test_the_runs_of_the_loss_report_are_accepted(size: str, recipe: str, stub_python: str, tmp_path: Path) -> None:
+    """Every command that it documents passes the rules of a run on an H200."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
+    done = subprocess.run(
+        ["bash", "examples/loss_report_h200.sh", size, recipe, "2"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=60, env=os.environ | {"PYTHON": stub_python, "OUT": "report"},
+    )  # fmt: skip
+    assert done.returncode == 75, done.stderr  # the stub leaves no run that is done
+    words = [word.replace("report/", "/nowhere/") for word in words_of_script(done.stdout)]
+    config = flags.parse(words).config
+    assert config.training.seed == 2 and config.training.global_batch_size * config.data.seq_length == 65_536
+    problems = [problem for problem in rules.problems(config, 1) if "/nowhere/" not in problem]
+    assert problems == []
+    control = config.training.micro_batch_size == 16
+    assert control == (recipe == "bf16-control")
+
+
+def words_of_script(text: str) -> list[str]:
+    """The flags of pretrain_gpt.py that the program in place of Python printed."""
+    words = shlex.split(text)
+    return words[words.index("pretrain_gpt.py") + 1 :]
 
 
 def test_the_comparison_on_gpus_is_accepted(stub_python: str, tmp_path: Path) -> None:

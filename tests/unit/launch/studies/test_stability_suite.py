@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.analysis import stability_faults
 from megafp8.cli.stability import main
 from megafp8.errors import ConfigError
 from megafp8.launch.stability import (
+    FAULTS,
     KNOWN_BAD,
     PAIRS,
     SIZES,
@@ -23,6 +25,7 @@ from megafp8.launch.stability import (
     unique_runs,
     write_suite_file,
 )
+from megafp8.launch.stability_faults import ARMS, CLEAN, GRADUAL, REPAIR, fault_step
 from megafp8.launch.study import expand
 from megafp8.launch.study_execution import StudyProgress, build_jobs
 
@@ -112,3 +115,29 @@ def test_a_dry_run_lists_every_run(tmp_path: Path, capsys) -> None:
     assert main(["--output-dir", str(tmp_path), "--parts", "pairs", "--seeds", "2", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "6 runs, 6 to start" and lines[0].startswith("pairs-bf16-seed1: ")
+
+
+def test_faults_have_a_clean_run_and_the_repairs_that_a_recipe_supports(tmp_path: Path) -> None:
+    suite = suite_of(tmp_path, FAULTS, recipes=("tensorwise", "delayed"), num_fault_seeds=1)
+    runs = part_runs(build_study(suite))
+    arms = {name: [run.choice["fault"] for run in runs if run.choice["recipe"] == name] for name in suite.recipes}
+    assert arms["tensorwise"] == list(ARMS)
+    assert set(ARMS) - set(arms["delayed"]) == {"aligned-swiglu_with_smooth-swiglu"}
+    for run in runs:
+        training = run.run.config.training
+        assert training.planted_fault == (
+            "none" if run.choice["fault"] == "clean" else run.choice["fault"].split("_")[0]
+        )
+        assert training.train_iters == 300
+        if run.choice["fault"] in GRADUAL:
+            steps = training.train_iters - training.planted_fault_step
+            assert 2**25 < training.planted_fault_growth**steps < 2**40
+    assert json.loads(write_suite_file(suite, runs).read_text())["fault_step"] == fault_step(300) == 75
+    assert (CLEAN, REPAIR) == (stability_faults.CLEAN, stability_faults.REPAIR)
+
+
+def test_given_lengths_are_kept_and_short_ones_refused(tmp_path: Path) -> None:
+    runs = part_runs(build_study(suite_of(tmp_path, FAULTS, flags=(*DATA, "--train-iters", "400", "--lr", "2e-3"))))
+    assert {(run.run.config.training.train_iters, run.run.config.optimizer.lr) for run in runs} == {(400, 2e-3)}
+    with pytest.raises(ConfigError, match="--train-iters 200 is too short for faults to grow"):
+        build_study(suite_of(tmp_path, FAULTS, flags=(*DATA, "--train-iters", "200")))

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# The loss report of one H200, in pieces of at most ten minutes: each command trains one run of one size, and ends with
+# status 75 if it needs another call, which resumes it.
+#
+#   bash examples/loss_report_h200.sh data                  text, tokenizer and shards; once
+#   bash examples/loss_report_h200.sh small bf16 1          50M parameters, 6,200 steps of 65,536 tokens: 406M tokens
+#   bash examples/loss_report_h200.sh large delayed 2       374M parameters, 1,500 steps of 65,536 tokens
+#   bash examples/loss_report_h200.sh report                both reports, from the records, on any machine
+#
+# The report needs: small with bf16, bf16-control, delayed, tensorwise and blockwise for seeds 1 to 5, and mxfp8 and
+# nvfp4 (emulated) for seed 1; large with bf16, delayed and tensorwise for seeds 1 and 2. `explain` in place of a size
+# trains 50M parameters for 800 steps: delayed, delayed-te-start and delayed-no-graph tell whether the scales of the
+# start or the graph make its difference to bf16 and bf16-no-graph; the data order is the same within a seed.
+#
+# The text is the source of the Python packages of this machine, as much of it as there is (MAX_BYTES at most): the
+# largest text that packages bring. A run prints how many epochs it reads. Not run on a GPU yet. TINY=1 tries all of it
+# on a CPU in minutes. Environment variables: OUT (default runs/loss_report), MAX_BYTES, MINUTES of a call (default 8).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. tools/setup_venv.sh
+
+out=${OUT:-runs/loss_report}
+data=$out/data
+what=${1:?data, small, large, explain or report}
+tokenizer=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer.model")
+vocabulary=${TINY:+1000}
+vocabulary=${vocabulary:-16384}
+
+if [ "$what" = data ]; then
+  mkdir -p "$data"
+  packages=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))')
+  bytes=${TINY:+2000000}
+  "$PYTHON" tools/build_stdlib_corpus.py --output "$data/corpus.jsonl" --folder "$packages" \
+    --max-bytes "${MAX_BYTES:-${bytes:-2000000000}}"
+  "$PYTHON" tools/train_tokenizer.py --input "$data/corpus.jsonl" --vocab-size "$vocabulary" \
+    --max-text-bytes 20000000 --model-prefix "$data/tokenizer"
+  exec "$PYTHON" tools/preprocess_data.py --input "$data/corpus.jsonl" --output-prefix "$data/packages" --append-eod \
+    --workers "$(nproc)" "${tokenizer[@]}"
+fi
+
+if [ "$what" = report ]; then
+  for size in small large explain; do
+    if compgen -G "$out/$size/*/seed*" >/dev/null; then
+      "$PYTHON" tools/compare_runs.py "$out/$size"/*/seed* --baseline bf16 --bound 0.5 --output-dir "$out/$size/report"
+    fi
+  done
+  exit
+fi
+
+recipe=${2:?a recipe}
+seed=${3:?a seed}
+case $what in
+  small) steps=6200 rate=1.2e-3 sizes=(--num-layers 8 --hidden-size 576 --num-attention-heads 9 --ffn-hidden-size 1536) ;;
+  large) steps=1500 rate=6e-4 sizes=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 2816) ;;
+  explain) steps=800 rate=1.2e-3 sizes=(--num-layers 8 --hidden-size 576 --num-attention-heads 9 --ffn-hidden-size 1536) ;;
+  *) echo "$what: choose from data, small, large, explain and report" >&2; exit 64 ;;
+esac
+length=1024 micro=32 batch=64 eval_iters=20
+if [ -n "${TINY:-}" ]; then
+  steps=20 length=64 micro=4 batch=8 eval_iters=2
+  sizes=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 160)
+fi
+flags=(--bf16)
+case $recipe in
+  bf16*) ;;
+  nvfp4*) flags+=(--fp4-format e2m1 --fp4-recipe nvfp4 --transformer-impl emulated) ;;
+  mxfp8) flags+=(--fp8-format e4m3 --fp8-recipe mxfp8 --transformer-impl emulated) ;;
+  blockwise) flags+=(--fp8-format e4m3 --fp8-recipe blockwise) ;;
+  tensorwise | delayed*) flags+=(--fp8-format hybrid --fp8-recipe "${recipe%%-*}") ;;
+  *) echo "$recipe: choose from the recipes above" >&2; exit 64 ;;
+esac
+case $recipe in
+  bf16-control) micro=$((micro / 2)) ;; # the same gradients, summed in another order
+  *-te-start) flags+=(--fp8-delayed-start te) ;;
+  *-no-graph) flags+=(--cuda-graph-impl none) ;;
+esac
+run=$out/$what/$recipe/seed$seed
+interval=$((steps / 20))
+
+"$PYTHON" pretrain_gpt.py "${flags[@]}" "${sizes[@]}" --seq-length "$length" --max-position-embeddings "$length" \
+  --position-embedding-type rope --normalization RMSNorm --swiglu --qk-layernorm --disable-bias-linear \
+  --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
+  --micro-batch-size "$micro" --global-batch-size "$batch" --train-iters "$steps" --seed "$seed" \
+  --lr "$rate" --min-lr 0 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
+  --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --eval-interval "$interval" --eval-iters "$eval_iters" \
+  --log-interval 50 --exit-duration-in-mins "${MINUTES:-8}" "${tokenizer[@]}" \
+  --data-path "$data/packages_text_document" --split 97,3,0 --data-cache-path "$data/cache" \
+  --save "$run" --load "$run" --save-interval 100000 --ckpt-keep 1
+grep -q '"state": "done"' "$run/run_state.json" || { echo "$run: not done, run it again" >&2; exit 75; }

@@ -1,0 +1,85 @@
+"""The runs of the stability suite with planted faults: each fault without a repair, and with each repair.
+
+The names of the arms are those that `analysis/stability_faults.py` reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from megafp8.config import derived
+from megafp8.config import flags as config_flags
+from megafp8.config.schema import RunConfig
+from megafp8.launch.study import Option
+
+CLEAN, REPAIR = "clean", "_with_"
+FIRST_FRACTION = 0.25  # of the run, before the fault
+FIRST_UPDATE = 66  # spikes are compared with 64 updates
+LARGEST_FACTOR = 27  # octaves by which a channel has grown at the end of the run
+MAX_GROWTH = 0.14  # octaves in a step
+SPIKES = "--spike-policy skip --max-skipped-steps 3 --spike-sigma 15"  # 6 skips updates of clean runs of this size
+WARN = f"{SPIKES} --fp8-guard warn"
+GRADUAL = ("outlier-channel", "aligned-swiglu", "inflated-qk")
+ARMS = {
+    CLEAN: WARN,
+    "outlier-channel": WARN,
+    f"outlier-channel{REPAIR}bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
+    "aligned-swiglu": WARN,
+    f"aligned-swiglu{REPAIR}bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
+    f"aligned-swiglu{REPAIR}smooth-swiglu": f"{SPIKES} --fp8-guard smooth-swiglu",
+    "inflated-qk": WARN,
+    f"spike-batch{REPAIR}skip": WARN,
+    "infinite-activation": WARN,
+    f"infinite-activation{REPAIR}skip": f"{WARN} --on-nonfinite-activation skip",
+    f"infinite-activation{REPAIR}bf16": f"{WARN} --on-nonfinite-activation bf16",
+}
+"""Name of an arm to its flags, but for those of the fault."""
+
+
+def fault_step(train_iters: int) -> int:
+    """The first step with the fault."""
+    return max(FIRST_UPDATE, round(FIRST_FRACTION * train_iters))
+
+
+def fault_arms(config: RunConfig) -> tuple[Option, ...]:
+    """The arms of a recipe.
+
+    Args:
+        config: of the recipe's runs. Smoothing needs a recipe without amax history.
+    """
+    assert config.training.train_iters is not None
+    num_steps = config.training.train_iters
+    first = fault_step(num_steps)
+    octaves = min(MAX_GROWTH, LARGEST_FACTOR / max(1, num_steps - first))
+    arms = []
+    for name, flags in ARMS.items():
+        fault, _, repair = name.partition(REPAIR)
+        if repair == "smooth-swiglu" and derived.is_stateful(config.precision):
+            continue
+        words = ["--transformer-impl", "emulated", *flags.split(), "--fp8-guard-interval", "10"]
+        if fault != CLEAN:
+            words += ["--planted-fault", fault, "--planted-fault-step", str(first)]
+        if fault in GRADUAL:
+            words += ["--planted-fault-growth", f"{2**octaves:.5g}"]
+        arms.append(Option(name=name, flags=tuple(words)))
+    return tuple(arms)
+
+
+def length_problems(config: RunConfig) -> list[str]:
+    """Why a run is too short for faults; empty if it is not."""
+    num_steps, needed = config.training.train_iters, math.ceil(FIRST_UPDATE + LARGEST_FACTOR / MAX_GROWTH)
+    if num_steps is not None and num_steps >= needed:
+        return []
+    return [f"--train-iters {num_steps} is too short for faults to grow: give at least --train-iters {needed}"]
+
+
+def without_given(flags: str, given: Collection[str]) -> tuple[str, ...]:
+    """Flags with one value each, without those of settings that the user gave."""
+    words = flags.split()
+    kept = []
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        invocation, _ = config_flags.parse_with_problems([flag, value])
+        if invocation.given.isdisjoint(given):
+            kept += [flag, value]
+    return tuple(kept)
