@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from megafp8.errors import ConfigError
 from megafp8.planning import goodput_inputs as goodput
-from megafp8.planning.goodput_inputs import GB, RANGES, UNITS_S, GoodputInputs
+from megafp8.planning.goodput_inputs import GB, RANGES, UNITS_S, GoodputInputs, range_problem
 
 if TYPE_CHECKING:
     from megafp8.config.flags import Invocation
@@ -97,7 +97,7 @@ def _storage(arguments: argparse.Namespace, flag: str) -> Optional[float]:
 
 
 def goodput_problems(arguments: argparse.Namespace) -> Iterator[str]:
-    """Flags of the goodput group that are out of range or without effect. Ranges of inputs: `input_problems`."""
+    """Flags of the goodput group that are out of range or without effect."""
     if not arguments.goodput:
         values = {RANGES[name][0]: getattr(arguments, _dest(name)) for name in FLAGS}
         values |= {flag: _storage(arguments, flag) for flag in STORAGE_FLAGS}
@@ -110,6 +110,8 @@ def goodput_problems(arguments: argparse.Namespace) -> Iterator[str]:
         yield "--scaling: not with --goodput, which simulates one number of GPUs: remove one of them"
     if arguments.top is not None:
         yield "--top: not with --goodput, which uses the fastest layout: remove one of them"
+    for name, given_value in given_inputs(arguments).items():
+        yield from range_problem(name, given_value)
     for flag, (low, high) in STORAGE_RANGES.items():
         value = _storage(arguments, flag)
         if value is not None and not low <= value <= high:

@@ -170,6 +170,11 @@ def input_problems(inputs: GoodputInputs) -> Iterator[str]:
             f"--maintenance-minutes {inputs.maintenance_s / 60:g}: must be less than --maintenance-interval-days "
             f"{interval_s / DAY_S:g}, or the run never trains"
         )
+    if inputs.spare_nodes is not None and inputs.spare_nodes > inputs.num_nodes:
+        yield (
+            f"--spare-nodes {inputs.spare_nodes:,}: more than the {inputs.num_nodes:,} nodes of the run: give "
+            "fewer, or leave it out for a spare node that is always available"
+        )
     num_events = inputs.events_per_s * inputs.duration_s * inputs.replicas
     if num_events > MOST_EVENTS:
         yield (
@@ -180,9 +185,15 @@ def input_problems(inputs: GoodputInputs) -> Iterator[str]:
 
 def range_problems(inputs: GoodputInputs) -> Iterator[str]:
     """Inputs out of range; NaN is out of every range."""
-    for name, (flag, low, high) in RANGES.items():
+    for name in RANGES:
         value = getattr(inputs, name)
-        if value is None or low <= value <= high:
-            continue
+        if value is not None:
+            yield from range_problem(name, value)
+
+
+def range_problem(name: str, value: float) -> Iterator[str]:
+    """A problem if the value of an input is out of its range."""
+    flag, low, high = RANGES[name]
+    if not low <= value <= high:
         factor = UNITS_S.get(flag, 1)
         yield f"{flag} {value * factor:g}: must be between {low * factor:g} and {high * factor:,g}"

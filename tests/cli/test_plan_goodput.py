@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from megafp8.cli import plan
-from megafp8.cli.goodput_flags import build_request
+from megafp8.cli.goodput_flags import build_request, goodput_problems
 from megafp8.config import flags
 from megafp8.device.gpus import GPUS
 from megafp8.planning.goodput_inputs import GoodputInputs
@@ -124,6 +125,20 @@ def test_numbers_out_of_range_are_refused(capsys, flag, value, range_of_it) -> N
     assert f"{flag} {float(value):g}: must be {range_of_it}" in errors
 
 
+def test_the_limits_that_messages_state_are_permitted(capsys) -> None:
+    """In the unit of the flag."""
+    wrong = {flag: value for flag, value, _ in flags_with_numbers() if flag != "--save-interval"}
+    _, _, errors = run(capsys, *SMALL, *(f"{flag}={value}" for flag, value in wrong.items()))
+    ranges = re.findall(r"(--[a-z0-9-]+) \S+: must be between (\S+) and (\S+)", errors)
+    assert sorted(flag for flag, *_ in ranges) == sorted(wrong)  # all are reported together
+    for flag, *limits in ranges:
+        for limit in limits:
+            number = "9223372036854775808" if "+18" in limit else limit.replace(",", "").removesuffix(".0")
+            number = "1048576" if number == "1.04858e+06" else number
+            own, _ = plan.build_parser().parse_known_args([*SMALL, f"{flag}={number}"])
+            assert list(goodput_problems(own)) == [], (flag, limit)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -137,6 +152,7 @@ def test_numbers_out_of_range_are_refused(capsys, flag, value, range_of_it) -> N
         ((*SMALL, "--save-stall-s", "1"), "add --async-save"),
         ((*SMALL, "--save-stall-s", "1e5", "--async-save"), "longer than the complete save"),
         ((*SMALL, "--gpu-failures-per-1000-days", "1e8"), "events are expected"),
+        ((*SMALL, "--spare-nodes", "65"), "--spare-nodes 65: more than the 64 nodes of the run"),
         ((*SMALL, "--no-such-flag"), "unknown flag --no-such-flag"),
     ],
 )

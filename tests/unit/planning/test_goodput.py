@@ -153,6 +153,12 @@ def test_all_inputs_out_of_range_are_reported_together() -> None:
     ]
 
 
+def test_more_spare_nodes_than_nodes_are_refused() -> None:
+    assert list(input_problems(dataclasses.replace(LLAMA, spare_nodes=2048))) == []
+    (problem,) = input_problems(dataclasses.replace(LLAMA, spare_nodes=2049))
+    assert problem.startswith("--spare-nodes 2,049: more than the 2,048 nodes of the run: give fewer, or leave it out")
+
+
 def test_maintenance_that_leaves_no_time_and_too_many_events_are_refused() -> None:
     endless = dataclasses.replace(LLAMA, maintenance_interval_s=3600.0, maintenance_s=3600.0)
     assert "must be less than --maintenance-interval-days 0.0416667" in next(input_problems(endless))
