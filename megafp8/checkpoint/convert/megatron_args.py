@@ -1,7 +1,7 @@
 """Megatron-LM's arguments in a checkpoint, as settings of megafp8 and back.
 
 Most settings have the name of Megatron-LM's argument. Arguments that change the model and have no setting here must
-have the values of `PLAIN_MODEL`; otherwise the import is refused. All others are reported if they are set.
+have the values of `PLAIN_MODEL`; otherwise the import is refused. Others are reported if they may matter.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megafp8.checkpoint.convert.megatron_unread import unread_arguments
 from megafp8.config import attention_layers, derived, stages
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import read_settings, settings_by_name, value_of
@@ -33,8 +34,13 @@ SAME_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "parallel": (
             "tensor_model_parallel_size", "pipeline_model_parallel_size",
             "context_parallel_size", "sequence_parallel", "use_distributed_optimizer",
+            "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
         ),
-        "training": ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "seed", "eval_iters"),
+        "training": (
+            "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "seed", "eval_iters",
+            "eval_interval", "rampup_batch_size", "decrease_batch_size_if_needed",
+        ),
         "optimizer": (
             "optimizer", "lr", "min_lr", "lr_warmup_init", "lr_decay_style", "lr_decay_iters", "lr_decay_samples",
             "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_wsd_decay_style", "lr_wsd_decay_iters",
@@ -45,8 +51,12 @@ SAME_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "precision": (
             "bf16", "fp16", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad",
             "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+            "grad_reduce_in_bf16", "bias_gelu_fusion",
         ),
-        "data": ("seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
+        "data": (
+            "seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "split",
+            "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
+        ),
     }
 )  # fmt: skip
 # Settings with an integer or a list for the layers.
@@ -79,7 +89,9 @@ SILENT = frozenset(
         "data_path", "save_interval", "transformer_impl", "attention_backend", "main_grads_dtype", "exp_avg_dtype",
         "exp_avg_sq_dtype", "virtual_pipeline_model_parallel_size", "skipped_train_samples",
         "expert_model_parallel_size", "expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank",
-        "num_layers_per_virtual_pipeline_stage",
+        "num_layers_per_virtual_pipeline_stage", "cuda_graph_impl", "distributed_backend", "cross_entropy_fusion_impl",
+        "exit_signal", "activation_offload_fraction", "tiktoken_num_special_tokens",
+        "torch_fsdp2_no_reshard_after_forward", "clone_scatter_output_in_embedding",
     ]
 )  # fmt: skip
 
@@ -94,10 +106,10 @@ def settings_of_args(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         Settings by name, problems, and the arguments that are set and were not read, as text.
     """
     tree: dict[str, dict[str, Any]] = {}
-    is_fp8 = args.get("fp8") is not None
+    is_fp8, skipped = args.get("fp8") is not None, without_effect(args)
     for section, fields in SAME_NAMES.items():
         for field in fields:
-            if args.get(field) is not None and (is_fp8 or not field.startswith(FP8_NAMES)):
+            if args.get(field) is not None and field not in skipped:
                 tree.setdefault(section, {})[field] = as_setting(f"{section}.{field}", args[field])
     tied = args.get("untie_embeddings_and_output_weights")
     tree.setdefault("model", {})["share_embeddings_and_output_weights"] = not tied
@@ -120,13 +132,15 @@ def settings_of_args(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     except ConfigError as error:
         return {}, [*problems, *error.problems], []
     read = {field for fields in SAME_NAMES.values() for field in fields} | SILENT | set(PLAIN_MODEL)
-    left = [f"{name} = {value}" for name, value in sorted(args.items()) if name not in read and is_set(value)]
-    return values, problems, left
+    return values, problems, unread_arguments(args, read)
 
 
-def is_set(value: Any) -> bool:
-    """Return whether an argument has a value other than off, none or zero."""
-    return value is not None and value is not False and value not in (0, "", [], ())
+def without_effect(args: Mapping[str, Any]) -> set[str]:
+    """Return the arguments of `SAME_NAMES` that change nothing with the others: those of FP8, and of a plain GELU."""
+    names = {field for fields in SAME_NAMES.values() for field in fields}
+    skipped = set() if args.get("fp8") is not None else {name for name in names if name.startswith(FP8_NAMES)}
+    has_other_activation = bool(args.get("swiglu") or args.get("squared_relu"))
+    return skipped | ({"bias_gelu_fusion"} if has_other_activation or args.get("add_bias_linear") is False else set())
 
 
 def as_setting(name: str, value: Any) -> Any:
@@ -135,6 +149,8 @@ def as_setting(name: str, value: Any) -> Any:
         return ",".join(map(str, value))
     if name in PATTERNS and isinstance(value, (int, tuple, list)):
         return str(list(value) if isinstance(value, tuple) else value) if value else None
+    if settings_by_name()[name].many and isinstance(value, (tuple, list)):  # texts in the command line's form
+        return [int(each) if isinstance(each, str) and each.isdecimal() else each for each in value]
     is_whole = isinstance(value, float) and value.is_integer() and settings_by_name()[name].type is int
     return int(value) if is_whole else value
 
@@ -181,6 +197,8 @@ def args_of_settings(config: RunConfig, values: Mapping[str, Any]) -> argparse.N
             pattern = attention_layers.parse_pattern(f"--{field.replace('_', '-')}", named[field])
             named[field] = list(pattern) if isinstance(pattern, tuple) else pattern
     named |= {
+        "rampup_batch_size": list(config.training.rampup_batch_size) or None,
+        "rotary_base": int(model.rotary_base) if model.rotary_base == int(model.rotary_base) else model.rotary_base,
         "window_size": attention_layers.window_size(model),
         "ffn_hidden_size": derived.ffn_hidden_size(model),
         "kv_channels": derived.kv_channels(model),

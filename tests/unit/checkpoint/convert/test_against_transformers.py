@@ -66,8 +66,13 @@ def test_logits_equal_transformers(transformers: ModuleType, name: str, tmp_path
         "--model-preset tiny --vocab-size 130 --qk-layernorm --norm-placement post --qk-layernorm-across-heads "
         "--tensor-model-parallel-size 2",
         "--model-preset tiny-moe --vocab-size 130 --expert-model-parallel-size 2",
+        # The model of examples/quickstart.sh, with a smaller vocabulary.
+        "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+        "--ffn-hidden-size 704 --max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm "
+        "--swiglu --qk-layernorm --disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 130 "
+        "--tensor-model-parallel-size 2",
     ],
-    ids=["llama", "gpt2", "olmo2", "mixtral"],
+    ids=["llama", "gpt2", "olmo2", "mixtral", "quickstart"],
 )
 def test_an_export_has_equal_logits_in_transformers(transformers: ModuleType, text: str, tmp_path: Path) -> None:
     save_initial(tmp_path / "run", configure(text), world_size=2)

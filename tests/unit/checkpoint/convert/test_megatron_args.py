@@ -66,6 +66,38 @@ def test_other_arguments_are_named_if_they_are_set() -> None:
     assert not problems and left == ["a = True", "b = 3"]
 
 
+def test_arguments_that_change_nothing_here_are_not_named() -> None:
+    """Defaults of settings and of flags that have no effect, options of features that are off, and what is on."""
+    args = {
+        "timing_log_level": 0, "log_interval": 100, "num_workers": 2, "cp_comm_type": ["p2p"], "moe_router_topk": 2,
+        "muon_momentum": 0.95, "inference_max_requests": 8, "rope_fusion": True, "one_logger": True,
+        "ckpt_fully_parallel_save": True, "mscale": 1.0, "moe_layer_freq": 1,
+    }  # fmt: skip
+    assert settings_of_args(SHAPE | args)[2] == []
+    args = {"num_workers": 4, "use_megatron_fsdp": True, "recompute_granularity": "selective", "head_lr_mult": 2.0}
+    assert settings_of_args(SHAPE | args)[2] == [
+        "head_lr_mult = 2.0", "num_workers = 4", "recompute_granularity = selective", "use_megatron_fsdp = True"
+    ]  # fmt: skip
+
+
+def test_the_gelu_and_the_data_are_those_of_the_run() -> None:
+    """Without its fusion, Megatron-LM's GELU is exact and not the tanh approximation."""
+    plain = {"add_bias_linear": True, "swiglu": False}
+    assert settings_of(**plain, bias_gelu_fusion=False)["precision.bias_gelu_fusion"] is False
+    assert "precision.bias_gelu_fusion" not in settings_of(**plain | {"swiglu": True}, bias_gelu_fusion=False)
+    values = settings_of(
+        rampup_batch_size=["4", "4", "100"], eod_mask_loss=True, reset_attention_mask=True, split="90,10,0",
+        decoder_first_pipeline_num_layers=1,
+    )  # fmt: skip
+    assert values["training.rampup_batch_size"] == (4, 4, 100) and values["data.split"] == "90,10,0"
+    assert values["data.eod_mask_loss"] and values["data.reset_attention_mask"]
+    assert values["parallel.decoder_first_pipeline_num_layers"] == 1
+    args = vars(args_of_settings(with_values(RunConfig(), values), {}))
+    assert args["rampup_batch_size"] == [4, 4, 100] and args["bias_gelu_fusion"] is True
+    plain = with_values(RunConfig(), {f"model.{name}": value for name, value in SHAPE.items()})
+    assert vars(args_of_settings(plain, {}))["rampup_batch_size"] is None
+
+
 def test_settings_survive_the_way_there_and_back() -> None:
     config = with_values(
         RunConfig(),
