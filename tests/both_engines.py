@@ -126,7 +126,7 @@ def test_both_versions_train_alike(kind: str, trained: Folders) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_of_the_other_version_is_resumed(engine: str, kind: str, trained: Folders, resumed: Folders) -> None:
+def test_checkpoints_travel_between_the_versions(engine: str, kind: str, trained: Folders, resumed: Folders) -> None:
     found, unbroken = resumed[engine][kind], trained[engine][kind]
     assert numbers(found) == {step: values for step, values in numbers(unbroken).items() if step > SAVED_STEP}
     assert fingerprint(found / "iter_0000005") == fingerprint(unbroken / "iter_0000005")

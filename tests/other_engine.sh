@@ -84,6 +84,7 @@ tests=(
   "tests/parity/test_latent_attention_layouts.py::test_latent_attention_follows_one_rank[experts-tp2]"
   "tests/parity/test_multi_token_layouts.py::test_multi_token_prediction_follows_one_rank[dense-cp2]"
   tests/parity/test_fsdp_layouts.py::test_layouts_load_each_others_checkpoints
+  tests/distributed/test_megatron_checkpoints.py::test_an_import_and_its_export_have_the_same_tensors
 )
 "$PYTHON" -m pytest -p no:cacheprovider "$@" "${tests[@]}" &
 trap 'kill "$!"' INT TERM

@@ -93,10 +93,14 @@ def embedding_rows(path: Path) -> int:
 
 
 @contextmanager
-def load_errors(path: Path) -> Iterator[None]:
-    """Convert errors of a missing, damaged or foreign checkpoint to CheckpointError, after the safety checks."""
+def load_errors(path: Path, needs_common: bool = True) -> Iterator[None]:
+    """Convert errors of a missing, damaged or foreign checkpoint to CheckpointError, after the safety checks.
+
+    Args:
+        needs_common: refuse a checkpoint without `common.pt`, which megatron-core must not be asked to load.
+    """
     try:
-        check_before_reading(path)
+        check_before_reading(path, needs_common)
         yield
     except (CheckpointError, PeerLost):
         raise

@@ -53,7 +53,7 @@ ALLOWED_CLASSES = frozenset(
 )  # fmt: skip
 
 
-def check_before_reading(path: Path) -> None:
+def check_before_reading(path: Path, needs_common: bool = True) -> None:
     """Check everything that is read before the metadata; call it before opening a checkpoint.
 
     Raises:
@@ -71,7 +71,7 @@ def check_before_reading(path: Path) -> None:
     if common.exists():
         with open(common, "rb") as stream:
             check_archive(stream, common.stat().st_size, COMMON_FILE)
-    elif (path / FORMAT_FILE).exists():
+    elif needs_common and (path / FORMAT_FILE).exists():
         # megatron-core 0.19 would search the other files for its content, and unpickle their metadata.
         raise CheckpointError(f"{path} has no {COMMON_FILE}: the file is lost, or another program wrote the checkpoint")
 

@@ -242,7 +242,7 @@ class CheckpointTensors:
 
     def __init__(self, path: Path):
         self.path = path
-        with load_errors(path):
+        with load_errors(path, needs_common=False):
             self._reader = SafeReader(path)
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -276,7 +276,7 @@ class CheckpointTensors:
         items = create_read_items_for_chunk_list(key, self._kinds[key], [chunk])
         if sum(prod(item.lengths) for item in items) != tensor.numel():
             raise CheckpointError(f"{self.path} does not contain all of {name}")
-        with load_errors(self.path):
+        with load_errors(self.path, needs_common=False):
             self._reader.read_data(LoadPlan(items), SingleTensorPlanner(tensor)).wait()
         return tensor
 
@@ -286,7 +286,7 @@ class CheckpointTensors:
         Raises:
             CheckpointError: it is absent or cannot be read.
         """
-        with load_errors(self.path), no_process_group():
+        with load_errors(self.path, needs_common=False), no_process_group():
             wanted: dict[str, Any] = {name: None}
             checkpoint.load(wanted, storage_reader=self._reader, planner=SafeLoadPlanner(), no_dist=True)
             (value,) = wanted[name]  # megatron-core writes each object as a list of one

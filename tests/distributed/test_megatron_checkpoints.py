@@ -11,6 +11,7 @@ from small_run import PLAIN, build_run, fingerprint, small_config, train, weight
 
 from megafp8.checkpoint.compatibility import with_explicit_sizes
 from megafp8.checkpoint.convert.from_megatron import plan_megatron_import
+from megafp8.checkpoint.convert.megatron_folder import COMMON_OBJECT
 from megafp8.checkpoint.convert.to_megatron import plan_megatron_export
 from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_checkpoint
@@ -131,7 +132,8 @@ def test_an_import_and_its_export_have_the_same_tensors(tmp_path: Path) -> None:
         before, after = CheckpointTensors(path), CheckpointTensors(tmp_path / "c" / path.name)
         assert set(before.locations) == set(after.locations)
         assert all(before.load(name).equal(after.load(name)) for name in before.locations)
-        assert set(before.objects) <= set(after.objects)
+        # megatron-core 0.19 saves the plain values among the objects, and reads them from common.pt, too.
+        assert set(before.objects) - {COMMON_OBJECT} <= set(after.objects)
 
     run_ranks(1, save_and_convert)
 

@@ -80,7 +80,7 @@ def plan_megatron_import(folder: Path, step: Optional[int], with_optimizer: bool
         CheckpointError: it is not such a checkpoint, or it cannot be expressed here; with all problems.
     """
     source = open_megatron_checkpoint(folder, step)
-    with load_errors(source.path):  # values may have any type
+    with load_errors(source.path, needs_common=False):  # values may have any type
         return build_import(source, with_optimizer)
 
 

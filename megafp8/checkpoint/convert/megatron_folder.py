@@ -1,7 +1,8 @@
 """Folders with checkpoints of Megatron-LM's training script: which checkpoint, and its plain values.
 
-`common.pt` holds Megatron-LM's arguments as an `argparse.Namespace`, with members of a few enums of megatron-core and
-with dtypes. It is read with `weights_only` and megatron-core's list of classes, none of which runs code.
+The plain values are in `common.pt`; Megatron-LM of megatron-core 0.19 saves them as an object among the tensors. They
+have Megatron-LM's arguments as an `argparse.Namespace`, with members of a few enums of megatron-core and with dtypes.
+Both are read with `weights_only` and megatron-core's list of classes, none of which runs code.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from megafp8.checkpoint.directory import POINTER, checkpoint_path, list_steps
 from megafp8.checkpoint.manifest import MANIFEST
 from megafp8.checkpoint.metadata import load_errors
 from megafp8.checkpoint.serialization import COMMON_FILE, FORMAT_FILE
+from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.errors import CheckpointError
 from megafp8.utils.files import LIST_BYTES, UnreadableFile, read_text
 
 RANK_FOLDERS = "mp_rank_*"
+COMMON_OBJECT = "common_state/shard_0_1"
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,7 @@ def open_megatron_checkpoint(folder: Path, step: Optional[int] = None) -> Megatr
         raise CheckpointError(f"{path} is a checkpoint of megafp8, which needs no conversion")
     if not (path / FORMAT_FILE).exists():
         raise CheckpointError(f"{path} has no {FORMAT_FILE}: it is not a checkpoint of --ckpt-format torch_dist")
-    with load_errors(path):
-        common = dist_checkpointing.load_common_state_dict(str(path))
+    common = load_plain_values(path)
     if not isinstance(common, dict):
         raise CheckpointError(f"{path / COMMON_FILE} holds a {type(common).__name__} instead of named values")
     args, iteration = common.get("args"), common.get("iteration")
@@ -90,13 +92,28 @@ def open_megatron_checkpoint(folder: Path, step: Optional[int] = None) -> Megatr
     return MegatronCheckpoint(path, iteration, vars(args), common)
 
 
+def load_plain_values(path: Path) -> Any:
+    """Read what is not sharded.
+
+    Raises:
+        CheckpointError: it is absent or cannot be read.
+    """
+    if (path / COMMON_FILE).exists():
+        with load_errors(path):
+            return dist_checkpointing.load_common_state_dict(str(path))
+    tensors = CheckpointTensors(path)
+    if COMMON_OBJECT not in tensors.objects:
+        raise CheckpointError(f"{path} has no {COMMON_FILE}: the file is lost, or another program wrote the checkpoint")
+    return tensors.load_object(COMMON_OBJECT)
+
+
 def find_megatron_checkpoint(folder: Path, step: Optional[int]) -> Path:
     """Return the folder of a checkpoint.
 
     Raises:
         CheckpointError: there is none.
     """
-    if (folder / COMMON_FILE).exists() or any(folder.glob(RANK_FOLDERS)):
+    if any((folder / name).exists() for name in (COMMON_FILE, FORMAT_FILE)) or any(folder.glob(RANK_FOLDERS)):
         if step is not None:
             raise CheckpointError(f"--ckpt-step {step}: {folder} is a single checkpoint")
         return folder
@@ -130,10 +147,9 @@ def refuse_megatron_folder(folder: Path) -> None:
     if not steps or (path / MANIFEST).exists():
         return
     is_old = any(path.glob(RANK_FOLDERS))
-    if not is_old and (path / COMMON_FILE).exists():
+    if not is_old and (path / FORMAT_FILE).exists():
         try:
-            with load_errors(path):
-                is_old = "args" in dist_checkpointing.load_common_state_dict(str(path))
+            is_old = "args" in load_plain_values(path)
         except CheckpointError:
             return  # a damaged checkpoint, which is reported as such
     if is_old:
