@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,12 @@ from megafp8.cli import precision_table
 from megafp8.recipes import registry
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = (
+FLAGS = shlex.split(
     "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 64 "
     "--max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --micro-batch-size 2 "
     "--global-batch-size 4 --train-iters 5 --lr 1e-3 --eval-iters 0 --log-interval 1 --num-threads 1 "
     "--no-save-optim --no-save-rng"
-).split()
+)
 OPTIONS = ("--precisions", "fp32,nvfp4", "--search-batch", "2", "--memory-limit", "4")
 
 
@@ -92,7 +93,7 @@ def test_wrong_flags_are_refused_before_any_start(words, flags, reason, tmp_path
 def test_the_default_precisions_are_those_of_the_device() -> None:
     fp4 = [recipe.name for recipe in registry.recipes() if recipe.family == "fp4" and recipe.te_recipe_class]
     found = precision_table.default_precisions(["delayed", "tensorwise"])
-    assert found == ["fp32", "bf16", "delayed", "tensorwise", *fp4]
+    assert found == ["fp32", "bf16", "tensorwise", "delayed", *fp4]
     emulated = precision_table.default_precisions([])
     assert {"delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"} < set(emulated) and "rowwise" not in emulated
 
