@@ -151,7 +151,8 @@ def write_table(options: argparse.Namespace, names: Sequence[str], outcomes: Seq
 
     reasons = {outcome.run.name: outcome.reason for outcome in outcomes if not outcome.is_done}
     parts = (TRAINING, SEARCH)[: 1 + bool(options.search_batch)]
-    rows, facts = [], []
+    rows = []
+    facts: list[str] = []
     for name in names:
         folders = {part: options.output_dir / name / part for part in parts}
         done = {part: folder for part, folder in folders.items() if finished_state(folder) is not None}
