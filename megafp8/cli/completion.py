@@ -20,7 +20,7 @@ from megafp8.cli.subcommands import SUBCOMMANDS
 
 # They take all flags of training, beside their own or after `--`.
 WITH_TRAINING_FLAGS = ("build-index", "plan", "plot-schedule", "pretrain")
-WITH_TRAINING_FLAGS_AFTER_DASHES = ("run-comparison", "slurm", "torchrun")
+WITH_TRAINING_FLAGS_AFTER_DASHES = ("precision-table", "run-comparison", "slurm", "torchrun")
 WITHOUT_OWN_FLAGS = ("build-index", "pretrain")
 
 

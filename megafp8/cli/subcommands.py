@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "plot-statistics": ("tools/plot_telemetry.py", "plot the quantization statistics of a run"),
     "inspect-quantization": ("tools/inspect_quantization.py", "measure the quantization error of each recipe"),
     "run-comparison": ("tools/run_comparison.py", "train one model in several recipes and compare them"),
+    "precision-table": ("tools/precision_table.py", "train one model in FP32, BF16, FP8 and FP4, and tabulate"),
     "report": ("tools/report.py", "report on finished runs or on a scaling study"),
     "compare": ("tools/compare_runs.py", "compare finished runs"),
     "study": ("launcher/scaling_study.py", "run a scaling study or a sweep from a YAML file"),

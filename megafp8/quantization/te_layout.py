@@ -10,7 +10,9 @@ tensor. Column codes have that of the transposed tensor, except under MXFP8, who
     MXFP8              E8M0 [M, K / 32]                  E8M0 [M / 32, K]
     NVFP4              E4M3 [M, K / 16]                  E4M3 [K, M / 16]
 
-Scales may be padded at the end of both dimensions. NVFP4's 16 x 16 blocks repeat their scale for each row of codes.
+Where FP8 GEMMs read any layout (compute capability 10), one scale for a tensor means one set of codes: the column side
+has no codes of its own. Scales may be padded at the end of both dimensions. NVFP4's 16 x 16 blocks repeat their scale
+for each row of codes.
 """
 
 from __future__ import annotations
@@ -69,14 +71,25 @@ def as_stored(ours: Quantized, side: str) -> StoredOperand:
 
 
 def stored(tensor: Any, side: str) -> StoredOperand:
-    """One side of one of Transformer Engine's quantized tensors; codes as rows of a matrix."""
+    """One side of one of Transformer Engine's quantized tensors; codes as rows of a matrix.
+
+    Raises:
+        ValueError: the side has no codes, or its scales are in the order of a GEMM's reads.
+    """
     tensor_scale = None
+    if getattr(tensor, "_with_gemm_swizzled_scales", False):
+        raise ValueError("scales are swizzled for a GEMM, so that they cannot be compared")
     if hasattr(tensor, "_rowwise_data"):
         name = "_rowwise" if side == ROW else "_columnwise"
         codes, scales = getattr(tensor, f"{name}_data"), getattr(tensor, f"{name}_scale_inv")
     else:
         name, scales = "", tensor._scale_inv
         codes = tensor._data if side == ROW else tensor._transpose
+        if codes is None and tensor._data is not None:  # the GEMM reads the other side's
+            data = tensor._data
+            codes = data.reshape(-1, data.shape[-1]).t()
+    if codes is None or scales is None:
+        raise ValueError(f"the {side} side has no codes or no scales")
     codes, scales = codes.detach().view(torch.uint8), scales.detach()
     if hasattr(tensor, "_amax_rowwise"):
         codes = nvfp4.unpack(codes)
@@ -88,25 +101,40 @@ def stored(tensor: Any, side: str) -> StoredOperand:
     return StoredOperand(codes.cpu(), scales.cpu(), tensor_scale)
 
 
-def count_differences(ours: StoredOperand, theirs: StoredOperand) -> dict[str, int]:
+def find_differences(ours: StoredOperand, theirs: StoredOperand) -> dict[str, tuple[int, str]]:
     """How many codes and scales differ in any bit; empty if none does. Padding of their scales is not compared.
 
     Returns:
-        Numbers by "codes", "scales" and "tensor scale".
+        By "codes", "scales" and "tensor scale" the number, and the first difference as text: its position in the stored
+        order, and both values in hexadecimal.
     """
     if ours.codes.shape != theirs.codes.shape:
-        return {"codes": ours.codes.numel()}
+        return {"codes": (ours.codes.numel(), _shapes(ours.codes, theirs.codes))}
     scales = theirs.scales
     scales = scales[: ours.scales.shape[0], : ours.scales.shape[1]] if ours.scales.ndim else scales.reshape(())
     if scales.shape != ours.scales.shape or scales.dtype != ours.scales.dtype:
-        return {"scales": ours.scales.numel()}
-    found = {"codes": int((ours.codes != theirs.codes).sum()), "scales": _differing_bits(ours.scales, scales)}
+        return {"scales": (ours.scales.numel(), _shapes(ours.scales, scales))}
+    pairs = {"codes": (ours.codes, theirs.codes), "scales": (ours.scales, scales)}
     if ours.tensor_scale is not None and theirs.tensor_scale is not None:
-        found["tensor scale"] = _differing_bits(ours.tensor_scale, theirs.tensor_scale)
-    return {name: number for name, number in found.items() if number}
+        pairs["tensor scale"] = (ours.tensor_scale, theirs.tensor_scale)
+    found = {name: _first_difference(*pair) for name, pair in pairs.items()}
+    if (ours.tensor_scale is None) != (theirs.tensor_scale is None):
+        found["tensor scale"] = (1, "only one of the two has one")
+    return {name: difference for name, difference in found.items() if difference[0]}
 
 
-def _differing_bits(ours: Tensor, theirs: Tensor) -> int:
+def _shapes(ours: Tensor, theirs: Tensor) -> str:
+    ours_text, theirs_text = (f"{each.dtype} {list(each.shape)}" for each in (ours, theirs))
+    return f"{theirs_text} instead of {ours_text}"
+
+
+def _first_difference(ours: Tensor, theirs: Tensor) -> tuple[int, str]:
     if ours.dtype == torch.float32:
         ours, theirs = (each.contiguous().view(torch.int32) for each in (ours, theirs))
-    return int((ours != theirs).sum())
+    places = (ours != theirs).nonzero()
+    if not len(places):
+        return 0, ""
+    place = tuple(places[0].tolist())
+    mask, digits = (0xFF, 2) if ours.element_size() == 1 else (0xFFFFFFFF, 8)
+    got, expected = (f"{int(each[place].item()) & mask:0{digits}x}" for each in (theirs, ours))
+    return len(places), f"first at {list(place)}: {got} instead of {expected}"

@@ -202,7 +202,11 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         ". .venv/bin/activate": "belongs to the command before",
         "lm_eval": "needs that package: tests/cli/test_lm_eval.py runs it where it is installed",
     },
-    "docs/comparing.md": {"bash examples/compare_recipes_h200.sh": f"{RUN_BY}tests/cli/test_examples.py"},
+    "docs/comparing.md": {
+        "bash examples/compare_recipes_h200.sh": f"{RUN_BY}tests/cli/test_examples.py",
+        "bash examples/precision_table.sh": f"{RUN_BY}tests/cli/test_examples.py",
+        "megafp8 precision-table": f"{RUN_BY}tests/cli/test_precision_table.py",
+    },
     "docs/planning.md": {
         "python benchmarks/planner_accuracy.py": f"{RUN_BY}tests/unit/benchmarks/test_planner_accuracy.py"
     },

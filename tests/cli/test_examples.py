@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from forked_script import run_script
 
-from megafp8.cli import run_comparison
+from megafp8.cli import precision_table, run_comparison
 from megafp8.config import flags, rules
 from megafp8.config.model_shapes import PRESETS
+from megafp8.recipes import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ("pretrain_llama_1b", "pretrain_gpt2_124m", "pretrain_llama3_8b_multinode")
@@ -69,6 +70,7 @@ def test_every_example_is_tested() -> None:
         "compare_recipes",
         "compare_recipes_h200",
         "loss_report_h200",
+        "precision_table",
         "stability",
     }
 
@@ -214,6 +216,29 @@ def words_of_script(text: str) -> list[str]:
     """The flags of pretrain_gpt.py that the program in place of Python printed."""
     words = shlex.split(text)
     return words[words.index("pretrain_gpt.py") + 1 :]
+
+
+def test_the_table_of_precisions_is_accepted(stub_python: str, tmp_path: Path) -> None:
+    """Its flags pass the command's parser, and with each precision the rules of a run on an H200; no search is due."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
+    done = subprocess.run(
+        ["bash", "examples/precision_table.sh", "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHON": stub_python, "MEMORY_LIMIT": "4"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    options = precision_table.build_parser().parse_args(words[words.index("tools/precision_table.py") + 1 :])
+    assert options.search_batch == 512 and options.memory_limit == 4
+    for name in precision_table.default_precisions(["tensorwise", "delayed", "blockwise"]):
+        own = [] if name == "fp32" else ["--bf16"]
+        if name in registry.names():
+            recipe = registry.get(name)
+            own += [f"--{recipe.family}-format", recipe.default_format, f"--{recipe.family}-recipe", name]
+        files = ["--vocab-size", "16384", "--dry-run", "--target", "h200", "--world-size", "1"]
+        planned = run_script("pretrain_gpt.py", *options.flags, *own, *files)
+        assert planned.returncode == 0, f"{name}: {planned.stderr}"
 
 
 def test_the_comparison_on_gpus_is_accepted(stub_python: str, tmp_path: Path) -> None:

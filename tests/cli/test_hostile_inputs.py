@@ -119,6 +119,7 @@ ARGUMENTS = {
     "tools/plot_lr_schedule.py": ["--output {}", "--config {}"],
     "tools/plot_telemetry.py": ["{}", "run --output-dir {}"],
     "tools/preprocess_data.py": ["--input {} --output-prefix o", "--input a --output-prefix {} --vocab-file f"],
+    "tools/precision_table.py": ["--output-dir {}", "--output-dir out -- --data-path {}"],
     "tools/report.py": ["{}", "run --output-dir {}"],
     "tools/run_comparison.py": ["--output-dir {}", "--output-dir out -- --data-path {}"],
     "tools/scaling_report.py": ["{}", "study --output-dir {}"],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Union
 
 import torch
 
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.quantization.linear_plan import LinearPlan
-from megafp8.quantization.te_layout import COLUMN, ROW, as_stored, count_differences
+from megafp8.quantization.quantized_tensor import Quantized
+from megafp8.quantization.te_layout import COLUMN, ROW, StoredOperand, as_stored, find_differences
 from megafp8.recipes import registry
 from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe, Operand
 from megafp8.training.device_verification.inputs import CAST_SHAPES, cast_inputs
@@ -24,7 +26,7 @@ class CastComparison:
 
     Attributes:
         compared: number of casts: operands, sides and inputs.
-        differing: a line for each cast that differs.
+        differing: a line for each cast that differs, with the position of its first difference, or that failed.
     """
 
     recipe: str
@@ -53,15 +55,40 @@ def compare_casts(native: NativeLayers, recipe: str, number_format: str) -> Cast
     compared, differing = 0, []
     for shape in CAST_SHAPES:
         for name, tensor in cast_inputs(shape):
-            theirs = {operand: native.cast(recipe, number_format, operand, tensor) for operand in Operand}
+            theirs = {operand: cast_or_failure(native, recipe, number_format, operand, tensor) for operand in Operand}
             for operand, gemm in uses:
                 compared += 1
-                side = side_of(operand, gemm)
-                found = count_differences(as_stored(plan.quantize(tensor, operand, gemm), side), theirs[operand][side])
-                if found:
-                    parts = ", ".join(f"{number} {what}" for what, number in found.items())
-                    differing.append(f"{operand.value} for {gemm.value}, {shape[0]} x {shape[1]}, {name}: {parts}")
+                text = difference_text(plan.quantize(tensor, operand, gemm), theirs[operand], side_of(operand, gemm))
+                if text:
+                    differing.append(f"{operand.value} for {gemm.value}, {shape[0]} x {shape[1]}, {name}: {text}")
     return CastComparison(recipe, number_format, compared, tuple(differing))
+
+
+Sides = Union[dict[str, StoredOperand], str]
+"""Both sides of a quantized tensor, or why there are none."""
+
+
+def cast_or_failure(
+    native: NativeLayers, recipe: str, number_format: str, operand: Operand, tensor: torch.Tensor
+) -> Sides:
+    """The device's cast, or the message of what it raised: on a new device that is a result."""
+    try:
+        return native.cast(recipe, number_format, operand, tensor)
+    except Exception as error:
+        return f"failed: {failure_text(error)}"
+
+
+def failure_text(error: Exception) -> str:
+    """Type and first line of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def difference_text(ours: Quantized, theirs: Sides, side: str) -> str:
+    """What differs on one side, with the first position; empty if nothing does."""
+    if isinstance(theirs, str):
+        return theirs
+    found = find_differences(as_stored(ours, side), theirs[side])
+    return ", ".join(f"{number} {what} ({first})" for what, (number, first) in found.items())
 
 
 def compare_devices(recipe: str, number_format: str, device: str) -> CastComparison:

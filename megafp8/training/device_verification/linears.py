@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from megafp8.quantization.quantize import dequantize
 from megafp8.recipes import registry
 from megafp8.recipes.base import OPERANDS_OF, Gemm, Operand
-from megafp8.training.device_verification.casts import TO_NEAREST, plan_of
+from megafp8.training.device_verification.casts import TO_NEAREST, failure_text, plan_of
 from megafp8.training.device_verification.inputs import LINEAR_SIZES, linear_inputs
 from megafp8.training.device_verification.native import NativeLayers
 
@@ -31,6 +33,7 @@ class LinearComparison:
         bound_fraction: the largest difference as a fraction of its bound; above 1 the device is wrong, or its sums are
             coarser than Hopper's.
         rms_error: root mean square of the difference over the sum of magnitudes.
+        failure: the message of a linear that failed, where nothing was compared.
     """
 
     recipe: str
@@ -39,6 +42,7 @@ class LinearComparison:
     sizes: tuple[int, int, int]
     bound_fraction: float
     rms_error: float
+    failure: Optional[str] = None
 
 
 def exact_product(recipe: str, number_format: str, gemm: Gemm, tensors: dict[Operand, Tensor]) -> tuple[Tensor, Tensor]:
@@ -57,7 +61,11 @@ def compare_linears(native: NativeLayers, recipe: str, number_format: str) -> li
     found = []
     for sizes in LINEAR_SIZES:
         x, w, dy = linear_inputs(*sizes)
-        results = native.linear(recipe, number_format, x, w, dy)
+        try:
+            results = native.linear(recipe, number_format, x, w, dy)
+        except Exception as error:  # on a new device that is a result
+            found.append(LinearComparison(recipe, number_format, "all", sizes, math.inf, 0.0, failure_text(error)))
+            continue
         tensors = {Operand.INPUT: x, Operand.WEIGHT: w, Operand.GRAD_OUTPUT: dy}
         for gemm, result in results.items():
             exact, magnitude = exact_product(recipe, number_format, gemm, tensors)

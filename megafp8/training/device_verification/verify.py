@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from megafp8.recipes import registry
 from megafp8.training.device_verification.attention import BACKENDS, AttentionTrial, try_backend
-from megafp8.training.device_verification.casts import CastComparison, compare_casts, compare_devices
+from megafp8.training.device_verification.casts import CastComparison, compare_casts, compare_devices, failure_text
 from megafp8.training.device_verification.linears import LinearComparison, compare_linears
 from megafp8.training.device_verification.native import NativeLayers
 from megafp8.training.device_verification.speed import LinearSpeed, measure_speed
@@ -46,6 +46,7 @@ class Verification:
         casts: of native recipes, against the emulation.
         emulation: of all recipes on the GPU, against the emulation on the CPU.
         not_run: why a part did not run, by its name.
+        failures: a line for each part that an error ended.
     """
 
     device: Device
@@ -56,6 +57,7 @@ class Verification:
     speed: tuple[LinearSpeed, ...] = ()
     attention: tuple[AttentionTrial, ...] = ()
     not_run: dict[str, str] = dataclasses.field(default_factory=dict)
+    failures: tuple[str, ...] = ()
 
     @property
     def has_compared(self) -> bool:
@@ -66,14 +68,15 @@ class Verification:
     def problems(self) -> list[str]:
         """A line for everything that is wrong; speed is no criterion."""
         found = [
-            f"{each.recipe} {each.format}: {len(each.differing)} of {each.compared} casts differ{where}"
+            f"{each.recipe} {each.format}: {len(each.differing)} of {each.compared} casts differ{where}; the first is "
+            f"{each.differing[0]}"
             for casts, where in ((self.casts, ""), (self.emulation, " between the emulation on GPU and CPU"))
             for each in casts
             if each.differing
         ]
         found += [
-            f"{each.recipe} {each.format}: {each.gemm} of {' x '.join(map(str, each.sizes))} differs by "
-            f"{each.bound_fraction:.2f} times its bound"
+            f"{each.recipe} {each.format}: {each.gemm} of {' x '.join(map(str, each.sizes))} "
+            + (f"failed: {each.failure}" if each.failure else f"differs by {each.bound_fraction:.2f} times its bound")
             for each in self.linears
             if not each.bound_fraction <= 1
         ]
@@ -82,6 +85,7 @@ class Verification:
             for each in self.steps
             if not each.is_right
         ]
+        found += self.failures
         wrong = [each for each in self.attention if not each.is_right]
         return found + [
             f"attention, {each.backend}: {each.wrong or f'differs by {each.error:.1e} from FP32'}" for each in wrong
@@ -107,6 +111,7 @@ def verify(
     asked = set(parts)
     native_recipes = [name for name in recipes if native is not None and name in device.native_recipes]
     results: dict[str, list[Any]] = {part: [] for part in (*PARTS, "emulation")}
+    failures: list[str] = []
     not_run: dict[str, str] = {
         part: "no chosen recipe is native on this device" for part in ("casts", "linears", "speed") if part in asked
     }
@@ -123,12 +128,18 @@ def verify(
         if "speed" in asked:
             report_progress("speed of linears")
             formats = {name: registry.get(name).default_format for name in native_recipes}
-            results["speed"] = measure_speed(native, formats)
+            try:
+                results["speed"] = measure_speed(native, formats)
+            except Exception as error:
+                failures.append(f"speed of linears: failed: {failure_text(error)}")
     for name in recipes:
         number_format = registry.get(name).default_format
         if "casts" in asked and device.kind == "cuda":
             report_progress(f"{name} {number_format}: emulation on GPU and CPU")
-            results["emulation"].append(compare_devices(name, number_format, "cuda"))
+            try:
+                results["emulation"].append(compare_devices(name, number_format, "cuda"))
+            except Exception as error:
+                failures.append(f"{name} {number_format}: emulation on GPU: failed: {failure_text(error)}")
         if "steps" in asked:
             report_progress(f"{name} {number_format}: training steps")
             results["steps"].append(compare_steps(name, number_format, script, name in native_recipes))
@@ -138,4 +149,5 @@ def verify(
             results["attention"].append(try_backend(backend))
     elif "attention" in asked:
         not_run["attention"] = "Transformer Engine's attention needs a GPU"
-    return Verification(device=device, not_run=not_run, **{name: tuple(found) for name, found in results.items()})
+    parts_found = {name: tuple(found) for name, found in results.items()}
+    return Verification(device=device, not_run=not_run, failures=tuple(failures), **parts_found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -20,7 +21,12 @@ from megafp8.recipes import registry
 from megafp8.recipes.base import OPERANDS_OF, Gemm, Operand
 from megafp8.training.device_verification import attention, steps
 from megafp8.training.device_verification.attention import AttentionTrial
-from megafp8.training.device_verification.casts import TO_NEAREST, compare_casts, plan_of
+from megafp8.training.device_verification.casts import (
+    TO_NEAREST,
+    CastComparison,
+    compare_casts,
+    plan_of,
+)
 from megafp8.training.device_verification.linears import compare_linears
 from megafp8.training.device_verification.report import report_data, report_text
 from megafp8.training.device_verification.speed import measure_speed
@@ -49,11 +55,17 @@ def packed(codes: Tensor) -> Tensor:
     return codes[:, ::2] | (codes[:, 1::2] << 4)
 
 
-def te_tensor(recipe: str, by_side: dict[str, Quantized]) -> Any:
-    """Both sides of a tensor in the attributes of Transformer Engine's class for the recipe."""
+def te_tensor(recipe: str, by_side: dict[str, Quantized], has_transpose: bool) -> Any:
+    """Both sides of a tensor in the attributes of Transformer Engine's class for the recipe.
+
+    Args:
+        has_transpose: Hopper has codes for both sides under one scale for a tensor, Blackwell has one set.
+    """
     row, column = by_side[ROW], by_side[COLUMN]
     if recipe in ("tensorwise", "delayed"):
         data = row.codes.view(torch.uint8)
+        if not has_transpose:
+            return SimpleNamespace(_data=data, _transpose=None, _scale_inv=row.dequant_scale.reshape(1))
         transpose = column.codes.view(torch.uint8).t().contiguous()
         return SimpleNamespace(_data=data, _transpose=transpose, _scale_inv=row.dequant_scale.reshape(1))
     parts: dict[str, Any] = {}
@@ -80,13 +92,15 @@ def te_tensor(recipe: str, by_side: dict[str, Quantized]) -> Any:
 class StandIn:
     """A device that computes as the emulation does, unless it is given a fault."""
 
-    def __init__(self, fault: str = ""):
-        self.fault = fault
+    def __init__(self, fault: str = "", has_transpose: bool = True):
+        self.fault, self.has_transpose = fault, has_transpose
 
     def cast(self, recipe: str, number_format: str, operand: Operand, tensor: Tensor) -> dict[str, StoredOperand]:
+        if self.fault == f"no cast of {recipe}":
+            raise RuntimeError("CUDA error: no kernel image is available\nand more")
         plan = plan_of(registry.get(recipe).rules(number_format, TO_NEAREST))
         whole = {side: plan.quantize(tensor, operand, SIDES[operand, side]) for side in (ROW, COLUMN)}
-        found = {side: stored(te_tensor(recipe, whole), side) for side in (ROW, COLUMN)}
+        found = {side: stored(te_tensor(recipe, whole, self.has_transpose), side) for side in (ROW, COLUMN)}
         if self.fault == "code":
             found[COLUMN].codes[-1, -1] ^= 16
         elif self.fault == "scale":
@@ -94,10 +108,14 @@ class StandIn:
             scales.view(torch.uint8 if scales.dtype == torch.uint8 else torch.int32).reshape(-1)[0] += 1
         elif self.fault == "tensor scale" and found[ROW].tensor_scale is not None:
             found[ROW].tensor_scale.mul_(1.5)
+        elif self.fault == "no tensor scale":
+            found = {side: each._replace(tensor_scale=None) for side, each in found.items()}
         return found
 
     def linear(self, recipe: Optional[str], number_format: str, x: Tensor, w: Tensor, dy: Tensor) -> dict[Gemm, Tensor]:
         assert recipe is not None
+        if self.fault == f"no linear of {recipe}":
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
         plan = plan_of(registry.get(recipe).rules(number_format, TO_NEAREST))
         tensors = {Operand.INPUT: x, Operand.WEIGHT: w, Operand.GRAD_OUTPUT: dy}
         results = {}
@@ -114,6 +132,8 @@ class StandIn:
     def step_times(
         self, recipes: dict[Optional[str], str], sizes: tuple[int, int, int], rounds: int
     ) -> dict[Optional[str], list[float]]:
+        if self.fault == "no speed":
+            raise RuntimeError("out of memory")
         return {name: [2.0 if name is None else 1.5] * rounds for name in recipes}
 
 
@@ -133,6 +153,30 @@ def test_equal_casts(recipe: str, small: None) -> None:
         assert found.compared == 12 * 6 and found.differing == ()
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_casts_of_a_device_without_transposes(recipe: str, small: None) -> None:
+    """Blackwell's GEMMs read one set of codes in any layout, so Transformer Engine makes no transpose."""
+    for number_format in te_formats(recipe):
+        found = compare_casts(StandIn(has_transpose=False), recipe, number_format)
+        assert found.compared == 12 * 6 and found.differing == ()
+    found = compare_casts(StandIn("code", has_transpose=False), recipe, te_formats(recipe)[0])
+    assert len(found.differing) == 12 * 6  # one set of codes is both sides
+
+
+def test_scales_in_the_order_of_a_gemm_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="swizzled"):
+        stored(SimpleNamespace(_with_gemm_swizzled_scales=True), ROW)
+    with pytest.raises(ValueError, match="the col side has no codes"):
+        stored(SimpleNamespace(_rowwise_data=1, _columnwise_data=None, _columnwise_scale_inv=None), COLUMN)
+
+
+@pytest.mark.parametrize("recipe", NATIVE)
+def test_the_position_of_a_wrong_code_is_reported(recipe: str, small: None) -> None:
+    found = compare_casts(StandIn("code"), recipe, te_formats(recipe)[0])
+    last = "[159, 543]" if recipe == "mxfp8" else "[543, 159]"  # MXFP8's column codes are not transposed
+    assert all(f"1 codes (first at {last}: " in line for line in found.differing)
+
+
 @pytest.mark.parametrize(
     ("recipe", "fault", "part"),
     [(recipe, fault, fault + "s") for recipe in NATIVE for fault in ("code", "scale")]
@@ -141,7 +185,13 @@ def test_equal_casts(recipe: str, small: None) -> None:
 def test_one_differing_byte_is_found(recipe: str, fault: str, part: str, small: None) -> None:
     found = compare_casts(StandIn(fault), recipe, te_formats(recipe)[0])
     assert len(found.differing) >= (12 - 3) * 3  # of one side; zero and what is not finite may stay as it is
-    assert all(f"1 {part}" in line for line in found.differing)
+    assert all(f"1 {part} (first at [" in line for line in found.differing)
+
+
+def test_a_missing_tensor_scale_is_a_difference(small: None) -> None:
+    found = compare_casts(StandIn("no tensor scale"), "nvfp4", "e2m1")
+    assert len(found.differing) == found.compared
+    assert all("1 tensor scale (only one of the two has one)" in line for line in found.differing)
 
 
 @pytest.mark.parametrize("recipe", NATIVE)
@@ -183,9 +233,62 @@ def test_report_of_a_device_that_differs(fault: str, part: str, message: str, sm
     found = run(StandIn(fault), (part,), ("mxfp8",))
     if fault == "code":
         message = message.replace("72 of", f"{len(found.casts[0].differing)} of")
-    assert any(line.startswith(message) for line in found.problems)
+    assert any(line.startswith(message) for line in found.problems), found.problems
     assert report_data(found)["ok"] is False and found.problems[0] in report_text(found)
     json.dumps(report_data(found), allow_nan=False)
+
+
+@pytest.mark.parametrize("recipe", NATIVE)
+def test_what_fails_is_reported_and_the_others_are_compared(recipe: str, small: None) -> None:
+    other = next(name for name in NATIVE if name != recipe)
+    formats = len(te_formats(recipe))
+    for fault, part in ((f"no cast of {recipe}", "casts"), (f"no linear of {recipe}", "linears")):
+        found = run(StandIn(fault), (part,), (recipe, other))
+        assert len(found.problems) == formats and all(line.startswith(recipe) for line in found.problems)
+        assert "failed: RuntimeError: " in found.problems[0] and "and more" not in found.problems[0]
+        assert {each.recipe for each in getattr(found, part)} == {recipe, other}
+        assert found.problems[0] in report_text(found)
+        json.dumps(report_data(found), allow_nan=False)
+    found = run(StandIn("no speed"), ("speed",), (recipe,))
+    assert found.problems == ["speed of linears: failed: RuntimeError: out of memory"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "gap", "attention_error", "problem"),
+    [
+        ("", 0.0, 0.0, None), ("code", 0.0, 0.0, "mxfp8 e4m3: "), ("scale", 0.0, 0.0, "nvfp4 e2m1: "),
+        ("sum", 0.0, 0.0, "dgrad of 64 x 256 x 96 differs"), ("no linear of mxfp8", 0.0, 0.0, "CUBLAS_STATUS"),
+        ("", 0.1, 0.0, "mxfp8 e4m3: training: losses differ by 0.1"), ("", 0.0, 0.5, "attention, fused: differs by"),
+    ],
+)  # fmt: skip
+def test_the_command_on_a_blackwell_stand_in(
+    fault: str, gap: float, attention_error: float, problem: Optional[str], small: None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """All parts with a device of capability 10.0; exit status and both files."""
+    from megafp8.cli import verify_device
+    from megafp8.mcore import cpu_patches
+    from megafp8.training.device_verification import device, verify
+
+    blackwell = Device(
+        name="a B200", kind="cuda", compute_capability=(10, 0), versions={"torch": "2"}, native_recipes=NATIVE
+    )
+    native = SimpleNamespace(TransformerEngineLayers=lambda: StandIn(fault, has_transpose=False))
+    monkeypatch.setitem(sys.modules, "megafp8.te.native", native)
+    monkeypatch.setattr(cpu_patches, "install", lambda: None)
+    monkeypatch.setattr(device, "find_device", lambda: blackwell)
+    monkeypatch.setattr(steps, "train", lambda _, folder, flags: [4.0 * (1 + gap * (folder.name != "emulated"))])
+    trial = {name: AttentionTrial(name, error=attention_error * (name == "fused"), ms=1.0) for name in verify.BACKENDS}
+    monkeypatch.setattr(verify, "try_backend", lambda name: trial[name])
+    monkeypatch.setattr(verify, "compare_devices", lambda recipe, fmt, _: CastComparison(recipe, fmt, 1, ()))
+    status = verify_device.main(["--recipes", "mxfp8", "nvfp4", "--output", str(tmp_path)])
+    text, data = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "report.json").read_text())
+    assert status == (problem is not None) and data["ok"] is (problem is None)
+    assert text in capsys.readouterr().out
+    if problem is None:
+        assert "# a B200, 10.0" in text and "Everything that was compared agrees." in text and "NOT RUN" not in text
+    else:
+        assert any(problem in line for line in data["problems"]) and problem in text
 
 
 def test_a_device_without_native_recipes() -> None:
