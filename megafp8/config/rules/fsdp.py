@@ -37,7 +37,6 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
         ),
         (precision.fp16, "--fp16", overflow),
         (loss_scale is not None, f"--loss-scale {loss_scale}", overflow),
-        (precision.fp8_param_gather, "--fp8-param-gather", "weights are gathered in the dtype of the parameters"),
         (
             precision.use_transformer_engine_op_fuser,
             "--use-transformer-engine-op-fuser",
