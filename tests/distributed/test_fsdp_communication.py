@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 from small_run import Curve, SourceSamples, build_run, small_config, train
 from test_fp8_gradients import NORM_BOUND
-from tolerances import FP8_GRADIENT_LOSS
+from tolerances import FP8_GRADIENT_LOSS, LAYOUT_LOSS
 
+from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.optimizer.fsdp_gradients import rank_shards
@@ -161,3 +165,25 @@ def test_pieces_of_each_rank_follow_each_other() -> None:
     first, second = rank_shards([6, 2], [False, True], 2)
     assert first.coded == (Piece(0, 6, 0),) and first.exact == (Piece(6, 8, 1),)
     assert second.coded == (Piece(8, 14, 0),) and second.exact == (Piece(14, 16, 1),)
+
+
+def test_a_run_with_codes_resumes_bitwise_and_without_fsdp(tmp_path: Path) -> None:
+    """The checkpoint has BF16 weights and FP32 state, so that ranks with complete weights load it too."""
+    flags = f"{FP8} blockwise {GATHER} {REDUCE}"
+    sharded = small_config("llama", f"{COMMON} {flags}", 2)
+    whole = small_config("llama", f"--num-layers 2 --bf16 --micro-batch-size 2 {FP8} blockwise {REDUCE}", 2)
+
+    def leg(config: RunConfig, is_first: bool) -> list[float]:
+        run = build_run(config)
+        if is_first:
+            train(run, 2)
+            save_checkpoint(tmp_path, config, run.trainee, Progress(2, 2 * run.global_batch_size))
+        else:
+            load_checkpoint(checkpoint_path(tmp_path, 2), config, run.trainee)
+        return train(run, 2, 3).losses
+
+    unbroken = run_ranks(2, leg, sharded, True)[0]
+    assert run_ranks(2, leg, sharded, False)[0] == unbroken
+    other = run_ranks(2, leg, whole, False)[0]
+    assert other[0] == pytest.approx(unbroken[0], abs=LAYOUT_LOSS)
+    assert other[1] == pytest.approx(unbroken[1], abs=FP8_GRADIENT_LOSS)
