@@ -142,6 +142,11 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
         found += [f"{text}; change it, or use --transformer-impl emulated" for text in layer_obstacles(config)]
         found += fp8_attention_problems(config, target) + counter_problems(config)
         found += fp16_master_problems(config)
+        if config.parallel.use_torch_fsdp2 and config.precision.fp8_param_gather:
+            found.append(
+                "--fp8-param-gather with --use-torch-fsdp2: Transformer Engine's layers read weights in BF16 under "
+                "FSDP2; remove one of them, or use --transformer-impl emulated"
+            )
     return found
 
 

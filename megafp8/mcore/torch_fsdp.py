@@ -42,6 +42,9 @@ class TorchFSDP(TorchFullyShardedDataParallel):
     Args:
         ddp_config: `TorchFullyShardedDataParallelConfig`.
         chunk: on the device of this rank, and complete.
+
+    Attributes:
+        quantized_weights: weights that are gathered as codes, each with FSDP2's record of it.
     """
 
     bucket_groups: tuple[Any, ...] = ()
@@ -51,6 +54,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
         with wrapper_arguments(device.type, MixedPrecisionPolicy(reduce_dtype=grad_dtype)):
             super().__init__(config, ddp_config, chunk, sub_modules_to_wrap={TransformerLayer})
+        self.quantized_weights: list[tuple[Any, Any]] = []
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

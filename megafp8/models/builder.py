@@ -30,6 +30,7 @@ from megafp8.mcore.modules import mark_expert_weights
 from megafp8.mcore.multi_token import MultiTokenGPT
 from megafp8.mcore.torch_fsdp import TorchFSDP, agree_on_overflow
 from megafp8.models.emulated_layers import EmulatedOutputLayer, convert_to_quantized_parameters
+from megafp8.models.fsdp_codes import gather_codes
 from megafp8.models.initialization import initialize_parameters
 from megafp8.models.layer_specs import build_block_spec, build_multi_token_spec, linear_recipes
 from megafp8.quantization.fp8_parameter import quantize_assigned_weights
@@ -58,7 +59,7 @@ def build_model(
         fuse_wgrad_accumulation(chunks, implementation)
     if config.precision.bf16 or config.precision.fp16:
         chunks = [Float16Module(transformer_config, chunk) for chunk in chunks]
-    if config.precision.fp8_param_gather and implementation == "emulated":
+    if config.precision.fp8_param_gather and implementation == "emulated" and not config.parallel.use_torch_fsdp2:
         convert_to_quantized_parameters(chunks)
     return chunks
 
@@ -182,7 +183,11 @@ def add_gradient_buffers(
     """Wrap each chunk with megatron-core's gradient buffers and data-parallel reduction."""
     ddp_config = build_ddp_config(config)
     if config.parallel.use_torch_fsdp2:
-        return [TorchFSDP(transformer_config, ddp_config, chunk) for chunk in chunks]
+        sharded = [TorchFSDP(transformer_config, ddp_config, chunk) for chunk in chunks]
+        if config.precision.fp8_param_gather:
+            for chunk in sharded:
+                gather_codes(chunk)
+        return sharded
     # Later chunks of a rank finish their backward pass earlier, so their buffers need no buckets to overlap.
     return [
         DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)

@@ -30,7 +30,7 @@ from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, 
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import AmaxGroups, LinearPlan, Observer, QuantizedWeight, quantize_weight
 from megafp8.quantization.nvfp4 import RoundingNoise
-from megafp8.recipes.base import UNQUANTIZED, DelayedOptions, Gemm, LinearRecipe, Operand, ScaleRule
+from megafp8.recipes.base import UNQUANTIZED, DelayedOptions, Gemm, LinearRecipe, Operand, OperandRule, ScaleRule
 
 AMAX_REDUCTIONS = ("te", "all")
 QUANTIZER_STATE = "quantizer_state"
@@ -195,6 +195,11 @@ class EmulatedLinearMixin:
             self._weight_codes = quantize_weight(weight, plan)
         return self._weight_codes
 
+    @property
+    def has_cached_codes(self) -> bool:
+        """Whether the weight is quantized already, and may not be again before the update."""
+        return self._weight_codes is not None
+
     def cache_weight_codes(self, is_cached: bool) -> None:
         """Start or stop caching the codes of the weight between forward passes, and drop the cached ones."""
         self.caches_weight_codes = is_cached
@@ -214,15 +219,19 @@ class EmulatedLinearMixin:
         assert self.recipe is not None and self.recipe.delayed is None, "amaxes of the history are without these scales"
         self.is_smoothed = True
 
-    def quantize_parameter(self) -> None:
-        """Replace the weight by a `QuantizedParameter`."""
+    def weight_code_options(self) -> tuple[OperandRule, Optional[dist.ProcessGroup], Optional[DelayedState]]:
+        """The arguments of `WeightCodes` after the values."""
         assert self.recipe is not None
-        weight, rule = self.weight, self.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
+        rule = self.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
         dgrad_rule = self.recipe.rule(Operand.WEIGHT, Gemm.DGRAD)
         assert rule is not None and rule == dgrad_rule, "fprop and dgrad must use the same codes"
         delayed = self.quantizer_state if rule.scale_rule is ScaleRule.DELAYED else None
-        group = self.amax_groups(self.sequence_parallel).weight
-        parameter = nn.Parameter(QuantizedParameter(WeightCodes(weight.detach(), rule, group, delayed)))
+        return rule, self.amax_groups(self.sequence_parallel).weight, delayed
+
+    def quantize_parameter(self) -> None:
+        """Replace the weight by a `QuantizedParameter`."""
+        weight = self.weight
+        parameter = nn.Parameter(QuantizedParameter(WeightCodes(weight.detach(), *self.weight_code_options())))
         vars(parameter).update(vars(weight))  # attributes that megatron-core sets
         self.weight = parameter
 

@@ -27,7 +27,6 @@ Source of the all-to-all with a local FP32 sum: megatron-core's `reduce_scatter_
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,22 +36,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.config.schema import RunConfig
-from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
-from megafp8.errors import ConfigError
-from megafp8.mcore.grad_reduction import Reduction, Work, reduction_group, replace_reduction
-from megafp8.mcore.process_groups import bucket_groups
+from megafp8.mcore.grad_reduction import Reduction, Work
 from megafp8.optimizer.gradient_checks import CodeCounts
-from megafp8.optimizer.gradient_pieces import ROW, gather_rows, parameter_ranges, scatter_rows, split_bucket
+from megafp8.optimizer.gradient_pieces import ROW, Shard, gather_rows, scatter_rows
 from megafp8.quantization.quantize import quantize
 from megafp8.quantization.rounding import CODE_DTYPES, cast, decode
 from megafp8.quantization.scaling import FP32_MAX, block_amax, quant_scale_of, reduce_amax
 from megafp8.recipes.base import OperandRule, ScaleRule
-from megafp8.recipes.formats import E4M3, E5M2, Format
+from megafp8.recipes.formats import Format
 
 MESSAGE_ALIGNMENT = 16  # bytes; FP32 gradients in a received message are read in place
 SAMPLE_ROWS = 4096  # of a bucket, half a million values, at least this many are counted; counting all takes a pass
-EMBEDDING = "embedding.word_embeddings.weight"
 SATURATION_LIMIT = 1e-5  # fraction of the values
 FACTOR_GROWTH = 2 ** (1 / 1000)  # per step
 
@@ -142,24 +136,23 @@ class BucketReduction:
     """The reduction of one bucket.
 
     Args:
-        bucket: megatron-core's.
-        is_exact: by parameter of the bucket: not quantized.
+        gradients: of the bucket, flat, or a tensor of their dtype and device.
+        shards: by rank, where the gradients lie that it adds.
+        num_parameters: of the bucket.
         group: ranks that hold the parameters.
     """
 
     def __init__(
         self,
-        bucket: Any,
-        is_exact: Sequence[bool],
+        gradients: Tensor,
+        shards: Sequence[Shard],
+        num_parameters: int,
         group: dist.ProcessGroup,
         settings: GradientCodes,
         step: Fp8Reduction,
     ):
-        gradients: Tensor = bucket.grad_data
         self.group, self.settings, self.step = group, settings, step
-        self.shards = split_bucket(parameter_ranges(bucket), is_exact, gradients.numel(), group.size())
-        self.own = self.shards[group.rank()]
-        self.num_parameters = len(is_exact)
+        self.shards, self.own, self.num_parameters = shards, shards[group.rank()], num_parameters
         coded = [piece for shard in self.shards for piece in shard.coded]
         owners = [piece.parameter for piece in coded for _ in range(piece.num_rows)]
         self.parameter_of_row = torch.tensor(owners, dtype=torch.int64, device=gradients.device)
@@ -293,74 +286,3 @@ class BucketReduction:
 def e8m0_values(exponents: Tensor) -> Tensor:
     """Powers of two in FP32 from biased exponents, uint8."""
     return exponents.view(torch.float8_e8m0fnu).float()
-
-
-# --- the reduction of a run -------------------------------------------------------------------------------------------
-
-
-def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.device) -> Optional[Fp8Reduction]:
-    """Reduce the gradients of all chunks in FP8; None without the flag.
-
-    All ranks call it, before hooks are added to the reductions.
-
-    Raises:
-        ConfigError: on all ranks: a pattern of `--grad-reduce-fp8-exclude` matches no parameter.
-    """
-    precision = config.precision
-    if not precision.grad_reduce_in_fp8:
-        return None
-    patterns = excluded_patterns(config)
-    settings = GradientCodes(
-        format={each.name: each for each in (E4M3, E5M2)}[precision.grad_reduce_fp8_format],
-        is_blockwise=precision.grad_reduce_fp8_scaling == "block",
-        has_feedback=precision.grad_reduce_fp8_error_feedback,
-    )
-    step, matched = Fp8Reduction(device), set()
-    for chunk in chunks:
-        # The last stage has a copy of a tied embedding under the name of the output layer.
-        names = {
-            parameter: EMBEDDING if getattr(parameter, "shared_embedding", False) else name.removeprefix("module.")
-            for name, parameter in chunk.module.named_parameters()
-        }
-        matched |= {pattern for pattern in patterns if fnmatch.filter(names.values(), pattern)}
-        for group in bucket_groups(chunk):
-            ranks = reduction_group(group)
-            if ranks is None:
-                continue
-            reductions = []
-            for bucket in group.buckets:
-                is_exact = [
-                    any(fnmatch.fnmatchcase(names[parameter], pattern) for pattern in patterns)
-                    for parameter in bucket.params_list
-                ]
-                reductions.append(BucketReduction(bucket, is_exact, ranks, settings, step))
-            replace_reduction(group, partial(start_all, reductions))
-    check_patterns(config, patterns, matched)
-    return step
-
-
-def start_all(reductions: Sequence[BucketReduction], requested: Sequence[Reduction]) -> Work:
-    """Start the reductions of the buckets of a group."""
-    return BucketWorks([each.start(request) for each, request in zip(reductions, requested, strict=True)])
-
-
-def excluded_patterns(config: RunConfig) -> tuple[str, ...]:
-    """The patterns of the parameters that are not quantized."""
-    patterns = config.precision.grad_reduce_fp8_exclude
-    return () if patterns == (NO_PATTERN,) else patterns
-
-
-def check_patterns(config: RunConfig, patterns: Sequence[str], matched: set[str]) -> None:
-    """Check that each given pattern matches a parameter of some rank; those of the default may match none.
-
-    Raises:
-        ConfigError: on all ranks: one does not.
-    """
-    everywhere: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everywhere, matched)
-    idle = [each for each in patterns if each not in {*EXCLUDED_BY_DEFAULT, *set().union(*everywhere)}]
-    if idle:
-        raise ConfigError(
-            f"--grad-reduce-fp8-exclude {' '.join(idle)} matches the name of no parameter: give a part of a name with "
-            "stars, such as *linear_fc2* or decoder.layers.0.*, or none"
-        )

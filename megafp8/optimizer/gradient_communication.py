@@ -20,6 +20,7 @@ from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.grad_reduction import reduction_group
 from megafp8.mcore.process_groups import bucket_groups
+from megafp8.optimizer.fsdp_traffic import CountedGather, CountedReduction
 from megafp8.quantization.fp8_parameter import quantized_parameters
 from megafp8.resilience import fault_injection
 
@@ -135,8 +136,10 @@ class ParameterTraffic(TorchDispatchMode):
         return received
 
 
-def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ParameterTraffic]:
-    """Build the counter of a run; None without the distributed optimizer, or if gathers are in a CUDA graph."""
+def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ParameterTraffic | CountedGather]:
+    """Build the counter of a run; None where every rank has all weights, or if gathers are in a CUDA graph."""
+    if config.parallel.use_torch_fsdp2:
+        return CountedGather(chunks)
     is_in_graph = config.parallel.overlap_param_gather and derived.uses_cuda_graph(config)
     return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer and not is_in_graph else None
 
@@ -169,9 +172,11 @@ class GradientTraffic:
         return received
 
 
-def build_gradient_traffic(config: RunConfig, chunks: list[Any]) -> Optional[GradientTraffic]:
-    """Build the counter of a run; None where nothing is reduced in buckets, or their reduction is counted elsewhere."""
-    is_elsewhere = config.precision.grad_reduce_in_fp8 or config.parallel.use_torch_fsdp2
+def build_gradient_traffic(config: RunConfig, chunks: list[Any]) -> Optional[GradientTraffic | CountedReduction]:
+    """Build the counter of a run; None where nothing is reduced, or the reduction is counted elsewhere."""
+    is_elsewhere = config.precision.grad_reduce_in_fp8
+    if config.parallel.use_torch_fsdp2 and not is_elsewhere:
+        return CountedReduction(chunks)
     has_ranks = any(reduction_group(group) for chunk in chunks for group in bucket_groups(chunk))
     is_counted = has_ranks and not derived.uses_cuda_graph(config)
     return None if is_elsewhere or not is_counted else GradientTraffic(chunks)

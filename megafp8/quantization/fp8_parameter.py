@@ -87,6 +87,10 @@ class WeightCodes:
         """[N, K] in `dtype`: the assigned values, or the dequantized codes."""
         return dequantize(self.quantized(), self.dtype) if self.high_precision is None else self.high_precision
 
+    def store(self, start: int, encoded: Tensor) -> None:
+        """Store the codes of a shard, uint8 [n], from element `start` of the flattened weight."""
+        self.raw.view(-1).narrow(0, start, len(encoded)).copy_(encoded)
+
     def move_to(self, buffer: Tensor) -> None:
         """Store the codes in a uint8 [N, K] buffer from now on."""
         buffer.copy_(self.raw)
@@ -123,6 +127,9 @@ class QuantizedParameter(torch.Tensor):
         kwargs = kwargs or {}
         aten = torch.ops.aten
         if function is aten.detach.default:  # `.data` also gets here; the result shares the codes
+            return cls(args[0].codes)
+        if function is aten.as_strided.default and isinstance(args[0], cls):  # by FSDP2, to its own shape
+            assert tuple(args[1]) == args[0].codes.shape
             return cls(args[0].codes)
         if function is aten.copy_.default and isinstance(args[0], cls):
             target, source = args[0].codes, args[1]
@@ -226,9 +233,7 @@ def _write_shard_codes(codes: WeightCodes, shard: Tensor, start: int, quant_scal
         quant_scale = quant_scale.narrow(0, first_row // codes.block[0], len(blocks))[:, None, :, None]
     encoded = scale_and_cast(blocks, quant_scale, codes.rule.format, None)[: len(rows), : codes.shape[1]]
     offset = start - first_row * codes.shape[1]
-    codes.raw.view(-1).narrow(0, start, len(shard)).copy_(
-        encoded.reshape(-1).view(torch.uint8).narrow(0, offset, len(shard))
-    )
+    codes.store(start, encoded.reshape(-1).view(torch.uint8).narrow(0, offset, len(shard)))
 
 
 def _complete_rows(codes: WeightCodes, shard: Tensor, start: int) -> tuple[Tensor, int]:

@@ -24,6 +24,7 @@ from megafp8.mcore.process_groups import RankPosition
 from megafp8.metrics.timers import StepTimer
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer.fp8_gradients import Fp8Reduction
+from megafp8.optimizer.fsdp_traffic import CountedGather, CountedReduction
 from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor, ReducedGradientMonitor
 from megafp8.optimizer.gradient_communication import GradientTraffic, ParameterTraffic, WgradOverwrite
 from megafp8.optimizer.skip_update import SpikeDetector
@@ -73,8 +74,8 @@ class Run:
     bias_snapshot: Optional[ExpertBiasSnapshot]
     gradient_monitor: Union[NonFiniteGradientMonitor, ReducedGradientMonitor, None]
     operand_monitor: Optional[OperandMonitor]
-    parameter_traffic: Optional[ParameterTraffic]
-    gradient_traffic: Optional[GradientTraffic]
+    parameter_traffic: Union[ParameterTraffic, CountedGather, None]
+    gradient_traffic: Union[GradientTraffic, CountedReduction, None]
     fp8_reduction: Optional[Fp8Reduction]
     graph: Optional[StepGraph]
     timer: StepTimer

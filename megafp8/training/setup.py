@@ -27,7 +27,7 @@ from megafp8.models.loss import build_forward_step
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer import fused_adam
 from megafp8.optimizer.emulated_state import emulate_low_precision_state
-from megafp8.optimizer.fp8_gradients import build_fp8_reduction
+from megafp8.optimizer.fp8_reduction import build_fp8_reduction
 from megafp8.optimizer.gradient_communication import (
     WgradOverwrite,
     build_gradient_traffic,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -30,6 +31,7 @@ from megafp8.optimizer.fp8_gradients import (
     GradientCodes,
     next_factor,
 )
+from megafp8.optimizer.fp8_reduction import bucket_reduction
 from megafp8.optimizer.gradient_checks import CodeCounts
 from megafp8.optimizer.gradient_communication import add_grad_sync_hook
 from megafp8.recipes.formats import E4M3, E5M2, Format
@@ -68,10 +70,17 @@ def local_gradients(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return gradients.to(dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """What the reduction reads of a parameter."""
+
+    main_grad: Tensor
+
+
 def build_reduction(gradients: Tensor, settings: GradientCodes, step: Fp8Reduction) -> BucketReduction:
-    parameters = [SimpleNamespace(main_grad=gradients[start:stop]) for start, stop in RANGES]
+    parameters = [Parameter(gradients[start:stop]) for start, stop in RANGES]
     bucket = SimpleNamespace(grad_data=gradients, params_list=parameters)
-    return BucketReduction(bucket, [index == EXACT for index in range(4)], dist.group.WORLD, settings, step)
+    return bucket_reduction(bucket, {parameters[EXACT]}, dist.group.WORLD, settings, step)
 
 
 def reduce(settings: GradientCodes, is_complete: bool, is_average: bool) -> tuple[Tensor, list[float]]:

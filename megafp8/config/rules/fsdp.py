@@ -34,7 +34,6 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
             f"--num-experts {config.model.num_experts}",
             "experts have data-parallel groups of their own",
         ),
-        (precision.fp8_param_gather, "--fp8-param-gather", "weights are gathered in the dtype of the parameters"),
         (
             precision.use_transformer_engine_op_fuser,
             "--use-transformer-engine-op-fuser",

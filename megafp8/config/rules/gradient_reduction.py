@@ -44,8 +44,6 @@ def fp8_gradients_exclude_other_reductions(config: RunConfig, world_size: int) -
     """Reductions that do not go through the buckets of megatron-core's DDP, or that its fields replace."""
     if not config.precision.grad_reduce_in_fp8:
         return
-    if config.parallel.use_torch_fsdp2:
-        yield f"{FLAG} is not supported with --use-torch-fsdp2: FSDP2 reduces gradients itself; remove one of them"
     for entry in config.overrides:
         if entry.partition("=")[0] in EXCLUDED_OVERRIDES:
             yield f"{FLAG} with --override {entry}: both replace the reduction of gradients; remove one of them"

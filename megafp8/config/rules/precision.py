@@ -81,7 +81,12 @@ def non_default_flags(config: RunConfig, name: str) -> Iterator[str]:
 
 def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> Iterator[str]:
     """FP8 weights need the distributed optimizer, which has the master weights."""
-    if config.precision.fp8_param_gather and config.parallel.use_distributed_optimizer is False:
+    parallel = config.parallel
+    if (
+        config.precision.fp8_param_gather
+        and parallel.use_distributed_optimizer is False
+        and not parallel.use_torch_fsdp2
+    ):
         yield "--fp8-param-gather needs --use-distributed-optimizer, which keeps the high-precision weights"
 
 

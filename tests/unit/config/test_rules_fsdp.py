@@ -23,7 +23,6 @@ def problems(words: str, world_size: int = 2) -> list[str]:
         ("--overlap-grad-reduce", "--overlap-grad-reduce is not supported"),
         ("--pipeline-model-parallel-size 2", "use tensor parallelism"),
         ("--num-experts 4", "groups of their own"),
-        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "gathered in the dtype"),
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-log-interval 5", "quantization statistics"),
         ("--check-weight-hash-across-dp-replicas-interval 5", "no replicas"),
         ("--use-transformer-engine-op-fuser --swiglu", "fused operations"),
@@ -33,6 +32,13 @@ def test_other_settings_are_refused(words: str, text: str) -> None:
     world_size = 4 if "pipeline" in words else 2
     assert any(text in problem for problem in problems(f"{words} {FSDP}", world_size))
     assert not any(text in problem for problem in problems(words, world_size))
+
+
+def test_weights_and_gradients_may_be_sent_as_codes() -> None:
+    codes = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --grad-reduce-in-fp8"
+    assert problems(f"{codes} {FSDP}") == []
+    level = problems(f"--fp8-lm-level O2 {FSDP}")
+    assert any("--use-distributed-optimizer is not supported" in problem for problem in level)
 
 
 def test_fused_accumulation_and_flags_without_effect() -> None:

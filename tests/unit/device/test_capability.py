@@ -203,7 +203,6 @@ def test_newer_forms_of_nvfp4_need_emulated_layers() -> None:
         ("precision", {"quantize_kernels": "te"}, "--quantize-kernels te"),
         ("precision", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "fusion-impl te"),
         ("training", {"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
-        ("optimizer", {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
     ],
 )
 def test_options_that_only_transformer_engine_has(section: str, settings: dict[str, Any], flag: str) -> None:
@@ -211,6 +210,33 @@ def test_options_that_only_transformer_engine_has(section: str, settings: dict[s
     config = replace(config, **{section: replace(getattr(config, section), **settings)})
     assert capability_problems(config, H200) == []
     assert flag in only_problem(config, CPU)
+
+
+def test_low_precision_state_is_transformer_engines_on_a_gpu_and_emulated_on_a_cpu() -> None:
+    config = RunConfig()
+    config = replace(config, optimizer=replace(config.optimizer, use_precision_aware_optimizer=True))
+    assert capability_problems(config, H200) == capability_problems(config, CPU) == []
+    emulated = replace(config, precision=replace(config.precision, transformer_impl="emulated"))
+    assert "--use-precision-aware-optimizer" in only_problem(emulated, H200)
+    halves = replace(config.optimizer, main_params_dtype="fp16")
+    weights = {"bf16": True, "fp8_format": "hybrid", "fp8_param_gather": True}
+    for recipe, is_known in (("delayed", True), ("tensorwise", False)):
+        precision = replace(config.precision, **weights, fp8_recipe=recipe)
+        run = replace(config, optimizer=halves, precision=precision)
+        assert capability_problems(run, CPU) == []
+        if is_known:
+            assert capability_problems(run, H200) == []
+        else:
+            assert "--main-params-dtype fp16 with --fp8-param-gather" in only_problem(run, H200)
+
+
+def test_fsdp_gathers_codes_of_emulated_layers_only() -> None:
+    config = RunConfig()
+    parallel = replace(config.parallel, use_torch_fsdp2=True)
+    weights = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True}
+    run = replace(config, parallel=parallel, precision=replace(config.precision, **weights))
+    assert capability_problems(run, CPU) == []
+    assert "--fp8-param-gather with --use-torch-fsdp2" in only_problem(run, H200)
 
 
 def test_windows_and_offsets_limit_context_parallel_communication() -> None:

@@ -1,0 +1,105 @@
+"""Replaces the reductions of a run by those in FP8: which parameters, in which buckets, over which ranks."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Container, Sequence
+from functools import partial
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from megafp8.config.schema import RunConfig
+from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
+from megafp8.errors import ConfigError
+from megafp8.mcore.grad_reduction import Reduction, Work, reduction_group, replace_reduction
+from megafp8.mcore.process_groups import bucket_groups
+from megafp8.mcore.torch_fsdp import TorchFSDP
+from megafp8.optimizer.fp8_gradients import BucketReduction, BucketWorks, Fp8Reduction, GradientCodes
+from megafp8.optimizer.fsdp_gradients import reduce_in_fp8
+from megafp8.optimizer.gradient_pieces import parameter_ranges, split_bucket
+from megafp8.recipes.formats import E4M3, E5M2
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.device) -> Optional[Fp8Reduction]:
+    """Reduce the gradients of all chunks in FP8; None without the flag.
+
+    All ranks call it, before hooks are added to the reductions.
+
+    Raises:
+        ConfigError: on all ranks: a pattern of `--grad-reduce-fp8-exclude` matches no parameter.
+    """
+    precision = config.precision
+    if not precision.grad_reduce_in_fp8:
+        return None
+    patterns = excluded_patterns(config)
+    settings = GradientCodes(
+        format={each.name: each for each in (E4M3, E5M2)}[precision.grad_reduce_fp8_format],
+        is_blockwise=precision.grad_reduce_fp8_scaling == "block",
+        has_feedback=precision.grad_reduce_fp8_error_feedback,
+    )
+    step, matched = Fp8Reduction(device), set()
+    for chunk in chunks:
+        # The last stage has a copy of a tied embedding under the name of the output layer.
+        names = {
+            parameter: EMBEDDING if getattr(parameter, "shared_embedding", False) else name.removeprefix("module.")
+            for name, parameter in chunk.module.named_parameters()
+        }
+        matched |= {pattern for pattern in patterns if fnmatch.filter(names.values(), pattern)}
+        exact = {
+            parameter
+            for parameter, name in names.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        }
+        if isinstance(chunk, TorchFSDP):
+            reduce_in_fp8(chunk, exact.__contains__, settings, step)
+        for group in bucket_groups(chunk):
+            ranks = reduction_group(group)
+            if ranks is not None:
+                reductions = [bucket_reduction(bucket, exact, ranks, settings, step) for bucket in group.buckets]
+                replace_reduction(group, partial(start_all, reductions))
+    check_patterns(config, patterns, matched)
+    return step
+
+
+def bucket_reduction(
+    bucket: Any, exact: Container[Any], ranks: dist.ProcessGroup, settings: GradientCodes, step: Fp8Reduction
+) -> BucketReduction:
+    """The reduction of one of megatron-core's buckets.
+
+    Args:
+        exact: the parameters that are not quantized.
+    """
+    is_exact = [parameter in exact for parameter in bucket.params_list]
+    shards = split_bucket(parameter_ranges(bucket), is_exact, bucket.grad_data.numel(), ranks.size())
+    return BucketReduction(bucket.grad_data, shards, len(is_exact), ranks, settings, step)
+
+
+def start_all(reductions: Sequence[BucketReduction], requested: Sequence[Reduction]) -> Work:
+    """Start the reductions of the buckets of a group."""
+    return BucketWorks([each.start(request) for each, request in zip(reductions, requested, strict=True)])
+
+
+def excluded_patterns(config: RunConfig) -> tuple[str, ...]:
+    """The patterns of the parameters that are not quantized."""
+    patterns = config.precision.grad_reduce_fp8_exclude
+    return () if patterns == (NO_PATTERN,) else patterns
+
+
+def check_patterns(config: RunConfig, patterns: Sequence[str], matched: set[str]) -> None:
+    """Check that each given pattern matches a parameter of some rank; those of the default may match none.
+
+    Raises:
+        ConfigError: on all ranks: one does not.
+    """
+    everywhere: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everywhere, matched)
+    idle = [each for each in patterns if each not in {*EXCLUDED_BY_DEFAULT, *set().union(*everywhere)}]
+    if idle:
+        raise ConfigError(
+            f"--grad-reduce-fp8-exclude {' '.join(idle)} matches the name of no parameter: give a part of a name with "
+            "stars, such as *linear_fc2* or decoder.layers.0.*, or none"
+        )

@@ -1,0 +1,82 @@
+"""Counts what FSDP2's ranks send each other.
+
+FSDP2's collectives are replaced through `set_custom_all_gather` and `set_custom_reduce_scatter`, by ones that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+
+class CountedGather(DefaultAllGather):
+    """An all-gather that counts the bytes that this rank receives.
+
+    Args:
+        chunks: model chunks whose gathers it carries out.
+    """
+
+    def __init__(self, chunks: Sequence[Any]):
+        self.received_bytes = 0
+        for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
+            module.set_custom_all_gather(self)
+        for weight, _ in (each for chunk in chunks for each in chunk.quantized_weights):
+            weight.codes.exchange = self._counted(weight.codes.exchange)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        """Gather, in the format of the input."""
+        self.received_bytes += output_tensor.nbytes - input_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, *args, **options)
+
+    def _counted(self, exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wrap the reduction of amaxes, which is counted as one message of their size."""
+
+        def counted(amax: Tensor, group: Optional[dist.ProcessGroup]) -> Tensor:
+            self.received_bytes += amax.nbytes if group is not None else 0
+            return exchange(amax, group)
+
+        return counted
+
+    def take(self) -> int:
+        """Return the bytes received since the last call."""
+        received, self.received_bytes = self.received_bytes, 0
+        return received
+
+
+class CountedReduction(DefaultReduceScatter):
+    """A reduce-scatter that counts the bytes that this rank receives, as a ring sends them.
+
+    Args:
+        chunks: model chunks whose gradients it reduces.
+    """
+
+    def __init__(self, chunks: Sequence[Any]):
+        self.received_bytes = 0
+        for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
+            module.set_custom_reduce_scatter(self)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        """Add the gradients in their dtype."""
+        self.received_bytes += input_tensor.nbytes - output_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, *args, **options)
+
+    def take(self) -> int:
+        """Return the bytes received since the last call."""
+        received, self.received_bytes = self.received_bytes, 0
+        return received
+
+
+def fsdp_modules(chunk: torch.nn.Module) -> Iterator[FSDPModule]:
+    """The modules of a chunk whose parameters FSDP2 gathers together."""
+    return (module for module in chunk.modules() if isinstance(module, FSDPModule))
+
+
+def fsdp_parameters(module: FSDPModule) -> list[Any]:
+    """FSDP2's own record of each parameter that it gathers for a module, in the order in which it packs them."""
+    return [each for group in module._get_fsdp_state()._fsdp_param_groups for each in group.fsdp_params]
