@@ -6,7 +6,7 @@ plants depends on the step only, so that a resumed run continues it.
 
     outlier-channel       gradual: a channel of the input of linear_fc1 grows
     aligned-swiglu        gradual: a channel of SwiGLU's output grows, and its two weights turn to the same direction
-    inflated-qk           gradual: queries and keys grow, and the attention logits as their product
+    inflated-qk           gradual: attention logits grow, because queries and keys do
     spike-batch           sudden: the tokens of a batch are replaced, its labels are not
     infinite-activation   sudden: one value of the input of linear_fc2 is infinite, in the first of these layers
 
@@ -132,7 +132,9 @@ class Fault:
 
     def inflate(self, output: Tensor) -> Tensor:
         """The output of linear_qkv with larger queries and keys: [..., groups x (queries, key, value) x channels]."""
-        return output if self.factor == 1.0 else output * query_key_mask(self.model, output, self.factor)
+        if self.factor == 1.0:
+            return output
+        return output * query_key_mask(self.model, output, math.sqrt(self.factor))
 
     def replace_tokens(self, tokens: Tensor) -> Tensor:
         """Other tokens, the same for the same tokens."""
