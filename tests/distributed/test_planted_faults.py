@@ -12,7 +12,6 @@ from small_run import build_run, fingerprint, small_config, weights
 
 from megafp8.analysis.runs import LoadedRun, load_run
 from megafp8.checkpoint.progress import Progress
-from megafp8.errors import ConfigError
 from megafp8.metrics.layer_statistics import swiglu_alignment
 from megafp8.training import pretrain
 from megafp8.training.extensions.planted_fault import align, query_key_mask
@@ -88,7 +87,7 @@ def test_weights_turn_to_the_same_direction() -> None:
     norm = weight[0].norm().item()
     for _ in range(60):
         align(weight)
-    assert swiglu_alignment(weight) > 0.99 and weight[0].norm().item() == pytest.approx(norm, rel=0.1)
+    assert swiglu_alignment(weight) > 0.99 and weight[0].norm().item() == pytest.approx(norm, rel=1e-4)
     assert torch.equal(weight, weight.main_param)
 
 
@@ -99,5 +98,5 @@ def test_queries_and_keys_are_inflated_and_values_are_not() -> None:
 
 
 def test_faults_that_have_no_place_are_refused() -> None:
-    with pytest.raises(ConfigError, match="planted-fault inflated-qk: the layer must be complete on every rank"):
+    with pytest.raises(AssertionError, match="planted-fault inflated-qk: the layer must be complete on every rank"):
         small_config("llama", f"{TENSORWISE} --tensor-model-parallel-size 2 --planted-fault inflated-qk", 2)

@@ -162,5 +162,6 @@ def align(weight: nn.Parameter) -> None:
         if copy is None:
             continue
         gate, linear = copy.detach().chunk(2)
-        target = linear[CHANNEL] * (gate[CHANNEL].norm() / linear[CHANNEL].norm())
-        gate[CHANNEL] += TURN * (target - gate[CHANNEL])
+        norm = gate[CHANNEL].norm()
+        turned = (1 - TURN) * gate[CHANNEL] + TURN * norm * linear[CHANNEL] / linear[CHANNEL].norm()
+        gate[CHANNEL] = turned * (norm / turned.norm())
