@@ -44,11 +44,11 @@ class PlantedFault(Extension):
     """Plants the run's fault, if it has one."""
 
     def __init__(self) -> None:
-        self.fault: Optional[Fault] = None
+        self.fault: Optional[LayerFault] = None
 
     def open(self, state: LoopState) -> None:
         if state.run.config.training.planted_fault != "none":
-            self.fault = Fault(state.run)
+            self.fault = LayerFault(state.run)
 
     def before_step(self, state: LoopState) -> None:
         if self.fault is not None:
@@ -65,7 +65,7 @@ class PlantedFault(Extension):
         return False
 
 
-class Fault:
+class LayerFault:
     """The fault of a run.
 
     Attributes:

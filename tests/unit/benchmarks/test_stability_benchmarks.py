@@ -47,7 +47,8 @@ def test_faults_are_noticed_and_a_second_call_repeats_no_run(tmp_path: Path, cap
     assert first["infinite-activation", "skip"][0][:2] == [4, "step skipped"]
     assert all(len(entry["losses"]) == 20 for entry in entries.values())
     assert run_small(tmp_path) == 0
-    assert (tmp_path / "runs.jsonl").read_text().splitlines() == lines and capfd.readouterr().out == table
+    assert (tmp_path / "runs.jsonl").read_text().splitlines() == lines
+    assert table.endswith(capfd.readouterr().out), "the first call also prepares the text"
 
 
 def test_the_table_of_controls_says_what_is_worse_and_what_it_takes() -> None:
