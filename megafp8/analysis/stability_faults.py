@@ -1,11 +1,13 @@
 """What planted faults cost: steps until a run notices one, until the loss suffers and recovers, and the loss lost.
 
 A run with a fault is compared with the clean run of the same recipe and seed, which reads the same batches. Losses are
-means of `WINDOW` steps; those that are not finite are worse than any other.
+means of `WINDOW` steps; those that are not finite are worse than any other, and so are those that a run that stopped
+never had.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional
@@ -33,7 +35,7 @@ class FaultCost:
         noticed: until the first event.
         worse: until the loss is WORSE than the clean run's.
         recovered: until the loss stays within RECOVERED of the clean run's; 0 if it always did.
-        lost_fraction: mean loss of the LAST steps against the clean run's.
+        lost_fraction: mean loss of the LAST steps against the clean run's; infinite if the run stopped.
         event: the first event.
     """
 
@@ -53,6 +55,7 @@ def fault_cost(
         losses, clean: of all steps of both runs.
         fault_step: the first step with the fault.
     """
+    losses = [*losses, *[math.inf] * (len(clean) - len(losses))]
     own = [event for event in events if event.name in EVENTS and event.step >= fault_step]
     gaps = smoothed_gaps(losses, clean)[fault_step - 1 :]
     worse = next((index for index, gap in enumerate(gaps) if not gap <= WORSE), None)

@@ -6,7 +6,7 @@ plants depends on the step only, so that a resumed run continues it.
 
     outlier-channel       gradual: a channel of the input of linear_fc1 grows
     aligned-swiglu        gradual: a channel of SwiGLU's output grows, and its two weights turn to the same direction
-    inflated-qk           gradual: queries and keys grow, and the attention logits as their product
+    inflated-qk           gradual: attention logits grow, because queries and keys do
     spike-batch           sudden: the tokens of a batch are replaced, its labels are not
     infinite-activation   sudden: one value of the input of linear_fc2 is infinite, in the first of these layers
 
@@ -44,11 +44,11 @@ class PlantedFault(Extension):
     """Plants the run's fault, if it has one."""
 
     def __init__(self) -> None:
-        self.fault: Optional[Fault] = None
+        self.fault: Optional[LayerFault] = None
 
     def open(self, state: LoopState) -> None:
         if state.run.config.training.planted_fault != "none":
-            self.fault = Fault(state.run)
+            self.fault = LayerFault(state.run)
 
     def before_step(self, state: LoopState) -> None:
         if self.fault is not None:
@@ -65,7 +65,7 @@ class PlantedFault(Extension):
         return False
 
 
-class Fault:
+class LayerFault:
     """The fault of a run.
 
     Attributes:
@@ -132,7 +132,9 @@ class Fault:
 
     def inflate(self, output: Tensor) -> Tensor:
         """The output of linear_qkv with larger queries and keys: [..., groups x (queries, key, value) x channels]."""
-        return output if self.factor == 1.0 else output * query_key_mask(self.model, output, self.factor)
+        if self.factor == 1.0:
+            return output
+        return output * query_key_mask(self.model, output, math.sqrt(self.factor))
 
     def replace_tokens(self, tokens: Tensor) -> Tensor:
         """Other tokens, the same for the same tokens."""
@@ -160,5 +162,6 @@ def align(weight: nn.Parameter) -> None:
         if copy is None:
             continue
         gate, linear = copy.detach().chunk(2)
-        target = linear[CHANNEL] * (gate[CHANNEL].norm() / linear[CHANNEL].norm())
-        gate[CHANNEL] += TURN * (target - gate[CHANNEL])
+        norm = gate[CHANNEL].norm()
+        turned = (1 - TURN) * gate[CHANNEL] + TURN * norm * linear[CHANNEL] / linear[CHANNEL].norm()
+        gate[CHANNEL] = turned * (norm / turned.norm())

@@ -1,0 +1,102 @@
+"""Planted faults: what they change and what they do not, and that a run notices and repairs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import build_run, fingerprint, small_config, weights
+
+from megafp8.analysis.runs import LoadedRun, load_run
+from megafp8.checkpoint.progress import Progress
+from megafp8.metrics.layer_statistics import swiglu_alignment
+from megafp8.training import pretrain
+from megafp8.training.extensions.planted_fault import align, query_key_mask
+from megafp8.training.operand_faults import emulated_linears_by_name
+
+TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+LOOP = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100 --train-iters 6"
+FAST = "--planted-fault-step 2 --planted-fault-growth 32 --planted-fault"
+
+
+def run_loop(folder: Path, flags: str, is_moved: bool = False) -> tuple[Progress, str]:
+    """The training loop; in high precision if `is_moved`."""
+    config = small_config("llama", f"{LOOP} --save {folder} --load {folder} {TENSORWISE} {flags}")
+
+    def start() -> tuple[Progress, str]:
+        run = build_run(config)
+        for _, linear in emulated_linears_by_name(run.trainee.chunks) if is_moved else ():
+            linear.move_to_high_precision()
+        return pretrain.train(run), fingerprint(weights(run))
+
+    return run_ranks(1, start)[0]
+
+
+def events(folder: Path, *names: str) -> list[tuple[int, str]]:
+    run: LoadedRun = load_run(folder)
+    return [(event.step, event.name) for event in run.events if event.name in names]
+
+
+def test_an_outlier_channel_changes_no_bit_in_high_precision(tmp_path: Path) -> None:
+    _, plain = run_loop(tmp_path / "plain", "", is_moved=True)
+    _, planted = run_loop(tmp_path / "planted", f"{FAST} outlier-channel", is_moved=True)
+    assert planted == plain
+    assert run_loop(tmp_path / "fp8", f"{FAST} outlier-channel")[1] != run_loop(tmp_path / "none", "")[1]
+
+
+@pytest.mark.parametrize("fault", ["outlier-channel", "aligned-swiglu"])
+def test_a_gradual_fault_is_resumed_and_noticed(fault: str, tmp_path: Path) -> None:
+    flags = f"{FAST} {fault} --fp8-guard warn --fp8-guard-interval 1"
+    _, straight = run_loop(tmp_path / "straight", flags)
+    run_loop(tmp_path / "resumed", f"{flags} --exit-interval 4")
+    assert run_loop(tmp_path / "resumed", flags)[1] == straight
+    found = events(tmp_path / "straight", "guard")
+    assert found and min(step for step, _ in found) >= 2
+
+
+def test_normalized_queries_and_keys_cannot_be_inflated(tmp_path: Path) -> None:
+    """The small model has --qk-layernorm, the remedy that the guard names."""
+    run_loop(tmp_path, f"{FAST} inflated-qk --fp8-guard warn --fp8-guard-interval 1")
+    assert events(tmp_path, "guard") == []
+
+
+@pytest.mark.parametrize("policy", ["skip", "bf16"])
+def test_an_infinite_activation_is_skipped_in_its_own_step(policy: str, tmp_path: Path) -> None:
+    flags = f"{FAST.partition(' --planted-fault-growth')[0]} --planted-fault infinite-activation --max-skipped-steps 1"
+    progress, _ = run_loop(tmp_path, f"{flags} --on-nonfinite-activation {policy}")
+    assert events(tmp_path, "step skipped") == [(2, "step skipped")]
+    assert [samples.step for samples in progress.history.skipped] == [2]
+    moved = [linear.name for linear in progress.history.moved_linears]
+    assert moved == (["layers.0.linear_fc2"] if policy == "bf16" else [])
+
+
+def test_a_spike_batch_is_skipped_in_its_own_step(tmp_path: Path) -> None:
+    flags = "--planted-fault-step 5 --planted-fault spike-batch --spike-policy skip --max-skipped-steps 1"
+    run_loop(tmp_path, f"{flags} --spike-window 4 --spike-min-steps 3 --spike-sigma 0.5")
+    (step, _), *_ = events(tmp_path, "step skipped")
+    run_loop(tmp_path / "clean", f"{flags.replace('spike-batch', 'inflated-qk')} --spike-sigma 1e6")
+    assert step <= 5 and load_run(tmp_path).steps[4].loss != load_run(tmp_path / "clean").steps[4].loss
+
+
+def test_weights_turn_to_the_same_direction() -> None:
+    weight = torch.nn.Parameter(torch.randn(16, 8, generator=torch.Generator().manual_seed(0)))
+    weight.main_param = weight.detach().clone()
+    norm = weight[0].norm().item()
+    for _ in range(60):
+        align(weight)
+    assert swiglu_alignment(weight) > 0.99 and weight[0].norm().item() == pytest.approx(norm, rel=1e-4)
+    assert torch.equal(weight, weight.main_param)
+
+
+def test_queries_and_keys_are_inflated_and_values_are_not() -> None:
+    model = SimpleNamespace(num_attention_heads=4, group_query_attention=True, num_query_groups=2)
+    mask = query_key_mask(model, torch.zeros(1, 1, 2 * 4 * 3), 7.0)
+    assert mask.tolist() == ([7.0] * 9 + [1.0] * 3) * 2
+
+
+def test_faults_that_have_no_place_are_refused() -> None:
+    with pytest.raises(AssertionError, match="planted-fault inflated-qk: the layer must be complete on every rank"):
+        small_config("llama", f"{TENSORWISE} --tensor-model-parallel-size 2 --planted-fault inflated-qk", 2)

@@ -1,0 +1,63 @@
+"""The benchmarks of planted faults and known-bad controls: a small version, and their tables."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks import known_bad_controls, planted_faults
+
+HUNG_S = 600
+
+
+def run_small(folder: Path) -> int:
+    """The benchmark of one recipe in a child process, so that this process joins no process group."""
+    arguments = (
+        f"--recipes tensorwise --clean-seeds 1 --fault-seeds 1 --steps 20 --fault-step 4 --growth 4 "
+        f"--folder {folder / 'data'} --json {folder / 'runs.jsonl'}"
+    )
+    child = multiprocessing.get_context("fork").Process(target=planted_faults.main, args=(arguments.split(),))
+    child.start()
+    child.join(HUNG_S)
+    child.kill()
+    return child.exitcode or 0
+
+
+@pytest.mark.slow
+def test_faults_are_noticed_and_a_second_call_repeats_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_small(tmp_path) == 0
+    table = capfd.readouterr().out
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    entries = {planted_faults.Arm(**json.loads(line)["arm"]): json.loads(line) for line in lines}
+    assert len(entries) == 1 + sum(map(len, planted_faults.FAULTS.values()))
+    first = {(arm.fault, arm.repair): entry["events"][:1] for arm, entry in entries.items()}
+    assert first["clean", "none"] == []
+    for repair, change in (("none", ""), ("bf16-layer", "layer moved"), ("smooth-swiglu", "layer smoothed")):
+        (event,) = first["aligned-swiglu", repair]
+        names = [
+            name for _, name, _ in entries[planted_faults.Arm("tensorwise", 1, "aligned-swiglu", repair)]["events"]
+        ]
+        assert event[:2] == [10, "guard"] and (not change or change in names)
+    assert first["infinite-activation", "skip"][0][:2] == [4, "step skipped"]
+    assert all(len(entry["losses"]) == 20 for entry in entries.values())
+    assert run_small(tmp_path) == 0
+    assert (tmp_path / "runs.jsonl").read_text().splitlines() == lines
+    assert table.endswith(capfd.readouterr().out), "the first call also prepares the text"
+
+
+def test_the_table_of_controls_says_what_is_worse_and_what_it_takes() -> None:
+    losses = {("bf16", seed): 5.0 + 0.1 * seed for seed in range(5)}
+    for seed in range(5):
+        losses["tensorwise", seed] = losses["bf16", seed] * (1 + 0.001 * (-1) ** seed)
+        losses["e5m2-forward", seed] = losses["tensorwise", seed] * (1.02 + 0.001 * seed)
+    rows = [line for line in known_bad_controls.table(losses).splitlines() if line.startswith("| ")]
+    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows[1:]}
+    assert set(cells) == {"tensorwise", "e5m2-forward"}  # forms without runs have no row
+    assert cells["tensorwise"][:2] == ["bf16", "not distinguishable"] and int(cells["tensorwise"][5]) > 5
+    assert cells["e5m2-forward"][:3] == ["tensorwise", "worse", "+2.200%"]
