@@ -38,6 +38,8 @@ from megafp8.mcore.cpu_adam import Adam
 from megafp8.optimizer.newton_schulz import newton_schulz
 
 MOMENTUM = "momentum_buffer"
+SHARED_MODES = ("duplicated", "distributed")
+"""Values of --muon-tp-mode with which shards are orthogonalized as one matrix."""
 IS_MUON = "is_muon"
 """Key of a parameter group: whether Muon updates it."""
 
@@ -159,7 +161,7 @@ def orthogonalize_one(direction: Tensor, matrix: Matrix, settings: MuonSettings)
     """Orthogonalize and scale one matrix, or each of a stack, over the ranks that share it."""
     rows, columns = direction.shape[-2:]
     group, sharded_dim = matrix.group, matrix.sharded_dim
-    if group is None or sharded_dim is None or group.size() == 1 or settings.tp_mode == "blockwise":
+    if group is None or sharded_dim is None or group.size() == 1 or settings.tp_mode not in SHARED_MODES:
         update = newton_schulz(direction, settings.steps, settings.precision)
     elif settings.tp_mode == "distributed":
         update = newton_schulz(direction, settings.steps, settings.precision, sharded_dim=sharded_dim, group=group)

@@ -80,7 +80,7 @@ def matrix_flops(config: RunConfig, shape: Shape, ranks: int) -> float:
     steps, mode = config.optimizer.muon_num_ns_steps, config.optimizer.muon_tp_mode
     if ranks > 1 and mode == "distributed":
         return steps * (4.0 * unsharded**2 * sharded / ranks + 2.0 * unsharded**3)
-    rows = sharded // ranks if mode == "blockwise" else sharded
+    rows = sharded if mode == "duplicated" else sharded // ranks
     small, large = sorted((rows, unsharded))
     return steps * (4.0 * small**2 * large + 2.0 * small**3)
 

@@ -496,11 +496,6 @@ EXAMPLES = {
         1,
         "--muon-coefficient-type quintic needs a multiple of 5 steps",
     ),
-    "muon_settings_are_in_range": (
-        {"optimizer.optimizer": "muon", "optimizer.muon_momentum": 1.0},
-        1,
-        "must be at least 0 and below 1",
-    ),
     "low_precision_state_needs_its_switch": ({"optimizer.exp_avg_dtype": "bf16"}, 1, "--use-precision-aware-optimizer"),
     "full_recompute_says_which_layers": (
         {"training.recompute_granularity": "full", "training.recompute_method": "uniform"},

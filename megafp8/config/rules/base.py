@@ -139,7 +139,7 @@ UNSUPPORTED_SETTINGS: tuple[UnsupportedSetting, ...] = (
     ),
     UnsupportedSetting(
         "optimizer.muon_fp32_matmul_prec",
-        lambda name: name == "low",
+        lambda name: name not in ("medium", "high", "highest"),
         "torch has no such precision, and Megatron-LM fails at the first step. Use medium, which is BF16",
     ),
     UnsupportedSetting(

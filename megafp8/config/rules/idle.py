@@ -63,7 +63,8 @@ def _muon_settings(config: RunConfig) -> Mapping[str, bool]:
     given = {}
     for setting in (settings_by_name()[f"optimizer.{name}"] for name in names):
         value = value_of(config, setting.name)
-        given[setting.as_flag(value)] = value != setting.default
+        if value != setting.default:
+            given[setting.as_flag(value)] = True
     return given
 
 

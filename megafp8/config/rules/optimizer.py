@@ -174,17 +174,6 @@ def newton_schulz_steps_fit(config: RunConfig, world_size: int) -> Iterator[str]
         yield problem
 
 
-def muon_settings_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The momentum is a decay rate, and the factor of the update is positive."""
-    optimizer = config.optimizer
-    if not is_muon(config):
-        return
-    if not 0 <= optimizer.muon_momentum < 1:
-        yield f"--muon-momentum {optimizer.muon_momentum:g} must be at least 0 and below 1"
-    if optimizer.muon_extra_scale_factor <= 0:
-        yield f"--muon-extra-scale-factor {optimizer.muon_extra_scale_factor:g} must be above 0"
-
-
 def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> Iterator[str]:
     """The dtypes of optimizer state need the precision-aware optimizer, which needs the distributed optimizer."""
     optimizer = config.optimizer
@@ -231,6 +220,5 @@ RULES: tuple[Rule, ...] = (
     sharded_state_has_a_layout,
     muon_has_complete_matrices,
     newton_schulz_steps_fit,
-    muon_settings_are_in_range,
     low_precision_state_needs_its_switch,
 )

@@ -267,7 +267,7 @@ class OptimizerConfig:
     muon_tp_mode: str = setting(
         "duplicated",
         "Muon with tensor parallelism; duplicated: every rank orthogonalizes the complete matrix, distributed: the "
-        "ranks do it together, blockwise: each rank its own shard, as if it were a matrix",
+        "ranks do it together; otherwise each rank its own shard, as if it were a matrix",
         choices=("blockwise", "duplicated", "distributed"),
     )
     muon_scalar_optimizer: str = setting(

@@ -69,8 +69,8 @@ def test_flags_of_speed_change_nothing(flags: str, text: str) -> None:
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "are sent by their owners"),
         ("--use-precision-aware-optimizer --use-distributed-optimizer", "supports only --optimizer adam, not muon"),
         ("--muon-coefficient-type aol", "needs a multiple of 4 steps"),
-        ("--muon-momentum -0.1", "must be at least 0"),
-        ("--muon-extra-scale-factor 0", "must be above 0"),
+        ("--muon-momentum 1", "--muon-momentum 1.0 must be"),
+        ("--muon-extra-scale-factor 0", "--muon-extra-scale-factor 0.0 must be"),
     ],
 )
 def test_what_cannot_be_done_is_refused(flags: str, text: str) -> None:
