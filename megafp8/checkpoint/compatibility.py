@@ -20,6 +20,7 @@ import torch
 from megafp8.checkpoint.manifest import summarize
 from megafp8.checkpoint.metadata import embedding_rows, load_common_state, read_config
 from megafp8.config import derived, precision_map, settings
+from megafp8.config.muon import has_flat_shards
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
 from megafp8.errors import CheckpointError
@@ -178,11 +179,11 @@ def check_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_optimi
         return
     if saved.checkpoint.no_save_optim:
         raise CheckpointError(f"{path} was saved with --no-save-optim; use --no-load-optim or --finetune")
-    before, now = (bool(each.parallel.use_distributed_optimizer) for each in (saved, config))
+    before, now = (has_flat_shards(each) for each in (saved, config))
     names = saved.optimizer.optimizer, config.optimizer.optimizer
     rates = saved.optimizer.decoupled_lr, config.optimizer.decoupled_lr
     dtypes = derived.params_dtype(saved.precision), derived.params_dtype(config.precision)
-    if before != now:
+    if before != now and names[0] == names[1]:
         problem = (
             f"was saved {'with' if before else 'without'} --use-distributed-optimizer, but this run is "
             f"{'with' if now else 'without'} it, and their optimizer states are incompatible"

@@ -28,18 +28,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint import fsdp_rows
+from megafp8.checkpoint import fsdp_rows, muon_state
 from megafp8.checkpoint import optimizer_state as optimizer_parts
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.mcore.patches import groups_matched_without_rates
 from megafp8.mcore.process_groups import gather_weights
 from megafp8.mcore.torch_fsdp import rows_found_by_identity
+from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 
 # Settings of a parameter group that flags set; GROUP_RATES belong to the learning-rate schedule.
-GROUP_SETTINGS = ("betas", "eps", "momentum")
+GROUP_SETTINGS = ("betas", "eps", "momentum", "is_muon")
 GROUP_RATES = ("max_lr", "min_lr")
-GROUP_IDENTITY = (("wd_mult", 1.0), ("lr_mult", 1.0), ("is_decoupled_lr", False))
+GROUP_IDENTITY = (("wd_mult", 1.0), ("lr_mult", 1.0), ("is_decoupled_lr", False), ("is_muon", False))
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -79,6 +80,10 @@ def optimizer_state(training_state: TrainingState, model: dict[str, Any], is_loa
     Before the first step the moments are zero.
     """
     parts = chained_optimizers(training_state.optimizer)
+    if muon_state.is_of_muon(parts[0]):
+        is_only_owner = isinstance(training_state.optimizer, LayerWiseOptimizer)
+        states = [muon_state.sharded_state(part, model, is_only_owner) for part in parts]
+        return states[0] if len(parts) == 1 else dict(enumerate(states))
     is_distributed = isinstance(parts[0], DistributedOptimizer)
     for part in parts:
         if not (is_distributed and is_loading):  # `sharded_state` initializes a distributed optimizer on load
@@ -118,10 +123,14 @@ def load_optimizer_state(
         # A run with a fixed loss scale saves no scaler state. A dynamic loss scale then starts from its initial value.
         if "grad_scaler" in part_state and not part_state["grad_scaler"]:
             part_state["grad_scaler"] = part.grad_scaler.state_dict()
-        if not isinstance(part, DistributedOptimizer):
+        if not isinstance(part, DistributedOptimizer) and not muon_state.is_of_muon(part):
             fsdp_rows.optimizer_dtensors(part, part_state)
-    with groups_matched_without_rates():
-        training_state.optimizer.load_state_dict(state)
+    if muon_state.is_of_muon(parts[0]):
+        for part, part_state in zip(parts, states, strict=True):
+            muon_state.load(part, part_state)
+    else:
+        with groups_matched_without_rates():
+            training_state.optimizer.load_state_dict(state)
     if isinstance(parts[0], DistributedOptimizer):
         for part, part_state in zip(parts, states, strict=True):
             optimizer_parts.store_moments(part, part_state)

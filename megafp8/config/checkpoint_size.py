@@ -12,6 +12,6 @@ def min_checkpoint_bytes(config: RunConfig, padded_vocab: int) -> int:
     is_fp32 = derived.params_dtype(config.precision) == "fp32"
     bytes_per_parameter = 4 if is_fp32 else 2
     if not config.checkpoint.no_save_optim:
-        bytes_per_parameter += 8 if settings.optimizer == "adam" else 0
+        bytes_per_parameter += {"adam": 8, "muon": 4}.get(settings.optimizer, 0)
         bytes_per_parameter += 0 if is_fp32 else 4
     return bytes_per_parameter * model_shapes.count_parameters(config.model, padded_vocab).total

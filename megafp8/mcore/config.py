@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import derived
 from megafp8.config.activations import is_gated, is_plain_swiglu
+from megafp8.config.muon import has_flat_shards, is_muon
 from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megafp8.config.stages import virtual_pipeline_size
 from megafp8.errors import ConfigError
@@ -296,7 +297,7 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         "grad_reduce_in_fp32": derived.grad_dtype(precision) == "fp32",
         "overlap_grad_reduce": bool(parallel.overlap_grad_reduce),
         "overlap_param_gather": bool(parallel.overlap_param_gather),
-        "use_distributed_optimizer": bool(parallel.use_distributed_optimizer),
+        "use_distributed_optimizer": has_flat_shards(config),
         "bucket_size": parallel.ddp_bucket_size,
         "fp8_param_gather": precision.fp8_param_gather,
     }
@@ -313,7 +314,8 @@ def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerC
     # With a recipe but no FP8 weights, it would keep FP32 master weights where 16-bit remainders suffice.
     has_fp8_weights = implementation == "transformer_engine" and precision.fp8_param_gather
     fields = {
-        "optimizer": optimizer.optimizer,
+        # `optimizer.build_muon` replaces the torch optimizer inside.
+        "optimizer": "adam" if is_muon(config) else optimizer.optimizer,
         "lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
         "decoupled_lr": optimizer.decoupled_lr,
@@ -332,7 +334,7 @@ def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerC
         "adam_eps": optimizer.adam_eps,
         "sgd_momentum": optimizer.sgd_momentum,
         "clip_grad": optimizer.clip_grad,
-        "use_distributed_optimizer": bool(parallel.use_distributed_optimizer),
+        "use_distributed_optimizer": has_flat_shards(config),
         "overlap_param_gather": bool(parallel.overlap_param_gather),
         "log_num_zeros_in_grad": config.logging.log_num_zeros_in_grad,
         "fp8_recipe": precision.fp8_recipe if has_fp8_weights else None,

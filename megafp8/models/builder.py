@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config.mixture import has_expert_ranks
+from megafp8.config.muon import is_muon
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
 from megafp8.config.stages import virtual_pipeline_size
@@ -33,6 +34,7 @@ from megafp8.models.emulated_layers import EmulatedOutputLayer, convert_to_quant
 from megafp8.models.fsdp_codes import gather_codes
 from megafp8.models.initialization import initialize_parameters
 from megafp8.models.layer_specs import build_block_spec, build_multi_token_spec, linear_recipes
+from megafp8.optimizer.build_muon import build_muon
 from megafp8.quantization.fp8_parameter import quantize_assigned_weights
 from megafp8.quantization.scaled_gemm import accumulate
 
@@ -199,7 +201,9 @@ def build_optimizer(
     config: RunConfig, transformer_config: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """Build the optimizer, and set the functions that megatron-core's pipeline schedules call."""
-    optimizer = get_megatron_optimizer(build_optimizer_config(config, transformer_config.transformer_impl), chunks)
+    core_config = build_optimizer_config(config, transformer_config.transformer_impl)
+    build = partial(build_muon, config) if is_muon(config) else get_megatron_optimizer
+    optimizer = build(core_config, chunks)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     gather_weights_once(parts)
     if config.parallel.use_torch_fsdp2:

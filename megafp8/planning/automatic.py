@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Optional
 from megafp8.config import derived, precision_map, rules
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config.muon import has_flat_shards
 from megafp8.config.rules.cuda_graph import cuda_graph_obstacles
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
@@ -161,7 +162,7 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
     if reduces is None:
         reduces = helps
     if gathers is None:
-        gathers = helps and reduces  # only beside buckets whose reduction overlaps
+        gathers = helps and reduces and has_flat_shards(config)  # only beside buckets whose reduction overlaps
     values: Values = {"parallel.overlap_grad_reduce": reduces, "parallel.overlap_param_gather": gathers}
     flags = (
         ("--overlap-grad-reduce", "parallel.overlap_grad_reduce"),

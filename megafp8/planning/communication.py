@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 
 from megafp8.config import derived, latent_attention, mixture
 from megafp8.config.model_shapes import count_parameters
+from megafp8.config.muon import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
 from megafp8.planning.memory import BYTES, parameters_on_stage
 from megafp8.planning.mixture_memory import expert_parameters_on_stage
@@ -246,7 +247,7 @@ def data_parallel_traffic(run: PlannedRun, stage: int) -> DataParallelTraffic:
 def _group_traffic(run: PlannedRun, stage: int, group: RankGroup, quantizable: int, other: int) -> DataParallelTraffic:
     """The traffic of weights that a group shares: of linears, and others."""
     config, parameters = run.config, quantizable + other
-    num_phases = 1 if config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2 else 2
+    num_phases = 1 if has_flat_shards(config) or config.parallel.use_torch_fsdp2 else 2
     grad_bytes = reduced_bytes(run, stage, quantizable, other, num_phases)
     num_codes = quantizable * quantized_fraction(config, stage) if config.precision.fp8_param_gather else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes

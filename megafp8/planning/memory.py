@@ -4,7 +4,8 @@
     FP8 copies    Q x (2 bytes with Transformer Engine: codes and transposed codes; emulated 1, MXFP8 2); FP4: half.
                   With --fp8-param-gather they replace the weights
     gradients     P x (4 bytes, 2 with a low-precision reduction)
-    optimizer     P x (4 master weights + 4 + 4 moments), divided by data- x context-parallel size if sharded
+    optimizer     P x (4 master weights + 4 + 4 moments), divided by data- x context-parallel size if sharded. Muon has
+                  one moment for the matrices of the layers
     activations   microbatches in flight x layers x bytes per layer
     logits        tokens x vocabulary / tensor-parallel size x (format + 4 + format), on the last stage
     buffers       gradients of the layer that runs backward, on stages without logits
@@ -31,8 +32,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafp8.config import activations, derived, latent_attention, mixture, model_shapes, multi_token, stages
+from megafp8.config.muon import is_muon
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.planning import fsdp_memory
+from megafp8.planning import fsdp_memory, muon_cost
 from megafp8.planning.attention_memory import explicit_score_bytes
 from megafp8.planning.layer_activations import LayerActivations, latent_attention_bytes
 from megafp8.planning.mixture_memory import expert_layers_on_stage, expert_parameters_on_stage, mlp_channels
@@ -103,7 +105,7 @@ def estimate_memory(
         weights_bytes=weights_bytes,
         fp8_copies_bytes=fp8_copies_bytes,
         gradients_bytes=parameters * _gradient_itemsize(config.precision),
-        optimizer_bytes=_optimizer_bytes(config, world_size, parameters, expert_parameters_on_stage(config, stage)),
+        optimizer_bytes=_optimizer_bytes(config, world_size, padded_vocab, stage),
         activations_bytes=_activation_bytes(config, world_size, stage, implementation),
         logits_bytes=logits_bytes,
         buffers_bytes=max(0, _backward_bytes(config) - logits_bytes),
@@ -226,13 +228,11 @@ def _code_bytes(precision: PrecisionConfig) -> float:
     return max((recipe.code_bytes for recipe in derived.used_recipes(precision)), default=0)
 
 
-def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int, experts: int) -> int:
-    """Bytes of master weights, moments, and FP32 gradients converted from low-precision ones.
-
-    Args:
-        experts: those of the parameters that are of routed experts, which fewer ranks may hold.
-    """
+def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stage: int) -> int:
+    """Bytes of master weights, moments, and FP32 gradients converted from low-precision ones."""
     optimizer, precision = config.optimizer, config.precision
+    quantizable, other = parameters_on_stage(config, padded_vocab, stage)
+    parameters, experts = quantizable + other, expert_parameters_on_stage(config, stage)
     params_dtype = derived.params_dtype(precision)
     if optimizer.use_precision_aware_optimizer:
         # With BF16 weights, TE keeps only the 16 bits of an FP32 master weight that BF16 lacks.
@@ -243,6 +243,15 @@ def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int, expert
         master = 0 if params_dtype == "fp32" else BYTES["fp32"]
         moments = (2 if optimizer.optimizer == "adam" else 1) * BYTES["fp32"]
         gradients = 0 if derived.grad_dtype(precision) == "fp32" else BYTES["fp32"]
+    if is_muon(config):
+        has_table = stage == 0 or _is_last(config, stage)
+        channels = padded_vocab if has_table else derived.ffn_hidden_size(config.model)
+        assert config.model.hidden_size is not None
+        largest = channels * config.model.hidden_size // config.parallel.tensor_model_parallel_size
+        return muon_cost.state_bytes(
+            config, world_size, matrices=quantizable, others=other, experts=experts, largest=largest,
+            itemsize=master + gradients,
+        )  # fmt: skip
     shards = expert_shards = 1
     if config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2:
         shards = derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size

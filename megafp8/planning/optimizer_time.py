@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from megafp8.config import derived
+from megafp8.config.muon import is_muon
 from megafp8.planning import communication
 from megafp8.planning.memory import parameters_on_stage
 from megafp8.planning.mixture_memory import expert_parameters_on_stage
+from megafp8.planning.muon_cost import newton_schulz_s
 from megafp8.planning.planned_run import PlannedRun
 
 SCALED_MOMENTS = ("fp16", "fp8")
 
 
 def optimizer_s(run: PlannedRun, stage: int) -> float:
-    """Seconds of the optimizer's kernels on gradients, master weights and moments."""
+    """Seconds of the optimizer's kernels on gradients, master weights and moments, and of Newton-Schulz in Muon."""
     parameters = sum(parameters_on_stage(run.config, run.padded_vocab, stage))
     parallel = run.config.parallel
     is_sharded = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
@@ -24,7 +26,8 @@ def optimizer_s(run: PlannedRun, stage: int) -> float:
     full_bytes, shard_bytes = optimizer_bytes_per_parameter(run)
     has_all_gradients = not parallel.use_torch_fsdp2
     moved_bytes = full_bytes * parameters / (1 if has_all_gradients else num_shards) + shard_bytes * on_shard
-    return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction)
+    orthogonalization_s = newton_schulz_s(run, stage, num_shards) if is_muon(run.config) else 0.0
+    return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction) + orthogonalization_s
 
 
 def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from megafp8.planning.fp8_gain import fp8_warnings
 from megafp8.planning.layouts import FREE_MEMORY_FRACTION
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
+from megafp8.planning.muon_cost import muon_lines
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
 from megafp8.planning.process_memory import non_torch_bytes
@@ -79,6 +80,7 @@ def describe_run(checked: Checked) -> str:
         *automatic,
         size_text(config, vocab_size, world_size),
         *mixture_text(config, world_size),
+        *muon_lines(config, world_size),
         memory_text(config, vocab_size, world_size, implementation, target),
         speed_text(config, target, implementation, vocab_size, world_size),
         data_text(config),

@@ -11,6 +11,7 @@ import torch
 
 import megafp8
 from megafp8.config import derived, model_shapes, precision_map, settings
+from megafp8.config.muon import is_muon
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.stages import virtual_pipeline_size
@@ -18,6 +19,7 @@ from megafp8.device.gpus import find_peak
 from megafp8.device.platform import THREAD_VARIABLES, cores_per_rank
 from megafp8.metrics.records import RunRecord
 from megafp8.optimizer import fused_adam
+from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.planning.precision_table import GemmPrecision, format_recipes, resolve_precision_map
 from megafp8.training.run import Run
 
@@ -118,10 +120,16 @@ def describe_update(run: Run) -> dict[str, str]:
     """How weights are updated and gathered, where that depends on the machine or the layout."""
     found = {}
     on_cuda = run.platform.kind == "cuda"
-    if on_cuda:
+    optimizer = run.trainee.optimizer
+    if on_cuda and is_muon(run.config):
+        found["optimizer"] = "Muon and AdamW in torch's kernels"
+    elif on_cuda:
         obstacle = fused_adam.obstacle(run.config, on_cuda)
         found["optimizer"] = "one pass" if obstacle is None else f"megatron-core's optimizer ({obstacle})"
-    if run.config.parallel.use_distributed_optimizer and (run.place.data_size > 1 or on_cuda):
+    if isinstance(optimizer, LayerWiseOptimizer):
+        own = sum(weight.nbytes for each in optimizer.ownerships for weight in each.of_this_rank)
+        found["parameter broadcast"] = f"{own / 2**20:.1f} MiB from this rank, which has their optimizer state"
+    elif run.config.parallel.use_distributed_optimizer and (run.place.data_size > 1 or on_cuda):
         found["parameter gather"] = describe_gather(run)
     return found
 

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config import derived, multi_token
+from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -93,7 +94,7 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
         bias_snapshot=ExpertBiasSnapshot(trainee.chunks) if config.model.moe_router_enable_expert_bias else None,
         gradient_monitor=gradient_monitor,
         operand_monitor=build_operand_monitor(config, trainee.chunks, implementation, platform.device),
-        parameter_traffic=build_traffic(config, trainee.chunks),
+        parameter_traffic=(trainee.optimizer if is_layer_wise(config) else build_traffic(config, trainee.chunks)),
         gradient_traffic=gradient_traffic,
         fp8_reduction=fp8_reduction,
         graph=build_step_graph(config, trainee.chunks, platform.device),
@@ -138,7 +139,7 @@ def build_trainee(
     if obstacle is None:
         optimizer = fused_adam.FusedAdamOptimizer(optimizer, platform.device)
         transformer_config.finalize_model_grads_func = optimizer.finalize
-    elif config.training.spike_policy != "off":
+    elif config.training.spike_policy != "off" and not isinstance(optimizer, SkipUpdateOptimizer):
         optimizer = SkipUpdateOptimizer(optimizer)
     return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size))
 

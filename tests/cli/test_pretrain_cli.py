@@ -108,7 +108,9 @@ def test_a_wrong_command_line_ends_with_status_64_and_no_traceback() -> None:
 
 
 def test_wrong_overrides_are_reported_with_all_errors_before_any_work(capsys) -> None:
-    overrides = "transformer.num_layer=3 ddp.suggested_communication_unit_size=many optimizer.muon_momentum=small"
+    overrides = (
+        "transformer.num_layer=3 ddp.suggested_communication_unit_size=many optimizer.decoupled_weight_decay=small"
+    )
     problems = problems_of(capsys, f"{TINY} --min-lr 1 --override {overrides}")
     for part in ("--min-lr 1", "has no field num_layer", "'many' is not of type", "'small' is not of type"):
         assert any(part in problem for problem in problems), (part, problems)

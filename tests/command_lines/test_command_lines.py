@@ -57,7 +57,7 @@ SAME_DEFAULTS = {
 
 DETAILS_OF_REFUSED_FEATURES = (
     "--activation-offload-fraction", "--async-strategy", "--delta-offload-bytes", "--glu-linear-offset",
-    "--muon-", "--wgrad-deferral-limit",
+    "--wgrad-deferral-limit",
 )  # fmt: skip
 
 

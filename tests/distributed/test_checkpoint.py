@@ -82,6 +82,10 @@ def load_newest(run: Run, folder: Path, weights_only: bool = False) -> Progress:
         pytest.param("gpt2", 1, "--fp16 --initial-loss-scale 256", id="gpt2-fp16"),
         pytest.param("gpt2", 1, f"{PLAIN} --optimizer sgd", id="gpt2-sgd"),
         pytest.param("gpt2", 1, "--bf16 --optimizer sgd", id="gpt2-bf16-sgd"),
+        pytest.param("llama", 1, f"{PLAIN} --optimizer muon", id="llama-muon"),
+        pytest.param("gpt2", 1, "--optimizer muon --fp16 --initial-loss-scale 256", id="gpt2-fp16-muon"),
+        pytest.param("llama", 2, f"--optimizer muon {BF16_FP8} {TENSOR}", id="llama-bf16-fp8-tp2-sp-muon"),
+        pytest.param("gpt2", 2, f"--optimizer muon {BF16_FP8} {DISTRIBUTED} {DROPOUT}", id="gpt2-bf16-fp8-dp2-muon"),
     ],
 )
 def test_resume_is_bit_equal(style: str, world_size: int, flags: str, tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             "order": ("dp_reshardable", {"transformer_impl": "transformer_engine"}, "--no-load-optim imports the"),
             "old": ("dp_zero_gather_scatter", {}, "--dist-ckpt-optim-fully-reshardable"),
             "sizes": ("dp_reshardable", {"num_layers": None}, "the argument num_layers is missing"),
+            "muon": ("dp_reshardable", {"optimizer": "muon"}, "the state of Megatron-LM's Muon"),
         }  # fmt: skip
         for name, (kind, changes, message) in cases.items():
             path = save_as_megatron(run, tmp_path / name, arguments(config, 1, **changes), kind)
@@ -166,6 +167,21 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert plan_megatron_import(tmp_path / "others", None).notes == ["not read: recompute_granularity = full"]
 
     run_ranks(1, save_and_convert)
+
+
+def test_the_state_of_muon_is_not_exported(tmp_path: Path) -> None:
+    config = small_config("llama", f"{PLAIN} --optimizer muon --muon-nesterov")
+
+    def save_and_export() -> bool:
+        run = build_run(config)
+        train(run, 1)
+        save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
+        with pytest.raises(CheckpointError, match="the state of --optimizer muon"):
+            plan_megatron_export(tmp_path, None)
+        args = plan_megatron_export(tmp_path, None, with_optimizer=False).common["args"]
+        return args.optimizer == "muon" and args.muon_nesterov and args.muon_split_qkv
+
+    assert run_ranks(1, save_and_export) == [True]
 
 
 def test_a_run_does_not_load_the_folder_itself(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ RECIPES = {
     "mxfp8": f"{FP8} mxfp8",
     "rowwise": f"{FP8} rowwise",
     "nvfp4": "--fp4-format e2m1",
+    "tensorwise-muon": f"{FP8} tensorwise --optimizer muon --muon-nesterov",
     "tensorwise-fp8-weights": f"{FP8} tensorwise {GATHER}",
     "delayed-fp8-weights": f"{FP8} delayed --fp8-amax-history-len 3 {GATHER}",
     "blockwise-fp8-weights": f"{FP8} blockwise {GATHER}",

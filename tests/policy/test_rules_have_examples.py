@@ -476,10 +476,20 @@ EXAMPLES = {
         "--use-distributed-optimizer",
     ),
     "dynamic_loss_scale_can_move": ({"optimizer.loss_scale_window": 2.5}, 1, "an integer number of steps"),
-    "sharded_state_is_adams": (
+    "sharded_state_has_a_layout": (
         {"optimizer.optimizer": "sgd", "parallel.use_distributed_optimizer": True},
         1,
         "not sgd: remove one of them",
+    ),
+    "muon_has_complete_matrices": (
+        {"optimizer.optimizer": "muon", "parallel.overlap_param_gather": True, "parallel.overlap_grad_reduce": True},
+        1,
+        "--overlap-param-gather is not supported with --optimizer muon",
+    ),
+    "newton_schulz_steps_fit": (
+        {"optimizer.optimizer": "muon", "optimizer.muon_num_ns_steps": 7},
+        1,
+        "--muon-coefficient-type quintic needs a multiple of 5 steps",
     ),
     "low_precision_state_needs_its_switch": ({"optimizer.exp_avg_dtype": "bf16"}, 1, "--use-precision-aware-optimizer"),
     "full_recompute_says_which_layers": (

@@ -46,6 +46,8 @@ SAME_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_wsd_decay_style", "lr_wsd_decay_iters",
             "lr_wsd_decay_samples", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay",
             "end_weight_decay", "weight_decay_incr_style", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum",
+            "muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_scale_mode", "muon_extra_scale_factor",
+            "muon_num_ns_steps", "muon_coefficient_type", "muon_fp32_matmul_prec", "muon_tp_mode",
             "clip_grad", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
         ),
         "precision": (

@@ -29,6 +29,7 @@ from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, check_readable, load_c
 from megafp8.checkpoint.standalone import CheckpointTensors, LazyTensor, write_files
 from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
 from megafp8.config import derived
+from megafp8.config.muon import is_muon
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import from_json
 from megafp8.errors import CheckpointError
@@ -100,6 +101,11 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
     if problems := unexpressed_settings(config):
         raise CheckpointError(f"{path} cannot be expressed as a model of Megatron-LM:\n{format_problems(problems)}")
     with_optimizer = with_optimizer and "optimizer" in saved
+    if with_optimizer and is_muon(config):
+        raise CheckpointError(
+            f"{path} has the state of --optimizer muon, which Megatron-LM saves in parts that depend on the layout: "
+            "export the weights only (--no-load-optim)"
+        )
     quantizers = [name for name in tensors.locations if any(marker in name for marker in EXTRA_STATE_MARKERS)]
     sources = {
         name: required_source(tensors, name)

@@ -17,6 +17,13 @@ _STARTUP_SPEED = "it only affects how fast dataset indices are opened, and is no
 
 ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
     ("--use-mcore-models", 0, "all models are megatron-core's"),
+    ("--muon-use-syrk", 0, "it only affects the speed of Muon; the complete symmetric products are computed"),
+    (
+        "--no-use-layer-wise-param-layout --use-layer-wise-param-layout",
+        0,
+        "it only places gradients in memory; with --optimizer muon they are always reduced by all-reduce, and a weight "
+        "is updated by one rank",
+    ),
     (
         "--use-flash-attn",
         0,
@@ -204,7 +211,7 @@ ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
 
 ACCEPTED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("--inference- --no-inference-", _INFERENCE),
-    ("--muon- --lion-", "it is for another optimizer, which --optimizer refuses"),
+    ("--lion-", "it is for another optimizer, which --optimizer refuses"),
 )
 """Beginnings of flags with any values, and why they change nothing. `refused.py` has exceptions."""
 

@@ -215,7 +215,7 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
         "logits have the dtype of the weights, and the loss is computed in FP32; remove it",
     ),
     (
-        "--ddp-param-name-patterns-for-fp32-local-accumulation --no-use-layer-wise-param-layout",
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
         "all gradients have one dtype and one layout; see --accumulate-allreduce-grads-in-fp32",
     ),
     ("--ddp-num-buckets", "give the size of a bucket: --ddp-bucket-size PARAMETERS"),

@@ -13,6 +13,7 @@ REPLACED: Mapping[str, str] = MappingProxyType(
         "--fp8-e4m3": "--fp8-format e4m3",
         "--fp8-hybrid": "--fp8-format hybrid",
         "--verify-integrity": "--ckpt-verify hash",
+        "--optimizer dist_muon": "--optimizer muon --use-distributed-optimizer",
         # Both hold the same state; the format of one file a rank only fits the layout that wrote it.
         "--ckpt-format torch": "--ckpt-format torch_dist",
         # Of Megatron-LM before 2022: every layer was recomputed.

@@ -125,10 +125,6 @@ class UnsupportedSetting:
     reason: str
 
 
-MUON = (
-    "megatron-core's Muon needs the package emerging_optimizers, which is not installed with it, and excludes the "
-    "distributed optimizer. Use --optimizer adam, and remove --muon-*"
-)
 UNSUPPORTED_SETTINGS: tuple[UnsupportedSetting, ...] = (
     UnsupportedSetting(
         "checkpoint.non_persistent_ckpt_type",
@@ -136,7 +132,16 @@ UNSUPPORTED_SETTINGS: tuple[UnsupportedSetting, ...] = (
         "a checkpoint on local disks is lost with any of the machines, because its parts are not replicated. Use "
         "global and a folder shared by all ranks (--non-persistent-global-ckpt-dir)",
     ),
-    UnsupportedSetting("optimizer.optimizer", lambda name: name not in ("adam", "sgd"), MUON),
+    UnsupportedSetting(
+        "optimizer.muon_scalar_optimizer",
+        lambda name: name != "adam",
+        "weights that Muon does not train are AdamW's. Use adam",
+    ),
+    UnsupportedSetting(
+        "optimizer.muon_fp32_matmul_prec",
+        lambda name: name not in ("medium", "high", "highest"),
+        "torch has no such precision, and Megatron-LM fails at the first step. Use medium, which is BF16",
+    ),
     UnsupportedSetting(
         "checkpoint.ckpt_format",
         lambda name: name != "torch_dist",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megafp8.config import derived, precision_map
+from megafp8.config.muon import is_muon
 from megafp8.config.schema import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megafp8.config.schema.moe import MixtureModelConfig, MixtureParallelConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -25,6 +26,7 @@ def idle_setting_notices(config: RunConfig) -> Iterator[str]:
     yield from _missing("--num-experts", _expert_settings(config))
     yield from _missing("--position-embedding-type rope", _rotary_settings(config))
     yield from _missing("--lr-decay-style WSD", _wsd_settings(config))
+    yield from _missing("--optimizer muon", _muon_settings(config))
     lowest = config.optimizer.decoupled_min_lr
     if lowest is not None and config.optimizer.decoupled_lr is None:
         yield f"--decoupled-min-lr {lowest:g} has no effect without --decoupled-lr"
@@ -51,6 +53,19 @@ def idle_setting_notices(config: RunConfig) -> Iterator[str]:
 def _missing(needs: str, is_given: Mapping[str, bool]) -> Iterator[str]:
     """The notices for those of several flags that are given, and have no effect without another."""
     return (f"{flag} has no effect without {needs}" for flag, given in is_given.items() if given)
+
+
+def _muon_settings(config: RunConfig) -> Mapping[str, bool]:
+    """The settings of Muon that another optimizer does not read; those with their default are not given."""
+    if is_muon(config):
+        return {}
+    names = [name for name in OptimizerConfig.__dataclass_fields__ if name.startswith("muon_")]
+    given = {}
+    for setting in (settings_by_name()[f"optimizer.{name}"] for name in names):
+        value = value_of(config, setting.name)
+        if value != setting.default:
+            given[setting.as_flag(value)] = True
+    return given
 
 
 def _expert_settings(config: RunConfig) -> Mapping[str, bool]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Optional
 
 from megafp8.config import derived, lr_schedule
+from megafp8.config.muon import is_muon, steps_problem
 from megafp8.config.rules.base import Rule, all_positive, batch_size, flags_without_effect
 from megafp8.config.schema import RunConfig
 
@@ -114,9 +115,10 @@ def weight_decay_has_its_ends(config: RunConfig, world_size: int) -> Iterator[st
 
 
 def fixed_loss_scale_has_a_scaler(config: RunConfig, world_size: int) -> Iterator[str]:
-    """megatron-core's FP32 optimizer without sharding ignores the loss scale."""
+    """megatron-core's FP32 optimizer without flat shards ignores the loss scale."""
     loss_scale, dtype = config.optimizer.loss_scale, derived.params_dtype(config.precision)
-    if loss_scale is not None and dtype == "fp32" and config.parallel.use_distributed_optimizer is False:
+    has_fp32_optimizer = config.parallel.use_distributed_optimizer is False or is_muon(config)
+    if loss_scale is not None and dtype == "fp32" and has_fp32_optimizer:
         yield (
             f"--loss-scale {loss_scale:g} has no effect on megatron-core's FP32 optimizer: give "
             "--use-distributed-optimizer (also for one rank), --bf16 or --fp16, or remove it"
@@ -135,11 +137,41 @@ def dynamic_loss_scale_can_move(config: RunConfig, world_size: int) -> Iterator[
         yield (f"--loss-scale-window {optimizer.loss_scale_window:g} must be an integer number of steps: round it")
 
 
-def sharded_state_is_adams(config: RunConfig, world_size: int) -> Iterator[str]:
-    """megatron-core's distributed optimizer can shard and save the state of Adam only."""
+def sharded_state_has_a_layout(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The state of Adam and Muon can be sharded and saved, that of SGD cannot."""
     name = config.optimizer.optimizer
-    if config.parallel.use_distributed_optimizer and name != "adam":
-        yield f"--use-distributed-optimizer supports only --optimizer adam, not {name}: remove one of them"
+    if config.parallel.use_distributed_optimizer and name not in ("adam", "muon"):
+        yield f"--use-distributed-optimizer supports only --optimizer adam and muon, not {name}: remove one of them"
+
+
+def muon_has_complete_matrices(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings that cut matrices, or that keep no FP32 weights to which Muon could add its update."""
+    if not is_muon(config):
+        return
+    parallel = config.parallel
+    excluded = (
+        (parallel.use_torch_fsdp2, "--use-torch-fsdp2", "ranks have rows of a matrix, and Muon needs all of it"),
+        (
+            bool(parallel.overlap_param_gather),
+            "--overlap-param-gather",
+            "updated weights are sent by their owners and not gathered in buckets",
+        ),
+        (
+            config.precision.fp8_param_gather,
+            "--fp8-param-gather",
+            "FP8 weights are cast from flat shards of master weights, and Muon updates complete weights",
+        ),
+    )
+    for is_given, flag, reason in excluded:
+        if is_given:
+            yield f"{flag} is not supported with --optimizer muon: {reason}; remove one of them"
+
+
+def newton_schulz_steps_fit(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A set of coefficients has a polynomial for each step."""
+    problem = steps_problem(config.optimizer)
+    if is_muon(config) and problem is not None:
+        yield problem
 
 
 def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -187,6 +219,8 @@ RULES: tuple[Rule, ...] = (
     weight_decay_has_its_ends,
     fixed_loss_scale_has_a_scaler,
     dynamic_loss_scale_can_move,
-    sharded_state_is_adams,
+    sharded_state_has_a_layout,
+    muon_has_complete_matrices,
+    newton_schulz_steps_fit,
     low_precision_state_needs_its_switch,
 )

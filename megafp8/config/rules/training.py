@@ -139,7 +139,7 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "training.check_weight_hash_across_dp_replicas_interval "
         "checkpoint.ckpt_step checkpoint.async_save_timeout "
         "checkpoint.non_persistent_save_interval "
-        "logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval"
+        "optimizer.muon_num_ns_steps logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval"
     ),
     _NOT_NEGATIVE: (
         "training.cuda_graph_warmup_steps training.min_offloaded_tensor_size "
@@ -157,7 +157,7 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "model.moe_router_topk_scaling_factor model.moe_expert_capacity_factor "
         "model.norm_epsilon model.rope_scaling_factor model.yarn_beta_fast model.yarn_beta_slow "
         "model.attention_logit_softcapping model.output_logit_softcapping model.activation_func_clamp_value "
-        "optimizer.lr optimizer.decoupled_lr optimizer.adam_eps "
+        "optimizer.lr optimizer.decoupled_lr optimizer.adam_eps optimizer.muon_extra_scale_factor "
         "model.softmax_scale model.logits_scaling model.embedding_multiplier model.residual_multiplier "
         "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
         "training.exit_signal_grace_s training.spike_sigma training.micro_batch_size_memory_limit "
@@ -166,7 +166,7 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
     _FRACTION_BELOW_1: (
         "model.moe_input_jitter_eps "
         "model.attention_dropout model.hidden_dropout optimizer.adam_beta1 optimizer.adam_beta2 "
-        "optimizer.sgd_momentum optimizer.lr_warmup_fraction"
+        "optimizer.sgd_momentum optimizer.muon_momentum optimizer.lr_warmup_fraction"
     ),
     _FRACTION_ABOVE_0: "model.rotary_percent",
     _AT_LEAST_2: "training.spike_window training.spike_min_steps",

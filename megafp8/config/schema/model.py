@@ -224,7 +224,8 @@ class ParallelConfig(MixtureParallelConfig):
     )
     use_distributed_optimizer: Optional[bool] = setting(
         None,
-        "shard optimizer state over data-parallel ranks; default on GPUs with --optimizer adam",
+        "shard optimizer state over data-parallel ranks, of --optimizer muon by complete weights; default on GPUs "
+        "with --optimizer adam",
         flags=("--use-distributed-optimizer",),
         off=("--no-use-distributed-optimizer",),
     )

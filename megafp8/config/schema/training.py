@@ -208,7 +208,11 @@ class TrainingConfig:
 class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
-    optimizer: str = setting("adam", "optimizer; muon is not supported", choices=("adam", "sgd", "muon"))
+    optimizer: str = setting(
+        "adam",
+        "optimizer; muon: Muon for the matrices of the layers, AdamW for embeddings, output layer, norms and biases",
+        choices=("adam", "sgd", "muon"),
+    )
     lr: Optional[float] = setting(None, "peak learning rate")
     min_lr: float = setting(0.0, "final learning rate of the decay")
     lr_warmup_init: float = setting(0.0, "initial learning rate of the warmup")
@@ -243,6 +247,42 @@ class OptimizerConfig:
     adam_beta2: float = setting(0.999, "Adam's beta2, the decay rate of the second moment")
     adam_eps: float = setting(1e-8, "Adam's epsilon")
     sgd_momentum: float = setting(0.9, "SGD's momentum")
+    muon_momentum: float = setting(0.9, "Muon's momentum, the decay rate of the mean of the gradients")
+    muon_nesterov: bool = setting(False, "Nesterov momentum for Muon", flags=("--muon-nesterov", "--muon-use-nesterov"))
+    muon_split_qkv: bool = setting(
+        True,
+        "orthogonalize the query, key and value rows of linear_qkv as three matrices in Muon",
+        off=("--muon-no-split-qkv",),
+    )
+    muon_scale_mode: str = setting(
+        "spectral",
+        "factor of Muon's update of an (out, in) matrix; spectral: sqrt(max(out, in)), unit_rms_norm: sqrt(out / in), "
+        "shape_scaling: sqrt(max(1, out / in))",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = setting(
+        1.0, "further factor of Muon's update; 0.2 gives about the size of AdamW's update"
+    )
+    muon_num_ns_steps: int = setting(5, "Newton-Schulz steps of Muon")
+    muon_coefficient_type: str = setting(
+        "quintic",
+        "coefficients of Muon's Newton-Schulz steps",
+        choices=("simple", "quintic", "polar_express", "aol"),
+    )
+    muon_fp32_matmul_prec: str = setting(
+        "medium",
+        "precision of Muon's Newton-Schulz steps; medium: BF16, high: TF32 on a GPU and FP32 on a CPU, highest: FP32",
+        choices=("low", "medium", "high", "highest"),
+    )
+    muon_tp_mode: str = setting(
+        "duplicated",
+        "Muon with tensor parallelism; duplicated: every rank orthogonalizes the complete matrix, distributed: the "
+        "ranks do it together; otherwise each rank its own shard, as if it were a matrix",
+        choices=("blockwise", "duplicated", "distributed"),
+    )
+    muon_scalar_optimizer: str = setting(
+        "adam", "optimizer of all weights that Muon does not train; lion is not supported", choices=("adam", "lion")
+    )
     clip_grad: float = setting(1.0, "clip gradients to this global norm; 0: no clipping")
     loss_scale: Optional[float] = setting(None, "constant loss scale; default: dynamic with --fp16, else none")
     initial_loss_scale: float = setting(2.0**32, "initial dynamic loss scale with --fp16")

@@ -225,7 +225,7 @@ def test_a_flag_that_only_looks_like_one_of_megatron_lms_is_unknown(flag):
         parse([flag, "1"])
 
 
-@pytest.mark.parametrize("flag", ["--muon-momentum", "--lion-beta1"])
+@pytest.mark.parametrize("flag", ["--lion-beta1"])
 def test_details_of_other_optimizers_change_nothing(flag):
     (notice,) = parse(["--optimizer", "adam", flag, "0.9"]).notices
     assert notice.startswith(f"{flag}: no effect; it is for another optimizer")

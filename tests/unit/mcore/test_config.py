@@ -181,12 +181,12 @@ def test_errors_of_megatron_core_are_config_errors() -> None:
 def test_overrides_reach_each_section() -> None:
     config = overridden(
         "transformer.fp32_residual_connection=true", "ddp.pad_buckets_for_high_nccl_busbw=true",
-        "optimizer.muon_momentum=0", "optimizer.apply_wd_to_qk_layernorm=true",
+        "optimizer.decoupled_weight_decay=false", "optimizer.apply_wd_to_qk_layernorm=true",
     )  # fmt: skip
     assert transformer(config).fp32_residual_connection is True
     assert build_ddp_config(config).pad_buckets_for_high_nccl_busbw is True
     assert build_optimizer_config(config, "local").apply_wd_to_qk_layernorm is True
-    assert build_optimizer_config(config, "local").muon_momentum == 0.0
+    assert build_optimizer_config(config, "local").decoupled_weight_decay is False
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""Builds the optimizer of a run with --optimizer muon from megatron-core's optimizer for Adam.
+
+megatron-core builds its own Muon only with the package emerging_optimizers. Here it builds its optimizer for Adam, with
+parameter groups, FP32 master weights, loss scale, gradient norm and clipping. Only the torch optimizer inside is
+replaced, after the parameter groups were divided into those of Muon and those of AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamWithNamePredicate
+from torch import Tensor
+
+from megafp8.config import derived
+from megafp8.config.muon import is_layer_wise
+from megafp8.config.schema import RunConfig
+from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
+from megafp8.optimizer.layer_wise import LayerWiseOptimizer, Ownership
+from megafp8.optimizer.muon import IS_MUON, Matrix, Muon, MuonSettings
+
+TABLES = ("embedding", "output_layer")
+"""Modules whose matrices are AdamW's."""
+
+
+def is_matrix(parameter: Tensor, name: str) -> bool:
+    """Whether Muon trains a weight: a matrix, or the stacked matrices of experts, outside of `TABLES`."""
+    return parameter.ndim in (2, 3) and not set(TABLES) & set(name.split("."))
+
+
+def build_muon(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence[Any]) -> MegatronOptimizer:
+    """Build the optimizer; all ranks call it.
+
+    Args:
+        core_config: of megatron-core's optimizer for Adam, without its distributed optimizer.
+        chunks: the model chunks with gradient buffers.
+    """
+    groups = {
+        **get_standard_config_overrides(core_config),
+        ParamKey(with_name_predicate=ParamWithNamePredicate(name="matrix", fn=is_matrix)): {IS_MUON: True},
+    }
+    ownerships = divide_weights(chunks) if is_layer_wise(config) else []
+    with trainable_only(chunks, ownerships):
+        optimizer = get_megatron_optimizer(core_config, list(chunks), config_overrides=groups)
+    matrices, settings = find_matrices(config, chunks), MuonSettings.from_config(config.optimizer)
+    for part in optimizer.chained_optimizers:
+        part.optimizer = Muon(part.optimizer.param_groups, matrices, settings)
+        part.init_state_fn = initialize
+        if ownerships:  # gradients of a weight count on its owner only
+            part.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+    return LayerWiseOptimizer(optimizer, ownerships) if ownerships else optimizer
+
+
+def initialize(optimizer: Muon, config: Any = None) -> None:
+    """Give an optimizer that has made no step its initial state."""
+    optimizer.initialize()
+
+
+def named_weights(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The trained weights of this rank with their names in the chunks."""
+    for chunk in chunks:
+        yield from ((name, weight) for name, weight in chunk.named_parameters() if weight.requires_grad)
+
+
+def divide_weights(chunks: Sequence[Any]) -> list[Ownership]:
+    """The owners of the weights that data-parallel ranks hold, and of those that expert data-parallel ranks hold."""
+    weights = [weight for _, weight in named_weights(chunks)]
+    experts = [weight for weight in weights if is_reduced_over_expert_ranks(weight)]
+    others = [weight for weight in weights if not is_reduced_over_expert_ranks(weight)]
+    found = [Ownership.divide(others, parallel_state.get_data_parallel_group(with_context_parallel=True))]
+    if experts:
+        found.append(Ownership.divide(experts, parallel_state.get_expert_data_parallel_group()))
+    return found
+
+
+@contextmanager
+def trainable_only(chunks: Sequence[Any], ownerships: Sequence[Ownership]) -> Iterator[None]:
+    """Context in which megatron-core sees only this rank's weights as trained; all of them without ownerships.
+
+    Master weights of the other ranks' weights are then never allocated. `main_param` of these is None, as in
+    megatron-core's distributed optimizer.
+    """
+    own = {weight for ownership in ownerships for weight in ownership.of_this_rank}
+    others = [weight for _, weight in named_weights(chunks) if ownerships and weight not in own]
+    for weight in others:
+        weight.main_param = None
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in others:
+            weight.requires_grad_(True)
+
+
+def find_matrices(config: RunConfig, chunks: Sequence[Any]) -> dict[Tensor, Matrix]:
+    """How each weight of Muon is a matrix, by the tensor that the optimizer updates."""
+    model = config.model
+    heads = derived.query_projection_size(model) // derived.num_query_groups(model)
+    channels = derived.kv_channels(model)
+    found = {}
+    for name, weight in named_weights(chunks):
+        if is_matrix(weight, name):
+            master = getattr(weight, "main_param", None)
+            is_split = getattr(weight, "tensor_model_parallel", False)
+            found[weight if master is None else master] = Matrix(
+                group=tensor_group(name) if is_split else None,
+                sharded_dim=weight.partition_dim if is_split else None,
+                qkv_rows=(heads, channels, channels) if name.endswith("linear_qkv.weight") else None,
+            )
+    return found
+
+
+def tensor_group(name: str) -> Optional[torch.distributed.ProcessGroup]:
+    """The ranks that hold shards of a weight. Those of routed experts may be others than those of the other weights."""
+    if "experts" in name.split("."):
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()

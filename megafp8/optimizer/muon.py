@@ -1,0 +1,196 @@
+"""Muon for the matrices of the layers and AdamW for all other weights, in one torch optimizer.
+
+For a matrix W with gradient G, learning rate l, momentum beta and weight decay w, all in FP32:
+
+    W <- W - l w W
+    M <- beta M + (1 - beta) G
+    D  = beta M + (1 - beta) G with --muon-nesterov, else M
+    W <- W - l * scale * extra * orthogonal(D)
+
+`orthogonal` is `newton_schulz`. The scale follows from the shape of the matrix (--muon-scale-mode). This is the
+arithmetic of Megatron-LM's Muon. A fused `linear_fc1` of a gated MLP is one matrix, as there. The query, key and value
+rows of `linear_qkv` are three matrices, each with the rows of all query groups, unless --muon-no-split-qkv. An expert's
+linears are matrices of their own, also where experts are stacked in one tensor.
+
+Unlike Megatron-LM, which excludes only the word embeddings, position embeddings are AdamW's, too: they are a table.
+
+torch.optim.Muon is not used: it has no tensor parallelism, no split of fused weights, one set of coefficients, and one
+parameter group of matrices only.
+
+Tensor parallelism (--muon-tp-mode). `duplicated`: the ranks gather the direction and orthogonalize the complete matrix,
+which is that of one rank up to the order of rows of a gated `linear_fc1`. `distributed`: the products are summed over
+the ranks. `blockwise`: each shard is a matrix, with the scale of its own shape; results depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafp8.config.muon import Polynomial, polynomials
+from megafp8.config.schema import OptimizerConfig
+from megafp8.mcore.cpu_adam import Adam
+from megafp8.optimizer.newton_schulz import newton_schulz
+
+MOMENTUM = "momentum_buffer"
+SHARED_MODES = ("duplicated", "distributed")
+"""Values of --muon-tp-mode with which shards are orthogonalized as one matrix."""
+IS_MUON = "is_muon"
+"""Key of a parameter group: whether Muon updates it."""
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    """Settings of the update; names and meaning are those of the flags."""
+
+    momentum: float
+    has_nesterov: bool
+    splits_qkv: bool
+    scale_mode: str
+    extra_scale_factor: float
+    steps: tuple[Polynomial, ...]
+    precision: str
+    tp_mode: str
+
+    @classmethod
+    def from_config(cls, optimizer: OptimizerConfig) -> MuonSettings:
+        """The settings of a run."""
+        return cls(
+            momentum=optimizer.muon_momentum,
+            has_nesterov=optimizer.muon_nesterov,
+            splits_qkv=optimizer.muon_split_qkv,
+            scale_mode=optimizer.muon_scale_mode,
+            extra_scale_factor=optimizer.muon_extra_scale_factor,
+            steps=polynomials(optimizer),
+            precision=optimizer.muon_fp32_matmul_prec,
+            tp_mode=optimizer.muon_tp_mode,
+        )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How a weight is one or more matrices.
+
+    Attributes:
+        group: tensor-parallel ranks that hold shards of it.
+        sharded_dim: the dimension of [rows, columns] that they share; None if every rank holds all of it.
+        qkv_rows: query, key and value rows of one query group; None for other weights than `linear_qkv`.
+    """
+
+    group: Optional[dist.ProcessGroup] = None
+    sharded_dim: Optional[int] = None
+    qkv_rows: Optional[tuple[int, int, int]] = None
+
+
+class Muon(Adam):
+    """Muon for the parameter groups with `is_muon`, AdamW for the others.
+
+    The state of a matrix is `momentum_buffer`; that of other weights is Adam's. All of it is FP32.
+
+    Args:
+        groups: parameter groups; their tensors are FP32.
+        matrices: how each tensor of the groups with `is_muon` is a matrix.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], matrices: Mapping[Tensor, Matrix], settings: MuonSettings):
+        super().__init__(groups)
+        self.matrices, self.settings = matrices, settings
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient. Ranks that share matrices must all call it."""
+        for group in self.param_groups:
+            # Also without parameters: a rank that saves the group's settings may have none of them.
+            group["step"] = group.get("step", 0) + 1
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not group.get(IS_MUON):
+                self.step_group(group, parameters)
+                continue
+            for parameter in parameters:
+                self.update_matrix(parameter, group["lr"], group["weight_decay"])
+
+    def update_matrix(self, parameter: Tensor, learning_rate: float, weight_decay: float) -> None:
+        """Update one weight."""
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state[MOMENTUM] = torch.zeros_like(parameter)
+        if weight_decay:
+            parameter.add_(parameter, alpha=-learning_rate * weight_decay)
+        state[MOMENTUM].lerp_(gradient, 1 - self.settings.momentum)
+        direction = state[MOMENTUM]
+        if self.settings.has_nesterov:
+            direction = gradient.lerp(direction, self.settings.momentum)
+        parameter.add_(orthogonalize(direction, self.matrices[parameter], self.settings), alpha=-learning_rate)
+
+    def initialize(self) -> None:
+        """Give parameters that were not updated yet their initial state, which is zero."""
+        for group in self.param_groups:
+            names = (MOMENTUM,) if group.get(IS_MUON) else ("exp_avg", "exp_avg_sq")
+            for parameter in group["params"]:
+                for name in names:
+                    self.state[parameter].setdefault(name, torch.zeros_like(parameter))
+
+
+def orthogonalize(direction: Tensor, matrix: Matrix, settings: MuonSettings) -> Tensor:
+    """Orthogonalize and scale the direction of a weight, or each matrix of which it consists.
+
+    Args:
+        direction: FP32 [rows, columns], or [experts, rows, columns]; of a sharded weight this rank's part.
+
+    Returns:
+        FP32, of the same shape.
+    """
+    if matrix.qkv_rows is None or not settings.splits_qkv:
+        return orthogonalize_one(direction, matrix, settings)
+    columns = direction.shape[-1]
+    groups = direction.view(-1, sum(matrix.qkv_rows), columns).split(matrix.qkv_rows, dim=1)
+    parts = [
+        orthogonalize_one(part.reshape(-1, columns), matrix, settings).view(-1, rows, columns)
+        for part, rows in zip(groups, matrix.qkv_rows, strict=True)
+    ]
+    return torch.cat(parts, dim=1).view_as(direction)
+
+
+def orthogonalize_one(direction: Tensor, matrix: Matrix, settings: MuonSettings) -> Tensor:
+    """Orthogonalize and scale one matrix, or each of a stack, over the ranks that share it."""
+    rows, columns = direction.shape[-2:]
+    group, sharded_dim = matrix.group, matrix.sharded_dim
+    if group is None or sharded_dim is None or group.size() == 1 or settings.tp_mode not in SHARED_MODES:
+        update = newton_schulz(direction, settings.steps, settings.precision)
+    elif settings.tp_mode == "distributed":
+        update = newton_schulz(direction, settings.steps, settings.precision, sharded_dim=sharded_dim, group=group)
+        rows, columns = complete_shape(rows, columns, sharded_dim, group.size())
+    else:
+        parts = [torch.empty_like(direction) for _ in range(group.size())]
+        dist.all_gather(parts, direction.contiguous(), group=group)
+        dim = direction.ndim - 2 + sharded_dim
+        complete = newton_schulz(torch.cat(parts, dim=dim), settings.steps, settings.precision)
+        update = complete.chunk(group.size(), dim=dim)[group.rank()]
+        rows, columns = complete.shape[-2:]
+    return update * (shape_scale(rows, columns, settings.scale_mode) * settings.extra_scale_factor)
+
+
+def complete_shape(rows: int, columns: int, sharded_dim: int, num_ranks: int) -> tuple[int, int]:
+    """The shape of the matrix of which a rank has [rows, columns]."""
+    return (rows * num_ranks, columns) if sharded_dim == 0 else (rows, columns * num_ranks)
+
+
+def shape_scale(rows: int, columns: int, mode: str) -> float:
+    """The factor of an update of a [rows, columns] = [out, in] matrix (--muon-scale-mode).
+
+    `spectral`: Liu et al. 2025, "Muon is scalable for LLM training"; the update then has an RMS of about 1.
+    `shape_scaling`: Jordan 2024. `unit_rms_norm`: Pethick et al. 2025, "Training deep learning models with
+    norm-constrained LMOs".
+    """
+    if mode == "spectral":
+        return float(max(rows, columns) ** 0.5)
+    if mode == "shape_scaling":
+        return float(max(1.0, rows / columns) ** 0.5)
+    assert mode == "unit_rms_norm"
+    return float((rows / columns) ** 0.5)
