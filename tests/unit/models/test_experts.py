@@ -96,8 +96,9 @@ def test_rows_are_padded_behind_each_expert() -> None:
 
 
 def test_the_load_of_a_layer() -> None:
-    load = layer_load([4, 0, 4, 0], num_tokens=5, entropy_sum=0.0, topk=2, bias=None)
-    assert (load.max_to_mean, load.variation, load.num_idle) == (2.0, 1.0, 2)
+    load = layer_load([0, 4, 0, 4], num_tokens=5, entropy_sum=0.0, topk=2, bias=None, num_rows=32)
+    assert (load.max_to_mean, load.variation, load.num_idle, load.busiest_expert) == (2.0, 1.0, 2, 1)
+    assert load.padded_fraction == 0.75
     assert load.dropped_fraction == pytest.approx(0.2)
 
 
