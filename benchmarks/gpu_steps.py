@@ -128,11 +128,11 @@ def attention_of_process() -> str:
     return selected_attention_backend() or "not Transformer Engine's"
 
 
-def in_process(method: str, function: Callable[..., Any], *args: Any) -> Any:
+def in_process(method: str, function: Callable[..., Any], *args: Any, limit_s: float = PROCESS_S) -> Any:
     """What a function returns in a process of its own.
 
     Raises:
-        Failed: with the process's traceback, or when it ended or took `PROCESS_S` without an answer.
+        Failed: with the process's traceback, or when it ended or took `limit_s` without an answer.
     """
     context = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
@@ -140,8 +140,8 @@ def in_process(method: str, function: Callable[..., Any], *args: Any) -> Any:
     process.start()
     sender.close()
     try:
-        if not receiver.poll(PROCESS_S):
-            raise Failed(f"no answer within {PROCESS_S} s")
+        if not receiver.poll(limit_s):
+            raise Failed(f"no answer within {limit_s} s")
         result = receiver.recv()
     except EOFError as error:
         process.join()
@@ -213,6 +213,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--extra", default="", help="more flags for every mode of megafp8")
     parser.add_argument("--profile", nargs="*", default=[], help="modes to profile a step of")
     parser.add_argument("--trace", type=Path, help="folder for the profiles' kernels as text")
+    parser.add_argument("--build-s", type=float, default=PROCESS_S, help="seconds after which a build is killed")
     parser.add_argument("--minutes", type=float, default=60.0, help="no mode is started after so long")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args(argv)
@@ -236,7 +237,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                 break
             began = time.monotonic()
             try:
-                timed = in_process(method, measure, options, name, modes[name], number)
+                timed = in_process(method, measure, options, name, modes[name], number, limit_s=options.build_s)
                 done.append(timed)
                 print(
                     f"round {number + 1} {name}: {timed.step_ms:.1f} ms, {timed.peak_gib:.1f} GiB, "

@@ -1,7 +1,9 @@
 """A bare megatron-core training loop on one GPU with its fastest settings: the baseline of the benchmarks.
 
 The same shapes, dtypes and random tokens as `gpu_steps.py`; Transformer Engine's fused operations, fused loss, fused
-rotary embedding, overlapped reductions, FP32 gradients accumulated in the GEMM.
+rotary embedding, overlapped reductions, FP32 gradients accumulated in the GEMM. Mixtures (M1 to M3) have its grouped
+GEMM, its permute and router kernels, tokens padded in the router for FP8, and no fused operations, which are for dense
+layers. NOT RUN with mixtures yet.
 """
 
 from __future__ import annotations
@@ -30,11 +32,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 VOCABULARY = 50_304
+QWEN3_MOE = {
+    "hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 4, "kv_channels": 128,
+    "ffn_hidden_size": 6144, "qk_layernorm": True, "layernorm_epsilon": 1e-6, "rotary_base": 1_000_000,
+    "moe_ffn_hidden_size": 768, "moe_router_topk": 8, "moe_aux_loss_coeff": 1e-3, "seq": 4096, "batch": 4,
+    "microbatches": 8,
+}  # fmt: skip
 SHAPES = {
     "A": {"num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "ffn_hidden_size": 5632, "seq": 2048,
           "batch": 8},
     "B": {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8,
           "ffn_hidden_size": 14_336, "seq": 4096, "batch": 2},
+    "M1": {**QWEN3_MOE, "num_layers": 6, "num_moe_experts": 128},
+    "M2": {**QWEN3_MOE, "num_layers": 24, "num_moe_experts": 16},
+    "M3": {"num_layers": 2, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8,
+           "ffn_hidden_size": 14_336, "rotary_base": 1_000_000, "num_moe_experts": 8, "moe_ffn_hidden_size": 14_336,
+           "moe_router_topk": 2, "moe_aux_loss_coeff": 1e-2, "seq": 4096, "batch": 2, "microbatches": 8},
 }  # fmt: skip
 RECIPES: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -47,16 +60,30 @@ RECIPES: dict[str, dict[str, Any]] = {
 NUM_BATCHES = 4
 
 
+def experts_of(sizes: dict[str, Any], recipe: str) -> dict[str, Any]:
+    """megatron-core's fastest settings for the experts of a shape; empty without experts."""
+    if "num_moe_experts" not in sizes:
+        return {}
+    return {
+        "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True, "moe_permute_fusion": True,
+        "moe_router_fusion": True, "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "aux_loss",
+        "moe_router_padding_for_quantization": "fp8" in RECIPES[recipe],
+    }  # fmt: skip
+
+
 class PeerLoop:
     """Model, optimizer and data of the peer; torch.distributed runs already, on one rank."""
 
     def __init__(self, shape: str, recipe: str, fused_operations: bool = True):
         sizes = dict(SHAPES[shape])
         self.length, self.batch = sizes.pop("seq"), sizes.pop("batch")
+        self.num_microbatches, rotary_base = sizes.pop("microbatches", 1), sizes.pop("rotary_base", 10_000)
+        experts = experts_of(sizes, recipe)
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         self.config = TransformerConfig(
-            **sizes, **RECIPES[recipe], bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+            **sizes, **experts, **RECIPES[recipe], bf16=True, params_dtype=torch.bfloat16,
+            pipeline_dtype=torch.bfloat16,
             normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
             attention_dropout=0.0, hidden_dropout=0.0, bias_activation_fusion=True, bias_dropout_fusion=True,
             apply_rope_fusion=True, masked_softmax_fusion=True, cross_entropy_loss_fusion=True,
@@ -64,7 +91,13 @@ class PeerLoop:
         )  # fmt: skip
         model = GPTModel(
             config=self.config,
-            transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fused_operations),
+            transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(
+                num_experts=sizes.get("num_moe_experts"),
+                moe_grouped_gemm=bool(experts),
+                qk_layernorm=self.config.qk_layernorm,
+                use_te_op_fuser=fused_operations and not experts,
+            ),  # fmt: skip
+            rotary_base=rotary_base,
             vocab_size=VOCABULARY,
             max_sequence_length=self.length,
             share_embeddings_and_output_weights=False,
@@ -101,14 +134,14 @@ class PeerLoop:
         self.positions = torch.arange(self.length, device="cuda").expand(self.batch, -1)
 
     def step(self, number: int) -> float:
-        """Train on one batch; its loss."""
+        """Train on one batch, or on one for each microbatch; the mean loss."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = get_forward_backward_func()(
             forward_step_func=self.forward,
-            data_iterator=iter([self.tokens[number % NUM_BATCHES]]),
+            data_iterator=iter([self.tokens[(number + index) % NUM_BATCHES] for index in range(self.num_microbatches)]),
             model=[self.model],
-            num_microbatches=1,
+            num_microbatches=self.num_microbatches,
             seq_length=self.length,
             micro_batch_size=self.batch,
             forward_only=False,
@@ -116,7 +149,7 @@ class PeerLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = 3e-5
         self.optimizer.step()
-        return float(reports[0]["loss"])
+        return float(sum(report["loss"] for report in reports) / self.num_microbatches)
 
     def forward(self, batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """megatron-core's forward step: the mean of the tokens' losses."""

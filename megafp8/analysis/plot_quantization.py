@@ -12,8 +12,9 @@ import numpy as np
 
 from megafp8.analysis.plotting import COLORS, GRAY, new_figure, save_figure, style_axes
 from megafp8.analysis.runs import LoadedRun
-from megafp8.config.precision_map import ATTENTION_LINEARS, MLP_LINEARS
+from megafp8.config.precision_map import ATTENTION_LINEARS, MLP_LINEARS, OUTPUT_LAYER
 from megafp8.errors import DataError
+from megafp8.metrics.expert_statistics import worst_of_experts
 from megafp8.metrics.records import TensorStats, linear_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def plot_telemetry(
 ) -> Path:
     """Write a PNG of one statistic of all linears over the steps, and of the exponents in the last statistics step.
 
+    The experts of a layer have one row, which shows the worst expert of each step.
+
     Args:
         field: of `TensorStats`.
         recipe: a what-if recipe in place of the run's own. Its exponents are not recorded, so they are not drawn.
@@ -54,7 +57,7 @@ def plot_telemetry(
     Raises:
         DataError: the run has no quantization statistics, none of the recipe, or none of the field.
     """
-    tensors = tensors_of(run, recipe)
+    tensors = [worst_of_experts(each, field) for each in tensors_of(run, recipe)]
     linears = sorted({linear_of(name) for name in tensors[-1]}, key=forward_order)
     num_rows = 2 if recipe is None else 1
     figure = new_figure(15, num_rows * (2.1 + 0.1 * min(len(linears), 60)))
@@ -84,11 +87,13 @@ def tensors_of(run: LoadedRun, recipe: Optional[str]) -> list[dict[str, TensorSt
     return found
 
 
-def forward_order(linear: str) -> tuple[int, int]:
-    """Sort key of linears in the order of the forward pass."""
-    _, layer, name = linear.split(".")
+def forward_order(linear: str) -> tuple[float, str, int]:
+    """Sort key of linears in the order of the forward pass: `layers.3.linear_fc1`, `layers.3.experts.linear_fc1`."""
+    if linear == OUTPUT_LAYER:
+        return math.inf, "", 0
+    _, layer, *kind, name = linear.split(".")
     order = (*ATTENTION_LINEARS, *MLP_LINEARS)
-    return int(layer), order.index(name)
+    return int(layer), "".join(kind), order.index(name)
 
 
 def stats_of(tensors: Mapping[str, TensorStats], linear: str, operand: str) -> list[TensorStats]:

@@ -16,6 +16,7 @@ from megafp8.metrics.records import (
     RECORDS_FILE,
     EvalRecord,
     EventRecord,
+    ExpertRecord,
     QuantizationRecord,
     Record,
     RunRecord,
@@ -43,6 +44,7 @@ class LoadedRun:
     """Those of `runs` with steps that are not superseded, in order; at least one."""
     events: tuple[EventRecord, ...]
     quantization_records: tuple[QuantizationRecord, ...] = ()
+    expert_records: tuple[ExpertRecord, ...] = ()
 
     @property
     def info(self) -> RunRecord:
@@ -114,6 +116,7 @@ def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> LoadedR
         stages=_stages(records),
         events=_of_type(records, EventRecord),
         quantization_records=tuple(sorted(_of_type(records, QuantizationRecord), key=lambda record: record.step)),
+        expert_records=tuple(sorted(_of_type(records, ExpertRecord), key=lambda record: record.step)),
     )
 
 

@@ -3,20 +3,26 @@
     python tools/plot_telemetry.py runs/first --output-dir report
     python tools/plot_telemetry.py runs/first --field sqnr_db --recipe mxfp8 --output-dir report
 
-Top: a field of the operands of every linear over the steps. Bottom: the codes of the last record, by exponent.
+Top: a field of the operands of every linear over the steps. Bottom: the codes of the last record, by exponent. The
+experts of a layer have one row, of the worst expert. The load of experts is a picture of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Optional
 
 from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.utils.files import path_argument, path_text
 
-PICTURE = "telemetry.png"
+if TYPE_CHECKING:
+    from megafp8.analysis.runs import LoadedRun
+
+PICTURE, EXPERTS_PICTURE = "telemetry.png", "experts.png"
+NUM_WORST = 5  # experts that are named
 # Those of megafp8/analysis/plot_quantization.py, whose import is too slow for --help.
 FIELDS = ("underflow_fraction", "saturated_fraction", "codes_changed_fraction", "update_to_weight", "sqnr_db",
           "mean_local_sqnr_db", "amax", "scale_spread_octaves", "staleness_octaves", "outlier_octaves")  # fmt: skip
@@ -28,8 +34,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--field", choices=FIELDS, default=FIELDS[0], help=f"field to plot; default {FIELDS[0]}")
     parser.add_argument("--recipe", metavar="NAME", help="one of --fp8-what-if; default: the recipe of the run")
     parser.add_argument(
-        "--output-dir", type=path_argument, default=Path("."), metavar="D", help=f"write {PICTURE} here"
-    )
+        "--output-dir", type=path_argument, default=Path("."), metavar="D",
+        help=f"write {PICTURE} and {EXPERTS_PICTURE} here",
+    )  # fmt: skip
     return parser
 
 
@@ -37,13 +44,40 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Write the picture and print the findings; return the exit status."""
     arguments = build_parser().parse_args(argv)
+    from megafp8.analysis.plot_experts import plot_experts
     from megafp8.analysis.plot_quantization import plot_telemetry
     from megafp8.analysis.runs import load_run
 
     run = load_run(arguments.run)
-    picture = plot_telemetry(run, arguments.output_dir / PICTURE, field=arguments.field, recipe=arguments.recipe)
+    pictures = []
+    if run.expert_records:
+        pictures.append(plot_experts(run, arguments.output_dir / EXPERTS_PICTURE))
+    if run.quantization_records or not pictures:
+        picture = arguments.output_dir / PICTURE
+        pictures.append(plot_telemetry(run, picture, field=arguments.field, recipe=arguments.recipe))
     for event in run.events:
         if event.name == "health":
             print(f"step {event.step}: {event.detail}")
-    print(f"wrote {picture}", file=sys.stderr)
+    for line in worst_experts(run, arguments.field, arguments.recipe):
+        print(line)
+    for picture in pictures:
+        print(f"wrote {picture}", file=sys.stderr)
     return 0
+
+
+def worst_experts(run: LoadedRun, field: str, recipe: Optional[str]) -> Iterator[str]:
+    """The worst experts of the last statistics step, each of another tensor, where experts differ."""
+    from megafp8.metrics.expert_statistics import LOW_IS_WORSE, expert_groups, spread_of
+
+    if not run.quantization_records:
+        return
+    last = run.quantization_records[-1]
+    tensors = last.tensors if recipe is None else last.what_if.get(recipe, {})
+    found = [(name, len(each), spread_of(each, field)) for name, each in expert_groups(tensors).items()]
+    known = [(spread, name, count) for name, count, spread in found if spread and spread.worst != spread.mean]
+    known.sort(key=lambda item: item[0].worst, reverse=field not in LOW_IS_WORSE)
+    for spread, name, count in known[:NUM_WORST]:
+        yield (
+            f"step {last.step}: {name}: {field} is worst in expert {spread.worst_expert}: {spread.worst:.4g}, "
+            f"mean of {count} experts {spread.mean:.4g}"
+        )

@@ -29,6 +29,10 @@ class LayerLoad:
     bias_min: Optional[float] = None
     """Smallest bias of an expert; None without --moe-router-enable-expert-bias."""
     bias_max: Optional[float] = None
+    busiest_expert: Optional[int] = None
+    """The number of the expert with the most tokens; None in records of earlier versions."""
+    padded_fraction: Optional[float] = None
+    """Of the rows that experts multiply, those without an assigned token; None on Transformer Engine's experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +47,9 @@ class ExpertRecord:
 
 
 def layer_load(
-    counts: Sequence[float], num_tokens: float, entropy_sum: float, topk: int, bias: Optional[tuple[float, float]]
-) -> LayerLoad:
+    counts: Sequence[float], num_tokens: float, entropy_sum: float, topk: int, bias: Optional[tuple[float, float]],
+    num_rows: Optional[float] = None,
+) -> LayerLoad:  # fmt: skip
     """The load of one layer.
 
     Args:
@@ -52,6 +57,7 @@ def layer_load(
         num_tokens: tokens that were routed.
         entropy_sum: of their softmax, in nats.
         bias: smallest and largest bias.
+        num_rows: that experts multiplied, padding included; None if they are not counted.
     """
     num_experts, assigned = len(counts), sum(counts)
     mean = assigned / num_experts
@@ -65,6 +71,8 @@ def layer_load(
         entropy_fraction=entropy_sum / largest_entropy if largest_entropy else 0.0,
         bias_min=None if bias is None else bias[0],
         bias_max=None if bias is None else bias[1],
+        busiest_expert=max(range(num_experts), key=lambda expert: counts[expert]),
+        padded_fraction=None if not num_rows else 1 - assigned / num_rows,
     )
 
 

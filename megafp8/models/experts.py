@@ -38,7 +38,12 @@ class PaddedExperts(SequentialMLP):
     Args:
         alignment: the number of rows of each expert is padded to a multiple of this.
         noise_name: seeds the random numbers of stochastic rounding; unique to the layer and the run's seed.
+
+    Attributes:
+        load: collects the numbers of rows; None collects nothing.
     """
+
+    load: Optional[Any] = None
 
     def __init__(self, *args: Any, alignment: int, noise_name: str, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -68,6 +73,8 @@ class PaddedExperts(SequentialMLP):
         """
         counts = tokens_per_expert.tolist()
         padded = [round_up(count, self.alignment) for count in counts]
+        if self.load is not None and torch.is_grad_enabled():
+            self.load.add_rows(sum(padded))
         if padded == counts:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         rows = padded_positions(counts, padded, permuted_probs.device)

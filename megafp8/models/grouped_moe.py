@@ -35,7 +35,10 @@ class GroupedExperts(MegatronModule):
         linear_fc1: [E, 2 F, H].
         linear_fc2: [E, H, F].
         is_first_microbatch: of a step; megatron-core sets it, and the weights are then cast.
+        load: collects the numbers of rows; None collects nothing.
     """
+
+    load: Optional[Any] = None
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None,
@@ -55,9 +58,12 @@ class GroupedExperts(MegatronModule):
         from megafp8.models.grouped_experts import experts  # needs Triton
 
         probs, routing_map = routing
+        rows = route(routing_map, self.config.moe_router_topk)
+        if self.load is not None and torch.is_grad_enabled():
+            self.load.add_rows(rows.ends[-1])
         outputs = experts(
             hidden_states.reshape(-1, hidden_states.shape[-1]), probs.float(), self.linear_fc1, self.linear_fc2,
-            routing_map, route(routing_map, self.config.moe_router_topk), self._weight_codes(),
+            routing_map, rows, self._weight_codes(),
         )  # fmt: skip
         return outputs.view_as(hidden_states)
 

@@ -12,11 +12,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
 from megafp8.errors import CapabilityError
+from megafp8.metrics.expert_statistics import expert_groups, expert_of, exponent_counts, spread_of
 from megafp8.metrics.records import (
     EvalRecord,
     EventRecord,
@@ -25,7 +26,6 @@ from megafp8.metrics.records import (
     Record,
     RunRecord,
     StepRecord,
-    TensorStats,
 )
 from megafp8.utils.best_effort import LogFile, Outage
 
@@ -99,8 +99,8 @@ class TensorBoardSink:
     def _add_histograms(self, record: QuantizationRecord) -> None:
         """Write the histograms of codes by exponent, `fp8/exponents/TENSOR`."""
         items = []
-        for name, stats in record.tensors.items():
-            edges, counts = exponent_edges(stats), stats.exponent_counts
+        for name, counts in exponent_counts(record.tensors):
+            edges = exponent_edges(counts)
             middles = [edge + 0.5 for edge in edges[:-1]]
             histogram = self._summary_pb2.HistogramProto(
                 min=edges[0],
@@ -192,8 +192,8 @@ class WandbSink:
         values: dict[str, Any] = dict(scalars(record))
         if isinstance(record, QuantizationRecord):
             values |= {
-                f"fp8/exponents/{name}": self._histogram(np_histogram=(stats.exponent_counts, exponent_edges(stats)))
-                for name, stats in record.tensors.items()
+                f"fp8/exponents/{name}": self._histogram(np_histogram=(counts, exponent_edges(counts)))
+                for name, counts in exponent_counts(record.tensors)
             }
         self._run.log(values, step=record.step)
         if isinstance(record, EvalRecord):
@@ -218,7 +218,9 @@ def scalars(
 
     The load of experts is named `experts/FIELD/layer N`.
 
-    Quantization statistics are named `fp8/FIELD/TENSOR`, those of what-if recipes `what-if/RECIPE/FIELD/TENSOR`.
+    Quantization statistics are named `fp8/FIELD/TENSOR`, those of what-if recipes `what-if/RECIPE/FIELD/TENSOR`. The
+    experts of a layer have their mean, and under `worst/FIELD/TENSOR` and `worst-expert/FIELD/TENSOR` the value and the
+    number of the worst expert.
     "iteration-time" and the timers are in seconds, "throughput" in TFLOP/s per device, as in Megatron-LM.
     """
     if isinstance(record, QuantizationRecord):
@@ -265,14 +267,20 @@ def _quantization_scalars(record: QuantizationRecord) -> Iterator[tuple[str, flo
     recipes = {"fp8": record.tensors} | {f"what-if/{name}": tensors for name, tensors in record.what_if.items()}
     for prefix, tensors in recipes.items():
         for tensor, stats in tensors.items():
-            for field in TENSOR_FIELDS:
+            for field in TENSOR_FIELDS if expert_of(tensor) is None else ():
                 if (value := getattr(stats, field)) is not None:
                     yield f"{prefix}/{field}/{tensor}", float(value)
+        for tensor, experts in expert_groups(tensors).items():
+            for field in TENSOR_FIELDS:
+                if (spread := spread_of(experts, field)) is not None:
+                    yield f"{prefix}/{field}/{tensor}", spread.mean
+                    yield f"{prefix}/worst/{field}/{tensor}", spread.worst
+                    yield f"{prefix}/worst-expert/{field}/{tensor}", float(spread.worst_expert)
     for field in MODEL_FIELDS:
         if (value := getattr(record, field)) is not None:
             yield f"fp8/{field}", value
 
 
-def exponent_edges(stats: TensorStats) -> list[float]:
+def exponent_edges(counts: Sequence[int]) -> list[float]:
     """Edges of the bins of `exponent_counts`: zeros are at -1, subnormals at 0, then the exponent fields."""
-    return [index - 1.5 for index in range(len(stats.exponent_counts) + 1)]
+    return [index - 1.5 for index in range(len(counts) + 1)]

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import math
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megafp8.config import multi_token
-from megafp8.config.mixture import is_mixture
+from megafp8.config.mixture import expert_tensor_size, is_mixture
 from megafp8.metrics.expert_load import NUM_LASTING, ExpertRecord, layer_load, load_findings
 from megafp8.metrics.records import EventRecord
-from megafp8.models.router import Router
+from megafp8.models.experts import PaddedExperts
+from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.step import StepResult
 
 
 class LoadCollector:
-    """Sums the assignments of one router over the microbatches of a step.
+    """Sums the assignments of one router, and the rows of its experts, over the microbatches of a step.
+
+    Args:
+        num_copies: ranks that multiply the same rows, with parts of the experts' weights.
 
     Attributes:
-        sums: FP64 [experts + 2]: tokens of each expert, tokens, and entropy in nats.
+        sums: FP64 [experts + 3]: tokens of each expert, rows that experts multiply, tokens, and entropy in nats.
     """
 
-    def __init__(self, num_experts: int, device: torch.device):
-        self.sums = torch.zeros(num_experts + 2, dtype=torch.float64, device=device)
+    def __init__(self, num_experts: int, device: torch.device, num_copies: int = 1):
+        self.sums = torch.zeros(num_experts + 3, dtype=torch.float64, device=device)
+        self.num_copies = num_copies
 
     @torch.no_grad()
     def add(self, logits: Tensor, probs: Tensor, routing_map: Tensor) -> None:
         """Add a microbatch; each argument is [tokens, experts]. Tokens that only fill a capacity have the score 0."""
         log_probs = torch.log_softmax(logits.float(), dim=-1)
-        self.sums[:-2] += (routing_map & (probs > 0)).sum(dim=0)
+        self.sums[:-3] += (routing_map & (probs > 0)).sum(dim=0)
         self.sums[-2] += len(logits)
         self.sums[-1] -= (log_probs.exp() * log_probs).sum()
+
+    @torch.no_grad()
+    def add_rows(self, num_rows: Union[int, Tensor]) -> None:
+        """Add the rows that the experts of this rank multiply in a microbatch, padding included."""
+        self.sums[-3] += num_rows / self.num_copies
 
 
 class ExpertLoads(Extension):
@@ -44,7 +55,7 @@ class ExpertLoads(Extension):
         run = state.run
         is_active = is_mixture(run.config.model)
         modules = [module for chunk in run.trainee.chunks for module in chunk.modules()] if is_active else []
-        self.is_active, self.routers = is_active, [module for module in modules if isinstance(module, Router)]
+        self.is_active, self.layers = is_active, [module for module in modules if isinstance(module, MoELayer)]
         self.records: list[ExpertRecord] = []
         self.reported: set[str] = set()
 
@@ -53,9 +64,13 @@ class ExpertLoads(Extension):
         step, num_experts = state.step + 1, state.run.config.model.num_experts
         interval = state.run.config.logging.log_interval
         is_logged = step % interval == 0 or step in (state.first_step, state.total_steps)
-        for router in self.routers:
+        num_copies = expert_tensor_size(state.run.config.parallel)
+        for layer in self.layers:
             assert num_experts is not None
-            router.load = LoadCollector(num_experts, state.run.platform.device) if is_logged else None
+            load = LoadCollector(num_experts, state.run.platform.device, num_copies) if is_logged else None
+            layer.router.load = load
+            if isinstance(layer.experts, (PaddedExperts, GroupedExperts)):
+                layer.experts.load = load
         self.is_logged = self.is_active and is_logged
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
@@ -78,9 +93,9 @@ class ExpertLoads(Extension):
         model, device = state.run.config.model, state.run.platform.device
         assert model.num_layers is not None and model.num_experts is not None
         num_layers = model.num_layers + multi_token.num_depths(model)
-        sums = torch.zeros(num_layers, model.num_experts + 2, dtype=torch.float64, device=device)
+        sums = torch.zeros(num_layers, model.num_experts + 3, dtype=torch.float64, device=device)
         bounds = torch.full((num_layers, 2), -math.inf, dtype=torch.float64, device=device)  # -min, max
-        for router in self.routers:
+        for router in (layer.router for layer in self.layers):
             layer = router.layer_number - 1
             if router.load is not None:
                 sums[layer] += router.load.sums
@@ -90,8 +105,10 @@ class ExpertLoads(Extension):
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         layers = {}
         for layer, (row, bound) in enumerate(zip(sums.tolist(), bounds.tolist(), strict=True)):
-            *counts, num_tokens, entropy = row
+            *counts, num_rows, num_tokens, entropy = row
             bias: Optional[tuple[float, float]] = None if bound[1] == -math.inf else (-bound[0], bound[1])
             if num_tokens:
-                layers[str(layer)] = layer_load(counts, num_tokens, entropy, model.moe_router_topk, bias)
+                layers[str(layer)] = layer_load(
+                    counts, num_tokens, entropy, model.moe_router_topk, bias, num_rows or None
+                )
         return ExpertRecord(step=state.step, layers=layers)

@@ -57,6 +57,19 @@ def test_layers_are_in_the_order_of_the_forward_pass() -> None:
     ]  # fmt: skip
 
 
+def test_experts_follow_attention_and_have_one_row(tmp_path: Path) -> None:
+    order = ["layers.0.linear_qkv", "layers.0.linear_proj", "layers.0.experts.linear_fc1",
+             "layers.0.experts.linear_fc2", "layers.0.shared_experts.linear_fc1", "layers.1.linear_qkv",
+             "output_layer"]  # fmt: skip
+    assert sorted(set(order), key=forward_order) == order
+    tensors = {f"layers.0.experts.{expert}.linear_fc1.input": stats() for expert in range(64)}
+    one = pixels(
+        plot_telemetry(run_with(make_record(1, tensors={"layers.0.linear_fc1.input": stats()})), tmp_path / "one.png")
+    )
+    many = pixels(plot_telemetry(run_with(make_record(1, tensors=tensors)), tmp_path / "many.png"))
+    assert many.shape == one.shape
+
+
 def test_rows_and_columns_are_averaged_without_unknown_numbers() -> None:
     name = NAMES[0]
     tensors = {f"{name}.input.row": stats(sqnr_db=20.0), f"{name}.input.column": stats(sqnr_db=30.0)}
