@@ -203,7 +203,7 @@ def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number{_unexpanded(text)}") from None
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value
@@ -213,7 +213,11 @@ def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer{_unexpanded(text)}") from None
+
+
+def _unexpanded(text: str) -> str:
+    return ": no shell replaced this variable" if text.startswith("$") else ""
 
 
 class _ListPresets(argparse.Action):
@@ -280,9 +284,13 @@ def _read_option(
 
 
 def _without_brackets(words: list[str]) -> list[str]:
-    """The values of a list that is written in brackets, as Megatron-LM's test configurations write lists."""
+    """The values of a list that is written in brackets, as Megatron-LM's test configurations write lists.
+
+    Between them may be commas, and quotes around each.
+    """
     if words and words[0].startswith("[") and words[-1].endswith("]"):
-        return " ".join(words)[1:-1].split()
+        values = " ".join(words)[1:-1].replace(",", " ").split()
+        return [value.strip("'\"") for value in values]
     return words
 
 

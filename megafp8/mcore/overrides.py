@@ -51,12 +51,16 @@ FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType({
 # Prefixes of the fields of unsupported features, with the flag whose refusal gives the reason.
 REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("moe_", "--moe-use-grouped-tensor"),
-    ("overlap_moe", "--overlap-moe-expert-parallel-comm"),
     ("mtp_standalone", "--mtp-standalone"),
 )
 
-# Fields that megatron-core's own training loop and optimizer step read. megafp8 has its own.
+_SCHEDULE = "megafp8 does not run the schedule of megatron-core that overlaps the exchange of tokens; leave it out"
+
+# Fields of megatron-core's own training loop, schedules and optimizer step. megafp8 has its own.
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType({
+    "overlap_moe_expert_parallel_comm": _SCHEDULE,
+    "ep_overlap_early_attn_memory_release": _SCHEDULE,
+    "delay_wgrad_compute": _SCHEDULE,  # without the schedule no weight gradient would be computed
     "optimizer_cuda_graph": "megafp8's optimizer step is not captured in a CUDA graph; leave it out",
     "grad_norm_skip_threshold": "megafp8's optimizer step does not read it; use --spike-policy skip",
 })  # fmt: skip

@@ -104,7 +104,8 @@ def shrink(line: Line, folder: Path) -> tuple[int, list[str]]:
         elif flag in FOLDERS:
             values = [str(folder / ("save" if flag == "--load" else flag.strip("-")))]
         elif flag in SIZES and values not in (["0"], ["local"], ["unfused"]):
-            values = SIZES[flag].split()
+            has_depth = flag == "--pipeline-model-parallel-layout" and "m" in values[0]  # multi-token prediction
+            values = ["Ett|ttmL"] if has_depth else SIZES[flag].split()
             if flag == "--num-layers" and "--account-for-loss-in-pipeline-split" in given:
                 values = ["6"]  # and two more for the embedding and the loss
         small += [flag, *small_expert_values(flag, values, kept, options)]

@@ -55,11 +55,6 @@ SAME_DEFAULTS = {
     "--valid-data-path": "none",
 }
 
-DETAILS_OF_REFUSED_FEATURES = (
-    "--activation-offload-fraction", "--async-strategy", "--delta-offload-bytes", "--glu-linear-offset",
-    "--wgrad-deferral-limit",
-)  # fmt: skip
-
 
 @pytest.mark.parametrize("number", read_cover())
 def test_a_command_line_passes_its_dry_run(number: int) -> None:
@@ -91,7 +86,7 @@ def values_of(flag: ParserFlag) -> list[str]:
 
 
 def test_the_default_of_a_flag_is_never_refused() -> None:
-    """Scripts that spell out Megatron-LM's defaults run, except for details of features that are refused."""
+    """Scripts that spell out Megatron-LM's defaults run."""
     refused = set()
     for flag in FLAGS:
         default = default_of(flag)
@@ -99,7 +94,7 @@ def test_the_default_of_a_flag_is_never_refused() -> None:
             words = map(str, default) if isinstance(default, tuple) else [str(default)]
             if flags.parse_with_problems([flag.flags[0], *words])[1]:
                 refused.add(flag.flags[0])
-    assert {flag for flag in refused if not flag.startswith(DETAILS_OF_REFUSED_FEATURES)} == set()
+    assert refused == set()
 
 
 def test_a_flag_of_nobody_is_unknown() -> None:
@@ -112,6 +107,14 @@ def test_the_document_has_the_pass_rates() -> None:
         for family, passed, count in re.findall(r"^\| (\w+)[^|]*\| (\d+) of (\d+) \|", DOCUMENT, re.MULTILINE)
     }
     assert stated == pass_rates(LINES, VERDICTS)
+
+
+def test_the_document_has_the_rates_of_lines_whose_gpus_hold_the_layout() -> None:
+    """All but those that are refused because of their number of ranks."""
+    rows = re.findall(r"^\| (\w+)[^|]*\| \d+ of \d+ \| (\d+) of (\d+) \|", DOCUMENT, re.MULTILINE)
+    stated = {family: (int(passed), int(count)) for family, passed, count in rows}
+    held = [line for line in LINES if not VERDICTS[line.number].reason.startswith("world size")]
+    assert stated == pass_rates(held, [VERDICTS[line.number] for line in held])
 
 
 def settings_by_flag() -> dict[str, Setting]:

@@ -2,7 +2,7 @@
 
 - replaced: read as a flag that exists, with a notice.
 - accepted: changes nothing here; a notice gives the reason.
-- idle: changes nothing without another flag, which is not given; accepted with a notice.
+- idle: changes nothing without another flag, which is not given, or with another, which is; accepted with a notice.
 - refused: would change training, or asks for an unsupported feature; the reason names an alternative.
 
 In doubt a flag is refused, so that no request is silently ignored.
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Optional
 
 from megafp8.config.megatron_flags.accepted import ACCEPTED_GROUPS, ACCEPTED_PREFIXES, ACCEPTED_VALUES, MANY, Arity
-from megafp8.config.megatron_flags.idle import missing_main_flags
+from megafp8.config.megatron_flags.idle import missing_main_flags, overriding_flag
 from megafp8.config.megatron_flags.refused import REFUSED_GROUPS, REFUSED_PREFIXES
-from megafp8.config.megatron_flags.replaced import OVERRIDES, REPLACED
+from megafp8.config.megatron_flags.replaced import OVERRIDES, PARTS_OF_CUDA_GRAPH, REPLACED
 
 NO_EFFECT = ": no effect; "
 """Between flag and reason in the notice of an accepted flag."""
@@ -48,6 +48,8 @@ def replace(options: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str
     replaced, notices = [], []
     unused = {other: flag for flag, *_ in options for other in OVERRIDES.get(flag, ())}
     for flag, *words in options:
+        if flag == "--cuda-graph-scope" and words and PARTS_OF_CUDA_GRAPH.issuperset(words):
+            flag = "--cuda-graph-modules"
         if flag in unused:
             notices.append(f"{flag}{NO_EFFECT}{unused[flag]} overrides it, as in Megatron-LM")
             continue
@@ -81,6 +83,8 @@ def classify(flag: str, words: Sequence[str], given: Set[str] = frozenset()) -> 
     values, reason = ACCEPTED_VALUES.get(flag, ((), ""))
     if len(words) == 1 and words[0] in values:
         return Verdict(True, f"{flag} {words[0]}{NO_EFFECT}{reason}")
+    if other := overriding_flag(flag, given):
+        return Verdict(True, f"{flag}{NO_EFFECT}it does not matter with {other}")
     if mains := missing_main_flags(flag, given):
         return Verdict(True, f"{flag}{NO_EFFECT}it only matters with {mains}")
     return Verdict(False, f"{flag}: {refusal}")

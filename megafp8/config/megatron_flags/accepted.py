@@ -14,6 +14,12 @@ _CHECKPOINT_SPEED = "it only affects the speed of checkpointing, and is not used
 _INFERENCE = "it is for inference; training does not use it in Megatron-LM either"
 _OTHER_MODEL = "it is for another kind of model; GPT models do not use it in Megatron-LM either"
 _STARTUP_SPEED = "it only affects how fast dataset indices are opened, and is not used"
+_TOKENIZATION = "it only affects how text becomes tokens, and training reads tokens"
+_EXPERT_OVERLAP = (
+    "the exchange of tokens is not hidden behind other microbatches. The formulas are the same; only the gradients of "
+    "shared experts and routers are added in another order"
+)
+_KERNEL = "it chooses a kernel, and kernels are chosen by --transformer-impl. The formulas are the same"
 
 ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
     ("--use-mcore-models", 0, "all models are megatron-core's"),
@@ -153,6 +159,60 @@ ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
     ("--distrib-optim-fully-reshardable-mem-efficient", 0, _CHECKPOINT_SPEED),
     ("--optimizer-cuda-graph", 0, "the update is one kernel per buffer; see --cuda-graph-impl for the passes"),
     ("--no-manual-gc-eval --disable-manual-gc-eval", 0, "--manual-gc does not collect around validations"),
+    (
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --overlap-dispatch-backward-with-experts-wgrad "
+        "--ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
+        0,
+        _EXPERT_OVERLAP,
+    ),
+    (
+        "--use-fused-weighted-squared-relu --use-grouped-gemm-for-shared-expert --use-grouped-gemm-for-dense-mlp "
+        "--use-te-activation-func",
+        0,
+        _KERNEL,
+    ),
+    ("--flash-attention-version", 1, "Transformer Engine chooses the version; see --attention-backend"),
+    ("--symmetric-ar-type", 1, "NCCL has its default settings; tune it with NCCL_* environment variables"),
+    ("--ddp-num-buckets", 1, "it only affects when gradients are reduced; see --ddp-bucket-size"),
+    ("--eval-micro-batch-size", 1, "validation reads the same samples with the micro-batch size of training"),
+    (
+        "--check-for-spiky-loss --check-for-large-grads",
+        0,
+        "Megatron-LM repeats such a step to tell whether the hardware caused it. Steps are not repeated here; "
+        "--spike-policy finds spikes of loss and gradient norm",
+    ),
+    (
+        "--result-rejected-tracker-filename",
+        1,
+        "steps are not repeated and rejected; the records have the steps whose update was skipped",
+    ),
+    (
+        "--activation-offload-fraction --delta-offload-bytes-across-pp-ranks "
+        "--fine-grained-offloading-max-inflight-offloads",
+        1,
+        "all activations of --offload-modules are offloaded",
+    ),
+    ("--delay-offload-until-cuda-graph", 0, "CUDA graphs exclude --fine-grained-activation-offloading"),
+    ("--ckpt-pg-tensors-cache-path", 1, _CHECKPOINT_SPEED),
+    ("--ckpt-pg-tensors-cache-create", 0, _CHECKPOINT_SPEED),
+    (
+        "--tokenizer-hf-include-special-tokens --tokenizer-hf-no-include-special-tokens "
+        "--no-tokenizer-sentencepiece-ignore-extra-whitespaces "
+        "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
+        0,
+        _TOKENIZATION,
+    ),
+    ("--object-storage-cache-path", 1, "data is read from local paths, which need no cache"),
+    ("--record-memory-history", 0, "no snapshot is written; the records of a run have the peak memory of every step"),
+    ("--memory-snapshot-path", 1, "no snapshot is written; the records of a run have the peak memory of every step"),
+    ("--pytorch-profiler-collect-chakra", 0, "--profile writes a trace for Chrome or Perfetto, without that of Chakra"),
+    (
+        "--disable-straggler-on-startup --run-workload-inspector-server",
+        0,
+        "slow ranks are reported from the first step, without a server",
+    ),
+    ("--onnx-safe", 1, "it is for the export of a model"),
+    ("--one-logger-async", 0, "it is not used"),
     ("--num-dataset-builder-threads", 1, "dataset indices are built by one thread"),
     ("--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap", 0, _STARTUP_SPEED),
     ("--per-dataset-sequences-path", 1, _STARTUP_SPEED),

@@ -1,4 +1,4 @@
-"""Megatron-LM flags that only detail another flag. Without that flag they change nothing, in Megatron-LM either."""
+"""Megatron-LM flags that change nothing without another flag, or with it, in Megatron-LM either."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ IDLE_WITHOUT: tuple[tuple[str, str], ...] = (
         "--moe-router-force-biased --moe-use-grouped-tensor --moe-single-grouped-weight --moe-single-grouped-bias "
         "--moe-pad-experts-for-cuda-graph-inference --moe-dispatch-fwd-dtype --moe-combine-bwd-dtype "
         "--moe-mlp-glu-interleave-size --moe-expert-rank-capacity-factor --moe-latent-size "
-        "--moe-enable-routing-replay --expert-tensor-parallel-num-weight-shards --overlap-moe-expert-parallel-comm "
-        "--overlap-dispatch-backward-with-experts-wgrad "
-        "--high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert --save-tokens-per-expert-interval",
+        "--moe-enable-routing-replay --expert-tensor-parallel-num-weight-shards --save-tokens-per-expert-interval",
         "--num-experts --moe-use-upcycling",
     ),
     (
@@ -70,13 +68,24 @@ IDLE_WITHOUT: tuple[tuple[str, str], ...] = (
     ("--fault-injector-", "--fault-injector-fault-types --fault-injector-ranks --fault-injector-num-ranks"),
     ("--ft-num-warmup-iters --calc-ft-timeouts", "--enable-ft-package"),
     ("--adlr-autoresume-interval", "--adlr-autoresume"),
-    ("--disable-straggler-on-startup", "--log-straggler"),
-    ("--memory-snapshot-path", "--record-memory-history"),
     ("--validation-set-names", "--multiple-validation-sets"),
     ("--sft-tokenizer-prompt-format", "--sft"),
     ("--rl- --no-rl- --grpo- --langrl- --refit-method", "--perform-rl-step"),
     ("--kitchen-attention-backend", "--use-kitchen-attention"),
 )
+
+
+IDLE_WITH: tuple[tuple[str, str], ...] = (("--fim- --mid-level-dataset-surplus", "--mock-data"),)
+"""Flags, or prefixes of flags that end with a dash, and the flag with which they have no effect."""
+
+
+def overriding_flag(flag: str, given: Set[str]) -> str:
+    """The flag that is given and makes `flag` meaningless, or an empty string.
+
+    Args:
+        given: all flags of the command line.
+    """
+    return next((other for flags, other in IDLE_WITH if other in given and _names(flags, flag)), "")
 
 
 def missing_main_flags(flag: str, given: Set[str]) -> str:
@@ -92,7 +101,10 @@ def missing_main_flags(flag: str, given: Set[str]) -> str:
 
 
 def _mains_of(flag: str) -> Iterator[str]:
-    for flags, mains in IDLE_WITHOUT:
-        names = flags.split()
-        if flag in names or any(name.endswith("-") and flag.startswith(name) for name in names):
-            yield mains
+    return (mains for flags, mains in IDLE_WITHOUT if _names(flags, flag))
+
+
+def _names(flags: str, flag: str) -> bool:
+    """Whether a list of flags and prefixes of flags has this flag."""
+    names = flags.split()
+    return flag in names or any(name.endswith("-") and flag.startswith(name) for name in names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 _NEWER_MOE = "it is not a feature of this megatron-core; remove it"
 _DISPATCH_LIBRARY = "exchanging tokens by DeepEP or HybridEP is not supported; use --moe-token-dispatcher-type alltoall"
-_MOE_OVERLAP = "this schedule of megatron-core is not supported; --moe-shared-expert-overlap overlaps shared experts"
 _UPCYCLING = "weights are not copied into experts; train from scratch, or from a model with experts"
 _FSDP = "Megatron-FSDP is not supported; use --use-torch-fsdp2, or --use-distributed-optimizer"
 _OTHER_MODEL = "it is for another kind of model; megafp8 trains GPT models on text"
@@ -63,11 +62,6 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
         "--export-num-medusa-heads --export-num-eagle-layers --export-model-type --export-force-local-attention",
         "it is for post-training with NVIDIA's Model Optimizer; this pretrains",
     ),
-    (
-        "--overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad "
-        "--high-priority-a2a-comm-stream --ep-overlap-early-attn-memory-release",
-        _MOE_OVERLAP,
-    ),
     ("--moe-use-legacy-grouped-gemm", "it needs the grouped_gemm package, and its experts are in BF16; remove it"),
     ("--moe-extended-tp", _OLD + "--expert-tensor-parallel-size"),
     ("--moe-enable-deepep --moe-permute-fusion-into-hybridep --moe-flex-dispatcher-num-sms", _DISPATCH_LIBRARY),
@@ -81,10 +75,6 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     ("--moe-latent-size", "experts have the hidden size of the model; remove it"),
     ("--moe-enable-routing-replay", "tokens are routed again in every forward pass; remove it"),
-    (
-        "--use-fused-weighted-squared-relu --use-grouped-gemm-for-shared-expert",
-        "kernels are chosen by --transformer-impl; remove it",
-    ),
     ("--save-tokens-per-expert-interval", "the records have the load of the experts; remove it"),
     (
         "--use-megatron-fsdp --use-custom-fsdp --data-parallel-sharding-strategy "
@@ -92,10 +82,6 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
         "--outer-dp-sharding-strategy --no-gradient-reduce-div-fusion --disable-strict-fsdp-dtensor-load "
         "--suggested-communication-unit-size --no-strict-fsdp-dtensor-load",
         _FSDP,
-    ),
-    (
-        "--symmetric-ar-type",
-        "NCCL has its default settings; tune it with NCCL_* environment variables",
     ),
     ("--fp8-quantizer-factory", "quantizers are chosen by --fp8-recipe"),
     ("--fp4-quantizer-factory", "quantizers are chosen by --fp4-recipe"),
@@ -108,7 +94,6 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     ("--fp8-output-proj", "give --precision output_layer=RECIPE"),
     ("--use-kitchen-attention", "attention is chosen by --attention-backend"),
-    ("--use-grouped-gemm-for-dense-mlp --use-te-activation-func", "kernels are chosen by --transformer-impl"),
     ("--use-ring-exchange-p2p", "it needs a build of PyTorch with torch.distributed.ring_exchange; remove it"),
     ("--distributed-timeout-seconds-after-init", "use --distributed-timeout-minutes"),
     ("--lazy-mpu-init", "process groups are created at startup; remove it"),
@@ -117,11 +102,6 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
         "--no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers "
         "--cpu-offloading-retain-pinned-cpu-buffers",
         "nothing is offloaded to the host; use --use-distributed-optimizer, --recompute-granularity or more ranks",
-    ),
-    (
-        "--delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks --activation-offload-fraction "
-        "--fine-grained-offloading-max-inflight-offloads",
-        "this megatron-core has only --fine-grained-activation-offloading with --offload-modules; remove it",
     ),
     (
         "--ckpt-drop-redundant-extra-state --dist-ckpt-save-pre-mcore-014",
@@ -134,50 +114,41 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     ("--yaml-cfg", "settings come from flags and from JSON: --config FILE"),
     ("--spec --use-legacy-models", "models are megatron-core's; layers are chosen by --transformer-impl"),
-    ("--phase-transition-iterations", "give the batch sizes with --step-batch-size-schedule"),
-    ("--eval-micro-batch-size", "validation uses the micro-batch size of training; use --micro-batch-size"),
     (
-        "--iterations-to-skip --result-rejected-tracker-filename",
+        "--phase-transition-iterations",
+        "a phase with other data is a run of its own: end each with --exit-interval, and start the next with its "
+        "--data-path, --load and --override-sample-order",
+    ),
+    (
+        "--iterations-to-skip",
         "steps cannot be skipped by their number; --max-skipped-steps and --spike-policy skip steps by their values",
     ),
     (
         "--rerun-mode",
         "steps are not repeated for comparison; loss and gradient norm are checked in every step",
     ),
-    ("--check-for-spiky-loss --check-for-large-grads", "use --spike-policy skip or --spike-policy rollback"),
     (
         "--adlr-autoresume --adlr-autoresume-interval --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters",
         "it needs NVIDIA's own cluster software; use --save with --load, and --exit-duration-in-mins",
     ),
     (
-        "--disable-straggler-on-startup --run-workload-inspector-server",
-        "slow ranks are reported in the records from the first step; there is no server",
-    ),
-    ("--record-memory-history --memory-snapshot-path", "use --profile and --log-memory-to-tensorboard"),
-    ("--one-logger-async", "one_logger is not supported; remove it"),
-    (
         "--full-validation --multiple-validation-sets --validation-set-names",
         "validation reads --eval-iters global batches of one validation set",
     ),
     ("--data-args-path --per-split-data-args-path", "give the list itself: --data-path $(cat FILE)"),
-    ("--object-storage-cache-path", "data is read from local paths; copy it first"),
     (
         "--mid-level-dataset-surplus --sample-rate --allow-ambiguous-pad-tokens",
         "samples are read from the shards unchanged; remove it",
     ),
     (
-        "--tokenizer-metadata --tiktoken-special-tokens "
-        "--tokenizer-hf-include-special-tokens --tokenizer-hf-no-include-special-tokens --vocab-extra-ids "
-        "--tokenizer-special-tokens --tokenizer-sentencepiece-legacy --null-tokenizer-eod-id --null-tokenizer-pad-id "
-        "--no-tokenizer-sentencepiece-ignore-extra-whitespaces "
-        "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
+        "--tokenizer-metadata --tiktoken-special-tokens --vocab-extra-ids --tokenizer-special-tokens "
+        "--tokenizer-sentencepiece-legacy --null-tokenizer-eod-id --null-tokenizer-pad-id",
         "tokenizers are defined by their files alone; see --tokenizer-type and --tokenizer-model",
     ),
     (
         "--cache-mla-latents",
         "it is for inference, with a cache that megatron-core has on GPUs only; megafp8 generate keeps keys and values",
     ),
-    ("--onnx-safe", "models are not exported to ONNX; remove it"),
     (
         "--fp32-residual-connection",
         "megatron-core 0.16.1 converts only the embeddings to FP32; residual connections have the dtype of the weights",
@@ -201,8 +172,8 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
         "all sequences have the same length, and context parallelism splits each; use --context-parallel-size",
     ),
     (
-        "--attention-output-gate --mla-down-proj-fusion --flash-attention-version",
-        "attention is multi-head, grouped-query or multi-latent, with the kernels of --attention-backend",
+        "--attention-output-gate --mla-down-proj-fusion",
+        "attention is multi-head, grouped-query or multi-latent, without gates and joined projections; remove it",
     ),
     ("--fused-residual-rmsnorm", "use --residual-norm-fusion with --use-transformer-engine-op-fuser"),
     ("--disable-jit-fuser", "set the environment variable TORCH_COMPILE_DISABLE=1"),
@@ -218,14 +189,12 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
         "--ddp-param-name-patterns-for-fp32-local-accumulation",
         "all gradients have one dtype and one layout; see --accumulate-allreduce-grads-in-fp32",
     ),
-    ("--ddp-num-buckets", "give the size of a bucket: --ddp-bucket-size PARAMETERS"),
     ("--exit-signal", "SIGTERM, SIGINT, SIGHUP and SIGUSR1 are handled; see --exit-signal-handler"),
     (
         "--gpu-sniff-test-interval",
         "use --check-weight-hash-across-dp-replicas-interval, or megafp8 doctor before a run",
     ),
     ("--fake-process-group", "plan a run without its ranks: --dry-run --world-size N"),
-    ("--pytorch-profiler-collect-chakra", "--profile writes a trace for Chrome or Perfetto; remove it"),
     (
         "--save-params-interval --save-activations-interval --save-wgrads-interval --save-dgrads-interval "
         "--dump-param-to-param-group-map",
@@ -237,10 +206,6 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
         "use --make-vocab-size-divisible-by 1; the vocabulary is then only padded as tensor parallelism and FP8 need",
     ),
     ("--override-ckpt-iteration", "choose the checkpoint with --ckpt-step; --finetune starts at step 0"),
-    (
-        "--ckpt-pg-tensors-cache-path --ckpt-pg-tensors-cache-create",
-        "there is only one way to write a checkpoint; see --async-save and --ckpt-verify",
-    ),
     ("--sft", "this pretrains on text; no instruction tuning"),
     (
         "--decoder-num-layers --head-lr-mult --is-hybrid-model --disable-mamba-mem-eff-path",

@@ -26,6 +26,7 @@ REPLACED: Mapping[str, str] = MappingProxyType(
         "--no-tp-comm-overlap-rs": "--disable-tp-comm-overlap-rs",
         # A graph changes no numerics, so the request for one is the choice of the fastest way that works.
         "--cuda-graph-impl transformer_engine": "--cuda-graph-impl auto",
+        "--cuda-graph-impl full_iteration": "--cuda-graph-impl local",
         "--enable-cuda-graph": "--cuda-graph-impl auto",
         "--external-cuda-graph": "--cuda-graph-impl auto",
         # Both set fields of the model, for checkpoints of Llama 4.
@@ -38,9 +39,9 @@ REPLACED: Mapping[str, str] = MappingProxyType(
         ),
         "--record-shapes": "--pytorch-profiler-collect-shapes",
         "--apply-wd-to-qk-layernorm": "--override optimizer.apply_wd_to_qk_layernorm=True",
+        "--no-weight-decay-cond-type apply_wd_to_qk_layernorm": ("--override optimizer.apply_wd_to_qk_layernorm=True"),
         "--ddp-pad-buckets-for-high-nccl-busbw": "--override ddp.pad_buckets_for_high_nccl_busbw=True",
         "--ddp-reduce-scatter-with-fp32-accumulation": "--override ddp.reduce_scatter_with_fp32_accumulation=True",
-        "--delay-wgrad-compute": "--override transformer.delay_wgrad_compute=True",
         "--disable-bf16-reduced-precision-matmul": (
             "--override transformer.disable_bf16_reduced_precision_matmul=True"
         ),
@@ -54,6 +55,11 @@ REPLACED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Flag, or flag and value -> the flags and values as which it is read. Values after a flag alone follow them."""
+
+PARTS_OF_CUDA_GRAPH = frozenset(
+    ("full", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "shared_experts")
+)
+"""Values of --cuda-graph-scope that Megatron-LM now gives with --cuda-graph-modules."""
 
 OVERRIDES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

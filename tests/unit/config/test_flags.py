@@ -222,7 +222,15 @@ def test_options_that_print_and_exit(option, part, capsys):
     assert part in capsys.readouterr().out
 
 
+def test_a_variable_that_no_shell_replaced_is_named():
+    for words in (["--seed", "${REPEAT}"], ["--lr", "$LR"]):
+        with pytest.raises(ConfigError, match="no shell replaced this variable"):
+            parse(words)
+
+
 def test_a_list_may_be_written_in_brackets():
+    for words in (["[layernorm", "mlp]"], ["[layernorm,mlp]"], ["['layernorm', \"mlp\"]"]):
+        assert parse(["--recompute-modules", *words]).config.training.recompute_modules == ("layernorm", "mlp")
     config = parse(["--recompute-modules", "[layernorm", "mlp]", "--profile-ranks", "[0]"]).config
     assert config.training.recompute_modules == ("layernorm", "mlp")
     assert config.logging.profile_ranks == (0,)

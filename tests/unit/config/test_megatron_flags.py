@@ -113,6 +113,14 @@ def test_a_flag_is_idle_only_without_its_main_flag():
         assert not megatron_flags.classify(flag, words, {flag, main}).accepted
 
 
+def test_a_flag_may_be_idle_with_another():
+    """Megatron-LM does not rearrange mock data either."""
+    for flag, words in (("--fim-data", []), ("--fim-rate", ["0.5"]), ("--mid-level-dataset-surplus", ["0.01"])):
+        notice = megatron_flags.classify(flag, words, {flag, "--fim-data", "--mock-data"})
+        assert notice.accepted and notice.text.endswith("it does not matter with --mock-data")
+        assert not megatron_flags.classify(flag, words, {flag, "--fim-data", "--data-path"}).accepted
+
+
 def test_idle_flags_and_their_main_flags_have_places():
     for flags, mains in IDLE_WITHOUT:
         for main in mains.split():
@@ -175,6 +183,21 @@ def test_a_value_of_a_setting_may_be_read_as_another():
     assert invocation.config.training.cuda_graph_impl == "auto"
     assert invocation.notices[0] == "--cuda-graph-impl transformer_engine is read as --cuda-graph-impl auto"
     assert parse(["--cuda-graph-impl", "none"]).config.training.cuda_graph_impl == "none"
+    assert parse(["--cuda-graph-impl", "full_iteration"]).config.training.cuda_graph_impl == "local"
+    decay = parse(["--no-weight-decay-cond-type", "apply_wd_to_qk_layernorm"])
+    assert decay.config.overrides == ("optimizer.apply_wd_to_qk_layernorm=True",)
+    with pytest.raises(ConfigError, match="--no-weight-decay-cond-type"):
+        parse(["--no-weight-decay-cond-type", "another"])
+
+
+def test_parts_of_a_cuda_graph_are_accepted_under_their_old_flag():
+    for values in (["attn"], ["moe_router", "moe_preprocess"]):
+        invocation = parse(["--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", *values])
+        assert invocation.config.training.cuda_graph_scope == "full_iteration"
+        assert invocation.notices[1].startswith("--cuda-graph-modules: no effect; a CUDA graph holds all passes")
+    assert parse(["--cuda-graph-scope", "full_iteration"]).notices == ()
+    with pytest.raises(ConfigError, match="--cuda-graph-scope: invalid choice"):
+        parse(["--cuda-graph-scope", "attn", "another"])
 
 
 def test_flags_of_megatron_cores_fields_become_overrides():

@@ -232,8 +232,10 @@ def test_all_wrong_overrides_are_reported_together() -> None:
 
 def test_fields_that_megafp8s_own_step_ignores_are_refused() -> None:
     for field in WITHOUT_EFFECT:
-        with pytest.raises(ConfigError, match=f"{field}: megafp8's optimizer step"):
+        with pytest.raises(ConfigError, match=f"{field}: megafp8('s optimizer step| does not run)"):
             build_optimizer_config(overridden(f"optimizer.{field}=1"), "local")
+    with pytest.raises(ConfigError, match="delay_wgrad_compute: megafp8 does not run"):
+        transformer(overridden("transformer.delay_wgrad_compute=true"))
 
 
 def test_fields_of_a_newer_megatron_core_are_named() -> None:

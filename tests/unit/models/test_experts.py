@@ -42,7 +42,10 @@ def run_experts(flags: str) -> list[float]:
             if not len(rows):
                 continue
             zeros = -len(rows) % experts.alignment
-            padded = torch.cat([rows, rows.new_zeros(zeros, rows.shape[1])]), torch.cat([factors, factors.new_zeros(zeros)])
+            padded = (
+                torch.cat([rows, rows.new_zeros(zeros, rows.shape[1])]),
+                torch.cat([factors, factors.new_zeros(zeros)]),
+            )
             assert torch.equal(expert(*padded)[0][: len(rows)], found), "each expert scales its own tokens"
     experts.train()
     return train(run, 2).losses
