@@ -35,7 +35,7 @@ TORCHRUN_FLAGS = {
 # Flags of pytest and the chaos soak.
 TEST_FLAGS = {"--long", "--write-snapshots", "--collect-only", "--steps", "--faults", "--fork"}
 # Of `accelerate launch`, which docs/from_accelerate.md maps to flags.
-LM_EVAL_FLAGS = {"--model", "--model_args", "--tasks"}  # of the LM Evaluation Harness
+LM_EVAL_FLAGS = {"--model", "--model_args", "--tasks", "--include_path", "--output_path"}  # of lm_eval
 ACCELERATE_FLAGS = {
     "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port", "--fp8_backend",
 }  # fmt: skip
