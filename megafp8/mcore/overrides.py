@@ -54,7 +54,7 @@ REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("mtp_standalone", "--mtp-standalone"),
 )
 
-_SCHEDULE = "megafp8 does not run the schedule of megatron-core that overlaps the exchange of tokens; leave it out"
+_SCHEDULE = "megatron-core's schedule that overlaps the exchange of tokens is not used; leave it out"
 
 # Fields of megatron-core's own training loop, schedules and optimizer step. megafp8 has its own.
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType({
