@@ -205,7 +205,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/comparing.md": {
         "bash examples/compare_recipes_h200.sh": f"{RUN_BY}tests/cli/test_examples.py",
         "bash examples/precision_table.sh": f"{RUN_BY}tests/cli/test_examples.py",
-        "megafp8 precision-table": f"{RUN_BY}tests/cli/test_precision_table.py",
+        "megafp8 precision-table": f"{RUN_BY}tests/cli/test_precision_table_command.py",
     },
     "docs/planning.md": {
         "python benchmarks/planner_accuracy.py": f"{RUN_BY}tests/unit/benchmarks/test_planner_accuracy.py"
