@@ -21,7 +21,7 @@ from megafp8.mcore.config import build_transformer_config
 from megafp8.mcore.process_groups import destroy_process_groups
 from megafp8.metrics.timers import StepTimer
 from megafp8.models.router import ExpertBiasSnapshot
-from megafp8.optimizer.fp8_gradients import build_fp8_reduction
+from megafp8.optimizer.fp8_reduction import build_fp8_reduction
 from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
 from megafp8.optimizer.gradient_communication import build_gradient_traffic, build_traffic
 from megafp8.training.checks import Checked, check
