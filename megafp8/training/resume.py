@@ -12,7 +12,7 @@ from megafp8.checkpoint import compatibility
 from megafp8.checkpoint.convert.megatron_folder import refuse_megatron_folder
 from megafp8.checkpoint.directory import CORRUPT, clean_up, list_steps, set_aside
 from megafp8.checkpoint.load import load_checkpoint
-from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, Progress
+from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear, Progress
 from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_newer
 from megafp8.config import derived, precision_map
 from megafp8.config.schema import RunConfig
@@ -78,23 +78,31 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     if is_own and checkpoint.ckpt_step is not None and continues_training:
         for folder in folders:
             notes += retire_newer(folder, chosen.step)
-    moved = loaded.progress.history.moved_linears
+    notes += change_linears(run, chosen.path, loaded.progress.history.moved_linears)
+    return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
+
+
+def change_linears(run: Run, path: Path, moved: tuple[MovedLinear, ...]) -> tuple[str, ...]:
+    """Change the linears that the run of the checkpoint had changed; returns notes for the record.
+
+    Raises:
+        CheckpointError: the layers or the recipe of this run do not support the change.
+    """
     is_quantized = precision_map.is_quantized(run.config.precision)
     if moved and run.implementation != "emulated" and is_quantized:
         raise CheckpointError(
-            f"{chosen.path}: {moved[0].name} and {len(moved) - 1} more linears were moved to high precision or "
+            f"{path}: {moved[0].name} and {len(moved) - 1} more linears were moved to high precision or "
             "smoothed, which only emulated layers can do: give --transformer-impl emulated"
         )
     if is_quantized and derived.is_stateful(run.config.precision):
         smoothed = [linear.name for linear in moved if linear.form == SMOOTHED]
         if smoothed:
             raise CheckpointError(
-                f"{chosen.path}: {smoothed[0]} is smoothed, which delayed scaling does not support: use a recipe "
+                f"{path}: {smoothed[0]} is smoothed, which delayed scaling does not support: use a recipe "
                 "without amax history"
             )
     move_linears(run.trainee.chunks, moved)
-    notes += tuple(f"{linear.name} stays {FORMS[linear.form]}, since step {linear.step}" for linear in moved)
-    return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
+    return tuple(f"{linear.name} stays {FORMS[linear.form]}, since step {linear.step}" for linear in moved)
 
 
 def skip_crashing_checkpoint(run: Run, chosen: ResumePoint, folders: list[Path], with_hashes: bool) -> ResumePoint:
