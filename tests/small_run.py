@@ -53,6 +53,8 @@ STYLES = {
     ),
     "gpt2": "--position-embedding-type learned_absolute --max-position-embeddings 32",
 }
+# Models with multi-latent attention have no groups of queries.
+EVERY_STYLE = STYLES | {"latent": STYLES["llama"].replace("--group-query-attention --num-query-groups 2", "")}
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"
 # Layers without quantization: megatron-core's own linears.
 PLAIN = "--transformer-impl local"
@@ -69,7 +71,7 @@ class Curve:
 
 def small_config(style: str, extra: str = "", world_size: int = 1) -> RunConfig:
     """The configuration of a small run; it breaks no rule."""
-    config = flags.parse(f"{COMMON} {STYLES[style]} {extra}".split()).config
+    config = flags.parse(f"{COMMON} {EVERY_STYLE[style]} {extra}".split()).config
     problems = rules.problems(config, world_size)
     assert not problems, problems
     return config

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from small_run import PLAIN, STYLES, Curve, build_run, curve_of, fingerprint, small_config, train, weights
+from small_run import PLAIN, Curve, build_run, curve_of, fingerprint, small_config, train, weights
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import checkpoint_path
@@ -27,7 +27,6 @@ EXPERTS = (
     "--num-experts 4 --moe-ffn-hidden-size 48 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 "
     "--moe-router-load-balancing-type seq_aux_loss"
 )
-STYLES["latent"] = STYLES["llama"].replace("--group-query-attention --num-query-groups 2", "")
 PLAIN_QUERIES = "--num-layers 2 --multi-latent-attention --rope-type rope --recompute-granularity selective "
 PLAIN_QUERIES += "--recompute-modules mla_up_proj core_attn"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from small_run import PLAIN, STYLES, SourceSamples, build_run, fingerprint, small_config, weights
+from small_run import PLAIN, SourceSamples, build_run, fingerprint, small_config, weights
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import checkpoint_path
@@ -27,7 +27,6 @@ LATENT = (
     "--qk-pos-emb-head-dim 16 --v-head-dim 32 --num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0,1] "
     "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss"
 )
-STYLES["latent"] = STYLES["llama"].replace("--group-query-attention --num-query-groups 2", "")
 MODELS = {"dense": ("llama", DEPTHS), "latent-experts": ("latent", LATENT)}
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 STAGES = "--pipeline-model-parallel-size 2"

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 from ranks import run_ranks
-from small_run import STYLES, build_run, small_config, unwrap_model
+from small_run import build_run, small_config, unwrap_model
 
 from megafp8.config import flags, precision_map
 from megafp8.config.schema import RunConfig
@@ -17,7 +17,6 @@ from megafp8.mcore.patches import core_folder, is_installed
 from megafp8.models.initialization import sharded_parameters
 from megafp8.models.latent_attention import EmulatedDownProjection
 
-STYLE = STYLES["llama"].replace("--group-query-attention --num-query-groups 2", "")
 LATENT = (
     "--num-layers 2 --multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 16 --v-head-dim 16"
@@ -31,7 +30,6 @@ LINEARS = (
 
 
 def latent_config(extra: str, world_size: int = 1) -> RunConfig:
-    STYLES["latent"] = STYLE
     return small_config("latent", f"{LATENT} {extra}", world_size)
 
 
