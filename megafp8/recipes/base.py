@@ -130,10 +130,11 @@ class OperandRule:
         return self.block is None or self.scale_rule is not ScaleRule.FP32
 
     def for_shape(self, shape: Block) -> OperandRule:
-        """The same rule for a tensor of shape [rows, columns]: `FULL_DIM` is replaced by the size."""
+        """The same rule for a tensor of shape [rows, columns]: `FULL_DIM` is replaced by the size, at least 1."""
         if self.block is None or FULL_DIM not in self.block:
             return self
-        return dataclasses.replace(self, block=(self.block[0] or shape[0], self.block[1] or shape[1]))
+        num_rows, num_columns = (length or max(1, size or 0) for length, size in zip(self.block, shape, strict=True))
+        return dataclasses.replace(self, block=(num_rows, num_columns))
 
     @property
     def extras(self) -> str:

@@ -17,9 +17,11 @@ EXPERTS = (
 RECIPES = {
     "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "delayed": "--fp8-format hybrid --fp8-recipe delayed",
+    "rowwise": "--fp8-format e4m3 --fp8-recipe rowwise",
     "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
     "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4",
+    "quartet2": "--fp4-format e2m1 --fp4-recipe quartet2 --hidden-size 128 --kv-channels 128 --moe-ffn-hidden-size 128",
 }
 COUNTS = [[3, 0, 21, 8], [0, 0, 0, 40], [0, 0, 0, 0]]
 
@@ -29,16 +31,18 @@ def run_experts(flags: str) -> list[float]:
     run = build_run(small_config("llama", f"{EXPERTS} {flags}"))
     experts = next(m for m in run.trainee.chunks[0].modules() if isinstance(m, PaddedExperts)).eval()
     for counts in COUNTS:
-        tokens = torch.randn(sum(counts), 64, dtype=torch.bfloat16, requires_grad=True)
+        tokens = torch.randn(sum(counts), experts.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         probs = torch.rand(sum(counts), requires_grad=True)
         output, bias = experts(tokens, torch.tensor(counts), probs)
         assert bias is None and output.shape == tokens.shape
+        output.float().sum().backward()
+        assert tokens.grad.isfinite().all() and probs.grad.isfinite().all()
         parts = zip(tokens.split(counts), probs.split(counts), output.split(counts), experts.local_experts, strict=True)
         for rows, factors, found, expert in parts:
             if not len(rows):
                 continue
             zeros = -len(rows) % experts.alignment
-            padded = torch.cat([rows, rows.new_zeros(zeros, 64)]), torch.cat([factors, factors.new_zeros(zeros)])
+            padded = torch.cat([rows, rows.new_zeros(zeros, rows.shape[1])]), torch.cat([factors, factors.new_zeros(zeros)])
             assert torch.equal(expert(*padded)[0][: len(rows)], found), "each expert scales its own tokens"
     experts.train()
     return train(run, 2).losses
