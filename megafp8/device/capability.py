@@ -16,10 +16,10 @@ from megafp8.config import derived, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.layer_support import (
+    attention_kernel_problems,
     context_parallel_attention_problems,
     counter_problems,
     emulated_only_options,
-    flash_attention_problems,
     model_obstacles,
 )
 from megafp8.recipes import registry
@@ -193,7 +193,7 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
             if entry.lower() == NCCL_BUFFERS
         ]
     if implementation == "transformer_engine":
-        found += context_parallel_attention_problems(config) + flash_attention_problems(config)
+        found += context_parallel_attention_problems(config) + attention_kernel_problems(config)
     else:
         found += te_only_options(config, target, implementation)
     return found

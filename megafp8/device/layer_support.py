@@ -83,11 +83,23 @@ def emulated_only_options(precision: PrecisionConfig) -> list[str]:
     ]
 
 
-def flash_attention_problems(config: RunConfig) -> list[str]:
-    """Attention for which Transformer Engine does not use FlashAttention, so that no kernel would be left."""
-    if config.precision.attention_backend != "flash" or config.model.softmax_type == "vanilla":
-        return []
-    return [
-        f"--attention-backend flash with --softmax-type {config.model.softmax_type}: FlashAttention has a plain "
-        "softmax; use --attention-backend auto, fused or unfused"
-    ]
+def attention_kernel_problems(config: RunConfig) -> list[str]:
+    """Attention for which Transformer Engine does not use the chosen backend, so that no kernel would be left."""
+    model, backend, ranks = config.model, config.precision.attention_backend, config.parallel.context_parallel_size
+    found = []
+    if backend == "flash" and model.softmax_type != "vanilla":
+        found.append(
+            f"--attention-backend flash with --softmax-type {model.softmax_type}: FlashAttention has a plain "
+            "softmax; use --attention-backend auto, fused or unfused"
+        )
+    if backend == "unfused" and ranks > 1:
+        found.append(
+            f"--attention-backend unfused with --context-parallel-size {ranks}: Transformer Engine's unfused attention "
+            "has no context parallelism; use --attention-backend auto, flash or fused"
+        )
+    if backend == "fused" and model.window_size is not None and model.attention_dropout > 0:
+        found.append(
+            f"--attention-backend fused with --window-size and --attention-dropout {model.attention_dropout}: cuDNN's "
+            "attention has windows without dropout only; use --attention-backend auto, or --attention-dropout 0"
+        )
+    return found

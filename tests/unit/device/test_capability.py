@@ -269,6 +269,19 @@ def test_attention_and_collectives_that_need_a_gpu() -> None:
     assert "--override ddp.nccl_ub=True: cpu has no CUDA device" in only_problem(buffers, CPU)
 
 
+@pytest.mark.parametrize(
+    ("backend", "flags", "text"),
+    [
+        ("unfused", {"parallel": ParallelConfig(context_parallel_size=2)}, "has no context parallelism"),
+        ("fused", {"model": ModelConfig(window_size=(128, 0), attention_dropout=0.1)}, "windows without dropout only"),
+    ],
+)
+def test_attention_without_a_kernel_is_refused(backend: str, flags: dict[str, Any], text: str) -> None:
+    config = RunConfig(**flags, precision=PrecisionConfig(attention_backend=backend))
+    assert text in only_problem(config, H200)
+    assert capability_problems(replace(config, precision=PrecisionConfig()), H200) == []
+
+
 def test_flash_attention_has_a_plain_softmax() -> None:
     def problems(backend: str, softmax: str) -> list[str]:
         precision = PrecisionConfig(attention_backend=backend)
