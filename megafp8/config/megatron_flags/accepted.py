@@ -174,6 +174,7 @@ ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
     ("--flash-attention-version", 1, "Transformer Engine chooses the version; see --attention-backend"),
     ("--symmetric-ar-type", 1, "NCCL has its default settings; tune it with NCCL_* environment variables"),
     ("--ddp-num-buckets", 1, "it only affects when gradients are reduced; see --ddp-bucket-size"),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", 0, "it only saves memory; gathered weights have their own buffer"),
     ("--eval-micro-batch-size", 1, "validation reads the same samples with the micro-batch size of training"),
     (
         "--check-for-spiky-loss --check-for-large-grads",

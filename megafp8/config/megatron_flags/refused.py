@@ -87,7 +87,6 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--fp4-quantizer-factory", "quantizers are chosen by --fp4-recipe"),
     ("--fp4-param-gather", "weights are gathered in high precision and quantized after; remove it"),
     ("--te-precision-config-file", "its file format is not supported: use --precision-map FILE (docs/precision.md)"),
-    ("--reuse-grad-buf-for-mxfp8-param-ag", "gathering weights in this format is not supported yet; remove it"),
     (
         "--fp8-multi-head-attention",
         "the rotary embedding between linear_qkv and attention is in BF16; use --fp8-dot-product-attention",
@@ -133,7 +132,7 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "--full-validation --multiple-validation-sets --validation-set-names",
-        "validation reads --eval-iters global batches of one validation set",
+        "validation during a run reads --eval-iters global batches of one set; evaluate others with megafp8 evaluate",
     ),
     ("--data-args-path --per-split-data-args-path", "give the list itself: --data-path $(cat FILE)"),
     (

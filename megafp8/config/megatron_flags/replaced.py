@@ -14,8 +14,11 @@ REPLACED: Mapping[str, str] = MappingProxyType(
         "--fp8-hybrid": "--fp8-format hybrid",
         "--verify-integrity": "--ckpt-verify hash",
         "--optimizer dist_muon": "--optimizer muon --use-distributed-optimizer",
-        # Both hold the same state; the format of one file a rank only fits the layout that wrote it.
+        # All hold the same state; the format of one file a rank only fits the layout that wrote it.
         "--ckpt-format torch": "--ckpt-format torch_dist",
+        "--ckpt-format torch_dcp": "--ckpt-format torch_dist",
+        # Megatron-LM then reduces gradients in BF16.
+        "--main-grads-dtype bf16": "--main-grads-dtype bf16 --grad-reduce-in-bf16",
         # Of Megatron-LM before 2022: every layer was recomputed.
         "--checkpoint-activations": (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

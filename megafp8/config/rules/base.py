@@ -143,6 +143,11 @@ UNSUPPORTED_SETTINGS: tuple[UnsupportedSetting, ...] = (
         "torch has no such precision, and Megatron-LM fails at the first step. Use medium, which is BF16",
     ),
     UnsupportedSetting(
+        "data.dataloader_type",
+        lambda name: name != "single",
+        "the dataset index shuffles documents and samples, and the loader reads them in its order. Use single",
+    ),
+    UnsupportedSetting(
         "checkpoint.ckpt_format",
         lambda name: name != "torch_dist",
         "checkpoints have one format, which every layout can load. Use torch_dist; Megatron-LM converts its other "

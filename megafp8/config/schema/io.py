@@ -64,7 +64,9 @@ class DataConfig:
     )
     mmap_bin_files: bool = setting(True, "memory-map the shards", off=("--no-mmap-bin-files",))
     dataloader_type: str = setting(
-        "single", "order of samples; single: in the order of the dataset index", choices=("single",)
+        "single",
+        "order of samples; single: in the order of the dataset index",
+        choices=("single", "cyclic", "external"),
     )
 
 
