@@ -34,7 +34,7 @@ def complete(line: str, folder: Path) -> set[str]:
     ("line", "words"),
     [
         ("megafp8 ", {*SUBCOMMANDS, "-h", "--help", "--version"}),
-        ("megafp8 pre", {"pretrain", "preprocess"}),
+        ("megafp8 pre", {"pretrain", "preprocess", "precision-table"}),
         ("megafp8 no-such --v", {"--version"}),
         ("megafp8 pretrain --fp8-rec", {"--fp8-recipe"}),
         ("megafp8 pretrain --bf16 --fp8-format ", {"e4m3", "hybrid", "e5m2", "none"}),
