@@ -90,8 +90,8 @@ def test_averaging_in_the_collective_gives_a_notice() -> None:
     assert notice.startswith("--ddp-average-in-collective has no effect")
 
 
-def test_main_grads_dtype_must_match_the_reduced_gradients() -> None:
+def test_main_grads_in_bf16_are_reduced_in_bf16() -> None:
     state = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16"
-    (text,) = problems(state)
-    assert text.startswith("--main-grads-dtype bf16: ") and "also give --grad-reduce-in-bf16" in text
-    assert problems(f"{state} --grad-reduce-in-bf16") == []
+    assert problems(state) == problems(f"{state} --grad-reduce-in-bf16") == []
+    (text,) = problems(f"{state} --accumulate-allreduce-grads-in-fp32")
+    assert "contradict each other" in text
