@@ -3,7 +3,7 @@
     python launcher/stability.py --output-dir runs/stability --size tiny --recipes tensorwise,mxfp8
     python launcher/stability.py --output-dir runs/stability --parts pairs,controls -- --data-path ... --num-layers 12
 
-Parts: pairs (paired runs over seeds, judged by BF16's own spread), sweep (learning rates to divergence), controls
+Parts: pairs (paired runs over seeds, compared with BF16's own spread), sweep (learning rates to divergence), controls
 (settings that are known to be worse), faults (planted ones: noticed when, repaired by what), and with --checkpoint
 continuation. Without --data-path after --, the suite
 prepares bytes of Python's standard library. Repeating the command starts or resumes what is not done, and writes
