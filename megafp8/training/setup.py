@@ -73,9 +73,8 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
     fp8_reduction = build_fp8_reduction(config, trainee.chunks, platform.device)
     gradient_traffic = build_gradient_traffic(config, trainee.chunks)
     gradient_monitor = build_gradient_monitor(config, trainee, platform.device)  # its checks come before the reduction
-    inject_gradient_faults(
-        trainee.chunks
-    )  # after the monitor, which is then called on gradients with the injected faults
+    # After the monitor, which is then called on gradients with the injected faults.
+    inject_gradient_faults(trainee.chunks)
     is_delayed = derived.is_stateful(config.precision)
     return Run(
         config=config,

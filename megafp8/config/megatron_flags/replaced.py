@@ -42,7 +42,7 @@ REPLACED: Mapping[str, str] = MappingProxyType(
         ),
         "--record-shapes": "--pytorch-profiler-collect-shapes",
         "--apply-wd-to-qk-layernorm": "--override optimizer.apply_wd_to_qk_layernorm=True",
-        "--no-weight-decay-cond-type apply_wd_to_qk_layernorm": ("--override optimizer.apply_wd_to_qk_layernorm=True"),
+        "--no-weight-decay-cond-type apply_wd_to_qk_layernorm": "--override optimizer.apply_wd_to_qk_layernorm=True",
         "--ddp-pad-buckets-for-high-nccl-busbw": "--override ddp.pad_buckets_for_high_nccl_busbw=True",
         "--ddp-reduce-scatter-with-fp32-accumulation": "--override ddp.reduce_scatter_with_fp32_accumulation=True",
         "--disable-bf16-reduced-precision-matmul": (
