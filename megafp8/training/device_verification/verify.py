@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -16,6 +17,7 @@ from megafp8.training.device_verification.native import NativeLayers
 from megafp8.training.device_verification.speed import LinearSpeed, measure_speed
 from megafp8.training.device_verification.steps import StepComparison, compare_steps
 
+MAX_RUNS = 6
 PARTS = ("casts", "linears", "steps", "speed", "attention")
 
 
@@ -56,7 +58,7 @@ class Verification:
     steps: tuple[StepComparison, ...] = ()
     speed: tuple[LinearSpeed, ...] = ()
     attention: tuple[AttentionTrial, ...] = ()
-    not_run: dict[str, str] = dataclasses.field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
     failures: tuple[str, ...] = ()
 
     @property
@@ -110,44 +112,75 @@ def verify(
     """
     asked = set(parts)
     native_recipes = [name for name in recipes if native is not None and name in device.native_recipes]
-    results: dict[str, list[Any]] = {part: [] for part in (*PARTS, "emulation")}
-    failures: list[str] = []
-    not_run: dict[str, str] = {
-        part: "no chosen recipe is native on this device" for part in ("casts", "linears", "speed") if part in asked
-    }
+    found = Findings(report_progress)
+    not_run: dict[str, str] = {}
     if native is not None and native_recipes:
-        not_run = {}
-        for name in native_recipes:
-            for number_format in te_formats(name):
-                if "casts" in asked:
-                    report_progress(f"{name} {number_format}: casts")
-                    results["casts"].append(compare_casts(native, name, number_format))
-                if "linears" in asked:
-                    report_progress(f"{name} {number_format}: linears")
-                    results["linears"] += compare_linears(native, name, number_format)
-        if "speed" in asked:
-            report_progress("speed of linears")
-            formats = {name: registry.get(name).default_format for name in native_recipes}
-            try:
-                results["speed"] = measure_speed(native, formats)
-            except Exception as error:
-                failures.append(f"speed of linears: failed: {failure_text(error)}")
-    for name in recipes:
-        number_format = registry.get(name).default_format
-        if "casts" in asked and device.kind == "cuda":
-            report_progress(f"{name} {number_format}: emulation on GPU and CPU")
-            try:
-                results["emulation"].append(compare_devices(name, number_format, "cuda"))
-            except Exception as error:
-                failures.append(f"{name} {number_format}: emulation on GPU: failed: {failure_text(error)}")
-        if "steps" in asked:
-            report_progress(f"{name} {number_format}: training steps")
-            results["steps"].append(compare_steps(name, number_format, script, name in native_recipes))
+        compare_native(native, native_recipes, asked, found)
+    else:
+        not_run = {
+            part: "no chosen recipe is native on this device" for part in ("casts", "linears", "speed") if part in asked
+        }
+    compare_emulated(device, native_recipes, recipes, asked, script, found)
     if "attention" in asked and device.kind == "cuda":
         for backend in BACKENDS:
             report_progress(f"attention: {backend}")
-            results["attention"].append(try_backend(backend))
+            found.results["attention"].append(try_backend(backend))
     elif "attention" in asked:
         not_run["attention"] = "Transformer Engine's attention needs a GPU"
-    parts_found = {name: tuple(found) for name, found in results.items()}
-    return Verification(device=device, not_run=not_run, failures=tuple(failures), **parts_found)
+    results = {name: tuple(each) for name, each in found.results.items()}
+    return Verification(device=device, not_run=not_run, failures=tuple(found.failures), **results)
+
+
+@dataclass
+class Findings:
+    """What a verification has found so far; see `Verification`."""
+
+    report_progress: Callable[[str], None]
+    results: dict[str, list[Any]] = field(default_factory=lambda: {part: [] for part in (*PARTS, "emulation")})
+    failures: list[str] = field(default_factory=list)
+
+
+def compare_native(native: NativeLayers, recipes: Sequence[str], asked: Collection[str], found: Findings) -> None:
+    """Casts and linears of the device against the emulation, and their speed."""
+    for name in recipes:
+        for number_format in te_formats(name):
+            if "casts" in asked:
+                found.report_progress(f"{name} {number_format}: casts")
+                found.results["casts"].append(compare_casts(native, name, number_format))
+            if "linears" in asked:
+                found.report_progress(f"{name} {number_format}: linears")
+                found.results["linears"] += compare_linears(native, name, number_format)
+    if "speed" in asked:
+        found.report_progress("speed of linears")
+        formats = {name: registry.get(name).default_format for name in recipes}
+        try:
+            found.results["speed"] = measure_speed(native, formats)
+        except Exception as error:
+            found.failures.append(f"speed of linears: failed: {failure_text(error)}")
+
+
+def compare_emulated(
+    device: Device, native_recipes: Sequence[str], recipes: Sequence[str], asked: Collection[str], script: Path,
+    found: Findings,
+) -> None:  # fmt: skip
+    """Training steps in all recipes, and the emulation on the GPU against that on the CPU.
+
+    Nothing is timed here, and most of a short run is its start: several train while the casts are compared.
+    """
+    formats = {name: registry.get(name).default_format for name in recipes}
+    with ThreadPoolExecutor(max(1, min(MAX_RUNS, (os.cpu_count() or 1) // 2))) as pool:
+        runs = {
+            name: pool.submit(compare_steps, name, number_format, script, name in native_recipes)
+            for name, number_format in formats.items()
+            if "steps" in asked
+        }
+        for name, number_format in formats.items():
+            if "casts" in asked and device.kind == "cuda":
+                found.report_progress(f"{name} {number_format}: emulation on GPU and CPU")
+                try:
+                    found.results["emulation"].append(compare_devices(name, number_format, "cuda"))
+                except Exception as error:
+                    found.failures.append(f"{name} {number_format}: emulation on GPU: failed: {failure_text(error)}")
+        for name, run in runs.items():
+            found.report_progress(f"{name} {formats[name]}: training steps")
+            found.results["steps"].append(run.result())
