@@ -98,7 +98,8 @@ def sylvester_matrix(size: int) -> Tensor:
 def hadamard_transform(rows: Tensor) -> Tensor:
     """Transform each channel of [T, K] in groups of 16 rows.
 
-    Numerics: FP32 sums, rounded to the dtype of `rows`.
+    Numerics: FP32 sums, rounded to the dtype of `rows`. Where the 16 values differ by more than FP32's 24 bits, the
+    last bit of a sum depends on the order of additions, which is the device's.
 
     Raises:
         ValueError: T is not a multiple of 16.
@@ -106,7 +107,10 @@ def hadamard_transform(rows: Tensor) -> Tensor:
     num_rows, channels = rows.shape
     check_hadamard_rows(num_rows)
     groups = rows.reshape(num_rows // HADAMARD_SIZE, HADAMARD_SIZE, channels)
-    return torch.matmul(hadamard_matrix(rows.dtype, rows.device), groups).view(num_rows, channels)
+    if rows.device.type == "cpu" and rows.dtype == torch.bfloat16:
+        groups = groups.float()  # a CPU's products in BF16 lose subnormal numbers
+    transformed = torch.matmul(hadamard_matrix(groups.dtype, rows.device), groups)
+    return transformed.to(rows.dtype).view(num_rows, channels)
 
 
 def check_hadamard_rows(num_rows: int) -> None:

@@ -114,9 +114,9 @@ def test_the_transform_equals_the_reference() -> None:
     x = torch.randn(48, 5, generator=torch.Generator().manual_seed(5))
     expected = reference.hadamard_columns(x.numpy())
     np.testing.assert_allclose(hadamard_transform(x).numpy(), expected, rtol=1e-6, atol=1e-6)
-    x = x.bfloat16()
-    expected = torch.from_numpy(reference.hadamard_columns(x.float().numpy())).float().bfloat16()
-    assert torch.equal(hadamard_transform(x), expected), "rounded once"
+    for each in (x.bfloat16(), (x * 1e-40).bfloat16()):
+        expected = torch.from_numpy(reference.hadamard_columns(each.float().numpy())).float().bfloat16()
+        assert torch.equal(hadamard_transform(each), expected), "rounded once, also where numbers are subnormal"
 
 
 def test_the_transform_cancels_in_a_product() -> None:

@@ -13,7 +13,7 @@ from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.quantization.te_layout import COLUMN, ROW, StoredOperand, as_stored, find_differences
 from megafp8.recipes import registry
 from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe, Operand
-from megafp8.training.device_verification.inputs import CAST_SHAPES, cast_inputs
+from megafp8.training.device_verification.inputs import CAST_SHAPES, MANY_SIZES, cast_inputs
 from megafp8.training.device_verification.native import NativeLayers
 
 # Random numbers differ between libraries, so that gradients are rounded to nearest.
@@ -92,14 +92,20 @@ def difference_text(ours: Quantized, theirs: Sides, side: str) -> str:
 
 
 def compare_devices(recipe: str, number_format: str, device: str) -> CastComparison:
-    """Compare the emulation on a device with the emulation on the CPU."""
+    """Compare the emulation on a device with the emulation on the CPU.
+
+    Left out are operands that the recipe always rounds stochastically, because random numbers of two devices differ,
+    and the Hadamard transform of rows of many sizes, whose sums depend on the order of additions.
+    """
     rules = registry.get(recipe).rules(number_format, TO_NEAREST)
     plans = plan_of(rules), plan_of(rules, device)
-    uses = [(operand, gemm) for gemm, operands in OPERANDS_OF for operand in operands]
+    uses = [(operand, gemm, rules.rule(operand, gemm)) for gemm, operands in OPERANDS_OF for operand in operands]
     compared, differing = 0, []
     for shape in CAST_SHAPES:
         for name, tensor in cast_inputs(shape):
-            for operand, gemm in uses:
+            for operand, gemm, rule in uses:
+                if rule is not None and (rule.is_stochastic or (rule.is_transformed and name == MANY_SIZES)):
+                    continue
                 compared += 1
                 ours, others = (
                     plan.quantize(each, operand, gemm).tensors

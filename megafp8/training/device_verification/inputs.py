@@ -9,6 +9,7 @@ from torch import Tensor
 
 # Complete blocks of every recipe in both dimensions; some incomplete ones of 128.
 CAST_SHAPES = ((128, 128), (256, 384), (64, 1024), (160, 544))
+MANY_SIZES = "rows of many sizes"
 LINEAR_SIZES = ((256, 512, 384), (1024, 4096, 512))  # tokens, inputs, outputs
 
 
@@ -25,7 +26,7 @@ def cast_inputs(shape: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
         "normal": normal,
         "tiny": normal * 1e-30,
         "huge": normal * 1e30,
-        "rows of many sizes": normal * 10**exponents,
+        MANY_SIZES: normal * 10**exponents,
         "columns of many sizes": normal * torch.logspace(-6, 6, shape[1]),
         "one outlier": with_value(3, 5, 1e30),
         "blocks of zeros": normal * (torch.arange(shape[0]) // 32 % 2)[:, None],

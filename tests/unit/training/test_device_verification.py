@@ -25,6 +25,7 @@ from megafp8.training.device_verification.casts import (
     TO_NEAREST,
     CastComparison,
     compare_casts,
+    compare_devices,
     plan_of,
 )
 from megafp8.training.device_verification.linears import compare_linears
@@ -163,6 +164,12 @@ def test_casts_of_a_device_without_transposes(recipe: str, small: None) -> None:
     assert len(found.differing) == 12 * 6  # one set of codes is both sides
 
 
+@pytest.mark.parametrize("recipe", registry.names())
+def test_the_emulation_of_every_recipe_is_compared_between_devices(recipe: str, small: None) -> None:
+    found = compare_devices(recipe, registry.get(recipe).default_format, "cpu")
+    assert found.compared >= 12 * 2 and found.differing == ()
+
+
 def test_scales_in_the_order_of_a_gemm_are_not_compared() -> None:
     with pytest.raises(ValueError, match="swizzled"):
         stored(SimpleNamespace(_with_gemm_swizzled_scales=True), ROW)
@@ -215,7 +222,7 @@ def test_report_of_a_device_that_agrees(small: None) -> None:
     found = run(StandIn(), ("casts", "linears", "speed", "attention"), ("mxfp8", "nvfp4", "rowwise"))
     text = report_text(found)
     assert found.problems == [] and "Everything that was compared agrees." in text
-    assert "| mxfp8 | e4m3 | 72 | 0 |" in text and "| 8192 x 4096 x 4096 | nvfp4 | 1.500 | 1.33 |" in text
+    assert "| mxfp8 | e4m3 | 72 | 0 |" in text and "| 16384 x 8192 x 8192 | nvfp4 | 1.500 | 1.33 |" in text
     assert "NOT RUN: attention" in text and "rowwise" not in text
     data = json.loads(json.dumps(report_data(found), allow_nan=False))
     assert data["ok"] is True and data["casts"][0]["compared"] == 72
