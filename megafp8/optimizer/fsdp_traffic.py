@@ -78,5 +78,9 @@ def fsdp_modules(chunk: torch.nn.Module) -> Iterator[FSDPModule]:
 
 
 def fsdp_parameters(module: FSDPModule) -> list[Any]:
-    """FSDP2's own record of each parameter that it gathers for a module, in the order in which it packs them."""
-    return [each for group in module._get_fsdp_state()._fsdp_param_groups for each in group.fsdp_params]
+    """FSDP2's own record of each parameter that it gathers for a module, in the order in which it packs them.
+
+    Torch 2.11 has one group of parameters for a module. Later versions can have several, but have one here.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else group.fsdp_params
