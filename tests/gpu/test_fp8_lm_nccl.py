@@ -37,7 +37,7 @@ FLAGS = {
     "fsdp2 codes": f"{FSDP} --grad-reduce-in-fp8",
 }
 RESUMED = ("O1", "O2", "O3", "block", "fsdp2", "fsdp2 codes")
-# Relative, of any of eight losses. CPU ranks had at most 1.3e-2 with a level, and 1e-3 with gradients as codes only.
+# Relative, of any of eight losses. CPU ranks had at most 3.7e-3 with a level, and 5.7e-4 without.
 TOLERANCES = dict.fromkeys(FLAGS, 5e-3) | dict.fromkeys(("O1", "O2", "O3"), 3e-2)
 
 
@@ -85,7 +85,7 @@ def test_runs_follow_bf16(runs: Runs, name: str) -> None:
     one, other = runs.losses(REFERENCE), runs.losses(name)
     gap = max(abs(a - b) / b for a, b in zip(other, one, strict=True))
     last = runs.steps(name)[-1]
-    print(f"\n{name}: largest gap {gap:.2e}, reduced {last.grad_reduce_bytes}, gathered {last.param_gather_bytes} bytes")
+    print(f"\n{name}: largest gap {gap:.2e}, reduced {last.grad_reduce_bytes}, gathered {last.param_gather_bytes}")
     assert len(one) == LAST and one[-1] < one[0], one
     assert gap < TOLERANCES[name], (one, other)
 
