@@ -31,6 +31,7 @@ COMMON = f"--num-layers 2 --bf16 --micro-batch-size 2 {FSDP}"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 FP8 = "--fp8-format hybrid --fp8-recipe"
 GATHER, REDUCE = "--fp8-param-gather", "--grad-reduce-in-fp8"
+FEEDBACK = "--grad-reduce-fp8-error-feedback"
 PLAIN = f"{COMMON} --transformer-impl local"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 STEPS = 6
@@ -168,22 +169,26 @@ def test_pieces_of_each_rank_follow_each_other() -> None:
 
 
 def test_a_run_with_codes_resumes_bitwise_and_without_fsdp(tmp_path: Path) -> None:
-    """The checkpoint has BF16 weights and FP32 state, so that ranks with complete weights load it too."""
-    flags = f"{FP8} blockwise {GATHER} {REDUCE}"
-    sharded = small_config("llama", f"{COMMON} {flags}", 2)
-    whole = small_config("llama", f"--num-layers 2 --bf16 --micro-batch-size 2 {FP8} blockwise {REDUCE}", 2)
+    """The checkpoint has BF16 weights and FP32 state, so that ranks with complete weights load it too.
 
-    def leg(config: RunConfig, is_first: bool) -> list[float]:
-        run = build_run(config)
+    It also has the errors that the codes of gradients had, which another layout drops.
+    """
+    flags = f"{FP8} blockwise {GATHER} {REDUCE} {FEEDBACK}"
+    sharded = small_config("llama", f"{COMMON} {flags}", 2)
+    whole = small_config("llama", f"--num-layers 2 --bf16 --micro-batch-size 2 {FP8} blockwise {REDUCE} {FEEDBACK}", 2)
+
+    def leg(config: RunConfig, is_first: bool) -> tuple[list[float], tuple[str, ...]]:
+        run, notes = build_run(config), ()
         if is_first:
             train(run, 2)
             save_checkpoint(tmp_path, config, run.trainee, Progress(2, 2 * run.global_batch_size))
         else:
-            load_checkpoint(checkpoint_path(tmp_path, 2), config, run.trainee)
-        return train(run, 2, 3).losses
+            notes = load_checkpoint(checkpoint_path(tmp_path, 2), config, run.trainee).notes
+        return train(run, 2, 3).losses, notes
 
-    unbroken = run_ranks(2, leg, sharded, True)[0]
-    assert run_ranks(2, leg, sharded, False)[0] == unbroken
-    other = run_ranks(2, leg, whole, False)[0]
+    unbroken, _ = run_ranks(2, leg, sharded, True)[0]
+    assert run_ranks(2, leg, sharded, False)[0] == (unbroken, ())
+    other, notes = run_ranks(2, leg, whole, False)[0]
+    assert notes == (f"buckets or excluded parameters differ: the errors of FP8 gradients ({FEEDBACK}) start at zero",)
     assert other[0] == pytest.approx(unbroken[0], abs=LAYOUT_LOSS)
     assert other[1] == pytest.approx(unbroken[1], abs=FP8_GRADIENT_LOSS)

@@ -381,14 +381,14 @@ EXAMPLES = {
         2,
         "both replace the reduction",
     ),
-    "fp8_gradient_errors_are_not_saved": (
+    "fp8_gradient_errors_have_one_loss_scale": (
         {
             "precision.grad_reduce_in_fp8": True,
             "precision.grad_reduce_fp8_error_feedback": True,
-            "checkpoint.save": "run",
+            "precision.fp16": True,
         },
         2,
-        "checkpoints do not have the",
+        "the errors are those of the old",
     ),
     "loss_fusion_is_on_for_its_implementation": (
         {"precision.cross_entropy_fusion_impl": "te", "precision.cross_entropy_loss_fusion": False},

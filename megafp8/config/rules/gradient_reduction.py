@@ -49,13 +49,8 @@ def fp8_gradients_exclude_other_reductions(config: RunConfig, world_size: int) -
             yield f"{FLAG} with --override {entry}: both replace the reduction of gradients; remove one of them"
 
 
-def fp8_gradient_errors_are_not_saved(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The errors that are fed back differ between ranks and depend on the buckets. Checkpoints do not have them."""
-    if config.precision.grad_reduce_fp8_error_feedback and config.checkpoint.save is not None:
-        yield (
-            f"--grad-reduce-fp8-error-feedback with --save {config.checkpoint.save}: checkpoints do not have the "
-            "errors of the last step, and a resumed run would differ from an uninterrupted one; remove one of them"
-        )
+def fp8_gradient_errors_have_one_loss_scale(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The errors that are fed back are those of gradients at the loss scale of the last step."""
     if config.precision.grad_reduce_fp8_error_feedback and config.precision.fp16:
         yield (
             "--grad-reduce-fp8-error-feedback with --fp16: the loss scale changes, and the errors are those of the old "
@@ -67,5 +62,5 @@ RULES: tuple[Rule, ...] = (
     fp8_gradient_options_need_their_switch,
     fp8_gradients_have_ranks,
     fp8_gradients_exclude_other_reductions,
-    fp8_gradient_errors_are_not_saved,
+    fp8_gradient_errors_have_one_loss_scale,
 )

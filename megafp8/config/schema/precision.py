@@ -215,7 +215,7 @@ class PrecisionConfig:
         choices=("block", "tensor"),
     )
     grad_reduce_fp8_error_feedback: bool = setting(
-        False, "add the quantization error of a step to the gradients of the next one (4 bytes a parameter, not saved)"
+        False, "add the quantization error of a step to the gradients of the next one; 4 bytes a parameter, also saved"
     )
     grad_reduce_fp8_exclude: tuple[str, ...] = setting(
         EXCLUDED_BY_DEFAULT,
