@@ -381,6 +381,15 @@ EXAMPLES = {
         2,
         "both replace the reduction",
     ),
+    "fp8_gradients_within_nodes": (
+        {
+            "precision.grad_reduce_in_fp8": True,
+            "precision.grad_reduce_fp8_intra_node": "fp32",
+            "precision.grad_reduce_in_bf16": True,
+        },
+        4,
+        "--grad-reduce-fp8-intra-node fp32 with BF16 gradients",
+    ),
     "fp8_gradient_errors_have_one_loss_scale": (
         {
             "precision.grad_reduce_in_fp8": True,
