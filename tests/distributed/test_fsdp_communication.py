@@ -31,6 +31,7 @@ COMMON = f"--num-layers 2 --bf16 --micro-batch-size 2 {FSDP}"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 FP8 = "--fp8-format hybrid --fp8-recipe"
 GATHER, REDUCE = "--fp8-param-gather", "--grad-reduce-in-fp8"
+REPLICAS = "--num-distributed-optimizer-instances 2 --micro-batch-size 1"
 FEEDBACK = "--grad-reduce-fp8-error-feedback"
 PLAIN = f"{COMMON} --transformer-impl local"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -58,6 +59,7 @@ def trained(config: RunConfig) -> tuple[Curve, int, int]:
         pytest.param(2, f"{FP8} blockwise --hidden-size 144 --num-attention-heads 4 {RECOMPUTE}", id="blockwise-cut"),
         pytest.param(2, f"{FP8} delayed --fp8-amax-history-len 4", id="delayed"),
         pytest.param(2, f"{FP8} tensorwise --torch-fsdp2-no-reshard-after-forward", id="no-reshard"),
+        pytest.param(4, f"{FP8} tensorwise {REPLICAS}", id="two-replicas"),
         pytest.param(4, f"{FP8} tensorwise {TENSOR} --fp8-amax-reduction all", id="tp2"),
     ],
 )
@@ -71,6 +73,17 @@ def test_weights_gathered_as_codes_train_as_those_in_bf16(world_size: int, flags
         assert curve_of_codes == curve and reduced == reduced_too
         assert 0.5 * in_bf16 < in_fp8 < 0.75 * in_bf16  # embedding, output layer and norms stay in BF16
     assert len(set(plain[0][0].losses)) == STEPS
+
+
+def test_replicas_gather_within_themselves_and_add_their_sums() -> None:
+    """Of n bytes, four ranks receive 3/4 n in a gather or a reduction. In two replicas of two they gather 1/2 n, and
+    reduce 1/2 n in a replica and 2 * 1/2 * 1/2 n between the replicas."""
+    flags = f"{PLAIN} --micro-batch-size 1"
+    full, hybrid = (run_ranks(4, trained, small_config("llama", f"{flags} {extra}", 4)) for extra in ("", REPLICAS))
+    assert all(answer == hybrid[0] for answer in hybrid)
+    assert hybrid[0][0].losses == pytest.approx(full[0][0].losses, abs=LAYOUT_LOSS)
+    assert 3 * hybrid[0][1] == 2 * full[0][1]
+    assert 3 * hybrid[0][2] == 4 * full[0][2]
 
 
 def gathered_dtypes(config: RunConfig) -> tuple[int, int, int]:

@@ -303,6 +303,15 @@ EXAMPLES = {
         2,
         "--use-distributed-optimizer is not supported with --use-torch-fsdp2",
     ),
+    "fsdp_replicas_have_ranks": (
+        {
+            "parallel.use_torch_fsdp2": True,
+            "precision.gradient_accumulation_fusion": False,
+            "parallel.num_distributed_optimizer_instances": 4,
+        },
+        4,
+        "are not 4 replicas of the same number of ranks, two or more",
+    ),
     "fsdp_ranks_divide_the_rows": (
         {"parallel.use_torch_fsdp2": True, "precision.gradient_accumulation_fusion": False},
         3,
