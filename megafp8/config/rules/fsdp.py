@@ -20,8 +20,14 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
             yield no_effect_without("--torch-fsdp2-no-reshard-after-forward", FSDP)
         return
     stages = parallel.pipeline_model_parallel_size
+    yield from low_precision_state_is_the_distributed_optimizers(config)
+    is_of_level = bool(config.optimizer.use_precision_aware_optimizer and precision.fp8_lm_level)
     excluded = (
-        (parallel.use_distributed_optimizer, "--use-distributed-optimizer", "it shards the optimizer state itself"),
+        (
+            parallel.use_distributed_optimizer and not is_of_level,
+            "--use-distributed-optimizer",
+            "it shards the optimizer state itself",
+        ),
         (parallel.overlap_grad_reduce, "--overlap-grad-reduce", "its reductions always overlap"),
         (parallel.overlap_param_gather, "--overlap-param-gather", "its gathers always overlap"),
         (
@@ -58,6 +64,20 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
             f"{FSDP} needs --no-gradient-accumulation-fusion: there is no buffer with complete gradients to which "
             "linear layers could add"
         )
+
+
+def low_precision_state_is_the_distributed_optimizers(config: RunConfig) -> Iterator[str]:
+    """megatron-core asserts that its precision-aware optimizer is distributed: others keep FP32 master weights."""
+    if not config.optimizer.use_precision_aware_optimizer:
+        return
+    level = config.precision.fp8_lm_level
+    flag, fix = "--use-precision-aware-optimizer", "remove one of them"
+    if level is not None:
+        flag, fix = f"--fp8-lm-level {level}", "use --fp8-lm-level O1, or remove --use-torch-fsdp2"
+    yield (
+        f"{flag} is not supported with {FSDP}: megatron-core has optimizer state in FP8 and FP16 only in its "
+        f"distributed optimizer, and the optimizer of FSDP2 keeps FP32 master weights and moments of its rows; {fix}"
+    )
 
 
 def fsdp_replicas_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
