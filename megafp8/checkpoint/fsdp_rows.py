@@ -1,9 +1,9 @@
 """Checkpoints of `--use-torch-fsdp2`: the rows of a parameter that a rank keeps, as parts of the complete tensor.
 
 megatron-core's sharded state dict gives the rows of most parameters their places, so that any layout can load them.
-Two things are missing. It loads plain tensors, which a DTensor cannot take. And 0.16 splits the rows of a gated MLP's
+Three things are missing. It loads plain tensors, which a DTensor cannot take. And 0.16 splits the rows of a gated MLP's
 `linear_fc1` on each rank into a gate and an up half, although the first half of the ranks has gate rows only, and the
-second half up rows only. 0.19 does not split them.
+second half up rows only. 0.19 does not split them. With replicas, all of them claim to have the copy that is saved.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.tensor import DTensor
 
@@ -22,10 +23,18 @@ def place_gated_rows(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return a chunk's sharded state with the rows of gated MLPs in their places; unchanged without FSDP2."""
     if not isinstance(chunk, TorchFSDP):
         return state
-    return {name: gated_rows(leaf) if isinstance(leaf, ShardedTensorFactory) else leaf for name, leaf in state.items()}
+    group = chunk.process_group
+    state = {
+        name: gated_rows(leaf, group) if isinstance(leaf, ShardedTensorFactory) else leaf
+        for name, leaf in state.items()
+    }
+    if chunk.replica_group is not None:
+        for leaf in nested_values(state):
+            leaf.replica_id = (*leaf.replica_id[:-1], leaf.replica_id[-1] + group.size() * chunk.replica_group.rank())
+    return state
 
 
-def gated_rows(factory: ShardedTensorFactory) -> ShardedTensor:
+def gated_rows(factory: ShardedTensorFactory, group: dist.ProcessGroup) -> ShardedTensor | ShardedTensorFactory:
     """Place this rank's rows of a gated MLP's `linear_fc1`.
 
     The complete tensor has the gate rows of all tensor-parallel ranks, then their up rows. A tensor-parallel rank has
@@ -35,7 +44,6 @@ def gated_rows(factory: ShardedTensorFactory) -> ShardedTensor:
     if not up:
         return gate
     axis = gate.prepend_axis_num
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rank, half = group.rank(), group.size() // 2
     assert group.size() == 2 * half or group.size() == 1
     if group.size() == 1:

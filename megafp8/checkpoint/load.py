@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.utils import unwrap_model
 
-from megafp8.checkpoint import compatibility, fsdp_rows, state_dict
+from megafp8.checkpoint import compatibility, fsdp_rows, gradient_residuals, state_dict
 from megafp8.checkpoint.metadata import embedding_rows, load_common_state, load_errors, skip_history
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.serialization import SafeLoadStrategy
@@ -65,6 +65,11 @@ def load_checkpoint(
     state = dict(model)
     if with_optimizer:
         state["optimizer"] = state_dict.optimizer_state(training_state, model, is_loading=True)
+    residuals = training_state.gradient_residuals
+    saved_places, places = common.get(gradient_residuals.PLACES), gradient_residuals.places(config, residuals)
+    residual_note = gradient_residuals.note_on_load(saved_places, places, same_layout) if with_optimizer else ""
+    if with_optimizer and places is not None and not residual_note:
+        state[gradient_residuals.KEY] = gradient_residuals.sharded_residuals(residuals)
     if with_rng:
         state["random_state"] = state_dict.rng_state()
     state, key_notes = read_tensors(
@@ -75,6 +80,7 @@ def load_checkpoint(
         with torch.no_grad():
             state_dict.load_optimizer_state(training_state, state["optimizer"], known)
         restore_schedule(path, training_state, state["schedule"])
+        gradient_residuals.load(residuals, state.get(gradient_residuals.KEY, {}))
     else:
         # Copy the loaded weights to the master weights.
         training_state.optimizer.reload_model_params()
@@ -86,6 +92,7 @@ def load_checkpoint(
         state_dict.restore_rng_state(state["random_state"])
     consumers = "" if same_device else random_consumers(config)
     notes = key_notes + load_notes(weights_only, with_optimizer, with_rng, same_layout, consumers)
+    notes += (residual_note,) if residual_note else ()
     if weights_only:
         return LoadResult(Progress(), notes)
     grad_factor = common.get("grad_factor", 1.0)  # older checkpoints lack it

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 NOT_FINITE, SPIKE, ROLLBACK, OPERAND = "not finite", "spike", "rollback", "non-finite operand"
 HIGH_PRECISION, SMOOTHED = "high precision", "smoothed"
@@ -147,12 +148,14 @@ class TrainingState:
 
     Attributes:
         pending_copies: each call waits for an unfinished copy of weights and moments.
+        gradient_residuals: errors of this rank's FP8 gradients in the last step; empty without error feedback.
     """
 
     chunks: list[Any]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     pending_copies: list[Callable[[], None]] = field(default_factory=list)
+    gradient_residuals: list[Tensor] = field(default_factory=list)
 
     def wait_for_copies(self) -> None:
         """Block until weights and moments may change. Call it before changing them."""

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megafp8.checkpoint import directory, state_dict
+from megafp8.checkpoint import directory, gradient_residuals, state_dict
 from megafp8.checkpoint.directory import Retention
 from megafp8.checkpoint.manifest import FileEntry, build_manifest
 from megafp8.checkpoint.metadata import check_readable
@@ -249,7 +249,8 @@ def build_state_dict(
     """Build the complete sharded state dictionary of a checkpoint; all ranks call it.
 
     Args:
-        is_written_later: clone buffers, so that only weights and moments alias the run's.
+        is_written_later: clone what the next forward-backward changes, so that only weights and moments alias the
+            run's.
     """
     finish_param_gather(config, training_state)
     state = state_dict.model_state(training_state.chunks)
@@ -257,6 +258,7 @@ def build_state_dict(
     if not config.checkpoint.no_save_optim:
         state["optimizer"] = state_dict.optimizer_state(training_state, model, is_loading=False)
         state["schedule"] = training_state.schedule.state_dict()
+        state |= gradient_residuals.state_to_save(config, training_state.gradient_residuals, is_written_later)
     if not config.checkpoint.no_save_rng:
         state["random_state"] = state_dict.rng_state()
     if is_written_later:

@@ -33,7 +33,7 @@ from megafp8.checkpoint import optimizer_state as optimizer_parts
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.mcore.patches import groups_matched_without_rates
 from megafp8.mcore.process_groups import gather_weights
-from megafp8.mcore.torch_fsdp import rows_found_by_identity
+from megafp8.mcore.torch_fsdp import TorchFSDP, rows_found_by_identity
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 
@@ -53,14 +53,15 @@ def content_metadata() -> dict[str, Any]:
     }
 
 
-def sharding_metadata() -> dict[str, Any]:
-    """Return `content_metadata` with the data-parallel group, as megatron-core's modules expect it."""
-    return content_metadata() | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+def sharding_metadata(chunks: list[Any]) -> dict[str, Any]:
+    """Return `content_metadata` with the group that shares rows of weights, as megatron-core's modules expect it."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return content_metadata() | {"dp_cp_group": chunks[0].process_group if isinstance(chunks[0], TorchFSDP) else group}
 
 
 def model_state(chunks: list[Any]) -> dict[str, Any]:
     """Return the sharded weights of this rank's chunks: `model`, or `model0`, `model1`... if interleaved."""
-    metadata = sharding_metadata()
+    metadata = sharding_metadata(chunks)
     return {
         "model" if len(chunks) == 1 else f"model{index}": fsdp_rows.place_gated_rows(
             chunk, unwrap_model(chunk).sharded_state_dict(metadata=metadata)
@@ -91,7 +92,7 @@ def optimizer_state(training_state: TrainingState, model: dict[str, Any], is_loa
     if not is_distributed:
         with rows_found_by_identity():
             return training_state.optimizer.sharded_state_dict(
-                model, is_loading=is_loading, metadata=sharding_metadata()
+                model, is_loading=is_loading, metadata=sharding_metadata(training_state.chunks)
             )
     if len(parts) > 1:
         training_state.optimizer._synchronize_steps()

@@ -7,7 +7,10 @@ from megafp8.config.schema import RunConfig
 
 
 def min_checkpoint_bytes(config: RunConfig, padded_vocab: int) -> int:
-    """A lower bound of the bytes of a checkpoint: weights, and unless --no-save-optim, master weights and moments."""
+    """A lower bound of the bytes of a checkpoint: weights, and unless --no-save-optim, master weights and moments.
+
+    The errors of FP8 gradients, which depend on the number of ranks, are not in it.
+    """
     settings = config.optimizer
     is_fp32 = derived.params_dtype(config.precision) == "fp32"
     bytes_per_parameter = 4 if is_fp32 else 2

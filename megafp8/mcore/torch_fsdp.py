@@ -4,6 +4,9 @@ Each data-parallel rank keeps rows [r n / R, (r + 1) n / R) of every parameter, 
 master weight and moments. FSDP2 gathers the parameters of a layer before they are used, and reduce-scatters their
 gradients in the backward pass of every microbatch.
 
+Hybrid sharding (`--num-distributed-optimizer-instances N`): R ranks are a replica, of which there are N. Gathers and
+reduce-scatters are within a replica. FSDP2 then all-reduces the sums of rank r between the replicas.
+
 megatron-core 0.16.1's wrapper needs five changes, which `TorchFSDP` makes:
 - It asks for a device mesh of CUDA devices. On a CPU machine the mesh has CPU devices.
 - Its gradients are means over the ranks. Here they are sums, and `scale_gradients`, which is empty there, divides them
@@ -14,6 +17,9 @@ megatron-core 0.16.1's wrapper needs five changes, which `TorchFSDP` makes:
   Here embedding and output layer are in the group of the model, which is gathered during the complete forward pass.
 - Its `finish_grad_sync` does not take the argument that `finalize_model_grads` passes.
 
+megatron-core's gradient norm asks a tensor of FSDP2 for its only process group. With replicas there are two, and
+`sum_norms_in_a_replica` gives it the one of the rows.
+
 With a loss scale, `agree_on_overflow` changes the optimizer, which would check only a rank's own rows.
 """
 
@@ -22,13 +28,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import optimizer as optimizer_checkpoint
 from megatron.core.distributed import torch_fully_sharded_data_parallel as wrapper
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -42,18 +50,25 @@ class TorchFSDP(TorchFullyShardedDataParallel):
     Args:
         ddp_config: `TorchFullyShardedDataParallelConfig`.
         chunk: on the device of this rank, and complete.
+        num_replicas: over which the data-parallel ranks are divided.
 
     Attributes:
+        process_group: ranks that have other rows of the same replica.
+        replica_group: ranks that have the same rows; None with one replica.
         quantized_weights: weights that are gathered as codes, each with FSDP2's record of it.
     """
 
     bucket_groups: tuple[Any, ...] = ()
 
-    def __init__(self, config: TransformerConfig, ddp_config: Any, chunk: torch.nn.Module):
+    def __init__(self, config: TransformerConfig, ddp_config: Any, chunk: torch.nn.Module, num_replicas: int = 1):
         device = next(chunk.parameters()).device
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
-        with wrapper_arguments(device.type, MixedPrecisionPolicy(reduce_dtype=grad_dtype)):
-            super().__init__(config, ddp_config, chunk, sub_modules_to_wrap={TransformerLayer})
+        group, replica_group = replica_groups(num_replicas)
+        with wrapper_arguments(device.type, MixedPrecisionPolicy(reduce_dtype=grad_dtype), replica_group):
+            super().__init__(config, ddp_config, chunk, sub_modules_to_wrap={TransformerLayer}, process_group=group)
+        self.replica_group = replica_group
+        if replica_group is not None:
+            sum_norms_in_a_replica()
         self.quantized_weights: list[tuple[Any, Any]] = []
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
@@ -112,15 +127,45 @@ def unscale_rows(optimizer: MixedPrecisionOptimizer) -> bool:
     return optimizer.found_inf.item() > 0
 
 
+def replica_groups(num_replicas: int) -> tuple[dist.ProcessGroup, Optional[dist.ProcessGroup]]:
+    """The ranks of this rank's replica, which are consecutive, and those with the same rows; None with one replica."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if num_replicas == 1:
+        return group, None
+    ranks, size = dist.get_process_group_ranks(group), group.size() // num_replicas
+    first = group.rank() // size * size
+    own, same = ranks[first : first + size], ranks[group.rank() % size :: size]
+    shard, replica = (dist.new_group(each, use_local_synchronization=True) for each in (own, same))
+    return shard, replica
+
+
+def sum_norms_in_a_replica() -> None:
+    """Let megatron-core add the squares of gradients over the ranks that have other rows, and not over replicas."""
+
+    def group_of_rows(tensor: Any, data_parallel_group: Any = None) -> Any:
+        return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else None
+
+    clip_grads.get_data_parallel_group_if_dtensor = group_of_rows
+
+
 @contextmanager
-def wrapper_arguments(device_type: str, precision: MixedPrecisionPolicy) -> Iterator[None]:
-    """Context in which megatron-core's wrapper uses this device type and precision. It has no arguments for them."""
+def wrapper_arguments(
+    device_type: str, precision: MixedPrecisionPolicy, replica_group: Optional[dist.ProcessGroup] = None
+) -> Iterator[None]:
+    """Context in which megatron-core's wrapper uses these arguments, which it does not have."""
     mesh = wrapper.DeviceMesh
 
     class Mesh:
         @staticmethod
         def from_group(group: Any, _: str) -> Any:
-            return mesh.from_group(group, device_type)
+            if replica_group is None:
+                return mesh.from_group(group, device_type)
+            rows = dist.get_process_group_ranks(group)
+            replicas = dist.get_process_group_ranks(replica_group)
+            ranks = [[first + rank - dist.get_rank() for rank in rows] for first in replicas]
+            return mesh.from_group(
+                [replica_group, group], device_type, torch.tensor(ranks), mesh_dim_names=("replicas", "rows")
+            )
 
     wrapper.DeviceMesh, wrapper.fully_shard = Mesh, partial(fully_shard, mp_policy=precision)
     try:

@@ -185,7 +185,8 @@ def add_gradient_buffers(
     """Wrap each chunk with megatron-core's gradient buffers and data-parallel reduction."""
     ddp_config = build_ddp_config(config)
     if config.parallel.use_torch_fsdp2:
-        sharded = [TorchFSDP(transformer_config, ddp_config, chunk) for chunk in chunks]
+        num_replicas = config.parallel.num_distributed_optimizer_instances
+        sharded = [TorchFSDP(transformer_config, ddp_config, chunk, num_replicas) for chunk in chunks]
         if config.precision.fp8_param_gather:
             for chunk in sharded:
                 gather_codes(chunk)

@@ -74,19 +74,25 @@ class Fp8Reduction:
         counts: FP64 [3], of a sample of this rank's rows of codes: values that are not 0, those that became 0, those
             that saturated.
         received_bytes: received from other ranks.
+        intra_node_bytes: of them, those from ranks of the same node that are not codes (`node_reduction`).
         residuals: errors of the last codes, with error feedback.
     """
 
     def __init__(self, device: torch.device):
         self.factor = 1.0
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
-        self.received_bytes = 0
+        self.received_bytes = self.intra_node_bytes = 0
         self.residuals: list[Tensor] = []
 
     def begin_step(self, factor: float) -> None:
         """Set the factor of a step, and count from 0."""
-        self.factor, self.received_bytes = factor, 0
+        self.factor, self.received_bytes, self.intra_node_bytes = factor, 0, 0
         self.counts.zero_()
+
+    def count_within_node(self, num_bytes: int) -> None:
+        """Count bytes that came from ranks of the same node."""
+        self.received_bytes += num_bytes
+        self.intra_node_bytes += num_bytes
 
     def clear_residuals(self) -> None:
         """Drop the errors of gradients that were reduced without an update."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
+from megafp8.device.platform import local_world_size
 from megafp8.errors import ConfigError
 from megafp8.mcore.grad_reduction import Reduction, Work, reduction_group, replace_reduction
 from megafp8.mcore.process_groups import bucket_groups
@@ -19,6 +20,7 @@ from megafp8.mcore.torch_fsdp import TorchFSDP
 from megafp8.optimizer.fp8_gradients import BucketReduction, BucketWorks, Fp8Reduction, GradientCodes
 from megafp8.optimizer.fsdp_gradients import reduce_in_fp8
 from megafp8.optimizer.gradient_pieces import parameter_ranges, split_bucket
+from megafp8.optimizer.node_reduction import NodeReduction, Nodes, build_node_groups
 from megafp8.recipes.formats import E4M3, E5M2
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -42,6 +44,7 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
         has_feedback=precision.grad_reduce_fp8_error_feedback,
     )
     step, matched = Fp8Reduction(device), set()
+    node_groups = build_node_groups(precision.grad_reduce_fp8_intra_node, local_world_size())
     for chunk in chunks:
         # The last stage has a copy of a tied embedding under the name of the output layer.
         names = {
@@ -59,26 +62,35 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
         for group in bucket_groups(chunk):
             ranks = reduction_group(group)
             if ranks is not None:
-                reductions = [bucket_reduction(bucket, exact, ranks, settings, step) for bucket in group.buckets]
+                nodes = None if node_groups is None else node_groups.of(ranks)
+                reductions = [bucket_reduction(bucket, exact, ranks, settings, step, nodes) for bucket in group.buckets]
                 replace_reduction(group, partial(start_all, reductions))
     check_patterns(config, patterns, matched)
     return step
 
 
 def bucket_reduction(
-    bucket: Any, exact: Container[Any], ranks: dist.ProcessGroup, settings: GradientCodes, step: Fp8Reduction
-) -> BucketReduction:
+    bucket: Any,
+    exact: Container[Any],
+    ranks: dist.ProcessGroup,
+    settings: GradientCodes,
+    step: Fp8Reduction,
+    nodes: Optional[Nodes] = None,
+) -> BucketReduction | NodeReduction:
     """The reduction of one of megatron-core's buckets.
 
     Args:
         exact: the parameters that are not quantized.
+        nodes: None where all ranks exchange codes.
     """
     is_exact = [parameter in exact for parameter in bucket.params_list]
     shards = split_bucket(parameter_ranges(bucket), is_exact, bucket.grad_data.numel(), ranks.size())
+    if nodes is not None:
+        return NodeReduction(bucket.grad_data, shards, len(is_exact), nodes, settings, step)
     return BucketReduction(bucket.grad_data, shards, len(is_exact), ranks, settings, step)
 
 
-def start_all(reductions: Sequence[BucketReduction], requested: Sequence[Reduction]) -> Work:
+def start_all(reductions: Sequence[BucketReduction | NodeReduction], requested: Sequence[Reduction]) -> Work:
     """Start the reductions of the buckets of a group."""
     return BucketWorks([each.start(request) for each, request in zip(reductions, requested, strict=True)])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Optional
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,32 +26,30 @@ class Fp8ReduceScatter(DefaultReduceScatter):
     """A reduce-scatter of codes, for the parameters of one FSDP module.
 
     Args:
+        gradients: a tensor of the dtype and the device of the gradients.
         sizes: elements of each parameter on one rank, in the order in which FSDP2 packs them.
         is_exact: by parameter: not quantized.
     """
 
     def __init__(
         self,
+        gradients: Tensor,
         sizes: Sequence[int],
         is_exact: Sequence[bool],
         group: dist.ProcessGroup,
         settings: GradientCodes,
         step: Fp8Reduction,
     ):
-        self.sizes, self.is_exact, self.group, self.settings, self.step = sizes, is_exact, group, settings, step
-        self._reduction: Optional[BucketReduction] = None
+        self.num_elements, self.group = sum(sizes) * group.size(), group
+        shards = rank_shards(sizes, is_exact, group.size())
+        self._reduction = BucketReduction(gradients, shards, len(sizes), group, settings, step)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Send the codes, and add them. Later work on the stream waits for the sums, so that no handle is needed."""
         assert not async_op and op == dist.ReduceOp.SUM and group.size() == self.group.size()
-        if self._reduction is None:  # the dtype of the gradients is known now
-            assert input_tensor.numel() == sum(self.sizes) * group.size(), "a gradient is missing, or padded"
-            shards = rank_shards(self.sizes, self.is_exact, group.size())
-            self._reduction = BucketReduction(
-                input_tensor, shards, len(self.sizes), self.group, self.settings, self.step
-            )
+        assert input_tensor.numel() == self.num_elements, "a gradient is missing, or padded"
         self._reduction.start(Reduction(input_tensor, is_complete=False, is_average=False)).wait()
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
@@ -85,4 +83,7 @@ def reduce_in_fp8(
         if parameters:
             sizes = [parameter.to_local().numel() for parameter in parameters]
             exact = [is_exact(parameter) for parameter in parameters]
-            module.set_custom_reduce_scatter(Fp8ReduceScatter(sizes, exact, chunk.process_group, settings, step))
+            gradients = parameters[0].main_grad.to_local()
+            module.set_custom_reduce_scatter(
+                Fp8ReduceScatter(gradients, sizes, exact, chunk.process_group, settings, step)
+            )

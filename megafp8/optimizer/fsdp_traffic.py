@@ -54,16 +54,22 @@ class CountedReduction(DefaultReduceScatter):
 
     Args:
         chunks: model chunks whose gradients it reduces.
+
+    Attributes:
+        num_replicas: between which FSDP2 all-reduces the sums, in both phases of a ring.
     """
 
     def __init__(self, chunks: Sequence[Any]):
         self.received_bytes = 0
+        replicas = chunks[0].replica_group
+        self.num_replicas = 1 if replicas is None else replicas.size()
         for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
             module.set_custom_reduce_scatter(self)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
         """Add the gradients in their dtype."""
         self.received_bytes += input_tensor.nbytes - output_tensor.nbytes
+        self.received_bytes += 2 * output_tensor.nbytes * (self.num_replicas - 1) // self.num_replicas
         return super().__call__(output_tensor, input_tensor, *args, **options)
 
     def take(self) -> int:
@@ -78,5 +84,9 @@ def fsdp_modules(chunk: torch.nn.Module) -> Iterator[FSDPModule]:
 
 
 def fsdp_parameters(module: FSDPModule) -> list[Any]:
-    """FSDP2's own record of each parameter that it gathers for a module, in the order in which it packs them."""
-    return [each for group in module._get_fsdp_state()._fsdp_param_groups for each in group.fsdp_params]
+    """FSDP2's own record of each parameter that it gathers for a module, in the order in which it packs them.
+
+    Torch 2.11 has one group of parameters for a module. Later versions can have several, but have one here.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else group.fsdp_params

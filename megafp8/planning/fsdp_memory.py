@@ -29,6 +29,7 @@ def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: i
         return estimate
     assert config.model.num_layers is not None
     ranks = derived.data_parallel_size(config, world_size) * parallel.context_parallel_size
+    ranks //= parallel.num_distributed_optimizer_instances
     layer = layer_parameters / config.model.num_layers / estimate.parameters
     others = 1 - layer_parameters / estimate.parameters
     gathered = min(1.0, others + NUM_GATHERED_LAYERS * layer) if parallel.torch_fsdp2_reshard_after_forward else 1.0

@@ -71,6 +71,8 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size, platform)
     fp8_reduction = build_fp8_reduction(config, trainee.chunks, platform.device)
+    if fp8_reduction is not None:
+        trainee.gradient_residuals.extend(fp8_reduction.residuals)
     gradient_traffic = build_gradient_traffic(config, trainee.chunks)
     gradient_monitor = build_gradient_monitor(config, trainee, platform.device)  # its checks come before the reduction
     # After the monitor, which is then called on gradients with the injected faults.

@@ -31,7 +31,7 @@ Batches = Optional[Iterator[dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, the same on all ranks but for the two numbers of bytes.
+    """The result of a step, the same on all ranks but for the numbers of bytes.
 
     Attributes:
         loss: mean over the tokens of the global batch, before the update.
@@ -43,6 +43,7 @@ class StepResult:
         param_gather_bytes: bytes of updated weights that this rank received during the step; None where nothing is
             gathered, or inside a CUDA graph.
         grad_reduce_bytes: the same of gradients.
+        grad_intra_node_bytes: of them, those from ranks of the same node; None without `--grad-reduce-fp8-intra-node`.
         grad_codes: FP8 codes of the gradients; None where they are not reduced in FP8.
         grad_factor, next_grad_factor: automatic factor of the scales of FP8 gradients, of this step and the next one.
         operand_faults: non-finite and saturated values of quantized operands.
@@ -63,6 +64,7 @@ class StepResult:
     next_grad_factor: float
     operand_faults: OperandFaults = OperandFaults()
     mtp_losses: Optional[tuple[float, ...]] = None
+    grad_intra_node_bytes: Optional[int] = None
 
 
 def train_step(
@@ -128,6 +130,7 @@ def train_step(
         next_grad_factor=next_factor(progress.grad_factor, totals.grad_codes) if is_adapted else progress.grad_factor,
         operand_faults=faults,
         mtp_losses=totals.mtp_losses or None,
+        grad_intra_node_bytes=None if run.fp8_reduction is None else run.fp8_reduction.intra_node_bytes or None,
     )
 
 

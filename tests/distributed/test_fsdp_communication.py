@@ -31,6 +31,8 @@ COMMON = f"--num-layers 2 --bf16 --micro-batch-size 2 {FSDP}"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 FP8 = "--fp8-format hybrid --fp8-recipe"
 GATHER, REDUCE = "--fp8-param-gather", "--grad-reduce-in-fp8"
+REPLICAS = "--num-distributed-optimizer-instances 2 --micro-batch-size 1"
+FEEDBACK = "--grad-reduce-fp8-error-feedback"
 PLAIN = f"{COMMON} --transformer-impl local"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 STEPS = 6
@@ -57,6 +59,7 @@ def trained(config: RunConfig) -> tuple[Curve, int, int]:
         pytest.param(2, f"{FP8} blockwise --hidden-size 144 --num-attention-heads 4 {RECOMPUTE}", id="blockwise-cut"),
         pytest.param(2, f"{FP8} delayed --fp8-amax-history-len 4", id="delayed"),
         pytest.param(2, f"{FP8} tensorwise --torch-fsdp2-no-reshard-after-forward", id="no-reshard"),
+        pytest.param(4, f"{FP8} tensorwise {REPLICAS}", id="two-replicas"),
         pytest.param(4, f"{FP8} tensorwise {TENSOR} --fp8-amax-reduction all", id="tp2"),
     ],
 )
@@ -70,6 +73,17 @@ def test_weights_gathered_as_codes_train_as_those_in_bf16(world_size: int, flags
         assert curve_of_codes == curve and reduced == reduced_too
         assert 0.5 * in_bf16 < in_fp8 < 0.75 * in_bf16  # embedding, output layer and norms stay in BF16
     assert len(set(plain[0][0].losses)) == STEPS
+
+
+def test_replicas_gather_within_themselves_and_add_their_sums() -> None:
+    """Of n bytes, four ranks receive 3/4 n in a gather or a reduction. In two replicas of two they gather 1/2 n, and
+    reduce 1/2 n in a replica and 2 * 1/2 * 1/2 n between the replicas."""
+    flags = f"{PLAIN} --micro-batch-size 1"
+    full, hybrid = (run_ranks(4, trained, small_config("llama", f"{flags} {extra}", 4)) for extra in ("", REPLICAS))
+    assert all(answer == hybrid[0] for answer in hybrid)
+    assert hybrid[0][0].losses == pytest.approx(full[0][0].losses, abs=LAYOUT_LOSS)
+    assert 3 * hybrid[0][1] == 2 * full[0][1]
+    assert 3 * hybrid[0][2] == 4 * full[0][2]
 
 
 def gathered_dtypes(config: RunConfig) -> tuple[int, int, int]:
@@ -168,22 +182,26 @@ def test_pieces_of_each_rank_follow_each_other() -> None:
 
 
 def test_a_run_with_codes_resumes_bitwise_and_without_fsdp(tmp_path: Path) -> None:
-    """The checkpoint has BF16 weights and FP32 state, so that ranks with complete weights load it too."""
-    flags = f"{FP8} blockwise {GATHER} {REDUCE}"
-    sharded = small_config("llama", f"{COMMON} {flags}", 2)
-    whole = small_config("llama", f"--num-layers 2 --bf16 --micro-batch-size 2 {FP8} blockwise {REDUCE}", 2)
+    """The checkpoint has BF16 weights and FP32 state, so that ranks with complete weights load it too.
 
-    def leg(config: RunConfig, is_first: bool) -> list[float]:
-        run = build_run(config)
+    It also has the errors that the codes of gradients had, which another layout drops.
+    """
+    flags = f"{FP8} blockwise {GATHER} {REDUCE} {FEEDBACK}"
+    sharded = small_config("llama", f"{COMMON} {flags}", 2)
+    whole = small_config("llama", f"--num-layers 2 --bf16 --micro-batch-size 2 {FP8} blockwise {REDUCE} {FEEDBACK}", 2)
+
+    def leg(config: RunConfig, is_first: bool) -> tuple[list[float], tuple[str, ...]]:
+        run, notes = build_run(config), ()
         if is_first:
             train(run, 2)
             save_checkpoint(tmp_path, config, run.trainee, Progress(2, 2 * run.global_batch_size))
         else:
-            load_checkpoint(checkpoint_path(tmp_path, 2), config, run.trainee)
-        return train(run, 2, 3).losses
+            notes = load_checkpoint(checkpoint_path(tmp_path, 2), config, run.trainee).notes
+        return train(run, 2, 3).losses, notes
 
-    unbroken = run_ranks(2, leg, sharded, True)[0]
-    assert run_ranks(2, leg, sharded, False)[0] == unbroken
-    other = run_ranks(2, leg, whole, False)[0]
+    unbroken, _ = run_ranks(2, leg, sharded, True)[0]
+    assert run_ranks(2, leg, sharded, False)[0] == (unbroken, ())
+    other, notes = run_ranks(2, leg, whole, False)[0]
+    assert notes == (f"buckets or excluded parameters differ: the errors of FP8 gradients ({FEEDBACK}) start at zero",)
     assert other[0] == pytest.approx(unbroken[0], abs=LAYOUT_LOSS)
     assert other[1] == pytest.approx(unbroken[1], abs=FP8_GRADIENT_LOSS)

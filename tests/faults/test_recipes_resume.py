@@ -33,6 +33,7 @@ RECIPES = {
     "tensorwise-fp8-weights": f"{FP8} tensorwise {GATHER}",
     "delayed-fp8-weights": f"{FP8} delayed --fp8-amax-history-len 3 {GATHER}",
     "blockwise-fp8-weights": f"{FP8} blockwise {GATHER}",
+    "fp8-gradients-feedback": "--grad-reduce-in-fp8 --grad-reduce-fp8-error-feedback --async-save",
     "fp8-lm-o1": "--fp8-lm-level O1",
     "fp8-lm-o2": "--fp8-lm-level O2",
     "fp8-lm-o3": "--fp8-lm-level O3 --overlap-grad-reduce --overlap-param-gather",

@@ -20,11 +20,17 @@ from megafp8.config.schema import RunConfig
 from megafp8.training.extensions.step_records import params_norm
 
 FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
+REPLICAS = "--num-distributed-optimizer-instances 2"
 NUM_STEPS = 6
 STEPS = test_resharding.STEPS
 # As in test_resharding, with the optimizer of FSDP2.
 SMALL = test_resharding.SMALL.replace(" --use-distributed-optimizer", "")
-LAYOUTS = {"one": (1, ""), "fsdp2": (2, FSDP), "tp2-fsdp2": (4, f"{TENSOR} {SEQUENCE} {FSDP}")}
+LAYOUTS = {
+    "one": (1, ""),
+    "fsdp2": (2, FSDP),
+    "tp2-fsdp2": (4, f"{TENSOR} {SEQUENCE} {FSDP}"),
+    "fsdp2-replicas": (4, f"{FSDP} {REPLICAS} --micro-batch-size 1"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +51,7 @@ def one_rank() -> Callable[[str, str], Curve]:
         pytest.param("llama", 2, "--micro-batch-size 1", id="llama-four-microbatches"),
         pytest.param("llama", 2, CONTEXT, id="llama-cp2"),
         pytest.param("llama", 2, "--torch-fsdp2-no-reshard-after-forward", id="llama-no-reshard"),
+        pytest.param("llama", 4, f"{REPLICAS} --micro-batch-size 1", id="llama-two-replicas"),
         pytest.param("llama", 4, f"{TENSOR} {SEQUENCE} --micro-batch-size 2", id="llama-tp2"),
         pytest.param("gpt2", 2, "", id="gpt2-tied-embeddings"),
         pytest.param(

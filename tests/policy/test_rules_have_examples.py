@@ -303,6 +303,15 @@ EXAMPLES = {
         2,
         "--use-distributed-optimizer is not supported with --use-torch-fsdp2",
     ),
+    "fsdp_replicas_have_ranks": (
+        {
+            "parallel.use_torch_fsdp2": True,
+            "precision.gradient_accumulation_fusion": False,
+            "parallel.num_distributed_optimizer_instances": 4,
+        },
+        4,
+        "are not 4 replicas of the same number of ranks, two or more",
+    ),
     "fsdp_ranks_divide_the_rows": (
         {"parallel.use_torch_fsdp2": True, "precision.gradient_accumulation_fusion": False},
         3,
@@ -381,14 +390,23 @@ EXAMPLES = {
         2,
         "both replace the reduction",
     ),
-    "fp8_gradient_errors_are_not_saved": (
+    "fp8_gradients_within_nodes": (
+        {
+            "precision.grad_reduce_in_fp8": True,
+            "precision.grad_reduce_fp8_intra_node": "fp32",
+            "precision.grad_reduce_in_bf16": True,
+        },
+        4,
+        "--grad-reduce-fp8-intra-node fp32 with BF16 gradients",
+    ),
+    "fp8_gradient_errors_have_one_loss_scale": (
         {
             "precision.grad_reduce_in_fp8": True,
             "precision.grad_reduce_fp8_error_feedback": True,
-            "checkpoint.save": "run",
+            "precision.fp16": True,
         },
         2,
-        "checkpoints do not have the",
+        "the errors are those of the old",
     ),
     "loss_fusion_is_on_for_its_implementation": (
         {"precision.cross_entropy_fusion_impl": "te", "precision.cross_entropy_loss_fusion": False},

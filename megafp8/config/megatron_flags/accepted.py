@@ -46,11 +46,6 @@ ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
         "the weight gradient of the output layer is computed with the others, and is the same",
     ),
     ("--wgrad-deferral-limit", 1, "no weight gradient is deferred"),
-    (
-        "--num-distributed-optimizer-instances",
-        1,
-        "optimizer states are sharded over all data-parallel ranks: the same numbers in less memory",
-    ),
     ("--auto-detect-ckpt-format --use-dist-ckpt", 0, "there is one checkpoint format"),
     (
         "--ckpt-fully-parallel-save --no-ckpt-fully-parallel-save",

@@ -20,8 +20,14 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
             yield no_effect_without("--torch-fsdp2-no-reshard-after-forward", FSDP)
         return
     stages = parallel.pipeline_model_parallel_size
+    yield from low_precision_state_is_the_distributed_optimizers(config)
+    is_of_level = bool(config.optimizer.use_precision_aware_optimizer and precision.fp8_lm_level)
     excluded = (
-        (parallel.use_distributed_optimizer, "--use-distributed-optimizer", "it shards the optimizer state itself"),
+        (
+            parallel.use_distributed_optimizer and not is_of_level,
+            "--use-distributed-optimizer",
+            "it shards the optimizer state itself",
+        ),
         (parallel.overlap_grad_reduce, "--overlap-grad-reduce", "its reductions always overlap"),
         (parallel.overlap_param_gather, "--overlap-param-gather", "its gathers always overlap"),
         (
@@ -60,6 +66,41 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
         )
 
 
+def low_precision_state_is_the_distributed_optimizers(config: RunConfig) -> Iterator[str]:
+    """megatron-core asserts that its precision-aware optimizer is distributed: others keep FP32 master weights."""
+    if not config.optimizer.use_precision_aware_optimizer:
+        return
+    level = config.precision.fp8_lm_level
+    flag, fix = "--use-precision-aware-optimizer", "remove one of them"
+    if level is not None:
+        flag, fix = f"--fp8-lm-level {level}", "use --fp8-lm-level O1, or remove --use-torch-fsdp2"
+    yield (
+        f"{flag} is not supported with {FSDP}: megatron-core has optimizer state in FP8 and FP16 only in its "
+        f"distributed optimizer, and the optimizer of FSDP2 keeps FP32 master weights and moments of its rows; {fix}"
+    )
+
+
+def fsdp_replicas_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Hybrid sharding: the data-parallel ranks are divided into replicas of several ranks."""
+    parallel, replicas = config.parallel, config.parallel.num_distributed_optimizer_instances
+    flag = f"--num-distributed-optimizer-instances {replicas}"
+    if replicas < 1:
+        yield f"{flag} must be at least 1"
+    elif parallel.use_torch_fsdp2 and replicas > 1:
+        if config.precision.grad_reduce_in_fp8:
+            yield (
+                f"{flag} with --grad-reduce-in-fp8: FSDP2 all-reduces between replicas in the dtype of the gradients, "
+                "and only the sums within a replica could be sent as codes; remove one of them"
+            )
+        if has_whole_replicas(config, world_size):
+            ranks = derived.data_parallel_size(config, world_size) * parallel.context_parallel_size
+            if ranks % replicas or ranks == replicas:
+                yield (
+                    f"{flag}: {ranks} data- x context-parallel ranks are not {replicas} replicas of the same number of "
+                    "ranks, two or more: use another number of replicas"
+                )
+
+
 def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every rank keeps the same number of rows of every parameter, which gives them a place in checkpoints."""
     model, parallel = config.model, config.parallel
@@ -67,8 +108,10 @@ def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[s
         return
     tensor = parallel.tensor_model_parallel_size
     ranks = derived.data_parallel_size(config, world_size) * parallel.context_parallel_size
-    if ranks == 1:
-        yield f"{FSDP} with one data-parallel rank has nothing to shard: remove it, or use more ranks"
+    ranks //= max(1, parallel.num_distributed_optimizer_instances)
+    if ranks <= 1:
+        if parallel.num_distributed_optimizer_instances == 1:
+            yield f"{FSDP} with one data-parallel rank has nothing to shard: remove it, or use more ranks"
         return
     assert model.hidden_size is not None
     queries, keys = derived.query_projection_size(model), derived.kv_projection_size(model)
@@ -104,4 +147,4 @@ def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[s
         )
 
 
-RULES: tuple[Rule, ...] = (fsdp_excludes_other_settings, fsdp_ranks_divide_the_rows)
+RULES: tuple[Rule, ...] = (fsdp_excludes_other_settings, fsdp_replicas_have_ranks, fsdp_ranks_divide_the_rows)

@@ -22,6 +22,9 @@ def fp8_gradient_options_need_their_switch(config: RunConfig, world_size: int) -
             f"--grad-reduce-fp8-scaling {precision.grad_reduce_fp8_scaling}": (
                 precision.grad_reduce_fp8_scaling != "block"
             ),
+            f"--grad-reduce-fp8-intra-node {precision.grad_reduce_fp8_intra_node}": (
+                precision.grad_reduce_fp8_intra_node != "fp8"
+            ),
             "--grad-reduce-fp8-error-feedback": precision.grad_reduce_fp8_error_feedback,
             f"--grad-reduce-fp8-exclude {' '.join(precision.grad_reduce_fp8_exclude)}": (
                 precision.grad_reduce_fp8_exclude != EXCLUDED_BY_DEFAULT
@@ -49,13 +52,21 @@ def fp8_gradients_exclude_other_reductions(config: RunConfig, world_size: int) -
             yield f"{FLAG} with --override {entry}: both replace the reduction of gradients; remove one of them"
 
 
-def fp8_gradient_errors_are_not_saved(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The errors that are fed back differ between ranks and depend on the buckets. Checkpoints do not have them."""
-    if config.precision.grad_reduce_fp8_error_feedback and config.checkpoint.save is not None:
-        yield (
-            f"--grad-reduce-fp8-error-feedback with --save {config.checkpoint.save}: checkpoints do not have the "
-            "errors of the last step, and a resumed run would differ from an uninterrupted one; remove one of them"
-        )
+def fp8_gradients_within_nodes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Sums within a node in another dtype than FP8. That several nodes have ranks is checked when the run starts."""
+    precision = config.precision
+    intra_node = precision.grad_reduce_fp8_intra_node
+    if not precision.grad_reduce_in_fp8 or intra_node == "fp8":
+        return
+    flag = f"--grad-reduce-fp8-intra-node {intra_node}"
+    if config.parallel.use_torch_fsdp2:
+        yield f"{flag} with --use-torch-fsdp2: its reductions do not distinguish nodes; remove one of them"
+    if intra_node == "fp32" and derived.grad_dtype(precision) == "bf16":
+        yield f"{flag} with BF16 gradients (--grad-reduce-in-bf16): use --grad-reduce-fp8-intra-node bf16"
+
+
+def fp8_gradient_errors_have_one_loss_scale(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The errors that are fed back are those of gradients at the loss scale of the last step."""
     if config.precision.grad_reduce_fp8_error_feedback and config.precision.fp16:
         yield (
             "--grad-reduce-fp8-error-feedback with --fp16: the loss scale changes, and the errors are those of the old "
@@ -67,5 +78,6 @@ RULES: tuple[Rule, ...] = (
     fp8_gradient_options_need_their_switch,
     fp8_gradients_have_ranks,
     fp8_gradients_exclude_other_reductions,
-    fp8_gradient_errors_are_not_saved,
+    fp8_gradients_within_nodes,
+    fp8_gradient_errors_have_one_loss_scale,
 )

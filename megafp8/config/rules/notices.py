@@ -37,6 +37,7 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
         *idle_setting_notices(config),
         *_unused_setting_notices(config, implementation),
         *_recipe_notices(config),
+        *_instance_notices(config),
         *warmup_notices(config, world_size),
         *batch_schedule_notices(config, world_size),
         *_op_fuser_notices(config, implementation),
@@ -69,6 +70,15 @@ def _op_fuser_notices(config: RunConfig, implementation: str) -> Iterator[str]:
         yield (
             "the MLP uses Transformer Engine's layers instead of its fused operations (the op fuser), which support a "
             "single recipe: the precision map sets another recipe for a linear layer of the MLP"
+        )
+
+
+def _instance_notices(config: RunConfig) -> Iterator[str]:
+    instances = config.parallel.num_distributed_optimizer_instances
+    if instances > 1 and not config.parallel.use_torch_fsdp2:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} has no effect without --use-torch-fsdp2: optimizer "
+            "states are sharded over all data-parallel ranks, which takes less memory and gives the same numbers"
         )
 
 

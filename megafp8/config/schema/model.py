@@ -232,6 +232,11 @@ class ParallelConfig(MixtureParallelConfig):
     use_torch_fsdp2: bool = setting(
         False, "shard weights, gradients and optimizer state over data-parallel ranks with torch's FSDP2"
     )
+    num_distributed_optimizer_instances: int = setting(
+        1,
+        "number of replicas of --use-torch-fsdp2, each sharded over consecutive data-parallel ranks (hybrid sharding); "
+        "without it all data-parallel ranks share one state",
+    )
     torch_fsdp2_reshard_after_forward: bool = setting(
         True,
         "free the gathered weights of a layer after its forward pass, and gather them again for its backward pass",

@@ -214,8 +214,14 @@ class PrecisionConfig:
         "ranks, with FP8-LM's automatic factor",
         choices=("block", "tensor"),
     )
+    grad_reduce_fp8_intra_node: str = setting(
+        "fp8",
+        "what ranks of one node send each other; fp8: codes, as between nodes; bf16, fp32: gradients in that dtype, so "
+        "that the codes of their sums go to the other nodes",
+        choices=("fp8", "bf16", "fp32"),
+    )
     grad_reduce_fp8_error_feedback: bool = setting(
-        False, "add the quantization error of a step to the gradients of the next one (4 bytes a parameter, not saved)"
+        False, "add the quantization error of a step to the gradients of the next one; 4 bytes a parameter, also saved"
     )
     grad_reduce_fp8_exclude: tuple[str, ...] = setting(
         EXCLUDED_BY_DEFAULT,

@@ -248,6 +248,7 @@ def scalars(
         "params-norm": record.params_norm,
         "param-gather-bytes": record.param_gather_bytes,
         "grad-reduce-bytes": record.grad_reduce_bytes,
+        "grad-intra-node-bytes": record.grad_intra_node_bytes,
         "grad-underflow-fraction": record.grad_underflow_fraction,
         "grad-saturated-fraction": record.grad_saturated_fraction,
         "grad-scale-factor": record.grad_scale_factor,

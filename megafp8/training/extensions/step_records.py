@@ -90,6 +90,7 @@ class StepRecords(Extension):
             is_skipped=result.is_skipped,
             param_gather_bytes=result.param_gather_bytes,
             grad_reduce_bytes=result.grad_reduce_bytes,
+            grad_intra_node_bytes=result.grad_intra_node_bytes,
             grad_underflow_fraction=None if codes is None else codes.underflow_fraction,
             grad_saturated_fraction=None if codes is None else codes.saturated_fraction,
             grad_scale_factor=result.grad_factor if has_factor else None,

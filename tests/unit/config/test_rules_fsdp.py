@@ -37,8 +37,24 @@ def test_other_settings_are_refused(words: str, text: str) -> None:
 def test_weights_and_gradients_may_be_sent_as_codes() -> None:
     codes = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --grad-reduce-in-fp8"
     assert problems(f"{codes} {FSDP}") == []
-    level = problems(f"--fp8-lm-level O2 {FSDP}")
-    assert any("--use-distributed-optimizer is not supported" in problem for problem in level)
+
+
+def test_state_in_low_precision_is_refused_with_its_reason() -> None:
+    (level,) = problems(f"--fp8-lm-level O2 {FSDP}")
+    assert level.startswith(f"--fp8-lm-level O2 is not supported with {FSDP}") and "use --fp8-lm-level O1" in level
+    (state,) = problems(f"--bf16 --use-precision-aware-optimizer {FSDP} --no-use-distributed-optimizer")
+    assert state.startswith(f"--use-precision-aware-optimizer is not supported with {FSDP}")
+    assert problems(f"--fp8-lm-level O1 {FSDP}") == []
+
+
+def test_replicas_divide_the_ranks() -> None:
+    replicas = f"{FSDP} --num-distributed-optimizer-instances"
+    assert problems(f"{replicas} 2", 4) == []
+    assert "4 data- x context-parallel ranks are not 3 replicas" in problems(f"{replicas} 3", 4)[0]
+    assert "two or more: use another number of replicas" in problems(f"{replicas} 4", 4)[0]
+    assert "must be at least 1" in problems(f"{replicas} 0", 4)[0]
+    assert "with --grad-reduce-in-fp8" in problems(f"{replicas} 2 --bf16 --grad-reduce-in-fp8", 4)[0]
+    assert problems("--num-distributed-optimizer-instances 2", 4) == []
 
 
 def test_fused_accumulation_and_flags_without_effect() -> None:

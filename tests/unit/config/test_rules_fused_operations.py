@@ -61,6 +61,7 @@ FC2_MAPPED = SMALL | {"precision.precision_map": ("*.linear_fc2=bf16",)}
         (BLOCKWISE | {"training.recompute_activations": True}, False, False),
         (BLOCKWISE | {"parallel.tensor_model_parallel_size": 2}, False, False),
         (BLOCKWISE | {"parallel.pipeline_model_parallel_size": 2}, False, False),
+        (BLOCKWISE | {"parallel.use_torch_fsdp2": True}, False, False),
         (BLOCKWISE | {"parallel.tensor_model_parallel_size": 2} | FUSED, True, True),
     ],
 )
