@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import mixture, precision_map
+from megafp8.config import mixture, multi_token, precision_map
 from megafp8.config.activations import is_plain_swiglu
-from megafp8.config.precision_map import EXPERTS, LinearChoice
+from megafp8.config.precision_map import EXPERTS, MLP_LINEARS, LinearChoice
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
 
@@ -52,6 +52,18 @@ def expert_choices(config: RunConfig) -> set[LinearChoice]:
     """The recipes of the experts' linears."""
     chosen = precision_map.resolve(config.model, config.precision)
     return {choice for name, choice in chosen.items() if f".{EXPERTS}" in name and "shared" not in name}
+
+
+def fc1_choices(config: RunConfig) -> set[LinearChoice]:
+    """The recipes of the experts' first linears, which get the tokens; empty for an incomplete model."""
+    model, precision = config.model, config.precision
+    if model.num_layers is None:
+        return set()
+    name = EXPERTS + MLP_LINEARS[0]
+    chosen = {
+        choice for linear, choice in precision_map.resolve(model, precision).items() if linear.endswith(f".{name}")
+    }
+    return chosen | ({precision_map.multi_token_choice(precision)} if multi_token.num_depths(model) else set())
 
 
 def is_supported(choice: LinearChoice) -> bool:

@@ -20,13 +20,14 @@ def model_obstacles(model: ModelConfig) -> list[str]:
     ]
 
 
-def counter_problems(config: RunConfig) -> list[str]:
-    """Reactions to what the quantizers of emulated layers count."""
+def quantizer_problems(config: RunConfig) -> list[str]:
+    """What only the quantizers of emulated layers offer: reactions to their counts, and codes that travel."""
     training = config.training
     asked = {
         f"--on-nonfinite-activation {training.on_nonfinite_activation}": training.on_nonfinite_activation != "warn",
         f"--fp8-guard {training.fp8_guard}": training.fp8_guard != "off",
         f"--planted-fault {training.planted_fault}": training.planted_fault != "none",
+        "--moe-dispatch-in-fp8": config.parallel.moe_dispatch_in_fp8,
     }
     return [
         f"{flag}: Transformer Engine's layers do not support it; remove the flag, or use --transformer-impl emulated"

@@ -198,7 +198,9 @@ def layer_spec(
     noise_name = f"{config.training.seed}|layer {layer}"
     has_experts = EXPERTS + MLP_LINEARS[0] in recipes
     if has_experts:
-        mlp: Any = mixture_spec(linear, derived.gemm_alignment(config.precision), noise_name)
+        mlp: Any = mixture_spec(
+            linear, derived.gemm_alignment(config.precision), noise_name, config.parallel.moe_dispatch_in_fp8
+        )
     else:
         mlp = mlp_spec(MLP, MLPSubmodules(linear_fc1=linear("linear_fc1"), linear_fc2=linear("linear_fc2")))
     input_norm = IdentityOp if config.model.norm_placement == "post" else Norm

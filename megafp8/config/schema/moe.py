@@ -99,6 +99,11 @@ class MixtureParallelConfig:
         "exchange of tokens between expert-parallel ranks; flex needs DeepEP or HybridEP",
         choices=("allgather", "alltoall", "flex"),
     )
+    moe_dispatch_in_fp8: bool = setting(
+        False,
+        "send tokens to the ranks of their experts as the codes that the experts multiply, half the bytes (alltoall, "
+        "a recipe with one scale for each tensor, emulated layers)",
+    )
     moe_flex_dispatcher_backend: str = setting(
         "deepep", "library of --moe-token-dispatcher-type flex", choices=("deepep", "hybridep")
     )
