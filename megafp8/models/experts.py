@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megafp8.config.derived import round_up
+from megafp8.config.grouped_experts import shares_input_codes
 from megafp8.config.precision_map import EXPERTS, SHARED_EXPERTS
 from megafp8.mcore.mixture_patches import define_router_gemm
 from megafp8.models.dispatch import DispatchingLayer
@@ -99,7 +100,7 @@ class PaddedExperts(SequentialMLP):
         recipe = getattr(linear, "recipe", None)
         if recipe is None or not linear.is_quantizing:
             return None
-        assert recipe.shares_input_codes
+        assert shares_input_codes(recipe)
         return recipe.rule(Operand.INPUT, Gemm.FPROP)
 
     def input_scales(self) -> Optional[Tensor]:

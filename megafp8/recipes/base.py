@@ -204,12 +204,6 @@ class LinearRecipe:
         rule = self.rule(operand, gemm)
         return rule is not None and rule.is_requantized and self.is_quantized(Gemm.FPROP)
 
-    @property
-    def shares_input_codes(self) -> bool:
-        """Whether fprop and wgrad read the same codes of the input, which have one scale."""
-        rule = self.rule(Operand.INPUT, Gemm.FPROP)
-        return rule is not None and rule.block is None and rule == self.rule(Operand.INPUT, Gemm.WGRAD)
-
     def is_quantized(self, gemm: Gemm) -> bool:
         """Whether the operands of this GEMM are quantized."""
         return all(self.rule(operand, gemm) is not None for operand in dict(OPERANDS_OF)[gemm])

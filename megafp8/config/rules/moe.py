@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megafp8.config import derived, mixture, precision_map
-from megafp8.config.grouped_experts import fc1_choices, grouped_expert_obstacles
+from megafp8.config.grouped_experts import fc1_choices, grouped_expert_obstacles, shares_input_codes
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.recipes import registry
@@ -294,8 +294,8 @@ def dispatch_in_fp8_sends_codes(config: RunConfig, world_size: int) -> Iterator[
         yield no_effect_without(flag, "experts in FP8")
     for choice in sorted(choices, key=str):
         recipe = precision_map.build_linear_recipe(config.precision, choice)
-        if recipe is None or not recipe.shares_input_codes:
-            known = ", ".join(each.name for each in registry.recipes() if each.rules().shares_input_codes)
+        if recipe is None or not shares_input_codes(recipe):
+            known = ", ".join(each.name for each in registry.recipes() if shares_input_codes(each.rules()))
             yield (
                 f"{flag}: experts with linear_fc1 in {choice} do not multiply the same codes under one scale in fprop "
                 f"and wgrad; use {known} for all of it, with wgrad in FP8"
@@ -310,7 +310,8 @@ def experts_have_no_fused_operations(config: RunConfig, world_size: int) -> Iter
         "--residual-norm-fusion": config.precision.residual_norm_fusion,
         "--tp-comm-overlap": config.parallel.tp_comm_overlap,
         f"--cuda-graph-impl {config.training.cuda_graph_impl}": (
-            derived.uses_cuda_graph(config) and any(grouped_expert_obstacles(config))
+            derived.uses_cuda_graph(config)
+            and (config.parallel.expert_model_parallel_size > 1 or any(grouped_expert_obstacles(config)))
         ),
     }
     for flag, given in is_given.items():
