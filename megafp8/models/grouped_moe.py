@@ -38,10 +38,12 @@ class GroupedExperts(MegatronModule):
         linear_fc1: [E, 2 F, H].
         linear_fc2: [E, H, F].
         is_first_microbatch: of a step; megatron-core sets it, and the weights are then cast.
+        is_quantizing: if False, everything is in BF16.
         load: collects the numbers of rows; None collects nothing.
     """
 
     load: Optional[Any] = None
+    is_quantizing = True
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None,
@@ -74,7 +76,7 @@ class GroupedExperts(MegatronModule):
 
     def _weight_codes(self) -> Any:
         """The codes of the weights, cast in the first microbatch of a step; None in BF16."""
-        if self.code_format is None:
+        if self.code_format is None or not self.is_quantizing:
             return None
         from megafp8.kernels.rounding import grid_of
         from megafp8.models.grouped_experts import cast_weights

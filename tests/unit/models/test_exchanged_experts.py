@@ -21,6 +21,8 @@ interpreter.skip_without_kernels()
 
 from megafp8.models import layer_specs
 from megafp8.models.grouped_moe import ExchangedExperts
+from megafp8.recipes.formats import E4M3
+from megafp8.training.precision import high_precision
 
 HIDDEN, FFN = 128, 128
 COUNTS = [[5, 0, 20], [0, 0, 0], [0, 0, 7]]
@@ -104,3 +106,13 @@ def test_a_run_on_two_ranks_is_that_of_linears() -> None:
     stacked, linears = (run_ranks(2, curve, is_stacked)[0] for is_stacked in (True, False))
     assert stacked.losses == pytest.approx(linears.losses, rel=1e-3)
     assert stacked.grad_norms == pytest.approx(linears.grad_norms, rel=1e-2)
+
+
+def test_a_phase_in_high_precision_has_no_codes() -> None:
+    experts = build(2)
+    experts.code_format = E4M3
+    assert experts._weight_codes() is not None
+    config = SimpleNamespace(fp8="e4m3", fp4=None)
+    with high_precision(config, [experts]):  # type: ignore[arg-type]  # of which it reads two fields
+        assert experts._weight_codes() is None
+    assert experts._weight_codes() is not None
