@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from small_run import Curve, build_run, fingerprint, small_config, train, weights
+from small_run import Curve, build_run, fingerprint, small_config, statistics_record_of, train, weights
 
 from megafp8.training.extensions.expert_load import ExpertLoads
 
@@ -59,3 +59,15 @@ def test_a_run_with_codes_equals_one_with_tokens(recipe: str, layout: str, world
     codes = run_ranks(world_size, trained, f"{flags} {CODES}", world_size)
     assert [rank[:2] for rank in codes] == [rank[:2] for rank in tokens]
     assert tokens[0][2] == [2 * num_bytes for num_bytes in codes[0][2]] and all(codes[0][2])
+
+
+def test_statistics_leave_out_what_arrived_as_codes() -> None:
+    flags = f"{EXPERTS} {RECIPES['tensorwise']} {EP2} --fp8-log-interval 1"
+
+    def tensors(more: str) -> dict[str, Any]:
+        record = statistics_record_of(build_run(small_config("llama", f"{flags} {more}", 2)))
+        return {} if record is None else record.tensors
+
+    codes, tokens = run_ranks(2, tensors, CODES)[0], run_ranks(2, tensors, "")[0]
+    left_out = {name for name in tokens if ".experts." in name and name.endswith("linear_fc1.input")}
+    assert len(left_out) == 8 and codes == {name: stats for name, stats in tokens.items() if name not in left_out}
