@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megafp8.kernels.routed_rows import route
-from megafp8.recipes.formats import Format
+from megafp8.quantization.received import ReceivedScale
+from megafp8.recipes.base import OperandRule
 
 Routing = tuple[Tensor, Tensor]
 """Scores FP32 and map bool, both [T, E]."""
@@ -32,7 +33,7 @@ class GroupedExperts(MegatronModule):
 
     Args:
         num_local_experts: E.
-        code_format: format of all operands; None computes in BF16.
+        rule: by which all operands are quantized; None computes in BF16.
 
     Attributes:
         linear_fc1: [E, 2 F, H].
@@ -47,14 +48,14 @@ class GroupedExperts(MegatronModule):
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None,
-        code_format: Optional[Format] = None,
+        rule: Optional[OperandRule] = None,
     ):  # fmt: skip
         super().__init__(config)
         ffn, hidden = config.moe_ffn_hidden_size, config.hidden_size
         self.linear_fc1 = stacked_weight(config, num_local_experts, 2 * ffn, hidden)
         self.linear_fc2 = stacked_weight(config, num_local_experts, hidden, ffn)
         self.data_group, self.expert_group = pg_collection.expt_dp, pg_collection.ep
-        self.code_format = code_format
+        self.rule = rule
         self.codes: Any = None
         self.is_first_microbatch = True
 
@@ -64,25 +65,27 @@ class GroupedExperts(MegatronModule):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         return self.compute(tokens, probs, routing_map, self.config.moe_router_topk).view_as(hidden_states)
 
-    def compute(self, tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int) -> Tensor:
-        """The same of tokens [T, H]."""
+    def compute(
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int, received: Optional[Tensor] = None
+    ) -> Tensor:
+        """The same of tokens [T, H]; `received` is as for `grouped_experts.experts`."""
         from megafp8.models.grouped_experts import experts  # needs Triton
 
         rows = route(routing_map, topk)
         if self.load is not None and torch.is_grad_enabled():
             self.load.add_rows(rows.ends[-1])
         weights = self.linear_fc1, self.linear_fc2
-        return experts(tokens, probs.float(), *weights, routing_map, rows, self._weight_codes())
+        return experts(tokens, probs.float(), *weights, routing_map, rows, self._weight_codes(), received)
 
     def _weight_codes(self) -> Any:
         """The codes of the weights, cast in the first microbatch of a step; None in BF16."""
-        if self.code_format is None or not self.is_quantizing:
+        if self.rule is None or not self.is_quantizing:
             return None
         from megafp8.kernels.rounding import grid_of
         from megafp8.models.grouped_experts import cast_weights
 
         if self.codes is None or self.is_first_microbatch or not self.training:
-            self.codes = cast_weights(self.linear_fc1.detach(), self.linear_fc2.detach(), grid_of(self.code_format))
+            self.codes = cast_weights(self.linear_fc1.detach(), self.linear_fc2.detach(), grid_of(self.rule.format))
             self.is_first_microbatch = not self.training  # weights may change between evaluation and the next step
         return self.codes
 
@@ -102,7 +105,20 @@ class GroupedExperts(MegatronModule):
 
 
 class ExchangedExperts(GroupedExperts):
-    """The experts of one rank, for tokens that a dispatcher has brought there. Each token is of one expert."""
+    """The experts of one rank, for tokens that a dispatcher has brought there. Each token is of one expert.
+
+    Attributes:
+        received: the scales [experts] of the next tokens, which arrived as codes; None: they did not.
+    """
+
+    received: Optional[ReceivedScale] = None
+
+    def input_rule(self) -> Optional[OperandRule]:
+        """The rule by which the experts quantize their tokens; None in BF16."""
+        return self.rule if self.is_quantizing else None
+
+    def input_scales(self) -> None:
+        """None: scales are those of the current tokens."""
 
     def forward(  # type: ignore[override]
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -122,7 +138,9 @@ class ExchangedExperts(GroupedExperts):
             tokens, probs = (torch.cat([each, each.new_zeros(1, *each.shape[1:])]) for each in (tokens, probs))
             expert_of_token = experts.new_full((1,), -1)
         routing_map = expert_of_token[:, None] == experts
-        outputs = self.compute(tokens, torch.where(routing_map, probs[:, None], 0.0), routing_map, topk=1)
+        scores = torch.where(routing_map, probs[:, None], 0.0)
+        received = None if self.received is None else self.received.dequant_scale
+        outputs = self.compute(tokens, scores, routing_map, topk=1, received=received)
         return outputs[:num_tokens], None
 
 

@@ -157,8 +157,9 @@ def group_experts(mixture: ModuleSpec, config: RunConfig) -> None:
     rule = None if recipe is None else recipe.rule(Operand.INPUT, Gemm.FPROP)
     has_ranks = config.parallel.expert_model_parallel_size > 1
     mixture.module = DispatchingLayer if has_ranks else GroupedMoELayer
-    params = {"code_format": None if rule is None else rule.format}
-    mixture.submodules.experts = ModuleSpec(ExchangedExperts if has_ranks else GroupedExperts, params)
+    if has_ranks:
+        mixture.params = {"sends_codes": config.parallel.moe_dispatch_in_fp8}
+    mixture.submodules.experts = ModuleSpec(ExchangedExperts if has_ranks else GroupedExperts, {"rule": rule})
 
 
 def torch_attention(config: RunConfig) -> ModuleSpec:

@@ -102,7 +102,7 @@ class MixtureParallelConfig:
     moe_dispatch_in_fp8: bool = setting(
         False,
         "send tokens to the ranks of their experts as the codes that the experts multiply, half the bytes (alltoall, "
-        "a recipe with one scale for each tensor, emulated layers)",
+        "a recipe with one scale for each tensor; emulated layers, or --moe-expert-kernels triton)",
     )
     moe_flex_dispatcher_backend: str = setting(
         "deepep", "library of --moe-token-dispatcher-type flex", choices=("deepep", "hybridep")

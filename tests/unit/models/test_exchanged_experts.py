@@ -6,7 +6,7 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import interpreter
 import pytest
@@ -21,10 +21,12 @@ interpreter.skip_without_kernels()
 
 from megafp8.models import layer_specs
 from megafp8.models.grouped_moe import ExchangedExperts
-from megafp8.recipes.formats import E4M3
+from megafp8.recipes import registry
+from megafp8.recipes.base import Gemm, Operand
 from megafp8.training.precision import high_precision
 
 HIDDEN, FFN = 128, 128
+RULE = registry.get("tensorwise").rules("e4m3").rule(Operand.INPUT, Gemm.FPROP)
 COUNTS = [[5, 0, 20], [0, 0, 0], [0, 0, 7]]
 
 
@@ -86,31 +88,60 @@ MODEL = (
 )
 
 
-def curve(is_stacked: bool) -> Curve:
-    """A run on two ranks."""
-    if is_stacked:
+def scaled_grouped_mm(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, offs: Tensor, **_: Any) -> Tensor:
+    """torch's, in FP32 on a CPU."""
+    sizes = torch.diff(offs, prepend=offs.new_zeros(1)).tolist()
+    if b.dim() == 3:
+        rest = a.shape[0] - sum(sizes)
+        parts = (a.float() * a_scales[:, None]).split([*sizes, rest])
+        products = [rows @ (w.float() * s) for rows, w, s in zip(parts, b, b_scales, strict=False)]
+        return torch.cat([*products, parts[-1].new_zeros(rest, b.shape[2])]).bfloat16()
+    rest = a.shape[1] - sum(sizes)
+    columns, rows = a.float().split([*sizes, rest], dim=1), b.float().split([*sizes, rest])
+    scales = zip(a_scales.view(len(sizes), -1, 1), b_scales.view(len(sizes), 1, -1), strict=True)
+    return torch.stack([x @ y * s * t for x, y, (s, t) in zip(columns, rows, scales, strict=False)]).bfloat16()
+
+
+def curve(stacked: Optional[dict[str, Any]], sends_codes: bool = False) -> Curve:
+    """A run on two ranks, with linears or with stacked experts that have some arguments."""
+    if stacked is not None:
         original = layer_specs.mixture_spec
 
         def mixture_spec(*args: Any) -> ModuleSpec:
             spec = original(*args)
-            spec.submodules.experts = ModuleSpec(ExchangedExperts)
+            spec.params = {"sends_codes": sends_codes}
+            spec.submodules.experts = ModuleSpec(ExchangedExperts, stacked)
             return spec
 
         layer_specs.mixture_spec = mixture_spec
     return curve_of(small_config("llama", MODEL, 2), 3)
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="ranks on a CPU")
+on_cpu_ranks = pytest.mark.skipif(not IS_INTERPRETED, reason="ranks on a CPU")
+
+
+@on_cpu_ranks
 def test_a_run_on_two_ranks_is_that_of_linears() -> None:
     """Dispatch, gradient buffers of experts, their reduction and the update."""
-    stacked, linears = (run_ranks(2, curve, is_stacked)[0] for is_stacked in (True, False))
+    stacked, linears = (run_ranks(2, curve, params)[0] for params in ({}, None))
     assert stacked.losses == pytest.approx(linears.losses, rel=1e-3)
     assert stacked.grad_norms == pytest.approx(linears.grad_norms, rel=1e-2)
 
 
+@on_cpu_ranks
+def test_codes_that_travel_are_those_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+    codes, tokens, bf16 = (
+        run_ranks(2, curve, params, sends_codes)
+        for params, sends_codes in (({"rule": RULE}, True), ({"rule": RULE}, False), ({}, False))
+    )
+    assert codes == tokens
+    assert codes[0].losses != bf16[0].losses and codes[0].losses == pytest.approx(bf16[0].losses, rel=1e-2)
+
+
 def test_a_phase_in_high_precision_has_no_codes() -> None:
     experts = build(2)
-    experts.code_format = E4M3
+    experts.rule = RULE
     assert experts._weight_codes() is not None
     config = SimpleNamespace(fp8="e4m3", fp4=None)
     with high_precision(config, [experts]):  # type: ignore[arg-type]  # of which it reads two fields
