@@ -245,7 +245,7 @@ def profile(name: str, call: Callable[[], Any]) -> None:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Print the table."""
+    """Print a table of each shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["M1", "M2", "M3"])
     parser.add_argument("--rounds", type=int, default=3)
@@ -253,7 +253,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    cells, results = [], {}
+    results = {}
+    header = ("shape", "mode", "ms", "TFLOP/s", "speed to bf16 graph")
     for shape in options.shape:
         layer = Layer(SHAPES[shape])
         for what, value in errors_of(layer).items():
@@ -267,14 +268,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                     times[name].append(taken)
         medians = {name: statistics.median(values) for name, values in times.items()}
         results[shape] = times
-        for name, taken in medians.items():
-            cells.append((shape, name, taken, layer.flops() / taken / 1e9, medians["bf16 graph"] / taken))
+        cells = [
+            (shape, name, taken, layer.flops() / taken / 1e9, medians["bf16 graph"] / taken)
+            for name, taken in medians.items()
+        ]
+        print(timing.format_table(header, cells), flush=True)
         if options.profile:
             for name in ("bf16", "fp8"):
                 profile(f"{shape} {name}", modes[name])
         del layer, modes
         torch.cuda.empty_cache()
-    print(timing.format_table(("shape", "mode", "ms", "TFLOP/s", "speed to bf16 graph"), cells))
     if options.json:
         timing.write_json(options.json, results)
     return 0

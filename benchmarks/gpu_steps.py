@@ -3,10 +3,11 @@
     python benchmarks/gpu_steps.py --shape A --rounds 2 --modes \\
         "peer=@delayed" "delayed=delayed --use-transformer-engine-op-fuser" [--profile delayed] [--json FILE]
 
-A mode is NAME=RECIPE FLAGS..., with a recipe of `gpu_train.py`, or NAME=@RECIPE: a bare megatron-core loop with its
-fastest settings (`megatron_loop.py`). Every round builds every mode, in alternating order. A mode runs warmup steps and
-then `--steps` steps, timed together between two synchronizations. Each build is a separate process, forked from one
-that has imported everything but not touched the GPU: it starts immediately, and cannot affect later modes.
+A mode is NAME=RECIPE FLAGS..., with a recipe of `gpu_train.py`, or NAME=@RECIPE SETTINGS...: a bare megatron-core loop
+with its fastest settings (`megatron_loop.py`) but those named. Every round builds every mode, in alternating order. A
+mode runs warmup steps and then `--steps` steps, timed together between two synchronizations. Each build is a separate
+process, forked from one that has imported everything but not touched the GPU: it starts immediately, and cannot affect
+later modes.
 """
 
 from __future__ import annotations
@@ -97,11 +98,12 @@ def megafp8_steps(options: argparse.Namespace, text: str, is_told: bool) -> Call
     return lambda step: train(step).loss
 
 
-def peer_steps(options: argparse.Namespace, recipe: str) -> Callable[[int], float]:
-    """The same of megatron-core alone."""
+def peer_steps(options: argparse.Namespace, text: str) -> Callable[[int], float]:
+    """The same of megatron-core alone: RECIPE, and settings that are turned off."""
     from benchmarks.megatron_loop import PeerLoop
 
-    return PeerLoop(options.shape, recipe).step
+    recipe, *turned_off = text.split()
+    return PeerLoop(options.shape, recipe, turned_off=turned_off).step
 
 
 def measure(options: argparse.Namespace, name: str, text: str, number: int) -> Timed:
@@ -205,7 +207,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="A", help="model and batch")
-    parser.add_argument("--modes", nargs="+", required=True, help="NAME=RECIPE FLAGS, or NAME=@RECIPE")
+    parser.add_argument("--modes", nargs="+", required=True, help="NAME=RECIPE FLAGS, or NAME=@RECIPE SETTINGS")
     parser.add_argument("--rounds", type=int, default=2, help="builds of each mode")
     parser.add_argument("--once", nargs="*", default=[], help="modes that are built in the first round only")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before the timed ones")

@@ -9,6 +9,7 @@ layers. NOT RUN with mixtures yet.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,17 @@ def experts_of(sizes: dict[str, Any], recipe: str) -> dict[str, Any]:
 
 
 class PeerLoop:
-    """Model, optimizer and data of the peer; torch.distributed runs already, on one rank."""
+    """Model, optimizer and data of the peer; torch.distributed runs already, on one rank.
 
-    def __init__(self, shape: str, recipe: str, fused_operations: bool = True):
+    Args:
+        turned_off: settings of `TransformerConfig` to do without.
+    """
+
+    def __init__(self, shape: str, recipe: str, fused_operations: bool = True, turned_off: Sequence[str] = ()):
         sizes = dict(SHAPES[shape])
         self.length, self.batch = sizes.pop("seq"), sizes.pop("batch")
         self.num_microbatches, rotary_base = sizes.pop("microbatches", 1), sizes.pop("rotary_base", 10_000)
-        experts = experts_of(sizes, recipe)
+        experts = experts_of(sizes, recipe) | dict.fromkeys(turned_off, False)
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         self.config = TransformerConfig(

@@ -1,4 +1,5 @@
-"""When all experts of a GPU run in one launch per GEMM (`models/grouped_experts.py`), and why not.
+"""When all experts of a GPU run in one launch per GEMM (`models/grouped_experts.py`), and why not; and when tokens can
+travel to them as codes.
 
 Otherwise the experts are Transformer Engine's grouped linear, or an MLP each.
 """
@@ -7,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import mixture, precision_map
+from megafp8.config import mixture, multi_token, precision_map
 from megafp8.config.activations import is_plain_swiglu
-from megafp8.config.precision_map import EXPERTS, LinearChoice
+from megafp8.config.precision_map import EXPERTS, MLP_LINEARS, LinearChoice
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
+from megafp8.recipes.base import Gemm, LinearRecipe, Operand
 
 TILE = 128
 """Widths are multiples of the kernels' tiles."""
@@ -26,8 +28,9 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
         yield "experts that are not SwiGLU without biases"
     if any(size % TILE for size in (model.hidden_size or 0, mixture.moe_ffn_hidden_size(model))):
         yield f"widths that are no multiples of {TILE}"
-    if parallel.expert_model_parallel_size > 1 or parallel.tensor_model_parallel_size > 1:
-        yield "experts on several ranks of a model"
+    yield from layout_obstacles(config)
+    if model.moe_apply_probs_on_input:
+        yield "--moe-apply-probs-on-input"
     if model.moe_expert_capacity_factor is not None:
         yield "--moe-expert-capacity-factor"
     if config.precision.fp8_param_gather:
@@ -48,10 +51,45 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
         yield f"experts in another precision than BF16 or {', '.join(formats)}"
 
 
+def layout_obstacles(config: RunConfig) -> Iterator[str]:
+    """Layouts that exclude one launch for all experts of a rank."""
+    parallel = config.parallel
+    if parallel.expert_model_parallel_size == 1:
+        if parallel.tensor_model_parallel_size > 1:
+            yield "tensor-parallel ranks without expert-parallel ones"
+        return
+    if parallel.moe_expert_kernels is None:
+        yield "expert-parallel ranks, where it was never run on GPUs, unless --moe-expert-kernels triton is given"
+    if mixture.expert_tensor_size(parallel) > 1:
+        yield "expert tensor-parallel ranks: give --expert-tensor-parallel-size 1"
+    if parallel.moe_token_dispatcher_type != "alltoall":
+        yield f"--moe-token-dispatcher-type {parallel.moe_token_dispatcher_type} with expert-parallel ranks"
+    if parallel.moe_shared_expert_overlap:
+        yield "--moe-shared-expert-overlap with expert-parallel ranks"
+
+
 def expert_choices(config: RunConfig) -> set[LinearChoice]:
     """The recipes of the experts' linears."""
     chosen = precision_map.resolve(config.model, config.precision)
     return {choice for name, choice in chosen.items() if f".{EXPERTS}" in name and "shared" not in name}
+
+
+def fc1_choices(config: RunConfig) -> set[LinearChoice]:
+    """The recipes of the experts' first linears, which get the tokens; empty for an incomplete model."""
+    model, precision = config.model, config.precision
+    if model.num_layers is None:
+        return set()
+    name = EXPERTS + MLP_LINEARS[0]
+    chosen = {
+        choice for linear, choice in precision_map.resolve(model, precision).items() if linear.endswith(f".{name}")
+    }
+    return chosen | ({precision_map.multi_token_choice(precision)} if multi_token.num_depths(model) else set())
+
+
+def shares_input_codes(recipe: LinearRecipe) -> bool:
+    """Whether fprop and wgrad read the same codes of the input, which have one scale."""
+    rule = recipe.rule(Operand.INPUT, Gemm.FPROP)
+    return rule is not None and rule.block is None and rule == recipe.rule(Operand.INPUT, Gemm.WGRAD)
 
 
 def is_supported(choice: LinearChoice) -> bool:

@@ -18,9 +18,9 @@ from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.layer_support import (
     attention_kernel_problems,
     context_parallel_attention_problems,
-    counter_problems,
     emulated_only_options,
     model_obstacles,
+    quantizer_problems,
 )
 from megafp8.recipes import registry
 from megafp8.recipes.base import ANY_LATER
@@ -140,7 +140,7 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
     found += recipe_problems(config.precision, target, implementation)
     if implementation == "transformer_engine":
         found += [f"{text}; change it, or use --transformer-impl emulated" for text in layer_obstacles(config)]
-        found += fp8_attention_problems(config, target) + counter_problems(config)
+        found += fp8_attention_problems(config, target) + quantizer_problems(config)
         found += fp16_master_problems(config)
         if config.parallel.use_torch_fsdp2 and config.precision.fp8_param_gather:
             found.append(

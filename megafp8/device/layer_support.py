@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megafp8.config import precision_map
+from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 
 
@@ -20,13 +21,16 @@ def model_obstacles(model: ModelConfig) -> list[str]:
     ]
 
 
-def counter_problems(config: RunConfig) -> list[str]:
-    """Reactions to what the quantizers of emulated layers count."""
+def quantizer_problems(config: RunConfig) -> list[str]:
+    """What Transformer Engine's layers do not offer: reactions to counts of quantizers, and codes that travel."""
     training = config.training
     asked = {
         f"--on-nonfinite-activation {training.on_nonfinite_activation}": training.on_nonfinite_activation != "warn",
         f"--fp8-guard {training.fp8_guard}": training.fp8_guard != "off",
         f"--planted-fault {training.planted_fault}": training.planted_fault != "none",
+        "--moe-dispatch-in-fp8 without --moe-expert-kernels triton": (
+            config.parallel.moe_dispatch_in_fp8 and any(grouped_expert_obstacles(config))
+        ),
     }
     return [
         f"{flag}: Transformer Engine's layers do not support it; remove the flag, or use --transformer-impl emulated"

@@ -5,7 +5,7 @@ Rows beyond the last expert's are left uninitialized in every result.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 import triton
@@ -32,12 +32,12 @@ class RoutedCodes(NamedTuple):
     scale_inv: Tensor
 
 
-def _empty_codes(num_rows: int, width: int, amaxes: Tensor) -> RoutedCodes:
+def _empty_codes(num_rows: int, width: int, scale_inv: Tensor) -> RoutedCodes:
     """Room for codes [num_rows, width]."""
     return RoutedCodes(
-        amaxes.new_empty(num_rows, width, dtype=torch.uint8),
-        amaxes.new_empty(width, num_rows, dtype=torch.uint8),
-        torch.empty_like(amaxes),
+        scale_inv.new_empty(num_rows, width, dtype=torch.uint8),
+        scale_inv.new_empty(width, num_rows, dtype=torch.uint8),
+        scale_inv,
     )
 
 
@@ -53,11 +53,22 @@ def token_amaxes(inputs: Tensor) -> Tensor:
     return amaxes
 
 
-def gather_codes(inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid) -> RoutedCodes:
-    """Quantize the token of each row: inputs [T, W] BF16, routing_map bool [T, E], to codes [R, W]."""
+def gather_codes(
+    inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid, received: Optional[Tensor] = None
+) -> RoutedCodes:
+    """Quantize the token of each row to codes [R, W].
+
+    Args:
+        inputs: BF16 [T, W].
+        routing_map: bool [T, E].
+        received: FP32 [E], dequantization scales, where the inputs are the numbers of codes; None computes scales.
+    """
     (num_rows,), width = rows.token_of_row.shape, inputs.shape[1]
-    amaxes = torch.where(routing_map, token_amaxes(inputs)[:, None], 0.0).amax(0)
-    codes = _empty_codes(num_rows, width, amaxes)
+    amaxes: Optional[Tensor] = None
+    if received is None:
+        amaxes = torch.where(routing_map, token_amaxes(inputs)[:, None], 0.0).amax(0)
+        received = torch.empty_like(amaxes)
+    codes = _empty_codes(num_rows, width, received)
     experts.gather_codes_kernel[(width // SIDE, num_rows // SIDE)](
         inputs, rows.token_of_row, rows.expert_of_block, amaxes, rows.ends, *codes, num_rows, width,
         **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
@@ -105,7 +116,7 @@ def swiglu_codes(inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid) ->
         inputs, probs, rows.ends, rows.expert_of_block, None, amaxes, width, NUM_EXPERTS=len(rows.ends),
         COLUMNS=COLUMNS,
     )  # fmt: skip
-    codes = _empty_codes(num_rows, width, amaxes)
+    codes = _empty_codes(num_rows, width, torch.empty_like(amaxes))
     experts.swiglu_codes_kernel[(width // SIDE, num_rows // SIDE)](
         inputs, probs, rows.expert_of_block, amaxes, rows.ends, *codes, num_rows, width,
         **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
@@ -134,7 +145,7 @@ def swiglu_backward_codes(
         gradients, inputs, probs, rows.ends, rows.expert_of_block, None, prob_gradients, amaxes, width,
         NUM_EXPERTS=len(rows.ends), COLUMNS=COLUMNS,
     )  # fmt: skip
-    codes = _empty_codes(num_rows, 2 * width, amaxes)
+    codes = _empty_codes(num_rows, 2 * width, torch.empty_like(amaxes))
     experts.swiglu_gradients_codes_kernel[(width // GRADIENTS_SIDE, num_rows // GRADIENTS_SIDE)](
         gradients, inputs, probs, rows.expert_of_block, amaxes, rows.ends, *codes, num_rows, width,
         **_experts(rows), GRID=grid, SIDE=GRADIENTS_SIDE, num_warps=4,

@@ -51,9 +51,12 @@ def gather_codes_kernel(
     inputs, token_of_row, expert_of_block, amaxes, ends, rows, columns, scale_inv, num_rows, width,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of the tokens inputs [T, W] of all rows. A program has one tile."""
+    """Codes of the tokens inputs [T, W] of all rows, or, where `amaxes` is None, of tokens that are scaled already. A
+    program has one tile.
+    """
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    store_scales(amaxes, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
+    if amaxes is not None:
+        store_scales(amaxes, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
     if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
         return
     y = (
@@ -62,7 +65,9 @@ def gather_codes_kernel(
         gathered_part(inputs, token_of_row, tile_row, tile_column, width, 2, SIDE),
         gathered_part(inputs, token_of_row, tile_row, tile_column, width, 3, SIDE),
     )
-    scale = scales_of_tile(amaxes, expert_of_block, tile_row, GRID, SIDE)
+    scale = tl.full([SIDE // 4, 1], 1.0, tl.float32)
+    if amaxes is not None:
+        scale = scales_of_tile(amaxes, expert_of_block, tile_row, GRID, SIDE)
     store_codes(y, scale, tile_row, tile_column, num_rows, width, rows, columns, GRID, SIDE)
 
 

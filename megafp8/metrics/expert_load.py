@@ -33,6 +33,9 @@ class LayerLoad:
     """The number of the expert with the most tokens; None in records of earlier versions."""
     padded_fraction: Optional[float] = None
     """Of the rows that experts multiply, those without an assigned token; None on Transformer Engine's experts."""
+    dispatch_bytes: Optional[int] = None
+    """Bytes of tokens that all ranks together received from other expert-parallel ranks in the forward passes; None
+    where no alltoall dispatcher of emulated or plain layers sends any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class ExpertRecord:
 
 def layer_load(
     counts: Sequence[float], num_tokens: float, entropy_sum: float, topk: int, bias: Optional[tuple[float, float]],
-    num_rows: Optional[float] = None,
+    num_rows: Optional[float] = None, dispatch_bytes: Optional[int] = None,
 ) -> LayerLoad:  # fmt: skip
     """The load of one layer.
 
@@ -58,6 +61,7 @@ def layer_load(
         entropy_sum: of their softmax, in nats.
         bias: smallest and largest bias.
         num_rows: that experts multiplied, padding included; None if they are not counted.
+        dispatch_bytes: of tokens that arrived.
     """
     num_experts, assigned = len(counts), sum(counts)
     mean = assigned / num_experts
@@ -73,6 +77,7 @@ def layer_load(
         bias_max=None if bias is None else bias[1],
         busiest_expert=max(range(num_experts), key=lambda expert: counts[expert]),
         padded_fraction=None if not num_rows else 1 - assigned / num_rows,
+        dispatch_bytes=dispatch_bytes,
     )
 
 

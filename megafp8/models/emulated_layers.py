@@ -30,6 +30,7 @@ from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, 
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import AmaxGroups, LinearPlan, Observer, QuantizedWeight, quantize_weight
 from megafp8.quantization.nvfp4 import RoundingNoise
+from megafp8.quantization.received import ReceivedScale, dequantized
 from megafp8.recipes.base import UNQUANTIZED, DelayedOptions, Gemm, LinearRecipe, Operand, OperandRule, ScaleRule
 
 AMAX_REDUCTIONS = ("te", "all")
@@ -55,6 +56,7 @@ class EmulatedLinearMixin:
         input_scales: [K], powers of two by which the input is divided already; None is 1.
         is_smoothed: the input has a scale per channel, see `smooth_input`.
         counts: of non-finite and saturated values; None counts nothing.
+        received: the scale of the next input, which arrived as codes (`quantization/received.py`); None: it did not.
     """
 
     # Attributes of megatron-core's linear.
@@ -86,6 +88,7 @@ class EmulatedLinearMixin:
         self.is_smoothed = False
         self.input_scales: Optional[Tensor] = None
         self.counts: Optional[LinearCounts] = None
+        self.received: Optional[ReceivedScale] = None
         self.amax_reduction = amax_reduction
         self.observer: Optional[Observer] = None
         self.caches_weight_codes = False
@@ -154,6 +157,8 @@ class EmulatedLinearMixin:
             )  # fmt: skip
         assert grad_output_buffer is None, "deferred wgrad of the output layer is not supported"
         recipe = self.recipe if self.is_quantizing and not self.is_moved else UNQUANTIZED
+        if self.received is not None and recipe is UNQUANTIZED:
+            input = dequantized(input, self.received)
         noise: Optional[RoundingNoise] = None
         if recipe.is_stochastic:
             noise = self.quantizer_state if recipe.delayed is None else self.quantizer_state.noise
@@ -168,6 +173,7 @@ class EmulatedLinearMixin:
             observer=self.observer,
             counts=self.counts,
             channel_scales=self.input_scales,
+            received=None if recipe is UNQUANTIZED else self.received,
         )
         if recipe.delayed is not None:
             return self._delayed_forward(input, weight, bias, plan)

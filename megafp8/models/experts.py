@@ -18,16 +18,20 @@ from typing import Any, Optional, Union
 import torch
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megafp8.config.derived import round_up
+from megafp8.config.grouped_experts import shares_input_codes
 from megafp8.config.precision_map import EXPERTS, SHARED_EXPERTS
 from megafp8.mcore.mixture_patches import define_router_gemm
+from megafp8.models.dispatch import DispatchingLayer
 from megafp8.models.router import Router
 from megafp8.quantization.nvfp4 import RoundingNoise
+from megafp8.quantization.received import ReceivedScale
+from megafp8.recipes.base import Gemm, Operand, OperandRule, ScaleRule
 
 Linear = Union[type, ModuleSpec]
 
@@ -41,9 +45,11 @@ class PaddedExperts(SequentialMLP):
 
     Attributes:
         load: collects the numbers of rows; None collects nothing.
+        received: the scales [experts] of the next tokens, which arrived as codes; None: they did not.
     """
 
     load: Optional[Any] = None
+    received: Optional[ReceivedScale] = None
 
     def __init__(self, *args: Any, alignment: int, noise_name: str, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -71,6 +77,9 @@ class PaddedExperts(SequentialMLP):
         Returns:
             [T, H], and None for the bias, which is added already.
         """
+        for index, expert in enumerate(self.local_experts):
+            scales = self.received
+            expert.linear_fc1.received = None if scales is None else ReceivedScale(*(each[index] for each in scales))
         counts = tokens_per_expert.tolist()
         padded = [round_up(count, self.alignment) for count in counts]
         if self.load is not None and torch.is_grad_enabled():
@@ -85,6 +94,22 @@ class PaddedExperts(SequentialMLP):
         outputs, _ = super().forward(inputs, torch.tensor(padded), probs)
         return outputs.index_select(0, rows), None
 
+    def input_rule(self) -> Optional[OperandRule]:
+        """The rule by which the experts quantize their tokens for all GEMMs; None in a phase in high precision."""
+        linear = self.local_experts[0].linear_fc1
+        recipe = getattr(linear, "recipe", None)
+        if recipe is None or not linear.is_quantizing:
+            return None
+        assert shares_input_codes(recipe)
+        return recipe.rule(Operand.INPUT, Gemm.FPROP)
+
+    def input_scales(self) -> Optional[Tensor]:
+        """The scales of the tokens under delayed scaling, FP32 [experts]; None without it."""
+        rule = self.input_rule()
+        if rule is None or rule.scale_rule is not ScaleRule.DELAYED:
+            return None
+        return torch.stack([expert.linear_fc1.quantizer_state.next_input_scale() for expert in self.local_experts])
+
 
 def padded_positions(counts: list[int], padded: list[int], device: torch.device) -> Tensor:
     """Where each row lies once every group of rows is padded: int64 [sum(counts)].
@@ -98,13 +123,16 @@ def padded_positions(counts: list[int], padded: list[int], device: torch.device)
     return rows.to(device)
 
 
-def mixture_spec(linear: Callable[[str], Linear], alignment: int, noise_name: str) -> ModuleSpec:
+def mixture_spec(
+    linear: Callable[[str], Linear], alignment: int, noise_name: str, sends_codes: bool = False
+) -> ModuleSpec:
     """Spec of a layer's experts in place of its MLP.
 
     Args:
         linear: the linear of a name of `precision_map.layer_linears`.
         alignment: see `PaddedExperts`.
         noise_name: see `PaddedExperts`.
+        sends_codes: see `DispatchingLayer`.
     """
     define_router_gemm()
     experts = ModuleSpec(
@@ -113,7 +141,11 @@ def mixture_spec(linear: Callable[[str], Linear], alignment: int, noise_name: st
         submodules=mlp_linears(linear, EXPERTS),
     )
     shared = ModuleSpec(module=SharedExpertMLP, submodules=mlp_linears(linear, SHARED_EXPERTS))
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=Router))
+    return ModuleSpec(
+        module=DispatchingLayer,
+        params={"sends_codes": sends_codes},
+        submodules=MoESubmodules(experts=experts, shared_experts=shared, router=Router),
+    )
 
 
 def mlp_linears(linear: Callable[[str], Linear], kind: str) -> MLPSubmodules:

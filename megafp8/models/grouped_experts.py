@@ -37,7 +37,7 @@ def cast_weights(fc1: Tensor, fc2: Tensor, grid: Grid) -> ExpertCodes:
 
 def experts(
     inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
-    codes: Optional[ExpertCodes] = None,
+    codes: Optional[ExpertCodes] = None, received: Optional[Tensor] = None,
 ) -> Tensor:  # fmt: skip
     """Sum over each token's experts of p fc2(silu(a) b), where a and b are the halves of fc1(token).
 
@@ -49,12 +49,15 @@ def experts(
         routing_map: bool [T, E].
         rows: of the routing map.
         codes: of the weights; None computes in BF16.
+        received: FP32 [E], dequantization scales of inputs that arrived as codes (`quantization/received.py`); None:
+            they did not.
 
     Returns:
         BF16 [T, H].
     """
     function = _BF16Experts if codes is None else _FP8Experts
-    return function.apply(inputs, values_of_rows(probs, rows), fc1, fc2, routing_map, rows, codes)
+    assert codes is not None or received is None
+    return function.apply(inputs, values_of_rows(probs, rows), fc1, fc2, routing_map, rows, codes, received)
 
 
 def add_wgrad(weight: Tensor, wgrad: Tensor) -> Optional[Tensor]:
@@ -73,7 +76,7 @@ class _BF16Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
-        codes: None,
+        codes: None, received: None,
     ) -> Tensor:  # fmt: skip
         x = expert_casts.gather(inputs, rows)
         h = grouped_linear.fprop(x, fc1, rows)
@@ -91,16 +94,16 @@ class _BF16Experts(torch.autograd.Function):
         dh, dprobs = expert_casts.swiglu_backward(dy, h, probs, rows)
         dfc1 = add_wgrad(fc1, grouped_linear.wgrad(dh, x, rows))
         dx = expert_casts.sum_rows(grouped_linear.dgrad(dh, fc1, rows), rows)
-        return dx, dprobs, dfc1, dfc2, None, None, None
+        return dx, dprobs, dfc1, dfc2, None, None, None, None
 
 
 class _FP8Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
-        codes: ExpertCodes,
+        codes: ExpertCodes, received: Optional[Tensor],
     ) -> Tensor:  # fmt: skip
-        x = expert_casts.gather_codes(inputs, rows, routing_map, codes.grid)
+        x = expert_casts.gather_codes(inputs, rows, routing_map, codes.grid, received)
         h = grouped_linear.fp8_fprop(x, codes.fc1, rows)
         y = expert_casts.swiglu_codes(h, probs, rows, codes.grid)
         # fprop alone reads codes by rows, wgrad alone reads the transposed ones.
@@ -119,4 +122,4 @@ class _FP8Experts(torch.autograd.Function):
         dh, dprobs = expert_casts.swiglu_backward_codes(dy, h, probs, rows, codes.grid)
         dfc1 = add_wgrad(fc1, grouped_linear.fp8_wgrad(dh, x, rows))
         dx = expert_casts.sum_rows(grouped_linear.fp8_dgrad(dh, codes.fc1, rows), rows)
-        return dx, dprobs, dfc1, dfc2, None, None, None
+        return dx, dprobs, dfc1, dfc2, None, None, None, None

@@ -1,8 +1,11 @@
 """A mixture-of-experts layer whose experts on a GPU run in one launch per GEMM (`grouped_experts.py`).
 
 The weights of all experts of a layer are two tensors with a dimension of experts. In a checkpoint they have the keys
-and shapes of megatron-core's other experts. Tokens stay where they are: there is no dispatcher, and no number of tokens
-is read by the host, so that a step is one CUDA graph. The experts of a layer lie on one rank.
+and shapes of megatron-core's other experts. On one rank tokens stay where they are: there is no dispatcher, and no
+number of tokens is read by the host, so that a step is one CUDA graph.
+
+With expert-parallel ranks megatron-core's dispatcher exchanges the tokens (`ExchangedExperts`). The all-to-all takes
+its sizes from the host, which waits for them once a layer; the GEMMs take theirs from the device.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megafp8.kernels.routed_rows import route
-from megafp8.recipes.formats import Format
+from megafp8.quantization.received import ReceivedScale
+from megafp8.recipes.base import OperandRule
 
 Routing = tuple[Tensor, Tensor]
 """Scores FP32 and map bool, both [T, E]."""
@@ -29,53 +33,59 @@ class GroupedExperts(MegatronModule):
 
     Args:
         num_local_experts: E.
-        code_format: format of all operands; None computes in BF16.
+        rule: by which all operands are quantized; None computes in BF16.
 
     Attributes:
         linear_fc1: [E, 2 F, H].
         linear_fc2: [E, H, F].
         is_first_microbatch: of a step; megatron-core sets it, and the weights are then cast.
+        is_quantizing: if False, everything is in BF16.
         load: collects the numbers of rows; None collects nothing.
     """
 
     load: Optional[Any] = None
+    is_quantizing = True
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None,
-        code_format: Optional[Format] = None,
+        rule: Optional[OperandRule] = None,
     ):  # fmt: skip
         super().__init__(config)
         ffn, hidden = config.moe_ffn_hidden_size, config.hidden_size
         self.linear_fc1 = stacked_weight(config, num_local_experts, 2 * ffn, hidden)
         self.linear_fc2 = stacked_weight(config, num_local_experts, hidden, ffn)
-        self.data_group = pg_collection.expt_dp
-        self.code_format = code_format
+        self.data_group, self.expert_group = pg_collection.expt_dp, pg_collection.ep
+        self.rule = rule
         self.codes: Any = None
         self.is_first_microbatch = True
 
     def forward(self, hidden_states: Tensor, routing: Routing) -> Tensor:
         """Weighted sum of the outputs of each token's experts; hidden_states and result [S, B, H]."""
+        probs, routing_map = routing
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return self.compute(tokens, probs, routing_map, self.config.moe_router_topk).view_as(hidden_states)
+
+    def compute(
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int, received: Optional[Tensor] = None
+    ) -> Tensor:
+        """The same of tokens [T, H]; `received` is as for `grouped_experts.experts`."""
         from megafp8.models.grouped_experts import experts  # needs Triton
 
-        probs, routing_map = routing
-        rows = route(routing_map, self.config.moe_router_topk)
+        rows = route(routing_map, topk)
         if self.load is not None and torch.is_grad_enabled():
             self.load.add_rows(rows.ends[-1])
-        outputs = experts(
-            hidden_states.reshape(-1, hidden_states.shape[-1]), probs.float(), self.linear_fc1, self.linear_fc2,
-            routing_map, rows, self._weight_codes(),
-        )  # fmt: skip
-        return outputs.view_as(hidden_states)
+        weights = self.linear_fc1, self.linear_fc2
+        return experts(tokens, probs.float(), *weights, routing_map, rows, self._weight_codes(), received)
 
     def _weight_codes(self) -> Any:
         """The codes of the weights, cast in the first microbatch of a step; None in BF16."""
-        if self.code_format is None:
+        if self.rule is None or not self.is_quantizing:
             return None
         from megafp8.kernels.rounding import grid_of
         from megafp8.models.grouped_experts import cast_weights
 
         if self.codes is None or self.is_first_microbatch or not self.training:
-            self.codes = cast_weights(self.linear_fc1.detach(), self.linear_fc2.detach(), grid_of(self.code_format))
+            self.codes = cast_weights(self.linear_fc1.detach(), self.linear_fc2.detach(), grid_of(self.rule.format))
             self.is_first_microbatch = not self.training  # weights may change between evaluation and the next step
         return self.codes
 
@@ -84,12 +94,54 @@ class GroupedExperts(MegatronModule):
     ) -> dict[str, Any]:
         """Keys and shapes of `SequentialMLP`: `experts.linear_fc1.weight` with a dimension of experts."""
         replica_id = (0, 0, self.data_group.rank())
+        first = self.expert_group.rank() * len(self.linear_fc1)
+        num_experts = self.expert_group.size() * len(self.linear_fc1)
         return {
             f"{prefix}{name}": expert_factory(
-                f"{prefix}experts.{name}.weight", weight, replica_id, tuple(sharded_offsets), halves
+                f"{prefix}experts.{name}.weight", weight, replica_id, tuple(sharded_offsets), halves, first, num_experts
             )
             for name, weight, halves in (("linear_fc1", self.linear_fc1, 2), ("linear_fc2", self.linear_fc2, 1))
         }
+
+
+class ExchangedExperts(GroupedExperts):
+    """The experts of one rank, for tokens that a dispatcher has brought there. Each token is of one expert.
+
+    Attributes:
+        received: the scales [experts] of the next tokens, which arrived as codes; None: they did not.
+    """
+
+    received: Optional[ReceivedScale] = None
+
+    def input_rule(self) -> Optional[OperandRule]:
+        """The rule by which the experts quantize their tokens; None in BF16."""
+        return self.rule if self.is_quantizing else None
+
+    def input_scales(self) -> None:
+        """None: scales are those of the current tokens."""
+
+    def forward(  # type: ignore[override]
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """The outputs of the experts times the scores, and no bias.
+
+        Args:
+            permuted_local_hidden_states: [T, H], ordered by experts.
+            tokens_per_expert: [experts of this rank].
+            permuted_probs: [T].
+        """
+        tokens, probs, device = permuted_local_hidden_states, permuted_probs, permuted_probs.device
+        experts = torch.arange(len(self.linear_fc1), device=device)
+        num_tokens = len(tokens)
+        expert_of_token = experts.repeat_interleave(tokens_per_expert.to(device), output_size=num_tokens)
+        if not num_tokens:  # one that no expert has: the backward pass of the weights runs all the same
+            tokens, probs = (torch.cat([each, each.new_zeros(1, *each.shape[1:])]) for each in (tokens, probs))
+            expert_of_token = experts.new_full((1,), -1)
+        routing_map = expert_of_token[:, None] == experts
+        scores = torch.where(routing_map, probs[:, None], 0.0)
+        received = None if self.received is None else self.received.dequant_scale
+        outputs = self.compute(tokens, scores, routing_map, topk=1, received=received)
+        return outputs[:num_tokens], None
 
 
 def grouped_weights(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -102,30 +154,32 @@ def stacked_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter
     """An uninitialized weight, with the attribute by which megatron-core finds its data-parallel group."""
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-    weight.allreduce = True
+    weight.allreduce = config.expert_model_parallel_size == 1
     return weight
 
 
 def expert_factory(
-    key: str, weight: Tensor, replica_id: ReplicaId, offsets: tuple[Any, ...], halves: int
+    key: str, weight: Tensor, replica_id: ReplicaId, offsets: tuple[Any, ...], halves: int, first: int, num_experts: int
 ) -> ShardedTensorFactory:
     """The parts of stacked weights [E, N, W] in a checkpoint: each expert's halves (gate and up), or complete.
 
     Args:
         offsets: dimensions before that of the experts.
         halves: parts in which N is saved.
+        first: number of the first of these experts.
+        num_experts: of all ranks.
     """
 
     @torch.no_grad()
     def build(key: str, weight: Tensor, replica_id: ReplicaId, flattened_range: Optional[slice]) -> list[ShardedTensor]:
         assert flattened_range is None, "only complete tensors are saved"
-        axis, num_experts = len(offsets), len(weight)
+        axis = len(offsets)
         return [
             ShardedTensor.from_rank_offsets(
                 key, part, *offsets, (axis, expert, num_experts), (axis + 1, half, halves),
                 replica_id=replica_id, prepend_axis_num=axis + 1,
             )
-            for expert, values in enumerate(weight)
+            for expert, values in enumerate(weight, first)
             for half, part in enumerate(values.chunk(halves))
         ]  # fmt: skip
 

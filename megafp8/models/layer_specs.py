@@ -39,9 +39,10 @@ from megafp8.config.stages import stage_layers
 from megafp8.mcore.modules import NormedSelfAttention, mlp_spec
 from megafp8.mcore.multi_token import local_spec, transformer_engine_spec
 from megafp8.models.attention import CausalAttention
+from megafp8.models.dispatch import DispatchingLayer
 from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
 from megafp8.models.experts import Linear, mixture_spec
-from megafp8.models.grouped_moe import GroupedExperts, GroupedMoELayer
+from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer
 from megafp8.models.latent_attention import DOWN, latent_attention_spec
 from megafp8.models.local_rotary import LocalRotaryLayer
 from megafp8.models.query_key_norm import AcrossHeadsNorm
@@ -154,8 +155,11 @@ def group_experts(mixture: ModuleSpec, config: RunConfig) -> None:
     (choice,) = expert_choices(config)
     recipe = build_linear_recipe(config.precision, choice)
     rule = None if recipe is None else recipe.rule(Operand.INPUT, Gemm.FPROP)
-    mixture.module = GroupedMoELayer
-    mixture.submodules.experts = ModuleSpec(GroupedExperts, {"code_format": None if rule is None else rule.format})
+    has_ranks = config.parallel.expert_model_parallel_size > 1
+    mixture.module = DispatchingLayer if has_ranks else GroupedMoELayer
+    if has_ranks:
+        mixture.params = {"sends_codes": config.parallel.moe_dispatch_in_fp8}
+    mixture.submodules.experts = ModuleSpec(ExchangedExperts if has_ranks else GroupedExperts, {"rule": rule})
 
 
 def torch_attention(config: RunConfig) -> ModuleSpec:
@@ -198,7 +202,9 @@ def layer_spec(
     noise_name = f"{config.training.seed}|layer {layer}"
     has_experts = EXPERTS + MLP_LINEARS[0] in recipes
     if has_experts:
-        mlp: Any = mixture_spec(linear, derived.gemm_alignment(config.precision), noise_name)
+        mlp: Any = mixture_spec(
+            linear, derived.gemm_alignment(config.precision), noise_name, config.parallel.moe_dispatch_in_fp8
+        )
     else:
         mlp = mlp_spec(MLP, MLPSubmodules(linear_fc1=linear("linear_fc1"), linear_fc2=linear("linear_fc2")))
     input_norm = IdentityOp if config.model.norm_placement == "post" else Norm

@@ -201,7 +201,9 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
     if obstacle := next(cuda_graph_obstacles(config), None):
         return none, [Choice("--cuda-graph-impl", "none", ": ".join(obstacle))]
     if is_mixture(config.model):
-        unfit = next(grouped_expert_obstacles(config), None)
+        has_ranks = config.parallel.expert_model_parallel_size > 1
+        waits = "the host reads how many tokens expert-parallel ranks exchange" if has_ranks else None
+        unfit = next(grouped_expert_obstacles(config), waits)
         reason = unfit or "the memory of a graph with experts is not predicted; local may fit"
         return none, [Choice("--cuda-graph-impl", "none", reason)]
     local = {"training.cuda_graph_impl": "local"}

@@ -46,6 +46,7 @@ def exchanged_bytes(config: RunConfig) -> int:
     """Bytes that a rank sends to other expert-parallel ranks for one layer and microbatch, forward and backward.
 
     Hidden states of tokens travel to their experts and back, and their gradients likewise.
+    `--moe-dispatch-in-fp8` sends one of the four as codes.
     """
     model, parallel = config.model, config.parallel
     assert model.hidden_size is not None
@@ -55,7 +56,12 @@ def exchanged_bytes(config: RunConfig) -> int:
         sent = rows // model.moe_router_topk * (ranks * splits - 1)
     else:
         sent = rows * (ranks - 1) // ranks
-    return 4 * sent * model.hidden_size * BYTES[derived.params_dtype(config.precision)]
+    return int(4 * sent * model.hidden_size * mean_bytes(config, BYTES[derived.params_dtype(config.precision)]))
+
+
+def mean_bytes(config: RunConfig, num_bytes: int) -> float:
+    """Bytes of a number in the four exchanges, on average; tokens as they are have `num_bytes` for each."""
+    return (3 * num_bytes + (1 if config.parallel.moe_dispatch_in_fp8 else num_bytes)) / 4
 
 
 def expert_gemms(run: PlannedRun) -> list[LinearGemm]:
@@ -140,7 +146,8 @@ def exchange_s(run: PlannedRun) -> float:
         return 2 * ring_collective_s(run, group, row_bytes * run.sharded_tokens * group.size)
     rows = rows_per_rank(config)
     gather_s = ring_collective_s(run, RankGroup(splits, 1), row_bytes * rows)
-    return 2 * (all_to_all_s(run, RankGroup(ranks, splits), row_bytes * rows / splits) + gather_s)
+    sent_bytes = mean_bytes(config, BF16_BYTES) * run.hidden_size * rows / splits
+    return 2 * (all_to_all_s(run, RankGroup(ranks, splits), sent_bytes) + gather_s)
 
 
 def expert_remarks(run: PlannedRun) -> list[str]:

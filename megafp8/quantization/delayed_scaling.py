@@ -150,6 +150,12 @@ class DelayedState(nn.Module):
             self.kept_scales.append(self.quant_scale.clone())
         return self.scales(records_amax=True), True
 
+    def next_input_scale(self) -> Tensor:
+        """The scale of the input in the next `scales_for_forward`, FP32 scalar."""
+        is_second_run = self.training and torch.is_grad_enabled() and bool(self.kept_scales)
+        scales = self.kept_scales[0] if is_second_run else self.quant_scale
+        return scales[OPERANDS.index(Operand.INPUT)].clone()
+
 
 def _format_max(recipe: LinearRecipe, operand: Operand) -> float:
     """The largest value of an operand's format; 1 for an operand without delayed scaling, which records no amax."""

@@ -20,6 +20,7 @@ from megafp8.quantization.nvfp4 import RoundingNoise
 from megafp8.quantization.nvfp4_variants import draw_signs
 from megafp8.quantization.quantize import decode_operand, dequantize, quantize_for
 from megafp8.quantization.quantized_tensor import Decoded, Quantized, Use
+from megafp8.quantization.received import ReceivedScale, received_operand
 from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe, Operand, OperandRule
 
 
@@ -56,6 +57,8 @@ class LinearPlan:
         counts: to which the non-finite and saturated values of the operands are added.
         channel_scales: [K], powers of two: the input is already divided by them, and the weight is multiplied by them
             before it is quantized (`smoothing.py`). None is 1.
+        received: the scale of an input that arrived as codes (`received.py`), which the observer does not see; None
+            quantizes the input.
     """
 
     recipe: LinearRecipe
@@ -71,6 +74,7 @@ class LinearPlan:
     observer: Optional[Observer] = None
     counts: Optional[LinearCounts] = None
     channel_scales: Optional[Tensor] = None
+    received: Optional[ReceivedScale] = None
 
     def smoothed(self, weight: Tensor) -> Tensor:
         """A weight [N, K], or a gradient of one, times the scales of the channels, without rounding."""
@@ -98,7 +102,7 @@ class LinearPlan:
         for gemm, result in self._quantize(tensor, operand, dict.fromkeys(gemms)).items():
             assert isinstance(result, Quantized)
             quantized[gemm] = result
-        if self.observer is not None:
+        if self.observer is not None and not self._arrived(operand):
             self.observer(operand, tensor, quantized)
         return quantized
 
@@ -106,7 +110,7 @@ class LinearPlan:
         self, tensor: Tensor, operand: Operand, dtypes: Mapping[Gemm, Optional[torch.dtype]]
     ) -> dict[Gemm, Union[Quantized, Decoded]]:
         """One operand for some of its GEMMs: decoded to the dtype of the GEMM, or codes where the dtype is None."""
-        if self.observer is None:
+        if self.observer is None or self._arrived(operand):
             return self._quantize(tensor, operand, dtypes)
         codes = self.quantize_to_codes(tensor, operand, tuple(dtypes))
         return {
@@ -117,6 +121,8 @@ class LinearPlan:
         self, tensor: Tensor, operand: Operand, dtypes: Mapping[Gemm, Optional[torch.dtype]]
     ) -> dict[Gemm, Union[Quantized, Decoded]]:
         uses = [Use(self._rule(operand, gemm), dtype) for gemm, dtype in dtypes.items()]
+        if self._arrived(operand):
+            return dict(zip(dtypes, self._received(tensor, tuple(dtypes), uses), strict=True))
         group = getattr(self.amax_groups, operand.value)
         delayed = None if self.delayed is None else getattr(self.delayed, operand.value)
         generators = [
@@ -126,6 +132,16 @@ class LinearPlan:
         counts = () if self.counts is None else [self.counts[operand, gemm] for gemm in dtypes]
         results = quantize_for(tensor, uses, group, delayed, generators, self.signs, counts)
         return dict(zip(dtypes, results, strict=True))
+
+    def _arrived(self, operand: Operand) -> bool:
+        return operand is Operand.INPUT and self.received is not None
+
+    def _received(self, numbers: Tensor, gemms: tuple[Gemm, ...], uses: list[Use]) -> list[Union[Quantized, Decoded]]:
+        assert self.received is not None
+        if self.delayed is not None:
+            self.delayed.input.record(self.received.amax)
+        counts = [None if self.counts is None else self.counts[Operand.INPUT, gemm] for gemm in gemms]
+        return [received_operand(numbers, self.received, *each) for each in zip(uses, counts, strict=True)]
 
     def _rule(self, operand: Operand, gemm: Gemm) -> OperandRule:
         rule = self.recipe.rule(operand, gemm)

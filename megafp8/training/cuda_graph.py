@@ -13,6 +13,7 @@ also for another number of microbatches and after weights were replaced, and can
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Optional
@@ -89,7 +90,8 @@ class StepGraph:
         clear_cached_weights(self.chunks)
         graph = torch.cuda.CUDAGraph()
         # Not "global": other threads use the device meanwhile. Loaders pin memory, and NCCL's watchdog queries events.
-        with without_rng_fork(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local")
+        with without_rng_fork(), captured:
             self.reports = forward_backward(iter(self.inputs))
         self.graph = graph
 
@@ -117,16 +119,23 @@ def check_graph_optimizer(config: RunConfig, obstacle: Optional[str]) -> None:
         )
 
 
+@functools.cache
+def capture_stream() -> torch.cuda.Stream:
+    """The stream of every capture."""
+    return torch.cuda.Stream()
+
+
 @contextmanager
 def side_stream() -> Iterator[None]:
-    """Create gradient hooks on a side stream.
+    """Create gradient hooks on the stream of the captures.
 
-    Autograd runs a hook on the stream on which it was created, and a capture may not use the default stream. torch's
-    warning about the streams is turned off.
+    Autograd runs a hook on the stream on which it was created, and a capture may not use the default stream. A gradient
+    that is used on another stream than the one it was allocated on is not freed before the end of the capture: the
+    graph would hold a gradient of every weight for each microbatch. torch's warning about the streams is turned off.
     """
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.11
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    stream, default = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream, default = capture_stream(), torch.cuda.current_stream()
     stream.wait_stream(default)
     with torch.cuda.stream(stream):
         yield

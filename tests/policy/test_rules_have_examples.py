@@ -205,6 +205,17 @@ EXAMPLES = {
         1,
         "use alltoall",
     ),
+    "dispatch_in_fp8_sends_codes": (
+        MIXTURE
+        | {
+            "parallel.moe_dispatch_in_fp8": True,
+            "parallel.expert_model_parallel_size": 2,
+            "precision.fp8_recipe": "mxfp8",
+            "precision.fp8_format": "e4m3",
+        },
+        2,
+        "use tensorwise, delayed",
+    ),
     "numbers_are_in_range": ({"model.hidden_dropout": 1.0}, 1, "--hidden-dropout 1.0 must be in [0, 1)"),
     "one_batch_schedule": (
         {"training.step_batch_size_schedule": ("0:8", "1K:32")},

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megafp8.config import derived, mixture
-from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config import derived, mixture, precision_map
+from megafp8.config.grouped_experts import fc1_choices, grouped_expert_obstacles, shares_input_codes
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
 from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.recipes import registry
 
 
 def experts_of_a_token_exist(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -274,6 +275,33 @@ def flexible_dispatcher_has_its_library(config: RunConfig, world_size: int) -> I
         yield f"--moe-token-dispatcher-type flex: exchanging tokens by {library} is not supported; use alltoall"
 
 
+def dispatch_in_fp8_sends_codes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Codes travel between expert-parallel ranks only as what the experts multiply, under one scale for an expert."""
+    parallel, flag = config.parallel, "--moe-dispatch-in-fp8"
+    if not parallel.moe_dispatch_in_fp8:
+        return
+    if not mixture.is_mixture(config.model) or parallel.expert_model_parallel_size == 1:
+        yield no_effect_without(flag, "--expert-model-parallel-size 2 or more")
+        return
+    if parallel.moe_token_dispatcher_type != "alltoall":
+        yield f"{flag} with --moe-token-dispatcher-type {parallel.moe_token_dispatcher_type}: use alltoall"
+    if parallel.moe_shared_expert_overlap:
+        yield f"{flag} with --moe-shared-expert-overlap: remove one"
+    if config.model.moe_apply_probs_on_input:
+        yield f"{flag} with --moe-apply-probs-on-input, which multiplies the tokens after the exchange: remove one"
+    choices = {choice for choice in fc1_choices(config) if choice.is_quantized}
+    if not choices:
+        yield no_effect_without(flag, "experts in FP8")
+    for choice in sorted(choices, key=str):
+        recipe = precision_map.build_linear_recipe(config.precision, choice)
+        if recipe is None or not shares_input_codes(recipe):
+            known = ", ".join(each.name for each in registry.recipes() if shares_input_codes(each.rules()))
+            yield (
+                f"{flag}: experts with linear_fc1 in {choice} do not multiply the same codes under one scale in fprop "
+                f"and wgrad; use {known} for all of it, with wgrad in FP8"
+            )
+
+
 def experts_have_no_fused_operations(config: RunConfig, world_size: int) -> Iterator[str]:
     """Features whose kernels and buffers are for dense MLPs."""
     if not mixture.is_mixture(config.model):
@@ -282,7 +310,8 @@ def experts_have_no_fused_operations(config: RunConfig, world_size: int) -> Iter
         "--residual-norm-fusion": config.precision.residual_norm_fusion,
         "--tp-comm-overlap": config.parallel.tp_comm_overlap,
         f"--cuda-graph-impl {config.training.cuda_graph_impl}": (
-            derived.uses_cuda_graph(config) and any(grouped_expert_obstacles(config))
+            derived.uses_cuda_graph(config)
+            and (config.parallel.expert_model_parallel_size > 1 or any(grouped_expert_obstacles(config)))
         ),
     }
     for flag, given in is_given.items():
@@ -326,6 +355,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     padding_is_for_quantized_experts,
     expert_sizes_suit_the_recipe,
     flexible_dispatcher_has_its_library,
+    dispatch_in_fp8_sends_codes,
     experts_have_no_fused_operations,
     expert_kernels_suit_the_experts,
     experts_recompute_what_they_have,

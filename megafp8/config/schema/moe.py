@@ -99,6 +99,11 @@ class MixtureParallelConfig:
         "exchange of tokens between expert-parallel ranks; flex needs DeepEP or HybridEP",
         choices=("allgather", "alltoall", "flex"),
     )
+    moe_dispatch_in_fp8: bool = setting(
+        False,
+        "send tokens to the ranks of their experts as the codes that the experts multiply, half the bytes (alltoall, "
+        "a recipe with one scale for each tensor; emulated layers, or --moe-expert-kernels triton)",
+    )
     moe_flex_dispatcher_backend: str = setting(
         "deepep", "library of --moe-token-dispatcher-type flex", choices=("deepep", "hybridep")
     )
@@ -111,7 +116,7 @@ class MixtureParallelConfig:
     moe_expert_kernels: Optional[str] = setting(
         None,
         "experts on a GPU; triton: all in one launch per GEMM, with fused casts; te: Transformer Engine's linears; "
-        "default: triton where the settings allow it",
+        "default: triton on one rank where the settings allow it",
         choices=("triton", "te"),
     )
     moe_permute_fusion: bool = setting(False, "permute tokens by Transformer Engine's kernels, with the same results")

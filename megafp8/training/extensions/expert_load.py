@@ -14,10 +14,14 @@ from megafp8.config import multi_token
 from megafp8.config.mixture import expert_tensor_size, is_mixture
 from megafp8.metrics.expert_load import NUM_LASTING, ExpertRecord, layer_load, load_findings
 from megafp8.metrics.records import EventRecord
+from megafp8.models.dispatch import CodeDispatcher
 from megafp8.models.experts import PaddedExperts
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.step import StepResult
+
+NUM_SUMS = 4
+"""Of a layer, besides the tokens of each expert."""
 
 
 class LoadCollector:
@@ -27,18 +31,19 @@ class LoadCollector:
         num_copies: ranks that multiply the same rows, with parts of the experts' weights.
 
     Attributes:
-        sums: FP64 [experts + 3]: tokens of each expert, rows that experts multiply, tokens, and entropy in nats.
+        sums: FP64 [experts + 4]: tokens of each expert, bytes that arrived, rows that experts multiply, tokens, and
+            entropy in nats.
     """
 
     def __init__(self, num_experts: int, device: torch.device, num_copies: int = 1):
-        self.sums = torch.zeros(num_experts + 3, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(num_experts + NUM_SUMS, dtype=torch.float64, device=device)
         self.num_copies = num_copies
 
     @torch.no_grad()
     def add(self, logits: Tensor, probs: Tensor, routing_map: Tensor) -> None:
         """Add a microbatch; each argument is [tokens, experts]. Tokens that only fill a capacity have the score 0."""
         log_probs = torch.log_softmax(logits.float(), dim=-1)
-        self.sums[:-3] += (routing_map & (probs > 0)).sum(dim=0)
+        self.sums[:-NUM_SUMS] += (routing_map & (probs > 0)).sum(dim=0)
         self.sums[-2] += len(logits)
         self.sums[-1] -= (log_probs.exp() * log_probs).sum()
 
@@ -46,6 +51,10 @@ class LoadCollector:
     def add_rows(self, num_rows: Union[int, Tensor]) -> None:
         """Add the rows that the experts of this rank multiply in a microbatch, padding included."""
         self.sums[-3] += num_rows / self.num_copies
+
+    def add_dispatched(self, num_bytes: int) -> None:
+        """Add the bytes of tokens that this rank received from other expert-parallel ranks in a microbatch."""
+        self.sums[-4] += num_bytes
 
 
 class ExpertLoads(Extension):
@@ -71,6 +80,8 @@ class ExpertLoads(Extension):
             layer.router.load = load
             if isinstance(layer.experts, (PaddedExperts, GroupedExperts)):
                 layer.experts.load = load
+            if isinstance(layer.token_dispatcher, CodeDispatcher):
+                layer.token_dispatcher.load = load
         self.is_logged = self.is_active and is_logged
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
@@ -93,7 +104,7 @@ class ExpertLoads(Extension):
         model, device = state.run.config.model, state.run.platform.device
         assert model.num_layers is not None and model.num_experts is not None
         num_layers = model.num_layers + multi_token.num_depths(model)
-        sums = torch.zeros(num_layers, model.num_experts + 3, dtype=torch.float64, device=device)
+        sums = torch.zeros(num_layers, model.num_experts + NUM_SUMS, dtype=torch.float64, device=device)
         bounds = torch.full((num_layers, 2), -math.inf, dtype=torch.float64, device=device)  # -min, max
         for router in (layer.router for layer in self.layers):
             layer = router.layer_number - 1
@@ -105,10 +116,10 @@ class ExpertLoads(Extension):
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         layers = {}
         for layer, (row, bound) in enumerate(zip(sums.tolist(), bounds.tolist(), strict=True)):
-            *counts, num_rows, num_tokens, entropy = row
+            *counts, num_bytes, num_rows, num_tokens, entropy = row
             bias: Optional[tuple[float, float]] = None if bound[1] == -math.inf else (-bound[0], bound[1])
             if num_tokens:
                 layers[str(layer)] = layer_load(
-                    counts, num_tokens, entropy, model.moe_router_topk, bias, num_rows or None
+                    counts, num_tokens, entropy, model.moe_router_topk, bias, num_rows or None, int(num_bytes) or None
                 )
         return ExpertRecord(step=state.step, layers=layers)

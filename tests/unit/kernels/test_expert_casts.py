@@ -16,9 +16,10 @@ interpreter.skip_without_kernels()
 from megafp8.kernels import expert_casts
 from megafp8.kernels.rounding import grid_of
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows, route, values_of_rows
+from megafp8.quantization.received import codes_of_experts
 from megafp8.quantization.rounding import cast
 from megafp8.quantization.scaling import quant_scale_of
-from megafp8.recipes.base import ScaleRule
+from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E4M3
 
 TOKENS, EXPERTS, TOP_K, WIDTH = 48, 4, 2, 128
@@ -142,3 +143,20 @@ def test_weights_have_a_scale_for_each_expert() -> None:
     assert torch.equal(codes.rows, cast(weights.float() * scales[:, None, None], E4M3).view(torch.uint8))
     assert torch.equal(codes.columns, codes.rows.transpose(1, 2))
     assert torch.equal(codes.scale_inv, 1.0 / scales)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_codes_that_arrived_are_kept(kind: str) -> None:
+    """The rows of an expert as `quantization/received.py` sends them: each once."""
+    chosen, rows, _ = routed(kind)
+    counts = chosen.sum(0)
+    tokens = torch.cat([drawn(TOKENS, WIDTH)[chosen[:, expert]] for expert in range(EXPERTS)])
+    of_one = torch.eye(EXPERTS, dtype=torch.bool, device=DEVICE).repeat_interleave(counts, dim=0)
+    rows = route(of_one, 1)
+    rule = OperandRule(format=E4M3, scale_rule=ScaleRule.FP32)
+    numbers, scales = codes_of_experts(tokens, counts, rule)
+    expected = expert_casts.gather_codes(tokens, rows, of_one, GRID)
+    found = expert_casts.gather_codes(numbers.to(tokens.dtype), rows, of_one, GRID, scales.dequant_scale)
+    assert torch.equal(found.rows[live(rows)], expected.rows[live(rows)])
+    assert torch.equal(found.columns[:, live(rows)], expected.columns[:, live(rows)])
+    assert torch.equal(found.scale_inv, expected.scale_inv)

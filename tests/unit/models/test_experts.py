@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from ranks import run_ranks
 from small_run import build_run, small_config, train
 
@@ -82,7 +83,7 @@ def test_biases_of_experts_are_added() -> None:
 def train_one_expert() -> tuple[list[float], list[float]]:
     """Gradient norms of each expert's linear_fc1 with a router that sends all tokens to experts 0 and 1."""
     run = build_run(small_config("llama", f"{EXPERTS} {RECIPES['delayed']}"))
-    layer = next(m for m in run.trainee.chunks[0].modules() if type(m).__name__ == "MoELayer")
+    layer = next(m for m in run.trainee.chunks[0].modules() if isinstance(m, MoELayer))
     original = layer.router.routing
 
     def routing(logits: torch.Tensor, padding_mask: object = None) -> tuple[torch.Tensor, torch.Tensor]:

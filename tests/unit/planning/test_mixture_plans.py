@@ -54,6 +54,8 @@ def test_expert_gemms_and_exchange_of_qwen3() -> None:
     assert shapes["linear_fc2", "dgrad"] == (2048, 768, 2048)
     # Dispatch, combine and their gradients: 7/8 of the rows leave the rank, 2048 channels of two bytes.
     assert exchanged_bytes(run.config) == 4 * 28_672 * 2048 * 2
+    in_fp8 = ALLTOALL | {"parallel.moe_dispatch_in_fp8": True}
+    assert exchanged_bytes(run_of("qwen3-30b-a3b", in_fp8).config) == 28_672 * 2048 * (3 * 2 + 1)
     microbatches = derived.num_microbatches(run.config, 64)
     assert bytes_by_group(run)["expert parallel"] == 48 * microbatches * 4 * 28_672 * 2048 * 2
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
+from megafp8.training import cuda_graph
 from megafp8.training import step as training_step
 from megafp8.training.cuda_graph import StepGraph
 from megafp8.training.extensions import rollback
@@ -29,6 +30,7 @@ class Device:
     def __init__(self) -> None:
         self.graphs: list[Device.Graph] = []
         self.captured: Optional[Device.Graph] = None
+        self.streams: list[Any] = []  # of the captures
 
     class Graph:
         def __init__(self) -> None:
@@ -41,8 +43,9 @@ class Device:
                 kernel()
 
     @contextmanager
-    def capture(self, graph: Graph, capture_error_mode: str) -> Iterator[None]:
+    def capture(self, graph: Graph, stream: Any, capture_error_mode: str) -> Iterator[None]:
         self.graphs.append(graph)
+        self.streams.append(stream)
         self.captured = graph
         yield
         self.captured = None
@@ -52,11 +55,21 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     device = Device()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Device.Graph)
     monkeypatch.setattr(torch.cuda, "graph", device.capture)
-    return device
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    cuda_graph.capture_stream.cache_clear()
+    yield device
+    cuda_graph.capture_stream.cache_clear()
+
+
+class Stream:
+    """A stream that waits for nothing."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
 
 
 class Trainer:
@@ -105,6 +118,27 @@ def test_a_reset_graph_is_captured_again(device: Device) -> None:
     losses += [trainer.step() for _ in range(4)]
     assert losses == [9.0 * number + 3 for number in range(8)]
     assert trainer.num_passes == 2 * (WARM_UP + 1) and [graph.num_replays for graph in device.graphs] == [2, 2]
+
+
+def test_hooks_run_on_the_stream_of_the_captures(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [Stream()]
+
+    @contextmanager
+    def within(stream: Any) -> Iterator[None]:
+        current.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    trainer = Trainer(device, graph_of())
+    with cuda_graph.side_stream():
+        hooks = current[-1]
+    for _ in range(WARM_UP + 1):
+        trainer.step()
+    trainer.graph.reset()
+    for _ in range(WARM_UP + 1):
+        trainer.step()
+    assert hooks is not current[0] and device.streams == [hooks, hooks]
 
 
 def test_weight_codes_are_computed_within_the_graph(device: Device) -> None:

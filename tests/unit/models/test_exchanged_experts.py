@@ -1,0 +1,149 @@
+"""Experts in one launch per GEMM for tokens that a dispatcher brought, against each expert alone.
+
+On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/models`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import interpreter
+import pytest
+import torch
+from interpreter import DEVICE, IS_INTERPRETED
+from megatron.core.transformer.spec_utils import ModuleSpec
+from ranks import run_ranks
+from small_run import Curve, curve_of, small_config
+from torch import Tensor
+
+interpreter.skip_without_kernels()
+
+from megafp8.models import layer_specs
+from megafp8.models.grouped_moe import ExchangedExperts
+from megafp8.recipes import registry
+from megafp8.recipes.base import Gemm, Operand
+from megafp8.training.precision import high_precision
+
+HIDDEN, FFN = 128, 128
+RULE = registry.get("tensorwise").rules("e4m3").rule(Operand.INPUT, Gemm.FPROP)
+COUNTS = [[5, 0, 20], [0, 0, 0], [0, 0, 7]]
+
+
+@pytest.fixture(autouse=IS_INTERPRETED)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter.exact_bf16(monkeypatch)
+    interpreter.constants_before_tensors(monkeypatch)
+
+
+def build(num_experts: int) -> ExchangedExperts:
+    config: Any = SimpleNamespace(
+        moe_ffn_hidden_size=FFN, hidden_size=HIDDEN, use_cpu_initialization=DEVICE == "cpu",
+        params_dtype=torch.bfloat16, expert_model_parallel_size=2,
+    )  # fmt: skip
+    experts = ExchangedExperts(num_experts, config, SimpleNamespace(expt_dp=None, ep=None))
+    generator = torch.Generator().manual_seed(0)
+    for weight in experts.parameters():
+        drawn = torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
+        weight.data.copy_(drawn)
+    return experts
+
+
+def leaf(*shape: int, seed: int) -> Tensor:
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return values.bfloat16().to(DEVICE).requires_grad_()
+
+
+def expected(experts: ExchangedExperts, tokens: Tensor, probs: Tensor, counts: list[int]) -> Tensor:
+    """In FP32, one expert after the other."""
+    outputs = []
+    parts = zip(tokens.float().split(counts), probs.split(counts), experts.linear_fc1, experts.linear_fc2, strict=True)
+    for rows, scores, fc1, fc2 in parts:
+        gate, up = (rows @ fc1.float().t()).chunk(2, 1)
+        outputs.append((torch.nn.functional.silu(gate) * up * scores[:, None]) @ fc2.float().t())
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_the_tokens_of_each_expert_pass_it(counts: list[int]) -> None:
+    experts = build(len(counts))
+    tokens, probs = leaf(sum(counts), HIDDEN, seed=1), torch.rand(sum(counts), device=DEVICE).requires_grad_()
+    results = []
+    for compute in (
+        lambda: experts(tokens, torch.tensor(counts), probs)[0],
+        lambda: expected(experts, tokens, probs, counts),
+    ):
+        outputs = compute()
+        assert outputs.shape == tokens.shape
+        inputs = (tokens, probs, experts.linear_fc1, experts.linear_fc2)
+        results.append([outputs.detach(), *torch.autograd.grad(outputs.float().square().sum(), inputs)])
+    for found, plain in zip(*results, strict=True):
+        assert (found.float() - plain.float()).norm() <= 0.02 * plain.float().norm()
+
+
+MODEL = (
+    "--num-layers 1 --hidden-size 128 --kv-channels 32 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2 --bf16 "
+    "--seq-length 16 --transformer-impl local"
+)
+
+
+def scaled_grouped_mm(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, offs: Tensor, **_: Any) -> Tensor:
+    """torch's, in FP32 on a CPU."""
+    sizes = torch.diff(offs, prepend=offs.new_zeros(1)).tolist()
+    if b.dim() == 3:
+        rest = a.shape[0] - sum(sizes)
+        parts = (a.float() * a_scales[:, None]).split([*sizes, rest])
+        products = [rows @ (w.float() * s) for rows, w, s in zip(parts, b, b_scales, strict=False)]
+        return torch.cat([*products, parts[-1].new_zeros(rest, b.shape[2])]).bfloat16()
+    rest = a.shape[1] - sum(sizes)
+    columns, rows = a.float().split([*sizes, rest], dim=1), b.float().split([*sizes, rest])
+    scales = zip(a_scales.view(len(sizes), -1, 1), b_scales.view(len(sizes), 1, -1), strict=True)
+    return torch.stack([x @ y * s * t for x, y, (s, t) in zip(columns, rows, scales, strict=False)]).bfloat16()
+
+
+def curve(stacked: Optional[dict[str, Any]], sends_codes: bool = False) -> Curve:
+    """A run on two ranks, with linears or with stacked experts that have some arguments."""
+    if stacked is not None:
+        original = layer_specs.mixture_spec
+
+        def mixture_spec(*args: Any) -> ModuleSpec:
+            spec = original(*args)
+            spec.params = {"sends_codes": sends_codes}
+            spec.submodules.experts = ModuleSpec(ExchangedExperts, stacked)
+            return spec
+
+        layer_specs.mixture_spec = mixture_spec
+    return curve_of(small_config("llama", MODEL, 2), 3)
+
+
+on_cpu_ranks = pytest.mark.skipif(not IS_INTERPRETED, reason="ranks on a CPU")
+
+
+@on_cpu_ranks
+def test_a_run_on_two_ranks_is_that_of_linears() -> None:
+    """Dispatch, gradient buffers of experts, their reduction and the update."""
+    stacked, linears = (run_ranks(2, curve, params)[0] for params in ({}, None))
+    assert stacked.losses == pytest.approx(linears.losses, rel=1e-3)
+    assert stacked.grad_norms == pytest.approx(linears.grad_norms, rel=1e-2)
+
+
+@on_cpu_ranks
+def test_codes_that_travel_are_those_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+    codes, tokens, bf16 = (
+        run_ranks(2, curve, params, sends_codes)
+        for params, sends_codes in (({"rule": RULE}, True), ({"rule": RULE}, False), ({}, False))
+    )
+    assert codes == tokens
+    assert codes[0].losses != bf16[0].losses and codes[0].losses == pytest.approx(bf16[0].losses, rel=1e-2)
+
+
+def test_a_phase_in_high_precision_has_no_codes() -> None:
+    experts = build(2)
+    experts.rule = RULE
+    assert experts._weight_codes() is not None
+    config = SimpleNamespace(fp8="e4m3", fp4=None)
+    with high_precision(config, [experts]):  # type: ignore[arg-type]  # of which it reads two fields
+        assert experts._weight_codes() is None
+    assert experts._weight_codes() is not None
