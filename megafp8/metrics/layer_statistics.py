@@ -8,7 +8,8 @@
     residual          of a layer: root mean square of its output
 
 Attention logits and the residual are also compared with their own past (`GROWTH`), since a factor of a few in a hundred
-steps is early, and a fixed limit that is above the values of every healthy model is late.
+steps is early, and a fixed limit that is above the values of every healthy model is late. Logits of healthy models
+grow for thousands of steps, but after the first steps they hardly double from one observation to the next.
 
 The limits lie between the largest values of clean runs and the smallest of runs with planted faults, which
 `benchmarks/guard_calibration.py` measures on a small model; no fault is planted for the subnormal share. They are not
@@ -43,15 +44,17 @@ class Limit(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """The limit of the growth of a statistic.
+    """A limit of the growth of a statistic.
 
     Attributes:
         factor: larger ones, over the smallest of the last observations, are findings.
         floor: of the values; smaller ones may grow.
+        num_intervals: number of those observations.
     """
 
     factor: float
     floor: float
+    num_intervals: int
 
 
 HIGH_PRECISION_REMEDY = "--fp8-guard bf16-layer, or the layer in high precision with --precision"
@@ -66,9 +69,12 @@ LIMITS = {
     ),
     "residual": Limit(1000.0, False, "a lower --lr"),
 }
-GROWTH = {"attention logits": Growth(4.0, 100.0), "residual": Growth(4.0, 10.0)}
 NUM_REMEMBERED = 5
-"""Observations with which a value is compared: with the default interval those of 100 steps."""
+"""Observations that are kept: with the default interval those of 100 steps."""
+GROWTH = {
+    "attention logits": (Growth(4.0, 100.0, NUM_REMEMBERED), Growth(2.5, 15.0, 1)),
+    "residual": (Growth(4.0, 10.0, NUM_REMEMBERED),),
+}
 INPUT_STATISTICS = ("kurtosis", "outlier share", "subnormal share")
 LAYER_STATISTICS = ("SwiGLU alignment", "attention logits", "residual")
 

@@ -159,11 +159,14 @@ class TrainingConfig:
         "and skip the batches after it",
         choices=("off", "skip", "rollback"),
     )
-    spike_window: int = setting(128, "number of previous updates with which a step is compared to detect a spike")
+    spike_window: int = setting(32, "number of previous updates with which a step is compared to detect a spike")
     spike_sigma: float = setting(
-        6.0, "threshold of a spike, in standard deviations above the mean of --spike-window updates"
+        6.0, "threshold of the loss, in standard deviations above the line through the losses of --spike-window updates"
     )
-    spike_min_steps: int = setting(64, "minimum number of previous updates for spike detection")
+    spike_norm_factor: float = setting(
+        50.0, "threshold of the gradient norm, over the median of --spike-window updates"
+    )
+    spike_min_steps: int = setting(32, "minimum number of previous updates for spike detection")
     spike_rollback_steps: int = setting(100, "rollback: minimum number of steps to go back, if there is a checkpoint")
     spike_skip_batches: int = setting(
         200, "rollback: number of batches to skip after the checkpoint; at least all up to the spike"

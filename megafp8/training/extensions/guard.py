@@ -111,10 +111,12 @@ def findings(values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]
         statistic, name = key
         if value > LIMITS[statistic].value:
             yield key, f"{statistic} of {name} is {value:.3g}, above {LIMITS[statistic].value:g}"
-        elif statistic in GROWTH and trends.get(key) and value > GROWTH[statistic].floor:
-            smallest, num_intervals = min(trends[key]), len(trends[key])
-            if value > GROWTH[statistic].factor * smallest:
-                yield key, f"{statistic} of {name} grew from {smallest:.3g} to {value:.3g} in {num_intervals} intervals"
+            continue
+        for limit in GROWTH.get(statistic, ()):
+            trend = trends.get(key, ())[-limit.num_intervals :]
+            if trend and value > max(limit.floor, limit.factor * min(trend)):
+                yield key, f"{statistic} of {name} grew from {min(trend):.3g} to {value:.3g} in {len(trend)} intervals"
+                break
 
 
 def updated_trends(
