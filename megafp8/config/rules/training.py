@@ -160,8 +160,8 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "optimizer.lr optimizer.decoupled_lr optimizer.adam_eps optimizer.muon_extra_scale_factor "
         "model.softmax_scale model.logits_scaling model.embedding_multiplier model.residual_multiplier "
         "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
-        "training.exit_signal_grace_s training.spike_sigma training.spike_norm_factor training.micro_batch_size_memory_limit "
-        "parallel.rendezvous_timeout_s"
+        "training.exit_signal_grace_s training.spike_sigma training.spike_norm_factor "
+        "training.micro_batch_size_memory_limit parallel.rendezvous_timeout_s"
     ),
     _FRACTION_BELOW_1: (
         "model.moe_input_jitter_eps "

@@ -23,6 +23,7 @@ from megafp8.checkpoint.progress import SMOOTHED, MovedLinear
 from megafp8.config import precision_map
 from megafp8.errors import NumericsError
 from megafp8.metrics.layer_statistics import (
+    GRADIENT_SNR,
     GROWTH,
     INPUT_STATISTICS,
     LAYER_STATISTICS,
@@ -35,6 +36,7 @@ from megafp8.metrics.layer_statistics import (
     swiglu_alignment,
 )
 from megafp8.metrics.records import EventRecord
+from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.operand_faults import emulated_linears_by_name, move_linears
@@ -65,7 +67,7 @@ class LayerGuard(Extension):
     def after_step(self, state: LoopState, result: StepResult) -> None:
         if self.collector is None:
             return
-        values, self.collector = self.collector.take(), None
+        values, self.collector = self.collector.take() | layer_snr(state.run, state.step), None
         if result.bad_step is not None:  # a step that is skipped moves nothing
             return
         history = state.progress.history
@@ -129,6 +131,15 @@ def updated_trends(
         if key[0] in GROWTH and value >= 0
     }
     return tuple((statistic, name, trend) for (statistic, name), trend in {**trends, **found}.items())
+
+
+def layer_snr(run: Run, num_updates: int) -> dict[Key, float]:
+    """The signal-to-noise ratio of the gradients of each layer, after an update; all ranks call it."""
+    optimizer, num_layers = run.config.optimizer, run.config.model.num_layers
+    assert num_layers is not None
+    betas = optimizer.adam_beta1, optimizer.adam_beta2
+    found = gradient_snr(run.trainee.optimizer, run.trainee.chunks, num_layers, betas, num_updates)
+    return {(GRADIENT_SNR, f"layers.{layer}"): value for layer, value in enumerate(found) if value is not None}
 
 
 def smoothing_helps(key: Key) -> bool:
