@@ -27,7 +27,7 @@ def counter_problems(config: RunConfig) -> list[str]:
     policy = training.on_nonfinite_activation
     asked = {
         f"--on-nonfinite-activation {policy}": policy == "bf16",
-        f"--fp8-guard {training.fp8_guard}": training.fp8_guard != "off",
+        f"--fp8-guard {training.fp8_guard}": training.fp8_guard not in ("off", "warn"),
         f"--planted-fault {training.planted_fault}": training.planted_fault != "none",
     }
     found = [

@@ -1,5 +1,5 @@
-"""Counters of Transformer Engine's linears: an infinite activation is named before the update, and is left in no amax
-history. Not run on a GPU yet."""
+"""Counters and guard of Transformer Engine's linears: an infinite activation is named before the update, and is left in
+no amax history; the guard has all statistics. Not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from megafp8.mcore.modules import named_linears
 from megafp8.te import layers
 from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
+from megafp8.training.extensions.guard import LayerStatistics
 from megafp8.training.run import Run
-from megafp8.training.step import StepResult, train_step
+from megafp8.training.step import StepResult, forward_backward, train_step
 
 SPOILED = "layers.1.linear_fc2"
 
@@ -68,3 +69,17 @@ def test_an_infinite_activation_is_named_before_the_update(recipe: str, policy: 
             assert all(bool(torch.isfinite(tensor).all()) for tensor in layers.delayed_state(run.trainee.chunks[0]))
         result, progress = step(run, progress)
         assert result.operand_faults.num_non_finite == 0 and result.bad_step is None
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_the_guard_has_all_statistics(is_fused: bool) -> None:
+    """In a fused MLP no module is called with the input of linear_fc2."""
+    fuser = "--use-transformer-engine-op-fuser" if is_fused else "--no-use-transformer-engine-op-fuser"
+    with gpu_run(f"{RECIPES['tensorwise']} --fp8-guard warn {fuser}") as run:
+        samples = SourceSamples(run.config.data.seq_length)
+        batches = build_batches(run, samples, 0, run.global_batch_size, num_workers=0)
+        collector = LayerStatistics(run)
+        collector.attach()
+        forward_backward(run, batches, run.num_microbatches, forward_only=False)
+        missing = {name for (_, name), value in collector.take().items() if value < 0}
+        assert missing == ({f"layers.{layer}.linear_fc2.input" for layer in (0, 1)} if is_fused else set())

@@ -10,11 +10,13 @@ one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import Tensor
 from megafp8.checkpoint.progress import SMOOTHED, MovedLinear
 from megafp8.config import precision_map
 from megafp8.errors import NumericsError
+from megafp8.mcore.modules import named_linears
 from megafp8.metrics.layer_statistics import (
     GRADIENT_SNR,
     GROWTH,
@@ -39,6 +42,7 @@ from megafp8.metrics.records import EventRecord
 from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.extension import Extension, LoopState, is_multiple
+from megafp8.training.extensions.statistics_hooks import linear_input
 from megafp8.training.operand_faults import emulated_linears_by_name, move_linears
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
@@ -183,7 +187,7 @@ class LayerStatistics:
     """The statistics of one step.
 
     Args:
-        run: of emulated layers.
+        run: whose layers are watched.
     """
 
     def __init__(self, run: Run):
@@ -200,13 +204,14 @@ class LayerStatistics:
     def attach(self) -> None:
         """Attach the hooks; each runs once."""
         chunks, is_swiglu = self.run.trainee.chunks, self.run.config.model.swiglu
-        for name, linear in emulated_linears_by_name(chunks):
-            assert isinstance(linear, torch.nn.Module)
+        for name, linear, called in self._linears():
             if (INPUT_STATISTICS[0], f"{name}.input") not in self.keys:
                 continue
-            self._once(linear, lambda _, args, name=name: self._record_input(name, args[0]), is_before=True)
+            if called is not None:
+                record = functools.partial(self._record_input, name, linear)
+                self._once(called, lambda _, args, record=record: record(args[0]), is_before=True)
             is_gated = is_swiglu and name.endswith(".linear_fc1") and name.count(".") == 2
-            if is_gated and not isinstance(linear.weight, QuantizedParameter):
+            if is_gated and not isinstance(linear.weight, QuantizedParameter) and not is_float8tensor(linear.weight):
                 self._record("SwiGLU alignment", ".".join(name.split(".")[:2]), swiglu_alignment(linear.weight))
         for layer in (m for chunk in unwrap_model(chunks) for m in chunk.modules() if isinstance(m, TransformerLayer)):
             name = f"layers.{layer.layer_number - 1}"
@@ -228,6 +233,22 @@ class LayerStatistics:
         dist.all_reduce(self.table, op=dist.ReduceOp.MAX)
         return dict(zip(self.keys, self.table.tolist(), strict=True))
 
+    def _linears(self) -> Iterator[tuple[str, Any, Optional[torch.nn.Module]]]:
+        """Name, linear, and the module that is called with its input, or what its norm makes that input of.
+
+        In Transformer Engine's fused MLP no module is called with the input of linear_fc2.
+        """
+        chunks = self.run.trainee.chunks
+        if self.run.implementation == "emulated":
+            for name, linear in emulated_linears_by_name(chunks):
+                assert isinstance(linear, torch.nn.Module)
+                yield name, linear, linear
+            return
+        for chunk in unwrap_model(chunks):
+            mlps = [module for module in chunk.modules() if hasattr(module, "_make_fused_impl")]
+            called = {mlp.linear_fc1: mlp for mlp in mlps} | {mlp.linear_fc2: None for mlp in mlps}
+            yield from ((name, linear, called.get(linear, linear)) for name, linear in named_linears(chunk))
+
     def _once(self, module: torch.nn.Module, record: Callable[..., None], is_before: bool = False) -> None:
         """Call a function at the next forward pass of a module."""
 
@@ -242,8 +263,9 @@ class LayerStatistics:
         self.table[self.keys[statistic, name]] = value
 
     @torch.no_grad()
-    def _record_input(self, name: str, values: Tensor) -> None:
-        for statistic, value in zip(INPUT_STATISTICS, input_statistics(values).unbind(), strict=True):
+    def _record_input(self, name: str, linear: torch.nn.Module, values: Tensor) -> None:
+        found = input_statistics(linear_input(linear, values))
+        for statistic, value in zip(INPUT_STATISTICS, found.unbind(), strict=True):
             self._record(statistic, f"{name}.input", value)
 
     @torch.no_grad()
