@@ -17,11 +17,12 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import to_local_if_dtensor, unwrap_model
 from torch import Tensor
 
-MOMENT_DTYPES = (torch.float32, torch.bfloat16)  # others are codes, or have a scale
+MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def gradient_snr(
@@ -53,7 +54,12 @@ def moment_sums(state: Mapping[Tensor, Mapping[str, Tensor]], weight: Tensor) ->
     """Sums of the squared first moment and of the second one, of this rank's shard of a weight, FP64 [2]."""
     moments = state.get(getattr(weight, "main_param", weight), {})
     first, second = moments.get("exp_avg"), moments.get("exp_avg_sq")
-    if first is None or second is None or first.dtype not in MOMENT_DTYPES or second.dtype not in MOMENT_DTYPES:
+    if first is None or second is None or not all(is_plain(moment) for moment in (first, second)):
         return torch.zeros(2, dtype=torch.float64, device=weight.device)
     first, second = to_local_if_dtensor(first), to_local_if_dtensor(second)
     return torch.stack([first.float().square().sum(), second.float().sum()]).double()
+
+
+def is_plain(moment: Tensor) -> bool:
+    """Whether a moment is stored as its values, not as codes or with a scale."""
+    return moment.dtype in MOMENT_DTYPES and not is_float8tensor(moment)

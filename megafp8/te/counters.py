@@ -14,7 +14,7 @@ the device, also inside a CUDA graph, and nothing waits for them. They count ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Optional
 
 import torch
@@ -48,6 +48,8 @@ class AmaxCounters:
         named = [pair for chunk in chunks for pair in named_linears(chunk)]
         # Grouped linears of experts have several weights, and other places.
         self.modules = {name: module for name, module in named if name in self.linears and hasattr(module, "weight")}
+        layers = [name.split(".")[:2] for name in self.modules]
+        self.first_layer = [name for name in self.modules if name.split(".")[:2] == layers[0]]
         self.fused = dict(places_in_fused_mlps(chunks))
         self.flags = torch.zeros(len(self.linears), len(PLACES), dtype=torch.int32, device=device)
         self.amax_counts: dict[str, Tensor] = {}  # int64 [2, amaxes], by Transformer Engine's key
@@ -58,11 +60,10 @@ class AmaxCounters:
         self.flags.zero_()
         for counts in self.amax_counts.values():
             counts.zero_()
-        for row, name in enumerate(self.linears):
-            for column, (_, direction, index) in enumerate(PLACES):
-                quantizer = self._quantizer(name, direction, index)
-                if quantizer is not None and not hasattr(quantizer, INFINITY):
-                    setattr(quantizer, INFINITY, self.flags[row, column : column + 1])
+        # Transformer Engine makes the quantizers of all layers in the same step. To look at all of them takes a
+        # millisecond of the host.
+        if self._give_flags(self.first_layer):
+            self._give_flags(self.modules)
 
     def count_amaxes(self, is_forward: bool) -> None:
         """Count the amaxes of one direction, before Transformer Engine makes scales of them and removes them."""
@@ -110,6 +111,18 @@ class AmaxCounters:
             if counts[NON_FINITE]
         ]
 
+    def _give_flags(self, names: Iterable[str]) -> bool:
+        """Give the quantizers of some linears their flags; returns whether any had none."""
+        is_new = False
+        for name in names:
+            row = self.linears.index(name)
+            for column, (_, direction, index) in enumerate(PLACES):
+                quantizer = self._quantizer(name, direction, index)
+                if quantizer is not None and not hasattr(quantizer, INFINITY):
+                    setattr(quantizer, INFINITY, self.flags[row, column : column + 1])
+                    is_new = True
+        return is_new
+
     def _places_of_amaxes(self) -> Iterator[tuple[int, int, Tensor]]:
         """Row, column and counts [2] of the amaxes that belong to an operand of a linear."""
         starts: dict[int, tuple[str, int]] = {}
@@ -128,9 +141,7 @@ class AmaxCounters:
                     yield self.linears.index(name), column, self.amax_counts[key][:, start + index]
 
     def _quantizer(self, name: str, direction: str, index: int) -> Optional[Any]:
-        """The quantizer of an operand; None before the first pass, without quantization, or on another rank."""
-        if name not in self.modules:
-            return None
+        """The quantizer of an operand; None before the first pass, or without quantization."""
         module = self.modules[name]
         mlp, place = self.fused.get(module, (None, 0))
         if mlp is None:
