@@ -26,7 +26,7 @@ from benchmarks.in_process import add_run, add_size_options, command_line, end_r
 from megafp8.checkpoint.progress import Progress
 from megafp8.metrics.layer_statistics import LIMITS
 from megafp8.training.evaluation import build_batches
-from megafp8.training.extensions.guard import Key, LayerStatistics
+from megafp8.training.extensions.guard import Key, LayerStatistics, layer_snr
 from megafp8.training.operand_faults import emulated_linears_by_name
 from megafp8.training.run import Run
 from megafp8.training.step import forward_backward, train_step
@@ -97,7 +97,9 @@ def statistics_of(run: Run, batches: Any) -> dict[Key, float]:
 def largest(values: Sequence[dict[Key, float]]) -> dict[str, float]:
     """The largest value of each statistic."""
     return {
-        statistic: max(value for each in values for (name, _), value in each.items() if name == statistic)
+        statistic: max(
+            (value for each in values for (name, _), value in each.items() if name == statistic), default=-1.0
+        )
         for statistic in LIMITS
     }
 
@@ -110,7 +112,7 @@ def measure(run: Run, num_steps: int) -> tuple[dict[str, float], dict[str, float
     for step in range(num_steps):
         train_step(run, batches, Progress(step))
         if (step + 1) % INTERVAL == 0:
-            clean.append(statistics_of(run, batches))
+            clean.append(statistics_of(run, batches) | layer_snr(run, step + 1))
     found = {}
     for fault, statistic in FAULTS.items():
         with planted(run, fault, layer=1):

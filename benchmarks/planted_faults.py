@@ -61,7 +61,7 @@ TRAINING = (
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 "
     "--num-threads 1 --num-workers 0 --eval-iters 0 --no-progress-bar --log-interval 1000 --fp8-guard-interval 10"
 )
-SPIKES = "--spike-policy skip --max-skipped-steps 3 --spike-sigma 15"
+SPIKES = "--spike-policy skip --max-skipped-steps 3"
 WARN = f"{SPIKES} --fp8-guard warn"
 NONE = "none"
 REPAIRS = {
@@ -97,15 +97,17 @@ class Arm(NamedTuple):
 
 
 class Records:
-    """Sinks that keep the losses and the events."""
+    """Sinks that keep losses, gradient norms and events."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.norms: list[Optional[float]] = []
         self.events: list[tuple[int, str, str]] = []
 
     def write(self, record: Any) -> None:
         if isinstance(record, StepRecord):
             self.losses.append(record.loss)
+            self.norms.append(record.grad_norm)
         elif isinstance(record, EventRecord):
             self.events.append((record.step, record.name, record.detail))
 
@@ -195,7 +197,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     for arm in (arm for arm in wanted if arm not in found):
         records = train(start_run(flags_of(arm, options, data)))
         end_runs()
-        found[arm] = {"losses": records.losses, "events": records.events}
+        found[arm] = {"losses": records.losses, "norms": records.norms, "events": records.events}
         if options.json:
             with options.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"arm": arm._asdict(), **found[arm]}) + "\n")

@@ -14,7 +14,8 @@
 #
 # The text is the source of the Python packages of this machine, as much of it as there is (MAX_BYTES at most): the
 # largest text that packages bring. A run prints how many epochs it reads. Not run on a GPU yet. TINY=1 tries all of it
-# on a CPU in minutes. Environment variables: OUT (default runs/loss_report), MAX_BYTES, MINUTES of a call (default 8).
+# on a CPU in minutes. Environment variables: OUT (default runs/loss_report), MAX_BYTES, MINUTES of a call (default 8),
+# and for a shorter report STEPS and BATCH (sequences a step). Further arguments are flags of the run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/setup_venv.sh
@@ -55,7 +56,9 @@ case $what in
   explain) steps=800 rate=1.2e-3 sizes=(--num-layers 8 --hidden-size 576 --num-attention-heads 9 --ffn-hidden-size 1536) ;;
   *) echo "$what: choose from data, small, large, explain and report" >&2; exit 64 ;;
 esac
-length=1024 micro=32 batch=64 eval_iters=20
+length=1024 batch=${BATCH:-64} eval_iters=20
+steps=${STEPS:-$steps}
+micro=$((batch < 32 ? batch : 32))
 if [ -n "${TINY:-}" ]; then
   steps=20 length=64 micro=4 batch=8 eval_iters=2
   sizes=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 160)
@@ -85,5 +88,5 @@ interval=$((steps / 20))
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --eval-interval "$interval" --eval-iters "$eval_iters" \
   --log-interval 50 --exit-duration-in-mins "${MINUTES:-8}" "${tokenizer[@]}" \
   --data-path "$data/packages_text_document" --split 97,3,0 --data-cache-path "$data/cache" \
-  --save "$run" --load "$run" --save-interval 100000 --ckpt-keep 1
+  --save "$run" --load "$run" --save-interval 100000 --ckpt-keep 1 "${@:4}"
 grep -q '"state": "done"' "$run/run_state.json" || { echo "$run: not done, run it again" >&2; exit 75; }

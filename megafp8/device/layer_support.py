@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megafp8.config import precision_map
+from megafp8.config import derived, precision_map
 from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config.rules.precision import triton_cast_recipes
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 
 
@@ -24,19 +25,31 @@ def model_obstacles(model: ModelConfig) -> list[str]:
 def quantizer_problems(config: RunConfig) -> list[str]:
     """What Transformer Engine's layers do not offer: reactions to counts of quantizers, and codes that travel."""
     training = config.training
+    policy = training.on_nonfinite_activation
     asked = {
-        f"--on-nonfinite-activation {training.on_nonfinite_activation}": training.on_nonfinite_activation != "warn",
-        f"--fp8-guard {training.fp8_guard}": training.fp8_guard != "off",
+        f"--on-nonfinite-activation {policy}": policy == "bf16",
+        f"--fp8-guard {training.fp8_guard}": training.fp8_guard not in ("off", "warn"),
         f"--planted-fault {training.planted_fault}": training.planted_fault != "none",
         "--moe-dispatch-in-fp8 without --moe-expert-kernels triton": (
             config.parallel.moe_dispatch_in_fp8 and any(grouped_expert_obstacles(config))
         ),
     }
-    return [
+    found = [
         f"{flag}: Transformer Engine's layers do not support it; remove the flag, or use --transformer-impl emulated"
         for flag, is_given in asked.items()
         if is_given
     ]
+    cast = triton_cast_recipes(config)
+    unseen = [
+        recipe.name for recipe in derived.used_recipes(config.precision)
+        if not recipe.is_stateful and recipe.name not in cast
+    ]  # fmt: skip
+    if policy in ("stop", "skip") and unseen:
+        found.append(
+            f"--on-nonfinite-activation {policy}: casts of {', '.join(unseen)} by Transformer Engine show no infinite "
+            "amax; use --quantize-kernels triton where it is possible, or --transformer-impl emulated"
+        )
+    return found
 
 
 def context_parallel_attention_problems(config: RunConfig) -> list[str]:

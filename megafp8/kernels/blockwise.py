@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.rounding import Grid, cast_to_code, cast_to_words, power_of_two_scales, quant_scale_of
+from megafp8.kernels.rounding import (
+    Grid,
+    cast_to_code,
+    cast_to_words,
+    flag_infinity,
+    power_of_two_scales,
+    quant_scale_of,
+)
 from megafp8.kernels.swiglu import gate_gradient_tile, swiglu_tile
 from megafp8.kernels.tiles import SIDE, load_tile, part_pointers, reversed_tile, store_words, tile_offset
 
@@ -36,6 +43,7 @@ class BlockwiseOutput:
         column_scales: FP32 [T / 128, W], dequantization scales.
         grid: the format.
         is_power_of_two: of the scales.
+        infinity: int32 [1], set to 1 if an amax is infinite; None leaves it out.
     """
 
     row_codes: Optional[Tensor]
@@ -44,6 +52,7 @@ class BlockwiseOutput:
     column_scales: Optional[Tensor]
     grid: Grid
     is_power_of_two: bool
+    infinity: Optional[Tensor] = None
 
 
 @triton.jit
@@ -94,9 +103,12 @@ def store_columns(
 @triton.jit
 def store_tile(
     y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
-    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    infinity, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile, given as its four parts, in row blocks and in column blocks."""
+    if infinity is not None:
+        largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
+        flag_infinity(tl.max(largest, axis=0), infinity)
     if row_codes is not None:
         store_rows(
             y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, POWER_OF_TWO, GRID, SIDE
@@ -111,20 +123,21 @@ def store_tile(
 @triton.jit
 def cast_kernel(
     inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
-    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    infinity, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """inputs [T, W] to their quantized blocks."""
     tile_row, tile_column = reversed_tile()
     store_tile(
         load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE), tile_row, tile_column,
-        num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+        num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales, infinity, POWER_OF_TWO,
+        GRID, SIDE,
     )  # fmt: skip
 
 
 @triton.jit
 def swiglu_kernel(
     inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
-    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    infinity, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """inputs [T, 2 W] to the quantized blocks of silu(a) b [T, W]."""
     tile_row, tile_column = reversed_tile()
@@ -132,14 +145,14 @@ def swiglu_kernel(
     a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
     store_tile(
         swiglu_tile(a, b, inputs.dtype.element_ty), tile_row, tile_column, num_tokens, width, on_overflow, row_codes,
-        row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+        row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, GRID, SIDE,
     )  # fmt: skip
 
 
 @triton.jit
 def swiglu_backward_kernel(
     gradients, inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
-    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    infinity, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """gradients [T, W] and inputs [T, 2 W] to the quantized blocks of the inputs' gradients [T, 2 W].
 
@@ -154,12 +167,12 @@ def swiglu_backward_kernel(
     dy = load_tile(gradients, width, SIDE)
     store_tile(
         gate_gradient_tile(a, b, dy, TYPE), tile_row, tile_column, num_tokens, 2 * width, on_overflow, row_codes,
-        row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+        row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, GRID, SIDE,
     )  # fmt: skip
     a, dy = load_tile(inputs, 2 * width, SIDE), load_tile(gradients, width, SIDE)
     store_tile(
         swiglu_tile(a, dy, TYPE), tile_row, tile_column + width // SIDE, num_tokens, 2 * width, on_overflow, row_codes,
-        row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+        row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, GRID, SIDE,
     )  # fmt: skip
 
 
@@ -177,7 +190,7 @@ def _launch(
     """
     tokens, largest = tensors[-1].shape[0], torch.finfo(tensors[-1].dtype).max
     kernel[(width // SIDE, tokens // SIDE)](
-        *tensors, tokens, width, largest, to.row_codes, to.row_scales, to.column_codes, to.column_scales,
+        *tensors, tokens, width, largest, to.row_codes, to.row_scales, to.column_codes, to.column_scales, to.infinity,
         POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, SIDE=SIDE, num_warps=num_warps, maxnreg=registers,
         enable_fp_fusion=True,
     )  # fmt: skip

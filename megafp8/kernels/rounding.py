@@ -84,6 +84,14 @@ def float_of(bits):
 
 
 @triton.jit
+def flag_infinity(largest, flag):
+    """Set a flag to 1 if one of some amaxes is infinite; a flag None is left out. Nothing but 1 is ever stored, so that
+    programs need no order."""
+    if flag is not None:
+        tl.store(flag + tl.zeros_like(largest).to(tl.int32), 1, mask=largest == float("inf"))
+
+
+@triton.jit
 def without_nan(largest):
     """A maximum of magnitudes with NaN replaced by 0. `tl.max` ignores NaN, and is NaN only if all elements are."""
     return tl.where(largest == largest, largest, 0.0)

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.annotations import annotate, annotation
-from megafp8.kernels.rounding import FP32_MAX, Grid, quant_scale_of, widen, without_nan
+from megafp8.kernels.rounding import FP32_MAX, Grid, flag_infinity, quant_scale_of, widen, without_nan
 from megafp8.kernels.swiglu import exact_sigmoid, gate_gradient, gate_gradient_tile, swiglu_tile
 from megafp8.kernels.tiles import SIDE, load_tile, reversed_tile, store_codes, tile_offset
 
@@ -52,6 +52,7 @@ class TensorwiseOutput:
         scale_inv: FP32 [1], set to the dequantization scale.
         grid: the format.
         is_power_of_two: round the scale down to a power of two.
+        infinity: int32 [1], set to 1 if the amax is infinite; None leaves it out.
     """
 
     rows: Optional[Tensor]
@@ -59,6 +60,7 @@ class TensorwiseOutput:
     scale_inv: Tensor
     grid: Grid
     is_power_of_two: bool
+    infinity: Optional[Tensor] = None
 
 
 @triton.jit
@@ -141,8 +143,8 @@ def swiglu_gradients_amax_kernel(
 
 @triton.jit
 def quantize_kernel(
-    inputs, amaxes, rows, columns, scale_inv, num_tokens, width, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr,
-    NUM_AMAXES: tl.constexpr, SIDE: tl.constexpr,
+    inputs, amaxes, rows, columns, scale_inv, infinity, num_tokens, width, POWER_OF_TWO: tl.constexpr,
+    GRID: tl.constexpr, NUM_AMAXES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """inputs [T, W] with amaxes [NUM_AMAXES] to their codes and the transpose. A program has one tile."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
@@ -153,12 +155,13 @@ def quantize_kernel(
     scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, GRID)
     if (tile_row == 0) & (tile_column == 0):
         tl.store(scale_inv, tl.div_rn(1.0, scale))
+        flag_infinity(largest, infinity)
     store_codes(y, scale, tile_row, tile_column, num_tokens, width, rows, columns, GRID, SIDE)
 
 
 @triton.jit
 def quantize_swiglu_gradients_kernel(
-    gradients, inputs, amax, rows, columns, scale_inv, num_tokens, width, POWER_OF_TWO: tl.constexpr,
+    gradients, inputs, amax, rows, columns, scale_inv, infinity, num_tokens, width, POWER_OF_TWO: tl.constexpr,
     GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """gradients [T, W] and inputs [T, 2 W] to the codes of the inputs' gradients [T, 2 W], given their amax.
@@ -170,9 +173,11 @@ def quantize_swiglu_gradients_kernel(
     inputs += tile_offset(tile_row, tile_column, 2 * width, SIDE)
     a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
     dy = load_tile(gradients + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
-    scale = quant_scale_of(tl.load(amax), FP32_MAX, POWER_OF_TWO, GRID)
+    largest = tl.load(amax)
+    scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, GRID)
     if (tile_row == 0) & (tile_column == 0):
         tl.store(scale_inv, tl.div_rn(1.0, scale))
+        flag_infinity(largest, infinity)
     da = gate_gradient_tile(a, b, dy, TYPE, True)
     store_codes(da, scale, tile_row, tile_column, num_tokens, 2 * width, rows, columns, GRID, SIDE)
     db = swiglu_tile(a, dy, TYPE, True)
@@ -183,8 +188,8 @@ def _quantize(inputs: Tensor, amaxes: Tensor, to: TensorwiseOutput) -> None:
     """The second launch of a cast and of SwiGLU."""
     tokens, width = inputs.shape
     quantize_kernel[(width // SIDE, tokens // SIDE)](
-        inputs, amaxes, to.rows, to.columns, to.scale_inv, tokens, width, POWER_OF_TWO=to.is_power_of_two,
-        GRID=to.grid, NUM_AMAXES=amaxes.numel(), SIDE=SIDE, num_warps=8,
+        inputs, amaxes, to.rows, to.columns, to.scale_inv, to.infinity, tokens, width,
+        POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, NUM_AMAXES=amaxes.numel(), SIDE=SIDE, num_warps=8,
     )  # fmt: skip
 
 
@@ -231,6 +236,6 @@ def swiglu_backward(gradients: Tensor, inputs: Tensor, to: TensorwiseOutput) -> 
         gradients, inputs, factors, amax, tokens, width, ROWS=32, SIDE=SIDE, num_warps=4, enable_fp_fusion=True
     )
     quantize_swiglu_gradients_kernel[(width // GRADIENTS_SIDE, tokens // GRADIENTS_SIDE)](
-        gradients, inputs, amax, to.rows, to.columns, to.scale_inv, tokens, width, POWER_OF_TWO=to.is_power_of_two,
-        GRID=to.grid, SIDE=GRADIENTS_SIDE, num_warps=4, enable_fp_fusion=True,
+        gradients, inputs, amax, to.rows, to.columns, to.scale_inv, to.infinity, tokens, width,
+        POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, SIDE=GRADIENTS_SIDE, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -15,10 +15,10 @@ from megafp8.launch.study import Option
 
 CLEAN, REPAIR = "clean", "_with_"
 FIRST_FRACTION = 0.25  # of the run, before the fault
-FIRST_UPDATE = 66  # spikes are compared with 64 updates
+FIRST_UPDATE = 34  # spikes are compared with 32 updates
 LARGEST_FACTOR = 27  # octaves by which a channel has grown at the end of the run
 MAX_GROWTH = 0.14  # octaves in a step
-SPIKES = "--spike-policy skip --max-skipped-steps 3 --spike-sigma 15"  # 6 skips updates of clean runs of this size
+SPIKES = "--spike-policy skip --max-skipped-steps 3"
 WARN = f"{SPIKES} --fp8-guard warn"
 GRADUAL = ("outlier-channel", "aligned-swiglu", "inflated-qk")
 ARMS = {

@@ -6,9 +6,13 @@
     SwiGLU alignment  of a layer: the largest |cosine| of the two weights of one channel (arXiv:2409.12517)
     attention logits  of a layer: the largest |q| |k| / sqrt(d) of one head, a bound of its logits
     residual          of a layer: root mean square of its output
+    gradient SNR      of a layer: signal-to-noise ratio of its gradients (`optimizer/gradient_snr.py`)
 
-Attention logits and the residual are also compared with their own past (`GROWTH`), since a factor of a few in a hundred
-steps is early, and a fixed limit that is above the values of every healthy model is late.
+Attention logits, the residual and the SNR are also compared with their own past (`GROWTH`), since a factor of a few in
+a hundred steps is early, and a fixed limit that is above the values of every healthy model is late. Logits of healthy
+models grow for thousands of steps, but after the first steps they hardly double from one observation to the next. The
+SNR of a healthy model falls to that of noise. It rises again when the loss grows, which is no early warning: in runs
+with planted faults it is noticed between 9 steps before and 6 steps after a loss that is 5% worse.
 
 The limits lie between the largest values of clean runs and the smallest of runs with planted faults, which
 `benchmarks/guard_calibration.py` measures on a small model; no fault is planted for the subnormal share. They are not
@@ -43,15 +47,17 @@ class Limit(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """The limit of the growth of a statistic.
+    """A limit of the growth of a statistic.
 
     Attributes:
         factor: larger ones, over the smallest of the last observations, are findings.
         floor: of the values; smaller ones may grow.
+        num_intervals: number of those observations.
     """
 
     factor: float
     floor: float
+    num_intervals: int
 
 
 HIGH_PRECISION_REMEDY = "--fp8-guard bf16-layer, or the layer in high precision with --precision"
@@ -65,12 +71,18 @@ LIMITS = {
         500.0, False, "--qk-layernorm or --attention-logit-softcapping in a new run, a lower --lr"
     ),
     "residual": Limit(1000.0, False, "a lower --lr"),
+    "gradient SNR": Limit(math.inf, False, "a lower --lr, or the layer in high precision with --precision"),
 }
-GROWTH = {"attention logits": Growth(4.0, 100.0), "residual": Growth(4.0, 10.0)}
 NUM_REMEMBERED = 5
-"""Observations with which a value is compared: with the default interval those of 100 steps."""
+"""Observations that are kept: with the default interval those of 100 steps."""
+GROWTH = {
+    "attention logits": (Growth(4.0, 100.0, NUM_REMEMBERED), Growth(2.5, 15.0, 1)),
+    "residual": (Growth(4.0, 10.0, NUM_REMEMBERED),),
+    "gradient SNR": (Growth(3.0, 0.2, NUM_REMEMBERED),),
+}
 INPUT_STATISTICS = ("kurtosis", "outlier share", "subnormal share")
 LAYER_STATISTICS = ("SwiGLU alignment", "attention logits", "residual")
+GRADIENT_SNR = "gradient SNR"
 
 
 def input_statistics(values: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def quantize_by_torch(
         amax, is_suspect = inspect_block_amax(blocks)
         codes, scales = _quantize_blocks(blocks, amax, rule, source.dtype, group, generator)
     if counts:
-        count_values(source, blocks, amax, scales.quant, is_suspect, rule, counts)
+        count_values(source, blocks, amax, scales, is_suspect, rule, counts)
     codes = codes[: rows.shape[0], : codes_shape(rows.shape, rule.format)[-1]]  # drop the padding of ragged edges
     codes = codes.reshape(codes_shape(source.shape, rule.format))
     return Quantized(codes, scales.dequant, scales.tensor, rule, signs if rule.scale_rule is ScaleRule.EDEN else None)

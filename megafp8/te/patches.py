@@ -21,6 +21,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.ops._common import get_dummy_wgrads_for_params
 from transformer_engine.pytorch.ops.basic import BasicLinear
 from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
@@ -254,3 +255,21 @@ def _with_kernels(plain: Callable[[Quantizer, Tensor], Any]) -> Callable[[Quanti
         return plain(self, tensor) if kernels is None else quantizers.cast(tensor, self, kernels)
 
     return quantize_impl
+
+
+def observe_amaxes(observe: Callable[[bool], None]) -> None:
+    """Call a function just before Transformer Engine makes scales of the amaxes of delayed scaling.
+
+    Args:
+        observe: of this run, in place of that of an earlier run; called with whether the amaxes are those of forward
+            passes.
+    """
+    current = vars(FP8GlobalStateManager)["reduce_and_update_fp8_tensors"].__func__
+    plain = getattr(current, "__wrapped__", current)
+
+    @functools.wraps(plain)
+    def reduce_and_update(cls: type, forward: bool = True) -> None:
+        observe(forward)
+        plain(cls, forward=forward)
+
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors = classmethod(reduce_and_update)

@@ -22,6 +22,8 @@ from megafp8.kernels.tiles import has_complete_tiles
 from megafp8.recipes.formats import E4M3, E5M2
 
 Parts = Union[BlockwiseOutput, TensorwiseOutput, DelayedOutput]
+INFINITY = "megafp8_infinity"
+"""The attribute of a quantizer with the flag that the kernels set if an amax is infinite (`te/counters.py`)."""
 # By the names of Transformer Engine's DType.
 FORMATS = {"kFloat8E4M3": E4M3, "kFloat8E5M2": E5M2}
 
@@ -48,7 +50,7 @@ def empty_result(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype)
         return result, BlockwiseOutput(
             row_codes=result._rowwise_data, row_scales=result._rowwise_scale_inv,
             column_codes=result._columnwise_data, column_scales=result._columnwise_scale_inv,
-            grid=grid, is_power_of_two=quantizer.force_pow_2_scales,
+            grid=grid, is_power_of_two=quantizer.force_pow_2_scales, infinity=getattr(quantizer, INFINITY, None),
         )  # fmt: skip
     if result._transpose is not None:
         result._transpose_invalid = False
@@ -59,7 +61,7 @@ def empty_result(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype)
         )  # fmt: skip
     return result, TensorwiseOutput(
         rows=result._data, columns=result._transpose, scale_inv=result._scale_inv, grid=grid,
-        is_power_of_two=quantizer.force_pow_2_scales,
+        is_power_of_two=quantizer.force_pow_2_scales, infinity=getattr(quantizer, INFINITY, None),
     )  # fmt: skip
 
 

@@ -87,7 +87,9 @@ def build_spike_detector(config: RunConfig) -> Optional[SpikeDetector]:
     training = config.training
     if training.spike_policy == "off":
         return None
-    return SpikeDetector(training.spike_window, training.spike_sigma, training.spike_min_steps)
+    return SpikeDetector(
+        training.spike_window, training.spike_sigma, training.spike_min_steps, training.spike_norm_factor
+    )
 
 
 def reduce_step_totals(

@@ -11,9 +11,9 @@ step as a bad one (`bad_steps.py`), and `bf16` also computes the linears in high
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Union
 
 import torch
 import torch.distributed as dist
@@ -109,25 +109,68 @@ class OperandMonitor:
 
     def faults(self, totals: StepTotals) -> OperandFaults:
         """The faults of a step, and clear infinite amaxes. Collective, with communication only if there are any."""
-        if not (totals.num_non_finite or totals.num_saturated or totals.num_infinite_amaxes):
-            return OperandFaults()
-        table = self.counters.table.clone()
-        dist.all_reduce(table)
-        counts = tuple(named_counts(self.counters.linears, table.cpu()))
-        infinite = self._clear_windows() if totals.num_infinite_amaxes else ()
-        return OperandFaults(int(totals.num_non_finite), int(totals.num_saturated), counts, infinite)
+        return gather_faults(totals, self.counters.linears, self.counters.table.clone, self._clear_windows)
 
-    def _clear_windows(self) -> tuple[str, ...]:
-        """Clear infinite amaxes; returns the names of their operands on all ranks, in the order of the model."""
+    def _clear_windows(self) -> list[str]:
+        """Clear infinite amaxes; returns the names of their operands."""
         names = []
         for name, state in self.windows.items():
             is_infinite = state.infinite_amaxes.tolist()
             names += [f"{name}.{operand.value}" for operand, bad in zip(OPERANDS, is_infinite, strict=True) if bad]
             state.clear_infinite_amaxes()
+        return names
+
+
+class AmaxMonitor:
+    """The same for Transformer Engine's linears, whose amaxes are checked: counts are those of `te/counters.py`.
+
+    Args:
+        linears, chunks: as above.
+    """
+
+    def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
+        from megafp8.te.counters import AmaxCounters  # needs Transformer Engine
+
+        self.counters = AmaxCounters(linears, unwrap_model(list(chunks)), device)
+
+    def reset(self) -> None:
+        """Clear the counts before a step."""
+        self.counters.reset()
+
+    def local_totals(self) -> Tensor:
+        """This rank's part of the step's totals, int64 [3]; see `StepTotals`."""
+        return self.counters.totals()
+
+    def faults(self, totals: StepTotals) -> OperandFaults:
+        """The faults of a step, and clear infinite amaxes. Collective, with communication only if there are any."""
+        counters = self.counters
+        return gather_faults(totals, counters.linears, counters.table, counters.clear_infinite_amaxes)
+
+
+def gather_faults(
+    totals: StepTotals, linears: Sequence[str], table: Callable[[], Tensor], clear: Callable[[], list[str]]
+) -> OperandFaults:
+    """The faults of a step over all ranks. Collective, with communication only if there are any.
+
+    Args:
+        linears: names of the rows of the table.
+        table: counts of this rank, int64 [linears, QUANTIZERS, 2]; not changed afterwards.
+        clear: removes infinite amaxes from the histories of this rank, and returns the names of their operands.
+    """
+    if not (totals.num_non_finite or totals.num_saturated or totals.num_infinite_amaxes):
+        return OperandFaults()
+    counts = table()
+    dist.all_reduce(counts)
+    names: tuple[str, ...] = ()
+    if totals.num_infinite_amaxes:
         gathered: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, names)
+        dist.all_gather_object(gathered, clear())
         everywhere = {name for each in gathered for name in each}
-        return tuple(sorted(everywhere, key=lambda name: self.counters.linears.index(name.rpartition(".")[0])))
+        order = {f"{linear}.{operand.value}": (row, place) for row, linear in enumerate(linears)
+                 for place, operand in enumerate(OPERANDS)}  # fmt: skip
+        names = tuple(sorted(everywhere, key=order.__getitem__))
+    named = tuple(named_counts(linears, counts.cpu()))
+    return OperandFaults(int(totals.num_non_finite), int(totals.num_saturated), named, names)
 
 
 def named_counts(linears: Sequence[str], table: Tensor) -> Iterator[tuple[str, OperandCounts]]:
@@ -151,11 +194,12 @@ def emulated_linears_by_name(chunks: Sequence[Any]) -> Iterator[tuple[str, Emula
 
 def build_operand_monitor(
     config: RunConfig, chunks: Sequence[Any], implementation: str, device: torch.device
-) -> Optional[OperandMonitor]:
-    """The monitor of a run; None without emulated linears."""
-    if implementation != "emulated" or not precision_map.is_quantized(config.precision):
+) -> Union[OperandMonitor, AmaxMonitor, None]:
+    """The monitor of a run; None without linears that quantize."""
+    if not precision_map.is_quantized(config.precision):
         return None
-    return OperandMonitor(precision_map.linears_with_statistics(config.model, config.precision), chunks, device)
+    monitor = OperandMonitor if implementation == "emulated" else AmaxMonitor
+    return monitor(precision_map.linears_with_statistics(config.model, config.precision), chunks, device)
 
 
 def move_linears(chunks: Sequence[Any], linears: Iterable[MovedLinear]) -> None:

@@ -30,7 +30,7 @@ from megafp8.optimizer.gradient_communication import GradientTraffic, ParameterT
 from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.cuda_graph import StepGraph
-from megafp8.training.operand_faults import OperandMonitor
+from megafp8.training.operand_faults import AmaxMonitor, OperandMonitor
 from megafp8.training.precision import DelayedScalingSnapshot, high_precision
 
 
@@ -49,7 +49,7 @@ class Run:
         delayed_snapshot: saves and restores the state of delayed scaling; None without it.
         bias_snapshot: saves and restores the biases of experts; None without them.
         gradient_monitor: finds non-finite local gradients; None where the check is off or the gradient norm is enough.
-        operand_monitor: counts non-finite and saturated values of quantized operands; None without emulated linears.
+        operand_monitor: counts non-finite and saturated values of quantized operands; None if nothing quantizes.
         parameter_traffic: counts the bytes of parameter gathers; None without them, or inside a CUDA graph.
         gradient_traffic: the same of gradient reductions that are not in FP8.
         fp8_reduction: state of the gradient reduction in FP8; None without it.
@@ -73,7 +73,7 @@ class Run:
     delayed_snapshot: Optional[DelayedScalingSnapshot]
     bias_snapshot: Optional[ExpertBiasSnapshot]
     gradient_monitor: Union[NonFiniteGradientMonitor, ReducedGradientMonitor, None]
-    operand_monitor: Optional[OperandMonitor]
+    operand_monitor: Union[OperandMonitor, AmaxMonitor, None]
     parameter_traffic: Union[ParameterTraffic, CountedGather, None]
     gradient_traffic: Union[GradientTraffic, CountedReduction, None]
     fp8_reduction: Optional[Fp8Reduction]

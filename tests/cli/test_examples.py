@@ -15,6 +15,7 @@ from forked_script import run_script
 from megafp8.cli import precision_table, run_comparison
 from megafp8.config import flags, rules
 from megafp8.config.model_shapes import PRESETS
+from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,21 +196,34 @@ REPORT_RUNS = [
 @pytest.mark.parametrize(("size", "recipe"), REPORT_RUNS)
 def test_the_runs_of_the_loss_report_are_accepted(size: str, recipe: str, stub_python: str, tmp_path: Path) -> None:
     """Every command that it documents passes the rules of a run on an H200."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
-    done = subprocess.run(
-        ["bash", "examples/loss_report_h200.sh", size, recipe, "2"], cwd=tmp_path, capture_output=True, text=True,
-        timeout=60, env=os.environ | {"PYTHON": stub_python, "OUT": "report"},
-    )  # fmt: skip
-    assert done.returncode == 75, done.stderr  # the stub leaves no run that is done
-    words = [word.replace("report/", "/nowhere/") for word in words_of_script(done.stdout)]
-    config = flags.parse(words).config
+    config = loss_report_config([size, recipe, "2"], stub_python, tmp_path)
     assert config.training.seed == 2 and config.training.global_batch_size * config.data.seq_length == 65_536
     problems = [problem for problem in rules.problems(config, 1) if "/nowhere/" not in problem]
     assert problems == []
     control = config.training.micro_batch_size == 16
     assert control == (recipe == "bf16-control")
+
+
+def test_a_loss_report_can_be_shortened(stub_python: str, tmp_path: Path) -> None:
+    config = loss_report_config(["small", "bf16-control", "1", "--eval-iters", "3"], stub_python, tmp_path,
+                                STEPS="40", BATCH="8")  # fmt: skip
+    training = config.training
+    assert (training.train_iters, training.global_batch_size, training.micro_batch_size) == (40, 8, 4)
+    assert (training.eval_interval, training.eval_iters) == (2, 3)
+
+
+def loss_report_config(arguments: list[str], stub_python: str, folder: Path, **environment: str) -> RunConfig:
+    """The settings of a run of the loss report."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "tools").mkdir()
+    (folder / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
+    done = subprocess.run(
+        ["bash", "examples/loss_report_h200.sh", *arguments], cwd=folder, capture_output=True, text=True,
+        timeout=60, env=os.environ | {"PYTHON": stub_python, "OUT": "report"} | environment,
+    )  # fmt: skip
+    assert done.returncode == 75, done.stderr  # the stub leaves no run that is done
+    words = [word.replace("report/", "/nowhere/") for word in words_of_script(done.stdout)]
+    return flags.parse(words).config
 
 
 def words_of_script(text: str) -> list[str]:

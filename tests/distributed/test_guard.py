@@ -148,11 +148,15 @@ def test_linear_is_smoothed_on_all_ranks(tmp_path: Path) -> None:
 
 def test_growth_is_found_below_the_limit() -> None:
     key, other = ("attention logits", "layers.0"), ("residual", "layers.0")
-    trends = {key: (50.0, 60.0), other: (1.0, 1.0)}
+    trends = {key: (50.0, 100.0), other: (1.0, 1.0)}
     assert [found for found, _ in findings({key: 199.0, other: 9.0}, trends)] == []  # not four times; small
     ((found, detail),) = findings({key: 201.0, other: 9.0}, trends)
     assert found == key and detail == "attention logits of layers.0 grew from 50 to 201 in 2 intervals"
     assert list(findings({key: 201.0}, {})) == []
+    assert list(findings({key: 14.9}, {key: (3.0, 5.0)})) == [], "small"
+    assert list(findings({key: 15.1}, {key: (3.0, 6.1)})) == [], "less than 2.5 times the last value"
+    ((_, detail),) = findings({key: 15.1}, {key: (3.0, 6.0)})
+    assert detail == "attention logits of layers.0 grew from 6 to 15.1 in 1 intervals"
     values = {key: float("inf"), ("kurtosis", "layers.0.linear_qkv.input"): 3.0, other: -1.0}
     assert updated_trends(values, {key: (1.0, 2.0, 3.0, 4.0, 5.0), other: (7.0,)}) == (
         (*key, (2.0, 3.0, 4.0, 5.0, 3e38)), (*other, (7.0,)),

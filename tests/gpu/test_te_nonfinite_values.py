@@ -30,7 +30,7 @@ from megafp8.training.precision import delayed_scaling_tensors
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult, train_step
 
-SPIKES = "--spike-policy skip --spike-window 8 --spike-min-steps 2"
+SPIKES = "--spike-policy skip --spike-window 8 --spike-min-steps 3"
 
 
 def step(run: Run, progress: Progress) -> tuple[StepResult, Progress]:

@@ -644,9 +644,9 @@ EXAMPLES = {
         "--max-rollbacks 1 has no effect without --spike-policy rollback",
     ),
     "spikes_are_detectable": (
-        {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.spike_window": 32},
+        {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.spike_window": 16},
         1,
-        "--spike-min-steps 64 is above --spike-window 32",
+        "--spike-min-steps 32 is above --spike-window 16",
     ),
     "rollback_has_somewhere_to_go": ({"training.spike_policy": "rollback"}, 1, "give --save and --save-interval"),
     "unsupported_settings_are_refused": (

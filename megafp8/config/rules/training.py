@@ -108,7 +108,7 @@ _NOT_NEGATIVE = _Range(0)
 _ABOVE_0 = _Range(0, low_open=True)
 _FRACTION_BELOW_1 = _Range(0, 1, high_open=True)
 _FRACTION_ABOVE_0 = _Range(0, 1, low_open=True)
-_AT_LEAST_2 = _Range(2)
+_AT_LEAST_3 = _Range(3)
 _FP32_EXPONENT = _Range(-126, 126)  # of two
 _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
     _AT_LEAST_1: (
@@ -160,8 +160,8 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "optimizer.lr optimizer.decoupled_lr optimizer.adam_eps optimizer.muon_extra_scale_factor "
         "model.softmax_scale model.logits_scaling model.embedding_multiplier model.residual_multiplier "
         "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
-        "training.exit_signal_grace_s training.spike_sigma training.micro_batch_size_memory_limit "
-        "parallel.rendezvous_timeout_s"
+        "training.exit_signal_grace_s training.spike_sigma training.spike_norm_factor "
+        "training.micro_batch_size_memory_limit parallel.rendezvous_timeout_s"
     ),
     _FRACTION_BELOW_1: (
         "model.moe_input_jitter_eps "
@@ -169,7 +169,7 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "optimizer.sgd_momentum optimizer.muon_momentum optimizer.lr_warmup_fraction"
     ),
     _FRACTION_ABOVE_0: "model.rotary_percent",
-    _AT_LEAST_2: "training.spike_window training.spike_min_steps",
+    _AT_LEAST_3: "training.spike_window training.spike_min_steps",
     _FP32_EXPONENT: "precision.fp8_margin precision.fp8_tensorwise_margin",
 }
 RANGES: Mapping[str, _Range] = MappingProxyType(
@@ -207,7 +207,7 @@ def profile_ends_after_it_starts(config: RunConfig, world_size: int) -> Iterator
 
 
 RANGE_RULES: tuple[Rule, ...] = (numbers_are_in_range, profiled_ranks_exist, profile_ends_after_it_starts)
-SPIKE_SETTINGS = ("spike_window", "spike_sigma", "spike_min_steps")
+SPIKE_SETTINGS = ("spike_window", "spike_sigma", "spike_min_steps", "spike_norm_factor")
 ROLLBACK_SETTINGS = ("spike_rollback_steps", "spike_skip_batches", "max_rollbacks")
 
 

@@ -138,9 +138,9 @@ class TrainingConfig:
     )
     fp8_guard: str = setting(
         "off",
-        "reaction to statistics of layers that grow before a run in FP8 diverges (emulated layers); warn: record them, "
-        "bf16-layer: compute the layer in high precision for the rest of the run, smooth-swiglu: give the input of "
-        "linear_fc2 a scale per channel for the rest of the run, as Smooth-SwiGLU",
+        "reaction to statistics of layers that grow before a run in FP8 diverges; warn: record them; for emulated "
+        "layers also bf16-layer: compute the layer in high precision for the rest of the run, smooth-swiglu: give the "
+        "input of linear_fc2 a scale per channel for the rest of the run, as Smooth-SwiGLU",
         choices=("off", "warn", "bf16-layer", "smooth-swiglu"),
     )
     fp8_guard_interval: int = setting(20, "steps between the statistics of --fp8-guard")
@@ -159,11 +159,14 @@ class TrainingConfig:
         "and skip the batches after it",
         choices=("off", "skip", "rollback"),
     )
-    spike_window: int = setting(128, "number of previous updates with which a step is compared to detect a spike")
+    spike_window: int = setting(32, "number of previous updates with which a step is compared to detect a spike")
     spike_sigma: float = setting(
-        6.0, "threshold of a spike, in standard deviations above the mean of --spike-window updates"
+        6.0, "threshold of the loss, in standard deviations above the line through the losses of --spike-window updates"
     )
-    spike_min_steps: int = setting(64, "minimum number of previous updates for spike detection")
+    spike_norm_factor: float = setting(
+        50.0, "threshold of the gradient norm, over the median of --spike-window updates"
+    )
+    spike_min_steps: int = setting(32, "minimum number of previous updates for spike detection")
     spike_rollback_steps: int = setting(100, "rollback: minimum number of steps to go back, if there is a checkpoint")
     spike_skip_batches: int = setting(
         200, "rollback: number of batches to skip after the checkpoint; at least all up to the spike"

@@ -10,11 +10,13 @@ one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -22,7 +24,9 @@ from torch import Tensor
 from megafp8.checkpoint.progress import SMOOTHED, MovedLinear
 from megafp8.config import precision_map
 from megafp8.errors import NumericsError
+from megafp8.mcore.modules import named_linears
 from megafp8.metrics.layer_statistics import (
+    GRADIENT_SNR,
     GROWTH,
     INPUT_STATISTICS,
     LAYER_STATISTICS,
@@ -35,8 +39,10 @@ from megafp8.metrics.layer_statistics import (
     swiglu_alignment,
 )
 from megafp8.metrics.records import EventRecord
+from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.extension import Extension, LoopState, is_multiple
+from megafp8.training.extensions.statistics_hooks import linear_input
 from megafp8.training.operand_faults import emulated_linears_by_name, move_linears
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
@@ -65,7 +71,7 @@ class LayerGuard(Extension):
     def after_step(self, state: LoopState, result: StepResult) -> None:
         if self.collector is None:
             return
-        values, self.collector = self.collector.take(), None
+        values, self.collector = self.collector.take() | layer_snr(state.run, state.step), None
         if result.bad_step is not None:  # a step that is skipped moves nothing
             return
         history = state.progress.history
@@ -111,10 +117,12 @@ def findings(values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]
         statistic, name = key
         if value > LIMITS[statistic].value:
             yield key, f"{statistic} of {name} is {value:.3g}, above {LIMITS[statistic].value:g}"
-        elif statistic in GROWTH and trends.get(key) and value > GROWTH[statistic].floor:
-            smallest, num_intervals = min(trends[key]), len(trends[key])
-            if value > GROWTH[statistic].factor * smallest:
-                yield key, f"{statistic} of {name} grew from {smallest:.3g} to {value:.3g} in {num_intervals} intervals"
+            continue
+        for limit in GROWTH.get(statistic, ()):
+            trend = trends.get(key, ())[-limit.num_intervals :]
+            if trend and value > max(limit.floor, limit.factor * min(trend)):
+                yield key, f"{statistic} of {name} grew from {min(trend):.3g} to {value:.3g} in {len(trend)} intervals"
+                break
 
 
 def updated_trends(
@@ -127,6 +135,15 @@ def updated_trends(
         if key[0] in GROWTH and value >= 0
     }
     return tuple((statistic, name, trend) for (statistic, name), trend in {**trends, **found}.items())
+
+
+def layer_snr(run: Run, num_updates: int) -> dict[Key, float]:
+    """The signal-to-noise ratio of the gradients of each layer, after an update; all ranks call it."""
+    optimizer, num_layers = run.config.optimizer, run.config.model.num_layers
+    assert num_layers is not None
+    betas = optimizer.adam_beta1, optimizer.adam_beta2
+    found = gradient_snr(run.trainee.optimizer, run.trainee.chunks, num_layers, betas, num_updates)
+    return {(GRADIENT_SNR, f"layers.{layer}"): value for layer, value in enumerate(found) if value is not None}
 
 
 def smoothing_helps(key: Key) -> bool:
@@ -170,7 +187,7 @@ class LayerStatistics:
     """The statistics of one step.
 
     Args:
-        run: of emulated layers.
+        run: whose layers are watched.
     """
 
     def __init__(self, run: Run):
@@ -187,13 +204,14 @@ class LayerStatistics:
     def attach(self) -> None:
         """Attach the hooks; each runs once."""
         chunks, is_swiglu = self.run.trainee.chunks, self.run.config.model.swiglu
-        for name, linear in emulated_linears_by_name(chunks):
-            assert isinstance(linear, torch.nn.Module)
+        for name, linear, called in self._linears():
             if (INPUT_STATISTICS[0], f"{name}.input") not in self.keys:
                 continue
-            self._once(linear, lambda _, args, name=name: self._record_input(name, args[0]), is_before=True)
+            if called is not None:
+                record = functools.partial(self._record_input, name, linear)
+                self._once(called, lambda _, args, record=record: record(args[0]), is_before=True)
             is_gated = is_swiglu and name.endswith(".linear_fc1") and name.count(".") == 2
-            if is_gated and not isinstance(linear.weight, QuantizedParameter):
+            if is_gated and not isinstance(linear.weight, QuantizedParameter) and not is_float8tensor(linear.weight):
                 self._record("SwiGLU alignment", ".".join(name.split(".")[:2]), swiglu_alignment(linear.weight))
         for layer in (m for chunk in unwrap_model(chunks) for m in chunk.modules() if isinstance(m, TransformerLayer)):
             name = f"layers.{layer.layer_number - 1}"
@@ -215,6 +233,22 @@ class LayerStatistics:
         dist.all_reduce(self.table, op=dist.ReduceOp.MAX)
         return dict(zip(self.keys, self.table.tolist(), strict=True))
 
+    def _linears(self) -> Iterator[tuple[str, Any, Optional[torch.nn.Module]]]:
+        """Name, linear, and the module that is called with its input, or what its norm makes that input of.
+
+        In Transformer Engine's fused MLP no module is called with the input of linear_fc2.
+        """
+        chunks = self.run.trainee.chunks
+        if self.run.implementation == "emulated":
+            for name, linear in emulated_linears_by_name(chunks):
+                assert isinstance(linear, torch.nn.Module)
+                yield name, linear, linear
+            return
+        for chunk in unwrap_model(chunks):
+            mlps = [module for module in chunk.modules() if hasattr(module, "_make_fused_impl")]
+            called = {mlp.linear_fc1: mlp for mlp in mlps} | {mlp.linear_fc2: None for mlp in mlps}
+            yield from ((name, linear, called.get(linear, linear)) for name, linear in named_linears(chunk))
+
     def _once(self, module: torch.nn.Module, record: Callable[..., None], is_before: bool = False) -> None:
         """Call a function at the next forward pass of a module."""
 
@@ -229,8 +263,9 @@ class LayerStatistics:
         self.table[self.keys[statistic, name]] = value
 
     @torch.no_grad()
-    def _record_input(self, name: str, values: Tensor) -> None:
-        for statistic, value in zip(INPUT_STATISTICS, input_statistics(values).unbind(), strict=True):
+    def _record_input(self, name: str, linear: torch.nn.Module, values: Tensor) -> None:
+        found = input_statistics(linear_input(linear, values))
+        for statistic, value in zip(INPUT_STATISTICS, found.unbind(), strict=True):
             self._record(statistic, f"{name}.input", value)
 
     @torch.no_grad()

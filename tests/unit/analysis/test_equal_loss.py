@@ -69,6 +69,33 @@ def test_the_interval_of_a_ratio_covers_it() -> None:
     assert covered / num_trials == pytest.approx(0.95, abs=4 * math.sqrt(0.95 * 0.05 / num_trials))
 
 
+def loss_after(share: np.ndarray, is_decayed: bool) -> np.ndarray:
+    """Validation loss after a share of the baseline's tokens; steeper at the end where the learning rate decays."""
+    return 2 + 1.2 * np.sqrt(0.05 / (0.05 + share)) - is_decayed * 0.5 * np.maximum(0, share - 0.7)
+
+
+@pytest.mark.parametrize("is_decayed", [False, True])
+@pytest.mark.parametrize(("ratio", "noise"), [(1.0, 0.003), (1.2, 0.001), (0.9, 0.003)])
+def test_intervals_cover_the_ratio_of_curves(ratio: float, noise: float, is_decayed: bool) -> None:
+    """Five pairs of curves: a run takes `ratio` times the tokens. A seed shifts both curves of a pair, their rounding
+    shifts one, and every validation has noise. Asked: 93 to 97%."""
+    generator, shares, num_trials = np.random.default_rng(1), np.arange(1, 21) / 20, 1500
+    covered = 0
+    for _ in range(num_trials):
+        ratios = []
+        for _ in range(5):
+            seed, rounding = generator.normal(0, 0.01), generator.normal(0, 0.003)
+            base = loss_after(shares, is_decayed) + seed + generator.normal(0, noise, 20)
+            own = loss_after(shares / ratio, is_decayed) + seed + rounding + generator.normal(0, noise, 20)
+            found = equal_loss_ratio(Pair(base=base, run=own), lambda losses: (shares, losses))
+            assert found is not None
+            ratios.append(found)
+        interval = ratio_interval(ratios)
+        assert interval.low is not None and interval.high is not None
+        covered += interval.low <= ratio <= interval.high
+    assert 0.93 <= covered / num_trials <= 0.97
+
+
 def test_a_comparison_has_the_ratios_with_bands(write_run) -> None:
     folders = []
     for seed, shift in ((1, 0.0), (2, 0.1)):

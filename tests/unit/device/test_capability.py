@@ -449,3 +449,22 @@ def test_messages_of_warmup_and_flush_overlap_on_gpus_only() -> None:
     config = with_values(RunConfig(), {"parallel.overlap_p2p_comm_warmup_flush": True})
     found = capability.implementation_problems(config, capability.TARGETS["cpu"], "emulated")
     assert any("--overlap-p2p-communication-warmup-flush: on CPU ranks" in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernels", "policy", "problem"),
+    [
+        ("delayed", "te", "skip", None),
+        ("tensorwise", "triton", "stop", None),
+        ("blockwise", "te", "stop", "casts of blockwise by Transformer Engine show no infinite amax"),
+        ("delayed", "triton", "bf16", "Transformer Engine's layers do not support it"),
+    ],
+)
+def test_reactions_need_casts_that_show_infinite_amaxes(
+    recipe: str, kernels: str, policy: str, problem: str | None
+) -> None:
+    config = with_values(fp8(recipe, quantize_kernels=kernels), {"training.on_nonfinite_activation": policy})
+    if problem is None:
+        assert not capability_problems(config, H200)
+    else:
+        assert problem in only_problem(config, H200)

@@ -5,6 +5,7 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import interpreter
@@ -71,6 +72,37 @@ def test_cast(dtype: torch.dtype, fmt: Format, is_power_of_two: bool) -> None:
     inputs, blocks = drawn(TOKENS, WIDTH, 1).to(dtype), empty_blocks(TOKENS, WIDTH, fmt, is_power_of_two)
     blockwise.cast(inputs, blocks)
     check_blocks(blocks, inputs, fmt)
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 3e38])
+@pytest.mark.parametrize("has_columns", [True, False])
+def test_a_cast_flags_an_infinity(value: float, has_columns: bool) -> None:
+    inputs = torch.ones(TOKENS, WIDTH, device=DEVICE)
+    flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    blocks = dataclasses.replace(empty_blocks(TOKENS, WIDTH, E4M3, True), infinity=flag)
+    if not has_columns:
+        blocks = dataclasses.replace(blocks, column_codes=None, column_scales=None)
+    blockwise.cast(inputs, blocks)
+    assert flag.item() == 0
+    inputs[200, 130] = value
+    blockwise.cast(inputs, blocks)
+    assert flag.item() == (abs(value) == float("inf"))
+
+
+def test_swiglu_and_its_gradients_flag_an_infinity() -> None:
+    flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    inputs, gradients = torch.ones(TOKENS, 2 * WIDTH, device=DEVICE), torch.ones(TOKENS, WIDTH, device=DEVICE)
+    result = dataclasses.replace(empty_blocks(TOKENS, WIDTH, E4M3, True), infinity=flag)
+    of_inputs = dataclasses.replace(empty_blocks(TOKENS, 2 * WIDTH, E4M3, True), infinity=flag)
+    blockwise.swiglu(inputs, result)
+    blockwise.swiglu_backward(gradients, inputs, of_inputs)
+    assert flag.item() == 0
+    gradients[7, 9] = torch.inf
+    blockwise.swiglu_backward(gradients, inputs, of_inputs)
+    assert flag.item() == 1
+    inputs[7, WIDTH + 9] = torch.inf
+    blockwise.swiglu(inputs, dataclasses.replace(result, infinity=flag.zero_()))
+    assert flag.item() == 1
 
 
 def where_sigmoid_is_exact() -> Tensor:

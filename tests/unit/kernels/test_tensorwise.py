@@ -5,8 +5,9 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Optional
+from typing import Any, Optional
 
 import interpreter
 import pytest
@@ -82,6 +83,30 @@ def test_cast(kind: str, fmt: Format, is_power_of_two: bool) -> None:
     inputs, codes = drawn(TOKENS, WIDTH, kind=kind), empty_codes(TOKENS, WIDTH, fmt, is_power_of_two)
     tensorwise.cast(inputs, codes)
     check_codes(codes, inputs, fmt)
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 3e38])
+def test_casts_flag_an_infinite_amax(value: float) -> None:
+    flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    inputs, gradients = torch.ones(TOKENS, 2 * WIDTH, device=DEVICE), torch.ones(TOKENS, WIDTH, device=DEVICE)
+    result, of_inputs = (
+        dataclasses.replace(empty_codes(TOKENS, width, E4M3), infinity=flag) for width in (WIDTH, 2 * WIDTH)
+    )
+    calls: list[tuple[Callable[..., None], tuple[Any, ...], Tensor]] = [
+        (tensorwise.cast, (inputs, of_inputs), inputs),
+        (tensorwise.swiglu, (inputs, result), inputs),
+        (tensorwise.swiglu_backward, (gradients, inputs, of_inputs), gradients),
+    ]
+    for function, given, spoiled in calls:
+        function(*given)
+        assert flag.item() == 0, function
+        spoiled[100, 130] = value
+        function(*given)
+        assert flag.item() == (abs(value) == float("inf") and not (function is tensorwise.swiglu and value < 0)), (
+            function
+        )
+        spoiled[100, 130] = 1.0
+        flag.zero_()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from megafp8.config import flags
 from megafp8.config.precision_map import build_recipe
-from megafp8.quantization.counters import QUANTIZERS, QuantizerCounters, count_on_device, saturation_threshold
+from megafp8.quantization.counters import (
+    QUANTIZERS,
+    QuantizerCounters,
+    count_on_device,
+    has_exact_block_scales,
+    saturation_threshold,
+)
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import LinearPlan
@@ -85,6 +91,25 @@ def test_block_scale_that_is_rounded_down_saturates() -> None:
     tensor[0, 32:] = 0.4 * 2.0**-9 / 448  # becomes zero, with all values
     assert quantize(tensor, NVFP4).dequant_scale.float().tolist() == [[448.0, 2.0**-9, 0.0]]
     assert counts_of(tensor, NVFP4) == [0, 16]
+
+
+def test_two_level_scales_saturate_only_where_they_are_subnormal() -> None:
+    """Amaxes over all octaves, among them those that round a normal scale down the most: 17 / 16 of a power of two."""
+    generator = torch.Generator().manual_seed(3)
+    exponents = torch.arange(-40, 1).repeat_interleave(8)
+    amaxes = 2.0**exponents * torch.cat([torch.tensor([1.0, 1.0624, 1.1, 1.24, 1.4, 1.5, 1.9, 1.99])] * 41)
+    tensor = (2 * torch.rand(len(amaxes), 16, generator=generator) - 1) * amaxes[:, None]
+    tensor[:, 0] = amaxes
+    quantized = quantize(tensor, NVFP4)
+    scale = quantized.dequant_scale.float() * quantized.tensor_scale
+    scaled = torch.where(scale > 0, tensor / scale, torch.zeros(()))
+    num_beyond = int((scaled.abs() >= 7).sum())
+    assert counts_of(tensor, NVFP4) == [0, num_beyond] and num_beyond > 0
+    is_normal = quantized.dequant_scale.view(torch.uint8).flatten() >= 8
+    assert scaled[is_normal].abs().max() < 6.4
+    assert has_exact_block_scales(quantized.dequant_scale[is_normal])
+    assert not has_exact_block_scales(quantized.dequant_scale)
+    assert counts_of(tensor[is_normal], NVFP4) == [0, 0]
 
 
 def test_counts_do_not_change_the_codes() -> None:

@@ -1,0 +1,160 @@
+"""Non-finite and saturated tensors among what Transformer Engine's linears quantize, from amaxes.
+
+`quantization/counters.py` counts values, since emulated linears read them anyway. Here no tensor is read again:
+
+    delayed scaling   Just before Transformer Engine makes new scales, every amax and the scale that was used are read,
+                      whoever cast the tensor. An infinite amax is a non-finite tensor. One that its scale puts beyond
+                      the format is a saturated tensor.
+    other recipes     Casts by our kernels set a flag of the quantizer if an amax is infinite. What Transformer Engine
+                      casts itself, which are weights and tensors without complete tiles, has no flag.
+
+A NaN does not raise an amax. It becomes a NaN in FP8, and the check of loss and gradients finds it. Counts are sums on
+the device, also inside a CUDA graph, and nothing waits for them. They count tensors of microbatches, not values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Optional
+
+import torch
+import transformer_engine.pytorch as te
+from torch import Tensor, nn
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_fp8_te_dtype
+
+from megafp8.mcore.modules import named_linears
+from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, saturation_threshold
+from megafp8.recipes.base import Operand
+from megafp8.te import patches
+from megafp8.te.fused_mlp import FusedMLP
+from megafp8.te.quantizers import FORMATS, INFINITY
+
+# Transformer Engine's order: input, weight, output; then gradients of the output and of the input.
+PLACES = ((Operand.INPUT, "fwd", 0), (Operand.WEIGHT, "fwd", 1), (Operand.GRAD_OUTPUT, "bwd", 0))
+MODES = {"fwd": "forward", "bwd": "backward"}
+OPERANDS = tuple(operand for operand, _, _ in PLACES)
+
+
+class AmaxCounters:
+    """The counts of all linears of a model. Every rank has rows for all linears, and adds to those of its own.
+
+    Args:
+        linears: names, the same on all ranks.
+        chunks: the model of this rank.
+    """
+
+    def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
+        self.linears = tuple(linears)
+        named = [pair for chunk in chunks for pair in named_linears(chunk)]
+        # Grouped linears of experts have several weights, and other places.
+        self.modules = {name: module for name, module in named if name in self.linears and hasattr(module, "weight")}
+        layers = [name.split(".")[:2] for name in self.modules]
+        self.first_layer = [name for name in self.modules if name.split(".")[:2] == layers[0]]
+        self.fused = dict(places_in_fused_mlps(chunks))
+        self.flags = torch.zeros(len(self.linears), len(PLACES), dtype=torch.int32, device=device)
+        self.amax_counts: dict[str, Tensor] = {}  # int64 [2, amaxes], by Transformer Engine's key
+        patches.observe_amaxes(self.count_amaxes)
+
+    def reset(self) -> None:
+        """Set all counts to zero before a step, and give new quantizers their flags."""
+        self.flags.zero_()
+        for counts in self.amax_counts.values():
+            counts.zero_()
+        # Transformer Engine makes the quantizers of all layers in the same step. To look at all of them takes a
+        # millisecond of the host.
+        if self._give_flags(self.first_layer):
+            self._give_flags(self.modules)
+
+    def count_amaxes(self, is_forward: bool) -> None:
+        """Count the amaxes of one direction, before Transformer Engine makes scales of them and removes them."""
+        state = FP8GlobalStateManager.quantization_state
+        for key, amaxes in state.global_amax_buffer.items():
+            is_key_forward, autocast_key = FP8GlobalStateManager.split_key_in_buffer(key)
+            if is_key_forward is not is_forward or not amaxes:
+                continue
+            amax, scale = torch.cat(amaxes), torch.cat(state.global_scale_buffer[key])
+            counts = self.amax_counts.get(key)
+            if counts is None or counts.shape[1] != len(amax):  # in the first steps, before a CUDA graph
+                counts = self.amax_counts[key] = torch.zeros(2, len(amax), dtype=torch.int64, device=amax.device)
+            recipe, _ = state.autocast_arguments[autocast_key]
+            threshold = saturation_threshold(FORMATS[get_fp8_te_dtype(recipe, is_forward).name])
+            is_finite = torch.isfinite(amax)
+            counts[NON_FINITE] += ~is_finite
+            counts[SATURATED] += (amax * scale >= threshold) & is_finite
+
+    def totals(self) -> Tensor:
+        """This rank's non-finite and saturated tensors, and those of them in amax histories, int64 [3]."""
+        totals = torch.zeros(3, dtype=torch.int64, device=self.flags.device)
+        for counts in self.amax_counts.values():
+            totals[:2] += counts.sum(dim=1)
+        totals[2] = totals[NON_FINITE]
+        totals[NON_FINITE] += self.flags.sum()
+        return totals
+
+    def table(self) -> Tensor:
+        """The counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]; a cast serves all GEMMs that read it."""
+        by_operand = torch.zeros(*self.flags.shape, 2, dtype=torch.int64, device=self.flags.device)
+        by_operand[:, :, NON_FINITE] = self.flags
+        for row, column, counts in self._places_of_amaxes():
+            by_operand[row, column] += counts
+        return torch.stack([by_operand[:, OPERANDS.index(operand)] for operand, _ in QUANTIZERS], dim=1)
+
+    def clear_infinite_amaxes(self) -> list[str]:
+        """Remove infinite amaxes from histories, so that the next update makes scales of the others; names of the
+        operands whose amax was infinite."""
+        for histories in FP8GlobalStateManager.quantization_state.global_amax_history_buffer.values():
+            for history in histories:
+                history.masked_fill_(history == torch.inf, 0.0)
+        return [
+            f"{self.linears[row]}.{OPERANDS[column].value}"
+            for row, column, counts in self._places_of_amaxes()
+            if counts[NON_FINITE]
+        ]
+
+    def _give_flags(self, names: Iterable[str]) -> bool:
+        """Give the quantizers of some linears their flags; returns whether any had none."""
+        is_new = False
+        for name in names:
+            row = self.linears.index(name)
+            for column, (_, direction, index) in enumerate(PLACES):
+                quantizer = self._quantizer(name, direction, index)
+                if quantizer is not None and not hasattr(quantizer, INFINITY):
+                    setattr(quantizer, INFINITY, self.flags[row, column : column + 1])
+                    is_new = True
+        return is_new
+
+    def _places_of_amaxes(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Row, column and counts [2] of the amaxes that belong to an operand of a linear."""
+        starts: dict[int, tuple[str, int]] = {}
+        for key, amaxes in FP8GlobalStateManager.quantization_state.global_amax_buffer.items():
+            start = 0
+            for amax in amaxes:
+                starts[amax.data_ptr()] = key, start
+                start += amax.numel()
+        for name, module in self.modules.items():
+            for column, (_, direction, index) in enumerate(PLACES):
+                meta = module.fp8_meta.get(f"scaling_{direction}")
+                if not hasattr(meta, "amax_history") or meta.amax_history[0].data_ptr() not in starts:
+                    continue
+                key, start = starts[meta.amax_history[0].data_ptr()]
+                if key in self.amax_counts:
+                    yield self.linears.index(name), column, self.amax_counts[key][:, start + index]
+
+    def _quantizer(self, name: str, direction: str, index: int) -> Optional[Any]:
+        """The quantizer of an operand; None before the first pass, or without quantization."""
+        module = self.modules[name]
+        mlp, place = self.fused.get(module, (None, 0))
+        if mlp is None:
+            found = module.quantizers[f"scaling_{direction}"]
+        elif mlp._fused_impl is None:
+            return None
+        else:
+            operations = [operation for operation in mlp._fused_impl[0] if isinstance(operation, te.ops.BasicLinear)]
+            found = (operations[place]._quantizers or {}).get(MODES[direction], [])
+        return found[index] if index < len(found) else None
+
+
+def places_in_fused_mlps(chunks: Sequence[Any]) -> Iterator[tuple[nn.Module, tuple[FusedMLP, int]]]:
+    """The linears in whose place a fused operation computes, with their MLP and their number in it."""
+    for mlp in (module for chunk in chunks for module in chunk.modules() if isinstance(module, FusedMLP)):
+        yield from ((linear, (mlp, place)) for place, linear in enumerate((mlp.linear_fc1, mlp.linear_fc2)))

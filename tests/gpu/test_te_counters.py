@@ -1,0 +1,85 @@
+"""Counters and guard of Transformer Engine's linears: an infinite activation is named before the update, and is left in
+no amax history; the guard has all statistics. Not run on a GPU yet."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu]
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run
+from small_run import SourceSamples, weights
+
+from megafp8.checkpoint.progress import OPERAND, Progress
+from megafp8.mcore.modules import named_linears
+from megafp8.te import layers
+from megafp8.training.bad_steps import progress_after_step
+from megafp8.training.evaluation import build_batches
+from megafp8.training.extensions.guard import LayerStatistics
+from megafp8.training.run import Run
+from megafp8.training.step import StepResult, forward_backward, train_step
+
+SPOILED = "layers.1.linear_fc2"
+
+
+def step(run: Run, progress: Progress) -> tuple[StepResult, Progress]:
+    first = progress.consumed_samples
+    samples = SourceSamples(run.config.data.seq_length)
+    batches = build_batches(run, samples, first, first + run.global_batch_size, num_workers=0)
+    result = train_step(run, batches, progress)
+    return result, progress_after_step(run, progress, result.bad_step, (result.loss, result.grad_norm or 0.0))
+
+
+def make_infinite(run: Run) -> Any:
+    """One value of the input of a linear, in every forward pass."""
+
+    def spoil(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        spoiled = args[0].clone()
+        spoiled.view(-1)[3] = torch.inf
+        return (spoiled, *args[1:])
+
+    return dict(named_linears(run.trainee.chunks[0].module))[SPOILED].register_forward_pre_hook(spoil)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+def test_an_infinite_activation_is_named_before_the_update(recipe: str, policy: str) -> None:
+    flags = "--quantize-kernels triton --cuda-graph-impl none --max-skipped-steps 1"
+    with gpu_run(f"{RECIPES[recipe]} {flags} --on-nonfinite-activation {policy}") as run:
+        progress = Progress()
+        for _ in range(3):
+            result, progress = step(run, progress)
+            assert result.operand_faults.num_non_finite == 0
+        before, handle = weights(run), make_infinite(run)
+        result, progress = step(run, progress)
+        handle.remove()
+        faults = result.operand_faults
+        assert f"{SPOILED}.input" in faults.non_finite_operands(), faults
+        assert (result.bad_step is not None and result.bad_step.reason == OPERAND) == (policy == "skip")
+        changed = [name for name, tensor in weights(run).items() if not torch.equal(tensor, before[name])]
+        assert bool(changed) == (policy == "warn")
+        if recipe == "delayed":
+            assert f"{SPOILED}.input" in faults.infinite_amaxes
+            assert all(bool(torch.isfinite(tensor).all()) for tensor in layers.delayed_state(run.trainee.chunks[0]))
+        result, progress = step(run, progress)
+        assert result.operand_faults.num_non_finite == 0 and result.bad_step is None
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_the_guard_has_all_statistics(is_fused: bool) -> None:
+    """In a fused MLP no module is called with the input of linear_fc2."""
+    fuser = "--use-transformer-engine-op-fuser" if is_fused else "--no-use-transformer-engine-op-fuser"
+    with gpu_run(f"{RECIPES['tensorwise']} --fp8-guard warn {fuser}") as run:
+        samples = SourceSamples(run.config.data.seq_length)
+        batches = build_batches(run, samples, 0, run.global_batch_size, num_workers=0)
+        collector = LayerStatistics(run)
+        collector.attach()
+        forward_backward(run, batches, run.num_microbatches, forward_only=False)
+        missing = {name for (_, name), value in collector.take().items() if value < 0}
+        assert missing == ({f"layers.{layer}.linear_fc2.input" for layer in (0, 1)} if is_fused else set())

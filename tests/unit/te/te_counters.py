@@ -1,0 +1,129 @@
+"""A program of `test_te_without_cuda.py`: infinite and saturating amaxes of Transformer Engine's linears are counted,
+named and removed, whoever cast the tensor, and quantizers of other recipes get flags for our kernels."""
+
+import os
+
+os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # the update of the scales in torch operations
+os.environ["NVTE_TORCH_COMPILE"] = "0"
+
+from types import SimpleNamespace
+
+import te_without_cuda  # noqa: F401  (first)
+import torch
+import transformer_engine.pytorch as te
+from megatron.core import parallel_state
+from small_te_mlp import small_mlp
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+from megafp8.optimizer.gradient_checks import StepTotals
+from megafp8.te import counters, fused_mlp, patches, quantizers
+from megafp8.training import operand_faults
+from megafp8.training.operand_faults import AmaxMonitor
+
+RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID, amax_compute_algo="max", reduce_amax=False)
+NAMES = ("layers.0.linear_fc1", "layers.0.linear_fc2")
+patches.install()
+patches.get_fp8_recipe = lambda config: RECIPE
+parallel_state.set_tensor_model_parallel_world_size(1)
+operand_faults.unwrap_model = lambda chunks: chunks
+operand_faults.dist = SimpleNamespace(
+    all_reduce=lambda tensor: None,
+    get_world_size=lambda: 1,
+    all_gather_object=lambda found, names: found.__setitem__(0, names),
+)
+
+
+def monitor_of(mlp: fused_mlp.SwiGLUFusedMLP) -> AmaxMonitor:
+    """The monitor of one layer."""
+    counters.named_linears = lambda chunk: zip(NAMES, (mlp.linear_fc1, mlp.linear_fc2), strict=True)
+    return AmaxMonitor(NAMES, [mlp], torch.device("cpu"))
+
+
+def operations_of(mlp: fused_mlp.SwiGLUFusedMLP, recipe: object) -> list[te.ops.BasicLinear]:
+    """The operations in place of its linears, with quantizers, as after the first forward pass."""
+    mlp._fused_impl = (mlp._make_fused_impl(),)
+    operations = [operation for operation in mlp._fused_impl[0] if isinstance(operation, te.ops.BasicLinear)]
+    for operation in operations:
+        operation.reset_recipe_state(recipe=recipe)
+    return operations
+
+
+def totals_of(monitor: AmaxMonitor) -> StepTotals:
+    """As the step reduces them, on one rank."""
+    non_finite, saturated, infinite = map(float, monitor.local_totals())
+    return StepTotals(1.0, 1.0, 0.0, num_non_finite=non_finite, num_saturated=saturated, num_infinite_amaxes=infinite)
+
+
+def update(forward: bool, *amaxes: tuple[te.ops.BasicLinear, str, int, float]) -> None:
+    """The amaxes of a microbatch, then Transformer Engine's update of scales."""
+    for operation, mode, index, amax in amaxes:
+        operation.get_quantizer(mode, index).amax.fill_(amax)
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=forward)
+
+
+# Delayed scaling.
+FP8GlobalStateManager.autocast_enter(enabled=True, fp8_recipe=RECIPE)
+mlp = small_mlp()
+monitor = monitor_of(mlp)
+monitor.reset()
+fc1, fc2 = operations_of(mlp, RECIPE)
+clean = [(fc1, "forward", 0, 2.0), (fc1, "forward", 1, 1.0), (fc2, "forward", 0, 4.0), (fc2, "forward", 1, 1.0)]
+update(True, *clean)
+update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, 1.0))
+assert monitor.local_totals().tolist() == [0, 0, 0]
+assert monitor.faults(totals_of(monitor)).counts == ()
+assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 4
+
+# In the first of two microbatches the input of linear_fc2 is infinite; in the second one that of linear_fc1 saturates.
+monitor.reset()
+update(True, *clean, (fc2, "forward", 0, torch.inf))
+update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, 1.0))
+update(True, *clean, (fc1, "forward", 0, 2.1))
+update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, torch.inf))
+totals = totals_of(monitor)
+assert (totals.num_non_finite, totals.num_saturated, totals.num_infinite_amaxes) == (2, 1, 2)
+history = mlp.linear_fc2.fp8_meta["scaling_fwd"].amax_history
+assert torch.isinf(history[:, 0]).sum() == 1
+faults = monitor.faults(totals)
+assert faults.infinite_amaxes == ("layers.0.linear_fc2.input", "layers.0.linear_fc2.grad_output"), faults
+assert faults.describe() == (
+    "layers.0.linear_fc2.input (fprop, wgrad): 1 non-finite; "
+    "layers.0.linear_fc2.grad_output (dgrad, wgrad): 1 non-finite"
+), faults.describe()
+assert dict(faults.counts)["layers.0.linear_fc1.input.fprop"].saturated == 1
+
+# The history is cleared: the scale follows the next amaxes, where an infinite one would keep it.
+assert not torch.isinf(history).any()
+monitor.reset()
+for _ in range(3):
+    update(True, *clean, (fc2, "forward", 0, 8.0))
+assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 8
+assert monitor.local_totals().tolist() == [0, 1, 0]  # the first 8 was beyond the scale of 4
+
+# A new monitor takes the place of the old one.
+other = monitor_of(mlp)
+other.reset()
+monitor.reset()
+update(True, *clean, (fc2, "forward", 0, torch.inf))
+assert other.local_totals().tolist() == [1, 0, 1] and monitor.local_totals().tolist() == [0, 0, 0]
+
+# Current scaling: flags of quantizers, which our kernels set.
+FP8GlobalStateManager.reset()
+mlp = small_mlp()
+monitor = monitor_of(mlp)
+monitor.reset()
+fc1, fc2 = operations_of(mlp, Float8CurrentScaling())
+monitor.reset()
+made = SimpleNamespace(_data=None, _transpose=None, _scale_inv=None)
+Float8CurrentScalingQuantizer.make_empty = lambda self, shape, dtype: made
+_, parts = quantizers.empty_result(fc2.get_quantizer("forward", 0), (128, 128), torch.bfloat16)
+parts.infinity.fill_(1)
+assert monitor.local_totals().tolist() == [1, 0, 0]
+assert monitor.faults(totals_of(monitor)).describe() == "layers.0.linear_fc2.input (fprop, wgrad): 1 non-finite"
+_, parts = quantizers.empty_result(fc1.get_quantizer("backward", 0), (128, 128), torch.bfloat16)
+parts.infinity.fill_(1)
+assert "layers.0.linear_fc1.grad_output (dgrad, wgrad)" in monitor.faults(totals_of(monitor)).describe()
+monitor.reset()
+assert monitor.local_totals().tolist() == [0, 0, 0] and parts.infinity.item() == 0

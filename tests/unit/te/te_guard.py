@@ -1,0 +1,56 @@
+"""A program of `test_te_without_cuda.py`: `--fp8-guard warn` watches Transformer Engine's linears, also in a fused MLP,
+whose linears are not called."""
+
+from types import SimpleNamespace
+
+import te_without_cuda  # noqa: F401  (first)
+import torch
+from small_te_mlp import EPS, HIDDEN, small_mlp
+
+from megafp8.config import flags, rules
+from megafp8.device import capability
+from megafp8.device.capability import TARGETS
+from megafp8.metrics.layer_statistics import INPUT_STATISTICS, input_statistics, swiglu_alignment
+from megafp8.training.extensions import guard
+
+RUN = (
+    "--model-preset tiny --num-layers 1 --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 8 "
+    "--lr 1e-3 --bf16 --fp8-format hybrid --fp8-recipe tensorwise --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 500 --transformer-impl transformer_engine"
+)
+
+
+def problems(policy: str) -> list[str]:
+    """Of the guard on an H200."""
+    config = flags.parse(f"{RUN} --fp8-guard {policy}".split()).config
+    return [*rules.setting_problems(config, 1), *capability.capability_problems(config, TARGETS["h200"])]
+
+
+assert not problems("warn")
+assert all("Transformer Engine's layers do not support it" in problems(policy)[0]
+           for policy in ("bf16-layer", "smooth-swiglu"))  # fmt: skip
+
+mlp = small_mlp()
+guard.named_linears = lambda chunk: [("layers.0.linear_fc1", mlp.linear_fc1), ("layers.0.linear_fc2", mlp.linear_fc2)]
+guard.unwrap_model = lambda chunks: chunks
+guard.dist = SimpleNamespace(all_reduce=lambda tensor, op: None, ReduceOp=SimpleNamespace(MAX=None))
+config = flags.parse(f"{RUN} --fp8-guard warn".split()).config
+run = SimpleNamespace(
+    config=config, implementation="transformer_engine", trainee=SimpleNamespace(chunks=[mlp]),
+    platform=SimpleNamespace(device=torch.device("cpu")),
+)  # fmt: skip
+
+collector = guard.LayerStatistics(run)
+collector.attach()
+mlp.forward = lambda hidden: hidden
+hidden = torch.randn(4, 2, HIDDEN)
+hidden[..., 3] *= 100
+mlp(hidden)
+mlp(torch.zeros_like(hidden))  # only the first microbatch counts
+values = collector.take()
+weight = mlp.linear_fc1.layer_norm_weight.detach()
+expected = input_statistics(torch.nn.functional.rms_norm(hidden, (HIDDEN,), weight, EPS))
+for statistic, value in zip(INPUT_STATISTICS, expected, strict=True):
+    assert values[statistic, "layers.0.linear_fc1.input"] == value.item(), statistic
+    assert values[statistic, "layers.0.linear_fc2.input"] == -1.0, "not called"
+assert values["SwiGLU alignment", "layers.0"] == swiglu_alignment(mlp.linear_fc1.weight).item()
