@@ -25,6 +25,7 @@ from torch import Tensor
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
+from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.resilience import fault_injection
 
 Batch = dict[str, Tensor]
@@ -143,7 +144,7 @@ def side_stream() -> Iterator[None]:
 
 
 def clear_cached_weights(chunks: list[Any]) -> None:
-    """Clear the quantized weights that Transformer Engine's layers cache, so that the capture allocates new ones.
+    """Clear the quantized weights that layers cache, so that the capture allocates new ones.
 
     Those are then in the memory pool of the graph, which keeps them when an eager forward pass caches others.
     """
@@ -151,6 +152,8 @@ def clear_cached_weights(chunks: list[Any]) -> None:
         for module in chunk.modules():
             if kept := getattr(module, "_fp8_workspaces", None):
                 kept.clear()
+            if isinstance(module, GroupedExperts):
+                module.codes = None
 
 
 @contextmanager

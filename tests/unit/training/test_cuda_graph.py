@@ -15,6 +15,7 @@ from torch import Tensor
 from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
+from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.training import cuda_graph
 from megafp8.training import step as training_step
 from megafp8.training.cuda_graph import StepGraph
@@ -144,12 +145,15 @@ def test_hooks_run_on_the_stream_of_the_captures(device: Device, monkeypatch: py
 def test_weight_codes_are_computed_within_the_graph(device: Device) -> None:
     layer = torch.nn.Linear(1, 1)
     layer._fp8_workspaces = {"weight": torch.zeros(1)}
-    trainer = Trainer(device, graph_of(torch.nn.Sequential(layer)))
+    experts = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(experts)
+    experts.codes = torch.zeros(1)
+    trainer = Trainer(device, graph_of(torch.nn.Sequential(layer, experts)))
     for _ in range(WARM_UP):
         trainer.step()
-    assert layer._fp8_workspaces
+    assert layer._fp8_workspaces and experts.codes is not None
     trainer.step()
-    assert not layer._fp8_workspaces
+    assert not layer._fp8_workspaces and experts.codes is None
 
 
 def test_random_states_are_not_swapped_during_a_capture(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
