@@ -21,6 +21,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_fp8_te_dtype
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from megafp8.mcore.modules import named_linears
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, saturation_threshold
@@ -118,7 +119,8 @@ class AmaxCounters:
             row = self.linears.index(name)
             for column, (_, direction, index) in enumerate(PLACES):
                 quantizer = self._quantizer(name, direction, index)
-                if quantizer is not None and not hasattr(quantizer, INFINITY):
+                is_counted = isinstance(quantizer, Float8Quantizer)  # delayed scaling, by its amaxes
+                if quantizer is not None and not is_counted and not hasattr(quantizer, INFINITY):
                     setattr(quantizer, INFINITY, self.flags[row, column : column + 1])
                     is_new = True
         return is_new

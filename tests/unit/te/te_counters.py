@@ -75,6 +75,8 @@ update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, 1.0))
 assert monitor.local_totals().tolist() == [0, 0, 0]
 assert monitor.faults(totals_of(monitor)).counts == ()
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 4
+monitor.reset()
+assert not hasattr(fc2.get_quantizer("forward", 0), quantizers.INFINITY)  # its amaxes are enough
 
 # In the first of two microbatches the input of linear_fc2 is infinite; in the second one that of linear_fc1 saturates.
 monitor.reset()
