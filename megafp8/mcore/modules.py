@@ -102,6 +102,6 @@ def mlp_spec(module: type[MLP], submodules: MLPSubmodules, **params: Any) -> Mod
     return build_mlp
 
 
-def mlp_submodules(spec: Any) -> MLPSubmodules:
-    """The linears of an entry `mlp` that megatron-core made."""
+def mlp_submodules(spec: Any) -> Any:
+    """The MLPSubmodules or MoESubmodules of an entry `mlp` that megatron-core made."""
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]

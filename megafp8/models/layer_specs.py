@@ -18,6 +18,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
@@ -36,7 +37,7 @@ from megafp8.config.grouped_experts import expert_choices, grouped_expert_obstac
 from megafp8.config.precision_map import EXPERTS, LINEARS, MLP_LINEARS, build_linear_recipe
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.stages import stage_layers
-from megafp8.mcore.modules import NormedSelfAttention, mlp_spec
+from megafp8.mcore.modules import NormedSelfAttention, mlp_spec, mlp_submodules
 from megafp8.mcore.multi_token import local_spec, transformer_engine_spec
 from megafp8.models.attention import CausalAttention
 from megafp8.models.dispatch import DispatchingLayer
@@ -102,10 +103,10 @@ def te_layer_spec(config: RunConfig, has_experts: bool) -> ModuleSpec:
     if config.model.attention_logit_softcapping is not None:  # Transformer Engine's attention has none
         layer.submodules.self_attention.submodules.core_attention = torch_attention(config)
     if has_experts:
-        mixture = layer.submodules.mlp
-        mixture.submodules.router = Router
+        submodules = mlp_submodules(layer.submodules.mlp)
+        submodules.router = Router
         if not any(grouped_expert_obstacles(config)):
-            group_experts(mixture, config)
+            layer.submodules.mlp = grouped_mixture_spec(submodules, config)
     return layer
 
 
@@ -150,16 +151,15 @@ def chunk_layers(config: RunConfig, transformer_config: TransformerConfig, vp_st
     return layers
 
 
-def group_experts(mixture: ModuleSpec, config: RunConfig) -> None:
-    """Let all experts of a layer run in one launch per GEMM."""
+def grouped_mixture_spec(submodules: MoESubmodules, config: RunConfig) -> ModuleSpec:
+    """Spec of a layer's experts that run in one launch per GEMM. Its `experts` replace those of `submodules`."""
     (choice,) = expert_choices(config)
     recipe = build_linear_recipe(config.precision, choice)
     rule = None if recipe is None else recipe.rule(Operand.INPUT, Gemm.FPROP)
     has_ranks = config.parallel.expert_model_parallel_size > 1
-    mixture.module = DispatchingLayer if has_ranks else GroupedMoELayer
-    if has_ranks:
-        mixture.params = {"sends_codes": config.parallel.moe_dispatch_in_fp8}
-    mixture.submodules.experts = ModuleSpec(ExchangedExperts if has_ranks else GroupedExperts, {"rule": rule})
+    submodules.experts = ModuleSpec(ExchangedExperts if has_ranks else GroupedExperts, {"rule": rule})
+    params = {"sends_codes": config.parallel.moe_dispatch_in_fp8} if has_ranks else {}
+    return ModuleSpec(DispatchingLayer if has_ranks else GroupedMoELayer, params, submodules)
 
 
 def torch_attention(config: RunConfig) -> ModuleSpec:
