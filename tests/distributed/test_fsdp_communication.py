@@ -33,7 +33,7 @@ FP8 = "--fp8-format hybrid --fp8-recipe"
 GATHER, REDUCE = "--fp8-param-gather", "--grad-reduce-in-fp8"
 PLAIN = f"{COMMON} --transformer-impl local"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-STEPS = 6
+STEPS = 4
 
 
 def trained(config: RunConfig) -> tuple[Curve, int, int]:
