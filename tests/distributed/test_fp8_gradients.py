@@ -47,7 +47,7 @@ SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 OVERLAP_WHOLE = "--overlap-grad-reduce --ddp-bucket-size 20000"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
-NUM_STEPS = 6
+NUM_STEPS = 4
 # Relative. A code is off by at most half of its last mantissa bit, 2^-4 for E4M3, and errors of ranks do not add up in
 # the norm more than the gradients themselves do; the ranks' gradients of one batch have at most twice the norm of the
 # mean.

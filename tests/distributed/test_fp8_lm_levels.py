@@ -22,7 +22,7 @@ from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.extensions.replica_check import check_replicas
 from megafp8.training.run import Run
 
-STEPS = 6
+STEPS = 4
 BF16 = "--bf16 --use-distributed-optimizer"
 LAYOUTS = {
     "dp2": (2, "--micro-batch-size 2"),
@@ -50,7 +50,7 @@ def trained(config: RunConfig) -> Curve:
     return curve
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["dp2", "tp2-dp2"])
 def test_levels_follow_bf16(layout: str) -> None:
     """Each level computes other numbers than the one before, and all stay near BF16."""
     world_size, flags = LAYOUTS[layout]

@@ -18,6 +18,7 @@ from megafp8.config.schema import RunConfig
 STEPS = 2
 EXPERTS = (
     "--num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --micro-batch-size 2 "
+    "--global-batch-size 4 "
     "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 32"
 )

@@ -19,6 +19,7 @@ from megafp8.quantization.fp8_parameter import QuantizedParameter, quantized_par
 GATHER = "--fp8-param-gather"
 EXPERTS = (
     "--num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --micro-batch-size 2 "
+    "--global-batch-size 4 "
     "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --moe-shared-expert-intermediate-size 32 "
     "--bf16 --use-distributed-optimizer --fp8-format hybrid"
 )
@@ -87,7 +88,8 @@ def test_all_weights_are_gathered_once_and_counted(overlap: str) -> None:
     """Two ranks have each expert and four all other weights; codes are one byte in place of two."""
 
     def count(gather: str) -> tuple[int, int, float]:
-        counted, seen, run = gathered_in_a_step(config_of("tensorwise", f"{EP2} {overlap}", gather, 4))
+        layout = f"{EP2} {overlap} --micro-batch-size 1"
+        counted, seen, run = gathered_in_a_step(config_of("tensorwise", layout, gather, 4))
         chunk = run.trainee.chunks[0]
         expected = sum(buffer.param_data.nbytes for buffer in chunk.buffers) * 3 / 4
         expected += sum(buffer.param_data.nbytes for buffer in chunk.expert_parallel_buffers) / 2

@@ -14,11 +14,9 @@ from megafp8.checkpoint.manifest import find_damage
 
 # The step is that of the checkpoint, also in threads that run later. Faults after the rename need one step each.
 KILLS = (
-    "kill:rank=1,at=save.begin,step=2", "kill:rank=1,at=save.mid_shard,step=2",
-    "kill:rank=0,at=step.before_update,step=3",
-    "kill:rank=1,at=save.shards_written,step=4", "kill:rank=0,at=save.before_manifest,step=6",
-    "kill:rank=0,at=save.before_rename,step=6", "kill:rank=0,at=save.after_rename,step=8",
-    "kill:rank=0,at=save.before_pointer,step=10", "kill:rank=1,at=save.end,step=12",
+    "kill:rank=1,at=save.mid_shard,step=2", "kill:rank=0,at=step.before_update,step=3",
+    "kill:rank=1,at=save.shards_written,step=4", "kill:rank=0,at=save.before_rename,step=6",
+    "kill:rank=0,at=save.after_rename,step=8", "kill:rank=1,at=save.end,step=12",
 )  # fmt: skip
 
 

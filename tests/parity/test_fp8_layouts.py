@@ -81,7 +81,7 @@ def test_fp8_bound_matches_the_sensitivity_of_the_model(style: str, fp8_on_one_r
 
 @pytest.mark.parametrize("style", STYLES)
 def test_plain_bounds_match_the_sensitivity_of_the_model(style: str) -> None:
-    """The same for the bounds of the layouts without FP8, over their 20 steps."""
+    """The same for the bounds of the layouts without FP8, over 20 steps."""
     curve, nudged = nudged_curves(small_config(style, PLAIN), 20)
     losses = largest(a - b for other in nudged for a, b in zip(other.losses, curve.losses, strict=True))
     assert LAYOUT_LOSS / 10 < losses < LAYOUT_LOSS

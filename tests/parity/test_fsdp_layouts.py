@@ -21,7 +21,7 @@ from megafp8.training.extensions.step_records import params_norm
 
 FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
 REPLICAS = "--num-distributed-optimizer-instances 2"
-NUM_STEPS = 6
+NUM_STEPS = 4
 STEPS = test_resharding.STEPS
 # As in test_resharding, with the optimizer of FSDP2.
 SMALL = test_resharding.SMALL.replace(" --use-distributed-optimizer", "")

@@ -12,7 +12,7 @@ from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.training.extensions.replica_check import check_replicas
 
-NUM_STEPS = 6
+NUM_STEPS = 4
 EXPERTS = (
     f"{PLAIN} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-token-dispatcher-type alltoall "
     "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --micro-batch-size 2"
@@ -40,12 +40,12 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 DROPLESS, ALL = tuple(MODELS)[:3], tuple(MODELS)
 LAYOUTS = {
     "ep2": (2, EP2, ALL),
-    "ep2-allgather": (2, f"{EP2} --moe-token-dispatcher-type allgather", DROPLESS),
+    "ep2-allgather": (2, f"{EP2} --moe-token-dispatcher-type allgather", ("sequence-loss-shared-experts",)),
     "tp2-etp1": (2, f"{TENSOR} --expert-tensor-parallel-size 1", DROPLESS),
     "cp2": (2, "--context-parallel-size 2", ("losses",)),
     "ep2-tp2": (4, f"{EP2} {TENSOR}", DROPLESS),
     "ep2-tp2-etp1": (4, f"{EP2} {TENSOR} --expert-tensor-parallel-size 1", DROPLESS),
-    "ep2-pp2": (4, f"{EP2} --pipeline-model-parallel-size 2", ALL),
+    "ep2-pp2": (4, f"{EP2} --pipeline-model-parallel-size 2", ("losses", "expert-bias-groups", "capacity")),
     "ep2-dp2-distributed-optimizer": (
         4,
         f"{EP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000",

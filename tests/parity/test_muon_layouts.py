@@ -10,7 +10,7 @@ from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 from megafp8.config.schema import RunConfig
 from megafp8.training.extensions.replica_check import check_replicas
 
-NUM_STEPS = 8
+NUM_STEPS = 5
 MUON = f"{PLAIN} --optimizer muon --muon-fp32-matmul-prec highest --muon-extra-scale-factor 0.2"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-token-dispatcher-type alltoall "

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 from ranks import run_ranks
 from small_run import PLAIN, curve_of, small_config
-from test_layouts import CONTEXT, SEQUENCE, TENSOR, VIRTUAL, assert_follows, assert_ranks_hold_the_same, train_rank
+from test_layouts import (
+    CONTEXT,
+    NUM_STEPS,
+    SEQUENCE,
+    TENSOR,
+    VIRTUAL,
+    assert_follows,
+    assert_ranks_hold_the_same,
+    train_rank,
+)
 from tolerances import LAYOUT_GRAD_NORM
 
 OUTPUT_NORMS = "--norm-placement post --qk-layernorm-across-heads"
@@ -16,7 +25,6 @@ SANDWICH = (
 )
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SPLIT = f"{TENSOR} {SEQUENCE}"
-NUM_STEPS = 20
 
 
 @pytest.mark.parametrize(
