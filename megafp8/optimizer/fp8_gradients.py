@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from megafp8.mcore.grad_reduction import Reduction, Work
 from megafp8.optimizer.gradient_checks import CodeCounts
-from megafp8.optimizer.gradient_pieces import ROW, Shard, gather_rows, scatter_rows
+from megafp8.optimizer.gradient_pieces import ROW, Shard, gather_rows, scatter_rows, split_shards
 from megafp8.quantization.quantize import quantize
 from megafp8.quantization.rounding import CODE_DTYPES, cast, decode
 from megafp8.quantization.scaling import FP32_MAX, block_amax, quant_scale_of, reduce_amax
@@ -46,6 +46,7 @@ from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import Format
 
 MESSAGE_ALIGNMENT = 16  # bytes; FP32 gradients in a received message are read in place
+PART_ROWS, MAX_PARTS = 8192, 4  # of a bucket: a million codes or more each, so that a message is not latency
 SAMPLE_ROWS = 4096  # of a bucket, half a million values, at least this many are counted; counting all takes a pass
 SATURATION_LIMIT = 1e-5  # fraction of the values
 FACTOR_GROWTH = 2 ** (1 / 1000)  # per step
@@ -108,34 +109,68 @@ def next_factor(factor: float, counts: CodeCounts) -> float:
 
 
 class BucketWork:
-    """The reduction of a bucket under way.
+    """The reduction of a bucket, or of a part of it, under way. On a GPU only the device waits.
 
     Args:
         work: of the all-to-all.
         kept: tensors that the collective reads.
-        finish: called when it has ended.
+        finish: called when it has ended. It may return a function that waits for the sums of other ranks.
     """
 
-    def __init__(self, work: Any, kept: tuple[Tensor, ...], finish: Callable[[], None]):
+    def __init__(self, work: Any, kept: tuple[Tensor, ...], finish: Callable[[], Optional[Callable[[], None]]]):
         self._work, self._kept, self._finish = work, kept, finish
+        self._receive: Optional[Callable[[], None]] = None
 
-    def wait(self) -> None:
-        """Wait for the codes, then add them. On a GPU both wait on the device only."""
+    def add(self) -> None:
+        """Wait for the codes and add them; in an all-reduce, start to send the sums."""
         self._work.wait()
         self._kept = ()
-        self._finish()
+        self._receive = self._finish()
+
+    def receive(self) -> None:
+        """In an all-reduce, wait for the sums of other ranks."""
+        if self._receive is not None:
+            self._receive()
+
+    def wait(self) -> None:
+        """Finish it."""
+        self.add()
+        self.receive()
 
 
 class BucketWorks:
-    """The reductions of the buckets of a group."""
+    """Reductions of the buckets of a group, or of the parts of a bucket.
 
-    def __init__(self, works: Sequence[Work]):
+    The codes of one are added while those of the next ones are sent.
+    """
+
+    def __init__(self, works: Sequence[PartialWork]):
         self._works = works
+
+    def add(self) -> None:
+        """`BucketWork.add` of all."""
+        for work in self._works:
+            work.add()
+
+    def receive(self) -> None:
+        """`BucketWork.receive` of all."""
+        for work in self._works:
+            work.receive()
 
     def wait(self) -> None:
         """Finish all."""
-        for work in self._works:
-            work.wait()
+        self.add()
+        self.receive()
+
+
+class PartialWork(Work, Protocol):
+    """A reduction in two phases."""
+
+    def add(self) -> None:
+        """Wait for the codes and add them."""
+
+    def receive(self) -> None:
+        """In an all-reduce, wait for the sums of other ranks."""
 
 
 class BucketReduction:
@@ -171,7 +206,7 @@ class BucketReduction:
             self.residual = torch.zeros(len(owners), ROW, device=gradients.device)
             step.residuals.append(self.residual)
 
-    def start(self, request: Reduction) -> Work:
+    def start(self, request: Reduction) -> PartialWork:
         """Quantize the bucket and send its codes."""
         gradients = request.gradients
         codes, dequant_scale, sent_scales = self._encode(gradients)
@@ -247,8 +282,8 @@ class BucketReduction:
             parts += of_shard
         return torch.cat(parts), sizes
 
-    def _finish(self, request: Reduction, received: Tensor, dequant_scale: Tensor) -> None:
-        """Add the received gradients of the own shard, and write the sums."""
+    def _finish(self, request: Reduction, received: Tensor, dequant_scale: Tensor) -> Optional[Callable[[], None]]:
+        """Add the received gradients of the own shard, and write the sums, or in an all-reduce send them."""
         gradients, own = request.gradients, self.own
         rows = torch.zeros(own.num_rows, ROW, device=gradients.device)
         exact = torch.zeros(own.num_exact, device=gradients.device)
@@ -265,12 +300,12 @@ class BucketReduction:
             rows /= self.group.size()
             exact /= self.group.size()
         if request.is_complete:
-            self._share(gradients, rows, exact)
-        else:
-            scatter_rows(gradients, own, rows, exact)
+            return self._share(gradients, rows, exact)
+        scatter_rows(gradients, own, rows, exact)
+        return None
 
-    def _share(self, gradients: Tensor, rows: Tensor, exact: Tensor) -> None:
-        """Send the sums of the own shard to all ranks, and write those of all shards.
+    def _share(self, gradients: Tensor, rows: Tensor, exact: Tensor) -> Callable[[], None]:
+        """Send the sums of the own shard to all ranks; return what waits for all sums and writes them.
 
         Shards differ in bytes, so that this is an all-to-all in which every rank gets the same message.
         """
@@ -281,12 +316,47 @@ class BucketReduction:
         own, own_padded = sizes[self.group.rank()], padded[self.group.rank()]
         message = torch.cat([*parts, parts[0].new_zeros(own_padded - own)]).repeat(num_ranks)
         received = message.new_empty(sum(padded))
-        dist.all_to_all_single(received, message, padded, [own_padded] * num_ranks, group=self.group)
+        targets = [own_padded] * num_ranks
+        work = dist.all_to_all_single(received, message, padded, targets, group=self.group, async_op=True)
         self.step.received_bytes += sum(padded) - own_padded
+        # `message` belongs to the collective until it has ended.
+        return partial(self._write_sums, gradients, work, message, received, sizes)
+
+    def _write_sums(self, gradients: Tensor, work: Any, message: Tensor, received: Tensor, sizes: list[int]) -> None:
+        """Wait for the sums of all shards, and write them."""
+        work.wait()
+        padded = [size + -size % MESSAGE_ALIGNMENT for size in sizes]
         for shard, size, part in zip(self.shards, sizes, received.split(padded), strict=True):
             end_exact = shard.num_exact * self.exact_itemsize
             sums = part[end_exact:size].view(torch.bfloat16).view(-1, ROW)
             scatter_rows(gradients, shard, sums, part[:end_exact].view(gradients.dtype))
+
+
+class PipelinedReduction:
+    """The reduction of one bucket in parts: one is quantized or added while others are sent. See `BucketReduction`.
+
+    Scales of parameters need all of a parameter, so that the bucket is then one part.
+    """
+
+    def __init__(
+        self,
+        gradients: Tensor,
+        shards: Sequence[Shard],
+        num_parameters: int,
+        group: dist.ProcessGroup,
+        settings: GradientCodes,
+        step: Fp8Reduction,
+    ):
+        num_rows = sum(shard.num_rows for shard in shards)
+        num_parts = max(1, min(MAX_PARTS, num_rows // PART_ROWS)) if settings.is_blockwise else 1
+        self.parts = [
+            BucketReduction(gradients, part, num_parameters, group, settings, step)
+            for part in split_shards(shards, num_parts)
+        ]
+
+    def start(self, request: Reduction) -> PartialWork:
+        """Quantize the parts and send their codes."""
+        return BucketWorks([part.start(request) for part in self.parts])
 
 
 def e8m0_values(exponents: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megafp8.errors import ConfigError
 from megafp8.mcore.grad_reduction import Reduction, Work, reduction_group, replace_reduction
 from megafp8.mcore.process_groups import bucket_groups
 from megafp8.mcore.torch_fsdp import TorchFSDP
-from megafp8.optimizer.fp8_gradients import BucketReduction, BucketWorks, Fp8Reduction, GradientCodes
+from megafp8.optimizer.fp8_gradients import BucketWorks, Fp8Reduction, GradientCodes, PipelinedReduction
 from megafp8.optimizer.fsdp_gradients import reduce_in_fp8
 from megafp8.optimizer.gradient_pieces import parameter_ranges, split_bucket
 from megafp8.optimizer.node_reduction import NodeReduction, Nodes, build_node_groups
@@ -76,7 +76,7 @@ def bucket_reduction(
     settings: GradientCodes,
     step: Fp8Reduction,
     nodes: Optional[Nodes] = None,
-) -> BucketReduction | NodeReduction:
+) -> PipelinedReduction | NodeReduction:
     """The reduction of one of megatron-core's buckets.
 
     Args:
@@ -87,10 +87,10 @@ def bucket_reduction(
     shards = split_bucket(parameter_ranges(bucket), is_exact, bucket.grad_data.numel(), ranks.size())
     if nodes is not None:
         return NodeReduction(bucket.grad_data, shards, len(is_exact), nodes, settings, step)
-    return BucketReduction(bucket.grad_data, shards, len(is_exact), ranks, settings, step)
+    return PipelinedReduction(bucket.grad_data, shards, len(is_exact), ranks, settings, step)
 
 
-def start_all(reductions: Sequence[BucketReduction | NodeReduction], requested: Sequence[Reduction]) -> Work:
+def start_all(reductions: Sequence[PipelinedReduction | NodeReduction], requested: Sequence[Reduction]) -> Work:
     """Start the reductions of the buckets of a group."""
     return BucketWorks([each.start(request) for each, request in zip(reductions, requested, strict=True)])
 

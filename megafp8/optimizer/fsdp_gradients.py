@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from megafp8.mcore.grad_reduction import Reduction
 from megafp8.mcore.torch_fsdp import TorchFSDP
-from megafp8.optimizer.fp8_gradients import BucketReduction, Fp8Reduction, GradientCodes
+from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
 from megafp8.optimizer.fsdp_traffic import fsdp_modules, fsdp_parameters
 from megafp8.optimizer.gradient_pieces import Piece, Shard
 
@@ -42,7 +42,7 @@ class Fp8ReduceScatter(DefaultReduceScatter):
     ):
         self.num_elements, self.group = sum(sizes) * group.size(), group
         shards = rank_shards(sizes, is_exact, group.size())
-        self._reduction = BucketReduction(gradients, shards, len(sizes), group, settings, step)
+        self._reduction = PipelinedReduction(gradients, shards, len(sizes), group, settings, step)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

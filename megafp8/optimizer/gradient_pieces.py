@@ -7,7 +7,7 @@ copies of some parameters between others that they do not share, and must quanti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -103,6 +103,33 @@ def split_bucket(
             )
         )
     return shards
+
+
+def split_shards(shards: Sequence[Shard], num_parts: int) -> list[list[Shard]]:
+    """Divide the shards into parts of about the same number of rows, which can be sent one after the other.
+
+    Pieces are divided at the borders of their rows, so that the codes stay the same. The exact pieces are in the first
+    part.
+    """
+    parts = []
+    for index in range(num_parts):
+        part = []
+        for shard in shards:
+            low, high = (shard.num_rows * each // num_parts for each in (index, index + 1))
+            part.append(Shard(tuple(rows_of(shard, low, high)), shard.exact if index == 0 else ()))
+        parts.append(part)
+    return parts
+
+
+def rows_of(shard: Shard, low: int, high: int) -> Iterator[Piece]:
+    """The coded pieces of rows [low, high) of a shard."""
+    first = 0
+    for piece in shard.coded:
+        start = piece.start + max(0, low - first) * ROW
+        stop = min(piece.stop, piece.start + max(0, high - first) * ROW)
+        if start < stop:
+            yield Piece(start, stop, piece.parameter)
+        first += piece.num_rows
 
 
 def gather_rows(gradients: Tensor, shards: Sequence[Shard], zeros: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.errors import ConfigError
-from megafp8.mcore.grad_reduction import Reduction, Work
-from megafp8.optimizer.fp8_gradients import BucketReduction, Fp8Reduction, GradientCodes
+from megafp8.mcore.grad_reduction import Reduction
+from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PartialWork, PipelinedReduction
 from megafp8.optimizer.gradient_pieces import Shard
 
 FLAG = "--grad-reduce-fp8-intra-node"
@@ -93,18 +93,27 @@ class NodeGroups:
 class NodeWork:
     """The reduction of a bucket between nodes under way."""
 
-    def __init__(self, work: Work, reduction: NodeReduction, request: Reduction):
+    def __init__(self, work: PartialWork, reduction: NodeReduction, request: Reduction):
         self._work, self._reduction, self._request = work, reduction, request
 
-    def wait(self) -> None:
-        """Finish it, and in an all-reduce send the sums to the other ranks of the node."""
-        self._work.wait()
+    def add(self) -> None:
+        """Wait for the codes and add them; in an all-reduce, start to send the sums between nodes."""
+        self._work.add()
+
+    def receive(self) -> None:
+        """In an all-reduce, wait for the sums, and send them to the other ranks of the node."""
+        self._work.receive()
         if self._request.is_complete:
             self._reduction.share(self._request.gradients)
 
+    def wait(self) -> None:
+        """Finish it."""
+        self.add()
+        self.receive()
+
 
 class NodeReduction:
-    """The reduction of one bucket on two levels, in place of `BucketReduction`.
+    """The reduction of one bucket on two levels, in place of `PipelinedReduction`.
 
     Args:
         shards: of all ranks that share gradients, by rank.
@@ -121,9 +130,9 @@ class NodeReduction:
     ):
         self.nodes, self.step = nodes, step
         own = [shards[nodes.shard_index(node)] for node in range(nodes.inter.size())]
-        self.between = BucketReduction(gradients, own, num_parameters, nodes.inter, settings, step)
+        self.between = PipelinedReduction(gradients, own, num_parameters, nodes.inter, settings, step)
 
-    def start(self, request: Reduction) -> Work:
+    def start(self, request: Reduction) -> PartialWork:
         """Add the gradients of the node, then send the codes of its sums."""
         gradients, (intra, inter, dtype) = request.gradients, self.nodes
         by_node = self._by_node(gradients).to(dtype)

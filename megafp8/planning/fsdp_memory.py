@@ -15,6 +15,13 @@ from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 
 NUM_GATHERED_LAYERS = 2
+ERROR_BYTES = 4  # of a parameter, in FP32
+
+
+def num_shards(config: RunConfig, world_size: int) -> int:
+    """Ranks over which optimizer state is sharded, and with FSDP2 weights and gradients: those of a replica."""
+    ranks = derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size
+    return ranks // config.parallel.num_distributed_optimizer_instances if config.parallel.use_torch_fsdp2 else ranks
 
 
 def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: int) -> Any:
@@ -28,16 +35,18 @@ def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: i
     if not parallel.use_torch_fsdp2:
         return estimate
     assert config.model.num_layers is not None
-    ranks = derived.data_parallel_size(config, world_size) * parallel.context_parallel_size
-    ranks //= parallel.num_distributed_optimizer_instances
+    ranks = num_shards(config, world_size)
     layer = layer_parameters / config.model.num_layers / estimate.parameters
     others = 1 - layer_parameters / estimate.parameters
     gathered = min(1.0, others + NUM_GATHERED_LAYERS * layer) if parallel.torch_fsdp2_reshard_after_forward else 1.0
+    # The errors of FP8 gradients are those of all codes that a rank sends: they are not sharded.
+    errors_bytes = ERROR_BYTES * estimate.parameters if config.precision.grad_reduce_fp8_error_feedback else 0
+    gradients_bytes = estimate.gradients_bytes - errors_bytes
     complete_bytes = estimate.weights_bytes * gathered
-    complete_bytes += (estimate.weights_bytes + estimate.gradients_bytes) * (others + layer)
+    complete_bytes += (estimate.weights_bytes + gradients_bytes) * (others + layer)
     return dataclasses.replace(
         estimate,
         weights_bytes=-(-estimate.weights_bytes // ranks),
-        gradients_bytes=-(-estimate.gradients_bytes // ranks),
+        gradients_bytes=-(-gradients_bytes // ranks) + errors_bytes,
         buffers_bytes=estimate.buffers_bytes + int(complete_bytes),
     )

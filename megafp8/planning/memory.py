@@ -254,9 +254,7 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
         )  # fmt: skip
     shards = expert_shards = 1
     if config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2:
-        shards = derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size
-        if config.parallel.use_torch_fsdp2:
-            shards //= config.parallel.num_distributed_optimizer_instances
+        shards = fsdp_memory.num_shards(config, world_size)
         expert_shards = mixture.expert_data_size(config, world_size) if experts else 1
     sharded = -(-(parameters - experts) // shards) + -(-experts // expert_shards)
     return sharded * (master + moments + gradients)

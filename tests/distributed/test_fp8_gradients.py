@@ -24,11 +24,13 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.grad_reduction import Reduction
+from megafp8.optimizer import fp8_gradients
 from megafp8.optimizer.fp8_gradients import (
     FACTOR_GROWTH,
-    BucketReduction,
+    PART_ROWS,
     Fp8Reduction,
     GradientCodes,
+    PipelinedReduction,
     next_factor,
 )
 from megafp8.optimizer.fp8_reduction import bucket_reduction
@@ -77,7 +79,7 @@ class Parameter:
     main_grad: Tensor
 
 
-def build_reduction(gradients: Tensor, settings: GradientCodes, step: Fp8Reduction) -> BucketReduction:
+def build_reduction(gradients: Tensor, settings: GradientCodes, step: Fp8Reduction) -> PipelinedReduction:
     parameters = [Parameter(gradients[start:stop]) for start, stop in RANGES]
     bucket = SimpleNamespace(grad_data=gradients, params_list=parameters)
     return bucket_reduction(bucket, {parameters[EXACT]}, dist.group.WORLD, settings, step)
@@ -123,13 +125,23 @@ def expected_sums(num_ranks: int, settings: GradientCodes) -> Tensor:
 
 @pytest.mark.parametrize("is_complete", [False, True], ids=["reduce-scatter", "all-reduce"])
 @pytest.mark.parametrize(
-    ("fmt", "is_blockwise", "is_average"), [(E4M3, True, False), (E5M2, True, True), (E4M3, False, False)]
+    ("fmt", "is_blockwise", "is_average", "part_rows"),
+    [(E4M3, True, False, PART_ROWS), (E4M3, True, False, 1), (E5M2, True, True, 1), (E4M3, False, False, 1)],
 )
 def test_sums_equal_those_of_a_plain_reference(
-    fmt: Format, is_blockwise: bool, is_average: bool, is_complete: bool
+    fmt: Format,
+    is_blockwise: bool,
+    is_average: bool,
+    part_rows: int,
+    is_complete: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bitwise. All ranks have the same sums after an all-reduce; a reduce-scatter leaves other shards as they were."""
+    """Bitwise, also in parts.
+
+    All ranks have the same sums after an all-reduce; a reduce-scatter leaves other shards as they were.
+    """
     settings, num_ranks = GradientCodes(fmt, is_blockwise, False), 3
+    monkeypatch.setattr(fp8_gradients, "PART_ROWS", part_rows)
     answers = run_ranks(num_ranks, reduce, settings, is_complete, is_average)
     expected = expected_sums(num_ranks, settings)
     if is_average:

@@ -84,9 +84,7 @@ def fsdp_replicas_have_ranks(config: RunConfig, world_size: int) -> Iterator[str
     """Hybrid sharding: the data-parallel ranks are divided into replicas of several ranks."""
     parallel, replicas = config.parallel, config.parallel.num_distributed_optimizer_instances
     flag = f"--num-distributed-optimizer-instances {replicas}"
-    if replicas < 1:
-        yield f"{flag} must be at least 1"
-    elif parallel.use_torch_fsdp2 and replicas > 1:
+    if parallel.use_torch_fsdp2 and replicas > 1:
         if config.precision.grad_reduce_in_fp8:
             yield (
                 f"{flag} with --grad-reduce-in-fp8: FSDP2 all-reduces between replicas in the dtype of the gradients, "

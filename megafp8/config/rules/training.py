@@ -125,7 +125,7 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "parallel.num_layers_per_virtual_pipeline_stage parallel.num_virtual_stages_per_pipeline_rank "
         "parallel.decoder_first_pipeline_num_layers parallel.decoder_last_pipeline_num_layers "
         "parallel.microbatch_group_size_per_virtual_pipeline_stage "
-        "parallel.ddp_bucket_size parallel.distributed_timeout_minutes "
+        "parallel.ddp_bucket_size parallel.distributed_timeout_minutes parallel.num_distributed_optimizer_instances "
         "precision.fp8_amax_history_len optimizer.lr_decay_iters optimizer.lr_decay_samples "
         "optimizer.lr_wsd_decay_iters optimizer.lr_wsd_decay_samples optimizer.hysteresis "
         "data.seq_length data.tiktoken_num_special_tokens "

@@ -232,7 +232,7 @@ def test_a_refused_flag_consumes_its_values():
 
 
 def test_flags_without_effect_are_named_in_the_notices():
-    invocation = parse(["--use-mcore-models", "--timing-log-level", "0", "--num-distributed-optimizer-instances", "1"])
+    invocation = parse(["--use-mcore-models", "--timing-log-level", "0", "--wgrad-deferral-limit", "1"])
     assert len(invocation.notices) == 3
     assert all(notice.startswith("--") for notice in invocation.notices)
 

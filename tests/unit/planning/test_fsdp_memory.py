@@ -30,3 +30,19 @@ def test_gathered_weights_are_counted() -> None:
     assert kept.buffers_bytes - sharded.buffers_bytes > complete.weights_bytes / 2
     assert kept.buffers_bytes > complete.weights_bytes
     assert sharded.total_bytes < estimate(use_distributed_optimizer=True).total_bytes
+
+
+def test_replicas_keep_more_of_the_state() -> None:
+    full = estimate(use_torch_fsdp2=True)
+    replicas = estimate(use_torch_fsdp2=True, num_distributed_optimizer_instances=2)
+    for part in ("weights_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert getattr(replicas, part) == pytest.approx(2 * getattr(full, part), abs=16)
+
+
+def test_errors_of_fp8_gradients_are_not_sharded() -> None:
+    codes = {"parallel.use_torch_fsdp2": True, "precision.grad_reduce_in_fp8": True}
+    plain, fed_back = (
+        estimate_memory(with_values(RunConfig(), RUN | codes | more), 8, VOCABULARY)
+        for more in ({}, {"precision.grad_reduce_fp8_error_feedback": True})
+    )
+    assert fed_back.total_bytes - plain.total_bytes == 4 * plain.parameters
