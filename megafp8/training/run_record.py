@@ -72,11 +72,15 @@ def mapped_recipes(config: RunConfig) -> dict[str, str]:
 
 
 def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:
-    """The dtype whose peak FLOP/s the linears could reach; emulated FP8 and FP4 run in the dtype of the parameters."""
+    """The dtype whose peak FLOP/s the linears could reach; emulated FP8 and FP4 run in the dtype of the parameters, and
+    Transformer Engine multiplies FP32 in TF32."""
     families = {recipe.family for recipe in derived.used_recipes(precision)}
-    if families and implementation == "transformer_engine":
+    dtype = derived.params_dtype(precision)
+    if implementation != "transformer_engine":
+        return dtype
+    if families:
         return "fp4" if "fp4" in families else "fp8"
-    return derived.params_dtype(precision)
+    return "tf32" if dtype == "fp32" else dtype
 
 
 def library_versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megafp8.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainingConfig
-from megafp8.training.run_record import describe_threads, mapped_recipes, recipe_lines
+from megafp8.training.run_record import describe_threads, mapped_recipes, matmul_dtype, recipe_lines
 
 
 def lines_of(**precision: object) -> list[str]:
@@ -76,6 +76,17 @@ def test_the_record_has_the_resolved_map() -> None:
 
 def test_high_precision_has_no_recipe() -> None:
     assert lines_of() == []
+
+
+@pytest.mark.parametrize(
+    ("precision", "implementation", "dtype"),
+    [(PrecisionConfig(), "transformer_engine", "tf32"), (PrecisionConfig(), "emulated", "fp32"),
+     (PrecisionConfig(bf16=True), "transformer_engine", "bf16"),
+     (PrecisionConfig(bf16=True, fp8_format="hybrid"), "transformer_engine", "fp8"),
+     (PrecisionConfig(bf16=True, fp8_format="hybrid"), "emulated", "bf16")],
+)  # fmt: skip
+def test_peak_of_the_mfu_is_that_of_the_products(precision: PrecisionConfig, implementation: str, dtype: str) -> None:
+    assert matmul_dtype(precision, implementation) == dtype
 
 
 def test_fp8_attention_is_reported() -> None:
