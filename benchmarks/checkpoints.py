@@ -87,7 +87,8 @@ def save_plain(run: Run, path: Path) -> None:
     state = build_state_dict(run.config, run.trainee, PROGRESS, None)
     if run.config.parallel.use_distributed_optimizer:
         model = model_state(run.trainee.chunks)
-        state["optimizer"] = run.trainee.optimizer.sharded_state_dict(model, metadata=sharding_metadata())
+        metadata = sharding_metadata(run.trainee.chunks)
+        state["optimizer"] = run.trainee.optimizer.sharded_state_dict(model, metadata=metadata)
     dist_checkpointing.save(state, str(path), TorchDistSaveShardedStrategy("torch_dist", 1))
 
 

@@ -52,7 +52,7 @@ def forget(run: Run) -> None:
 def core_state(run: Run, is_loading: bool) -> dict[str, Any]:
     """Weights and optimizer state as megatron-core shards them."""
     model = model_state(run.trainee.chunks)
-    options = {"is_loading": is_loading, "metadata": sharding_metadata()}
+    options = {"is_loading": is_loading, "metadata": sharding_metadata(run.trainee.chunks)}
     return model | {"optimizer": run.trainee.optimizer.sharded_state_dict(model, **options)}
 
 
