@@ -320,13 +320,14 @@ class BucketReduction:
         work = dist.all_to_all_single(received, message, padded, targets, group=self.group, async_op=True)
         self.step.received_bytes += sum(padded) - own_padded
         # `message` belongs to the collective until it has ended.
-        return partial(self._write_sums, gradients, work, message, received, sizes)
+        return partial(self._write_sums, gradients, work, message, received.split(padded), sizes)
 
-    def _write_sums(self, gradients: Tensor, work: Any, message: Tensor, received: Tensor, sizes: list[int]) -> None:
+    def _write_sums(
+        self, gradients: Tensor, work: Any, message: Tensor, received: Sequence[Tensor], sizes: Sequence[int]
+    ) -> None:
         """Wait for the sums of all shards, and write them."""
         work.wait()
-        padded = [size + -size % MESSAGE_ALIGNMENT for size in sizes]
-        for shard, size, part in zip(self.shards, sizes, received.split(padded), strict=True):
+        for shard, size, part in zip(self.shards, sizes, received, strict=True):
             end_exact = shard.num_exact * self.exact_itemsize
             sums = part[end_exact:size].view(torch.bfloat16).view(-1, ROW)
             scatter_rows(gradients, shard, sums, part[:end_exact].view(gradients.dtype))
