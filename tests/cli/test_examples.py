@@ -232,17 +232,22 @@ def words_of_script(text: str) -> list[str]:
     return words[words.index("pretrain_gpt.py") + 1 :]
 
 
-def test_the_table_of_precisions_is_accepted(stub_python: str, tmp_path: Path) -> None:
-    """Its flags pass the command's parser, and with each precision the rules of a run on an H200; no search is due."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
+def words_of_example(name: str, folder: Path, environment: dict[str, str]) -> list[str]:
+    """What the program in place of Python printed for an example that makes no environment."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "tools").mkdir()
+    (folder / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
     done = subprocess.run(
-        ["bash", "examples/precision_table.sh", "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-        env=os.environ | {"PYTHON": stub_python, "MEMORY_LIMIT": "4"},
+        ["bash", f"examples/{name}.sh", "runs"], cwd=folder, capture_output=True, text=True, timeout=60,
+        env=os.environ | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
+    return shlex.split(done.stdout)
+
+
+def test_the_table_of_precisions_is_accepted(stub_python: str, tmp_path: Path) -> None:
+    """Its flags pass the command's parser, and with each precision the rules of a run on an H200; no search is due."""
+    words = words_of_example("precision_table", tmp_path, {"PYTHON": stub_python, "MEMORY_LIMIT": "4"})
     options = precision_table.build_parser().parse_args(words[words.index("tools/precision_table.py") + 1 :])
     assert options.search_batch == 512 and options.memory_limit == 4
     for name in precision_table.default_precisions(["tensorwise", "delayed", "blockwise"]):
@@ -257,15 +262,7 @@ def test_the_table_of_precisions_is_accepted(stub_python: str, tmp_path: Path) -
 
 def test_the_comparison_on_gpus_is_accepted(stub_python: str, tmp_path: Path) -> None:
     """Its flags pass the comparison's parser, and with each recipe the rules of a run on an H200."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
-    done = subprocess.run(
-        ["bash", "examples/compare_recipes_h200.sh", "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-        env=os.environ | {"PYTHON": stub_python, "PARALLEL": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
+    words = words_of_example("compare_recipes_h200", tmp_path, {"PYTHON": stub_python, "PARALLEL": "1"})
     options = run_comparison.build_parser().parse_args(words[words.index("tools/run_comparison.py") + 1 :])
     for recipe in options.recipes.split(","):
         precision = [] if recipe.startswith("bf16") else ["--fp8-format", "hybrid", "--fp8-recipe", recipe]
