@@ -1,0 +1,52 @@
+"""Multi-latent attention and multi-token prediction with Transformer Engine's layers, against the emulated layers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from gpu_runs import RECIPES, gpu_run, unbroken_and_resumed
+from small_run import Curve, train
+
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
+    "--v-head-dim 64"
+)
+MODELS = {
+    "latent": LATENT,
+    "latent, plain queries": LATENT.replace("--q-lora-rank 64 ", ""),
+    "latent, normed": f"{LATENT} --qk-layernorm",
+    "multi-token": "--mtp-num-layers 1",
+    "both": f"{LATENT} --mtp-num-layers 1",
+}
+STEPS = 4
+CLOSE = {"bf16": 2e-3, "tensorwise": 5e-3, "delayed": 1e-2, "blockwise": 5e-3}  # relative; two kernels of attention
+
+
+@functools.cache
+def curve(extra: str) -> Curve:
+    with gpu_run(extra) as run:
+        return train(run, STEPS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_as_with_emulated_layers(name: str, recipe: str) -> None:
+    flags = f"{RECIPES[recipe]} {MODELS[name]}"
+    native, emulated = curve(flags), curve(f"{flags} --transformer-impl emulated")
+    gap = max(abs(a - b) / b for a, b in zip(native.losses, emulated.losses, strict=True))
+    print(f"\n{name}, {recipe}: gap {gap:.2e}")
+    assert gap < CLOSE[recipe]
+
+
+def test_both_resume_to_the_bit(tmp_path: Path) -> None:
+    unbroken, resumed = unbroken_and_resumed(f"{RECIPES['delayed']} {MODELS['both']}", STEPS, tmp_path)
+    assert unbroken == resumed
