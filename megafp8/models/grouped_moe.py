@@ -34,6 +34,7 @@ class GroupedExperts(MegatronModule):
     Args:
         num_local_experts: E.
         rule: by which all operands are quantized; None computes in BF16.
+        name: megatron-core 0.19 passes one; not used.
 
     Attributes:
         linear_fc1: [E, 2 F, H].
@@ -48,7 +49,7 @@ class GroupedExperts(MegatronModule):
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None,
-        rule: Optional[OperandRule] = None,
+        rule: Optional[OperandRule] = None, name: Optional[str] = None,
     ):  # fmt: skip
         super().__init__(config)
         ffn, hidden = config.moe_ffn_hidden_size, config.hidden_size

@@ -20,7 +20,7 @@ from torch import Tensor
 interpreter.skip_without_kernels()
 
 from megafp8.models import layer_specs
-from megafp8.models.grouped_moe import ExchangedExperts
+from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer
 from megafp8.recipes import registry
 from megafp8.recipes.base import Gemm, Operand
 from megafp8.training.precision import high_precision
@@ -102,28 +102,33 @@ def scaled_grouped_mm(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, 
     return torch.stack([x @ y * s * t for x, y, (s, t) in zip(columns, rows, scales, strict=False)]).bfloat16()
 
 
-def curve(stacked: Optional[dict[str, Any]], sends_codes: bool = False) -> Curve:
-    """A run on two ranks, with linears or with stacked experts that have some arguments."""
+def curve(stacked: Optional[dict[str, Any]], sends_codes: bool = False, num_ranks: int = 2) -> Curve:
+    """A run with linears, or with stacked experts that have some arguments."""
     if stacked is not None:
         original = layer_specs.mixture_spec
 
         def mixture_spec(*args: Any) -> ModuleSpec:
             spec = original(*args)
+            if num_ranks == 1:
+                spec.submodules.experts = ModuleSpec(GroupedExperts, stacked)
+                return ModuleSpec(GroupedMoELayer, {}, spec.submodules)
             spec.params = {"sends_codes": sends_codes}
             spec.submodules.experts = ModuleSpec(ExchangedExperts, stacked)
             return spec
 
         layer_specs.mixture_spec = mixture_spec
-    return curve_of(small_config("llama", MODEL, 2), 3)
+    model = MODEL.replace("--expert-model-parallel-size 2", f"--expert-model-parallel-size {num_ranks}")
+    return curve_of(small_config("llama", model, num_ranks), 3)
 
 
 on_cpu_ranks = pytest.mark.skipif(not IS_INTERPRETED, reason="ranks on a CPU")
 
 
 @on_cpu_ranks
-def test_a_run_on_two_ranks_is_that_of_linears() -> None:
-    """Dispatch, gradient buffers of experts, their reduction and the update."""
-    stacked, linears = (run_ranks(2, curve, params)[0] for params in ({}, None))
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_is_that_of_linears(num_ranks: int) -> None:
+    """With two ranks: dispatch, gradient buffers of experts, their reduction and the update."""
+    stacked, linears = (run_ranks(num_ranks, curve, params, False, num_ranks)[0] for params in ({}, None))
     assert stacked.losses == pytest.approx(linears.losses, rel=1e-3)
     assert stacked.grad_norms == pytest.approx(linears.grad_norms, rel=1e-2)
 
