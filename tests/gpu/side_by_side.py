@@ -23,7 +23,7 @@ from typing import Optional
 from benchmarks.ports import free_ports
 
 # Also without GPUs, with as many places as the largest run has ranks.
-RUNS_ON_A_GPU = 3
+RUNS_ON_A_GPU = 6
 RUN_S = 120.0
 HERE = Path(__file__).resolve()
 
@@ -127,7 +127,9 @@ def start_and_wait(folder: Path, num_gpus: int) -> None:
                     ends[name] = end_of(run)
                     gpus.give_back(taken)
                     del running[name]
-    (folder / "ends.json").write_text(json.dumps({name: dataclasses.asdict(end) for name, end in ends.items()}))
+                    # After each, so that a call that is killed leaves what ended before.
+                    results = {name: dataclasses.asdict(end) for name, end in ends.items()}
+                    (folder / "ends.json").write_text(json.dumps(results))
 
 
 def start(folder: Path, launch: Launch, devices: str):  # noqa: ANN201 - forked_runs is imported late
