@@ -205,6 +205,7 @@ class AmaxExchange:
     def __init__(self) -> None:
         self.states: list[DelayedState] = []
         self.group: Optional[dist.ProcessGroup] = None
+        self.observers: dict[DelayedState, Callable[[slice], None]] = {}
         self._ran: dict[str, set[int]] = {"forward": set(), "backward": set()}
 
     def join(self, state: DelayedState, group: Optional[dist.ProcessGroup]) -> None:
@@ -215,6 +216,11 @@ class AmaxExchange:
         """
         self.states.append(state)
         self.group = group
+
+    def observe(self, state: DelayedState, observer: Callable[[slice], None]) -> None:
+        """Call a function before each update of a linear's scales, with the operands of the update, in place of an
+        earlier one."""
+        self.observers[state] = observer
 
     def leave(self, state: DelayedState) -> None:
         """Remove a linear, which quantizes no more."""
@@ -245,6 +251,8 @@ class AmaxExchange:
         ran.add(id(state))
         if len(ran) == len(self.states):
             ran.clear()
+            for observer in self.observers.values():
+                observer(operands)
             reduce_and_update_scales(self.states, operands, self.group)
 
 

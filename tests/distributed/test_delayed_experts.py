@@ -5,7 +5,7 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import interpreter
 import pytest
 import torch
 from interpreter import IS_INTERPRETED
-from megatron.core.transformer.spec_utils import ModuleSpec
 from ranks import run_ranks
 from small_run import Curve, build_run, fingerprint, small_config, train, weights
+from stacked_experts import EP2, MODEL, stack_experts
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -24,21 +24,13 @@ from test_checkpoint import load_newest
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.models import layer_specs
 from megafp8.models.experts import PaddedExperts
-from megafp8.models.grouped_moe import LINEARS, ExchangedExperts, GroupedExperts, GroupedMoELayer
+from megafp8.models.grouped_moe import LINEARS, GroupedExperts, GroupedMoELayer
 from megafp8.training.evaluation import evaluation_mode
 from megafp8.training.run import Run
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="ranks on a CPU")
 
-MODEL = (
-    "--num-layers 2 --hidden-size 128 --kv-channels 32 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 "
-    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --bf16 --seq-length 16 --micro-batch-size 2 "
-    "--transformer-impl emulated --fp8-format e4m3 --fp8-recipe delayed --fp8-amax-history-len 4 "
-    "--fp8-amax-compute-algo max"
-)
-EP2 = "--expert-model-parallel-size 2"
 CODES = "--moe-dispatch-in-fp8"
 States = dict[str, Tensor]
 
@@ -48,25 +40,6 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter.exact_bf16(monkeypatch)
     interpreter.constants_before_tensors(monkeypatch)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", interpreter.scaled_grouped_mm)
-
-
-def stack_experts() -> None:
-    """Build the experts of this process's models as on Transformer Engine's layers."""
-    original = layer_specs.mixture_spec
-    shared: dict[str, Any] = {}
-
-    def mixture_spec(linear: Callable[[str], ModuleSpec], alignment: int, noise: str, sends_codes: bool) -> ModuleSpec:
-        spec = original(linear, alignment, noise, sends_codes)
-        params = linear("experts.linear_fc1").params
-        shared.setdefault("exchange", params["amax_exchange"] and layer_specs.AmaxExchange())
-        arguments = {"recipe": params["recipe"], **shared}
-        spec.submodules.experts = ModuleSpec(ExchangedExperts, arguments)
-        if torch.distributed.get_world_size() == 1:
-            spec.module, spec.params = GroupedMoELayer, {}
-            spec.submodules.experts = ModuleSpec(GroupedExperts, arguments)
-        return spec
-
-    layer_specs.mixture_spec = mixture_spec
 
 
 def states_of(run: Run) -> States:
