@@ -87,8 +87,10 @@ class ExpertAmaxes:
 
 
 def stacked_counts(chunk: Any, known: Any) -> Iterator[StackedCounts]:
-    """The counts of a model chunk, which the updates of its scales add to from now on."""
-    for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
+    """The counts of a model chunk, to which the updates of its scales add from now on. Multi-token prediction is left
+    out."""
+    named = [(name, module) for name, module in chunk.named_modules() if isinstance(module, TransformerLayer)]
+    for layer in (module for name, module in named if not name.startswith("mtp.")):
         if not isinstance(layer.mlp, MoELayer) or not isinstance(layer.mlp.experts, GroupedExperts):
             continue
         experts = layer.mlp.experts

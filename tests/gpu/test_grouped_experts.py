@@ -137,7 +137,7 @@ def test_infinite_tokens_are_counted_and_leave_the_history() -> None:
         print(f"\n{faults}")
         assert faults.num_non_finite
         assert all(name.startswith("layers.0.experts.") for name in faults.infinite_amaxes), faults
-        assert len(faults.infinite_amaxes) == 2, "a token has two experts"
+        assert 2 <= len(faults.infinite_amaxes) <= 4, "a token has two experts, and a step two microbatches"
         assert all(name.endswith(".linear_fc1.input") for name in faults.infinite_amaxes), faults
         assert torch.isfinite(experts.quantizer_state["linear_fc1"].amax_history).all()
 
