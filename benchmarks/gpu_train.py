@@ -72,6 +72,7 @@ MODES = {
 }
 NATIVE = tuple(MODES)
 MODES["tensorwise-e4m3"] = "--fp8-format e4m3 --fp8-recipe tensorwise"
+MODES["delayed-e4m3"] = MODES["delayed"].replace("hybrid", "e4m3")
 EMULATED = {
     "emulated-tensorwise": MODES["tensorwise"],
     "emulated-delayed": MODES["delayed"],

@@ -1,6 +1,7 @@
 """Launches of the kernels in `experts.py`: what a mixture of experts computes between its grouped GEMMs.
 
-Rows beyond the last expert's are left uninitialized in every result.
+Rows beyond the last expert's are left uninitialized in every result. Casts take the scales of delayed scaling
+(`KnownScales`), or compute scales from the current amax of each expert.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from megafp8.kernels.rounding import Grid
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows
 
 COLUMNS, SIDE, GRADIENTS_SIDE = 128, 128, 64
+KnownScales = tuple[Tensor, Optional[Tensor]]
+"""Quantization scales FP32 [E], and the amaxes FP32 [E] that are raised to those of the experts; None records none."""
 
 
 class RoutedCodes(NamedTuple):
@@ -45,6 +48,29 @@ def _experts(rows: RoutedRows) -> dict[str, int]:
     return {"NUM_EXPERTS": len(rows.ends), "EXPERTS": triton.next_power_of_2(len(rows.ends))}
 
 
+class _Scales(NamedTuple):
+    """What a cast gets its scales from.
+
+    Attributes:
+        amaxes: FP32 [E]. Without known scales they give the scales; else they are raised, and None records nothing.
+        known: FP32 [E], quantization scales; None under current scaling.
+        scale_inv: FP32 [E], room for the dequantization scales.
+    """
+
+    amaxes: Optional[Tensor]
+    known: Optional[Tensor]
+    scale_inv: Tensor
+
+
+def _scales(delayed: Optional[KnownScales], num_experts: int, inputs: Tensor) -> _Scales:
+    """Known scales, or amaxes of zero that a first launch has to raise."""
+    if delayed is not None:
+        known, amaxes = delayed
+        return _Scales(amaxes, known, torch.empty_like(known))
+    zeros = inputs.new_zeros(num_experts, dtype=torch.float32)
+    return _Scales(zeros, None, torch.empty_like(zeros))
+
+
 def token_amaxes(inputs: Tensor) -> Tensor:
     """FP32 [T] of inputs [T, W]."""
     amaxes = inputs.new_empty(inputs.shape[0], dtype=torch.float32)
@@ -54,24 +80,29 @@ def token_amaxes(inputs: Tensor) -> Tensor:
 
 
 def gather_codes(
-    inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid, received: Optional[Tensor] = None
-) -> RoutedCodes:
+    inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid, received: Optional[Tensor] = None,
+    delayed: Optional[KnownScales] = None,
+) -> RoutedCodes:  # fmt: skip
     """Quantize the token of each row to codes [R, W].
 
     Args:
         inputs: BF16 [T, W].
         routing_map: bool [T, E].
-        received: FP32 [E], dequantization scales, where the inputs are the numbers of codes; None computes scales.
+        received: FP32 [E], dequantization scales, where the inputs are the numbers of codes.
+        delayed: scales; None computes them.
     """
     (num_rows,), width = rows.token_of_row.shape, inputs.shape[1]
-    amaxes: Optional[Tensor] = None
-    if received is None:
+    if received is not None:
+        scales = _Scales(None, None, received)
+    elif delayed is not None:
+        scales = _scales(delayed, len(rows.ends), inputs)
+    else:
         amaxes = torch.where(routing_map, token_amaxes(inputs)[:, None], 0.0).amax(0)
-        received = torch.empty_like(amaxes)
-    codes = _empty_codes(num_rows, width, received)
+        scales = _Scales(amaxes, None, torch.empty_like(amaxes))
+    codes = _empty_codes(num_rows, width, scales.scale_inv)
     experts.gather_codes_kernel[(width // SIDE, num_rows // SIDE)](
-        inputs, rows.token_of_row, rows.expert_of_block, amaxes, rows.ends, *codes, num_rows, width,
-        **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
+        inputs, rows.token_of_row, rows.expert_of_block, scales.amaxes, scales.known, rows.ends, *codes, num_rows,
+        width, IS_SCALED=received is not None, **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
     )  # fmt: skip
     return codes
 
@@ -108,17 +139,20 @@ def swiglu(inputs: Tensor, probs: Tensor, rows: RoutedRows) -> Tensor:
     return results
 
 
-def swiglu_codes(inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid) -> RoutedCodes:
+def swiglu_codes(
+    inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid, delayed: Optional[KnownScales] = None
+) -> RoutedCodes:
     """The codes of `swiglu`."""
     num_rows, width = inputs.shape[0], inputs.shape[1] // 2
-    amaxes = inputs.new_zeros(len(rows.ends), dtype=torch.float32)
-    experts.swiglu_rows_kernel[(num_rows // ALIGNMENT,)](
-        inputs, probs, rows.ends, rows.expert_of_block, None, amaxes, width, NUM_EXPERTS=len(rows.ends),
-        COLUMNS=COLUMNS,
-    )  # fmt: skip
-    codes = _empty_codes(num_rows, width, torch.empty_like(amaxes))
+    scales = _scales(delayed, len(rows.ends), inputs)
+    if scales.known is None:
+        experts.swiglu_rows_kernel[(num_rows // ALIGNMENT,)](
+            inputs, probs, rows.ends, rows.expert_of_block, None, scales.amaxes, width, NUM_EXPERTS=len(rows.ends),
+            COLUMNS=COLUMNS,
+        )  # fmt: skip
+    codes = _empty_codes(num_rows, width, scales.scale_inv)
     experts.swiglu_codes_kernel[(width // SIDE, num_rows // SIDE)](
-        inputs, probs, rows.expert_of_block, amaxes, rows.ends, *codes, num_rows, width,
+        inputs, probs, rows.expert_of_block, scales.amaxes, scales.known, rows.ends, *codes, num_rows, width,
         **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
     )  # fmt: skip
     return codes
@@ -136,35 +170,41 @@ def swiglu_backward(gradients: Tensor, inputs: Tensor, probs: Tensor, rows: Rout
 
 
 def swiglu_backward_codes(
-    gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid
-) -> tuple[RoutedCodes, Tensor]:
+    gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid,
+    delayed: Optional[KnownScales] = None,
+) -> tuple[RoutedCodes, Tensor]:  # fmt: skip
     """Codes of the gradients of inputs, and the gradients of probs."""
     num_rows, width = gradients.shape
-    amaxes, prob_gradients = inputs.new_zeros(len(rows.ends), dtype=torch.float32), torch.zeros_like(probs)
-    experts.swiglu_gradients_rows_kernel[(num_rows // ALIGNMENT,)](
-        gradients, inputs, probs, rows.ends, rows.expert_of_block, None, prob_gradients, amaxes, width,
-        NUM_EXPERTS=len(rows.ends), COLUMNS=COLUMNS,
-    )  # fmt: skip
-    codes = _empty_codes(num_rows, 2 * width, torch.empty_like(amaxes))
+    scales = _scales(delayed, len(rows.ends), inputs)
+    # A row of sums for each tile of columns: they are added in a fixed order.
+    prob_sums = probs.new_zeros(1 if scales.known is None else width // GRADIENTS_SIDE, num_rows)
+    if scales.known is None:
+        experts.swiglu_gradients_rows_kernel[(num_rows // ALIGNMENT,)](
+            gradients, inputs, probs, rows.ends, rows.expert_of_block, None, prob_sums, scales.amaxes, width,
+            NUM_EXPERTS=len(rows.ends), COLUMNS=COLUMNS,
+        )  # fmt: skip
+    codes = _empty_codes(num_rows, 2 * width, scales.scale_inv)
     experts.swiglu_gradients_codes_kernel[(width // GRADIENTS_SIDE, num_rows // GRADIENTS_SIDE)](
-        gradients, inputs, probs, rows.expert_of_block, amaxes, rows.ends, *codes, num_rows, width,
+        gradients, inputs, probs, None if scales.known is None else prob_sums, rows.expert_of_block, scales.amaxes,
+        scales.known, rows.ends, *codes, num_rows, width,
         **_experts(rows), GRID=grid, SIDE=GRADIENTS_SIDE, num_warps=4,
     )  # fmt: skip
-    return codes, prob_gradients
+    return codes, prob_sums[0] if scales.known is None else prob_sums.sum(0)
 
 
-def weight_codes(weights: Tensor, grid: Grid) -> RoutedCodes:
+def weight_codes(weights: Tensor, grid: Grid, delayed: Optional[KnownScales] = None) -> RoutedCodes:
     """Codes of weights [E, R, W] BF16, one scale for each expert."""
     num_experts, num_rows, width = weights.shape
-    amaxes = weights.new_zeros(num_experts, dtype=torch.float32)
-    programs = max(1, 1024 // num_experts)
-    experts.weights_amax_kernel[(programs, num_experts)](weights, amaxes, num_rows * width, COLUMNS=2048)
+    scales = _scales(delayed, num_experts, weights)
+    if scales.known is None:
+        programs = max(1, 1024 // num_experts)
+        experts.weights_amax_kernel[(programs, num_experts)](weights, scales.amaxes, num_rows * width, COLUMNS=2048)
     codes = RoutedCodes(
         torch.empty_like(weights, dtype=torch.uint8),
         weights.new_empty(num_experts, width, num_rows, dtype=torch.uint8),
-        torch.empty_like(amaxes),
+        scales.scale_inv,
     )
     experts.weights_codes_kernel[(width // SIDE, num_rows // SIDE, num_experts)](
-        weights, amaxes, *codes, num_rows, width, GRID=grid, SIDE=SIDE, num_warps=8
+        weights, scales.amaxes, scales.known, *codes, num_rows, width, GRID=grid, SIDE=SIDE, num_warps=8
     )
     return codes

@@ -5,8 +5,12 @@ and transposed. A scale belongs to an expert's rows. Rows of an expert are a mul
 `tiles.py` packs into a word have one scale. What lies behind the last expert's rows is never read for an amax; its
 codes are of no use, and grouped GEMMs do not read them.
 
+Under current scaling a first launch has found the amax of each expert. Under delayed scaling the scale of each expert
+is known before: there is one launch, which also raises the recorded amaxes [E].
+
 Bytes for each number of a BF16 tensor with current scaling: gather 2 read, 2 written; SwiGLU 8 read (both halves, once
-for the amax and once for the codes), 2 written; its gradients 12 read, 4 written.
+for the amax and once for the codes), 2 written; its gradients 12 read, 4 written. With delayed scaling SwiGLU reads 4
+and its gradients 6.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megafp8.kernels.delayed import largest_of
 from megafp8.kernels.rounding import FP32_MAX, quant_scale_of, widen, without_nan
 from megafp8.kernels.swiglu import gate_gradient, sigmoid
 from megafp8.kernels.tiles import load_tile, part_pointers, store_codes, tile_offset
@@ -22,20 +27,50 @@ BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def scales_of_tile(amaxes, expert_of_block, tile_row, GRID: tl.constexpr, SIDE: tl.constexpr):
-    """Quantization scales [SIDE / 4, 1] of each four rows of a tile."""
-    experts = tl.load(expert_of_block + tile_row * (SIDE // BLOCK) + tl.arange(0, SIDE // 4) // (BLOCK // 4))
-    return quant_scale_of(tl.load(amaxes + experts), FP32_MAX, False, GRID)[:, None]
+def experts_of_tile(expert_of_block, tile_row, SIDE: tl.constexpr):
+    """The expert of each four rows of a tile, [SIDE / 4]."""
+    return tl.load(expert_of_block + tile_row * (SIDE // BLOCK) + tl.arange(0, SIDE // 4) // (BLOCK // 4))
 
 
 @triton.jit
-def store_scales(amaxes, scale_inv, is_first, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr):
+def quant_scales(amaxes, scales, experts, GRID: tl.constexpr):
+    """Quantization scales of some experts: known ones [E], or, where `scales` is None, those of their amaxes [E]."""
+    if scales is not None:
+        found = tl.load(scales + experts)
+    else:
+        found = quant_scale_of(tl.load(amaxes + experts), FP32_MAX, False, GRID)
+    return found
+
+
+@triton.jit
+def store_scales(
+    amaxes, scales, scale_inv, is_first, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr
+):
     """The dequantization scales of all experts [E], by one program. EXPERTS is a power of two, NUM_EXPERTS or more."""
     if is_first:
         at = tl.arange(0, EXPERTS)
-        largest = tl.load(amaxes + at, mask=at < NUM_EXPERTS, other=1.0)
-        scale = quant_scale_of(largest, FP32_MAX, False, GRID)
+        scale = quant_scales(amaxes, scales, tl.minimum(at, NUM_EXPERTS - 1), GRID)
         tl.store(scale_inv + at, tl.div_rn(1.0, scale), mask=at < NUM_EXPERTS)
+
+
+@triton.jit
+def raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS: tl.constexpr, SIDE: tl.constexpr):
+    """Raise the amax of each expert to that of its rows in a tile, given as its four parts; NaN is ignored. Where
+    `amaxes` is None nothing is recorded."""
+    if amaxes is not None:
+        largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
+        of_rows = without_nan(tl.max(largest, axis=1))
+        is_live = tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) < tl.load(ends + NUM_EXPERTS - 1)
+        # Most rows do not exceed what other programs have found. An older amax only leads to an update without effect.
+        is_larger = of_rows > tl.load(amaxes + experts, volatile=True)
+        tl.atomic_max(amaxes + experts, of_rows, mask=is_live & is_larger)
+
+
+@triton.jit
+def raise_amax(largest, amaxes, expert):
+    """Raise the amax of one expert; where `amaxes` is None nothing is recorded."""
+    if amaxes is not None:
+        tl.atomic_max(amaxes + expert, largest)
 
 
 @triton.jit
@@ -48,15 +83,13 @@ def gathered_part(inputs, token_of_row, tile_row, tile_column, width, PART: tl.c
 
 @triton.jit
 def gather_codes_kernel(
-    inputs, token_of_row, expert_of_block, amaxes, ends, rows, columns, scale_inv, num_rows, width,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    inputs, token_of_row, expert_of_block, amaxes, scales, ends, rows, columns, scale_inv, num_rows, width,
+    IS_SCALED: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of the tokens inputs [T, W] of all rows, or, where `amaxes` is None, of tokens that are scaled already. A
-    program has one tile.
-    """
+    """Codes of the tokens inputs [T, W] of all rows. A program has one tile. Tokens that arrived IS_SCALED."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    if amaxes is not None:
-        store_scales(amaxes, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
+    if not IS_SCALED:
+        store_scales(amaxes, scales, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
     if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
         return
     y = (
@@ -66,8 +99,11 @@ def gather_codes_kernel(
         gathered_part(inputs, token_of_row, tile_row, tile_column, width, 3, SIDE),
     )
     scale = tl.full([SIDE // 4, 1], 1.0, tl.float32)
-    if amaxes is not None:
-        scale = scales_of_tile(amaxes, expert_of_block, tile_row, GRID, SIDE)
+    if not IS_SCALED:
+        experts = experts_of_tile(expert_of_block, tile_row, SIDE)
+        scale = quant_scales(amaxes, scales, experts, GRID)[:, None]
+        if scales is not None:
+            raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS, SIDE)
     store_codes(y, scale, tile_row, tile_column, num_rows, width, rows, columns, GRID, SIDE)
 
 
@@ -178,12 +214,12 @@ def swiglu_part(inputs, probs, tile_row, tile_column, width, PART: tl.constexpr,
 
 @triton.jit
 def swiglu_codes_kernel(
-    inputs, probs, expert_of_block, amaxes, ends, rows, columns, scale_inv, num_rows, width,
+    inputs, probs, expert_of_block, amaxes, scales, ends, rows, columns, scale_inv, num_rows, width,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of p silu(a) b, given the amax of each expert. A program has one tile."""
+    """Codes of p silu(a) b, given the amax or the scale of each expert. A program has one tile."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    store_scales(amaxes, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
+    store_scales(amaxes, scales, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
     if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
         return
     y = (
@@ -192,34 +228,48 @@ def swiglu_codes_kernel(
         swiglu_part(inputs, probs, tile_row, tile_column, width, 2, SIDE),
         swiglu_part(inputs, probs, tile_row, tile_column, width, 3, SIDE),
     )
-    scale = scales_of_tile(amaxes, expert_of_block, tile_row, GRID, SIDE)
+    experts = experts_of_tile(expert_of_block, tile_row, SIDE)
+    if scales is not None:
+        raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS, SIDE)
+    scale = quant_scales(amaxes, scales, experts, GRID)[:, None]
     store_codes(y, scale, tile_row, tile_column, num_rows, width, rows, columns, GRID, SIDE)
 
 
 @triton.jit
-def gradients_part(gradients, inputs, probs, tile_row, tile_column, width, PART: tl.constexpr, SIDE: tl.constexpr):
-    """Gradients of both halves, of every fourth row of a tile."""
+def gradients_part(
+    gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, PART: tl.constexpr, SIDE: tl.constexpr
+):
+    """Gradients of both halves, of every fourth row of a tile. The tile's part of the gradients of probs is stored to
+    prob_sums [W / SIDE, R]; None leaves it out."""
     a, b, p = part_of(inputs, probs, tile_row, tile_column, width, PART, SIDE)
     at = part_pointers(gradients + tile_offset(tile_row, tile_column, width, SIDE), width, PART, SIDE)
-    dy, s = widen(tl.load(at)) * p, sigmoid(a)
-    return gate_gradient(a, s, b, dy), a * s * dy
+    dy, s = widen(tl.load(at)), sigmoid(a)
+    if prob_sums is not None:
+        to = prob_sums + tile_column.to(tl.int64) * num_rows + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) + PART
+        tl.store(to, tl.sum(a * s * b * dy, axis=1))
+    return gate_gradient(a, s, b, dy * p), a * s * (dy * p)
 
 
 @triton.jit
 def swiglu_gradients_codes_kernel(
-    gradients, inputs, probs, expert_of_block, amaxes, ends, rows, columns, scale_inv, num_rows, width,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    gradients, inputs, probs, prob_sums, expert_of_block, amaxes, scales, ends, rows, columns, scale_inv, num_rows,
+    width, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of the gradients of inputs [R, 2 W], given their amax of each expert. A program has one tile a half."""
+    """Codes of the gradients of inputs [R, 2 W], given the amax or the scale of each expert, and sums of the gradients
+    of probs as in `gradients_part`. A program has one tile a half."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    store_scales(amaxes, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
+    store_scales(amaxes, scales, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
     if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
         return
-    da0, db0 = gradients_part(gradients, inputs, probs, tile_row, tile_column, width, 0, SIDE)
-    da1, db1 = gradients_part(gradients, inputs, probs, tile_row, tile_column, width, 1, SIDE)
-    da2, db2 = gradients_part(gradients, inputs, probs, tile_row, tile_column, width, 2, SIDE)
-    da3, db3 = gradients_part(gradients, inputs, probs, tile_row, tile_column, width, 3, SIDE)
-    scale = scales_of_tile(amaxes, expert_of_block, tile_row, GRID, SIDE)
+    da0, db0 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 0, SIDE)
+    da1, db1 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 1, SIDE)
+    da2, db2 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 2, SIDE)
+    da3, db3 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 3, SIDE)
+    experts = experts_of_tile(expert_of_block, tile_row, SIDE)
+    if scales is not None:
+        raise_amaxes((da0, da1, da2, da3), amaxes, experts, tile_row, ends, NUM_EXPERTS, SIDE)
+        raise_amaxes((db0, db1, db2, db3), amaxes, experts, tile_row, ends, NUM_EXPERTS, SIDE)
+    scale = quant_scales(amaxes, scales, experts, GRID)[:, None]
     store_codes((da0, da1, da2, da3), scale, tile_row, tile_column, num_rows, 2 * width, rows, columns, GRID, SIDE)
     store_codes(
         (db0, db1, db2, db3), scale, tile_row, tile_column + width // SIDE, num_rows, 2 * width, rows, columns, GRID,
@@ -241,13 +291,16 @@ def weights_amax_kernel(weights, amaxes, size, COLUMNS: tl.constexpr):
 
 @triton.jit
 def weights_codes_kernel(
-    weights, amaxes, rows, columns, scale_inv, num_rows, width, GRID: tl.constexpr, SIDE: tl.constexpr
+    weights, amaxes, scales, rows, columns, scale_inv, num_rows, width, GRID: tl.constexpr, SIDE: tl.constexpr
 ):  # fmt: skip
-    """Codes of weights [E, R, W] and of their transpose [E, W, R]. A program has one tile."""
+    """Codes of weights [E, R, W] and of their transpose [E, W, R], given the amax or the scale of each expert. A
+    program has one tile."""
     tile_column, tile_row, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = expert.to(tl.int64) * num_rows * width
     y = load_tile(weights + start + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
-    scale = quant_scale_of(tl.load(amaxes + expert), FP32_MAX, False, GRID)
+    if scales is not None:
+        raise_amax(largest_of(y), amaxes, expert)
+    scale = quant_scales(amaxes, scales, expert, GRID)
     if (tile_row == 0) & (tile_column == 0):
         tl.store(scale_inv + expert, tl.div_rn(1.0, scale))
     store_codes(y, scale, tile_row, tile_column, num_rows, width, rows + start, columns + start, GRID, SIDE)

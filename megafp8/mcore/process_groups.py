@@ -16,6 +16,7 @@ from megafp8.config.mixture import expert_tensor_size, is_mixture
 from megafp8.config.schema import RunConfig
 from megafp8.config.stages import virtual_pipeline_size
 from megafp8.mcore.patches import is_installed
+from megafp8.recipes.base import DelayedOptions
 
 
 @dataclass(frozen=True)
@@ -157,3 +158,10 @@ def gather_weights(chunks: Iterable[Any]) -> None:
             fp8_weights = [weight for weight in chunk.parameters() if is_float8tensor(weight)]
             if fp8_weights:
                 post_all_gather_processing(fp8_weights)
+
+
+def amax_reduction_group(options: DelayedOptions) -> dist.ProcessGroup:
+    """The ranks over which amaxes of delayed scaling are reduced."""
+    return parallel_state.get_amax_reduction_group(
+        with_context_parallel=True, tp_only_amax_red=not options.is_reduced_over_data
+    )

@@ -23,6 +23,7 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from megafp8.mcore import patches
+from megafp8.mcore.process_groups import amax_reduction_group
 from megafp8.quantization import smoothing
 from megafp8.quantization.counters import LinearCounts
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState
@@ -108,10 +109,7 @@ class EmulatedLinearMixin:
             state.noise = self.quantizer_state
         self.quantizer_state = state
         self.amax_exchange = exchange
-        group = parallel_state.get_amax_reduction_group(
-            with_context_parallel=True, tp_only_amax_red=not options.is_reduced_over_data
-        )
-        exchange.join(self.quantizer_state, group)
+        exchange.join(self.quantizer_state, amax_reduction_group(options))
 
     def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
         """The process groups over which the amax of each operand is reduced."""

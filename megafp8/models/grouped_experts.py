@@ -5,10 +5,13 @@
 and backward in the opposite order. FP8 codes are written where the data is made, by rows and transposed at once, so
 that a BF16 copy of the gathered tokens, of SwiGLU's result and of both gradients is never written. The probability of
 a row is applied in SwiGLU, in FP32. No size is read by the host.
+
+Under delayed scaling the scale of each expert is known before each cast, which records the amax in the same launch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -19,7 +22,9 @@ from megafp8.kernels.expert_casts import RoutedCodes
 from megafp8.kernels.rounding import Grid
 from megafp8.kernels.routed_rows import RoutedRows, values_of_rows
 from megafp8.quantization import grouped_linear
+from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.linear import main_grad_stand_in
+from megafp8.quantization.received import ReceivedScale
 
 
 class ExpertCodes(NamedTuple):
@@ -30,14 +35,32 @@ class ExpertCodes(NamedTuple):
     grid: Grid
 
 
-def cast_weights(fc1: Tensor, fc2: Tensor, grid: Grid) -> ExpertCodes:
-    """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16."""
-    return ExpertCodes(expert_casts.weight_codes(fc1, grid), expert_casts.weight_codes(fc2, grid), grid)
+class ExpertScales(NamedTuple):
+    """The delayed scales [E] of what is cast in each microbatch; None under current scaling.
+
+    Attributes:
+        after_backward: called at the end of the backward pass.
+    """
+
+    fc1_input: Optional[DelayedScale] = None
+    fc2_input: Optional[DelayedScale] = None
+    fc1_grad_output: Optional[DelayedScale] = None
+    fc2_grad_output: Optional[DelayedScale] = None
+    after_backward: Optional[Callable[[], None]] = None
+
+
+def cast_weights(
+    fc1: Tensor, fc2: Tensor, grid: Grid, delayed: tuple[Optional[DelayedScale], Optional[DelayedScale]] = (None, None)
+) -> ExpertCodes:
+    """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16; `delayed` has their scales [E] under delayed scaling."""
+    of_fc1, of_fc2 = delayed
+    return ExpertCodes(expert_casts.weight_codes(fc1, grid, of_fc1), expert_casts.weight_codes(fc2, grid, of_fc2), grid)
 
 
 def experts(
     inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
-    codes: Optional[ExpertCodes] = None, received: Optional[Tensor] = None,
+    codes: Optional[ExpertCodes] = None, received: Optional[ReceivedScale] = None,
+    scales: ExpertScales = ExpertScales(),
 ) -> Tensor:  # fmt: skip
     """Sum over each token's experts of p fc2(silu(a) b), where a and b are the halves of fc1(token).
 
@@ -49,15 +72,15 @@ def experts(
         routing_map: bool [T, E].
         rows: of the routing map.
         codes: of the weights; None computes in BF16.
-        received: FP32 [E], dequantization scales of inputs that arrived as codes (`quantization/received.py`); None:
-            they did not.
+        received: [E], the scales of inputs that arrived as codes; None: they did not.
+        scales: of delayed scaling.
 
     Returns:
         BF16 [T, H].
     """
     function = _BF16Experts if codes is None else _FP8Experts
     assert codes is not None or received is None
-    return function.apply(inputs, values_of_rows(probs, rows), fc1, fc2, routing_map, rows, codes, received)
+    return function.apply(inputs, values_of_rows(probs, rows), fc1, fc2, routing_map, rows, codes, received, scales)
 
 
 def add_wgrad(weight: Tensor, wgrad: Tensor) -> Optional[Tensor]:
@@ -76,7 +99,7 @@ class _BF16Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
-        codes: None, received: None,
+        codes: None, received: None, scales: ExpertScales,
     ) -> Tensor:  # fmt: skip
         x = expert_casts.gather(inputs, rows)
         h = grouped_linear.fprop(x, fc1, rows)
@@ -94,32 +117,39 @@ class _BF16Experts(torch.autograd.Function):
         dh, dprobs = expert_casts.swiglu_backward(dy, h, probs, rows)
         dfc1 = add_wgrad(fc1, grouped_linear.wgrad(dh, x, rows))
         dx = expert_casts.sum_rows(grouped_linear.dgrad(dh, fc1, rows), rows)
-        return dx, dprobs, dfc1, dfc2, None, None, None, None
+        return dx, dprobs, dfc1, dfc2, None, None, None, None, None
 
 
 class _FP8Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
-        codes: ExpertCodes, received: Optional[Tensor],
+        codes: ExpertCodes, received: Optional[ReceivedScale], scales: ExpertScales,
     ) -> Tensor:  # fmt: skip
-        x = expert_casts.gather_codes(inputs, rows, routing_map, codes.grid, received)
+        dequant_scale = None
+        if received is not None:
+            dequant_scale = received.dequant_scale
+            if scales.fc1_input is not None:
+                scales.fc1_input.record(received.amax)
+        x = expert_casts.gather_codes(inputs, rows, routing_map, codes.grid, dequant_scale, scales.fc1_input)
         h = grouped_linear.fp8_fprop(x, codes.fc1, rows)
-        y = expert_casts.swiglu_codes(h, probs, rows, codes.grid)
+        y = expert_casts.swiglu_codes(h, probs, rows, codes.grid, scales.fc2_input)
         # fprop alone reads codes by rows, wgrad alone reads the transposed ones.
         ctx.save_for_backward(x.columns, x.scale_inv, h, y.columns, y.scale_inv, probs, routing_map)
-        ctx.weights, ctx.rows, ctx.codes = (fc1, fc2), rows, codes
+        ctx.weights, ctx.rows, ctx.codes, ctx.scales = (fc1, fc2), rows, codes, scales
         return expert_casts.sum_rows(grouped_linear.fp8_fprop(y, codes.fc2, rows), rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         x_columns, x_scale, h, y_columns, y_scale, probs, routing_map = ctx.saved_tensors
-        (fc1, fc2), rows, codes = ctx.weights, ctx.rows, ctx.codes
+        (fc1, fc2), rows, codes, scales = ctx.weights, ctx.rows, ctx.codes, ctx.scales
         x, y = RoutedCodes(x_columns, x_columns, x_scale), RoutedCodes(y_columns, y_columns, y_scale)
-        dz = expert_casts.gather_codes(grad.contiguous(), rows, routing_map, codes.grid)
+        dz = expert_casts.gather_codes(grad.contiguous(), rows, routing_map, codes.grid, delayed=scales.fc2_grad_output)
         dy = grouped_linear.fp8_dgrad(dz, codes.fc2, rows)
         dfc2 = add_wgrad(fc2, grouped_linear.fp8_wgrad(dz, y, rows))
-        dh, dprobs = expert_casts.swiglu_backward_codes(dy, h, probs, rows, codes.grid)
+        dh, dprobs = expert_casts.swiglu_backward_codes(dy, h, probs, rows, codes.grid, scales.fc1_grad_output)
         dfc1 = add_wgrad(fc1, grouped_linear.fp8_wgrad(dh, x, rows))
         dx = expert_casts.sum_rows(grouped_linear.fp8_dgrad(dh, codes.fc1, rows), rows)
-        return dx, dprobs, dfc1, dfc2, None, None, None, None
+        if scales.after_backward is not None:
+            scales.after_backward()
+        return dx, dprobs, dfc1, dfc2, None, None, None, None, None

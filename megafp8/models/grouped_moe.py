@@ -6,6 +6,10 @@ number of tokens is read by the host, so that a step is one CUDA graph.
 
 With expert-parallel ranks megatron-core's dispatcher exchanges the tokens (`ExchangedExperts`). The all-to-all takes
 its sizes from the host, which waits for them once a layer; the GEMMs take theirs from the device.
+
+Under delayed scaling the experts of a layer have a history and a scale for each expert's input, weight and output
+gradient, in one state for each of the two linears. They are reduced and updated as those of emulated linears, and have
+the same keys in checkpoints.
 """
 
 from __future__ import annotations
@@ -21,9 +25,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megafp8.kernels.routed_rows import route
+from megafp8.mcore.process_groups import amax_reduction_group
+from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedScales, DelayedState
 from megafp8.quantization.received import ReceivedScale
-from megafp8.recipes.base import OperandRule
+from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule
 
+LINEARS = ("linear_fc1", "linear_fc2")
 Routing = tuple[Tensor, Tensor]
 """Scores FP32 and map bool, both [T, E]."""
 
@@ -33,12 +40,14 @@ class GroupedExperts(MegatronModule):
 
     Args:
         num_local_experts: E.
-        rule: by which all operands are quantized; None computes in BF16.
+        recipe: quantizes all operands by the same rule; None computes in BF16.
+        exchange: updates the scales of delayed scaling for all layers of a model chunk; None: of this layer only.
         name: megatron-core 0.19 passes one; not used.
 
     Attributes:
         linear_fc1: [E, 2 F, H].
         linear_fc2: [E, H, F].
+        quantizer_state: of delayed scaling, by the names of the linears; empty without it.
         is_first_microbatch: of a step; megatron-core sets it, and the weights are then cast.
         is_quantizing: if False, everything is in BF16.
         load: collects the numbers of rows; None collects nothing.
@@ -49,14 +58,20 @@ class GroupedExperts(MegatronModule):
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None,
-        rule: Optional[OperandRule] = None, name: Optional[str] = None,
+        recipe: Optional[LinearRecipe] = None, exchange: Optional[AmaxExchange] = None, name: Optional[str] = None,
     ):  # fmt: skip
         super().__init__(config)
         ffn, hidden = config.moe_ffn_hidden_size, config.hidden_size
         self.linear_fc1 = stacked_weight(config, num_local_experts, 2 * ffn, hidden)
         self.linear_fc2 = stacked_weight(config, num_local_experts, hidden, ffn)
         self.data_group, self.expert_group = pg_collection.expt_dp, pg_collection.ep
-        self.rule = rule
+        self.rule = None if recipe is None else recipe.rule(Operand.INPUT, Gemm.FPROP)
+        self.quantizer_state = torch.nn.ModuleDict()
+        self.exchange = exchange or AmaxExchange()
+        if recipe is not None and recipe.delayed is not None:
+            for name in LINEARS:
+                self.quantizer_state[name] = DelayedState(recipe, num_local_experts).to(self.linear_fc1.device)
+                self.exchange.join(self.quantizer_state[name], amax_reduction_group(recipe.delayed))
         self.codes: Any = None
         self.is_first_microbatch = True
 
@@ -67,18 +82,42 @@ class GroupedExperts(MegatronModule):
         return self.compute(tokens, probs, routing_map, self.config.moe_router_topk).view_as(hidden_states)
 
     def compute(
-        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int, received: Optional[Tensor] = None
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int, received: Optional[ReceivedScale] = None
     ) -> Tensor:
         """The same of tokens [T, H]; `received` is as for `grouped_experts.experts`."""
-        from megafp8.models.grouped_experts import experts  # needs Triton
+        from megafp8.models.grouped_experts import ExpertScales, experts  # needs Triton
 
         rows = route(routing_map, topk)
         if self.load is not None and torch.is_grad_enabled():
             self.load.add_rows(rows.ends[-1])
+        delayed, is_first_run = self._delayed_scales()
+        codes, scales = self._weight_codes(delayed), ExpertScales()
+        if delayed:
+            fc1, fc2 = delayed
+            scales = ExpertScales(fc1.input, fc2.input, fc1.grad_output, fc2.grad_output, self._backward_ran)
         weights = self.linear_fc1, self.linear_fc2
-        return experts(tokens, probs.float(), *weights, routing_map, rows, self._weight_codes(), received)
+        output = experts(tokens, probs.float(), *weights, routing_map, rows, codes, received, scales)
+        if is_first_run:
+            for state in self.quantizer_state.values():
+                self.exchange.forward_ran(state)
+        return output
 
-    def _weight_codes(self) -> Any:
+    def _delayed_scales(self) -> tuple[list[DelayedScales], bool]:
+        """The scales of both linears, and whether this is the first run of a forward pass; none in BF16 and without
+        delayed scaling."""
+        if not self.is_quantizing or not self.quantizer_state:
+            return [], False
+        if self.is_first_microbatch:  # an error may have interrupted the last step
+            for state in self.quantizer_state.values():
+                self.exchange.start_step_of(state)
+        found = [state.scales_for_forward() for state in self.quantizer_state.values()]
+        return [scales for scales, _ in found], found[0][1]
+
+    def _backward_ran(self) -> None:
+        for state in self.quantizer_state.values():
+            self.exchange.backward_ran(state)
+
+    def _weight_codes(self, delayed: Sequence[DelayedScales] = ()) -> Any:
         """The codes of the weights, cast in the first microbatch of a step; None in BF16."""
         if self.rule is None or not self.is_quantizing:
             return None
@@ -86,7 +125,9 @@ class GroupedExperts(MegatronModule):
         from megafp8.models.grouped_experts import cast_weights
 
         if self.codes is None or self.is_first_microbatch or not self.training:
-            self.codes = cast_weights(self.linear_fc1.detach(), self.linear_fc2.detach(), grid_of(self.rule.format))
+            fc1, fc2 = [each.weight for each in delayed] or (None, None)
+            grid = grid_of(self.rule.format)
+            self.codes = cast_weights(self.linear_fc1.detach(), self.linear_fc2.detach(), grid, (fc1, fc2))
             self.is_first_microbatch = not self.training  # weights may change between evaluation and the next step
         return self.codes
 
@@ -97,12 +138,20 @@ class GroupedExperts(MegatronModule):
         replica_id = (0, 0, self.data_group.rank())
         first = self.expert_group.rank() * len(self.linear_fc1)
         num_experts = self.expert_group.size() * len(self.linear_fc1)
-        return {
+        state: dict[str, Any] = {
             f"{prefix}{name}": expert_factory(
                 f"{prefix}experts.{name}.weight", weight, replica_id, tuple(sharded_offsets), halves, first, num_experts
             )
-            for name, weight, halves in (("linear_fc1", self.linear_fc1, 2), ("linear_fc2", self.linear_fc2, 1))
+            for name, weight, halves in zip(LINEARS, (self.linear_fc1, self.linear_fc2), (2, 1), strict=True)
         }
+        layer = "".join(f"{number}." for _, number, _ in sharded_offsets)
+        for name, delayed in self.quantizer_state.items():
+            for part, values in delayed.linear_states().items():
+                kind, _, index = part.rpartition(".")
+                key = f"{prefix}experts.{name}.quantizer_state.{layer}{first + int(index)}.{kind}"
+                place = f"{prefix}quantizer_state.{name}.{part}"
+                state[place] = ShardedTensor.from_rank_offsets(key, values, replica_id=replica_id)
+        return state
 
 
 class ExchangedExperts(GroupedExperts):
@@ -118,8 +167,11 @@ class ExchangedExperts(GroupedExperts):
         """The rule by which the experts quantize their tokens; None in BF16."""
         return self.rule if self.is_quantizing else None
 
-    def input_scales(self) -> None:
-        """None: scales are those of the current tokens."""
+    def input_scales(self) -> Optional[Tensor]:
+        """The scales of the tokens under delayed scaling, FP32 [experts]; None without it."""
+        if not self.is_quantizing or not self.quantizer_state:
+            return None
+        return self.quantizer_state[LINEARS[0]].next_input_scale()
 
     def forward(  # type: ignore[override]
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -140,8 +192,7 @@ class ExchangedExperts(GroupedExperts):
             expert_of_token = experts.new_full((1,), -1)
         routing_map = expert_of_token[:, None] == experts
         scores = torch.where(routing_map, probs[:, None], 0.0)
-        received = None if self.received is None else self.received.dequant_scale
-        outputs = self.compute(tokens, scores, routing_map, topk=1, received=received)
+        outputs = self.compute(tokens, scores, routing_map, topk=1, received=self.received)
         return outputs[:num_tokens], None
 
 

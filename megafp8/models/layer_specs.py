@@ -50,7 +50,7 @@ from megafp8.models.query_key_norm import AcrossHeadsNorm
 from megafp8.models.residual import POST_NORM_KEYS, ParallelResidualLayer, residual_add
 from megafp8.models.router import Router
 from megafp8.quantization.delayed_scaling import AmaxExchange
-from megafp8.recipes.base import Gemm, LinearRecipe, Operand
+from megafp8.recipes.base import LinearRecipe
 
 # The norm before a linear has the key of Transformer Engine's fused norm and linear.
 # Before experts there is no such linear.
@@ -154,10 +154,10 @@ def chunk_layers(config: RunConfig, transformer_config: TransformerConfig, vp_st
 def grouped_mixture_spec(submodules: MoESubmodules, config: RunConfig) -> ModuleSpec:
     """Spec of a layer's experts that run in one launch per GEMM. Its `experts` replace those of `submodules`."""
     (choice,) = expert_choices(config)
-    recipe = build_linear_recipe(config.precision, choice)
-    rule = None if recipe is None else recipe.rule(Operand.INPUT, Gemm.FPROP)
+    # One exchange for all layers that are built from the spec, which are those of a model chunk.
+    arguments = {"recipe": build_linear_recipe(config.precision, choice), "exchange": AmaxExchange()}
     has_ranks = config.parallel.expert_model_parallel_size > 1
-    submodules.experts = ModuleSpec(ExchangedExperts if has_ranks else GroupedExperts, {"rule": rule})
+    submodules.experts = ModuleSpec(ExchangedExperts if has_ranks else GroupedExperts, arguments)
     params = {"sends_codes": config.parallel.moe_dispatch_in_fp8} if has_ranks else {}
     return ModuleSpec(DispatchingLayer if has_ranks else GroupedMoELayer, params, submodules)
 

@@ -3,6 +3,7 @@
     rows        tokens of a rank x experts of a token x expert tensor-parallel ranks: the load counts as balanced
     GEMMs       of each expert of the rank, with rows / experts rows. Experts fill the SMs together: all of them in one
                 launch (`config/grouped_experts.py`), else 4, the streams of Transformer Engine's grouped linear
+    gradients   in one launch, wgrad is written in BF16, and a second kernel adds it to FP32
     permutation reads and writes of hidden states, in order of experts and back; twice with several expert-parallel
                 ranks, because rows arrive in the order of ranks
     exchange    alltoall: hidden states of every expert of a token to its rank and back; allgather: all tokens to all
@@ -25,6 +26,7 @@ from megafp8.planning.compute import BF16_BYTES, TILE, LayerTime, bytes_per_elem
 from megafp8.planning.memory import BYTES
 from megafp8.planning.planned_run import BF16, LinearGemm, PlannedRun, linear_gemms
 
+FP32_BYTES = 4
 TE_STREAMS = 4
 """Streams of Transformer Engine's grouped linear."""
 BF16_HOST_EXPERT_S, FP8_HOST_EXPERT_S = 0.15e-3, 0.29e-3
@@ -85,6 +87,13 @@ def experts_gemm_s(run: PlannedRun, recipe: str, gemm: LinearGemm) -> float:
     return starts_s + local * max(gemm.flops / flops_per_s, run.memory_s(moved_bytes))
 
 
+def addition_s(run: PlannedRun) -> float:
+    """Seconds in which the weight gradients of a layer's experts are added to FP32; 0 where the GEMM adds them."""
+    num_weights = sum(gemm.m * gemm.n for gemm in expert_gemms(run) if gemm.kind == "wgrad")
+    num_bytes = BF16_BYTES + 2 * FP32_BYTES if is_one_launch(run.config) else 0
+    return run.memory_s(num_bytes * num_weights * mixture.experts_per_rank(run.config))
+
+
 def is_one_launch(config: RunConfig) -> bool:
     """Whether all experts of a rank run in one launch per GEMM."""
     return not any(grouped_expert_obstacles(config))
@@ -127,7 +136,7 @@ def experts_time(run: PlannedRun, recipe: str) -> ExpertsTime:
     )
     backward = LayerTime(
         dgrad=seconds["dgrad"],
-        wgrad=seconds["wgrad"],
+        wgrad=seconds["wgrad"] + addition_s(run),
         activation=run.memory_s(BF16_BYTES * rows * width * (1 + 2 * num_outputs)),
         permutation=permutation_s,
         casts=cast_s(run, recipe, rows * (num_outputs * width + hidden), num_tensors),

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,11 @@ FORWARD, BACKWARD = slice(0, 2), slice(2, 3)  # of OPERANDS
 
 
 class DelayedScale(NamedTuple):
-    """The scale of one operand, for one use.
+    """The scale of one operand, for one use; of stacked linears [E], one for each.
 
     Attributes:
-        quant_scale: FP32 scalar.
-        amax: FP32 scalar that records the tensor's amax; None records nothing.
+        quant_scale: FP32 scalar or [E].
+        amax: FP32 scalar or [E] that records the tensor's amax; None records nothing.
     """
 
     quant_scale: Tensor
@@ -91,18 +91,28 @@ class DelayedState(nn.Module):
 
     Args:
         recipe: of delayed scaling.
+        num_linears: E stacked linears with scales of their own, such as the experts of a layer; None is one linear.
+
+    Attributes:
+        amax_history: [length, 3], of stacked linears [length, 3, E].
+        quant_scale: [3], of stacked linears [3, E].
+        format_max: the largest value of each operand's format, [3] or [3, 1].
     """
 
     amax_history: Tensor
     quant_scale: Tensor
 
-    def __init__(self, recipe: LinearRecipe):
+    def __init__(self, recipe: LinearRecipe, num_linears: Optional[int] = None):
         super().__init__()
         assert recipe.delayed is not None
         self.options = recipe.delayed
-        self.format_max = tuple(_format_max(recipe, operand) for operand in OPERANDS)
-        self.register_buffer("amax_history", torch.zeros(self.options.history_len, len(OPERANDS)))
-        self.register_buffer("quant_scale", torch.ones(len(OPERANDS)))
+        self.num_linears = num_linears
+        stack = () if num_linears is None else (num_linears,)
+        self.format_max = torch.tensor([_format_max(recipe, operand) for operand in OPERANDS]).view(
+            3, *(1,) * len(stack)
+        )
+        self.register_buffer("amax_history", torch.zeros(self.options.history_len, len(OPERANDS), *stack))
+        self.register_buffer("quant_scale", torch.ones(len(OPERANDS), *stack))
         self.kept_scales: deque[Tensor] = deque()  # of forward passes that will be recomputed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedState:
@@ -110,11 +120,32 @@ class DelayedState(nn.Module):
         for name, buffer in self._buffers.items():
             assert buffer is not None
             self._buffers[name] = buffer.to(fn(buffer).device)
+        self.format_max = self.format_max.to(self.quant_scale.device)
         return self
+
+    def linear_states(self) -> dict[str, Tensor]:
+        """The state of each stacked linear, by the names `amax_history.E` and `quant_scale.E`, copied."""
+        assert self.num_linears is not None
+        return {
+            f"{name}.{index}": buffer[..., index].clone()
+            for name, buffer in self.named_buffers()
+            for index in range(self.num_linears)
+        }
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load stacked linears from what `linear_states` gives, where all of it is there."""
+        if self.num_linears is not None:
+            for name in self._buffers:
+                keys = [f"{prefix}{name}.{index}" for index in range(self.num_linears)]
+                parts = [state_dict.pop(key, None) for key in keys]
+                if all(part is not None for part in parts):
+                    state_dict[prefix + name] = torch.stack(parts, dim=-1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def infinite_amaxes(self) -> Tensor:
-        """Whether each operand's window has an infinite amax, bool [3]. It would keep the scale until it leaves."""
+        """Whether each operand's window has an infinite amax, bool [3] or [3, E]. It would keep the scale until it
+        leaves."""
         return self.amax_history.amax(dim=0) == torch.inf
 
     @torch.no_grad()
@@ -151,7 +182,7 @@ class DelayedState(nn.Module):
         return self.scales(records_amax=True), True
 
     def next_input_scale(self) -> Tensor:
-        """The scale of the input in the next `scales_for_forward`, FP32 scalar."""
+        """The scale of the input in the next `scales_for_forward`, FP32 scalar or [E]."""
         is_second_run = self.training and torch.is_grad_enabled() and bool(self.kept_scales)
         scales = self.kept_scales[0] if is_second_run else self.quant_scale
         return scales[OPERANDS.index(Operand.INPUT)].clone()
@@ -174,6 +205,7 @@ class AmaxExchange:
     def __init__(self) -> None:
         self.states: list[DelayedState] = []
         self.group: Optional[dist.ProcessGroup] = None
+        self.observers: dict[DelayedState, Callable[[slice], None]] = {}
         self._ran: dict[str, set[int]] = {"forward": set(), "backward": set()}
 
     def join(self, state: DelayedState, group: Optional[dist.ProcessGroup]) -> None:
@@ -184,6 +216,11 @@ class AmaxExchange:
         """
         self.states.append(state)
         self.group = group
+
+    def observe(self, state: DelayedState, observer: Callable[[slice], None]) -> None:
+        """Call a function before each update of a linear's scales, with the operands of the update, in place of an
+        earlier one."""
+        self.observers[state] = observer
 
     def leave(self, state: DelayedState) -> None:
         """Remove a linear, which quantizes no more."""
@@ -197,6 +234,12 @@ class AmaxExchange:
         """A linear has quantized its grad_output."""
         self._arrive(state, "backward", BACKWARD)
 
+    def start_step_of(self, state: DelayedState) -> None:
+        """Discard what an error left unfinished of one linear."""
+        state.kept_scales.clear()
+        for ran in self._ran.values():
+            ran.discard(id(state))
+
     def start_step(self) -> None:
         """Discard a microbatch that an error left unfinished."""
         for ran in self._ran.values():
@@ -208,6 +251,8 @@ class AmaxExchange:
         ran.add(id(state))
         if len(ran) == len(self.states):
             ran.clear()
+            for observer in self.observers.values():
+                observer(operands)
             reduce_and_update_scales(self.states, operands, self.group)
 
 
@@ -216,13 +261,15 @@ def reduce_and_update_scales(
     states: Sequence[DelayedState], operands: slice, group: Optional[dist.ProcessGroup]
 ) -> None:
     """Reduce the recorded amaxes of some operands of all linears over the ranks, and update histories and scales."""
-    history = torch.stack([state.amax_history[:, operands] for state in states], dim=1)  # [length, linears, operands]
+    # [length, linears, operands], and for stacked linears [length, layers, operands, E]
+    history = torch.stack([state.amax_history[:, operands] for state in states], dim=1)
     quant_scale = torch.stack([state.quant_scale[operands] for state in states])
-    format_max = torch.tensor([state.format_max[operands] for state in states], device=quant_scale.device)
+    format_max = torch.stack([state.format_max[operands] for state in states]).expand_as(quant_scale)
     fault_injection.poison("step.amax", history[0])
     amax = reduce_amax(history[0].clone(), group)
     length = len(history)
-    update_scales(history.view(length, -1), quant_scale.view(-1), amax.view(-1), format_max.view(-1), states[0].options)
+    format_max = format_max.reshape(-1)
+    update_scales(history.view(length, -1), quant_scale.view(-1), amax.view(-1), format_max, states[0].options)
     for index, state in enumerate(states):
         state.amax_history[:, operands] = history[:, index]
         state.quant_scale[operands] = quant_scale[index]

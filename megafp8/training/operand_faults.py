@@ -30,6 +30,7 @@ from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, QuantizerCounters
 from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
 from megafp8.recipes.base import Operand
+from megafp8.training.expert_amaxes import ExpertAmaxes
 
 FORWARD_OPERANDS = (Operand.INPUT, Operand.WEIGHT)
 MAX_NAMED = 6
@@ -122,7 +123,8 @@ class OperandMonitor:
 
 
 class AmaxMonitor:
-    """The same for Transformer Engine's linears, whose amaxes are checked: counts are those of `te/counters.py`.
+    """The same for Transformer Engine's linears and for experts in one launch, whose amaxes are checked: counts are
+    those of `te/counters.py` and `expert_amaxes.py`.
 
     Args:
         linears, chunks: as above.
@@ -132,19 +134,26 @@ class AmaxMonitor:
         from megafp8.te.counters import AmaxCounters  # needs Transformer Engine
 
         self.counters = AmaxCounters(linears, unwrap_model(list(chunks)), device)
+        self.experts = ExpertAmaxes(linears, unwrap_model(list(chunks)))
 
     def reset(self) -> None:
         """Clear the counts before a step."""
         self.counters.reset()
+        self.experts.reset()
 
     def local_totals(self) -> Tensor:
         """This rank's part of the step's totals, int64 [3]; see `StepTotals`."""
-        return self.counters.totals()
+        return self.experts.add_to(self.counters.totals())
 
     def faults(self, totals: StepTotals) -> OperandFaults:
         """The faults of a step, and clear infinite amaxes. Collective, with communication only if there are any."""
-        counters = self.counters
-        return gather_faults(totals, counters.linears, counters.table, counters.clear_infinite_amaxes)
+        counters, experts = self.counters, self.experts
+        return gather_faults(
+            totals,
+            counters.linears,
+            lambda: experts.add_to_table(counters.table()),
+            lambda: counters.clear_infinite_amaxes() + experts.clear_infinite_amaxes(),
+        )
 
 
 def gather_faults(

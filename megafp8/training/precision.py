@@ -74,18 +74,27 @@ class DelayedScalingSnapshot:
         that the search is repeated until it finds no more."""
         found = [tensor for chunk in self.chunks for tensor in delayed_scaling_tensors(chunk, self.implementation)]
         is_stable = len(found) == len(self._tensors) > 0
+        if self.implementation == "transformer_engine":  # experts in one launch have theirs from the start
+            is_stable &= any(transformer_engine_tensors(chunk, self.implementation) for chunk in self.chunks)
         self._is_complete = is_stable and not lacks_attention_scales(self.chunks, self.implementation)
         self._tensors, self._copies = found, [torch.empty_like(tensor) for tensor in found]
 
 
 def delayed_scaling_tensors(chunk: Any, implementation: str) -> list[Tensor]:
-    """The amax histories and scales of a model chunk, not copied."""
-    if implementation == "transformer_engine":
-        from megafp8.te import layers  # needs Transformer Engine
-
-        return layers.delayed_state(chunk)
+    """The amax histories and scales of a model chunk, not copied: of Transformer Engine's linears, and of emulated
+    linears and experts in one launch."""
     states = [module for module in chunk.modules() if isinstance(module, DelayedState)]
-    return [tensor for state in states for tensor in (state.amax_history, state.quant_scale)]
+    own = [tensor for state in states for tensor in (state.amax_history, state.quant_scale)]
+    return own + transformer_engine_tensors(chunk, implementation)
+
+
+def transformer_engine_tensors(chunk: Any, implementation: str) -> list[Tensor]:
+    """Those of Transformer Engine's linears; empty before their first forward pass."""
+    if implementation != "transformer_engine":
+        return []
+    from megafp8.te import layers  # needs Transformer Engine
+
+    return layers.delayed_state(chunk)
 
 
 def lacks_attention_scales(chunks: list[Any], implementation: str) -> bool:

@@ -18,8 +18,9 @@ from megafp8.models.initialization import initialize_block
 
 EXPERTS = (
     "--num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
-    "--bf16 --transformer-impl local"
+    "--bf16"
 )
+DELAYED = "--transformer-impl emulated --fp8-format e4m3 --fp8-recipe delayed --fp8-amax-history-len 4"
 Parts = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], Tensor]]
 
 
@@ -36,22 +37,31 @@ def parts_of(experts: nn.Module, metadata: object) -> Parts:
     return found
 
 
-def both(world_size: int) -> tuple[Parts, Parts, bool]:
+def both(world_size: int, flags: str) -> tuple[Parts, Parts, bool]:
     """The parts of linears and of stacked weights, and whether stacked weights are reduced over all data ranks."""
-    config = small_config("llama", f"{EXPERTS} --expert-model-parallel-size {world_size}", world_size)
+    config = small_config("llama", f"{EXPERTS} --expert-model-parallel-size {world_size} {flags}", world_size)
     linears = next(m for m in build_run(config).trainee.chunks[0].modules() if isinstance(m, PaddedExperts))
     groups = get_default_pg_collection()
-    stacked = ExchangedExperts(linears.num_local_experts, linears.config, groups)
+    recipe = getattr(linears.local_experts[0].linear_fc1, "recipe", None)
+    stacked = ExchangedExperts(linears.num_local_experts, linears.config, groups, recipe)
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     return parts_of(linears, metadata), parts_of(stacked, metadata), stacked.linear_fc1.allreduce
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_stacked_experts_have_the_parts_of_linears(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "flags", "num_tensors"),
+    [
+        pytest.param(1, "--transformer-impl local", 3, id="one"),
+        pytest.param(2, "--transformer-impl local", 3, id="ep2"),
+        pytest.param(2, DELAYED, 3 + 2 * 2, id="ep2-delayed"),
+    ],
+)
+def test_stacked_experts_have_the_parts_of_linears(world_size: int, flags: str, num_tensors: int) -> None:
+    """Gate, up and down of four experts; with delayed scaling history and scale of both linears."""
     keys = set()
-    for linears, stacked, is_shared in run_ranks(world_size, both, world_size):
+    for linears, stacked, is_shared in run_ranks(world_size, both, world_size, flags):
         assert linears.keys() == stacked.keys() and is_shared == (world_size == 1)
         keys |= stacked.keys()
         for name, (shape, values) in linears.items():
             assert stacked[name][0] == shape and torch.equal(stacked[name][1], values)
-    assert len(keys) == 4 * 3, "gate, up and down of four experts"
+    assert len(keys) == 4 * num_tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +15,29 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
 from gpu_runs import gpu_run, unbroken_and_resumed
-from small_run import Curve, train, weights
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from small_run import Curve, SourceSamples, train, weights
 
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.models.grouped_moe import GroupedExperts
+from megafp8.training.evaluation import build_batches
+from megafp8.training.step import train_step
 
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall "
     "--moe-aux-loss-coeff 0.01 --moe-shared-expert-intermediate-size 128 --transformer-impl transformer_engine "
     "--moe-grouped-gemm"
 )
-RECIPES = {"bf16": "", "tensorwise": "--fp8-format e4m3 --fp8-recipe tensorwise"}
+RECIPES = {
+    "bf16": "",
+    "tensorwise": "--fp8-format e4m3 --fp8-recipe tensorwise",
+    "delayed": "--fp8-format e4m3 --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
+}
 STEPS = 4
-CLOSE = {"bf16": 1e-3, "tensorwise": 5e-3}  # relative difference of losses: two roundings of one training
+# Relative difference of losses: two roundings of one training.
+CLOSE = {"bf16": 1e-3, "tensorwise": 5e-3, "delayed": 5e-3}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
@@ -77,6 +86,60 @@ def test_a_cuda_graph_equals_launched_kernels(recipe: str) -> None:
 def test_a_run_resumes_to_the_bit(recipe: str, tmp_path: Path) -> None:
     unbroken, resumed = unbroken_and_resumed(flags_of(recipe), STEPS, tmp_path)
     assert unbroken == resumed
+
+
+def test_delayed_scales_are_those_of_transformer_engine() -> None:
+    """The experts of the first layer: amaxes of weights and tokens to the bit, others up to roundings."""
+    found = []
+    for kernels in ("triton", "te"):
+        with gpu_run(flags_of("delayed", kernels)) as run:
+            train(run, 1)
+            modules = [module for chunk in run.trainee.chunks for module in chunk.modules()]
+            experts = next(module.experts for module in modules if isinstance(module, MoELayer))
+            if kernels == "triton":
+                scales = [state.quant_scale.clone() for state in experts.quantizer_state.values()]
+            else:
+                scales = [scales_of_grouped_linear(linear) for linear in (experts.linear_fc1, experts.linear_fc2)]
+            found.append(scales)
+    for number, (ours, theirs) in enumerate(zip(*found, strict=True), start=1):
+        print(f"\nlinear_fc{number}, input, weight, grad_output of each expert:\n{ours}\n{theirs}")
+        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0)
+        exact = [0, 1] if number == 1 else [1]
+        assert torch.equal(ours[exact], theirs[exact])
+
+
+def scales_of_grouped_linear(linear: Any) -> torch.Tensor:
+    """Transformer Engine's scales of the input, weight and output gradient of each expert, FP32 [3, E]."""
+    rows = []
+    for direction, operand in (("fwd", "input"), ("fwd", "weight"), ("bwd", "grad_output")):
+        scales, stride = linear.fp8_meta[f"scaling_{direction}"].scale, linear._num_fp8_tensors_per_gemm[direction]
+        rows.append(scales[linear._offsets[operand] :: stride][: linear.num_gemms].clone())
+    return torch.stack(rows)
+
+
+def test_infinite_tokens_are_counted_and_leave_the_history() -> None:
+    """One value of the tokens of the first layer, in every forward pass of a step."""
+
+    def spoil(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        spoiled = args[0].clone()
+        spoiled.view(-1)[3] = torch.inf
+        return (spoiled, *args[1:])
+
+    with gpu_run(flags_of("delayed")) as run:
+        train(run, 2)
+        modules = [module for chunk in run.trainee.chunks for module in chunk.modules()]
+        experts = next(module for module in modules if isinstance(module, GroupedExperts))
+        handle = experts.register_forward_pre_hook(spoil)
+        batch = run.global_batch_size
+        batches = build_batches(run, SourceSamples(run.config.data.seq_length), 2 * batch, 3 * batch, num_workers=0)
+        faults = train_step(run, batches, Progress(2, 2 * batch)).operand_faults
+        handle.remove()
+        print(f"\n{faults}")
+        assert faults.num_non_finite
+        assert all(name.startswith("layers.0.experts.") for name in faults.infinite_amaxes), faults
+        assert 2 <= len(faults.infinite_amaxes) <= 4, "a token has two experts, and a step two microbatches"
+        assert all(name.endswith(".linear_fc1.input") for name in faults.infinite_amaxes), faults
+        assert torch.isfinite(experts.quantizer_state["linear_fc1"].amax_history).all()
 
 
 @pytest.mark.parametrize(("before", "after"), [("triton", "te"), ("te", "triton")])

@@ -69,8 +69,11 @@ def needs_calibration(run: Run) -> bool:
     # first forward pass.
     needs_none = run.implementation == "emulated" and not scales
     has_some = any(bool((scale != 1).any()) for scale in scales)
-    # A checkpoint of a run with BF16 attention has only the scales of linears.
-    lacks_some = lacks_attention_scales(run.trainee.chunks, run.implementation)
+    # A checkpoint of a run with BF16 attention has only the scales of linears, and one of a run with other experts none
+    # of experts in one launch.
+    lacks_some = lacks_attention_scales(run.trainee.chunks, run.implementation) or any(
+        not (state.quant_scale != 1).any() for state in stacked_states(run)
+    )
     has_scales = torch.tensor(float(needs_none or (has_some and not lacks_some)), device=run.platform.device)
     dist.all_reduce(has_scales, op=dist.ReduceOp.MIN)
     return not has_scales
@@ -78,12 +81,23 @@ def needs_calibration(run: Run) -> bool:
 
 def delayed_scales(run: Run) -> list[Tensor]:
     """The delayed scales of this rank's linears, FP32, all 1 before the first forward pass; may be empty."""
+    found: list[Tensor] = []
     if run.implementation == "transformer_engine":
         from megafp8.te import layers  # needs Transformer Engine
 
-        return [scale for chunk in run.trainee.chunks for scale in layers.delayed_scales(chunk)]
+        found = [scale for chunk in run.trainee.chunks for scale in layers.delayed_scales(chunk)]
+    return found + [state.quant_scale for state in delayed_states(run)]
+
+
+def delayed_states(run: Run) -> list[DelayedState]:
+    """The states of this rank's emulated linears and of experts in one launch."""
     modules = (module for chunk in run.trainee.chunks for module in chunk.modules())
-    return [module.quant_scale for module in modules if isinstance(module, DelayedState)]
+    return [module for module in modules if isinstance(module, DelayedState)]
+
+
+def stacked_states(run: Run) -> list[DelayedState]:
+    """Of these, those of experts in one launch."""
+    return [state for state in delayed_states(run) if state.num_linears is not None]
 
 
 def calibrate(run: Run, progress: Progress) -> EventRecord:

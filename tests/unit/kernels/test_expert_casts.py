@@ -16,6 +16,8 @@ interpreter.skip_without_kernels()
 from megafp8.kernels import expert_casts
 from megafp8.kernels.rounding import grid_of
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows, route, values_of_rows
+from megafp8.quantization.delayed_scaling import DelayedScale
+from megafp8.quantization.quantize import quantize
 from megafp8.quantization.received import codes_of_experts
 from megafp8.quantization.rounding import cast
 from megafp8.quantization.scaling import quant_scale_of
@@ -160,3 +162,85 @@ def test_codes_that_arrived_are_kept(kind: str) -> None:
     assert torch.equal(found.rows[live(rows)], expected.rows[live(rows)])
     assert torch.equal(found.columns[:, live(rows)], expected.columns[:, live(rows)])
     assert torch.equal(found.scale_inv, expected.scale_inv)
+
+
+DELAYED = OperandRule(format=E4M3, scale_rule=ScaleRule.DELAYED)
+
+
+def known_scales(records_amax: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Scales, and amaxes of earlier microbatches, one of which is larger than any new one."""
+    scales = torch.tensor([100.0, 0.37, 3.3e3, 64.0], device=DEVICE)
+    return scales, torch.tensor([0.0, 0.1, 1e4, 0.0], device=DEVICE) if records_amax else None
+
+
+def expected_delayed(values: list[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Codes of each expert's values as its emulated linear makes them, dequantization scales, and recorded amaxes."""
+    scales, amaxes = known_scales()
+    assert amaxes is not None
+    of_experts = [DelayedScale(scale, amax) for scale, amax in zip(scales, amaxes, strict=True)]
+    found = [quantize(each, DELAYED, delayed=scale) for each, scale in zip(values, of_experts, strict=True)]
+    codes = [each.codes.view(torch.uint8) for each in found]
+    return codes, torch.stack([each.dequant_scale for each in found]), amaxes
+
+
+def by_expert(values: Tensor, rows: RoutedRows) -> list[Tensor]:
+    """The rows in use of each expert."""
+    experts = rows.expert_of_block.repeat_interleave(ALIGNMENT)[live(rows)]
+    return [values[live(rows)][experts == expert] for expert in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_known_scales_give_the_codes_of_emulated_linears(kind: str) -> None:
+    chosen, rows, _ = routed(kind)
+    x = drawn(TOKENS, WIDTH)
+    x[3, 5], x[7, 6] = torch.nan, torch.inf
+    scales, amaxes = known_scales()
+    found = expert_casts.gather_codes(x, rows, chosen, GRID, delayed=(scales, amaxes))
+    codes, scale_inv, expected_amaxes = expected_delayed(by_expert(expert_casts.gather(x, rows), rows))
+    assert torch.equal(found.rows[live(rows)], torch.cat(codes))
+    assert torch.equal(found.columns[:, live(rows)], torch.cat(codes).t())
+    assert torch.equal(found.scale_inv, scale_inv)
+    assert amaxes is not None and torch.equal(amaxes, expected_amaxes)
+    unrecorded = expert_casts.gather_codes(x, rows, chosen, GRID, delayed=known_scales(records_amax=False))
+    assert torch.equal(unrecorded.rows[live(rows)], found.rows[live(rows)])
+
+
+def test_weights_with_known_scales() -> None:
+    weights = drawn(EXPERTS, 256, WIDTH) * torch.logspace(-2, 2, EXPERTS, device=DEVICE).bfloat16()[:, None, None]
+    scales, amaxes = known_scales()
+    found = expert_casts.weight_codes(weights, GRID, (scales, amaxes))
+    codes, scale_inv, expected_amaxes = expected_delayed(list(weights))
+    assert torch.equal(found.rows, torch.stack(codes)) and torch.equal(found.columns, found.rows.transpose(1, 2))
+    assert torch.equal(found.scale_inv, scale_inv)
+    assert amaxes is not None and torch.equal(amaxes, expected_amaxes)
+    unrecorded = expert_casts.weight_codes(weights, GRID, known_scales(records_amax=False))
+    assert torch.equal(unrecorded.rows, found.rows)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_weighted_swiglu_and_its_gradients_with_known_scales(kind: str) -> None:
+    """Rows behind the last expert's are not recorded. Results are not rounded to BF16 before the cast."""
+    _, rows, probs = routed(kind)
+    p = values_of_rows(probs, rows)
+    h, dy = drawn(len(p), 2 * WIDTH), drawn(len(p), WIDTH, seed=1)
+    h[int(rows.ends[-1]) :] = 1e30
+    h_plain, p_plain = h.float().requires_grad_(), p.clone().requires_grad_()
+    a, b = h_plain.chunk(2, 1)
+    y = torch.nn.functional.silu(a) * b * p_plain[:, None]
+    y.backward(dy.float())
+    scales, amaxes = known_scales()
+    gradient_amaxes = known_scales()[1]
+    codes = expert_casts.swiglu_codes(h, p, rows, GRID, (scales, amaxes))
+    gradient_codes, dp = expert_casts.swiglu_backward_codes(dy, h, p, rows, GRID, (scales, gradient_amaxes))
+    torch.testing.assert_close(dp[live(rows)], p_plain.grad[live(rows)], rtol=1e-5, atol=1e-4)
+    for found, values, recorded in ((codes, y.detach(), amaxes), (gradient_codes, h_plain.grad, gradient_amaxes)):
+        expected, scale_inv, expected_amaxes = expected_delayed(by_expert(values, rows))
+        assert torch.equal(found.scale_inv, scale_inv)
+        torch.testing.assert_close(recorded, expected_amaxes, rtol=1e-5, atol=0)
+        assert torch.equal(found.rows[live(rows)], found.columns[:, live(rows)].t())
+        # A value next to the middle of two codes may be rounded to either.
+        assert (found.rows[live(rows)] != torch.cat(expected)).float().mean() < 2e-3
+    unrecorded = known_scales(records_amax=False)
+    assert torch.equal(expert_casts.swiglu_codes(h, p, rows, GRID, unrecorded).rows[live(rows)], codes.rows[live(rows)])
+    again, _ = expert_casts.swiglu_backward_codes(dy, h, p, rows, GRID, unrecorded)
+    assert torch.equal(again.rows[live(rows)], gradient_codes.rows[live(rows)])

@@ -26,7 +26,7 @@ from megafp8.recipes.base import Gemm, Operand
 from megafp8.training.precision import high_precision
 
 HIDDEN, FFN = 128, 128
-RULE = registry.get("tensorwise").rules("e4m3").rule(Operand.INPUT, Gemm.FPROP)
+TENSORWISE = registry.get("tensorwise").rules("e4m3")
 COUNTS = [[5, 0, 20], [0, 0, 0], [0, 0, 7]]
 
 
@@ -88,20 +88,6 @@ MODEL = (
 )
 
 
-def scaled_grouped_mm(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, offs: Tensor, **_: Any) -> Tensor:
-    """torch's, in FP32 on a CPU."""
-    sizes = torch.diff(offs, prepend=offs.new_zeros(1)).tolist()
-    if b.dim() == 3:
-        rest = a.shape[0] - sum(sizes)
-        parts = (a.float() * a_scales[:, None]).split([*sizes, rest])
-        products = [rows @ (w.float() * s) for rows, w, s in zip(parts, b, b_scales, strict=False)]
-        return torch.cat([*products, parts[-1].new_zeros(rest, b.shape[2])]).bfloat16()
-    rest = a.shape[1] - sum(sizes)
-    columns, rows = a.float().split([*sizes, rest], dim=1), b.float().split([*sizes, rest])
-    scales = zip(a_scales.view(len(sizes), -1, 1), b_scales.view(len(sizes), 1, -1), strict=True)
-    return torch.stack([x @ y * s * t for x, y, (s, t) in zip(columns, rows, scales, strict=False)]).bfloat16()
-
-
 def curve(stacked: Optional[dict[str, Any]], sends_codes: bool = False, num_ranks: int = 2) -> Curve:
     """A run with linears, or with stacked experts that have some arguments."""
     if stacked is not None:
@@ -135,10 +121,10 @@ def test_a_run_is_that_of_linears(num_ranks: int) -> None:
 
 @on_cpu_ranks
 def test_codes_that_travel_are_those_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", interpreter.scaled_grouped_mm)
     codes, tokens, bf16 = (
         run_ranks(2, curve, params, sends_codes)
-        for params, sends_codes in (({"rule": RULE}, True), ({"rule": RULE}, False), ({}, False))
+        for params, sends_codes in (({"recipe": TENSORWISE}, True), ({"recipe": TENSORWISE}, False), ({}, False))
     )
     assert codes == tokens
     assert codes[0].losses != bf16[0].losses and codes[0].losses == pytest.approx(bf16[0].losses, rel=1e-2)
@@ -146,7 +132,7 @@ def test_codes_that_travel_are_those_of_the_experts(monkeypatch: pytest.MonkeyPa
 
 def test_a_phase_in_high_precision_has_no_codes() -> None:
     experts = build(2)
-    experts.rule = RULE
+    experts.rule = TENSORWISE.rule(Operand.INPUT, Gemm.FPROP)
     assert experts._weight_codes() is not None
     config = SimpleNamespace(fp8="e4m3", fp4=None)
     with high_precision(config, [experts]):  # type: ignore[arg-type]  # of which it reads two fields

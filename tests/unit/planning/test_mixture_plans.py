@@ -15,6 +15,7 @@ from megafp8.planning import communication, layouts
 from megafp8.planning.communication import RankGroup
 from megafp8.planning.mixture_time import (
     BF16_HOST_EXPERT_S,
+    addition_s,
     exchange_s,
     exchanged_bytes,
     expert_gemms,
@@ -91,6 +92,13 @@ def test_one_launch_spares_the_host() -> None:
     assert experts_time(te, "bf16").host == pytest.approx(128 * BF16_HOST_EXPERT_S)
     assert layer_time(te, "bf16", 48, True)["host"][0] > 0
     assert experts_time(te, "bf16").forward.fprop > experts_time(one_rank, "bf16").forward.fprop
+
+
+def test_one_launch_adds_weight_gradients_separately() -> None:
+    """BF16 is read, FP32 read and written."""
+    one_rank = run_of("qwen3-30b-a3b", {})
+    assert addition_s(one_rank) == pytest.approx(one_rank.memory_s(10 * 128 * 3 * 2048 * 768))
+    assert addition_s(run_of("qwen3-30b-a3b", {"parallel.moe_expert_kernels": "te"})) == 0
 
 
 def test_fp8_that_does_not_pay_gets_a_warning() -> None:

@@ -163,3 +163,30 @@ def test_formats_are_those_of_the_operands() -> None:
     assert dict(zip(Operand, DelayedState(RECIPE).format_max, strict=True)) == {
         Operand.INPUT: 448.0, Operand.WEIGHT: 448.0, Operand.GRAD_OUTPUT: 57344.0,
     }  # fmt: skip
+
+
+def test_stacked_linears_have_the_scales_of_single_ones() -> None:
+    """An infinite amax and one of zero leave the scale of their linear alone."""
+    stacked, singles = DelayedState(RECIPE, 3), [DelayedState(RECIPE) for _ in range(3)]
+    exchange, exchanges = AmaxExchange(), [AmaxExchange() for _ in singles]
+    exchange.join(stacked, None)
+    for each, single in zip(exchanges, singles, strict=True):
+        each.join(single, None)
+    amaxes = torch.tensor([[2.0, 3.0, 0.0], [5.0, torch.inf, 7.0]])
+    for microbatch in amaxes:
+        scales = stacked.scales(records_amax=True)
+        for operand in scales:
+            operand.record(microbatch)
+        exchange.forward_ran(stacked)
+        exchange.backward_ran(stacked)
+        for amax, single, each in zip(microbatch, singles, exchanges, strict=True):
+            for operand in single.scales(records_amax=True):
+                operand.record(amax)
+            each.forward_ran(single)
+            each.backward_ran(single)
+    assert torch.equal(stacked.amax_history, torch.stack([single.amax_history for single in singles], dim=-1))
+    assert torch.equal(stacked.quant_scale, torch.stack([single.quant_scale for single in singles], dim=-1))
+    loaded = DelayedState(RECIPE, 3)
+    loaded.load_state_dict(stacked.linear_states())
+    assert torch.equal(loaded.amax_history, stacked.amax_history)
+    assert torch.equal(loaded.quant_scale, stacked.quant_scale)

@@ -1,0 +1,69 @@
+"""Infinite and saturating amaxes of experts in one launch are counted, named and removed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.utils import unwrap_model
+from ranks import run_ranks
+from small_run import build_run, small_config
+from stacked_experts import EP2, MODEL, stack_experts
+
+from megafp8.config import precision_map
+from megafp8.models.grouped_moe import GroupedExperts
+from megafp8.quantization.counters import QUANTIZERS
+from megafp8.training.expert_amaxes import ExpertAmaxes
+
+
+def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]], list[str], float]:
+    """Totals, counts of a table, names of infinite amaxes, and a scale after later amaxes. In one microbatch the second
+    expert of the second layer has an infinite input of linear_fc2, and its first one a gradient beyond the scale."""
+    stack_experts()
+    config = small_config("llama", f"{MODEL} {flags}", world_size)
+    chunks = unwrap_model(build_run(config).trainee.chunks)
+    names = precision_map.linears_with_statistics(config.model, config.precision)
+    ExpertAmaxes(names, chunks)  # of an earlier run in the process
+    counts = ExpertAmaxes(names, chunks)
+    layers = [module for module in chunks[0].modules() if isinstance(module, GroupedExperts)]
+
+    def microbatch(amax: float, first_gradient: float, infinite: float) -> None:
+        for layer in layers:
+            for state in layer.quantizer_state.values():
+                state.amax_history[0] = amax
+        layers[1].quantizer_state["linear_fc2"].amax_history[0, 0, 1] = infinite
+        layers[1].quantizer_state["linear_fc1"].amax_history[0, 2, 0] = first_gradient
+        for layer in layers:
+            for state in layer.quantizer_state.values():
+                layer.exchange.forward_ran(state)
+                layer.exchange.backward_ran(state)
+
+    microbatch(448.0, 464.0, torch.inf)
+    microbatch(448.0, 448.0, 448.0)
+    totals = counts.add_to(torch.zeros(3, dtype=torch.int64)).tolist()
+    table = counts.add_to_table(torch.zeros(len(names), len(QUANTIZERS), 2, dtype=torch.int64))
+    found = {
+        f"{names[row]}.{QUANTIZERS[column][0].value}.{QUANTIZERS[column][1].value}": table[row, column].tolist()
+        for row, column in table.any(dim=2).nonzero().tolist()
+    }
+    infinite = counts.clear_infinite_amaxes()
+    microbatch(224.0, 224.0, 224.0)
+    scale = layers[1].quantizer_state["linear_fc2"].quant_scale[0, 1].item()
+    counts.reset()
+    assert not counts.add_to(torch.zeros(3, dtype=torch.int64)).any()
+    return totals, found, infinite, scale
+
+
+@pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (2, EP2)])
+def test_faults_of_experts(world_size: int, flags: str) -> None:
+    for rank, (totals, found, infinite, scale) in enumerate(run_ranks(world_size, faults, flags, world_size)):
+        first = 2 * rank
+        assert totals == [1, 1, 1]
+        bad, large = f"layers.1.experts.{first + 1}.linear_fc2", f"layers.1.experts.{first}.linear_fc1"
+        assert found == {
+            f"{bad}.input.fprop": [1, 0],
+            f"{bad}.input.wgrad": [1, 0],
+            f"{large}.grad_output.dgrad": [0, 1],
+            f"{large}.grad_output.wgrad": [0, 1],
+        }
+        assert infinite == [f"{bad}.input"]
+        assert scale == 1.0, "448 is still in the history"

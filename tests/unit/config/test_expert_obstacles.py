@@ -1,0 +1,30 @@
+"""Which settings exclude one launch for all experts, by their messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.config import flags
+from megafp8.config.grouped_experts import grouped_expert_obstacles
+
+DELAYED, HYBRID = "--fp8-format e4m3 --fp8-recipe delayed", "--fp8-format hybrid --fp8-recipe delayed"
+TRITON = "--moe-expert-kernels triton"
+
+
+@pytest.mark.parametrize(
+    ("extra", "obstacles"),
+    [
+        ("--fp8-format e4m3 --fp8-recipe tensorwise", []),
+        (
+            DELAYED,
+            ["delayed scaling, with which it was never run on GPUs, unless --moe-expert-kernels triton is given"],
+        ),
+        (f"{DELAYED} {TRITON}", []),
+        (f"{DELAYED} {TRITON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", []),
+        (f"{HYBRID} {TRITON}", ["experts in another precision than BF16 or tensorwise e4m3, delayed e4m3"]),
+        (HYBRID, ["experts in another precision than BF16 or tensorwise e4m3, delayed e4m3"]),
+    ],
+)
+def test_obstacles(extra: str, obstacles: list[str]) -> None:
+    config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
+    assert list(grouped_expert_obstacles(config)) == obstacles
