@@ -368,6 +368,13 @@ def uses_cuda_graph(config: RunConfig) -> bool:
     return config.training.cuda_graph_impl == "local"
 
 
+def moves_linears(training: TrainingConfig) -> Optional[str]:
+    """The flag with which a run may move linears to high precision; None without one."""
+    if training.on_nonfinite_activation == "bf16":
+        return "--on-nonfinite-activation bf16"
+    return "--fp8-guard bf16-layer" if training.fp8_guard == "bf16-layer" else None
+
+
 # ---- recomputation ------------------------------------------------------------------------------------------------
 
 

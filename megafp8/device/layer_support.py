@@ -27,8 +27,7 @@ def quantizer_problems(config: RunConfig) -> list[str]:
     training = config.training
     policy = training.on_nonfinite_activation
     asked = {
-        f"--on-nonfinite-activation {policy}": policy == "bf16",
-        f"--fp8-guard {training.fp8_guard}": training.fp8_guard not in ("off", "warn"),
+        f"--fp8-guard {training.fp8_guard}": training.fp8_guard == "smooth-swiglu",
         f"--planted-fault {training.planted_fault}": training.planted_fault != "none",
         "--moe-dispatch-in-fp8 without --moe-expert-kernels triton": (
             config.parallel.moe_dispatch_in_fp8 and any(grouped_expert_obstacles(config))
@@ -44,10 +43,15 @@ def quantizer_problems(config: RunConfig) -> list[str]:
         recipe.name for recipe in derived.used_recipes(config.precision)
         if not recipe.is_stateful and recipe.name not in cast
     ]  # fmt: skip
-    if policy in ("stop", "skip") and unseen:
+    if policy != "warn" and unseen:
         found.append(
             f"--on-nonfinite-activation {policy}: casts of {', '.join(unseen)} by Transformer Engine show no infinite "
             "amax; use --quantize-kernels triton where it is possible, or --transformer-impl emulated"
+        )
+    if (moving := derived.moves_linears(training)) and config.precision.fp8_dot_product_attention:
+        found.append(
+            f"{moving} with --fp8-dot-product-attention: the scales of attention are updated with the linears around "
+            "it, which may be in high precision then; remove one"
         )
     return found
 

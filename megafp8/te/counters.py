@@ -61,9 +61,10 @@ class AmaxCounters:
         self.flags.zero_()
         for counts in self.amax_counts.values():
             counts.zero_()
-        # Transformer Engine makes the quantizers of all layers in the same step. To look at all of them takes a
-        # millisecond of the host.
-        if self._give_flags(self.first_layer):
+        # Transformer Engine makes the quantizers of all layers in the same step, and later those of a split MLP.
+        # Looking at all of them takes a millisecond of the host.
+        split = [name for name in self.modules if self._is_split(name)]
+        if self._give_flags([*self.first_layer, *split]):
             self._give_flags(self.modules)
 
     def count_amaxes(self, is_forward: bool) -> None:
@@ -142,11 +143,16 @@ class AmaxCounters:
                 if key in self.amax_counts:
                     yield self.linears.index(name), column, self.amax_counts[key][:, start + index]
 
+    def _is_split(self, name: str) -> bool:
+        """Whether a linear is called that was part of a fused MLP before."""
+        place = self.fused.get(self.modules[name])
+        return place is not None and place[0].is_split
+
     def _quantizer(self, name: str, direction: str, index: int) -> Optional[Any]:
         """The quantizer of an operand; None before the first pass, or without quantization."""
         module = self.modules[name]
         mlp, place = self.fused.get(module, (None, 0))
-        if mlp is None:
+        if mlp is None or mlp.is_split:
             found = module.quantizers[f"scaling_{direction}"]
         elif mlp._fused_impl is None:
             return None

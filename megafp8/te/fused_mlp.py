@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import TEFusedMLP
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from transformer_engine.common.recipe import DelayedScaling, Recipe
@@ -52,11 +53,23 @@ class FusedMLP(TEFusedMLP):
     Args:
         returns_input: return the pair (output, input) in place of the output, for `ResidualLayer` to add. Transformer
             Engine's backward kernel of the RMSNorm then adds the gradients of both.
+
+    Attributes:
+        is_split: run linear by linear, since one of them has another precision (`moved_linears.py`).
     """
+
+    is_split = False
 
     def __init__(self, *args: Any, returns_input: bool = False, **options: Any):
         super().__init__(*args, **options)
         self.returns_input = returns_input
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> tuple[Any, Optional[Tensor]]:
+        """The output [S, B, H], or the pair with the input, and the bias, if the caller adds it."""
+        if not self.is_split:
+            return super().forward(hidden_states, **options)
+        output, bias = MLP.forward(self, hidden_states, **options)
+        return (output, hidden_states) if self.returns_input else output, bias
 
     def _make_fused_impl(self) -> te.ops.Sequential:
         fused = super()._make_fused_impl()

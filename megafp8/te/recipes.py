@@ -95,7 +95,8 @@ def apply_precision_map(chunk: GPTModel, config: RunConfig) -> None:
 def wrap_with_recipe(linear: torch.nn.Module, recipe: Optional[te_recipe.Recipe], group: Any) -> None:
     """Run a linear's forward pass, and with it its backward pass, under a recipe; None is high precision.
 
-    While the linear's attribute `is_quantizing` is False, the surrounding autocast applies.
+    The recipe is the linear's attribute `own_recipe`. While its attribute `is_quantizing` is False, the surrounding
+    autocast applies.
     """
     plain = linear.forward
 
@@ -103,10 +104,11 @@ def wrap_with_recipe(linear: torch.nn.Module, recipe: Optional[te_recipe.Recipe]
     def forward(*args: Any, **options: Any) -> Any:
         if not linear.is_quantizing:
             return plain(*args, **options)
-        with te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group):
+        own = linear.own_recipe
+        with te.autocast(enabled=own is not None, recipe=own, amax_reduction_group=group):
             return plain(*args, **options)
 
-    linear.is_quantizing = True
+    linear.is_quantizing, linear.own_recipe = True, recipe
     linear.forward = forward
 
 
@@ -130,7 +132,7 @@ def nested_autocast() -> Iterator[None]:
 class OutputLayer(TEColumnParallelLinear):
     """Logits [S, B, vocabulary / P] of hidden states [S, B, H], or [S / P, B, H] with sequence parallelism."""
 
-    recipe: Recipe
+    own_recipe: Optional[Recipe]  # None: high precision
     is_output = True
     is_quantizing = True
 
@@ -144,7 +146,7 @@ class OutputLayer(TEColumnParallelLinear):
             bias=False, skip_bias_add=False, is_expert=False, tp_group=plain.tp_group,
         )  # fmt: skip
         layer.weight = plain.weight
-        layer.recipe = recipe
+        layer.own_recipe = recipe
         return layer
 
     def forward(
@@ -152,7 +154,8 @@ class OutputLayer(TEColumnParallelLinear):
     ) -> tuple[Tensor, Any]:
         """Logits, and None in place of a bias."""
         assert weight is None and not runtime_gather_output, "logits stay split over the vocabulary, for the loss"
-        with nested_autocast(), te.autocast(enabled=self.is_quantizing, recipe=self.recipe):
+        is_quantizing = self.is_quantizing and self.own_recipe is not None
+        with nested_autocast(), te.autocast(enabled=is_quantizing, recipe=self.own_recipe):
             return super().forward(input_)
 
     def get_extra_state(self) -> None:

@@ -55,8 +55,8 @@ def is_fp8(config: RunConfig) -> bool:
 
 def has_high_precision_layers(config: RunConfig) -> bool:
     """Whether any layer runs in high precision, in all steps or in some."""
-    precision = config.precision
-    return not is_fp8(config) or precision.first_last_layers_bf16 or precision.fp8_schedule is not None
+    precision, may_move = config.precision, derived.moves_linears(config.training) is not None
+    return not is_fp8(config) or precision.first_last_layers_bf16 or precision.fp8_schedule is not None or may_move
 
 
 def read_settings(path: Optional[str]) -> Optional[dict[str, Any]]:

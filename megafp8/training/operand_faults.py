@@ -11,7 +11,7 @@ step as a bad one (`bad_steps.py`), and `bf16` also computes the linears in high
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint.progress import SMOOTHED, MovedLinear
+from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear
 from megafp8.config import precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.modules import named_linears
@@ -211,8 +211,14 @@ def build_operand_monitor(
     return monitor(precision_map.linears_with_statistics(config.model, config.precision), chunks, device)
 
 
-def move_linears(chunks: Sequence[Any], linears: Iterable[MovedLinear]) -> None:
+def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implementation: str) -> None:
     """Compute linears in high precision, or with a scale per channel, from now on; those of this rank."""
+    if implementation == "transformer_engine":
+        from megafp8.te.moved_linears import move_to_high_precision  # needs Transformer Engine
+
+        assert all(linear.form == HIGH_PRECISION for linear in linears)
+        move_to_high_precision(unwrap_model(list(chunks)), [linear.name for linear in linears])
+        return
     forms = [(linear.name, linear.form) for linear in linears]
     for name, linear in emulated_linears_by_name(chunks):
         for form in [form for moved, form in forms if moved == name]:

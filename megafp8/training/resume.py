@@ -19,7 +19,6 @@ from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_rank_0
 from megafp8.errors import CheckpointError
 from megafp8.resilience import fault_injection
-from megafp8.training.operand_faults import move_linears
 from megafp8.training.run import Run, checkpoint_folders
 
 # A checkpoint is set aside after so many consecutive crashes while it was being loaded.
@@ -88,20 +87,23 @@ def change_linears(run: Run, path: Path, moved: tuple[MovedLinear, ...]) -> tupl
     Raises:
         CheckpointError: the layers or the recipe of this run do not support the change.
     """
-    is_quantized = precision_map.is_quantized(run.config.precision)
-    if moved and run.implementation != "emulated" and is_quantized:
-        raise CheckpointError(
-            f"{path}: {moved[0].name} and {len(moved) - 1} more linears were moved to high precision or "
-            "smoothed, which only emulated layers can do: give --transformer-impl emulated"
-        )
-    if is_quantized and derived.is_stateful(run.config.precision):
-        smoothed = [linear.name for linear in moved if linear.form == SMOOTHED]
-        if smoothed:
-            raise CheckpointError(
-                f"{path}: {smoothed[0]} is smoothed, which delayed scaling does not support: use a recipe "
-                "without amax history"
-            )
-    move_linears(run.trainee.chunks, moved)
+    precision = run.config.precision
+    smoothed = [linear.name for linear in moved if linear.form == SMOOTHED]
+    in_high_precision = [linear.name for linear in moved if linear.form != SMOOTHED]
+    obstacles = (
+        (smoothed, derived.is_stateful(precision), "smoothed", "delayed scaling does not support: use a recipe without "
+         "amax history"),
+        (smoothed, run.implementation != "emulated", "smoothed", "only emulated layers support: give "
+         "--transformer-impl emulated"),
+        (in_high_precision, precision.fp8_param_gather, "in high precision", "FP8 weights do not support: remove "
+         "--fp8-param-gather"),
+    )  # fmt: skip
+    if not precision_map.is_quantized(precision):
+        return ()
+    for names, is_obstacle, form, reason in obstacles:
+        if names and is_obstacle:
+            raise CheckpointError(f"{path}: {names[0]} is {form}, which {reason}")
+    run.change_linears(moved)
     return tuple(f"{linear.name} stays {FORMS[linear.form]}, since step {linear.step}" for linear in moved)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import Any, Optional, Union
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.directory import NON_PERSISTENT
-from megafp8.checkpoint.progress import Progress, TrainingState
+from megafp8.checkpoint.progress import MovedLinear, Progress, TrainingState
 from megafp8.config import derived
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.precision_options import is_quantized_at
@@ -30,7 +30,7 @@ from megafp8.optimizer.gradient_communication import GradientTraffic, ParameterT
 from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.cuda_graph import StepGraph
-from megafp8.training.operand_faults import AmaxMonitor, OperandMonitor
+from megafp8.training.operand_faults import AmaxMonitor, OperandMonitor, move_linears
 from megafp8.training.precision import DelayedScalingSnapshot, high_precision
 
 
@@ -142,6 +142,14 @@ class Run:
         if is_quantized_at(self.config.precision, max(1, step)):
             return nullcontext()
         return high_precision(self.transformer_config, self.trainee.chunks)
+
+    def change_linears(self, linears: Sequence[MovedLinear]) -> None:
+        """Compute linears in high precision, or with a scale per channel, from now on; all ranks call it."""
+        if not linears:
+            return
+        move_linears(self.trainee.chunks, linears, self.implementation)
+        if self.graph is not None:
+            self.graph.reset()  # it has the kernels of before
 
     @cached_property
     def sample_chain(self) -> Optional[SampleHashChain]:

@@ -23,7 +23,7 @@ from megafp8.optimizer.schedules import can_lower_loss_scale, current_learning_r
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.resilience import fault_injection
 from megafp8.training import bad_steps
-from megafp8.training.operand_faults import OperandFaults, move_linears
+from megafp8.training.operand_faults import OperandFaults
 from megafp8.training.run import Run
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
@@ -162,7 +162,7 @@ def undo_step(run: Run, progress: Progress, bad_step: Optional[bad_steps.BadStep
         bad_steps.check_may_skip(run, progress, bad_step)
         if run.delayed_snapshot is not None:
             run.delayed_snapshot.restore()
-        move_linears(run.trainee.chunks, bad_step.moved)
+        run.change_linears(bad_step.moved)
 
 
 def reduced_bytes(run: Run) -> Optional[int]:

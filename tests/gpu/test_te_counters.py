@@ -1,9 +1,10 @@
 """Counters and guard of Transformer Engine's linears: an infinite activation is named before the update, and is left in
-no amax history; the guard has all statistics. Not run on a GPU yet."""
+no amax history; the guard has all statistics; a linear that is moved computes in BF16. Moving was not run on a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run
-from small_run import SourceSamples, weights
+from small_run import SourceSamples, train, weights
 
-from megafp8.checkpoint.progress import OPERAND, Progress
+from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.progress import OPERAND, MovedLinear, Progress
+from megafp8.checkpoint.save import save_checkpoint
 from megafp8.mcore.modules import named_linears
 from megafp8.te import layers
 from megafp8.training.bad_steps import progress_after_step
@@ -28,11 +31,23 @@ from megafp8.training.step import StepResult, forward_backward, train_step
 SPOILED = "layers.1.linear_fc2"
 
 
-def step(run: Run, progress: Progress) -> tuple[StepResult, Progress]:
+FUSED = "--use-transformer-engine-op-fuser"
+ALL = tuple(
+    MovedLinear(f"layers.{layer}.{name}", 0, "test")
+    for layer in (0, 1)
+    for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+)
+
+
+def linears(run: Run) -> dict[str, torch.nn.Module]:
+    return dict(named_linears(run.trainee.chunks[0].module))
+
+
+def step(run: Run, progress: Progress, is_eager: bool = False) -> tuple[StepResult, Progress]:
     first = progress.consumed_samples
     samples = SourceSamples(run.config.data.seq_length)
     batches = build_batches(run, samples, first, first + run.global_batch_size, num_workers=0)
-    result = train_step(run, batches, progress)
+    result = train_step(run, batches, progress, is_eager=is_eager)
     return result, progress_after_step(run, progress, result.bad_step, (result.loss, result.grad_norm or 0.0))
 
 
@@ -44,7 +59,7 @@ def make_infinite(run: Run) -> Any:
         spoiled.view(-1)[3] = torch.inf
         return (spoiled, *args[1:])
 
-    return dict(named_linears(run.trainee.chunks[0].module))[SPOILED].register_forward_pre_hook(spoil)
+    return linears(run)[SPOILED].register_forward_pre_hook(spoil)
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
@@ -83,3 +98,51 @@ def test_the_guard_has_all_statistics(is_fused: bool) -> None:
         forward_backward(run, batches, run.num_microbatches, forward_only=False)
         missing = {name for (_, name), value in collector.take().items() if value < 0}
         assert missing == ({f"layers.{layer}.linear_fc2.input" for layer in (0, 1)} if is_fused else set())
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_the_linear_is_moved_and_a_resumed_run_is_equal(recipe: str, tmp_path: Path) -> None:
+    """The fault is in an eager step between two CUDA graphs."""
+    flags = (
+        f"{RECIPES[recipe]} --quantize-kernels triton --cuda-graph-impl local --cuda-graph-warmup-steps 2 "
+        "--max-skipped-steps 1 --on-nonfinite-activation bf16"
+    )
+    with gpu_run(flags) as run:
+        progress = Progress()
+        for _ in range(4):
+            _, progress = step(run, progress)
+        assert run.graph is not None and run.graph.graph is not None
+        before, handle = weights(run), make_infinite(run)
+        result, progress = step(run, progress, is_eager=True)
+        handle.remove()
+        assert result.bad_step is not None and SPOILED in [linear.name for linear in result.bad_step.moved]
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
+        assert run.graph.graph is None, "it has the kernels of before"
+        moved = progress.history.moved_linears
+        path = save_checkpoint(tmp_path, run.config, run.trainee, progress)
+        unbroken = train(run, 4, first_step=progress.step + 1)
+        assert run.graph.graph is not None
+        names = {linear.name for linear in moved}
+        assert {name for name, linear in linears(run).items() if not linear.fp8} == names
+        last = weights(run)
+    with gpu_run(flags) as run:
+        loaded = load_checkpoint(path, run.config, run.trainee)
+        assert loaded.progress.history.moved_linears == moved
+        run.change_linears(moved)
+        assert train(run, 4, first_step=loaded.progress.step + 1) == unbroken
+        assert all(torch.equal(tensor, last[name]) for name, tensor in weights(run).items())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_model_that_is_moved_computes_as_bf16(recipe: str) -> None:
+    """From a fused MLP, whose linears are called from then on."""
+    with gpu_run(RECIPES["bf16"]) as run:
+        plain = train(run, 3)
+    with gpu_run(f"{RECIPES[recipe]} {FUSED}") as run:
+        run.change_linears(ALL)
+        assert train(run, 3).losses == pytest.approx(plain.losses, rel=1e-5)
+    with gpu_run(f"{RECIPES[recipe]} {FUSED}") as run:  # one layer, later
+        train(run, 2)
+        run.change_linears(ALL[4:])
+        assert train(run, 2, first_step=3).losses == pytest.approx([plain.losses[2]] * 2, rel=0.2)
+        assert [linear.fp8 for linear in linears(run).values()][4:] == [False] * 4

@@ -43,7 +43,7 @@ from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.extensions.statistics_hooks import linear_input
-from megafp8.training.operand_faults import emulated_linears_by_name, move_linears
+from megafp8.training.operand_faults import emulated_linears_by_name
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
@@ -178,7 +178,7 @@ def change_linears(state: LoopState, linears: list[MovedLinear], event: str, det
     changed = state.progress.history.after_move(linears)
     if changed is state.progress.history:
         return
-    move_linears(state.run.trainee.chunks, linears)
+    state.run.change_linears(linears)
     state.progress = dataclasses.replace(state.progress, history=changed)
     state.sinks.write(EventRecord(step=state.step, name=event, detail=detail))
 
@@ -245,7 +245,8 @@ class LayerStatistics:
                 yield name, linear, linear
             return
         for chunk in unwrap_model(chunks):
-            mlps = [module for module in chunk.modules() if hasattr(module, "_make_fused_impl")]
+            fused = [module for module in chunk.modules() if hasattr(module, "_make_fused_impl")]
+            mlps = [mlp for mlp in fused if not mlp.is_split]
             called = {mlp.linear_fc1: mlp for mlp in mlps} | {mlp.linear_fc2: None for mlp in mlps}
             yield from ((name, linear, called.get(linear, linear)) for name, linear in named_linears(chunk))
 

@@ -114,7 +114,7 @@ class Linear(torch.autograd.Function):
 TEColumnParallelLinear.forward = lambda self, inputs: (Linear.apply(inputs), None)
 output_layer = OutputLayer.__new__(OutputLayer)
 torch.nn.Module.__init__(output_layer)
-output_layer.recipe = TENSORWISE
+output_layer.own_recipe = TENSORWISE
 for _microbatch in range(2):
     events.clear()
     with te.autocast(recipe=RECIPE):

@@ -11,6 +11,7 @@ from megafp8.config import flags, rules
 from megafp8.device import capability
 from megafp8.device.capability import TARGETS
 from megafp8.metrics.layer_statistics import INPUT_STATISTICS, input_statistics, swiglu_alignment
+from megafp8.te import userbuffers
 from megafp8.training.extensions import guard
 
 RUN = (
@@ -26,9 +27,14 @@ def problems(policy: str) -> list[str]:
     return [*rules.setting_problems(config, 1), *capability.capability_problems(config, TARGETS["h200"])]
 
 
-assert not problems("warn")
-assert all("Transformer Engine's layers do not support it" in problems(policy)[0]
-           for policy in ("bf16-layer", "smooth-swiglu"))  # fmt: skip
+assert not problems("warn") and not problems("bf16-layer")
+assert "Transformer Engine's layers do not support it" in problems("smooth-swiglu")[0]
+delayed = "bf16-layer --fp8-recipe delayed"
+assert not problems(delayed) and not problems(f"{delayed} --on-nonfinite-activation bf16 --max-skipped-steps 1")
+assert "updated with the linears around it" in problems(f"{delayed} --fp8-dot-product-attention --kv-channels 128")[0]
+assert any("no copy in high precision" in problem for problem in problems(f"{delayed} --fp8-param-gather"))
+for policy, has_both in (("warn", False), ("bf16-layer", True)):  # communication with and without FP8
+    assert userbuffers.has_high_precision_layers(flags.parse(f"{RUN} --fp8-guard {policy}".split()).config) is has_both
 
 mlp = small_mlp()
 guard.named_linears = lambda chunk: [("layers.0.linear_fc1", mlp.linear_fc1), ("layers.0.linear_fc2", mlp.linear_fc2)]
