@@ -1,8 +1,8 @@
 """Activations as E4M3 codes with an E8M0 scale for each group of 16 elements of the last dimension.
 
-The precision and the group size are those of COAT (arXiv:2410.19313) for non-linear layers. Its scales are BF16. Here
-they are the smallest powers of two that bring a group's amax into E4M3's range, in one byte: products with them are
-exact, so that a code is the only rounding.
+The format and the group size are those of COAT (arXiv:2410.19313) for non-linear layers. A scale is the smallest power
+of two that brings a group's amax into E4M3's range, in one byte: products with it are exact, so that the code is the
+only rounding.
 """
 
 from __future__ import annotations
