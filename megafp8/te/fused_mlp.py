@@ -108,7 +108,8 @@ def note_saved(operation: te.ops.BasicOperation, note: Callable[[Tensor], None])
     def op_forward(ctx: Any, *args: Any, **options: Any) -> Tensor:
         output: Tensor = forward(ctx, *args, **options)
         for tensor in ctx.to_save or ():
-            note(tensor)
+            if tensor is not None:
+                note(tensor)
         return output
 
     operation.op_forward = op_forward
