@@ -102,6 +102,11 @@ for parts, decoders in CASES.items():
     for one, other in zip(found, expected(parts, *decoders), strict=True):
         assert torch.equal(one, other)
 
+# With the residual connection in the backward kernel of the norm: an error if not both are packed.
+mlp = small_mlp(returns_input=True)
+saved_activations.pack_in_fused_mlp(mlp, "mlp", ("norm", "activation"))
+assert mlp(torch.ones(8, 2, HIDDEN).requires_grad_() * 1)[0][0].requires_grad
+
 with torch.no_grad():
     mlp = small_mlp()
     saved_activations.pack_in_fused_mlp(mlp, "mlp", ("norm", "activation"))
