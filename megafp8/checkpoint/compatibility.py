@@ -253,7 +253,8 @@ def number_formats(precision: PrecisionConfig) -> dict[str, Any]:
     names += [name for recipe in used for name in recipe.resume_option_names]
     if used:
         names += ["first_last_layers_bf16", *(BF16_LAYER_SETTINGS if precision.first_last_layers_bf16 else ())]
-    return {name: getattr(precision, name) for name in names}
+    formats = {name: getattr(precision, name) for name in names}
+    return formats | {"fp8_saved_activations": sorted(set(precision.fp8_saved_activations))}
 
 
 def precision_map_changes(before: RunConfig, now: RunConfig) -> list[str]:

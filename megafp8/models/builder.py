@@ -34,6 +34,7 @@ from megafp8.models.emulated_layers import EmulatedOutputLayer, convert_to_quant
 from megafp8.models.fsdp_codes import gather_codes
 from megafp8.models.initialization import initialize_parameters
 from megafp8.models.layer_specs import build_block_spec, build_multi_token_spec, linear_recipes
+from megafp8.models.saved_activations import pack_saved_activations
 from megafp8.optimizer.build_muon import build_muon
 from megafp8.quantization.fp8_parameter import quantize_assigned_weights
 from megafp8.quantization.scaled_gemm import accumulate
@@ -133,6 +134,7 @@ def build_chunk(
         chunk.output_layer.register_forward_hook(partial(cap_logits, model.output_logit_softcapping))
     if chunk.post_process and model.logits_scaling != 1:
         chunk.output_layer.register_forward_hook(partial(divide_logits, model.logits_scaling))
+    pack_saved_activations(chunk, config.precision.fp8_saved_activations)
     return chunk
 
 

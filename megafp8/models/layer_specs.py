@@ -48,6 +48,7 @@ from megafp8.models.latent_attention import DOWN, latent_attention_spec
 from megafp8.models.local_rotary import LocalRotaryLayer
 from megafp8.models.query_key_norm import AcrossHeadsNorm
 from megafp8.models.residual import POST_NORM_KEYS, ParallelResidualLayer, residual_add
+from megafp8.models.rms_norm import InputSavingRMSNorm
 from megafp8.models.router import Router
 from megafp8.quantization.delayed_scaling import AmaxExchange
 from megafp8.recipes.base import LinearRecipe
@@ -297,7 +298,12 @@ class Norm(torch.nn.Module):
     Under sequence parallelism each tensor-parallel rank normalizes another part of the sequence. megatron-core sums the
     gradients of parameters marked `sequence_parallel` over these ranks; without the mark the weights would diverge.
     megatron-core's `WrappedTorchNorm` does not support sequence parallelism.
+
+    Attributes:
+        saves_input: save the input for the backward pass, and nothing larger, on a CPU too.
     """
+
+    saves_input = False
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
         super().__init__()
@@ -318,6 +324,9 @@ class Norm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
         weight = self.weight + 1 if self.is_zero_centered else self.weight
+        if self.is_rms and self.saves_input and not x.is_cuda:
+            normalized: Tensor = InputSavingRMSNorm.apply(x, weight, self.eps)
+            return normalized
         if self.is_rms:
             return F.rms_norm(x, self.shape, weight, self.eps)
         return F.layer_norm(x, self.shape, weight, self.bias, self.eps)

@@ -4,7 +4,8 @@
                   w: waves of 128 x 128 tiles over the SMs; on average half a wave is idle at the end
     attention     causal FLOPs / (peak x fraction x s / (s + s_half)), of which 2/7 forward (2 GEMMs of 7)
     memory-bound  bytes that norms, residual additions, activation and rotary embedding move / (bandwidth x fraction)
-    casts         quantizing inputs (forward) and grad_outputs (backward) to codes and transposed codes: launch + bytes
+    casts         quantizing inputs (forward) and grad_outputs (backward) to codes and transposed codes: launch + bytes;
+                  packing (forward) and unpacking (backward) saved activations
 
 The fractions are measured: `Calibration` in `planned_run.py`. Bytes are counted as the kernels of megatron-core 0.16
 with Transformer Engine 2.20 read and write them, including fusions. Dropout and biases are not counted.
@@ -19,6 +20,7 @@ from typing import Optional
 from megafp8.config import attention_layers, derived, latent_attention, model_shapes
 from megafp8.config.activations import is_gated
 from megafp8.config.rules.precision import uses_op_fuser, uses_split_rope_kernel
+from megafp8.config.saved_activations import ACTIVATION, NORM, PACKED_BYTES
 from megafp8.planning.memory import has_fused_loss
 from megafp8.planning.planned_run import (
     BF16,
@@ -130,7 +132,8 @@ def forward_time(run: PlannedRun, recipe: str, has_experts: bool = False) -> Lay
         rotary=run.memory_s(BF16_BYTES * 2 * qkv),
         # When the activation is fused with the cast that follows, its result is neither written nor read.
         activation=run.memory_s(BF16_BYTES * ffn * (num_fc1_outputs + 1 - 2 * is_fused)),
-        casts=cast_s(run, recipe, sum(linear.rows * linear.in_features for linear in linears), len(linears)),
+        casts=cast_s(run, recipe, sum(linear.rows * linear.in_features for linear in linears), len(linears))
+        + packing_s(run, has_experts),
     )
 
 
@@ -154,7 +157,7 @@ def backward_time(run: PlannedRun, recipe: str, has_experts: bool = False) -> La
         norms=run.memory_s(BF16_BYTES * residual * (2 * 3 + 2 * 3 - 2 * run.config.precision.residual_norm_fusion)),
         rotary=run.memory_s(BF16_BYTES * rotary_passes * qkv),
         activation=run.memory_s(BF16_BYTES * ffn * (1 + 2 * num_fc1_outputs - 2 * num_fc1_outputs * is_fused)),
-        casts=cast_s(run, recipe, num_grads, len(linears)),
+        casts=cast_s(run, recipe, num_grads, len(linears)) + packing_s(run, has_experts),
     )
 
 
@@ -170,6 +173,19 @@ def cast_s(run: PlannedRun, recipe: str, num_elements: float, num_tensors: float
     fraction = calibration.blockwise_cast_fraction if known.slow_cast else calibration.cast_fraction
     bytes_per_s = run.gpu.hbm_bytes_per_s * fraction
     return num_tensors * calibration.cast_start_s + known.cast_bytes * num_elements / bytes_per_s
+
+
+def packing_s(run: PlannedRun, has_experts: bool) -> float:
+    """Seconds of packing the saved activations of a layer, or of unpacking them: one launch for each tensor."""
+    parts = run.config.precision.fp8_saved_activations
+    residual, _, ffn = _num_activations(run, has_experts)
+    seconds, bytes_moved = 0.0, BF16_BYTES + PACKED_BYTES
+    if NORM in parts:
+        seconds += 2 * run.calibration.cast_start_s + run.memory_s(bytes_moved * 2 * residual)
+    if ACTIVATION in parts:
+        num_fc1_outputs = 2 if is_gated(run.config.model) else 1
+        seconds += run.calibration.cast_start_s + run.memory_s(bytes_moved * num_fc1_outputs * ffn)
+    return seconds
 
 
 def recompute_s(run: PlannedRun, forward: LayerTime, num_layers: int, experts_s: Optional[float] = None) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import latent_attention
-from megafp8.config.schema import RunConfig
+from megafp8.config import activations, derived, latent_attention
+from megafp8.config.saved_activations import ACTIVATION, PACKED_BYTES
+from megafp8.config.schema import PrecisionConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,27 @@ def latent_attention_bytes(config: RunConfig, tokens: int, act_bytes: int, input
     norm_inputs = act_bytes * compressed if model.qk_layernorm else 0
     output = tokens * heads * model.v_head_dim
     return int(act_bytes * expanded + norm_inputs + input_bytes * (compressed + output))
+
+
+def saved_itemsize(precision: PrecisionConfig, part: str, act_bytes: int) -> float:
+    """Bytes of a saved element of a part of --fp8-saved-activations.
+
+    Args:
+        act_bytes: of one element of an activation.
+    """
+    return PACKED_BYTES if part in precision.fp8_saved_activations else act_bytes
+
+
+def backward_bytes(config: RunConfig, tokens: int, act_bytes: int) -> int:
+    """Bytes that exist at once in an MLP's backward pass: gradients of its linears' inputs and outputs, and an input of
+    the activation function that was unpacked.
+
+    Args:
+        tokens, act_bytes: as for `latent_attention_bytes`.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    assert model.hidden_size is not None
+    num_fc1_outputs = 2 if activations.is_gated(model) else 1
+    is_unpacked = ACTIVATION in config.precision.fp8_saved_activations
+    num_ffn = num_fc1_outputs + 1 + num_fc1_outputs * is_unpacked
+    return act_bytes * tokens * (2 * model.hidden_size + num_ffn * derived.ffn_hidden_size(model) // tp)

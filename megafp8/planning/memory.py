@@ -33,10 +33,16 @@ from dataclasses import dataclass
 
 from megafp8.config import activations, derived, latent_attention, mixture, model_shapes, multi_token, stages
 from megafp8.config.muon import is_muon
+from megafp8.config.saved_activations import ACTIVATION, NORM
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.planning import fsdp_memory, muon_cost
 from megafp8.planning.attention_memory import explicit_score_bytes
-from megafp8.planning.layer_activations import LayerActivations, latent_attention_bytes
+from megafp8.planning.layer_activations import (
+    LayerActivations,
+    backward_bytes,
+    latent_attention_bytes,
+    saved_itemsize,
+)
 from megafp8.planning.mixture_memory import expert_layers_on_stage, expert_parameters_on_stage, mlp_channels
 from megafp8.planning.planned_run import BF16, layers_by_recipe, output_layer_recipes, quantized_fraction
 from megafp8.recipes import registry
@@ -99,6 +105,7 @@ def estimate_memory(
     if _is_last(config, stage):
         fp8_copies_bytes += _output_copy_bytes(config, padded_vocab, implementation)
     logits_bytes = _logit_bytes(config, padded_vocab) if _is_last(config, stage) else 0
+    gradient_bytes = backward_bytes(config, _tokens(config), BYTES[derived.params_dtype(config.precision)])
     estimate = MemoryEstimate(
         stage=stage,
         parameters=parameters,
@@ -108,7 +115,7 @@ def estimate_memory(
         optimizer_bytes=_optimizer_bytes(config, world_size, padded_vocab, stage),
         activations_bytes=_activation_bytes(config, world_size, stage, implementation),
         logits_bytes=logits_bytes,
-        buffers_bytes=max(0, _backward_bytes(config) - logits_bytes),
+        buffers_bytes=max(0, gradient_bytes - logits_bytes),
     )
     return fsdp_memory.shard(config, world_size, estimate, quantizable)  # type: ignore[no-any-return]
 
@@ -300,11 +307,12 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
         # The kernel saves its output. linear_proj shares that tensor unless it saves codes instead.
         attention += act_bytes * query if input_bytes != act_bytes else 0
     return LayerActivations(
-        residual_stream=2 * act_bytes * residual + masks,
+        residual_stream=int(2 * saved_itemsize(precision, NORM, act_bytes) * residual) + masks,
         norm_outputs=int(2 * input_bytes * residual),
         attention=attention,
         core_attention=core,
-        mlp=act_bytes * ffn * (2 if activations.is_gated(model) else 1) + int(input_bytes * (ffn + routed)),
+        mlp=int(saved_itemsize(precision, ACTIVATION, act_bytes) * ffn * (2 if activations.is_gated(model) else 1))
+        + int(input_bytes * (ffn + routed)),
         layer_input=act_bytes * residual // (tp if config.training.distribute_saved_activations else 1),
     )
 
@@ -347,14 +355,6 @@ def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementa
         return int(in_flight / num_recomputed * layer.layer_input + num_recomputed * layer.total + embedding)
     fraction = min(1.0, num_recomputed / num_layers)
     return int(in_flight * (fraction * layer.layer_input + (1 - fraction) * layer.total) + layer.total + embedding)
-
-
-def _backward_bytes(config: RunConfig) -> int:
-    """Bytes of the gradients that exist at once in an MLP's backward pass: of its linears' inputs and outputs."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    assert model.hidden_size is not None
-    channels = 2 * model.hidden_size + (3 if activations.is_gated(model) else 2) * derived.ffn_hidden_size(model) // tp
-    return BYTES[derived.params_dtype(config.precision)] * _tokens(config) * channels
 
 
 def _logit_bytes(config: RunConfig, padded_vocab: int) -> int:

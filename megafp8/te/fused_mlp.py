@@ -3,6 +3,7 @@ connection whose gradient is added in the backward kernel of the norm."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Optional
 
 import transformer_engine.pytorch as te
@@ -56,9 +57,11 @@ class FusedMLP(TEFusedMLP):
 
     Attributes:
         is_split: run linear by linear, since one of them has another precision (`moved_linears.py`).
+        note_saved_by_activation: called with each tensor that the activation saves; set before the first forward pass.
     """
 
     is_split = False
+    note_saved_by_activation: Optional[Callable[[Tensor], None]] = None
 
     def __init__(self, *args: Any, returns_input: bool = False, **options: Any):
         super().__init__(*args, **options)
@@ -78,6 +81,9 @@ class FusedMLP(TEFusedMLP):
         operations = [operation for operation in fused if isinstance(operation, te.ops.BasicLinear)]
         for operation, linear in zip(operations, (self.linear_fc1, self.linear_fc2), strict=True):
             share_fp8_state(linear, operation)
+        if self.note_saved_by_activation is not None:
+            every = list(fused)
+            note_saved(every[every.index(operations[1]) - 1], self.note_saved_by_activation)
         return fused
 
 
@@ -103,6 +109,20 @@ def share_fp8_state(linear: TransformerEngineBaseModule, operation: te.ops.Basic
         reset(recipe=recipe)
 
     operation.reset_recipe_state = reset_recipe_state
+
+
+def note_saved(operation: te.ops.BasicOperation, note: Callable[[Tensor], None]) -> None:
+    """Let an operation call `note` with each tensor that it saves for its backward pass."""
+    forward = operation.op_forward
+
+    def op_forward(ctx: Any, *args: Any, **options: Any) -> Tensor:
+        output: Tensor = forward(ctx, *args, **options)
+        for tensor in ctx.to_save or ():
+            if tensor is not None:
+                note(tensor)
+        return output
+
+    operation.op_forward = op_forward
 
 
 class ResidualLayer(TransformerLayer):

@@ -21,6 +21,7 @@ from megafp8.metrics.records import RunRecord
 from megafp8.optimizer import fused_adam
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.planning.precision_table import GemmPrecision, format_recipes, resolve_precision_map
+from megafp8.quantization import saved_activations
 from megafp8.training.run import Run
 
 LIBRARIES = ("torch", "megatron-core", "transformer-engine", "numpy", "sentencepiece")
@@ -41,19 +42,22 @@ def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
 
 
 def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
-    """The resolved recipe as console lines: one per GEMM, or a table where linears differ; none in high precision."""
+    """The resolved recipe as console lines: one per GEMM, or a table where linears differ; none where all is in high
+    precision."""
     precision = config.precision
+    saved = ", ".join(precision.fp8_saved_activations)
+    saved_lines = [f"  saved activations ({saved}): {saved_activations.RULE}"] if saved else []
     if not precision_map.is_quantized(precision):
-        return []
+        return [f"precision: {derived.params_dtype(precision)}", *saved_lines] if saved else []
     rows, arithmetic = resolve_precision_map(config), describe_arithmetic(precision, implementation)
     others = ["  weights are stored and gathered as codes and scales"] if precision.fp8_param_gather else []
     others += ["  both attention GEMMs are also in FP8"] if precision.fp8_dot_product_attention else []
     if has_mixed_recipes(rows, precision):
         table = [f"  {line}" for line in format_recipes(rows, precision).splitlines()]
-        return [f"recipes: {arithmetic}", *table, *others]
+        return [f"recipes: {arithmetic}", *table, *others, *saved_lines]
     row = rows[0]
     gemms = [f"  {gemm}  {getattr(row, gemm)}" for gemm in precision_map.GEMMS]
-    return [f"recipe of layers {row.layers}: {arithmetic}", *gemms, *others]
+    return [f"recipe of layers {row.layers}: {arithmetic}", *gemms, *others, *saved_lines]
 
 
 def has_mixed_recipes(rows: list[GemmPrecision], precision: PrecisionConfig) -> bool:

@@ -535,6 +535,20 @@ EXAMPLES = {
         1,
         "remove layernorm",
     ),
+    "saved_activations_can_be_codes": (
+        {"precision.fp8_saved_activations": ("norm",), "model.hidden_size": 136},
+        1,
+        "--hidden-size, 136, must be a multiple of the group size, 16",
+    ),
+    "saved_activations_are_saved": (
+        {
+            "precision.fp8_saved_activations": ("activation",),
+            "training.recompute_activations": True,
+            "training.recompute_modules": ("mlp",),
+        },
+        1,
+        "keeps the MLP's input in high precision",
+    ),
     "mlp_recompute_excludes_biases": (
         {
             "model.add_bias_linear": True,

@@ -52,6 +52,10 @@ REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
 )
 
 REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
+    (
+        "--activation-func-fp8-input-store",
+        "it casts the activation's input to FP8 without a scale; use --fp8-saved-activations activation",
+    ),
     ("--mtp-standalone", "the layers of multi-token prediction are on the last pipeline stage; remove it"),
     (
         "--mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern",

@@ -1,13 +1,13 @@
-"""Rules about activation recomputation."""
+"""Rules about activations for the backward pass: recomputed, offloaded, or kept as codes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from megafp8.config import derived, stages
+from megafp8.config import derived, saved_activations, stages
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.rules.base import Rule, no_effect_without
+from megafp8.config.rules.base import Rule, has_shape, no_effect_without
 from megafp8.config.rules.pipeline import has_stages
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.training import OFFLOAD_MODULES
@@ -100,10 +100,62 @@ def offloading_has_its_modules(config: RunConfig, world_size: int) -> Iterator[s
         yield f"{flag} with --recompute-granularity full, which keeps only the inputs of layers: remove one"
 
 
+def saved_activations_can_be_codes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--fp8-saved-activations packs BF16 activations in groups, of dense MLPs and their norms."""
+    precision, flag = config.precision, "--fp8-saved-activations"
+    if not precision.fp8_saved_activations:
+        return
+    if not precision.bf16:
+        kind = "FP16's largest activations would overflow when codes are decoded" if precision.fp16 else "FP32 is exact"
+        yield f"{flag} needs --bf16: {kind}; give --bf16, or remove {flag}"
+    has_activation = saved_activations.ACTIVATION in precision.fp8_saved_activations
+    if has_activation and is_mixture(config.model):
+        yield (
+            f"{flag} activation with --num-experts: the activations of experts are not packed; remove activation, or "
+            "use --recompute-granularity selective --recompute-modules moe_act"
+        )
+    for entry in config.overrides:
+        if has_activation and entry.partition("=")[0] == "transformer.activation_func_fp8_input_store":
+            yield f"{flag} activation with --override {entry}, which casts the same tensor without a scale: remove one"
+    if not has_shape(config):
+        return
+    for part, channels in saved_activations.grouped_channels(config).items():
+        if part in precision.fp8_saved_activations and channels % saved_activations.GROUP:
+            sizes = "--hidden-size" if part == saved_activations.NORM else "--ffn-hidden-size on a tensor-parallel rank"
+            yield (
+                f"{flag} {part}: {sizes}, {channels}, must be a multiple of the group size, {saved_activations.GROUP}; "
+                f"remove {part}, or change the size"
+            )
+
+
+def saved_activations_are_saved(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Recomputation and offloading keep other tensors than those that --fp8-saved-activations packs."""
+    parts, flag = config.precision.fp8_saved_activations, "--fp8-saved-activations"
+    if not parts:
+        return
+    if config.training.fine_grained_activation_offloading:
+        yield f"{flag} with --fine-grained-activation-offloading: both replace saved activations; remove one"
+    if derived.recompute_granularity(config.training) == "full":
+        yield f"{flag} with --recompute-granularity full, which keeps only the inputs of layers: remove one"
+    modules = derived.recompute_modules(config.training)
+    if "mlp" in modules:
+        yield (
+            f"{flag} {' '.join(parts)} with --recompute-modules mlp, which keeps the MLP's input in high precision and "
+            "drops the rest: remove one"
+        )
+    if "layernorm" in modules and saved_activations.NORM in parts:
+        yield (
+            f"{flag} norm with --recompute-modules layernorm, which keeps the inputs of norms in high precision: "
+            "remove one"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     offloading_has_its_modules,
     full_recompute_says_which_layers,
     delayed_scaling_excludes_norm_recompute,
     mlp_recompute_excludes_biases,
     saved_activations_have_ranks_to_spread_over,
+    saved_activations_can_be_codes,
+    saved_activations_are_saved,
 )

@@ -75,6 +75,13 @@ class PrecisionConfig:
         "store and all-gather the weights of linear layers as FP8 codes and scales, without a BF16 copy (emulated: "
         f"{', '.join(registry.with_param_gather())})",
     )
+    fp8_saved_activations: tuple[str, ...] = setting(
+        (),
+        "activations that are kept for the backward pass as FP8 codes with a scale for 16 elements; norm: inputs of "
+        "the layers' norms, activation: what the activation function of the MLP saves (see docs/fp8_lm.md)",
+        many=True,
+        choices=("norm", "activation"),
+    )
     fp8_power_2_scale: bool = setting(False, "with emulated layers, round scales down to powers of two")
     fp8_tensorwise_margin: int = setting(
         0,

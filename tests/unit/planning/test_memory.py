@@ -58,6 +58,24 @@ def test_selective_recompute_matches_the_paper():
     assert layer.after_selective_recompute(("core_attn",)) == SBH * 34
 
 
+def test_saved_activations_are_codes_and_scales():
+    """17/16 bytes in place of 2, for the inputs of the norms and of the activation function."""
+    plain = layer_activations(config_of())
+    norm = layer_activations(config_of(precision__fp8_saved_activations=("norm",)))
+    both = layer_activations(config_of(precision__fp8_saved_activations=("norm", "activation")))
+    assert plain.total - norm.total == plain.residual_stream - norm.residual_stream == 2 * SBH * 15 / 16
+    assert norm.total - both.total == norm.mlp - both.mlp == 4 * SBH * 15 / 16
+
+
+def test_an_unpacked_activation_exists_in_the_backward_pass():
+    stage = {"parallel__pipeline_model_parallel_size": 2, "model__num_layers": 8}
+    plain, packed = (
+        estimate_memory(config_of(**stage, precision__fp8_saved_activations=parts), 2, 1024)
+        for parts in ((), ("activation",))
+    )
+    assert packed.buffers_bytes - plain.buffers_bytes == 2 * 4 * SBH
+
+
 def test_full_recompute_keeps_the_input_of_each_layer():
     config = config_of(
         training__recompute_granularity="full",

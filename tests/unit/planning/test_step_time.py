@@ -354,3 +354,15 @@ def test_the_limit_does_not_depend_on_the_model():
     assert step.limit == max(
         (name for name in step.parts if name not in ("linears", "attention", "output layer")), key=step.parts.get
     )
+
+
+def test_packing_moves_three_bytes_of_each_saved_element():
+    """The inputs of two norms, and of SwiGLU, in three launches; the same again to unpack them."""
+    plain, packed = run_of(FP8), run_of(FP8 | {"precision.fp8_saved_activations": ("norm", "activation")})
+    elements = 8192 * (2 * 4096 + 2 * 14336)
+    expected = 3 * plain.calibration.cast_start_s + plain.memory_s(elements * (2 + 17 / 16))
+    for direction in (compute.forward_time, compute.backward_time):
+        more = direction(packed, "tensorwise").total - direction(plain, "tensorwise").total
+        assert more == pytest.approx(expected)
+    norms = run_of(FP8 | {"precision.fp8_saved_activations": ("norm",)})
+    assert compute.packing_s(norms, False) < compute.packing_s(packed, False) / 3

@@ -24,6 +24,14 @@ def test_the_resolved_recipe_has_a_line_for_each_gemm() -> None:
     ]
 
 
+def test_the_resolved_recipe_has_saved_activations() -> None:
+    line = "  saved activations (norm, activation): e4m3 per 1x16, e8m0 scale"
+    saved = {"fp8_saved_activations": ("norm", "activation")}
+    assert lines_of(**saved) == ["precision: bf16", line]
+    assert lines_of(fp8_format="hybrid", fp8_recipe="mxfp8", **saved)[-1] == line
+    assert lines_of() == []
+
+
 def test_resolved_recipe_has_defaults_and_exceptions() -> None:
     assert all("delayed (most_recent of 1, margin 0)" in line for line in lines_of(fp8_format="hybrid")[1:])
     kept = lines_of(fp8_format="e4m3", fp8_recipe="tensorwise", fp8_wgrad=False)

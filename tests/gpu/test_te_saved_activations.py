@@ -1,0 +1,51 @@
+"""`--fp8-saved-activations` with Transformer Engine's layers and fused operations on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
+        reason="needs Transformer Engine and a GPU",
+    ),
+]
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from gpu_runs import RECIPES, gpu_run
+from small_run import Curve, train
+from tolerances import FP8_LM_LOSS
+
+BOTH = "--fp8-saved-activations norm activation"
+FUSED, LAYERS = "--use-transformer-engine-op-fuser", "--no-use-transformer-engine-op-fuser"
+STEPS = 6
+
+
+@functools.cache
+def curve(extra: str) -> Curve:
+    with gpu_run(extra) as run:
+        return train(run, STEPS)
+
+
+@pytest.mark.parametrize("modules", [FUSED, LAYERS])
+@pytest.mark.parametrize("recipe", ["", RECIPES["delayed"], RECIPES["tensorwise"]])
+def test_losses_stay_near_those_without(recipe: str, modules: str) -> None:
+    """The first forward pass is the same to the bit."""
+    plain, packed = (curve(f"{recipe} {modules} --cuda-graph-impl none {flags}").losses for flags in ("", BOTH))
+    assert plain[0] == packed[0]
+    assert 0 < max(abs(a - b) for a, b in zip(plain, packed, strict=True)) < FP8_LM_LOSS
+
+
+@pytest.mark.parametrize("modules", [FUSED, LAYERS])
+def test_a_cuda_graph_packs_the_same(modules: str) -> None:
+    eager, graph = (
+        curve(f"{RECIPES['delayed']} {modules} {BOTH} --cuda-graph-impl {how}")
+        for how in ("none", "local --cuda-graph-warmup-steps 2")
+    )
+    assert eager == graph
