@@ -53,6 +53,11 @@ def quantizer_problems(config: RunConfig) -> list[str]:
             f"{moving} with --fp8-dot-product-attention: the scales of attention are updated with the linears around "
             "it, which may be in high precision then; remove one"
         )
+    if moving and config.precision.fp8_saved_activations:
+        found.append(
+            f"{moving} with --fp8-saved-activations: an MLP that runs linear by linear from then on saves other tensors; "
+            "remove one"
+        )
     return found
 
 

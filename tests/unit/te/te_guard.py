@@ -32,6 +32,7 @@ assert "Transformer Engine's layers do not support it" in problems("smooth-swigl
 delayed = "bf16-layer --fp8-recipe delayed"
 assert not problems(delayed) and not problems(f"{delayed} --on-nonfinite-activation bf16 --max-skipped-steps 1")
 assert "updated with the linears around it" in problems(f"{delayed} --fp8-dot-product-attention --kv-channels 128")[0]
+assert "saves other tensors" in problems(f"{delayed} --fp8-saved-activations norm")[0]
 assert any("no copy in high precision" in problem for problem in problems(f"{delayed} --fp8-param-gather"))
 for policy, has_both in (("warn", False), ("bf16-layer", True)):  # communication with and without FP8
     assert userbuffers.has_high_precision_layers(flags.parse(f"{RUN} --fp8-guard {policy}".split()).config) is has_both
