@@ -23,7 +23,7 @@ from typing import Optional
 from benchmarks.ports import free_ports
 
 # Also without GPUs, with as many places as the largest run has ranks.
-RUNS_ON_A_GPU = 6
+RUNS_ON_A_GPU = 3
 RUN_S = 120.0
 HERE = Path(__file__).resolve()
 

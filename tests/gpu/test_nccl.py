@@ -29,10 +29,11 @@ if importlib.util.find_spec("transformer_engine") is None or NUM_GPUS < 2:
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
+EAGER = "--cuda-graph-impl none"  # the default is a graph
 # Microbatches of two sequences in every layout: scales are of the same tensors unless a rank has a part of them.
 RUN = (
     f"{SIZES} --bf16 --micro-batch-size 2 --train-iters {STEPS} --eval-iters 0 --no-save-optim --no-save-rng "
-    "--log-interval 1"
+    f"--log-interval 1 {EAGER}"
 )
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 OVERLAPS = "--overlap-grad-reduce --overlap-param-gather"
@@ -67,7 +68,7 @@ WITH_GRAPH = [
 LAST, HALF = 8, 4
 EXACT = (
     f"{SIZES} --bf16 {RECIPES['delayed']} {OVERLAPS} --train-iters {LAST} --save-interval {HALF} --eval-iters 0 "
-    "--log-interval 1 --deterministic-mode"
+    f"--log-interval 1 --deterministic-mode {EAGER}"
 )
 LOOKS = f"{W} --eval-iters 2 --eval-interval 3 --fp8-log-interval 4"
 KILLED_SOON_S = 15.0
