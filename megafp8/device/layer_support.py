@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megafp8.config import derived, precision_map
 from megafp8.config.grouped_experts import grouped_expert_obstacles
-from megafp8.config.rules.precision import triton_cast_recipes
+from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 
 
@@ -43,10 +43,10 @@ def quantizer_problems(config: RunConfig) -> list[str]:
         recipe.name for recipe in derived.used_recipes(config.precision)
         if not recipe.is_stateful and recipe.name not in cast
     ]  # fmt: skip
-    if policy != "warn" and unseen:
+    if policy != "warn" and unseen and uses_op_fuser(config) and not fuses_swiglu_quantization(config):
         found.append(
-            f"--on-nonfinite-activation {policy}: casts of {', '.join(unseen)} by Transformer Engine show no infinite "
-            "amax; use --quantize-kernels triton where it is possible, or --transformer-impl emulated"
+            f"--on-nonfinite-activation {policy} with {unseen[0]}: Transformer Engine's fused MLP shows no infinite "
+            "amax; use --no-use-transformer-engine-op-fuser, or --quantize-kernels triton"
         )
     if (moving := derived.moves_linears(training)) and config.precision.fp8_dot_product_attention:
         found.append(

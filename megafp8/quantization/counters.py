@@ -75,6 +75,7 @@ def count_values(
     amax: Tensor,
     scales: Scales,
     is_suspect: bool,
+    is_narrow: bool,
     rule: OperandRule,
     counts: Sequence[Tensor],
 ) -> None:
@@ -86,13 +87,14 @@ def count_values(
         amax: FP32 scalar or [R, C].
         scales: of the same shape.
         is_suspect: whether there are non-finite values in the blocks.
+        is_narrow: whether the amaxes are that close that no E4M3 scale of a block is subnormal; False if unknown.
         counts: int64 [2] each.
     """
     # The scales of EDEN are corrected after the cast: what they saturate is not counted.
     is_counted = is_suspect or (can_saturate(rule) and rule.scale_rule is not ScaleRule.EDEN)
     # Other scale rules make scales that fit the amax, unless it is infinite.
     if is_counted and not is_suspect and rule.scale_rule is ScaleRule.TWO_LEVEL:
-        is_counted = not has_exact_block_scales(scales.dequant)
+        is_counted = not (is_narrow or has_exact_block_scales(scales.dequant))
     num_saturated = _num_saturated(blocks, amax, scales.quant, rule) if is_counted else 0
     if not num_saturated and not is_suspect:
         return

@@ -145,16 +145,17 @@ def quantize_by_torch(
         assert generator is not None
         signs = draw_signs(generator)
     if rule.block is None:
-        amax, is_suspect = inspect_amax(source)
+        (amax, is_suspect), is_narrow = inspect_amax(source), False
         scales = _tensor_scales(amax, rule, group, delayed)
         blocks = rows[:, None, None, :]
         codes = scale_and_cast(blocks, scales.quant, rule.format, generator)
     else:
         blocks = as_blocks(transformed(rows, rule, signs), sized_block(rule))
-        amax, is_suspect = inspect_block_amax(blocks)
+        amax, is_suspect, is_narrow = inspect_block_amax(blocks)
         codes, scales = _quantize_blocks(blocks, amax, rule, source.dtype, group, generator)
     if counts:
-        count_values(source, blocks, amax, scales, is_suspect, rule, counts)
+        is_narrow &= group is None or group.size() == 1  # else the tensor's amax is that of other ranks too
+        count_values(source, blocks, amax, scales, is_suspect, is_narrow, rule, counts)
     codes = codes[: rows.shape[0], : codes_shape(rows.shape, rule.format)[-1]]  # drop the padding of ragged edges
     codes = codes.reshape(codes_shape(source.shape, rule.format))
     return Quantized(codes, scales.dequant, scales.tensor, rule, signs if rule.scale_rule is ScaleRule.EDEN else None)

@@ -52,6 +52,10 @@ MIN_QUANT_SCALE_BITS = 1 << 22  # 2^-127 as FP32 bits, subnormal
 # torch takes the maximum of rows shorter than a vector register element by element; short rows are folded first.
 FOLD_WIDTH = 8
 FOLD_BELOW = 64
+MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
+NARROW = 14
+"""Binades between the smallest and the largest amax of a tensor's blocks, within which no E4M3 scale is subnormal: the
+largest scale is 448, and the smallest normal one 2^-6, 2^14.8 times less."""
 
 # Largest stored magnitude by dtype; E4M3 codes are stored as uint8. FP16's is Transformer Engine's choice.
 MOMENT_FORMAT_MAX = {torch.uint8: E4M3.max, torch.float16: torch.finfo(torch.float16).max / 2}
@@ -119,18 +123,24 @@ def block_amax(blocks: Tensor) -> Tensor:
     return inspect_block_amax(blocks)[0]
 
 
-def inspect_block_amax(blocks: Tensor) -> tuple[Tensor, bool]:
-    """`block_amax`, and whether the blocks have non-finite values. On a GPU, where that would wait, it is False."""
+def inspect_block_amax(blocks: Tensor) -> tuple[Tensor, bool, bool]:
+    """`block_amax`, whether the blocks have non-finite values, and whether the amaxes are within a factor of 2^14.
+
+    On a GPU, where these would wait, both are False.
+    """
     integer = torch.int16 if blocks.dtype.itemsize == 2 else torch.int32
     bits = blocks.view(integer).bitwise_and(torch.iinfo(integer).max)
     infinity = torch.tensor(torch.inf, dtype=blocks.dtype).view(integer).item()  # the bits of NaN are larger
     if blocks.is_cuda:  # unconditionally: reading the data would synchronize with the device
-        return _largest_of_blocks(bits.masked_fill_(bits > infinity, 0)).view(blocks.dtype).float(), False
+        return _largest_of_blocks(bits.masked_fill_(bits > infinity, 0)).view(blocks.dtype).float(), False, False
     amax = _largest_of_blocks(bits)
-    largest = amax.amax().item() if amax.numel() else 0
+    smallest, largest = (int(bound.item()) for bound in torch.aminmax(amax)) if amax.numel() else (0, 0)
     if largest > infinity:
         amax = _largest_of_blocks(bits.masked_fill_(bits > infinity, 0))
-    return amax.view(blocks.dtype).float(), largest >= infinity
+    # Bits of normal numbers are logarithms in units of a step of the mantissa, at most 0.09 too small.
+    smallest_normal = 1 << MANTISSA_BITS[blocks.dtype]
+    is_narrow = smallest >= smallest_normal and largest - smallest <= NARROW * smallest_normal
+    return amax.view(blocks.dtype).float(), largest >= infinity, is_narrow
 
 
 def _largest_of_blocks(blocks: Tensor) -> Tensor:

@@ -5,8 +5,10 @@
     delayed scaling   Just before Transformer Engine makes new scales, every amax and the scale that was used are read,
                       whoever cast the tensor. An infinite amax is a non-finite tensor. One that its scale puts beyond
                       the format is a saturated tensor.
-    other recipes     Casts by our kernels set a flag of the quantizer if an amax is infinite. What Transformer Engine
-                      casts itself, which are weights and tensors without complete tiles, has no flag.
+    other recipes     A cast sets a flag of the quantizer if an amax is infinite: our kernels while they cast, and after
+                      Transformer Engine's casts a check of the scales (`te/quantizers.py`). What its fused kernels
+                      quantize has no flag: results of norms, weights after their first cast, gradients beside those of
+                      a bias, and SwiGLU in a fused MLP without our kernels.
 
 A NaN does not raise an amax. It becomes a NaN in FP8, and the check of loss and gradients finds it. Counts are sums on
 the device, also inside a CUDA graph, and nothing waits for them. They count tensors of microbatches, not values.

@@ -7,7 +7,6 @@ when a text is gone, so that a patch does not outlive its reason.
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 import pickle
 from collections.abc import Callable, Collection
@@ -233,26 +232,29 @@ def cast_by_kernels(recipes: Collection[str]) -> None:
     """Cast activations and gradients of these recipes by our kernels, where they support the tensor.
 
     Other recipes are cast by Transformer Engine, and so is what its norms and other fused kernels quantize themselves.
+    After its casts, but not in these kernels, infinite amaxes set the flags of quantizers.
 
     Args:
         recipes: of `registry.with_triton_casts`.
     """
-    for recipe in registry.with_triton_casts():
-        te_quantizer = registry.get(recipe).te_quantizer
-        assert te_quantizer is not None
-        module, name = te_quantizer
-        quantizer = getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
+    named = (registry.get(recipe).te_quantizer for recipe in recipes)
+    ours = {name[1] for name in named if name is not None}
+    for quantizer in (Float8Quantizer, *quantizers.CHECKED):
         plain = getattr(quantizer.quantize_impl, "__wrapped__", quantizer.quantize_impl)
-        quantizer.quantize_impl = _with_kernels(plain) if recipe in recipes else plain
+        quantizer.quantize_impl = _with_kernels(plain, is_ours=quantizer.__name__ in ours)
 
 
-def _with_kernels(plain: Callable[[Quantizer, Tensor], Any]) -> Callable[[Quantizer, Tensor], Any]:
-    """A `quantize_impl` that uses our kernels where they support the tensor."""
+def _with_kernels(plain: Callable[[Quantizer, Tensor], Any], is_ours: bool) -> Callable[[Quantizer, Tensor], Any]:
+    """A `quantize_impl` that uses our kernels, if asked for and where they support the tensor."""
 
     @functools.wraps(plain)
     def quantize_impl(self: Quantizer, tensor: Tensor) -> Any:
-        kernels = quantizers.kernels_for(self, tensor.shape)
-        return plain(self, tensor) if kernels is None else quantizers.cast(tensor, self, kernels)
+        kernels = quantizers.kernels_for(self, tensor.shape) if is_ours else None
+        if kernels is not None:
+            return quantizers.cast(tensor, self, kernels)
+        result = plain(self, tensor)
+        quantizers.flag_infinity(self, tensor, result)
+        return result
 
     return quantize_impl
 

@@ -1,4 +1,5 @@
-"""Which of our kernels can replace a Transformer Engine quantizer, and the FP8 tensors that they write."""
+"""Which of our kernels can replace a Transformer Engine quantizer, the FP8 tensors that they write, and the infinite
+amaxes of what Transformer Engine casts itself."""
 
 from __future__ import annotations
 
@@ -12,10 +13,13 @@ from torch import Tensor
 from transformer_engine.pytorch.tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from megafp8.kernels import blockwise, delayed, tensorwise
 from megafp8.kernels.blockwise import BlockwiseOutput
 from megafp8.kernels.delayed import DelayedOutput
+from megafp8.kernels.infinities import flag_where_scale_is_one
 from megafp8.kernels.rounding import grid_of
 from megafp8.kernels.tensorwise import TensorwiseOutput
 from megafp8.kernels.tiles import has_complete_tiles
@@ -23,7 +27,10 @@ from megafp8.recipes.formats import E4M3, E5M2
 
 Parts = Union[BlockwiseOutput, TensorwiseOutput, DelayedOutput]
 INFINITY = "megafp8_infinity"
-"""The attribute of a quantizer with the flag that the kernels set if an amax is infinite (`te/counters.py`)."""
+"""The attribute of a quantizer with the flag that is set if an amax is infinite (`te/counters.py`)."""
+CHECKED = (Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer)
+"""The quantizers of which `flag_infinity` finds infinite amaxes."""
+E8M0_OF_INFINITY = 0xFE
 # By the names of Transformer Engine's DType.
 FORMATS = {"kFloat8E4M3": E4M3, "kFloat8E5M2": E5M2}
 
@@ -70,3 +77,30 @@ def cast(tensor: Tensor, quantizer: Quantizer, kernels: ModuleType) -> Any:
     result, parts = empty_result(quantizer, tensor.shape, tensor.dtype)
     kernels.cast(tensor.contiguous().flatten(0, -2), parts)
     return result
+
+
+def flag_infinity(quantizer: Quantizer, tensor: Tensor, result: Any) -> None:
+    """Set the flag of a quantizer, if it has one, after Transformer Engine's cast of a tensor with an infinite amax.
+
+    Scales and amaxes of the result are read, and the tensor only where they do not tell. The host does not wait.
+    """
+    flag = getattr(quantizer, INFINITY, None)
+    if flag is None:
+        return
+    if isinstance(quantizer, NVFP4Quantizer):
+        amax = result._amax_columnwise if result._amax_rowwise is None else result._amax_rowwise
+        flag.masked_fill_(torch.isinf(amax).any(), 1)
+        return
+    has_rows = isinstance(quantizer, Float8CurrentScalingQuantizer) or result._rowwise_scale_inv is not None
+    if isinstance(quantizer, MXFP8Quantizer):
+        scales = result._rowwise_scale_inv if has_rows else result._columnwise_scale_inv
+        if scales.numel() * 32 == tensor.numel():  # else it has rows and columns that are not written
+            flag.masked_fill_(scales.view(torch.uint8).amax() >= E8M0_OF_INFINITY, 1)
+            return
+    elif has_rows:
+        per_tensor = isinstance(quantizer, Float8CurrentScalingQuantizer)
+        rows_per_scale = 128 if not per_tensor and quantizer.block_scaling_dim == 2 else 1
+        scales = result._scale_inv if per_tensor else result._rowwise_scale_inv
+        flag_where_scale_is_one(tensor.contiguous().flatten(0, -2), scales, flag, rows_per_scale)
+        return
+    flag.masked_fill_(torch.isinf(tensor).any(), 1)

@@ -1,5 +1,6 @@
 """Counters and guard of Transformer Engine's linears: an infinite activation is named before the update, and is left in
-no amax history; the guard has all statistics; a linear that is moved computes in BF16. Moving was not run on a GPU."""
+no amax history; the guard has all statistics; a linear that is moved computes in BF16.
+Moving, and the counts of Transformer Engine's own casts, were not run on a GPU."""
 
 from __future__ import annotations
 
@@ -84,6 +85,20 @@ def test_an_infinite_activation_is_named_before_the_update(recipe: str, policy: 
             assert all(bool(torch.isfinite(tensor).all()) for tensor in layers.delayed_state(run.trainee.chunks[0]))
         result, progress = step(run, progress)
         assert result.operand_faults.num_non_finite == 0 and result.bad_step is None
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_own_casts_are_seen(recipe: str) -> None:
+    """Transformer Engine casts; a tensor of zeros, whose scale is 1 too, is no fault."""
+    with gpu_run(f"{RECIPES[recipe]} --quantize-kernels te --cuda-graph-impl none") as run:
+        progress = Progress()
+        for _ in range(3):
+            result, progress = step(run, progress)
+            assert result.operand_faults.num_non_finite == 0
+        handle = make_infinite(run)
+        result, progress = step(run, progress)
+        handle.remove()
+        assert f"{SPOILED}.input" in result.operand_faults.non_finite_operands()
 
 
 @pytest.mark.parametrize("is_fused", [True, False])

@@ -19,8 +19,9 @@ from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import LinearPlan
 from megafp8.quantization.nvfp4 import RoundingNoise
-from megafp8.quantization.quantize import quantize, quantize_for
+from megafp8.quantization.quantize import as_blocks, quantize, quantize_for
 from megafp8.quantization.quantized_tensor import Use
+from megafp8.quantization.scaling import inspect_block_amax
 from megafp8.recipes.base import Operand, OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
@@ -110,6 +111,20 @@ def test_two_level_scales_saturate_only_where_they_are_subnormal() -> None:
     assert has_exact_block_scales(quantized.dequant_scale[is_normal])
     assert not has_exact_block_scales(quantized.dequant_scale)
     assert counts_of(tensor[is_normal], NVFP4) == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_no_scale_is_subnormal_where_amaxes_are_close(dtype: torch.dtype) -> None:
+    for binades, largest, is_expected in (
+        (0, 1.0, True), (14, 1.0, True), (13, 1.99, True), (15, 1.0, False), (None, 1.0, False)
+    ):  # fmt: skip
+        tensor = torch.full((1, 32), 0.0 if binades is None else 2.0**-binades, dtype=dtype)
+        tensor[0, :16] = largest
+        _, is_suspect, is_narrow = inspect_block_amax(as_blocks(tensor, (1, 16)))
+        assert not is_suspect and is_narrow is is_expected, binades
+        assert not is_narrow or has_exact_block_scales(quantize(tensor, NVFP4).dequant_scale), binades
+    tiny = torch.full((1, 32), torch.finfo(dtype).tiny / 4, dtype=dtype)
+    assert not inspect_block_amax(as_blocks(tiny, (1, 16)))[2], "subnormal"
 
 
 def test_counts_do_not_change_the_codes() -> None:

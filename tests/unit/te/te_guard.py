@@ -34,6 +34,10 @@ assert not problems(delayed) and not problems(f"{delayed} --on-nonfinite-activat
 assert "updated with the linears around it" in problems(f"{delayed} --fp8-dot-product-attention --kv-channels 128")[0]
 assert "saves other tensors" in problems(f"{delayed} --fp8-saved-activations norm")[0]
 assert any("no copy in high precision" in problem for problem in problems(f"{delayed} --fp8-param-gather"))
+for fuser, is_refused in (("--use-transformer-engine-op-fuser", True), ("--no-use-transformer-engine-op-fuser", False)):
+    found = problems(f"warn --quantize-kernels te {fuser} --on-nonfinite-activation stop")
+    assert any("fused MLP shows no infinite amax" in problem for problem in found) is is_refused, found
+
 for policy, has_both in (("warn", False), ("bf16-layer", True)):  # communication with and without FP8
     assert userbuffers.has_high_precision_layers(flags.parse(f"{RUN} --fp8-guard {policy}".split()).config) is has_both
 

@@ -30,6 +30,8 @@ for quantizer in (weights, reduced, None):
 
 # Casts: recipe by recipe, and again when they change.
 found: list[object] = []
+for quantizer in (*quantizers.CHECKED, Float8Quantizer):
+    quantizer.quantize_impl = lambda self, tensor: None  # in place of Transformer Engine's kernels
 plain_cast = quantizers.cast
 quantizers.cast = lambda tensor, quantizer, kernels: found.append(kernels)
 for recipes in (("blockwise", "tensorwise", "delayed"), ("blockwise",), (), ("tensorwise",), ("delayed",), ()):
@@ -39,6 +41,47 @@ for recipes in (("blockwise", "tensorwise", "delayed"), ("blockwise",), (), ("te
         quantizer.quantize_impl(torch.zeros(128, 128))
     by_recipe = {"blockwise": blockwise, "tensorwise": tensorwise, "delayed": delayed}
     assert found == [by_recipe[recipe] for recipe in by_recipe if recipe in recipes], recipes
+
+# After Transformer Engine's own casts the scales or amaxes of the result tell of an infinite one.
+SCALES = torch.full((128, 8), 0x7F, dtype=torch.uint8)
+INFINITE = SCALES.clone()
+INFINITE[5, 3] = 0xFE
+values = torch.zeros(128, 256)
+spoiled = values.clone()
+spoiled[0, 0] = torch.inf
+by_scale: list[tuple[object, ...]] = []
+quantizers.flag_where_scale_is_one = lambda *given: by_scale.append(given)
+
+
+def is_flagged(quantizer: object, tensor: torch.Tensor, **parts: object) -> bool:
+    """After a cast whose result has some parts."""
+    flag = torch.zeros(1, dtype=torch.int32)
+    setattr(quantizer, quantizers.INFINITY, flag)
+    type(quantizer).quantize_impl = lambda self, tensor: SimpleNamespace(**parts)
+    patches.cast_by_kernels(())
+    quantizer.quantize_impl(tensor)
+    delattr(quantizer, quantizers.INFINITY)
+    quantizer.quantize_impl(tensor)
+    return bool(flag.item())
+
+
+mx, nv = quantizers.MXFP8Quantizer(E4M3), quantizers.NVFP4Quantizer.__new__(quantizers.NVFP4Quantizer)
+for rows, columns in ((INFINITE, None), (None, INFINITE)):
+    assert is_flagged(mx, values, _rowwise_scale_inv=rows, _columnwise_scale_inv=columns)
+assert not is_flagged(mx, values, _rowwise_scale_inv=SCALES, _columnwise_scale_inv=None)
+for tensor, is_infinite in ((values[:64], False), (spoiled[:64], True)):  # scales with padding, which may be anything
+    assert is_flagged(mx, tensor, _rowwise_scale_inv=INFINITE, _columnwise_scale_inv=None) is is_infinite
+for amax in (2.0, torch.inf):
+    assert is_flagged(nv, values, _amax_rowwise=torch.tensor([amax]), _amax_columnwise=None) is (amax == torch.inf)
+    assert is_flagged(nv, values, _amax_rowwise=None, _amax_columnwise=torch.tensor([amax])) is (amax == torch.inf)
+assert is_flagged(blocks, spoiled, _rowwise_scale_inv=None) and not is_flagged(blocks, values, _rowwise_scale_inv=None)
+assert not by_scale
+for quantizer, part, rows_per_scale in ((whole, "_scale_inv", 1), (blocks, "_rowwise_scale_inv", 1),
+                                        (weights, "_rowwise_scale_inv", 128)):  # fmt: skip
+    by_scale.clear()
+    is_flagged(quantizer, values.view(2, 64, 256), **{part: SCALES})
+    ((read, scales, _, number),) = by_scale  # without a flag nothing is read
+    assert read.shape == (128, 256) and scales is SCALES and number == rows_per_scale
 
 # SwiGLU gets both factors, and tensor parts whose transpose counts. Other sizes use Transformer Engine.
 launched: list[object] = []
