@@ -1,4 +1,4 @@
-"""A run small enough for tests: a model of four layers on bytes of Python source, from flags, in any layout.
+"""A run small enough for tests: a model of two layers on bytes of Python source, from flags, in any layout.
 
 Everything is the package's own code except the source of the tokens: there are no shards.
 """
@@ -41,7 +41,7 @@ from megafp8.training.step import Batches, StepResult, train_step
 
 # Bytes 0 to 254, and the tokenizer's end of document on 255, which no source has: 256 rows in every layout.
 COMMON = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 255 "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 255 "
     "--make-vocab-size-divisible-by 16 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer "
     "--mock-data --num-workers 0 --micro-batch-size 4 --global-batch-size 8 --train-iters 100 --lr 1e-3 "
     "--lr-decay-style cosine --lr-warmup-iters 2 --adam-beta2 0.95 --weight-decay 0.1 --num-threads 1 --eval-iters 2"
@@ -55,10 +55,20 @@ STYLES = {
 }
 # Models with multi-latent attention have no groups of queries.
 EVERY_STYLE = STYLES | {"latent": STYLES["llama"].replace("--group-query-attention --num-query-groups 2", "")}
+# For four stages; each of two ranks has two.
+FOUR_LAYERS = "--num-layers 4"
+VIRTUAL = (
+    f"{FOUR_LAYERS} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2"
+)
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"
 # Layers without quantization: megatron-core's own linears.
 PLAIN = "--transformer-impl local"
 SOURCES = (argparse, copy, inspect, tempfile, textwrap, typing)
+
+
+def layers_of(flags: str) -> str:
+    """The flag of a run with other flags that shall have as many layers as one with these."""
+    return FOUR_LAYERS if FOUR_LAYERS in flags else ""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import NamedTuple, Optional
 
 from megafp8.config import latent_attention
@@ -295,14 +296,9 @@ def is_high_precision_layer(layer: int, num_layers: int, precision: PrecisionCon
     return precision.first_last_layers_bf16 and (layer < start or layer >= num_layers - end)
 
 
-def resolve(model: ModelConfig, precision: PrecisionConfig) -> dict[str, LinearChoice]:
-    """The choice for every linear of the model, by name, in the order of the forward pass."""
-    assert model.num_layers is not None
-    return dict(_resolve_cached(model, precision))
-
-
 @functools.lru_cache(maxsize=16)
-def _resolve_cached(model: ModelConfig, precision: PrecisionConfig) -> tuple[tuple[str, LinearChoice], ...]:
+def resolve(model: ModelConfig, precision: PrecisionConfig) -> Mapping[str, LinearChoice]:
+    """The choice for every linear of the model, by name, in the order of the forward pass."""
     assert model.num_layers is not None
     chosen = {name: unmapped_choice(name, model.num_layers, precision) for name in linear_names(model)}
     for entry in entries(precision):
@@ -310,7 +306,7 @@ def _resolve_cached(model: ModelConfig, precision: PrecisionConfig) -> tuple[tup
         for name in chosen:
             if matches_pattern(name, entry.pattern):
                 chosen[name] = chosen[name]._replace(**choices)
-    return tuple(chosen.items())
+    return MappingProxyType(chosen)
 
 
 def linears_with_statistics(model: ModelConfig, precision: PrecisionConfig) -> tuple[str, ...]:
@@ -329,8 +325,8 @@ def changed_linears(model: ModelConfig, precision: PrecisionConfig) -> tuple[str
     """Names of the linears whose choice the precision map changes."""
     num_layers = model.num_layers
     assert num_layers is not None
-    resolved = _resolve_cached(model, precision) if precision.precision_map else ()
-    return tuple(name for name, choice in resolved if choice != unmapped_choice(name, num_layers, precision))
+    resolved = resolve(model, precision) if precision.precision_map else {}
+    return tuple(name for name, choice in resolved.items() if choice != unmapped_choice(name, num_layers, precision))
 
 
 def changes_mlps(model: ModelConfig, precision: PrecisionConfig) -> bool:

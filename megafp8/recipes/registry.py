@@ -43,8 +43,7 @@ def names(family: Optional[str] = None) -> tuple[str, ...]:
 
 def recipes(family: Optional[str] = None) -> tuple[Recipe, ...]:
     """All recipes, or those of one family: FP8 before FP4, coarser scales before finer ones."""
-    wanted = (each for each in _recipes().values() if family in (None, each.family))
-    return tuple(sorted(wanted, key=_sort_key))
+    return tuple(each for each in _recipes().values() if family in (None, each.family))
 
 
 def stateless() -> tuple[Recipe, ...]:
@@ -94,7 +93,7 @@ def _recipes() -> dict[str, Recipe]:
         if recipe.name in found:
             raise ConfigError(f"{RECIPES_VARIABLE}: a recipe {recipe.name!r} already exists; choose another name")
         found[recipe.name] = recipe
-    return found
+    return {each.name: each for each in sorted(found.values(), key=_sort_key)}
 
 
 def _built_in() -> Iterator[Recipe]:

@@ -20,7 +20,17 @@ from megafp8.optimizer.schedules import preview_schedule
 from megafp8.resilience.run_state import RUN_STATE_FILE
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "run_comparison.py"
-FLAGS = [*COMMON.split(), *STYLES["llama"].split(), "--train-iters", "4", "--no-save-optim", "--seed", "7"]
+FLAGS = [
+    *COMMON.split(),
+    *STYLES["llama"].split(),
+    "--num-layers",
+    "3",
+    "--train-iters",
+    "4",
+    "--no-save-optim",
+    "--seed",
+    "7",
+]
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from small_run import build_run, fingerprint, small_config, weights
-from test_checkpoint import DROPOUT, OVERLAP, TENSOR, VIRTUAL
+from small_run import FOUR_LAYERS, VIRTUAL, build_run, fingerprint, small_config, weights
+from test_checkpoint import DROPOUT, OVERLAP, TENSOR
 from test_loop import curves, run_loop
 from test_quantizer_state import DELAYED, RECOMPUTE, quantizer_states
 from torch import Tensor
@@ -72,14 +72,14 @@ def test_calibration_sets_every_scale_and_nothing_else(world_size: int, flags: s
         assert rank.is_unchanged
         assert all((scale != 1).all() for scale in rank.scales.values())
     num_linears = sum(len(rank.scales) for rank in ranks)
-    assert num_linears == 4 * 4 * (1 if "pipeline" in flags else world_size)
+    assert num_linears == (4 * 4 if "pipeline" in flags else 2 * 4 * world_size)
     if "pipeline" not in flags:
         assert all(torch.equal(scale, ranks[-1].scales[name]) for name, scale in ranks[0].scales.items())
 
 
 def test_pipeline_stages_calibrate_to_the_scales_of_one_rank() -> None:
     """Microbatches are the same and in the same order under every schedule."""
-    whole = run_ranks(1, calibrated, small_config("llama", DELAYED))[0].scales
+    whole = run_ranks(1, calibrated, small_config("llama", f"{DELAYED} {FOUR_LAYERS}"))[0].scales
     stages = run_ranks(2, calibrated, small_config("llama", f"{DELAYED} {VIRTUAL}", 2))
     in_parts = [torch.stack(list(rank.scales.values())) for rank in stages]
     by_layer = torch.stack(list(whole.values())).view(2, 2, 4, 3)  # chunk, stage, linear, operand

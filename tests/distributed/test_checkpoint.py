@@ -12,7 +12,20 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from ranks import RankFailed, run_ranks
-from small_run import FP8, PLAIN, Curve, build_run, curve_of, fingerprint, small_config, train, weights
+from small_run import (
+    FOUR_LAYERS,
+    FP8,
+    PLAIN,
+    VIRTUAL,
+    Curve,
+    build_run,
+    curve_of,
+    fingerprint,
+    layers_of,
+    small_config,
+    train,
+    weights,
+)
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import find_checkpoint
@@ -33,7 +46,7 @@ DISTRIBUTED = "--use-distributed-optimizer"
 OVERLAP = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
-VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
+CONTEXT_OF_FOUR = f"{FOUR_LAYERS} --context-parallel-size 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 BF16_FP8 = f"--bf16 {FP8}"
 
@@ -165,13 +178,13 @@ def test_generators_of_another_device_type_are_not_loaded(flags: str, drawn: str
     [
         pytest.param([(2, TENSOR), (2, PIPELINE), (1, "")], id="tp2-pp2-one"),
         pytest.param([(2, OVERLAP), (2, f"{TENSOR} {DISTRIBUTED}"), (1, DISTRIBUTED)], id="dp2-tp2-one-distributed"),
-        pytest.param([(1, ""), (2, VIRTUAL), (2, "--context-parallel-size 2")], id="one-virtual-cp2"),
+        pytest.param([(1, FOUR_LAYERS), (2, VIRTUAL), (2, CONTEXT_OF_FOUR)], id="one-virtual-cp2"),
     ],
 )
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_resume_in_another_layout_follows_one_rank(style: str, legs: list[tuple[int, str]], tmp_path: Path) -> None:
     """One training over three layouts follows the training on one rank."""
-    reference = run_ranks(1, curve_of, small_config(style, PLAIN), STEPS * len(legs))[0]
+    reference = run_ranks(1, curve_of, small_config(style, f"{PLAIN} {layers_of(legs[0][1])}"), STEPS * len(legs))[0]
     losses, norms = [], []
     for number, (world_size, flags) in enumerate(legs):
         config = small_config(style, f"{PLAIN} {flags}", world_size)

@@ -44,7 +44,7 @@ def refusal(folder: Path, config: RunConfig) -> str:
 @pytest.mark.parametrize(
     ("style", "flags", "field"),
     [
-        ("llama", "--num-layers 2", "model.num_layers"),
+        ("llama", "--num-layers 3", "model.num_layers"),
         ("llama", "--hidden-size 128", "model.hidden_size"),
         ("llama", "--rotary-base 500000", "model.rotary_base"),
         ("llama", "--num-query-groups 4", "model.num_query_groups"),

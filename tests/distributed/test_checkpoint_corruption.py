@@ -17,7 +17,7 @@ from megafp8.checkpoint.resume_point import choose_checkpoint
 
 FLAGS = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 64 --transformer-impl local"
 NEWER, OLDER = 7, 6
-FLIPS_A_FILE = 64
+FLIPS_A_FILE = 24
 
 
 @dataclass(frozen=True)
@@ -101,5 +101,5 @@ def test_every_changed_byte_of_a_checkpoint_is_detected(folder: Path) -> None:
     assert run_ranks(2, lambda: choose_checkpoint(folder).step) == [NEWER, NEWER], "it is intact initially"
     for count, missed in run_ranks(2, silent, folder):
         assert missed == []
-        assert count >= 500
+        assert count >= 200
     assert run_ranks(2, lambda: choose_checkpoint(folder).step) == [NEWER, NEWER]

@@ -24,7 +24,7 @@ TP2 = f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel"
 CAPACITY = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CODES = "--moe-dispatch-in-fp8"
-STEPS = 3
+STEPS = 2
 
 
 def trained(flags: str, world_size: int) -> tuple[Curve, str, list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_run import PLAIN, SourceSamples, build_run, small_config
+from small_run import FOUR_LAYERS, PLAIN, SourceSamples, build_run, small_config
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
@@ -72,7 +72,7 @@ def alone(sample: dict[str, Tensor], lengths: tuple[int, ...]) -> list[dict[str,
 @pytest.mark.parametrize("extra", ["", "--window-size 4,0 --softmax-type learnable"])
 def test_documents_train_as_each_alone(style: str, extra: str) -> None:
     def on_rank() -> Any:
-        run = build_run(small_config(style, f"{PLAIN} {FLAGS} {extra}"))
+        run = build_run(small_config(style, f"{PLAIN} {FOUR_LAYERS} {FLAGS} {extra}"))
         samples = [DocumentSamples(LENGTH)[index] for index in range(len(LENGTHS))]
         together = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
         separate = [part for sample, lengths in zip(samples, LENGTHS, strict=True) for part in alone(sample, lengths)]
@@ -103,7 +103,7 @@ def losses(extra: str, world_size: int) -> list[float]:
 
 @pytest.fixture(scope="module")
 def one_rank() -> list[float]:
-    return losses(PLAIN, 1)
+    return losses(f"{PLAIN} {FOUR_LAYERS}", 1)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -111,5 +111,5 @@ def test_every_layout_sees_the_documents(name: str, one_rank: list[float]) -> No
     extra, world_size = LAYOUTS[name]
     is_quantized = name == "emulated FP8"
     precision = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise" if is_quantized else PLAIN
-    found = losses(f"{precision} {extra}", world_size)
+    found = losses(f"{precision} {FOUR_LAYERS} {extra}", world_size)
     assert found == pytest.approx(one_rank, rel=1e-2 if is_quantized else 1e-5)

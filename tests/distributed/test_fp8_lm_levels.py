@@ -22,7 +22,7 @@ from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.extensions.replica_check import check_replicas
 from megafp8.training.run import Run
 
-STEPS = 4
+STEPS = 3
 BF16 = "--bf16 --use-distributed-optimizer"
 LAYOUTS = {
     "dp2": (2, "--micro-batch-size 2"),
@@ -67,7 +67,7 @@ def test_levels_follow_bf16(layout: str) -> None:
 def state_is_in_its_formats(config: RunConfig) -> bool:
     """Whether rounding changes nothing: moments and masters are codes times scales. FP8 weights exist with O3."""
     run = calibrated(config)
-    train(run, 3)
+    train(run, 2)
     assert bool(quantized_parameters(run.trainee.chunks)) == config.precision.fp8_param_gather
     (part,) = chained_optimizers(run.trainee.optimizer)
     masters = [master for group in part.shard_fp32_from_float16_groups for master in group]
@@ -89,11 +89,11 @@ def test_state_is_codes_times_scales(level: str) -> None:
 
 
 def save_in_the_middle(config: RunConfig, folder: Path) -> tuple[list[float], str]:
-    """Losses of six steps, of which the last three follow the checkpoint, and the weights at the end."""
+    """Losses of four steps, of which the last two follow the checkpoint, and the weights at the end."""
     run = calibrated(config)
-    losses = train(run, 3).losses
-    save_checkpoint(folder, config, run.trainee, Progress(3, 3 * run.global_batch_size))
-    losses += train(run, 3, 4).losses
+    losses = train(run, 2).losses
+    save_checkpoint(folder, config, run.trainee, Progress(2, 2 * run.global_batch_size))
+    losses += train(run, 2, 3).losses
     return losses, fingerprint(weights(run))
 
 
@@ -102,7 +102,7 @@ def resume(config: RunConfig, folder: Path) -> tuple[list[float], str]:
     found = find_checkpoint(folder)
     assert found is not None
     load_checkpoint(found[1], config, run.trainee)
-    return train(run, 3, 4).losses, fingerprint(weights(run))
+    return train(run, 2, 3).losses, fingerprint(weights(run))
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -111,10 +111,10 @@ def test_a_checkpoint_resumes_bitwise_and_in_other_layouts(level: str, tmp_path:
     unbroken = run_ranks(2, save_in_the_middle, config_of(level, "dp2"), tmp_path)
     again = run_ranks(2, resume, config_of(level, "dp2"), tmp_path)
     for (losses, final), (resumed, resumed_final) in zip(unbroken, again, strict=True):
-        assert losses[3:] == resumed and final == resumed_final
+        assert losses[2:] == resumed and final == resumed_final
     for layout in ("dp4", "tp2-dp2"):
         resumed, _ = run_ranks(4, resume, config_of(level, layout), tmp_path)[0]
-        assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][3:], strict=True)) < FP8_LM_LOSS
+        assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][2:], strict=True)) < FP8_LM_LOSS
     plain = small_config("llama", f"--num-layers 2 --micro-batch-size 2 {BF16}", 2)
     resumed, _ = run_ranks(2, resume, plain, tmp_path)[0]
-    assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][3:], strict=True)) < FP8_LM_LOSS
+    assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][2:], strict=True)) < FP8_LM_LOSS

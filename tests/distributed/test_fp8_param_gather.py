@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from ranks import run_ranks
-from small_run import Curve, SourceSamples, build_run, small_config, train
-from test_checkpoint import OVERLAP, STEPS, VIRTUAL, load_newest, run_leg
+from small_run import VIRTUAL, Curve, SourceSamples, build_run, small_config, train
+from test_checkpoint import OVERLAP, STEPS, load_newest, run_leg
 from torch import Tensor
 
 from megafp8.checkpoint.directory import find_checkpoint
@@ -68,14 +68,14 @@ def curve_of(config: RunConfig, num_steps: int) -> Curve:
         pytest.param(f"{TENSORWISE} {OVERLAP} {ENDS_IN_BF16}", 2, id="tensorwise-dp2-overlap-ends-in-bf16"),
         pytest.param(f"{TENSORWISE} {TENSOR} --fp8-amax-reduction all", 4, id="tensorwise-tp2-dp2-shared-scales"),
         pytest.param(f"{DELAYED} {OVERLAP} {ACCUMULATE} {RECOMPUTE}", 2, id="delayed-dp2-overlap-recompute"),
-        pytest.param(f"{BLOCKWISE} {OVERLAP} {VIRTUAL} --num-layers 4", 4, id="blockwise-pp2-virtual2-dp2-overlap"),
+        pytest.param(f"{BLOCKWISE} {OVERLAP} {VIRTUAL}", 4, id="blockwise-pp2-virtual2-dp2-overlap"),
     ],
 )
 def test_fp8_gather_equals_bf16_gather(flags: str, world_size: int) -> None:
     """Bitwise. Gradients of two ranks have one possible sum; with more ranks it depends on their place in a buffer."""
-    plain, gathered = curves(flags, world_size, 6)
+    plain, gathered = curves(flags, world_size, 5)
     assert gathered == plain
-    assert len(set(plain.losses)) == 6
+    assert len(set(plain.losses)) == 5
 
 
 def full_master_weights(run: Run) -> Iterator[tuple[QuantizedParameter, Tensor]]:
@@ -114,12 +114,12 @@ def check_codes(run: Run) -> None:
 
 @pytest.mark.parametrize("flags", [TENSORWISE, DELAYED, BLOCKWISE], ids=["tensorwise", "delayed", "blockwise"])
 def test_sharded_quantization_equals_that_of_the_full_weight(flags: str) -> None:
-    """Quantized by shards on four ranks, after each of many steps, and equal on all ranks."""
+    """Quantized by shards on four ranks, after each step, and equal on all ranks."""
     config = small_config("llama", f"{flags} {RAGGED} {GATHER} --lr 1e-2 --micro-batch-size 1 --global-batch-size 4", 4)
 
     def steps() -> list[list[int]]:
         run, seen = build_run(config), []
-        for step in range(1, 9):
+        for step in range(1, 5):
             train(run, 1, step)
             check_codes(run)
             seen.append(
@@ -132,7 +132,7 @@ def test_sharded_quantization_equals_that_of_the_full_weight(flags: str) -> None
 
     ranks = run_ranks(4, steps)
     assert ranks == [ranks[0]] * 4
-    assert all(len({step[weight] for step in ranks[0]}) > 4 for weight in range(8)), "weights did not move"
+    assert all(len({step[weight] for step in ranks[0]}) > 2 for weight in range(8)), "weights did not move"
 
 
 def gathered_in_a_step(config: RunConfig) -> tuple[int, int, Run]:

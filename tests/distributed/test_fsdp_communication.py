@@ -35,7 +35,7 @@ REPLICAS = "--num-distributed-optimizer-instances 2 --micro-batch-size 1"
 FEEDBACK = "--grad-reduce-fp8-error-feedback"
 PLAIN = f"{COMMON} --transformer-impl local"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-STEPS = 4
+STEPS = 3
 
 
 def trained(config: RunConfig) -> tuple[Curve, int, int]:

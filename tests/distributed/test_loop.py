@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from small_run import PLAIN, build_run, fingerprint, small_config, weights
+from small_run import PLAIN, VIRTUAL, build_run, fingerprint, small_config, weights
 
 from megafp8.analysis.runs import LoadedRun as Recorded
 from megafp8.analysis.runs import load_run
@@ -17,7 +17,6 @@ from megafp8.errors import CheckpointError
 from megafp8.training.pretrain import train
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
-VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --no-progress-bar"
 

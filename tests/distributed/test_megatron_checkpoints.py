@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from megatron_checkpoints import arguments, load_as_megatron, save_as_megatron
 from ranks import RankFailed, run_ranks
-from small_run import PLAIN, build_run, fingerprint, small_config, train, weights
+from small_run import PLAIN, VIRTUAL, build_run, fingerprint, small_config, train, weights
 
 from megafp8.checkpoint.compatibility import with_explicit_sizes
 from megafp8.checkpoint.convert.from_megatron import plan_megatron_import
@@ -45,7 +45,7 @@ def two_steps(run: Run, first_step: int) -> tuple[list[float], str]:
             "gpt2", f"{DISTRIBUTED} {PIPELINE} --ddp-bucket-size 20000", "dp_reshardable", True, id="buckets-pp2"
         ),
         pytest.param(
-            "llama", f"{DISTRIBUTED} {PIPELINE} --num-virtual-stages-per-pipeline-rank 2", "dp_reshardable", True,
+            "llama", f"{DISTRIBUTED} {VIRTUAL}", "dp_reshardable", True,
             id="buckets-interleaved",
         ),
         pytest.param("llama", f"{DISTRIBUTED} {TENSOR}", "fully_reshardable", False, id="tensors-by-layer-tp2"),

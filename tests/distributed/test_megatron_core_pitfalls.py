@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from ranks import run_ranks
-from small_run import PLAIN, build_run, curve_of, fingerprint, small_config, train, weights
+from small_run import PLAIN, VIRTUAL, build_run, curve_of, fingerprint, small_config, train, weights
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.save import finish_param_gather
@@ -23,8 +23,7 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 
 def test_batched_p2p_of_two_interleaved_stages_mismatches() -> None:
     """Sends to the next and to the previous stage have the same peer, and are matched in the order of posting."""
-    virtual = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    config = small_config("llama", f"{PLAIN} {virtual} --no-overlap-p2p-communication --micro-batch-size 2", 2)
+    config = small_config("llama", f"{PLAIN} {VIRTUAL} --no-overlap-p2p-communication", 2)
 
     def batched() -> tuple[float, float]:
         run = build_run(config)

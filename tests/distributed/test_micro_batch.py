@@ -340,7 +340,8 @@ def test_automatic_size_is_bit_equal_to_that_size_given(is_tight: bool, tmp_path
     prepare()
     auto, given = tmp_path / "auto", tmp_path / "given"
     limit = resident_bytes() / GIB + (0.2 if is_tight else 4)
-    found = f"{WHOLE} --micro-batch-size auto --micro-batch-size-memory-limit {limit:.2f} --save {auto} --load {auto}"
+    whole = WHOLE if is_tight else f"{WHOLE} --num-layers 1 --seq-length 64 --vocab-size 1000"
+    found = f"{whole} --micro-batch-size auto --micro-batch-size-memory-limit {limit:.2f} --save {auto} --load {auto}"
     ended = run_forked(1, found, timeout_s=300)
     assert ended.statuses == (0,), ended.report()
     choice = read_choice(auto / CHOICE_FILE)
@@ -352,7 +353,7 @@ def test_automatic_size_is_bit_equal_to_that_size_given(is_tight: bool, tmp_path
     (event,) = (event for event in load_run(auto).events if event.name == "micro-batch size")
     assert event.detail == choice.describe()
     assert f"chosen: --micro-batch-size {size} (the fastest that fits)" in ended.output[0]
-    assert run_forked(1, f"{WHOLE} --micro-batch-size {size} --save {given}", timeout_s=300).statuses == (0,)
+    assert run_forked(1, f"{whole} --micro-batch-size {size} --save {given}", timeout_s=300).statuses == (0,)
     assert losses(auto) == losses(given)
     tensors = sorted(path.name for path in (given / "iter_0000002").glob("*.distcp"))
     assert tensors

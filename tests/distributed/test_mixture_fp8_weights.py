@@ -51,10 +51,10 @@ def config_of(recipe: str, layout: str, gather: str = GATHER, world_size: int = 
 def test_fp8_gather_equals_bf16_gather(recipe: str, layout: str, world_size: int) -> None:
     """Bitwise, in layouts whose gradients are sums of two ranks."""
     plain, gathered = (
-        run_ranks(world_size, curve_of, config_of(recipe, layout, gather, world_size), 5)[0] for gather in ("", GATHER)
+        run_ranks(world_size, curve_of, config_of(recipe, layout, gather, world_size), 4)[0] for gather in ("", GATHER)
     )
     assert gathered == plain
-    assert len(set(plain.losses)) == 5
+    assert len(set(plain.losses)) == 4
 
 
 def train_and_check_codes(config: RunConfig) -> list[int]:
@@ -66,7 +66,7 @@ def train_and_check_codes(config: RunConfig) -> list[int]:
     run, seen = build_run(config), []
     experts = [each for chunk in run.trainee.chunks for each in chunk.modules() if isinstance(each, PaddedExperts)]
     weights = quantized_parameters(experts)
-    for step in range(1, 5):
+    for step in range(1, 4):
         train(run, 1, step)
         check_codes(run)
         seen.append(hash(tuple(weight.codes.raw.numpy().tobytes() for weight in weights)))
@@ -79,7 +79,7 @@ def test_codes_of_experts_equal_those_of_their_full_weights(recipe: str) -> None
     config = config_of(recipe, f"{EP2} {RAGGED} --lr 1e-2 --micro-batch-size 1", world_size=4)
     ranks = run_ranks(4, train_and_check_codes, config)
     assert ranks[0] == ranks[2] != ranks[1] == ranks[3], "expert-parallel ranks have other experts"
-    assert len(set(ranks[0][:-1])) == 4, "weights did not move"
+    assert len(set(ranks[0][:-1])) == 3, "weights did not move"
     assert ranks[0][-1] == 2 * 2 * 2, "layers, experts of a rank and linears"
 
 

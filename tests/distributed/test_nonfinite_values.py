@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
-from small_run import FP8, PLAIN, build_run, fingerprint, small_config, train, weights
+from small_run import FP8, PLAIN, VIRTUAL, build_run, fingerprint, small_config, train, weights
 from torch import Tensor
 
 from megafp8.config.schema import RunConfig
@@ -26,7 +26,6 @@ BAD_STEP = 2
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 TENSOR = "--tensor-model-parallel-size 2"
 PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
-VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
 
 Spoil = Callable[[Run], Run]
 

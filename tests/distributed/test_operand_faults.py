@@ -28,7 +28,7 @@ from megafp8.training.run import Run
 from megafp8.training.step import StepResult, train_step
 
 BAD_STEP, STEPS, BATCH = 3, 5, 8
-BAD = "layers.3.linear_fc2"
+BAD = "layers.1.linear_fc2"
 TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 DELAYED = (
     "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 64 --fp8-amax-compute-algo max "
@@ -115,9 +115,9 @@ def test_hidden_infinity_is_named_and_changes_nothing_else(recipe: str) -> None:
     assert not seen.error and len(seen.results) == STEPS
     for step, result in enumerate(seen.results, start=1):
         found = result.operand_faults.non_finite_operands()
-        assert ("layers.3.linear_fc2.input" in found) == (step == BAD_STEP), (step, found)
+        assert ("layers.1.linear_fc2.input" in found) == (step == BAD_STEP), (step, found)
     faults = seen.results[BAD_STEP - 1].operand_faults
-    assert "layers.3.linear_fc2.input (fprop, wgrad): 1 non-finite" in faults.describe()
+    assert "layers.1.linear_fc2.input (fprop, wgrad): 1 non-finite" in faults.describe()
     assert not seen.results[BAD_STEP - 1].is_skipped, "the default only records"
 
 
@@ -125,13 +125,13 @@ def test_hidden_infinity_is_named_and_changes_nothing_else(recipe: str) -> None:
 def test_error_about_the_loss_names_the_operand(recipe: str) -> None:
     (seen,) = run_ranks(1, train, small_config("llama", f"{RECIPES[recipe]} --seq-length 64"), 0, torch.inf)
     assert f"step {BAD_STEP}: loss or gradients are not finite" in seen.error
-    assert "operands of quantized linears: layers.3.linear_fc2.input (fprop, wgrad): 1 non-finite" in seen.error
+    assert "operands of quantized linears: layers.1.linear_fc2.input (fprop, wgrad): 1 non-finite" in seen.error
 
 
 def test_nan_under_nvfp4_is_named() -> None:
     (seen,) = run_ranks(1, train, small_config("llama", f"{RECIPES['nvfp4']} --seq-length 64"), 0, torch.nan)
     assert torch.isfinite(torch.tensor(seen.results[BAD_STEP - 1].loss)), "FP4 has no NaN: the loss cannot show it"
-    assert "layers.3.linear_fc2.input (fprop, wgrad): 1" in seen.results[BAD_STEP - 1].operand_faults.describe()
+    assert "layers.1.linear_fc2.input (fprop, wgrad): 1" in seen.results[BAD_STEP - 1].operand_faults.describe()
 
 
 def test_infinite_amax_is_cleared_from_the_window() -> None:
@@ -148,7 +148,7 @@ def test_all_ranks_stop_before_the_update(layout: str) -> None:
     answers = run_ranks(2, train, config, 1, torch.inf)
     assert len({seen.error for seen in answers}) == 1
     assert f"step {BAD_STEP}: operands of quantized linears are not finite" in answers[0].error
-    assert "layers.3.linear_fc2.input (fprop, wgrad)" in answers[0].error
+    assert "layers.1.linear_fc2.input (fprop, wgrad)" in answers[0].error
     for seen in answers:
         assert seen.weights[BAD_STEP - 1] == seen.weights[BAD_STEP], "no weight has changed"
 

@@ -156,7 +156,7 @@ def test_pipeline_parallel_statistics_equal_one_rank() -> None:
     two = first_step_statistics(f"{TENSORWISE} --micro-batch-size 2 --pipeline-model-parallel-size 2", 2)
     assert two.tensors == one.tensors
     assert two.gradient_noise == pytest.approx(one.gradient_noise, rel=1e-6)
-    assert len(one.tensors) == 4 * 4 * 3
+    assert len(one.tensors) == 2 * 4 * 3
 
 
 def test_tensor_parallel_statistics_equal_one_rank() -> None:
@@ -309,7 +309,7 @@ def test_a_healthy_run_has_no_findings(flags: str, tmp_path: Path) -> None:
 def test_a_tiny_learning_rate_stalls_weights(tmp_path: Path) -> None:
     told, summary = health_of(tmp_path, f"{TENSORWISE} --lr 1e-10 --min-lr 0")
     assert told.startswith("stalled weights: layers.0.linear_qkv.weight: an update changes it by ")
-    assert "stalled weights (16 tensors, first at step 2)" in summary
+    assert "stalled weights (8 tensors, first at step 2)" in summary
 
 
 def test_a_scale_without_updates_is_stale(tmp_path: Path) -> None:
@@ -335,13 +335,13 @@ def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
         run = build_run(config)
         collector = StatisticsCollector(run)
         with torch.no_grad():
-            next(each.weight for each in collector.linears if each.name == "layers.2.linear_proj")[3, 5] = math.nan
+            next(each.weight for each in collector.linears if each.name == "layers.1.linear_proj")[3, 5] = math.nan
         batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
         _, records = statistics_step(run, batches, 1, collector)
         return [each.detail for each in records[1:]]
 
     (told,) = run_ranks(1, start)
-    expected = "non-finite values: layers.2.linear_proj.weight: 1 values"
+    expected = "non-finite values: layers.1.linear_proj.weight: 1 values"
     assert any(each.startswith(expected) for each in told)
 
 
@@ -375,14 +375,14 @@ def test_nonfinite_values_in_high_precision_give_one_finding(flags: str, tmp_pat
 
 @pytest.mark.parametrize("interval", [1, 100], ids=["statistics-step", "plain-step"])
 def test_a_run_stopped_by_nonfinite_values_names_their_source(interval: int, tmp_path: Path) -> None:
-    """A step without statistics runs again. A weight of layer 1 is NaN, and its own linear is the first to meet it."""
+    """A step without statistics runs again. A weight of layer 0 is NaN, and its own linear is the first to meet it."""
     flags = f"{TENSORWISE} --pipeline-model-parallel-size 2 --fp8-log-interval {interval}"
     config = small_config("llama", f"{LENGTH} {flags} --train-iters 3 --save {tmp_path}", 2)
 
     def start() -> str:
         run = build_run(config)
         for linear in StatisticsCollector(run).linears:
-            if linear.name == "layers.1.linear_fc2":
+            if linear.name == "layers.0.linear_fc2":
                 with torch.no_grad():
                     linear.weight[0, 0] = linear.weight.main_param[0, 0] = math.nan
         with pytest.raises(NumericsError):
@@ -392,7 +392,7 @@ def test_a_run_stopped_by_nonfinite_values_names_their_source(interval: int, tmp
     run_ranks(2, start)
     run = load_run(tmp_path)
     (told,) = (event for event in run.events if event.name == "health")
-    assert told.step == 1 and "layers.1.linear_fc2.weight: 1 values are not finite" in told.detail
+    assert told.step == 1 and "layers.0.linear_fc2.weight: 1 values are not finite" in told.detail
     (record,) = run.quantization_records
-    assert record.tensors["layers.1.linear_fc2.input"].num_non_finite == 0
-    assert record.tensors["layers.2.linear_qkv.input"].num_non_finite > 0
+    assert record.tensors["layers.0.linear_fc2.input"].num_non_finite == 0
+    assert record.tensors["layers.1.linear_qkv.input"].num_non_finite > 0

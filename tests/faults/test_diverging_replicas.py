@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from nonfinite_runs import run_loop
 from ranks import run_ranks
-from small_run import FP8, PLAIN, build_run, small_config, train
+from small_run import FP8, PLAIN, VIRTUAL, build_run, small_config, train
 from torch import Tensor
 
 from megafp8.analysis.runs import load_run
@@ -24,7 +24,6 @@ from megafp8.training.run import Run
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 TENSOR = "--tensor-model-parallel-size 2"
-VIRTUAL = "--pipeline-model-parallel-size 2 --micro-batch-size 2 --num-virtual-stages-per-pipeline-rank 2"
 GATHER = f"--bf16 {FP8} --use-distributed-optimizer --fp8-param-gather"
 DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-delayed-start te"
 
@@ -81,7 +80,7 @@ def compared(flags: str, world_size: int, bad_rank: int | None, find: Callable[[
     return run_ranks(world_size, compare)
 
 
-FC2, NORM = "decoder.layers.3.mlp.linear_fc2.weight", "decoder.layers.3.pre_mlp_layernorm.weight"
+FC2, NORM = "decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.1.pre_mlp_layernorm.weight"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ FC2, NORM = "decoder.layers.3.mlp.linear_fc2.weight", "decoder.layers.3.pre_mlp_
          f"tensor: {NORM}"),
         (2, GATHER, 1, codes, f"first tensor: {FC2} (codes)"),
         (2, GATHER, 1, scales, f"first tensor: {FC2} (scales)"),
-        (2, DELAYED, 1, delayed_scale, "first tensor: decoder.layers.3.mlp.linear_fc2.quantizer_state.quant_scale"),
+        (2, DELAYED, 1, delayed_scale, "first tensor: decoder.layers.1.mlp.linear_fc2.quantizer_state.quant_scale"),
     ],
     ids=["weight-dp2", "weight-dp4", "master", "norm-tp2", "codes", "scales", "delayed"],
 )  # fmt: skip

@@ -16,28 +16,28 @@ from megafp8.checkpoint.manifest import find_damage
 from megafp8.resilience.fault_injection import POINTS
 from megafp8.training import pretrain
 
-LAYOUT, SAVED = "dp2", 4
+LAYOUT, SAVED = "dp2", 2
 SAVE_POINTS = [point for point in POINTS if point.startswith("save.") and point != "save.in_prune"]
 # From here on the new checkpoint has its final name.
 NAMED = SAVE_POINTS[SAVE_POINTS.index("save.after_rename") :]
-SHORT = "--exit-interval 4 --eval-interval 100"
+SHORT = f"--save-interval 1 --exit-interval {SAVED} --eval-interval 100"
 
 
 @pytest.fixture(scope="module")
-def until_4(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> FaultyRun:
-    """A run that saved steps 2 and 4. Tests must not write to its folder."""
-    run = FaultyRun(LAYOUT, tmp_path_factory.mktemp("until_4") / "run", cache)
+def until_2(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> FaultyRun:
+    """A run that saved steps 1 and 2. Tests must not write to its folder."""
+    run = FaultyRun(LAYOUT, tmp_path_factory.mktemp("until_2") / "run", cache)
     ended = run.start(flags=f"--save {run.folder} {SHORT}")
     assert set(ended.statuses) == {0}, ended.report()
-    assert complete_steps(run.folder) == [2, SAVED]
+    assert complete_steps(run.folder) == [1, SAVED]
     return run
 
 
 @pytest.fixture
-def copied(until_4: FaultyRun, tmp_path: Path) -> FaultyRun:
+def copied(until_2: FaultyRun, tmp_path: Path) -> FaultyRun:
     """A copy that a test may change."""
-    shutil.copytree(until_4.folder, tmp_path / "run")
-    return FaultyRun(LAYOUT, tmp_path / "run", until_4.cache)
+    shutil.copytree(until_2.folder, tmp_path / "run")
+    return FaultyRun(LAYOUT, tmp_path / "run", until_2.cache)
 
 
 def kill_all_at(point: str, step: int) -> str:
@@ -48,9 +48,10 @@ def kill_all_at(point: str, step: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [point for point in SAVE_POINTS if point != "save.between_renames"])
 def test_a_killed_save_keeps_the_previous_checkpoint(point: str, copied: FaultyRun) -> None:
-    """The next start resumes from step 4, or from step 6 once that has its final name."""
-    assert_died(copied.start(kill_all_at(point, 6)))
-    newest = 6 if point in NAMED else SAVED
+    """The next start resumes from step 2, or from step 3 once that has its final name."""
+    flags = f"--save {copied.folder} --load {copied.folder} --save-interval 1"
+    assert_died(copied.start(kill_all_at(point, 3), flags))
+    newest = 3 if point in NAMED else SAVED
     assert copied.newest == newest
     assert not any(find_damage(checkpoint_path(copied.folder, step)) for step in complete_steps(copied.folder))
     pointed = int((copied.folder / POINTER).read_text())
@@ -60,17 +61,17 @@ def test_a_killed_save_keeps_the_previous_checkpoint(point: str, copied: FaultyR
 @pytest.mark.slow
 @pytest.mark.parametrize("point", SAVE_POINTS)
 def test_overwriting_a_step_never_mixes_checkpoints(
-    point: str, until_4: FaultyRun, copied: FaultyRun, monkeypatch: pytest.MonkeyPatch
+    point: str, until_2: FaultyRun, copied: FaultyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run from the start with another seed overwrites step 2. The test disables the check that refuses it."""
+    """A run from the start with another seed overwrites step 1. The test disables the check that refuses it."""
     monkeypatch.setattr(pretrain, "check_no_newer_checkpoint", lambda run, step: None)
-    before = until_4.fingerprint(2)
-    ended = copied.start(kill_all_at(point, 2), flags=f"--save {copied.folder} {SHORT} --seed 4321")
+    before = until_2.fingerprint(1)
+    ended = copied.start(kill_all_at(point, 1), flags=f"--save {copied.folder} {SHORT} --seed 4321")
     assert_died(ended)
     clean_up(copied.folder)
-    assert complete_steps(copied.folder)[0] == 2 and copied.newest == SAVED
-    assert find_damage(checkpoint_path(copied.folder, 2)) == []
-    found = copied.fingerprint(2)
+    assert complete_steps(copied.folder)[0] == 1 and copied.newest == SAVED
+    assert find_damage(checkpoint_path(copied.folder, 1)) == []
+    found = copied.fingerprint(1)
     assert (found != before) == (point in NAMED)
     assert all((found[part] == before[part]) == (point not in NAMED) for part in ("weights", "optimizer", "random"))
-    assert copied.fingerprint(SAVED) == until_4.fingerprint(SAVED)
+    assert copied.fingerprint(SAVED) == until_2.fingerprint(SAVED)

@@ -14,7 +14,18 @@ from forked_runs import run_forked
 from megatron.core.utils import unwrap_model
 from nonfinite_runs import inject, run_loop
 from ranks import run_ranks
-from small_run import COMMON, FP8, PLAIN, STYLES, SourceSamples, build_run, fingerprint, small_config, weights
+from small_run import (
+    COMMON,
+    FOUR_LAYERS,
+    FP8,
+    PLAIN,
+    STYLES,
+    SourceSamples,
+    build_run,
+    fingerprint,
+    small_config,
+    weights,
+)
 from torch import Tensor
 
 from megafp8.analysis.runs import load_run
@@ -199,7 +210,8 @@ def test_delayed_scales_recover_from_a_nonfinite_amax(kind: str) -> None:
 
     def scales() -> list[list[float]]:
         inject(f"{kind}:step=2,rank=1,times=2,at=step.amax")  # forward, then backward
-        run = build_run(small_config("llama", f"{DELAYED.replace('len 8', 'len 2')} --micro-batch-size 4", 2))
+        flags = f"{FOUR_LAYERS} {DELAYED.replace('len 8', 'len 2')} --micro-batch-size 4"
+        run = build_run(small_config("llama", flags, 2))
         state = next(module for module in run.trainee.chunks[0].modules() if isinstance(module, DelayedState))
         seen, progress = [], Progress()
         for step in range(1, STEPS + 1):

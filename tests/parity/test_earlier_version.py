@@ -13,6 +13,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from forked_script import run_script
 
 from megafp8.analysis.runs import load_run
 
@@ -49,8 +50,9 @@ def command(*words: str) -> str:
 
 
 def test_every_tensor_of_the_earlier_version_is_read(run: Path) -> None:
-    command("tools/checkpoint.py", "verify", str(run))
-    assert f"all        {HASH}" in command("tools/checkpoint.py", "hash", str(run / "iter_0000003"))
+    verified = run_script("tools/checkpoint.py", "verify", run)
+    assert verified.returncode == 0, verified.stderr
+    assert f"all        {HASH}" in run_script("tools/checkpoint.py", "hash", run / "iter_0000003").stdout
 
 
 def test_a_run_of_the_earlier_version_resumes(run: Path) -> None:

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from ranks import run_ranks
-from small_run import PLAIN, STYLES, Curve, build_run, curve_of, fingerprint, small_config, train, weights
+from small_run import (
+    FOUR_LAYERS,
+    PLAIN,
+    STYLES,
+    VIRTUAL,
+    Curve,
+    build_run,
+    curve_of,
+    fingerprint,
+    layers_of,
+    small_config,
+    train,
+    weights,
+)
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.process_groups import RankPosition
 
 # A wrong gradient shows in the norm of the first step, lost state in the next ones.
-NUM_STEPS = 8
+NUM_STEPS = 4
 TENSOR = "--tensor-model-parallel-size 2"
 # Twice as many microbatches as stages, so that the schedule has a steady phase.
 PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
-VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
 CONTEXT = "--context-parallel-size 2"
 SEQUENCE = "--sequence-parallel"
 # Small buckets, so that there is communication to overlap.
@@ -47,7 +60,7 @@ LLAMA_LAYOUTS = {
     "recompute-norms": (1, "--recompute-granularity selective --recompute-modules core_attn layernorm"),
     "pp2-virtual2-dp2-overlap": (4, f"{VIRTUAL} {OVERLAP} --micro-batch-size 1"),
     "tp2-cp2-sp": (4, f"{TENSOR} {CONTEXT} {SEQUENCE}"),
-    "pp4": (4, "--pipeline-model-parallel-size 4 --micro-batch-size 1"),
+    "pp4": (4, f"{FOUR_LAYERS} --pipeline-model-parallel-size 4 --micro-batch-size 1"),
     "recompute-full-tp2-sp": (
         2,
         f"{TENSOR} {SEQUENCE} --recompute-granularity full --recompute-method block --recompute-num-layers 1",
@@ -61,18 +74,16 @@ EVERY_LAYOUT = [
 ]
 
 
-CurveOf = Callable[[str], Curve]
+CurveOf = Callable[..., Curve]
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> CurveOf:
-    """By style: the training on one rank that every layout must follow."""
-    curves: dict[str, Curve] = {}
+    """By style and flag of the layers: the training on one rank that every layout must follow."""
 
-    def curve(style: str) -> Curve:
-        if style not in curves:
-            curves[style] = run_ranks(1, curve_of, small_config(style, PLAIN), NUM_STEPS)[0]
-        return curves[style]
+    @functools.cache
+    def curve(style: str, layers: str = "") -> Curve:
+        return run_ranks(1, curve_of, small_config(style, f"{PLAIN} {layers}"), NUM_STEPS)[0]
 
     return curve
 
@@ -110,7 +121,7 @@ def test_layout_follows_one_rank(style: str, world_size: int, flags: str, one_ra
     reports = run_ranks(world_size, train_rank, small_config(style, f"{PLAIN} {flags}", world_size))
     for report in reports:
         assert report.curve == reports[0].curve, "ranks report different numbers"
-    assert_follows(reports[0].curve, one_rank(style), LAYOUT_GRAD_NORM[style])
+    assert_follows(reports[0].curve, one_rank(style, layers_of(flags)), LAYOUT_GRAD_NORM[style])
     assert_ranks_hold_the_same(reports)
 
 
@@ -144,7 +155,7 @@ def assert_ranks_hold_the_same(reports: list[Report]) -> None:
 )
 def test_every_token_has_the_same_weight(world_size: int, flags: str) -> None:
     """Samples that count 0/8 to 7/8 of their tokens: a mean of means would weight ranks and microbatches wrongly."""
-    reference = run_ranks(1, curve_of, small_config("gpt2", PLAIN), 5, True)[0]
+    reference = run_ranks(1, curve_of, small_config("gpt2", f"{PLAIN} {layers_of(flags)}"), 5, True)[0]
     for curve in run_ranks(world_size, curve_of, small_config("gpt2", f"{PLAIN} {flags}", world_size), 5, True):
         assert_follows(curve, reference, LAYOUT_GRAD_NORM["gpt2"])
 

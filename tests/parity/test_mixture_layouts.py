@@ -15,7 +15,7 @@ from megafp8.training.extensions.replica_check import check_replicas
 NUM_STEPS = 4
 EXPERTS = (
     f"{PLAIN} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-token-dispatcher-type alltoall "
-    "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --micro-batch-size 2"
+    "--moe-aux-loss-coeff 0.2 --moe-z-loss-coeff 0.02 --micro-batch-size 2"
 )
 # Strong coefficients, so that a wrong factor of a loss would show.
 CAPACITY = "--moe-expert-capacity-factor 0.75 --moe-token-drop-policy position"
@@ -23,7 +23,7 @@ MODELS = {
     "losses": "",
     "sequence-loss-shared-experts": (
         "--moe-router-load-balancing-type seq_aux_loss --moe-shared-expert-intermediate-size 32 "
-        "--moe-shared-expert-gate --moe-layer-freq [0]*1+[1]*3"
+        "--moe-shared-expert-gate --moe-layer-freq [0]*1+[1]*1"
     ),
     "expert-bias-groups": (
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 --moe-router-score-function sigmoid "
@@ -86,8 +86,8 @@ def test_a_mixture_follows_one_rank(model: str, world_size: int, flags: str) -> 
 
 def test_the_losses_change_the_training() -> None:
     """Otherwise the tests above could not tell whether they have the right strength."""
-    without = run_ranks(1, curve_of, small_config("llama", f"{EXPERTS} --moe-aux-loss-coeff 0"), 3)[0]
-    assert abs(without.losses[2] - one_rank("losses").losses[2]) > 100 * LAYOUT_LOSS
+    without = run_ranks(1, curve_of, small_config("llama", f"{EXPERTS} --moe-aux-loss-coeff 0"), NUM_STEPS)[0]
+    assert abs(without.losses[-1] - one_rank("losses").losses[-1]) > 100 * LAYOUT_LOSS
     assert one_rank("capacity").losses[1] != one_rank("losses").losses[1], "tokens are dropped"
 
 

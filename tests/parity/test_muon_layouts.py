@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from ranks import run_ranks
-from small_run import PLAIN, Curve, build_run, small_config, train
+from small_run import PLAIN, VIRTUAL, Curve, build_run, layers_of, small_config, train
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.config.schema import RunConfig
@@ -27,7 +29,7 @@ CASES = {
     "gpt2-tp2": ("gpt2", 2, TENSOR),
     "llama-tp2-distributed-sp": ("llama", 2, f"{TENSOR} {SEQUENCE} {DISTRIBUTED}"),
     "llama-pp2": ("llama", 2, PIPELINE),
-    "gpt2-pp2-virtual2": ("gpt2", 2, f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"),
+    "gpt2-pp2-virtual2": ("gpt2", 2, VIRTUAL),
     "llama-dp2": ("llama", 2, ""),
     "llama-dp2-layer-wise": ("llama", 2, LAYER_WISE),
     "llama-cp2": ("llama", 2, "--context-parallel-size 2"),
@@ -38,7 +40,6 @@ CASES = {
     "mixture-ep2-tp2-layer-wise": ("mixture", 4, f"{EP2} {TENSOR} {SEQUENCE} {LAYER_WISE}"),
     "mixture-ep2-tp2-etp1": ("mixture", 4, f"{EP2} {TENSOR} {SEQUENCE} --expert-tensor-parallel-size 1"),
 }
-reference: dict[str, Curve] = {}
 
 
 def train_and_compare_replicas(config: RunConfig) -> Curve:
@@ -55,16 +56,15 @@ def curves(model: str, world_size: int, flags: str = "") -> list[Curve]:
     )
 
 
-def one_rank(model: str) -> Curve:
-    if model not in reference:
-        (reference[model],) = curves(model, 1)
-    return reference[model]
+@functools.cache
+def one_rank(model: str, layers: str = "") -> Curve:
+    return curves(model, 1, layers)[0]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_layout_follows_one_rank(case: str) -> None:
     model, world_size, flags = CASES[case]
-    found, expected = curves(model, world_size, flags), one_rank(model)
+    found, expected = curves(model, world_size, flags), one_rank(model, layers_of(flags))
     assert all(curve == found[0] for curve in found), "ranks report different numbers"
     assert found[0].losses == pytest.approx(expected.losses, abs=LAYOUT_LOSS, rel=0)
     assert found[0].grad_norms == pytest.approx(expected.grad_norms, rel=LAYOUT_GRAD_NORM[MODELS[model][0]])

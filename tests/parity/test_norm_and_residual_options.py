@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 from ranks import run_ranks
-from small_run import PLAIN, curve_of, small_config
+from small_run import PLAIN, VIRTUAL, curve_of, layers_of, small_config
 from test_layouts import (
     CONTEXT,
     NUM_STEPS,
     SEQUENCE,
     TENSOR,
-    VIRTUAL,
     assert_follows,
     assert_ranks_hold_the_same,
     train_rank,
@@ -39,8 +38,8 @@ SPLIT = f"{TENSOR} {SEQUENCE}"
     ],
 )
 def test_options_of_the_model_in_a_layout(options: str, world_size: int, layout: str) -> None:
-    reference = run_ranks(1, curve_of, small_config("llama", f"{PLAIN} {options}"), NUM_STEPS)[0]
-    plain = run_ranks(1, curve_of, small_config("llama", PLAIN), 1)[0]
+    reference = run_ranks(1, curve_of, small_config("llama", f"{PLAIN} {options} {layers_of(layout)}"), NUM_STEPS)[0]
+    plain = run_ranks(1, curve_of, small_config("llama", f"{PLAIN} {layers_of(layout)}"), 1)[0]
     assert abs(reference.losses[0] - plain.losses[0]) > 1e-4, "the options change nothing"
     reports = run_ranks(world_size, train_rank, small_config("llama", f"{PLAIN} {options} {layout}", world_size))
     assert all(report.curve == reports[0].curve for report in reports)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
-from small_run import FP8, PLAIN, Curve, build_run, curve_of, small_config, train
+from small_run import FOUR_LAYERS, FP8, PLAIN, Curve, build_run, curve_of, small_config, train
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import checkpoint_path
@@ -28,7 +28,7 @@ SPLIT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipelin
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 GROUPS = "--micro-batch-size 1 --microbatch-group-size-per-virtual-pipeline-stage 3"
 LAYOUT = "--pipeline-model-parallel-layout"
-# The run has four layers. Name -> ranks and flags.
+# Name -> ranks and flags.
 LAYOUTS = {
     "first-1": (2, f"{PIPELINE} {FIRST} 1"),
     "last-1": (2, f"{PIPELINE} {LAST} 1"),
@@ -63,7 +63,9 @@ def one_rank() -> CurveOf:
 
     @functools.cache
     def curve(style: str, flags: str) -> Curve:
-        return run_ranks(1, curve_of, small_config(style, f"{PLAIN} {flags} --micro-batch-size 1"), STEPS)[0]
+        return run_ranks(
+            1, curve_of, small_config(style, f"{PLAIN} {FOUR_LAYERS} {flags} --micro-batch-size 1"), STEPS
+        )[0]
 
     return curve
 
@@ -79,7 +81,9 @@ EVERY_LAYOUT = [
 def test_uneven_stages_follow_one_rank(style: str, layout: str, one_rank: CurveOf) -> None:
     world_size, flags = LAYOUTS[layout]
     reference = one_rank(style, plain_flags(flags))
-    curves: list[Curve] = run_ranks(world_size, curve_of, small_config(style, f"{PLAIN} {flags}", world_size), STEPS)
+    curves: list[Curve] = run_ranks(
+        world_size, curve_of, small_config(style, f"{PLAIN} {FOUR_LAYERS} {flags}", world_size), STEPS
+    )
     for curve in curves:
         losses = [abs(a - b) for a, b in zip(curve.losses, reference.losses, strict=True)]
         assert max(losses) <= LAYOUT_LOSS, losses
@@ -101,7 +105,7 @@ PARTS = ("weights", "optimizer", "progress")
 
 def config_of(layout: str) -> RunConfig:
     world_size, flags = RESHARDED[layout]
-    shared = "--transformer-impl local --micro-batch-size 1 --use-distributed-optimizer"
+    shared = f"{PLAIN} {FOUR_LAYERS} --micro-batch-size 1 --use-distributed-optimizer"
     return small_config("llama", f"{shared} {flags}", world_size)
 
 
@@ -156,7 +160,7 @@ def quantized_layers(config: RunConfig) -> dict[str, bool]:
 
 def test_a_precision_map_counts_layers_of_the_model() -> None:
     """Layer 2 alone is in BF16, whichever stage has it."""
-    flags = f"--bf16 {FP8} --transformer-impl emulated --precision layers.2.*=bf16"
+    flags = f"--bf16 {FOUR_LAYERS} {FP8} --transformer-impl emulated --precision layers.2.*=bf16"
     expected = run_ranks(1, quantized_layers, small_config("llama", flags))[0]
     assert {name for name, is_quantized in expected.items() if not is_quantized} == {
         f"layers.2.{linear}" for linear in LINEARS

@@ -181,8 +181,11 @@ RANGES: Mapping[str, _Range] = MappingProxyType(
 def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every number is in its range."""
     for name, allowed in RANGES.items():
-        setting, value = settings_by_name()[name], value_of(config, name)
-        if value is not None and not allowed.holds(value) and not (setting.auto and value == AUTO):
+        value = value_of(config, name)
+        if value is None or allowed.holds(value):
+            continue
+        setting = settings_by_name()[name]
+        if not (setting.auto and value == AUTO):
             yield f"{setting.flags[0]} {value} must be {allowed}"
 
 

@@ -66,8 +66,10 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-def test_generation(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every side with the arithmetic that it names."""
+def test_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every side with the arithmetic that it names. Its process is forked, which saves its imports."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     flags = "--model-preset tiny --vocab-size 300 --fp8-format hybrid --fp8-recipe tensorwise --no-save-optim"
     save_initial(tmp_path / "run", configure(flags))
     arguments = ["--load", str(tmp_path / "run"), "--prompt", "5 3", "--tokens", "2", "3", "--rounds", "2"]

@@ -10,7 +10,7 @@ from typing import Any, Optional, get_type_hints
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from small_run import PLAIN, small_config
+from small_run import FOUR_LAYERS, PLAIN, VIRTUAL, small_config
 
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
@@ -34,7 +34,7 @@ def overridden(*entries: str, flags: str = "") -> RunConfig:
 
 def test_model_settings_are_translated() -> None:
     config = transformer(small_config("llama"))
-    assert (config.num_layers, config.hidden_size, config.num_attention_heads, config.num_query_groups) == (4, 64, 4, 2)
+    assert (config.num_layers, config.hidden_size, config.num_attention_heads, config.num_query_groups) == (2, 64, 4, 2)
     assert config.normalization == "RMSNorm"
     assert config.gated_linear_unit
     assert config.activation_func is torch.nn.functional.silu
@@ -119,7 +119,8 @@ def test_no_flags_enable_a_wrong_pipeline(style: str) -> None:
     for split, overlap, stages in itertools.product(splits, overlaps, (1, 2, 4)):
         if stages == 1 and split or stages == 4 and "virtual" in split:
             continue
-        config = transformer(small_config(style, f"--pipeline-model-parallel-size {stages} {split} {overlap}", stages))
+        flags = f"{FOUR_LAYERS} --pipeline-model-parallel-size {stages} {split} {overlap}"
+        config = transformer(small_config(style, flags, stages))
         is_interleaved = config.virtual_pipeline_model_parallel_size is not None
         assert not (is_interleaved and stages == 2 and config.batch_p2p_comm), (split, overlap)
         assert not (config.overlap_p2p_comm and config.deallocate_pipeline_outputs), (split, overlap)
@@ -137,8 +138,7 @@ def test_no_flags_enable_a_wrong_pipeline(style: str) -> None:
     ],
 )
 def test_overrides_that_enable_it_are_refused(flags: str, entry: str, reason: str) -> None:
-    virtual = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    config = small_config("llama", f"{virtual} {flags}", 2)
+    config = small_config("llama", f"{VIRTUAL} {flags}", 2)
     transformer(config)
     with pytest.raises(ConfigError, match=reason):
         transformer(replace(config, overrides=(entry,)))

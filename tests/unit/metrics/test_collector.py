@@ -19,7 +19,7 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from small_run import small_config
+from small_run import FOUR_LAYERS, small_config
 
 from megafp8.metrics import accumulators, collector
 from megafp8.metrics.collector import TensorObserver, add_statistics, build_statistics_plan, collect, quantize_what_if
@@ -237,18 +237,18 @@ def test_weights_without_high_precision_have_no_error() -> None:
 
 
 def test_tensors_have_names_by_layer_operand_and_side() -> None:
-    patterns = "layers.3.linear_fc*,layers.0.linear_qkv"
+    patterns = "layers.1.linear_fc*,layers.0.linear_qkv"
     plan = build_statistics_plan(small_config("llama", f"{FP8} --fp8-log-layers {patterns} --fp8-what-if mxfp8"))
-    assert plan.linears == ("layers.0.linear_qkv", "layers.3.linear_fc1", "layers.3.linear_fc2")
-    own = [each.name for each in plan.tensors() if not each.is_what_if and each.linear == "layers.3.linear_fc1"]
-    assert own == [f"layers.3.linear_fc1.{operand.value}" for operand in Operand]
+    assert plan.linears == ("layers.0.linear_qkv", "layers.1.linear_fc1", "layers.1.linear_fc2")
+    own = [each.name for each in plan.tensors() if not each.is_what_if and each.linear == "layers.1.linear_fc1"]
+    assert own == [f"layers.1.linear_fc1.{operand.value}" for operand in Operand]
     tried = {each.row for each in plan.tensors() if each.is_what_if and each.operand is Operand.INPUT}
     assert "layers.0.linear_qkv.input.row|mxfp8" in tried and "layers.0.linear_qkv.input.column|mxfp8" in tried
     assert len(plan.rows()) == len(set(plan.rows())) == 3 * (1 + 3 + 6)
 
 
 def test_layers_in_high_precision_are_excluded() -> None:
-    plan = build_statistics_plan(small_config("llama", f"{FP8} --first-last-layers-bf16"))
+    plan = build_statistics_plan(small_config("llama", f"{FP8} {FOUR_LAYERS} --first-last-layers-bf16"))
     assert {name.split(".")[1] for name in plan.linears} == {"1", "2"}
 
 

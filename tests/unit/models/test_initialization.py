@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_run import PLAIN, STYLES, build_run, small_config, weights
+from small_run import PLAIN, STYLES, VIRTUAL, build_run, layers_of, small_config, weights
 from torch import Tensor
 
 from megafp8.config.schema import RunConfig
@@ -122,7 +122,7 @@ def assembled(blocks: list[Block]) -> dict[Any, Tensor]:
     ("world_size", "flags"),
     [
         pytest.param(2, "--tensor-model-parallel-size 2", id="tp2"),
-        pytest.param(2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", id="pp2-virtual2"),
+        pytest.param(2, VIRTUAL, id="pp2-virtual2"),
         pytest.param(2, "--use-distributed-optimizer", id="dp2"),
         pytest.param(
             4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", id="tp2-pp2-sp"
@@ -130,7 +130,7 @@ def assembled(blocks: list[Block]) -> dict[Any, Tensor]:
     ],
 )
 def test_every_layout_starts_from_the_same_model(style: str, world_size: int, flags: str) -> None:
-    expected = assembled(run_ranks(1, blocks_of, small_config(style, PLAIN))[0])
+    expected = assembled(run_ranks(1, blocks_of, small_config(style, f"{PLAIN} {layers_of(flags)}"))[0])
     by_rank = run_ranks(world_size, blocks_of, small_config(style, f"{PLAIN} {flags}", world_size))
     for block in (block for blocks in by_rank for block in blocks):
         assert torch.equal(expected[block.parameter][block.window], block.values), block.parameter
