@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from megafp8.config.precision_map import EXPERTS, name_of_all_experts
+from megafp8.config.precision_map import name_of_all_experts
 from megafp8.mcore.modules import named_linears
-from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.te.fused_mlp import FusedMLP
 from megafp8.te.recipes import wrap_with_recipe
 
@@ -43,10 +41,6 @@ def move_to_high_precision(chunks: Sequence[nn.Module], names: Collection[str]) 
                 split(fused[linear])
             leave_amax_buffers(linear)
             set_high_precision(linear)
-        for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
-            experts = getattr(layer.mlp, "experts", None)
-            if isinstance(experts, GroupedExperts) and f"layers.{layer.layer_number - 1}.{EXPERTS}linear_fc1" in moved:
-                experts.rule = experts.codes = None
 
 
 def set_high_precision(linear: Any) -> None:

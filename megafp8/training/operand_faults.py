@@ -17,6 +17,7 @@ from typing import Any, Union
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.mcore.modules import named_linears
 from megafp8.metrics.records import OperandCounts
 from megafp8.models.emulated_layers import EmulatedLinearMixin
+from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, QuantizerCounters
 from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
@@ -217,7 +219,9 @@ def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implemen
         from megafp8.te.moved_linears import move_to_high_precision  # needs Transformer Engine
 
         assert all(linear.form == HIGH_PRECISION for linear in linears)
-        move_to_high_precision(unwrap_model(list(chunks)), [linear.name for linear in linears])
+        names = [linear.name for linear in linears]
+        move_to_high_precision(unwrap_model(list(chunks)), names)
+        move_grouped_experts(chunks, names)
         return
     forms = [(linear.name, linear.form) for linear in linears]
     for name, linear in emulated_linears_by_name(chunks):
@@ -226,3 +230,13 @@ def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implemen
                 linear.smooth_input()
             else:
                 linear.move_to_high_precision()
+
+
+def move_grouped_experts(chunks: Sequence[Any], names: Sequence[str]) -> None:
+    """Compute experts in one launch in high precision from now on, if a linear of one of them is named."""
+    moved = {precision_map.name_of_all_experts(name) for name in names}
+    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)):
+        experts = getattr(layer.mlp, "experts", None)
+        name = f"layers.{layer.layer_number - 1}.{precision_map.EXPERTS}{precision_map.MLP_LINEARS[0]}"
+        if isinstance(experts, GroupedExperts) and name in moved:
+            experts.rule = experts.codes = None

@@ -133,14 +133,14 @@ class TrainingConfig:
         "warn",
         "reaction to NaN or infinity in an input, weight or output gradient that a linear layer quantizes, which "
         "saturation can hide; warn: record it, stop: stop before the update, skip: skip the update, bf16: skip it and "
-        "compute the layer in high precision from then on (emulated layers)",
+        "compute the layer in high precision from then on",
         choices=("warn", "stop", "skip", "bf16"),
     )
     fp8_guard: str = setting(
         "off",
-        "reaction to statistics of layers that grow before a run in FP8 diverges; warn: record them; for emulated "
-        "layers also bf16-layer: compute the layer in high precision for the rest of the run, smooth-swiglu: give the "
-        "input of linear_fc2 a scale per channel for the rest of the run, as Smooth-SwiGLU",
+        "reaction to statistics of layers that grow before a run in FP8 diverges; warn: record them, bf16-layer: "
+        "compute the layer in high precision for the rest of the run, smooth-swiglu: give the input of linear_fc2 a "
+        "scale per channel for the rest of the run, as Smooth-SwiGLU (emulated layers)",
         choices=("off", "warn", "bf16-layer", "smooth-swiglu"),
     )
     fp8_guard_interval: int = setting(20, "steps between the statistics of --fp8-guard")

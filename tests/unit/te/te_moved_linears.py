@@ -25,6 +25,7 @@ from megafp8.te import counters, fused_mlp, layers, patches, quantizers
 from megafp8.te.counters import AmaxCounters
 from megafp8.te.moved_linears import move_to_high_precision
 from megafp8.te.recipes import OutputLayer, wrap_with_recipe
+from megafp8.training.operand_faults import move_grouped_experts
 
 DELAYED = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID, amax_compute_algo="max", reduce_amax=False)
 TENSORWISE = Float8CurrentScaling()
@@ -219,7 +220,7 @@ mixture = MoELayer.__new__(MoELayer)
 nn.Module.__init__(mixture)
 mixture.experts, mixture.shared_experts = experts, None
 chunk.layer.mlp = mixture
-move_to_high_precision([chunk], [NAMES[1]])
+move_grouped_experts([chunk], [NAMES[1]])
 assert experts.rule is not None
-move_to_high_precision([chunk], [NAMES[1], "layers.0.experts.0.linear_fc1", "layers.0.experts.1.linear_fc1"])
+move_grouped_experts([chunk], [NAMES[1], "layers.0.experts.0.linear_fc1", "layers.0.experts.1.linear_fc1"])
 assert experts.rule is None and experts.codes is None
