@@ -55,8 +55,7 @@ def quantizer_problems(config: RunConfig) -> list[str]:
         )
     if moving and config.precision.fp8_saved_activations:
         found.append(
-            f"{moving} with --fp8-saved-activations: an MLP that then runs linear by linear saves other tensors; remove "
-            "one"
+            f"{moving} with --fp8-saved-activations: an MLP that then runs linear by linear saves others; remove one"
         )
     return found
 
