@@ -69,9 +69,9 @@ class GroupedExperts(MegatronModule):
         self.quantizer_state = torch.nn.ModuleDict()
         self.exchange = exchange or AmaxExchange()
         if recipe is not None and recipe.delayed is not None:
-            for name in LINEARS:
-                self.quantizer_state[name] = DelayedState(recipe, num_local_experts).to(self.linear_fc1.device)
-                self.exchange.join(self.quantizer_state[name], amax_reduction_group(recipe.delayed))
+            for linear in LINEARS:
+                self.quantizer_state[linear] = DelayedState(recipe, num_local_experts).to(self.linear_fc1.device)
+                self.exchange.join(self.quantizer_state[linear], amax_reduction_group(recipe.delayed))
         self.codes: Any = None
         self.is_first_microbatch = True
 
@@ -105,7 +105,7 @@ class GroupedExperts(MegatronModule):
     def _delayed_scales(self) -> tuple[list[DelayedScales], bool]:
         """The scales of both linears, and whether this is the first run of a forward pass; none in BF16 and without
         delayed scaling."""
-        if not self.is_quantizing or not self.quantizer_state:
+        if self.rule is None or not self.is_quantizing or not self.quantizer_state:
             return [], False
         if self.is_first_microbatch:  # an error may have interrupted the last step
             for state in self.quantizer_state.values():

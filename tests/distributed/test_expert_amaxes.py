@@ -13,6 +13,7 @@ from megafp8.config import precision_map
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.quantization.counters import QUANTIZERS
 from megafp8.training.expert_amaxes import ExpertAmaxes
+from megafp8.training.operand_faults import move_grouped_experts
 
 
 def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]], list[str], float]:
@@ -51,6 +52,20 @@ def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]]
     counts.reset()
     assert not counts.add_to(torch.zeros(3, dtype=torch.int64)).any()
     return totals, found, infinite, scale
+
+
+def scales_of_moved_experts() -> tuple[int, int]:
+    """How many scales experts have before and after they are moved to high precision."""
+    stack_experts()
+    chunks = unwrap_model(build_run(small_config("llama", MODEL, 1)).trainee.chunks)
+    experts = next(module for module in chunks[0].modules() if isinstance(module, GroupedExperts))
+    before = len(experts._delayed_scales()[0])
+    move_grouped_experts(chunks, ["layers.0.experts.1.linear_fc1"])
+    return before, len(experts._delayed_scales()[0])
+
+
+def test_moved_experts_have_no_scales() -> None:
+    assert run_ranks(1, scales_of_moved_experts) == [(2, 0)]
 
 
 @pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (2, EP2)])
