@@ -172,8 +172,9 @@ def row_cells(row: FaultRow) -> tuple[str, ...]:
             str(row.num_runs),
         )
     costs = row.costs
+    lost = range_text([100 * cost.lost_fraction for cost in costs], "{:+.2f}%").replace("+inf%", "stopped")
     return (
         row.fault, row.verdict, row.recipe, row.repair or "-", range_text([cost.noticed for cost in costs]),
         range_text([cost.worse for cost in costs]), range_text([cost.recovered for cost in costs]),
-        range_text([100 * cost.lost_fraction for cost in costs], "{:+.2f}%"), str(row.num_runs),
+        lost, str(row.num_runs),
     )  # fmt: skip

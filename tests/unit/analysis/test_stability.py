@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megafp8.analysis.stability import BETTER, INDISTINCT, NARROWER, SUITE_FILE, WORSE, build_report
-from megafp8.analysis.stability_faults import fault_cost, range_text, verdict_of
+from megafp8.analysis.stability_faults import FaultRow, fault_cost, row_cells, verdict_of
 from megafp8.analysis.stability_page import publish_suite, render_page, to_text
 from megafp8.errors import DataError, NumericsError
 from megafp8.metrics.records import EventRecord
@@ -212,4 +212,6 @@ def test_a_run_that_stopped_lost_everything() -> None:
     cost = fault_cost([4.0] * 18, [4.0] * 30, [event], 11)
     assert (cost.noticed, cost.worse, cost.recovered, cost.lost_fraction) == (4, 8, None, math.inf)
     assert verdict_of("inflated-qk", "", [cost]) == "late"
-    assert range_text([100 * cost.lost_fraction], "{:+.2f}%") == "+inf%"
+    assert "stopped" in row_cells(
+        FaultRow(recipe="delayed", fault="inflated-qk", repair="", verdict="late", costs=(cost,), num_runs=1)
+    )
