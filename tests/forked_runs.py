@@ -34,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 HUNG = 124
 # For the system to end the children of a rank that was killed.
 PATIENCE_S = 5.0
-NUM_MOCK_DOCUMENTS = 1000
+# Those of the command, which are megatron-core's, and those of forked runs.
+ALL_MOCK_DOCUMENTS, NUM_MOCK_DOCUMENTS = 100_000, 1000
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,23 @@ def prepare() -> None:
     cpu_patches.install()
     for name in ("megafp8.cli.pretrain", "megafp8.training.pretrain", "megafp8.training.checks"):
         importlib.import_module(name)
+    set_mock_documents(NUM_MOCK_DOCUMENTS)
+
+
+def set_mock_documents(number: int) -> None:
+    """Give megatron-core's mock dataset this many documents, in this process and in those forked from it."""
     datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
-    datasets.MockGPTLowLevelDataset.size = NUM_MOCK_DOCUMENTS
+    datasets.MockGPTLowLevelDataset.size = number
+
+
+@contextlib.contextmanager
+def all_mock_documents() -> Iterator[None]:
+    """Forked runs within have the mock documents of the command."""
+    set_mock_documents(ALL_MOCK_DOCUMENTS)
+    try:
+        yield
+    finally:
+        set_mock_documents(NUM_MOCK_DOCUMENTS)
 
 
 def run_forked(

@@ -34,3 +34,13 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str,
         assert set(ended.statuses) == {0}, ended.report()
         assert run.newest == STEPS
     return runs
+
+
+@pytest.fixture(scope="session")
+def unbroken_command(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> FaultyRun:
+    """The same in layout dp2 on the documents of the command, for runs that start it and do not fork."""
+    run = FaultyRun("dp2", tmp_path_factory.mktemp("command") / "run", tmp_path_factory.mktemp("command_cache"))
+    with forked_runs.all_mock_documents():
+        ended = run.start()
+    assert set(ended.statuses) == {0}, ended.report()
+    return run

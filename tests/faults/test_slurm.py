@@ -77,7 +77,7 @@ class SlurmRun:
 
 @pytest.mark.slow
 def test_a_preempted_job_resumes_bitwise(
-    cluster: Cluster, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
+    cluster: Cluster, tmp_path: Path, cache: Path, unbroken_command: FaultyRun
 ) -> None:
     """Slurm sends SIGTERM to srun's processes on both nodes. The job saves and is requeued."""
     hit = SlurmRun(cluster, tmp_path, cache)
@@ -85,7 +85,7 @@ def test_a_preempted_job_resumes_bitwise(
     cluster.ask("scancel", "--signal=TERM", str(hit.job))
     cluster.wait_for_requeue(hit.job)
     assert hit.ends() == ["preempted"] and STEPS > hit.run.newest >= 3
-    hit.assert_done_like(unbroken["dp2"])
+    hit.assert_done_like(unbroken_command)
     assert hit.ends() == ["preempted", "done"]
     told = cluster.output(hit.job)
     assert f"requeueing job {hit.job}" in told and "step 16/16" in told
@@ -95,25 +95,25 @@ def test_a_preempted_job_resumes_bitwise(
 
 @pytest.mark.long
 def test_a_dead_node_loses_only_the_last_steps(
-    cluster: Cluster, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
+    cluster: Cluster, tmp_path: Path, cache: Path, unbroken_command: FaultyRun
 ) -> None:
     hit = SlurmRun(cluster, tmp_path, cache)
     hit.wait_for_step(3)
     cluster.cut_power(NODES[1])
     cluster.wait_for_requeue(hit.job)
     cluster.boot(NODES[1])
-    hit.assert_done_like(unbroken["dp2"])
+    hit.assert_done_like(unbroken_command)
 
 
 @pytest.mark.long
 def test_a_job_saves_before_its_time_limit(
-    cluster: Cluster, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
+    cluster: Cluster, tmp_path: Path, cache: Path, unbroken_command: FaultyRun
 ) -> None:
     """Its limit is three minutes. The warning comes 80 to 140 s before the end; nine of its steps take ten seconds."""
     hit = SlurmRun(cluster, tmp_path, cache, "--no-check-nodes --time 3", pause_s=10)
     cluster.wait_for_requeue(hit.job)
     assert hit.ends() == ["preempted"] and STEPS > hit.run.newest > 0
-    hit.assert_done_like(unbroken["dp2"])
+    hit.assert_done_like(unbroken_command)
 
 
 @pytest.mark.long

@@ -91,13 +91,13 @@ TORCHRUN, RANK_1 = 0, 2
     ],
 )
 def test_a_supervised_run_finishes_after_a_kill(
-    victim: int, number: int, ended: str, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
+    victim: int, number: int, ended: str, tmp_path: Path, cache: Path, unbroken_command: FaultyRun
 ) -> None:
     supervised = Supervised(FaultyRun(LAYOUT, tmp_path / "run", cache))
     hit_one(supervised, victim, number)
     assert supervised.end() == 0, supervised.output.read_text()
     assert supervised.ends() == [ended, "done"]
-    assert_done(supervised.run, unbroken[LAYOUT])
+    assert_done(supervised.run, unbroken_command)
 
 
 @pytest.mark.long
