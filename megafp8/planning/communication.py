@@ -233,6 +233,25 @@ def reduced_bytes(run: PlannedRun, stage: int, quantizable: int, other: int, num
     return coded * of_code + num_phases * (quantizable + other - coded) * itemsize
 
 
+def reduction_levels(
+    run: PlannedRun, stage: int, group: RankGroup, quantizable: int, other: int, num_phases: int
+) -> list[tuple[RankGroup, float]]:
+    """The groups in which gradients are reduced, and the bytes in the messages of each.
+
+    One, or with `--grad-reduce-fp8-intra-node` on several nodes two: within a node all gradients in the dtype of that
+    level and, as an all-reduce, their sums in that of the gradients; then codes, of which a rank has its node's share.
+    """
+    precision, num_bytes = run.config.precision, reduced_bytes(run, stage, quantizable, other, num_phases)
+    in_node, num_nodes = _placement(run, group)
+    if not precision.grad_reduce_in_fp8 or precision.grad_reduce_fp8_intra_node == "fp8" or 1 in (in_node, num_nodes):
+        return [(group, num_bytes)]
+    itemsize = BYTES[precision.grad_reduce_fp8_intra_node] + (num_phases - 1) * BYTES[derived.grad_dtype(precision)]
+    return [
+        (RankGroup(in_node, group.stride), float((quantizable + other) * itemsize)),
+        (RankGroup(num_nodes, group.stride * in_node), num_bytes / in_node),
+    ]
+
+
 def data_parallel_traffic(run: PlannedRun, stage: int) -> DataParallelTraffic:
     """The traffic of one rank of a pipeline stage."""
     quantizable, other = parameters_on_stage(run.config, run.padded_vocab, stage)
@@ -248,25 +267,29 @@ def _group_traffic(run: PlannedRun, stage: int, group: RankGroup, quantizable: i
     """The traffic of weights that a group shares: of linears, and others."""
     config, parameters = run.config, quantizable + other
     num_phases = 1 if has_flat_shards(config) or config.parallel.use_torch_fsdp2 else 2
-    grad_bytes = reduced_bytes(run, stage, quantizable, other, num_phases)
+    levels = reduction_levels(run, stage, group, quantizable, other, num_phases)
     num_codes = quantizable * quantized_fraction(config, stage) if config.precision.fp8_param_gather else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes
     bucket_size = config.parallel.ddp_bucket_size or max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * group.size)
-    num_buckets = -(-parameters // bucket_size)
+    num_buckets, num_reductions = -(-parameters // bucket_size), 1
     if config.parallel.use_torch_fsdp2:
         assert config.model.num_layers is not None
         num_microbatches = derived.num_microbatches(config, run.world_size)
         num_gathers = 2 if config.parallel.torch_fsdp2_reshard_after_forward else 1
-        grad_bytes, parameter_bytes = grad_bytes * num_microbatches, parameter_bytes * num_microbatches * num_gathers
+        num_reductions, parameter_bytes = num_microbatches, parameter_bytes * num_microbatches * num_gathers
         num_buckets = num_microbatches * (config.model.num_layers + 1)
     elif not config.parallel.use_distributed_optimizer:
         parameter_bytes = 0.0
-    sent_fraction = (group.size - 1) / group.size
 
-    def seconds(num_bytes: float) -> float:
-        return num_buckets * ring_collective_s(run, group, num_bytes / num_buckets) if num_bytes else 0.0
+    def seconds(ranks: RankGroup, num_bytes: float) -> float:
+        return num_buckets * ring_collective_s(run, ranks, num_bytes / num_buckets) if num_bytes else 0.0
 
+    def sent_bytes(ranks: RankGroup, num_bytes: float) -> float:
+        return num_bytes * (ranks.size - 1) / ranks.size
+
+    reduced = [(ranks, num_bytes * num_reductions) for ranks, num_bytes in levels]
     return DataParallelTraffic(
-        reduce_s=seconds(grad_bytes), gather_s=seconds(parameter_bytes),
-        reduce_bytes=grad_bytes * sent_fraction, gather_bytes=parameter_bytes * sent_fraction, num_buckets=num_buckets,
+        reduce_s=sum(seconds(*level) for level in reduced), gather_s=seconds(group, parameter_bytes),
+        reduce_bytes=sum(sent_bytes(*level) for level in reduced), gather_bytes=sent_bytes(group, parameter_bytes),
+        num_buckets=num_buckets,
     )  # fmt: skip

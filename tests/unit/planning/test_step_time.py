@@ -231,6 +231,22 @@ def test_gradients_in_fp8():
     assert sent() == [4 * parameters, 8 * parameters]
 
 
+def test_gradients_in_fp8_between_nodes():
+    """Two nodes of eight: all gradients in BF16 within a node, an eighth of the codes between the nodes."""
+
+    def traffic(gpus, **changes):
+        fp8 = {"grad_reduce_in_fp8": True, "grad_reduce_fp8_exclude": ("none",), **changes}
+        run = run_of({f"precision.{name}": value for name, value in fp8.items()}, gpus=gpus)
+        return communication.data_parallel_traffic(run, 0)
+
+    direct, two_level = traffic(16), traffic(16, grad_reduce_fp8_intra_node="bf16")
+    parameters = 8_030_261_248
+    assert direct.reduce_bytes == pytest.approx(parameters * (1 + 1 / 128) * 15 / 16)
+    assert two_level.reduce_bytes == pytest.approx(parameters * (2 * 7 / 8 + (1 + 1 / 128) / 8 / 2))
+    assert two_level.gather_bytes == direct.gather_bytes
+    assert traffic(8, grad_reduce_fp8_intra_node="bf16") == traffic(8)
+
+
 @pytest.mark.parametrize(("kind", "forward", "backward"), [("p2p", 1, 2), ("allgather", 1, 2), ("a2a", 5, 5)])
 def test_context_parallel_bytes(kind, forward, backward):
     """In units of the keys and values of a rank's tokens. a2a: (q + k + v + o) = 10 kv, of 2 kv; 1/2 is sent."""
