@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The classical table: a GPT with 355 million parameters (GPT-2 medium) in FP32, BF16, each FP8 recipe that is native on
-# this device, and FP4 (emulated where it is not native): throughput, peak memory, loss after STEPS steps, and the
-# largest micro-batch that fits:
+# The classical table: a GPT of GPT-2 medium's shape (320 million parameters with a vocabulary of 16,384) in FP32, BF16,
+# each FP8 recipe that is native on this device, and FP4 (emulated where it is not native): throughput, peak memory,
+# loss after STEPS steps, and the largest micro-batch that fits:
 #
 #   bash examples/precision_table.sh [FOLDER]        (default runs/precision_table)
 #

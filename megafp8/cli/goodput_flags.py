@@ -115,7 +115,7 @@ def goodput_problems(arguments: argparse.Namespace) -> Iterator[str]:
     for flag, (low, high) in STORAGE_RANGES.items():
         value = _storage(arguments, flag)
         if value is not None and not low <= value <= high:
-            yield f"{flag} {value:g}: must be between {low:g} and {high:,g}"
+            yield f"{flag} {value:g}: must be {goodput.between(low, high)}"
 
 
 def build_request(arguments: argparse.Namespace, invocation: Invocation, gpu: Gpu) -> GoodputRequest:
@@ -125,6 +125,10 @@ def build_request(arguments: argparse.Namespace, invocation: Invocation, gpu: Gp
         ConfigError: neither a model nor step time, tokens and checkpoint size are given, nothing fits, or flags
             contradict each other.
     """
+    from megafp8.config.rules.training import numbers_are_in_range
+
+    if problems := list(numbers_are_in_range(invocation.config, arguments.gpus)):
+        raise ConfigError(problems)
     values = given_inputs(arguments)
     size_gb = arguments.checkpoint_gb
     step_origin = "given"

@@ -233,15 +233,27 @@ def reduced_bytes(run: PlannedRun, stage: int, quantizable: int, other: int, num
     return coded * of_code + num_phases * (quantizable + other - coded) * itemsize
 
 
+def sharding_group(run: PlannedRun, group: RankGroup) -> RankGroup:
+    """The group over which weights are sharded: with hybrid sharding (FSDP2) the ranks of a replica."""
+    parallel = run.config.parallel
+    replicas = parallel.num_distributed_optimizer_instances if parallel.use_torch_fsdp2 else 1
+    return RankGroup(group.size // replicas, group.stride)
+
+
 def reduction_levels(
     run: PlannedRun, stage: int, group: RankGroup, quantizable: int, other: int, num_phases: int
 ) -> list[tuple[RankGroup, float]]:
     """The groups in which gradients are reduced, and the bytes in the messages of each.
 
-    One, or with `--grad-reduce-fp8-intra-node` on several nodes two: within a node all gradients in the dtype of that
+    One, or two. Replicas of hybrid sharding add the shards of sums by an all-reduce in the dtype of the gradients. With
+    `--grad-reduce-fp8-intra-node` on several nodes: within a node all gradients in the dtype of that
     level and, as an all-reduce, their sums in that of the gradients; then codes, of which a rank has its node's share.
     """
     precision, num_bytes = run.config.precision, reduced_bytes(run, stage, quantizable, other, num_phases)
+    shards = sharding_group(run, group)
+    if (replicas := group.size // shards.size) > 1:
+        sums_bytes = 2.0 * (quantizable + other) * BYTES[derived.grad_dtype(precision)] / shards.size
+        return [(shards, num_bytes), (RankGroup(replicas, group.stride * shards.size), sums_bytes)]
     in_node, num_nodes = _placement(run, group)
     if not precision.grad_reduce_in_fp8 or precision.grad_reduce_fp8_intra_node == "fp8" or 1 in (in_node, num_nodes):
         return [(group, num_bytes)]
@@ -287,9 +299,10 @@ def _group_traffic(run: PlannedRun, stage: int, group: RankGroup, quantizable: i
     def sent_bytes(ranks: RankGroup, num_bytes: float) -> float:
         return num_bytes * (ranks.size - 1) / ranks.size
 
+    gathers = sharding_group(run, group)
     reduced = [(ranks, num_bytes * num_reductions) for ranks, num_bytes in levels]
     return DataParallelTraffic(
-        reduce_s=sum(seconds(*level) for level in reduced), gather_s=seconds(group, parameter_bytes),
-        reduce_bytes=sum(sent_bytes(*level) for level in reduced), gather_bytes=sent_bytes(group, parameter_bytes),
+        reduce_s=sum(seconds(*level) for level in reduced), gather_s=seconds(gathers, parameter_bytes),
+        reduce_bytes=sum(sent_bytes(*level) for level in reduced), gather_bytes=sent_bytes(gathers, parameter_bytes),
         num_buckets=num_buckets,
     )  # fmt: skip

@@ -147,6 +147,7 @@ RANGES: dict[str, tuple[str, float, float]] = {
     "seed": ("--simulation-seed", 0, 2**63),
 }
 """Flag, smallest and largest value of each input that a user gives, in the unit of the input."""
+MOST_SAVE_S = 1_000_000
 UNITS_S = {
     "--gpu-failures-per-1000-days": 1000 * DAY_S,
     "--node-failures-per-1000-days": 1000 * DAY_S,
@@ -170,6 +171,16 @@ def input_problems(inputs: GoodputInputs) -> Iterator[str]:
             f"--maintenance-minutes {inputs.maintenance_s / 60:g}: must be less than --maintenance-interval-days "
             f"{interval_s / DAY_S:g}, or the run never trains"
         )
+    if inputs.step_s > inputs.duration_s:
+        yield (
+            f"--step-s {inputs.step_s:g}: longer than the complete run, {inputs.duration_s:g} s: give at least --days "
+            f"{inputs.step_s / DAY_S:.3g}"
+        )
+    if max(inputs.write_s, inputs.load_s) > MOST_SAVE_S:
+        yield (
+            f"a checkpoint takes {max(inputs.write_s, inputs.load_s):.3g} s, and at most {MOST_SAVE_S:,} s are "
+            "simulated: give more --storage-gb-per-s or --node-storage-gb-per-s, or less --checkpoint-gb"
+        )
     if inputs.spare_nodes is not None and inputs.spare_nodes > inputs.num_nodes:
         yield (
             f"--spare-nodes {inputs.spare_nodes:,}: more than the {inputs.num_nodes:,} nodes of the run: give "
@@ -191,9 +202,14 @@ def range_problems(inputs: GoodputInputs) -> Iterator[str]:
             yield from range_problem(name, value)
 
 
+def between(low: float, high: float) -> str:
+    """A range in words, large numbers with all their digits."""
+    return " and ".join((f"between {low:,g}", f"{round(high):,}" if high >= 1 else f"{high:g}"))
+
+
 def range_problem(name: str, value: float) -> Iterator[str]:
     """A problem if the value of an input is out of its range."""
     flag, low, high = RANGES[name]
     if not low <= value <= high:
         factor = UNITS_S.get(flag, 1)
-        yield f"{flag} {value * factor:g}: must be between {low * factor:g} and {high * factor:,g}"
+        yield f"{flag} {value * factor:g}: must be {between(low * factor, high * factor)}"

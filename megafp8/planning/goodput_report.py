@@ -12,6 +12,7 @@ from megafp8.planning.goodput_simulation import PARTS, USEFUL
 from megafp8.planning.save_interval import daly_interval_s, young_interval_s
 from megafp8.utils.formatting import text_table
 
+LITTLE_PROGRESS = 0.01
 FEW_FAILURES = 5
 """A run with fewer failures is a matter of chance: its interval says more than its mean."""
 
@@ -74,7 +75,7 @@ def summary_text(goodput: Goodput) -> str:
     rows = [
         (
             "effective training time", f"{goodput.effective_fraction:.1%}", range_text(interval, "{:.1%}", 1),
-            f"standard error of the mean {goodput.standard_error * 100:.2f} points",
+            f"standard error of the mean {goodput.standard_error * 100:.2f} percentage points",
         ),
         (
             "tokens per day", tokens_text(goodput.tokens_per_day),
@@ -85,6 +86,8 @@ def summary_text(goodput: Goodput) -> str:
         ("planned interruptions", f"{goodput.num_planned:.1f}", "", ""),
     ]  # fmt: skip
     table = text_table(("", "mean", f"{interval.coverage:.0%} of runs", ""), rows, "lrl")
+    if goodput.effective_fraction < LITTLE_PROGRESS:
+        table += "\nthe run hardly trains: it loses more to failures and saves than it computes"
     if goodput.num_failures < FEW_FAILURES:
         table += "\nfew failures: runs differ by chance more than by their settings"
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megafp8.config import derived
+from megafp8.config.expert_layers import is_mixture
 from megafp8.config.schema import RunConfig
 from megafp8.device.gpus import Gpu
 from megafp8.planning.layouts import LayoutSearch
@@ -72,6 +73,11 @@ def ranking_remarks(config: RunConfig, gpu: Gpu, search: LayoutSearch) -> Iterat
             )
     if gpu.compute_capability < (10, 0):
         return
+    if is_mixture(config.model):
+        yield (
+            f"recipes of mixtures of experts are not ranked on {gpu.name}, because no measured or published speed of "
+            "their grouped GEMMs is available"
+        )
     unknown = [recipe.name for recipe in derived.used_recipes(config.precision) if not recipe.is_ranked_on_blackwell]
     if unknown:
         yield (

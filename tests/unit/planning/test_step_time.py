@@ -231,6 +231,15 @@ def test_gradients_in_fp8():
     assert sent() == [4 * parameters, 8 * parameters]
 
 
+def test_hybrid_sharding_stays_within_a_replica():
+    """Two replicas of eight: an eighth of the gradients is added between them, which takes two phases."""
+    run = run_of({"parallel.use_torch_fsdp2": True, "parallel.num_distributed_optimizer_instances": 2}, gpus=16)
+    found = communication.data_parallel_traffic(run, 0)
+    parameters, microbatches = 8_030_261_248, derived.num_microbatches(run.config, 16)
+    assert found.reduce_bytes == pytest.approx(4 * parameters * microbatches * (7 / 8 + 2 / 8 / 2))
+    assert found.gather_bytes == pytest.approx(2 * 2 * parameters * microbatches * 7 / 8)
+
+
 def test_gradients_in_fp8_between_nodes():
     """Two nodes of eight: all gradients in BF16 within a node, an eighth of the codes between the nodes."""
 
