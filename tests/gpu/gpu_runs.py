@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from megafp8.config.schema.model import ParallelConfig
 from megafp8.device import capability, platform
 from megafp8.mcore import cpu_patches
 
-__all__ = ["FP8_RECIPES", "RECIPES", "SIZES", "gpu_run", "unbroken_and_resumed"]
+__all__ = ["FP8_RECIPES", "RECIPES", "SIZES", "gap", "gpu_curve", "gpu_run", "unbroken_and_resumed"]
 cpu_patches.install()
 platform.enable_determinism()  # equal runs give equal bits
 
@@ -47,6 +48,18 @@ def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
         destroy_process_groups()
         FP8GlobalStateManager.reset()
         torch.cuda.empty_cache()
+
+
+@functools.cache
+def gpu_curve(extra: str, num_steps: int) -> Curve:
+    """The first steps of a run; the same one is trained once."""
+    with gpu_run(extra) as run:
+        return train(run, num_steps)
+
+
+def gap(one: Curve, other: Curve) -> float:
+    """Largest relative difference of the losses."""
+    return max(abs(a - b) / b for a, b in zip(one.losses, other.losses, strict=True))
 
 
 def unbroken_and_resumed(extra: str, steps: int, folder: Path) -> tuple[Curve, Curve]:

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.gpu
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import gpu_run, unbroken_and_resumed
+from gpu_runs import gap, gpu_curve, gpu_run, unbroken_and_resumed
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from small_run import Curve, SourceSamples, train, weights
+from small_run import SourceSamples, train, weights
 
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
@@ -45,15 +45,7 @@ def flags_of(recipe: str, kernels: str = "triton") -> str:
     return f"{RECIPES[recipe]} {EXPERTS} --moe-expert-kernels {kernels}"
 
 
-@functools.cache
-def curve(extra: str) -> Curve:
-    with gpu_run(extra) as run:
-        return train(run, STEPS)
-
-
-def gap(one: Curve, other: Curve) -> float:
-    """Largest relative difference of the losses."""
-    return max(abs(a - b) / b for a, b in zip(one.losses, other.losses, strict=True))
+curve = functools.partial(gpu_curve, num_steps=STEPS)
 
 
 @each_recipe

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.gpu
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import RECIPES, gpu_run, unbroken_and_resumed
-from small_run import Curve, train
+from gpu_runs import RECIPES, gap, gpu_curve, gpu_run, unbroken_and_resumed
+from small_run import train
 
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
@@ -28,17 +28,7 @@ GROUPED = f"{EXPERTS} --moe-grouped-gemm"
 EMULATED = EXPERTS.replace("transformer_engine", "emulated")
 STEPS = 4
 CLOSE = 5e-3  # relative difference of losses: two roundings of one training, as in test_te_training.py
-
-
-@functools.cache
-def curve(extra: str) -> Curve:
-    with gpu_run(extra) as run:
-        return train(run, STEPS)
-
-
-def gap(one: Curve, other: Curve) -> float:
-    """Largest relative difference of the losses."""
-    return max(abs(a - b) / b for a, b in zip(one.losses, other.losses, strict=True))
+curve = functools.partial(gpu_curve, num_steps=STEPS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

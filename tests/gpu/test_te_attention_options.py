@@ -13,25 +13,14 @@ pytestmark = pytest.mark.gpu
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import RECIPES, gpu_run, unbroken_and_resumed
+from gpu_runs import RECIPES, gap, gpu_curve, gpu_run, unbroken_and_resumed
 from gpu_sizes import ATTENTION_OPTIONS
-from small_run import Curve, train
 
 from megafp8.models.loss import packed_documents
 
 STEPS = 4
 CLOSE = 2e-3  # relative difference of losses: BF16 attention by two kernels
-
-
-@functools.cache
-def curve(extra: str) -> Curve:
-    with gpu_run(extra) as run:
-        return train(run, STEPS)
-
-
-def gap(one: Curve, other: Curve) -> float:
-    """Largest relative difference of the losses."""
-    return max(abs(a - b) / b for a, b in zip(one.losses, other.losses, strict=True))
+curve = functools.partial(gpu_curve, num_steps=STEPS)
 
 
 @pytest.mark.parametrize("name", ATTENTION_OPTIONS)

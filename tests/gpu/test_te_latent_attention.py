@@ -13,8 +13,7 @@ pytestmark = pytest.mark.gpu
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import RECIPES, gpu_run, unbroken_and_resumed
-from small_run import Curve, train
+from gpu_runs import RECIPES, gap, gpu_curve, unbroken_and_resumed
 
 LATENT = (
     "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
@@ -29,22 +28,16 @@ MODELS = {
 }
 STEPS = 4
 CLOSE = {"bf16": 2e-3, "tensorwise": 5e-3, "delayed": 1e-2, "blockwise": 5e-3}  # relative; two kernels of attention
-
-
-@functools.cache
-def curve(extra: str) -> Curve:
-    with gpu_run(extra) as run:
-        return train(run, STEPS)
+curve = functools.partial(gpu_curve, num_steps=STEPS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_with_emulated_layers(name: str, recipe: str) -> None:
     flags = f"{RECIPES[recipe]} {MODELS[name]}"
-    native, emulated = curve(flags), curve(f"{flags} --transformer-impl emulated")
-    gap = max(abs(a - b) / b for a, b in zip(native.losses, emulated.losses, strict=True))
-    print(f"\n{name}, {recipe}: gap {gap:.2e}")
-    assert gap < CLOSE[recipe]
+    found = gap(curve(flags), curve(f"{flags} --transformer-impl emulated"))
+    print(f"\n{name}, {recipe}: gap {found:.2e}")
+    assert found < CLOSE[recipe]
 
 
 def test_both_resume_to_the_bit(tmp_path: Path) -> None:

@@ -8,29 +8,17 @@ import importlib.util
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
-        reason="needs Transformer Engine and a GPU",
-    ),
-]
+pytestmark = pytest.mark.gpu
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import RECIPES, gpu_run
-from small_run import Curve, train
+from gpu_runs import RECIPES, gpu_curve
 from tolerances import FP8_LM_LOSS
 
 BOTH = "--fp8-saved-activations norm activation"
 FUSED, LAYERS = "--use-transformer-engine-op-fuser", "--no-use-transformer-engine-op-fuser"
 STEPS = 6
-
-
-@functools.cache
-def curve(extra: str) -> Curve:
-    with gpu_run(extra) as run:
-        return train(run, STEPS)
+curve = functools.partial(gpu_curve, num_steps=STEPS)
 
 
 @pytest.mark.parametrize("modules", [FUSED, LAYERS])

@@ -21,7 +21,7 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
 
 import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
 import transformer_engine_torch as tex
-from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, unbroken_and_resumed
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_curve, gpu_run, unbroken_and_resumed
 from small_run import Curve, SourceSamples, train, weights
 
 from megafp8.checkpoint.load import load_checkpoint
@@ -42,12 +42,7 @@ FP8_ATTENTION = f"{HEADS} --fp8-dot-product-attention"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 STEPS = 12
 COMPARED = 6  # losses; later ones diverge
-
-
-@functools.cache
-def curve(extra: str) -> Curve:
-    with gpu_run(extra) as run:
-        return train(run, STEPS)
+curve = functools.partial(gpu_curve, num_steps=STEPS)
 
 
 def gap(one: Curve, other: Curve) -> float:
