@@ -14,7 +14,7 @@ the same keys in checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -22,8 +22,10 @@ from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, S
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megafp8.config.precision_map import EXPERTS
 from megafp8.kernels.routed_rows import route
 from megafp8.mcore.process_groups import amax_reduction_group
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedScales, DelayedState
@@ -194,6 +196,15 @@ class ExchangedExperts(GroupedExperts):
         scores = torch.where(routing_map, probs[:, None], 0.0)
         outputs = self.compute(tokens, scores, routing_map, topk=1, received=self.received)
         return outputs[:num_tokens], None
+
+
+def named_mixtures(chunk: torch.nn.Module) -> Iterator[tuple[str, MoELayer]]:
+    """The layers of a model chunk whose experts run in one launch, with the prefix of their linears' names. Those of
+    multi-token prediction, whose linears have no names, are left out."""
+    layers = ((name, module) for name, module in chunk.named_modules() if isinstance(module, TransformerLayer))
+    for mixture, number in ((layer.mlp, layer.layer_number) for name, layer in layers if not name.startswith("mtp.")):
+        if isinstance(mixture, MoELayer) and isinstance(mixture.experts, GroupedExperts):
+            yield f"layers.{number - 1}.{EXPERTS}", mixture
 
 
 def grouped_weights(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:

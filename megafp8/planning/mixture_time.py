@@ -26,7 +26,6 @@ from megafp8.planning.compute import BF16_BYTES, TILE, LayerTime, bytes_per_elem
 from megafp8.planning.memory import BYTES
 from megafp8.planning.planned_run import BF16, LinearGemm, PlannedRun, linear_gemms
 
-FP32_BYTES = 4
 TE_STREAMS = 4
 """Streams of Transformer Engine's grouped linear."""
 BF16_HOST_EXPERT_S, FP8_HOST_EXPERT_S = 0.15e-3, 0.29e-3
@@ -90,7 +89,7 @@ def experts_gemm_s(run: PlannedRun, recipe: str, gemm: LinearGemm) -> float:
 def addition_s(run: PlannedRun) -> float:
     """Seconds in which the weight gradients of a layer's experts are added to FP32; 0 where the GEMM adds them."""
     num_weights = sum(gemm.m * gemm.n for gemm in expert_gemms(run) if gemm.kind == "wgrad")
-    num_bytes = BF16_BYTES + 2 * FP32_BYTES if is_one_launch(run.config) else 0
+    num_bytes = BF16_BYTES + 2 * BYTES["fp32"] if is_one_launch(run.config) else 0
     return run.memory_s(num_bytes * num_weights * mixture.experts_per_rank(run.config))
 
 

@@ -69,6 +69,19 @@ def saturation_threshold(fmt: Format) -> float:
     return fmt.max + step / 2
 
 
+def count_amaxes(amax: Tensor, scale: Tensor, threshold: float, counts: Tensor) -> None:
+    """Count tensors by their amaxes: the infinite ones, and those that saturate.
+
+    Args:
+        amax, scale: of any shape, the scales that were used.
+        threshold: of the format (`saturation_threshold`).
+        counts: int64 [2, ...], non-finite and saturated tensors.
+    """
+    is_finite = torch.isfinite(amax)
+    counts[NON_FINITE] += ~is_finite
+    counts[SATURATED] += (amax * scale >= threshold) & is_finite
+
+
 def count_values(
     source: Tensor,
     blocks: Tensor,

@@ -26,7 +26,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_f
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from megafp8.mcore.modules import named_linears
-from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, saturation_threshold
+from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, count_amaxes, saturation_threshold
 from megafp8.recipes.base import Operand
 from megafp8.te import patches
 from megafp8.te.fused_mlp import FusedMLP
@@ -82,9 +82,7 @@ class AmaxCounters:
                 counts = self.amax_counts[key] = torch.zeros(2, len(amax), dtype=torch.int64, device=amax.device)
             recipe, _ = state.autocast_arguments[autocast_key]
             threshold = saturation_threshold(FORMATS[get_fp8_te_dtype(recipe, is_forward).name])
-            is_finite = torch.isfinite(amax)
-            counts[NON_FINITE] += ~is_finite
-            counts[SATURATED] += (amax * scale >= threshold) & is_finite
+            count_amaxes(amax, scale, threshold, counts)
 
     def totals(self) -> Tensor:
         """This rank's non-finite and saturated tensors, and those of them in amax histories, int64 [3]."""

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.config.precision_map import name_of_all_experts
 from megafp8.mcore.modules import named_linears
+from megafp8.te.counters import places_in_fused_mlps
 from megafp8.te.fused_mlp import FusedMLP
 from megafp8.te.recipes import wrap_with_recipe
 
@@ -32,13 +33,12 @@ def move_to_high_precision(chunks: Sequence[nn.Module], names: Collection[str]) 
     """
     moved = {*names, *map(name_of_all_experts, names)}
     for chunk in chunks:
-        fused = {linear: mlp for mlp in chunk.modules() if isinstance(mlp, FusedMLP)
-                 for linear in (mlp.linear_fc1, mlp.linear_fc2)}  # fmt: skip
+        fused = dict(places_in_fused_mlps([chunk]))
         for name, linear in named_linears(chunk):
             if name not in moved or not isinstance(linear, nn.Module):
                 continue
             if linear in fused:
-                split(fused[linear])
+                split(fused[linear][0])
             leave_amax_buffers(linear)
             set_high_precision(linear)
 

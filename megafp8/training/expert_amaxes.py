@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megafp8.config.precision_map import EXPERTS
-from megafp8.models.grouped_moe import GroupedExperts
-from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, saturation_threshold
+from megafp8.models.grouped_moe import named_mixtures
+from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, count_amaxes, saturation_threshold
 from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
 
 
@@ -39,9 +36,7 @@ class StackedCounts:
     def count(self, operands: slice) -> None:
         """Count the amaxes of some operands."""
         amax, scale = self.state.amax_history[0, operands], self.state.quant_scale[operands]
-        is_finite = torch.isfinite(amax)
-        self.counts[NON_FINITE, operands] += ~is_finite
-        self.counts[SATURATED, operands] += (amax * scale >= self.threshold) & is_finite
+        count_amaxes(amax, scale, self.threshold, self.counts[:, operands])
 
 
 class ExpertAmaxes:
@@ -87,16 +82,11 @@ class ExpertAmaxes:
 
 
 def stacked_counts(chunk: Any, known: Any) -> Iterator[StackedCounts]:
-    """The counts of a model chunk, to which the updates of its scales add from now on. Multi-token prediction is left
-    out."""
-    named = [(name, module) for name, module in chunk.named_modules() if isinstance(module, TransformerLayer)]
-    for layer in (module for name, module in named if not name.startswith("mtp.")):
-        if not isinstance(layer.mlp, MoELayer) or not isinstance(layer.mlp.experts, GroupedExperts):
-            continue
-        experts = layer.mlp.experts
+    """The counts of a model chunk, to which the updates of its scales add from now on."""
+    for prefix, mixture in named_mixtures(chunk):
+        experts = mixture.experts
         for linear, state in experts.quantizer_state.items():
-            prefix = f"layers.{layer.layer_number - 1}.{EXPERTS}"
-            names = tuple(f"{prefix}{number}.{linear}" for number in layer.mlp.local_expert_indices)
+            names = tuple(f"{prefix}{number}.{linear}" for number in mixture.local_expert_indices)
             if not known >= set(names):
                 continue
             assert experts.rule is not None

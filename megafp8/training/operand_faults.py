@@ -17,7 +17,6 @@ from typing import Any, Union
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.mcore.modules import named_linears
 from megafp8.metrics.records import OperandCounts
 from megafp8.models.emulated_layers import EmulatedLinearMixin
-from megafp8.models.grouped_moe import GroupedExperts
+from megafp8.models.grouped_moe import named_mixtures
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, QuantizerCounters
 from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
@@ -235,8 +234,6 @@ def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implemen
 def move_grouped_experts(chunks: Sequence[Any], names: Sequence[str]) -> None:
     """Compute experts in one launch in high precision from now on, if a linear of one of them is named."""
     moved = {precision_map.name_of_all_experts(name) for name in names}
-    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)):
-        experts = getattr(layer.mlp, "experts", None)
-        name = f"layers.{layer.layer_number - 1}.{precision_map.EXPERTS}{precision_map.MLP_LINEARS[0]}"
-        if isinstance(experts, GroupedExperts) and name in moved:
-            experts.rule = experts.codes = None
+    for prefix, mixture in (named for chunk in unwrap_model(list(chunks)) for named in named_mixtures(chunk)):
+        if f"{prefix}{precision_map.MLP_LINEARS[0]}" in moved:
+            mixture.experts.rule = mixture.experts.codes = None
