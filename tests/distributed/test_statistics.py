@@ -391,8 +391,8 @@ def test_a_run_stopped_by_nonfinite_values_names_their_source(interval: int, tmp
 
     run_ranks(2, start)
     run = load_run(tmp_path)
-    (told,) = (event for event in run.events if event.name == "health")
-    assert told.step == 1 and "layers.0.linear_fc2.weight: 1 values are not finite" in told.detail
+    (event,) = (event for event in run.events if event.name == "health")
+    assert event.step == 1 and "layers.0.linear_fc2.weight: 1 values are not finite" in event.detail
     (record,) = run.quantization_records
     assert record.tensors["layers.0.linear_fc2.input"].num_non_finite == 0
     assert record.tensors["layers.1.linear_qkv.input"].num_non_finite > 0
