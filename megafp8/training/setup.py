@@ -133,7 +133,11 @@ def build_trainee(
     with side_stream() if derived.uses_cuda_graph(config) else nullcontext():
         chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
-    if implementation != "transformer_engine":
+    if implementation == "transformer_engine":
+        from megafp8.te.adam_weights import complete_fp8_updates
+
+        complete_fp8_updates(chained_optimizers(optimizer))
+    else:
         emulate_low_precision_state(config, chained_optimizers(optimizer))
     obstacle = fused_adam.obstacle(config, platform.kind == "cuda")
     check_graph_optimizer(config, obstacle)

@@ -113,6 +113,7 @@ def start_and_wait(folder: Path, num_gpus: int) -> None:
     waiting, ends = list(launches), dict[str, End]()
     running: dict[str, tuple[forked_runs.ForkedRun, list[int]]] = {}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(forked_runs.all_mock_documents())  # some of them are compared with the command
         while waiting or running:
             for launch in [launch for launch in waiting if launch.after is None or launch.after in ends]:
                 taken = gpus.take(launch.num_ranks)
