@@ -27,19 +27,22 @@ Source of the all-to-all with a local FP32 sum: megatron-core's `reduce_scatter_
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.mcore.grad_reduction import Reduction, Work
+from megafp8.mcore.grad_reduction import Reduction
+from megafp8.optimizer.fused_gradient_rows import FusedRows
 from megafp8.optimizer.gradient_checks import CodeCounts
-from megafp8.optimizer.gradient_pieces import ROW, Shard, gather_rows, scatter_rows, split_shards
-from megafp8.quantization.quantize import quantize
+from megafp8.optimizer.gradient_pieces import ROW, Shard, gather_rows, scatter_exact, scatter_rows, split_shards
+from megafp8.optimizer.reduction_works import BucketWork, BucketWorks, PartialWork
+from megafp8.quantization.quantize import has_kernels, quantize
 from megafp8.quantization.rounding import CODE_DTYPES, cast, decode
 from megafp8.quantization.scaling import FP32_MAX, block_amax, quant_scale_of, reduce_amax
 from megafp8.recipes.base import OperandRule, ScaleRule
@@ -108,71 +111,6 @@ def next_factor(factor: float, counts: CodeCounts) -> float:
     return factor / 2 if counts.saturated_fraction > SATURATION_LIMIT else factor * FACTOR_GROWTH
 
 
-class BucketWork:
-    """The reduction of a bucket, or of a part of it, under way. On a GPU only the device waits.
-
-    Args:
-        work: of the all-to-all.
-        kept: tensors that the collective reads.
-        finish: called when it has ended. It may return a function that waits for the sums of other ranks.
-    """
-
-    def __init__(self, work: Any, kept: tuple[Tensor, ...], finish: Callable[[], Optional[Callable[[], None]]]):
-        self._work, self._kept, self._finish = work, kept, finish
-        self._receive: Optional[Callable[[], None]] = None
-
-    def add(self) -> None:
-        """Wait for the codes and add them; in an all-reduce, start to send the sums."""
-        self._work.wait()
-        self._kept = ()
-        self._receive = self._finish()
-
-    def receive(self) -> None:
-        """In an all-reduce, wait for the sums of other ranks."""
-        if self._receive is not None:
-            self._receive()
-
-    def wait(self) -> None:
-        """Finish it."""
-        self.add()
-        self.receive()
-
-
-class BucketWorks:
-    """Reductions of the buckets of a group, or of the parts of a bucket.
-
-    The codes of one are added while those of the next ones are sent.
-    """
-
-    def __init__(self, works: Sequence[PartialWork]):
-        self._works = works
-
-    def add(self) -> None:
-        """`BucketWork.add` of all."""
-        for work in self._works:
-            work.add()
-
-    def receive(self) -> None:
-        """`BucketWork.receive` of all."""
-        for work in self._works:
-            work.receive()
-
-    def wait(self) -> None:
-        """Finish all."""
-        self.add()
-        self.receive()
-
-
-class PartialWork(Work, Protocol):
-    """A reduction in two phases."""
-
-    def add(self) -> None:
-        """Wait for the codes and add them."""
-
-    def receive(self) -> None:
-        """In an all-reduce, wait for the sums of other ranks."""
-
-
 class BucketReduction:
     """The reduction of one bucket.
 
@@ -194,23 +132,31 @@ class BucketReduction:
     ):
         self.group, self.settings, self.step = group, settings, step
         self.shards, self.own, self.num_parameters = shards, shards[group.rank()], num_parameters
-        coded = [piece for shard in self.shards for piece in shard.coded]
-        owners = [piece.parameter for piece in coded for _ in range(piece.num_rows)]
-        self.parameter_of_row = torch.tensor(owners, dtype=torch.int64, device=gradients.device)
-        self.sample = max(1, len(owners) // SAMPLE_ROWS)
+        num_rows = sum(shard.num_rows for shard in self.shards)
+        self.sample = max(1, num_rows // SAMPLE_ROWS)
         self.first_own_row = sum(shard.num_rows for shard in self.shards[: group.rank()])
         self.exact_itemsize = gradients.itemsize
         self.zeros = gradients.new_zeros(ROW)
+        self.fused: Optional[FusedRows] = None
+        if has_kernels(gradients) and not settings.has_feedback:
+            self.fused = FusedRows(
+                shards, group.rank(), settings.format, settings.is_blockwise, self.exact_itemsize, MESSAGE_ALIGNMENT,
+                gradients.device,
+            )  # fmt: skip
         self.residual: Optional[Tensor] = None
         if settings.has_feedback:
-            self.residual = torch.zeros(len(owners), ROW, device=gradients.device)
+            self.residual = torch.zeros(num_rows, ROW, device=gradients.device)
             step.residuals.append(self.residual)
 
     def start(self, request: Reduction) -> PartialWork:
         """Quantize the bucket and send its codes."""
         gradients = request.gradients
-        codes, dequant_scale, sent_scales = self._encode(gradients)
-        message, sizes = self._pack(gradients, codes, sent_scales)
+        if self.fused is not None:
+            message, dequant_scale = self._encode_fused(self.fused, gradients)
+            sizes = self.fused.sizes
+        else:
+            codes, dequant_scale, sent_scales = self._encode(gradients)
+            message, sizes = self._pack(gradients, codes, sent_scales)
         own_size, num_ranks = sizes[self.group.rank()], self.group.size()
         received = message.new_empty(own_size * num_ranks)
         work = dist.all_to_all_single(received, message, [own_size] * num_ranks, sizes, group=self.group, async_op=True)
@@ -218,7 +164,21 @@ class BucketReduction:
         # `message` belongs to the collective until it has ended.
         return BucketWork(work, (message,), partial(self._finish, request, received, dequant_scale))
 
+    @functools.cached_property
+    def parameter_of_row(self) -> Tensor:
+        """Int64 [rows]."""
+        coded = [piece for shard in self.shards for piece in shard.coded]
+        numbers, repeats = (torch.tensor(each) for each in ([p.parameter for p in coded], [p.num_rows for p in coded]))
+        return numbers.long().repeat_interleave(repeats.long()).to(self.zeros.device)
+
     # --- encoding -----------------------------------------------------------------------------------------------------
+
+    def _encode_fused(self, fused: FusedRows, gradients: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+        """The messages to all ranks, and the FP32 dequant scales of parameters if parameters have scales."""
+        quant_scale = dequant_scale = None
+        if not self.settings.is_blockwise:
+            quant_scale, dequant_scale = self._parameter_scales(fused.amaxes(gradients, self.num_parameters))
+        return fused.message(gradients, quant_scale, self.step.counts, self.sample), dequant_scale
 
     def _encode(self, gradients: Tensor) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """Quantize the coded elements of a bucket.
@@ -250,17 +210,22 @@ class BucketReduction:
     def _encode_parameters(self, values: Tensor) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """`_encode` with one scale a parameter, shared by all ranks."""
         amax = torch.zeros(self.num_parameters, device=values.device)
+        owners = self.parameter_of_row
         if len(values):
             row_amax = block_amax(values.view(len(values), 1, 1, ROW)).view(-1)
-            amax.scatter_reduce_(0, self.parameter_of_row, row_amax, "amax")
+            amax.scatter_reduce_(0, owners, row_amax, "amax")
+        quant_scale, dequant_scale = self._parameter_scales(amax)
+        scaled = values.float() * quant_scale[owners, None]
+        self.step.counts[2] += (scaled[:: self.sample].abs() > self.settings.format.max).count_nonzero()
+        return cast(scaled, self.settings.format), dequant_scale[owners], None
+
+    def _parameter_scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """Quant and dequant scales of parameters from this rank's amaxes, which become those of all ranks."""
         reduce_amax(amax, self.group)
         self.step.received_bytes += 2 * amax.nbytes * (self.group.size() - 1) // self.group.size()
         quant_scale = quant_scale_of(amax, self.settings.format, ScaleRule.POWER_OF_TWO) * self.step.factor
         quant_scale.clamp_(max=FP32_MAX)
-        scaled = values.float() * quant_scale[self.parameter_of_row, None]
-        self.step.counts[2] += (scaled[:: self.sample].abs() > self.settings.format.max).count_nonzero()
-        dequant_scale = quant_scale.reciprocal().masked_fill_(amax == torch.inf, torch.inf)
-        return cast(scaled, self.settings.format), dequant_scale[self.parameter_of_row], None
+        return quant_scale, quant_scale.reciprocal().masked_fill_(amax == torch.inf, torch.inf)
 
     def _decode(self, codes: Tensor, dequant_scale: Tensor) -> Tensor:
         """FP32 [rows, ROW]."""
@@ -282,27 +247,46 @@ class BucketReduction:
             parts += of_shard
         return torch.cat(parts), sizes
 
-    def _finish(self, request: Reduction, received: Tensor, dequant_scale: Tensor) -> Optional[Callable[[], None]]:
+    def _finish(
+        self, request: Reduction, received: Tensor, dequant_scale: Optional[Tensor]
+    ) -> Optional[Callable[[], None]]:
         """Add the received gradients of the own shard, and write the sums, or in an all-reduce send them."""
-        gradients, own = request.gradients, self.own
-        rows = torch.zeros(own.num_rows, ROW, device=gradients.device)
-        exact = torch.zeros(own.num_exact, device=gradients.device)
-        end_exact = own.num_exact * self.exact_itemsize
-        end_codes = end_exact + own.num_rows * ROW
-        own_scale = dequant_scale[self.first_own_row : self.first_own_row + own.num_rows]
-        for message in received.chunk(self.group.size()):
-            exact += message[:end_exact].view(gradients.dtype)
-            codes = message[end_exact:end_codes].view(CODE_DTYPES[self.settings.format.name]).view(-1, ROW)
-            if self.settings.is_blockwise:
-                own_scale = e8m0_values(message[end_codes : end_codes + own.num_rows])
-            rows += self._decode(codes, own_scale)
-        if request.is_average:
-            rows /= self.group.size()
-            exact /= self.group.size()
+        gradients, num_ranks = request.gradients, self.group.size()
+        divisor = num_ranks if request.is_average else 1
+        exact = torch.zeros(self.own.num_exact, device=gradients.device)
+        for message in received.chunk(num_ranks):
+            exact += message[: self.own.num_exact * self.exact_itemsize].view(gradients.dtype)
+        exact /= divisor
+        if self.fused is not None and not request.is_complete:
+            self.fused.add_to_gradients(received, gradients, dequant_scale, num_ranks, divisor)
+            scatter_exact(gradients, self.own, exact)
+            return None
+        if self.fused is not None:
+            rows = self.fused.add_to_rows(received, dequant_scale, num_ranks, divisor)
+        else:
+            rows = self._add(received, dequant_scale).div_(divisor)
         if request.is_complete:
             return self._share(gradients, rows, exact)
-        scatter_rows(gradients, own, rows, exact)
+        scatter_rows(gradients, self.own, rows, exact)
         return None
+
+    def _add(self, received: Tensor, dequant_scale: Optional[Tensor]) -> Tensor:
+        """The sums of the own rows, FP32 [rows, ROW].
+
+        Args:
+            dequant_scale: of all rows, if all ranks have the same scales; else the messages have them.
+        """
+        num_rows, end_exact = self.own.num_rows, self.own.num_exact * self.exact_itemsize
+        end_codes = end_exact + num_rows * ROW
+        rows = torch.zeros(num_rows, ROW, device=received.device)
+        for message in received.chunk(self.group.size()):
+            codes = message[end_exact:end_codes].view(CODE_DTYPES[self.settings.format.name]).view(-1, ROW)
+            if dequant_scale is None or self.settings.is_blockwise:
+                scale = e8m0_values(message[end_codes : end_codes + num_rows])
+            else:
+                scale = dequant_scale[self.first_own_row : self.first_own_row + num_rows]
+            rows += self._decode(codes, scale)
+        return rows
 
     def _share(self, gradients: Tensor, rows: Tensor, exact: Tensor) -> Callable[[], None]:
         """Send the sums of the own shard to all ranks; return what waits for all sums and writes them.

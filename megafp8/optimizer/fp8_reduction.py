@@ -17,10 +17,11 @@ from megafp8.errors import ConfigError
 from megafp8.mcore.grad_reduction import Reduction, Work, reduction_group, replace_reduction
 from megafp8.mcore.process_groups import bucket_groups
 from megafp8.mcore.torch_fsdp import TorchFSDP
-from megafp8.optimizer.fp8_gradients import BucketWorks, Fp8Reduction, GradientCodes, PipelinedReduction
+from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
 from megafp8.optimizer.fsdp_gradients import reduce_in_fp8
 from megafp8.optimizer.gradient_pieces import parameter_ranges, split_bucket
 from megafp8.optimizer.node_reduction import NodeReduction, Nodes, build_node_groups
+from megafp8.optimizer.reduction_works import BucketWorks
 from megafp8.recipes.formats import E4M3, E5M2
 
 EMBEDDING = "embedding.word_embeddings.weight"

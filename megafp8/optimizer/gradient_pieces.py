@@ -156,7 +156,14 @@ def scatter_rows(gradients: Tensor, shard: Shard, rows: Tensor, exact: Tensor) -
     """
     flat = rows.view(-1)
     sources = [flat[start : start + piece.size] for start, piece in zip(shard.row_starts, shard.coded, strict=True)]
-    sources += exact.split([piece.size for piece in shard.exact]) if shard.exact else []
-    targets = [gradients[piece.start : piece.stop] for piece in (*shard.coded, *shard.exact)]
+    targets = [gradients[piece.start : piece.stop] for piece in shard.coded]
     if targets:
         torch._foreach_copy_(targets, sources)
+    scatter_exact(gradients, shard, exact)
+
+
+def scatter_exact(gradients: Tensor, shard: Shard, exact: Tensor) -> None:
+    """Write the sums of the elements of a shard that are not coded into the bucket."""
+    if shard.exact:
+        targets = [gradients[piece.start : piece.stop] for piece in shard.exact]
+        torch._foreach_copy_(targets, list(exact.split([piece.size for piece in shard.exact])))

@@ -1,0 +1,155 @@
+"""Kernels of the gradient reduction in FP8: rows of gradients to codes in a message, and received codes to sums.
+
+    amaxes   read the gradients of a bucket where they lie; the amax of each parameter, for scales of parameters
+    encode   read them, and write codes and E8M0 scales where they are sent from
+    add      read the codes of all ranks, add them in FP32 in the order of the ranks, and write the sums
+
+One launch each. Bytes for each FP32 gradient with R ranks: 4 for amaxes, 5 to encode, and 1 + 4 / R to add. A program
+has up to PART rows of one piece of a parameter (`optimizer/gradient_pieces.py`), in a table of where they lie. Codes,
+scales and sums are those of the torch operations in `optimizer/fp8_gradients.py`, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.rounding import Grid, cast_to_code, e8m0_scales, e8m0_value, value_of_code, widen, without_nan
+
+PART = 32
+
+
+@triton.jit
+def amaxes_kernel(gradients, table, amaxes, ROW: tl.constexpr, PART: tl.constexpr):
+    columns = table + tl.program_id(0).to(tl.int64) * 6
+    start, stop, parameter = tl.load(columns), tl.load(columns + 1), tl.load(columns + 5)
+    within = tl.arange(0, PART)[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    x = widen(tl.load(gradients + start + within, mask=start + within < stop, other=0.0))
+    tl.atomic_max(amaxes + parameter, tl.max(without_nan(tl.max(tl.abs(x), axis=1))))
+
+
+@triton.jit
+def encode_kernel(
+    gradients, message, table, parameter_scales, counts, sample, GRID: tl.constexpr, ROW: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    columns = table + tl.program_id(0).to(tl.int64) * 6
+    start, stop, first_code = tl.load(columns), tl.load(columns + 1), tl.load(columns + 2)
+    first_row = tl.load(columns + 4)
+    rows = tl.arange(0, PART)
+    within = rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    is_row = start + rows * ROW < stop
+    x = widen(tl.load(gradients + start + within, mask=start + within < stop, other=0.0))
+    if parameter_scales is None:
+        quant_scale, _, scale_codes = e8m0_scales(without_nan(tl.max(tl.abs(x), axis=1)), GRID)
+        tl.store(message + tl.load(columns + 3) + rows, scale_codes, mask=is_row)
+        scaled = x * quant_scale[:, None]
+    else:
+        scaled = x * tl.load(parameter_scales + tl.load(columns + 5))
+    codes = cast_to_code(scaled, GRID)
+    tl.store(message + first_code + within, codes, mask=is_row[:, None])
+    is_counted = is_row & ((first_row + rows) % sample == 0)
+    if tl.max(is_counted.to(tl.int32)) > 0:
+        num_values = tl.sum(((x != 0) & is_counted[:, None]).to(tl.int32))
+        num_coded = tl.sum((((codes.to(tl.int32) & 0x7F) != 0) & is_counted[:, None]).to(tl.int32))
+        tl.atomic_add(counts, num_values.to(tl.float64))
+        tl.atomic_add(counts + 1, (num_values - num_coded).to(tl.float64))
+        if parameter_scales is not None:
+            num_saturated = tl.sum(((tl.abs(scaled) > GRID.max) & is_counted[:, None]).to(tl.int32))
+            tl.atomic_add(counts + 2, num_saturated.to(tl.float64))
+
+
+@triton.jit
+def add_kernel(
+    received, sums, table, parameter_scales, rank_bytes, first_code, first_scale, num_ranks, divisor,
+    GRID: tl.constexpr, ROW: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    columns = table + tl.program_id(0).to(tl.int64) * 4
+    start, stop, first_row = tl.load(columns), tl.load(columns + 1), tl.load(columns + 2)
+    rows = tl.arange(0, PART)
+    within = rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    is_row, inside = start + rows * ROW < stop, start + within < stop
+    total = tl.zeros([PART, ROW], dtype=tl.float32)
+    message = received + first_row * ROW + first_code
+    scales = received + first_row + first_scale
+    for _ in range(num_ranks):
+        values = value_of_code(tl.load(message + within, mask=is_row[:, None], other=0).to(tl.int32), GRID)
+        if parameter_scales is None:
+            scale = e8m0_value(tl.load(scales + rows, mask=is_row, other=0).to(tl.int32))
+            total += values * scale[:, None]
+        else:
+            total += values * tl.load(parameter_scales + tl.load(columns + 3))
+        message += rank_bytes
+        scales += rank_bytes
+    total = tl.div_rn(total, tl.zeros_like(total) + divisor)
+    tl.store(sums + start + within, total.to(sums.dtype.element_ty), mask=inside)
+
+
+def amaxes_of(gradients: Tensor, table: Tensor, num_parameters: int, row: int) -> Tensor:
+    """The largest magnitude of each parameter, FP32 [num_parameters]; NaN is ignored. For the rest see `encode`."""
+    amaxes = gradients.new_zeros(num_parameters, dtype=torch.float32)
+    if len(table):
+        amaxes_kernel[(len(table),)](gradients, table, amaxes, ROW=row, PART=PART)
+    return amaxes
+
+
+def encode(
+    gradients: Tensor,
+    message: Tensor,
+    table: Tensor,
+    parameter_scales: Optional[Tensor],
+    counts: Tensor,
+    sample: int,
+    grid: Grid,
+    row: int,
+) -> None:
+    """Write the codes and scales of gradients into a message.
+
+    Args:
+        gradients: of a bucket, flat, FP32 or BF16.
+        message: uint8.
+        table: int64 [programs, 6]: first and last element + 1 in the bucket, places of the first code and of the first
+            scale in the message, the number of the first row, and the parameter. Elements beyond the last one are
+            coded as zeros.
+        parameter_scales: FP32 [parameters], multiply the gradients; None: each row has an E8M0 scale.
+        counts: FP64 [3]; of every `sample`-th row the values that are not 0 are added to the first element, those of
+            them that became 0 to the second, and with scales of parameters those that saturated to the third.
+        row: elements that share a scale, a power of two.
+    """
+    if len(table):
+        encode_kernel[(len(table),)](
+            gradients, message, table, parameter_scales, counts, sample, GRID=grid, ROW=row, PART=PART,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def add(
+    received: Tensor,
+    sums: Tensor,
+    table: Tensor,
+    parameter_scales: Optional[Tensor],
+    num_ranks: int,
+    places: tuple[int, int],
+    divisor: int,
+    grid: Grid,
+    row: int,
+) -> None:
+    """Add the codes of all ranks.
+
+    Args:
+        received: uint8, the messages of all ranks, of the same size.
+        sums: flat, FP32 or BF16; written where the table says.
+        table: int64 [programs, 4]: first and last element + 1 in `sums`, the number of the first row, the parameter.
+        parameter_scales: FP32 [parameters], multiply the codes; None: each row has an E8M0 scale.
+        places: of the first code and of the first scale in each message.
+        divisor: the sums are divided by it.
+    """
+    if len(table):
+        add_kernel[(len(table),)](
+            received, sums, table, parameter_scales, len(received) // num_ranks, *places, num_ranks, float(divisor),
+            GRID=grid, ROW=row, PART=PART, enable_fp_fusion=False,
+        )  # fmt: skip
