@@ -347,6 +347,9 @@ def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerC
             "exp_avg_dtype": DTYPES[optimizer.exp_avg_dtype],
             "exp_avg_sq_dtype": DTYPES[optimizer.exp_avg_sq_dtype],
         }
+        if has_fp8_weights:
+            # An FP8 weight has no upper half of its master weight, which the 16-bit remainder would complete.
+            fields["store_param_remainders"] = False
     return build_checked(OptimizerConfig, fields | parsed_overrides(config, "optimizer", OptimizerConfig))
 
 

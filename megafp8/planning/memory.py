@@ -243,7 +243,8 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
     params_dtype = derived.params_dtype(precision)
     if optimizer.use_precision_aware_optimizer:
         # With BF16 weights, TE keeps only the 16 bits of an FP32 master weight that BF16 lacks.
-        master = BYTES["bf16"] if params_dtype == "bf16" else BYTES[optimizer.main_params_dtype]
+        has_remainders = params_dtype == "bf16" and not precision.fp8_param_gather
+        master = BYTES["bf16"] if has_remainders else BYTES[optimizer.main_params_dtype]
         moments = BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype]
         gradients = 0
     else:
