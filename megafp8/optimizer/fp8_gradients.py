@@ -320,7 +320,8 @@ class BucketReduction:
 class PipelinedReduction:
     """The reduction of one bucket in parts: one is quantized or added while others are sent. See `BucketReduction`.
 
-    Scales of parameters need all of a parameter, so that the bucket is then one part.
+    Scales of parameters need all of a parameter, so that the bucket is then one part. So it is on a GPU, where a part
+    costs more to launch than to quantize.
     """
 
     def __init__(
@@ -333,7 +334,8 @@ class PipelinedReduction:
         step: Fp8Reduction,
     ):
         num_rows = sum(shard.num_rows for shard in shards)
-        num_parts = max(1, min(MAX_PARTS, num_rows // PART_ROWS)) if settings.is_blockwise else 1
+        is_divided = settings.is_blockwise and not has_kernels(gradients)
+        num_parts = max(1, min(MAX_PARTS, num_rows // PART_ROWS)) if is_divided else 1
         self.parts = [
             BucketReduction(gradients, part, num_parameters, group, settings, step)
             for part in split_shards(shards, num_parts)

@@ -65,6 +65,8 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     local_problems = rules.path_problems(config, ranks) + package_problems(config.logging) + offloading_problems(config)
     notices = list(invocation.notices)
     implementation = capability.resolve_implementation(config, target)
+    if not problems and not found:  # the number of data-parallel ranks needs a valid layout
+        found += capability.shared_fp8_master_problems(config, implementation, ranks)
     notices += rules.notices(config, implementation, ranks) + capability.emulation_notices(config, target)
     notices += capability.environment_notices(config.precision, implementation)
     if invocation.world_size is None and invocation.target is None:
