@@ -15,6 +15,7 @@ from typing import Optional
 from megafp8.config import derived, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.device.fp8_masters import fp16_master_problems
 from megafp8.device.layer_support import (
     attention_kernel_problems,
     context_parallel_attention_problems,
@@ -197,38 +198,6 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
     else:
         found += te_only_options(config, target, implementation)
     return found
-
-
-def fp16_master_problems(config: RunConfig) -> list[str]:
-    """Problem of FP16 master weights beside FP8 weights: Adam's own FP8 update knows delayed scaling only."""
-    precision, dtype = config.precision, config.optimizer.main_params_dtype
-    if dtype == "fp32" or not precision.fp8_param_gather or derived.is_stateful(precision):
-        return []
-    return [
-        f"--main-params-dtype {dtype} with --fp8-param-gather and --fp8-recipe {precision.fp8_recipe}: Transformer "
-        "Engine's Adam, which keeps such master weights, writes FP8 weights of delayed scaling only; remove "
-        "--main-params-dtype, or use another recipe"
-    ]
-
-
-def shared_fp8_master_problems(config: RunConfig, implementation: str, world_size: int) -> list[str]:
-    """Problem of FP8 weights that Transformer Engine's Adam writes on several data-parallel ranks.
-
-    One rank follows BF16 within 0.5%. On two H100s `--fp8-lm-level O3` was 17% above it within eight steps. The cause
-    is not known; `te/adam_weights.py` repairs a part.
-    """
-    precision, optimizer = config.precision, config.optimizer
-    is_adams = precision.fp8_param_gather and optimizer.use_precision_aware_optimizer and derived.is_stateful(precision)
-    if implementation != "transformer_engine" or not is_adams:
-        return []
-    num_ranks = derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size
-    if num_ranks <= 1:
-        return []
-    return [
-        f"--fp8-param-gather with --use-precision-aware-optimizer under delayed scaling on {num_ranks} data-parallel "
-        "ranks: Transformer Engine's Adam writes such weights, and the loss is too high; use --fp8-lm-level O2 instead "
-        "of O3, or remove one of the flags"
-    ]
 
 
 def te_only_options(config: RunConfig, target: Target, implementation: str) -> list[str]:

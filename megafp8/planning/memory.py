@@ -242,9 +242,8 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
     parameters, experts = quantizable + other, expert_parameters_on_stage(config, stage)
     params_dtype = derived.params_dtype(precision)
     if optimizer.use_precision_aware_optimizer:
-        # With BF16 weights, TE keeps only the 16 bits of an FP32 master weight that BF16 lacks.
-        has_remainders = params_dtype == "bf16" and not precision.fp8_param_gather
-        master = BYTES["bf16"] if has_remainders else BYTES[optimizer.main_params_dtype]
+        is_remainder = params_dtype == "bf16" and not precision.fp8_param_gather  # the 16 bits that BF16 weights lack
+        master = BYTES["bf16" if is_remainder else optimizer.main_params_dtype]
         moments = BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype]
         gradients = 0
     else:

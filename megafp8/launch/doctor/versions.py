@@ -67,7 +67,7 @@ GPU_TESTED_SETS = (
         },
         cudnn="9.19",
         driver="580.159",
-        command="python -m pytest -m gpu tests/gpu/test_te_patches.py tests/gpu/test_step_graph.py",
+        command="python -m pytest -m gpu tests/gpu/test_step_graph.py tests/gpu/test_nccl.py tests/gpu/test_moe.py",
     ),
 )  # fmt: skip
 
