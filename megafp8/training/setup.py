@@ -134,9 +134,9 @@ def build_trainee(
         chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
     if implementation == "transformer_engine":
-        from megafp8.te.adam_weights import complete_fp8_updates
+        from megafp8.te.adam_weights import cast_weights_of_adam
 
-        complete_fp8_updates(chained_optimizers(optimizer))
+        cast_weights_of_adam(chained_optimizers(optimizer))
     else:
         emulate_low_precision_state(config, chained_optimizers(optimizer))
     obstacle = fused_adam.obstacle(config, platform.kind == "cuda")

@@ -35,7 +35,7 @@ FLAGS = {
     "fsdp2": FSDP,
     "fsdp2 codes": f"{FSDP} --grad-reduce-in-fp8",
 }
-REFUSED = {  # they train, but the loss is too high; see `shared_fp8_master_problems`
+REFUSED = {  # see `shared_fp8_master_problems`
     "O3": f"{OVERLAPS} --fp8-lm-level O3",
     "adam": f"{OVERLAPS} {RECIPES['delayed']} --fp8-param-gather --use-precision-aware-optimizer",
 }
@@ -100,9 +100,9 @@ def test_runs_resume_bitwise(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_trains_wrongly_is_refused(runs: Runs, name: str) -> None:
+def test_what_trained_wrongly_is_refused(runs: Runs, name: str) -> None:
     end = runs.ends[name]
-    assert end.statuses == (64, 64) and "the loss is too high" in end.output, end.output
+    assert end.statuses == (64, 64) and "the loss was too high" in end.output, end.output
 
 
 def test_codes_are_a_quarter_of_the_bytes(runs: Runs) -> None:
