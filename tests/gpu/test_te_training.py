@@ -194,6 +194,13 @@ def test_fp8_weights_follow_bf16_weights(recipe: str, fuser: str) -> None:
     assert gap(fp8, plain) < (2e-2 if recipe == "delayed" else 2e-3)
 
 
+@pytest.mark.parametrize("masters", ["fp32", "fp16"])
+def test_fp8_weights_with_masters_in_adam_follow_those_without(masters: str) -> None:
+    weights = f"{RECIPES['delayed']} --fp8-param-gather"
+    adams = curve(f"{weights} {LOW_PRECISION} --main-params-dtype {masters}")
+    assert gap(adams, curve(weights)) < 2e-3  # an H100 had 3e-4 in both
+
+
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_rowwise_cast_of_shards_changes_no_weight(recipe: str) -> None:
     """The codes after an update are those of the complete weights cast together."""
@@ -226,6 +233,8 @@ def test_rowwise_cast_of_shards_changes_no_weight(recipe: str) -> None:
         ("delayed", f"{LOW_PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --no-one-pass-optimizer"),
         ("tensorwise", f"{LOW_PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --fp8-param-gather"),
         ("tensorwise", f"{LOW_PRECISION} --main-params-dtype fp16"),
+        ("delayed", f"{LOW_PRECISION} --fp8-param-gather"),
+        ("delayed", f"{LOW_PRECISION} --main-params-dtype fp16 --fp8-param-gather"),
     ],
 )
 def test_resume_equals_the_unbroken_run(recipe: str, extra: str, tmp_path: Path) -> None:
