@@ -254,9 +254,10 @@ class BucketReduction:
         gradients, num_ranks = request.gradients, self.group.size()
         divisor = num_ranks if request.is_average else 1
         exact = torch.zeros(self.own.num_exact, device=gradients.device)
-        for message in received.chunk(num_ranks):
+        for message in received.chunk(num_ranks) if self.own.exact else ():
             exact += message[: self.own.num_exact * self.exact_itemsize].view(gradients.dtype)
-        exact /= divisor
+        if request.is_average:
+            exact /= divisor
         if self.fused is not None and not request.is_complete:
             self.fused.add_to_gradients(received, gradients, dequant_scale, num_ranks, divisor)
             scatter_exact(gradients, self.own, exact)
