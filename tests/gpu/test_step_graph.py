@@ -42,6 +42,9 @@ def variants() -> Iterator[str]:
     yield f"{RECIPES['delayed']} --num-attention-heads 2 --fp8-dot-product-attention"
     yield f"{RECIPES['bf16']} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
     yield f"{RECIPES['delayed']} --no-gradient-overwrite --max-skipped-steps 1 {OVERLAP}"
+    for recipe in RECIPES:
+        yield f"{RECIPES[recipe]} --recompute-granularity selective --recompute-modules core_attn mlp"
+        yield f"{RECIPES[recipe]} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 @pytest.mark.parametrize("extra", variants())

@@ -32,12 +32,6 @@ def _kernel_obstacles(config: RunConfig) -> Checks:
                 "stochastic rounding is not supported in CUDA graphs; use --cuda-graph-impl none",
             )
             break
-    granularity = derived.recompute_granularity(config.training)
-    yield (
-        granularity is not None,
-        f"--recompute-granularity {granularity}",
-        "recomputation sets random-number state, which a CUDA graph cannot; remove it",
-    )
     yield (
         config.training.fine_grained_activation_offloading,
         "--fine-grained-activation-offloading",
@@ -85,11 +79,6 @@ def _host_obstacles(config: RunConfig) -> Checks:
 def _rank_obstacles(config: RunConfig) -> Checks:
     """Communication between ranks."""
     parallel = config.parallel
-    for flag, size in (
-        ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
-        ("--context-parallel-size", parallel.context_parallel_size),
-    ):
-        yield size > 1, f"{flag} {size}", "CUDA graphs do not support pipeline or context parallelism; use 1"
     yield (
         config.precision.grad_reduce_in_fp8,
         "--grad-reduce-in-fp8",

@@ -28,6 +28,8 @@ def problems(text: str) -> list[str]:
         ASKED,
         f"{ASKED} --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 1 --tensor-model-parallel-size 2",
         f"{ASKED} --overlap-grad-reduce --overlap-param-gather",
+        f"{ASKED} --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform",
+        f"{ASKED} --context-parallel-size 2 --recompute-granularity selective",
         f"{ASKED} --fp8-format hybrid --fp8-param-gather --fp8-log-interval 100",
     ],
 )
@@ -40,10 +42,7 @@ def test_compatible_settings(text: str) -> None:
     [
         "--attention-dropout 0.1",
         "--hidden-dropout 0.1",
-        "--pipeline-model-parallel-size 2",
-        "--context-parallel-size 2",
         "--fp4-recipe nvfp4 --fp4-format e2m1",
-        "--recompute-granularity full",
         "--fp8-schedule 1:bf16,10:fp8",
         "--fp16",
         "--loss-scale 2",

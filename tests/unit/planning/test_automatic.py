@@ -76,7 +76,6 @@ def test_a_flag_wins(flag: str, field: str) -> None:
     ("extra", "reason"),
     [
         ("--attention-dropout 0.1", "--attention-dropout 0.1: dropout is not supported"),
-        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: CUDA graphs do not support"),
         ("--no-use-distributed-optimizer", "no --use-distributed-optimizer: CUDA graphs need the one-pass optimizer"),
         ("--transformer-impl emulated", "needs Transformer Engine's layers"),
     ],

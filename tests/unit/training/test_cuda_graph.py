@@ -157,21 +157,29 @@ def test_weight_codes_are_computed_within_the_graph(device: Device) -> None:
 
 
 def test_random_states_are_not_swapped_during_a_capture(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(*_: Any) -> None:
+    def exchange(*_: Any, **__: Any) -> None:
         raise AssertionError("states cannot be exchanged now")
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
     monkeypatch.setattr(type(tracker), "fork", exchange)
+    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+        monkeypatch.setattr(f"megatron.core.tensor_parallel.random.{name}", exchange)
     graph = graph_of()
 
-    def passes(batches: Iterator[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def passes(batches: Optional[Iterator[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+        assert batches is None  # a stage that reads none
         with tracker.fork("dropout"):
+            inputs = torch.ones(3, requires_grad=True)
+            tensor_parallel.checkpoint(torch.square, False, inputs).sum().backward()
+            assert torch.equal(inputs.grad, 2 * torch.ones(3))
             return []
 
     graph.steps_left = 0
-    graph.run(passes, iter(()), 0)
+    graph.run(passes, None, 0)
     with pytest.raises(AssertionError, match="states"):
         tracker.fork()
+    with pytest.raises(AssertionError, match="states"):
+        tensor_parallel.checkpoint(torch.square, False, torch.ones(1, requires_grad=True))
 
 
 def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
