@@ -95,9 +95,13 @@ class StepGraph:
         """Capture the graph; its kernels do not run yet."""
         clear_cached_weights(self.chunks)
         graph = torch.cuda.CUDAGraph()
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        draws = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+        for state in tracker.get_states().values() if draws else ():
+            graph.register_generator_state(state)
         # Not "global": other threads use the device meanwhile. Loaders pin memory, and NCCL's watchdog queries events.
         captured = torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local")
-        with fixed_random_states(), captured:
+        with nullcontext() if draws else fixed_random_states(), captured:
             self.reports = forward_backward(iter(self.inputs) if reads_batches else None)
         self.graph = graph
 
@@ -163,10 +167,10 @@ def clear_cached_weights(chunks: list[Any]) -> None:
 
 @contextmanager
 def fixed_random_states() -> Iterator[None]:
-    """Leave the GPU's random states as they are, since a capture cannot read or set them.
+    """Leave the GPU's random states as they are, since a capture cannot read or set them as tensors.
 
     megatron-core changes them around the dropout of the embedding even if the rate is 0. Recomputation saves and
-    restores them, in megatron-core and in Transformer Engine. A captured step draws no random number.
+    restores them, in megatron-core and in Transformer Engine. For a step that draws no random number.
     """
     tracker = tensor_parallel.get_cuda_rng_tracker()
     modules = (sys.modules.get(name) for name in RANDOM_STATE_MODULES)

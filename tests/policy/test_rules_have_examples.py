@@ -564,7 +564,7 @@ EXAMPLES = {
         "--tensor-model-parallel-size 2",
     ),
     "cuda_graph_steps_are_identical": (
-        {"training.cuda_graph_impl": "local", "model.hidden_dropout": 0.1},
+        {"training.cuda_graph_impl": "local", "model.hidden_dropout": 0.1, "training.recompute_activations": True},
         1,
         "--hidden-dropout 0.1 with --cuda-graph-impl local",
     ),

@@ -16,20 +16,59 @@ def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
 
 
+def default_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What keeps `--cuda-graph-impl auto` from a graph: the flag, and why."""
+    yield from cuda_graph_obstacles(config)
+    yield from _settings_without_default_graph(config)
+
+
+def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings whose graph has to be asked for: the flag, and the reason.
+
+    Their graphs have not been run on a GPU. To make them the default, delete their lines here.
+    """
+    parallel, granularity = config.parallel, derived.recompute_granularity(config.training)
+    stages, parts = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    checks = (
+        (stages > 1, f"--pipeline-model-parallel-size {stages}"),
+        (parts > 1, f"--context-parallel-size {parts}"),
+        (granularity is not None, f"--recompute-granularity {granularity}"),
+        *((True, f"{flag} {rate}") for flag, rate in _dropout_rates(config)),
+    )
+    for is_there, flag in checks:
+        if is_there:
+            yield flag, "its graph has not been run on a GPU; --cuda-graph-impl local tries it"
+
+
+def _dropout_rates(config: RunConfig) -> Iterator[tuple[str, float]]:
+    """The flags of dropout with rates above 0."""
+    model = config.model
+    for flag, rate in (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout)):
+        if rate > 0:
+            yield flag, rate
+
+
 Checks = Iterator[tuple[bool, str, str]]  # whether the obstacle is there, the flag, and why with the fix
 
 
 def _kernel_obstacles(config: RunConfig) -> Checks:
     """Random numbers, and precisions that change."""
     model, precision = config.model, config.precision
-    for flag, rate in (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout)):
-        yield rate > 0, f"{flag} {rate}", f"dropout is not supported in CUDA graphs; use {flag} 0"
+    granularity = derived.recompute_granularity(config.training)
+    for flag, rate in _dropout_rates(config):
+        yield (
+            granularity is not None,
+            f"{flag} {rate}",
+            f"in a CUDA graph, recomputation (--recompute-granularity {granularity}) would draw other random numbers "
+            f"than the forward pass; use {flag} 0, or do not recompute",
+        )
     for recipe in derived.used_recipes(precision):
         if recipe.is_stochastic(vars(precision)):
             yield (
                 True,
                 recipe.flag,
-                "stochastic rounding is not supported in CUDA graphs; use --cuda-graph-impl none",
+                "a graph of stochastic rounding has not been run: Transformer Engine's needs a Blackwell GPU; use "
+                "--cuda-graph-impl none",
             )
             break
     yield (

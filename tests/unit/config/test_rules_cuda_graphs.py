@@ -30,6 +30,7 @@ def problems(text: str) -> list[str]:
         f"{ASKED} --overlap-grad-reduce --overlap-param-gather",
         f"{ASKED} --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform",
         f"{ASKED} --context-parallel-size 2 --recompute-granularity selective",
+        f"{ASKED} --attention-dropout 0.1 --hidden-dropout 0.1",
         f"{ASKED} --fp8-format hybrid --fp8-param-gather --fp8-log-interval 100",
     ],
 )
@@ -40,8 +41,8 @@ def test_compatible_settings(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "--attention-dropout 0.1",
-        "--hidden-dropout 0.1",
+        "--attention-dropout 0.1 --recompute-granularity full --recompute-method uniform",
+        "--hidden-dropout 0.1 --recompute-activations",
         "--fp4-recipe nvfp4 --fp4-format e2m1",
         "--fp8-schedule 1:bf16,10:fp8",
         "--fp16",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Optional
 
@@ -12,6 +12,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from megafp8.checkpoint import state_dict
 from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
@@ -37,6 +38,10 @@ class Device:
         def __init__(self) -> None:
             self.kernels: list[Kernel] = []
             self.num_replays = 0
+            self.random_states: list[Any] = []
+
+        def register_generator_state(self, state: Any) -> None:
+            self.random_states.append(state)
 
         def replay(self) -> None:
             self.num_replays += 1
@@ -180,6 +185,43 @@ def test_random_states_are_not_swapped_during_a_capture(device: Device, monkeypa
         tracker.fork()
     with pytest.raises(AssertionError, match="states"):
         tensor_parallel.checkpoint(torch.square, False, torch.ones(1, requires_grad=True))
+
+
+def test_a_graph_advances_the_random_states_of_dropout(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the states are generators, a capture switches between them as a launched step does."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    generator, forked = torch.Generator(), list[str]()
+    monkeypatch.setattr(tracker, "use_cudagraphable_rng", True)
+    monkeypatch.setattr(tracker, "states_", {"dropout": generator})
+    monkeypatch.setattr(type(tracker), "fork", lambda self, name: nullcontext(forked.append(name)))
+
+    def passes(batches: Optional[Iterator[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+        with tracker.fork("dropout"):
+            return []
+
+    graph = graph_of()
+    graph.steps_left = 0
+    graph.run(passes, None, 0)
+    assert forked == ["dropout"] and device.graphs[0].random_states == [generator]
+
+
+def test_generators_of_dropout_are_saved_and_restored_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has tensors, which also a run without a graph loads; a graph keeps its generators."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    generator = torch.Generator().manual_seed(7)
+    monkeypatch.setattr(tracker, "use_cudagraphable_rng", True)
+    monkeypatch.setattr(tracker, "states_", {"dropout": generator})
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+    monkeypatch.setattr(state_dict, "parallel_layout", lambda: (1, 1, 1))
+    for axis in ("pipeline_model_parallel", "tensor_model_parallel", "data_parallel"):
+        monkeypatch.setattr(state_dict.parallel_state, f"get_{axis}_rank", lambda **_: 0)
+    saved = state_dict.rng_state().data
+    assert torch.equal(saved["tracker"]["dropout"], torch.Generator().manual_seed(7).get_state())
+    drawn = torch.rand(3, generator=generator)
+    state_dict.restore_rng_state(saved)
+    assert tracker.get_states()["dropout"] is generator
+    assert torch.equal(torch.rand(3, generator=generator), drawn)
 
 
 def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
