@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, multi_token
 from megafp8.config.rules.base import Rule
+from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
 
@@ -55,12 +56,13 @@ def _kernel_obstacles(config: RunConfig) -> Checks:
     """Random numbers, and precisions that change."""
     model, precision = config.model, config.precision
     granularity = derived.recompute_granularity(config.training)
-    for flag, rate in _dropout_rates(config):
+    jitter = (("--moe-input-jitter-eps", model.moe_input_jitter_eps),) if model.moe_input_jitter_eps else ()
+    for flag, rate in (*_dropout_rates(config), *jitter):
         yield (
             granularity is not None,
             f"{flag} {rate}",
             f"in a CUDA graph, recomputation (--recompute-granularity {granularity}) would draw other random numbers "
-            f"than the forward pass; use {flag} 0, or do not recompute",
+            f"than the forward pass; leave out one of them",
         )
     for recipe in derived.used_recipes(precision):
         if recipe.is_stochastic(vars(precision)):
@@ -117,7 +119,13 @@ def _host_obstacles(config: RunConfig) -> Checks:
 
 def _rank_obstacles(config: RunConfig) -> Checks:
     """Communication between ranks."""
-    parallel = config.parallel
+    parallel, tensor = config.parallel, config.parallel.tensor_model_parallel_size
+    yield (
+        tensor > 1 and is_interleaved(config),
+        f"--tensor-model-parallel-size {tensor}",
+        "with one queue for kernels (CUDA_DEVICE_MAX_CONNECTIONS=1), concurrent messages of virtual pipeline stages may "
+        "wait for each other in a CUDA graph; leave out the virtual stages",
+    )
     yield (
         config.precision.grad_reduce_in_fp8,
         "--grad-reduce-in-fp8",
