@@ -92,6 +92,10 @@ def unsafe_override_problems(fields: Mapping[str, Any]) -> list[str]:
             "transformer.deallocate_pipeline_outputs=True with overlapped messages: outputs are freed while being sent",
         ),
         (
+            fields["batch_p2p_sync"] and full_iteration_graph_fields().items() <= fields.items(),
+            "transformer.batch_p2p_sync=True with a CUDA graph: the host cannot wait during its capture",
+        ),
+        (
             not fields["perform_initialization"],
             "transformer.perform_initialization=False: split weights go unmarked, and the gradient norm is wrong",
         ),

@@ -123,8 +123,8 @@ def _rank_obstacles(config: RunConfig) -> Checks:
     yield (
         tensor > 1 and is_interleaved(config),
         f"--tensor-model-parallel-size {tensor}",
-        "with one queue for kernels (CUDA_DEVICE_MAX_CONNECTIONS=1), concurrent messages of virtual pipeline stages may "
-        "wait for each other in a CUDA graph; leave out the virtual stages",
+        "with one queue for kernels (CUDA_DEVICE_MAX_CONNECTIONS=1), messages of virtual pipeline stages may wait for "
+        "each other in a CUDA graph; leave out the virtual stages",
     )
     yield (
         config.precision.grad_reduce_in_fp8,
