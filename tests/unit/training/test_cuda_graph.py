@@ -240,6 +240,15 @@ def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: p
     assert trainer.num_passes == 2 + WARM_UP + 1
 
 
+def test_a_stage_that_reads_no_batches_has_a_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    run = SimpleNamespace(graph=graph_of(), trainee=SimpleNamespace(chunks=[]))
+    monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: taken.append(batches) or [])
+    for _ in range(WARM_UP + 3):
+        assert training_step.forward_backward_or_replay(run, None, MICROBATCHES) == []
+    assert taken == [None] * (WARM_UP + 1) and device.graphs[0].num_replays == 3
+
+
 def test_rollback_resets_the_graph_before_tensors_are_replaced(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loading(Exception):
         pass
