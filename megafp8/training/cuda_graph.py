@@ -5,9 +5,9 @@ longer than running them. A CUDA graph is captured once and replayed in one laun
 the same addresses. Therefore weights, gradients and scales are updated in place, each batch is copied into the input
 tensors of the capture, and what layers cache between iterations is allocated within the capture.
 
-On a pipeline stage, the graph holds the whole schedule with all messages. All ranks capture in the same step, since NCCL
-needs a communicator to be captured by all of its ranks or by none. The steps before have created the communicators and
-what layers cache for the whole run (rotary embeddings, lengths of sequences).
+On a pipeline stage, the graph holds the whole schedule with all messages. All ranks capture in the same step, because
+a communicator of NCCL must be captured by all of its ranks or by none. The steps before have created the communicators
+and what layers cache for the whole run (rotary embeddings, lengths of sequences).
 
 The settings that do not go with a CUDA graph are rules of `config/rules/cuda_graph.py`.
 

@@ -120,12 +120,17 @@ def _host_obstacles(config: RunConfig) -> Checks:
 def _rank_obstacles(config: RunConfig) -> Checks:
     """Communication between ranks."""
     parallel, tensor = config.parallel, config.parallel.tensor_model_parallel_size
-    yield (
-        tensor > 1 and is_interleaved(config),
-        f"--tensor-model-parallel-size {tensor}",
-        "with one queue for kernels (CUDA_DEVICE_MAX_CONNECTIONS=1), messages of virtual pipeline stages may wait for "
-        "each other in a CUDA graph; leave out the virtual stages",
-    )
+    is_ring = parallel.context_parallel_size > 2 and "p2p" in parallel.cp_comm_type
+    for are_separate, what, fix in (
+        (is_interleaved(config), "virtual pipeline stages", "leave out the virtual stages"),
+        (is_ring, f"--context-parallel-size {parallel.context_parallel_size}", "use --cp-comm-type allgather or a2a"),
+    ):
+        yield (
+            tensor > 1 and are_separate,
+            f"--tensor-model-parallel-size {tensor}",
+            f"with one queue for kernels (CUDA_DEVICE_MAX_CONNECTIONS=1), separate messages of {what} may wait for each "
+            f"other in a CUDA graph; {fix}",
+        )
     yield (
         config.precision.grad_reduce_in_fp8,
         "--grad-reduce-in-fp8",

@@ -31,6 +31,8 @@ def problems(text: str) -> list[str]:
         f"{ASKED} --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform",
         f"{ASKED} --context-parallel-size 2 --recompute-granularity selective",
         f"{ASKED} --attention-dropout 0.1 --hidden-dropout 0.1",
+        f"{ASKED} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
+        f"{ASKED} --tensor-model-parallel-size 2 --context-parallel-size 4 --cp-comm-type allgather",
         f"{ASKED} --fp8-format hybrid --fp8-param-gather --fp8-log-interval 100",
     ],
 )
@@ -45,6 +47,7 @@ def test_compatible_settings(text: str) -> None:
         "--hidden-dropout 0.1 --recompute-activations",
         "--moe-input-jitter-eps 0.01 --moe-layer-recompute",
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        "--tensor-model-parallel-size 2 --context-parallel-size 4",
         "--fp4-recipe nvfp4 --fp4-format e2m1",
         "--fp8-schedule 1:bf16,10:fp8",
         "--fp16",
