@@ -128,8 +128,8 @@ def _rank_obstacles(config: RunConfig) -> Checks:
         yield (
             tensor > 1 and are_separate,
             f"--tensor-model-parallel-size {tensor}",
-            f"with one queue for kernels (CUDA_DEVICE_MAX_CONNECTIONS=1), separate messages of {what} may wait for each "
-            f"other in a CUDA graph; {fix}",
+            f"with one queue for kernels (CUDA_DEVICE_MAX_CONNECTIONS=1), separate messages of {what} may wait for "
+            f"each other in a CUDA graph; {fix}",
         )
     yield (
         config.precision.grad_reduce_in_fp8,
