@@ -234,7 +234,10 @@ def rng_state() -> ShardedObject:
     state = {
         "cpu": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "tracker": {
+            name: tensor_parallel.convert_cuda_rng_state(each, to_graphable=False)
+            for name, each in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+        },
     }
     coordinates = (
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -253,7 +256,12 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     """Restore RNG states that `rng_state` returned on this device type."""
     torch.set_rng_state(state["cpu"])
     torch.cuda.set_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    if tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker):
+        for name, generator in tracker.get_states().items():  # a CUDA graph advances these very generators
+            generator.set_state(state["tracker"][name])
+    else:
+        tracker.set_states(state["tracker"])
 
 
 def known_vocab_rows(model: dict[str, Any], num_rows: int) -> dict[Tensor, int]:

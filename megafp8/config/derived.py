@@ -368,6 +368,11 @@ def uses_cuda_graph(config: RunConfig) -> bool:
     return config.training.cuda_graph_impl == "local"
 
 
+def has_dropout(model: ModelConfig) -> bool:
+    """Whether training steps draw random numbers for dropout."""
+    return model.attention_dropout > 0 or model.hidden_dropout > 0
+
+
 def moves_linears(training: TrainingConfig) -> Optional[str]:
     """The flag with which a run may move linears to high precision; None without one."""
     if training.on_nonfinite_activation == "bf16":

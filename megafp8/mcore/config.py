@@ -92,6 +92,10 @@ def unsafe_override_problems(fields: Mapping[str, Any]) -> list[str]:
             "transformer.deallocate_pipeline_outputs=True with overlapped messages: outputs are freed while being sent",
         ),
         (
+            fields["batch_p2p_sync"] and full_iteration_graph_fields().items() <= fields.items(),
+            "transformer.batch_p2p_sync=True with a CUDA graph: the host cannot wait during its capture",
+        ),
+        (
             not fields["perform_initialization"],
             "transformer.perform_initialization=False: split weights go unmarked, and the gradient norm is wrong",
         ),
@@ -179,6 +183,8 @@ def parallel_fields(config: RunConfig) -> dict[str, Any]:
         # With two interleaved stages, both neighbours of a rank are the same peer. Batched messages to it are matched
         # in posting order, which mixes them up: the loss is wrong and the gradients explode without an error.
         "batch_p2p_comm": not overlap and not (chunks is not None and stages == 2),
+        # After batched messages megatron-core waits on the host, for torch before 2.0; a capture cannot.
+        "batch_p2p_sync": not derived.uses_cuda_graph(config),
         # megatron-core frees a stage's output right after the send starts. With overlapped sends the buffer is reused
         # before the send has finished, and the next stage gets wrong values (fixed upstream after 0.16).
         "deallocate_pipeline_outputs": not overlap,

@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megafp8.config import derived
 from megafp8.config.mixture import expert_tensor_size, is_mixture
 from megafp8.config.schema import RunConfig
 from megafp8.config.stages import virtual_pipeline_size
@@ -69,7 +70,8 @@ def build_process_groups(config: RunConfig) -> RankPosition:
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         create_gloo_process_groups=True,
     )
-    seed_rank(config.training.seed)
+    captures_dropout = derived.uses_cuda_graph(config) and derived.has_dropout(config.model)
+    seed_rank(config.training.seed, captures_dropout)
     return RankPosition(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -84,18 +86,23 @@ def build_process_groups(config: RunConfig) -> RankPosition:
     )
 
 
-def seed_rank(seed: int) -> None:
+def seed_rank(seed: int, captures_dropout: bool = False) -> None:
     """Seed the random states of dropout.
 
     Tensor-parallel ranks share a seed outside the tensor-parallel region. Pipeline stages and data- and
     context-parallel ranks have different seeds; in Megatron-LM data-parallel ranks share one. The CPU generator is
     seeded too: its state is saved in checkpoints, and would otherwise differ in every process.
+
+    Args:
+        captures_dropout: keep the states as generators, which a CUDA graph can advance. They draw the same numbers.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     rank_seed = seed + 100 * stage + 10_000 * replica
     torch.default_generator.manual_seed(rank_seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(rank_seed, force_reset_rng=True)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        rank_seed, use_cudagraphable_rng=captures_dropout, force_reset_rng=True
+    )
 
 
 def split_over_context(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

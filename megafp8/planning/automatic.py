@@ -23,7 +23,7 @@ from megafp8.config import derived, precision_map, rules
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.muon import has_flat_shards
-from megafp8.config.rules.cuda_graph import cuda_graph_obstacles
+from megafp8.config.rules.cuda_graph import default_graph_obstacles
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
@@ -188,7 +188,7 @@ def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[
 
 
 def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
-    """A graph wherever nothing prevents it."""
+    """A graph wherever nothing prevents it, and GPUs have run such graphs."""
     if config.training.cuda_graph_impl != "auto":
         return {}, []
     none = {"training.cuda_graph_impl": "none"}
@@ -198,7 +198,7 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
         return none, [Choice("--cuda-graph-impl", "none", "needs Transformer Engine's layers")]
     if fault_injection.FAULTS_VARIABLE in os.environ:
         return none, [Choice("--cuda-graph-impl", "none", f"{fault_injection.FAULTS_VARIABLE} acts between kernels")]
-    if obstacle := next(cuda_graph_obstacles(config), None):
+    if obstacle := next(default_graph_obstacles(config), None):
         return none, [Choice("--cuda-graph-impl", "none", ": ".join(obstacle))]
     if is_mixture(config.model):
         has_ranks = config.parallel.expert_model_parallel_size > 1

@@ -5,6 +5,10 @@ longer than running them. A CUDA graph is captured once and replayed in one laun
 the same addresses. Therefore weights, gradients and scales are updated in place, each batch is copied into the input
 tensors of the capture, and what layers cache between iterations is allocated within the capture.
 
+On a pipeline stage, the graph holds the whole schedule with all messages. All ranks capture in the same step, because
+a communicator of NCCL must be captured by all of its ranks or by none. The steps before have created the communicators
+and what layers cache for the whole run (rotary embeddings, lengths of sequences).
+
 The settings that do not go with a CUDA graph are rules of `config/rules/cuda_graph.py`.
 
 megatron-core has a similar wrapper (`full_cuda_graph.py`, release 0.16). It keeps one graph for the process, replays it
@@ -14,6 +18,7 @@ also for another number of microbatches and after weights were replaced, and can
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Optional
@@ -28,8 +33,10 @@ from megafp8.errors import ConfigError
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.resilience import fault_injection
 
+RANDOM_STATE_MODULES = ("megatron.core.tensor_parallel.random", "transformer_engine.pytorch.distributed")
+RANDOM_STATE_FUNCTIONS = ("_get_cuda_rng_state", "_set_cuda_rng_state")
 Batch = dict[str, Tensor]
-ForwardBackward = Callable[[Iterator[Batch]], list[dict[str, Tensor]]]
+ForwardBackward = Callable[[Optional[Iterator[Batch]]], list[dict[str, Tensor]]]
 
 
 class StepGraph:
@@ -53,12 +60,13 @@ class StepGraph:
         self.reports: list[dict[str, Tensor]] = []
 
     def run(
-        self, forward_backward: ForwardBackward, batches: Iterator[Batch], num_microbatches: int
+        self, forward_backward: ForwardBackward, batches: Optional[Iterator[Batch]], num_microbatches: int
     ) -> list[dict[str, Tensor]]:
         """Run forward-backward on the next microbatches, eagerly while warming up, then from the graph.
 
         Args:
             forward_backward: runs forward-backward over an iterator of microbatches; returns the reports of the losses.
+            batches: None on a pipeline stage that reads none.
             num_microbatches: the same in every step.
 
         Returns:
@@ -67,9 +75,10 @@ class StepGraph:
         if self.steps_left:
             self.steps_left -= 1
             return forward_backward(batches)
-        self.copy_inputs(batches, num_microbatches)
+        if batches is not None:
+            self.copy_inputs(batches, num_microbatches)
         if self.graph is None:
-            self.capture(forward_backward)
+            self.capture(forward_backward, reads_batches=batches is not None)
         assert self.graph is not None
         self.graph.replay()
         return self.reports
@@ -86,14 +95,18 @@ class StepGraph:
             for name, tensor in batch.items():
                 self.inputs[index][name].copy_(tensor, non_blocking=True)
 
-    def capture(self, forward_backward: ForwardBackward) -> None:
+    def capture(self, forward_backward: ForwardBackward, reads_batches: bool) -> None:
         """Capture the graph; its kernels do not run yet."""
         clear_cached_weights(self.chunks)
         graph = torch.cuda.CUDAGraph()
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        draws = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+        for state in tracker.get_states().values() if draws else ():
+            graph.register_generator_state(state)
         # Not "global": other threads use the device meanwhile. Loaders pin memory, and NCCL's watchdog queries events.
         captured = torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local")
-        with without_rng_fork(), captured:
-            self.reports = forward_backward(iter(self.inputs))
+        with nullcontext() if draws else fixed_random_states(), captured:
+            self.reports = forward_backward(iter(self.inputs) if reads_batches else None)
         self.graph = graph
 
 
@@ -157,14 +170,22 @@ def clear_cached_weights(chunks: list[Any]) -> None:
 
 
 @contextmanager
-def without_rng_fork() -> Iterator[None]:
-    """Make megatron-core's RNG tracker do nothing, since a capture cannot switch RNG states.
+def fixed_random_states() -> Iterator[None]:
+    """Leave the GPU's random states as they are, since a capture cannot read or set them as tensors.
 
-    megatron-core forks it around the dropout of the embedding even if the rate is 0.
+    megatron-core changes them around the dropout of the embedding even if the rate is 0. Recomputation saves and
+    restores them, in megatron-core and in Transformer Engine. For a step that draws no random number.
     """
     tracker = tensor_parallel.get_cuda_rng_tracker()
+    modules = (sys.modules.get(name) for name in RANDOM_STATE_MODULES)
+    patched = [(module, name) for module in modules if module is not None for name in RANDOM_STATE_FUNCTIONS]
+    originals = [getattr(module, name) for module, name in patched]
     tracker.fork = lambda *names: nullcontext()
+    for module, name in patched:
+        setattr(module, name, lambda *args, **kwargs: None)
     try:
         yield
     finally:
         del tracker.fork
+        for (module, name), original in zip(patched, originals, strict=True):
+            setattr(module, name, original)

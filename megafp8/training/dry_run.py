@@ -214,7 +214,7 @@ def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementat
         name = "first stage" if estimate.stage == 0 else "last stage" if is_last else f"stage {estimate.stage}"
         parts = ", ".join(f"{part} {gib(value)}" for part, value in estimate.parts().items())
         lines.append(f"{name}: {gib(estimate.total_bytes)} GiB ({parts})")
-    graph_bytes = cuda_graph_memory_bytes(config, estimates[0], implementation=implementation)  # a graph has one stage
+    graph_bytes = max(cuda_graph_memory_bytes(config, each, implementation=implementation) for each in estimates)
     if graph_bytes:
         lines.append(f"beside the graph: {gib(graph_bytes)} GiB more for statistics steps and validations")
     gpu = find_gpu(target.name)

@@ -223,7 +223,7 @@ def forward_backward_or_replay(
             reset_param_gather(run.trainee.chunks)
         return forward_backward(run, batches, num_microbatches, forward_only=False)
 
-    if run.graph is None or batches is None or is_eager:
+    if run.graph is None or is_eager:
         return eager(batches)
     return run.graph.run(eager, batches, num_microbatches)
 

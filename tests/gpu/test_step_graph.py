@@ -21,6 +21,7 @@ from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.run import Run
 
 GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 FUSER = "--use-transformer-engine-op-fuser"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
@@ -42,6 +43,12 @@ def variants() -> Iterator[str]:
     yield f"{RECIPES['delayed']} --num-attention-heads 2 --fp8-dot-product-attention"
     yield f"{RECIPES['bf16']} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
     yield f"{RECIPES['delayed']} --no-gradient-overwrite --max-skipped-steps 1 {OVERLAP}"
+    for recipe in RECIPES:
+        yield f"{RECIPES[recipe]} --recompute-granularity selective --recompute-modules core_attn mlp"
+        yield f"{RECIPES[recipe]} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    yield f"{RECIPES['delayed']} {FUSER} --recompute-granularity selective --recompute-modules layernorm mlp"
+    for recipe in ("bf16", "delayed"):
+        yield f"{RECIPES[recipe]} {DROPOUT}"
 
 
 @pytest.mark.parametrize("extra", variants())
@@ -80,7 +87,7 @@ def test_validation_and_statistics_steps_do_not_change_training(recipe: str) -> 
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_resume_equals_the_unbroken_run(recipe: str, tmp_path: Path) -> None:
-    unbroken, resumed = unbroken_and_resumed(f"{RECIPES[recipe]} {GRAPH}", 4, tmp_path)
+@pytest.mark.parametrize("extra", [RECIPES["bf16"], RECIPES["delayed"], DROPOUT])
+def test_resume_equals_the_unbroken_run(extra: str, tmp_path: Path) -> None:
+    unbroken, resumed = unbroken_and_resumed(f"{extra} {GRAPH}", 4, tmp_path)
     assert resumed == unbroken

@@ -564,9 +564,9 @@ EXAMPLES = {
         "--tensor-model-parallel-size 2",
     ),
     "cuda_graph_steps_are_identical": (
-        {"training.cuda_graph_impl": "local", "training.recompute_activations": True},
+        {"training.cuda_graph_impl": "local", "model.hidden_dropout": 0.1, "training.recompute_activations": True},
         1,
-        "--recompute-granularity selective with --cuda-graph-impl local",
+        "--hidden-dropout 0.1 with --cuda-graph-impl local",
     ),
     "offloading_has_its_modules": (
         {"training.fine_grained_activation_offloading": True, "training.offload_modules": ("attn_proj",)},

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, multi_token
 from megafp8.config.rules.base import Rule
+from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
 
@@ -16,28 +17,62 @@ def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
 
 
+def default_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What keeps `--cuda-graph-impl auto` from a graph: the flag, and why."""
+    yield from cuda_graph_obstacles(config)
+    yield from _settings_without_default_graph(config)
+
+
+def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings whose graph has to be asked for: the flag, and the reason.
+
+    Their graphs have not been run on a GPU. To make them the default, delete their lines here.
+    """
+    parallel, granularity = config.parallel, derived.recompute_granularity(config.training)
+    stages, parts = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    checks = (
+        (stages > 1, f"--pipeline-model-parallel-size {stages}"),
+        (parts > 1, f"--context-parallel-size {parts}"),
+        (granularity is not None, f"--recompute-granularity {granularity}"),
+        *((True, f"{flag} {rate}") for flag, rate in _dropout_rates(config)),
+    )
+    for is_there, flag in checks:
+        if is_there:
+            yield flag, "its graph has not been run on a GPU; --cuda-graph-impl local tries it"
+
+
+def _dropout_rates(config: RunConfig) -> Iterator[tuple[str, float]]:
+    """The flags of dropout with rates above 0."""
+    model = config.model
+    for flag, rate in (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout)):
+        if rate > 0:
+            yield flag, rate
+
+
 Checks = Iterator[tuple[bool, str, str]]  # whether the obstacle is there, the flag, and why with the fix
 
 
 def _kernel_obstacles(config: RunConfig) -> Checks:
     """Random numbers, and precisions that change."""
     model, precision = config.model, config.precision
-    for flag, rate in (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout)):
-        yield rate > 0, f"{flag} {rate}", f"dropout is not supported in CUDA graphs; use {flag} 0"
+    granularity = derived.recompute_granularity(config.training)
+    jitter = (("--moe-input-jitter-eps", model.moe_input_jitter_eps),) if model.moe_input_jitter_eps else ()
+    for flag, rate in (*_dropout_rates(config), *jitter):
+        yield (
+            granularity is not None,
+            f"{flag} {rate}",
+            f"in a CUDA graph, recomputation (--recompute-granularity {granularity}) would draw other random numbers "
+            f"than the forward pass; leave out one of them",
+        )
     for recipe in derived.used_recipes(precision):
         if recipe.is_stochastic(vars(precision)):
             yield (
                 True,
                 recipe.flag,
-                "stochastic rounding is not supported in CUDA graphs; use --cuda-graph-impl none",
+                "a graph of stochastic rounding has not been run: Transformer Engine's needs a Blackwell GPU; use "
+                "--cuda-graph-impl none",
             )
             break
-    granularity = derived.recompute_granularity(config.training)
-    yield (
-        granularity is not None,
-        f"--recompute-granularity {granularity}",
-        "recomputation sets random-number state, which a CUDA graph cannot; remove it",
-    )
     yield (
         config.training.fine_grained_activation_offloading,
         "--fine-grained-activation-offloading",
@@ -84,12 +119,18 @@ def _host_obstacles(config: RunConfig) -> Checks:
 
 def _rank_obstacles(config: RunConfig) -> Checks:
     """Communication between ranks."""
-    parallel = config.parallel
-    for flag, size in (
-        ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
-        ("--context-parallel-size", parallel.context_parallel_size),
+    parallel, tensor = config.parallel, config.parallel.tensor_model_parallel_size
+    is_ring = parallel.context_parallel_size > 2 and "p2p" in parallel.cp_comm_type
+    for are_separate, what, fix in (
+        (is_interleaved(config), "virtual pipeline stages", "leave out the virtual stages"),
+        (is_ring, f"--context-parallel-size {parallel.context_parallel_size}", "use --cp-comm-type allgather or a2a"),
     ):
-        yield size > 1, f"{flag} {size}", "CUDA graphs do not support pipeline or context parallelism; use 1"
+        yield (
+            tensor > 1 and are_separate,
+            f"--tensor-model-parallel-size {tensor}",
+            f"with one queue for kernels (CUDA_DEVICE_MAX_CONNECTIONS=1), separate messages of {what} may wait for "
+            f"each other in a CUDA graph; {fix}",
+        )
     yield (
         config.precision.grad_reduce_in_fp8,
         "--grad-reduce-in-fp8",

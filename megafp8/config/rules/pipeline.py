@@ -190,7 +190,7 @@ def interleaving_needs_a_pipeline(config: RunConfig, world_size: int) -> Iterato
     """The interleaved schedule needs two stages, and groups of at least as many microbatches, also the last one."""
     parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    if not _is_interleaved(config):
+    if not is_interleaved(config):
         if all_positive(group):
             yield no_effect_without(
                 f"--microbatch-group-size-per-virtual-pipeline-stage {group}", "--num-virtual-stages-per-pipeline-rank"
@@ -232,7 +232,7 @@ def _incomplete_group(config: RunConfig, world_size: int, count: int, size: int)
     )
 
 
-def _is_interleaved(config: RunConfig) -> bool:
+def is_interleaved(config: RunConfig) -> bool:
     """Whether virtual stages are asked for; False where the settings do not tell."""
     parallel = config.parallel
     if parallel.pipeline_model_parallel_layout is not None:
@@ -249,7 +249,7 @@ def _is_interleaved(config: RunConfig) -> bool:
 def flush_overlap_needs_overlapped_messages(config: RunConfig, world_size: int) -> Iterator[str]:
     """Communication of warmup and flush overlaps only where that of the steady phase does."""
     parallel = config.parallel
-    if parallel.overlap_p2p_comm_warmup_flush and not (parallel.overlap_p2p_comm and _is_interleaved(config)):
+    if parallel.overlap_p2p_comm_warmup_flush and not (parallel.overlap_p2p_comm and is_interleaved(config)):
         yield (
             "--overlap-p2p-communication-warmup-flush needs virtual pipeline stages without "
             "--no-overlap-p2p-communication: give --num-virtual-stages-per-pipeline-rank, or remove it"

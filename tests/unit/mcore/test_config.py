@@ -135,6 +135,7 @@ def test_no_flags_enable_a_wrong_pipeline(style: str) -> None:
         ("--no-overlap-p2p-communication", "transformer.batch_p2p_comm=true", "mixed up"),
         ("", "transformer.deallocate_pipeline_outputs=true", "freed while being sent"),
         ("", "transformer.perform_initialization=false", "gradient norm is wrong"),
+        ("--cuda-graph-impl local --use-distributed-optimizer", "transformer.batch_p2p_sync=true", "cannot wait"),
     ],
 )
 def test_overrides_that_enable_it_are_refused(flags: str, entry: str, reason: str) -> None:
@@ -210,7 +211,8 @@ def test_every_translated_field_has_an_owner() -> None:
     """Or is an internal field of megatron-core that `unsafe_override_problems` checks."""
     ours = {
         "pipeline_dtype", "init_method", "output_layer_init_method", "embedding_init_method", "perform_initialization",
-        "batch_p2p_comm", "deallocate_pipeline_outputs", "use_cpu_initialization", "calculate_per_token_loss",
+        "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs", "use_cpu_initialization",
+        "calculate_per_token_loss",
     }  # fmt: skip
     config = small_config("llama")
     filled = {

@@ -75,8 +75,10 @@ def test_a_flag_wins(flag: str, field: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ("--attention-dropout 0.1", "--attention-dropout 0.1: dropout is not supported"),
-        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: CUDA graphs do not support"),
+        ("--attention-dropout 0.1", "--attention-dropout 0.1: its graph has not been run on a GPU"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: its graph has not been run"),
+        ("--context-parallel-size 2", "--context-parallel-size 2: its graph has not been run"),
+        ("--recompute-activations", "--recompute-granularity selective: its graph has not been run"),
         ("--no-use-distributed-optimizer", "no --use-distributed-optimizer: CUDA graphs need the one-pass optimizer"),
         ("--transformer-impl emulated", "needs Transformer Engine's layers"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Optional
 
@@ -12,6 +12,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from megafp8.checkpoint import state_dict
 from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
@@ -37,6 +38,10 @@ class Device:
         def __init__(self) -> None:
             self.kernels: list[Kernel] = []
             self.num_replays = 0
+            self.random_states: list[Any] = []
+
+        def register_generator_state(self, state: Any) -> None:
+            self.random_states.append(state)
 
         def replay(self) -> None:
             self.num_replays += 1
@@ -157,21 +162,66 @@ def test_weight_codes_are_computed_within_the_graph(device: Device) -> None:
 
 
 def test_random_states_are_not_swapped_during_a_capture(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(*_: Any) -> None:
+    def exchange(*_: Any, **__: Any) -> None:
         raise AssertionError("states cannot be exchanged now")
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
     monkeypatch.setattr(type(tracker), "fork", exchange)
+    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+        monkeypatch.setattr(f"megatron.core.tensor_parallel.random.{name}", exchange)
     graph = graph_of()
 
-    def passes(batches: Iterator[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def passes(batches: Optional[Iterator[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+        assert batches is None  # a stage that reads none
         with tracker.fork("dropout"):
+            inputs = torch.ones(3, requires_grad=True)
+            tensor_parallel.checkpoint(torch.square, False, inputs).sum().backward()
+            assert torch.equal(inputs.grad, 2 * torch.ones(3))
             return []
 
     graph.steps_left = 0
-    graph.run(passes, iter(()), 0)
+    graph.run(passes, None, 0)
     with pytest.raises(AssertionError, match="states"):
         tracker.fork()
+    with pytest.raises(AssertionError, match="states"):
+        tensor_parallel.checkpoint(torch.square, False, torch.ones(1, requires_grad=True))
+
+
+def test_a_graph_advances_the_random_states_of_dropout(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the states are generators, a capture switches between them as a launched step does."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    generator, forked = torch.Generator(), list[str]()
+    monkeypatch.setattr(tracker, "use_cudagraphable_rng", True)
+    monkeypatch.setattr(tracker, "states_", {"dropout": generator})
+    monkeypatch.setattr(type(tracker), "fork", lambda self, name: nullcontext(forked.append(name)))
+
+    def passes(batches: Optional[Iterator[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+        with tracker.fork("dropout"):
+            return []
+
+    graph = graph_of()
+    graph.steps_left = 0
+    graph.run(passes, None, 0)
+    assert forked == ["dropout"] and device.graphs[0].random_states == [generator]
+
+
+def test_generators_of_dropout_are_saved_and_restored_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has tensors, which also a run without a graph loads; a graph keeps its generators."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    generator = torch.Generator().manual_seed(7)
+    monkeypatch.setattr(tracker, "use_cudagraphable_rng", True)
+    monkeypatch.setattr(tracker, "states_", {"dropout": generator})
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+    monkeypatch.setattr(state_dict, "parallel_layout", lambda: (1, 1, 1))
+    for axis in ("pipeline_model_parallel", "tensor_model_parallel", "data_parallel"):
+        monkeypatch.setattr(state_dict.parallel_state, f"get_{axis}_rank", lambda **_: 0)
+    saved = state_dict.rng_state().data
+    assert torch.equal(saved["tracker"]["dropout"], torch.Generator().manual_seed(7).get_state())
+    drawn = torch.rand(3, generator=generator)
+    state_dict.restore_rng_state(saved)
+    assert tracker.get_states()["dropout"] is generator
+    assert torch.equal(torch.rand(3, generator=generator), drawn)
 
 
 def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +238,15 @@ def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: p
     (graph,) = device.graphs
     assert graph.num_replays == 2  # of steps 3 and 5: steps 0 and 4 are eager, 1 and 2 warm up
     assert trainer.num_passes == 2 + WARM_UP + 1
+
+
+def test_a_stage_that_reads_no_batches_has_a_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    run = SimpleNamespace(graph=graph_of(), trainee=SimpleNamespace(chunks=[]))
+    monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: taken.append(batches) or [])
+    for _ in range(WARM_UP + 3):
+        assert training_step.forward_backward_or_replay(run, None, MICROBATCHES) == []
+    assert taken == [None] * (WARM_UP + 1) and device.graphs[0].num_replays == 3
 
 
 def test_rollback_resets_the_graph_before_tensors_are_replaced(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
