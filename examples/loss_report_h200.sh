@@ -81,7 +81,7 @@ recipe=${2:?a recipe}
 seed=${3:?a seed}
 case $what in
   small) steps=6200 rate=1.2e-3 sizes=(--num-layers 8 --hidden-size 576 --num-attention-heads 9 --ffn-hidden-size 1536) ;;
-  large) steps=1500 rate=6e-4 sizes=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 2816) ;;
+  large) steps=1500 rate=6e-4 sizes=(--num-layers 25 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 3072) ;;
   explain) steps=800 rate=1.2e-3 sizes=(--num-layers 8 --hidden-size 576 --num-attention-heads 9 --ffn-hidden-size 1536) ;;
   *) echo "$what: choose from data, small, large, explain, queue, records and report" >&2; exit 64 ;;
 esac
