@@ -5,6 +5,11 @@
 #   bash examples/loss_report_h200.sh data                  text, tokenizer and shards; once
 #   bash examples/loss_report_h200.sh small bf16 1          50M parameters, 6,200 steps of 65,536 tokens: 406M tokens
 #   bash examples/loss_report_h200.sh large delayed 2       374M parameters, 1,500 steps of 65,536 tokens
+#   bash examples/loss_report_h200.sh queue small "bf16 delayed" "1 2"   runs that are not done, seed by seed, while the
+#                                                           longest of this call still fits into QUEUE_MINUTES (9)
+#   bash examples/loss_report_h200.sh records               the records of what is done, without checkpoints, packed into
+#                                                           records.tar.gz: unpacked in OUT of another machine, its
+#                                                           queue leaves these runs out
 #   bash examples/loss_report_h200.sh report                both reports, from the records, on any machine
 #
 # The report needs: small with bf16, bf16-control, delayed, tensorwise and blockwise for seeds 1 to 5, and mxfp8 and
@@ -22,7 +27,7 @@ cd "$(dirname "$0")/.."
 
 out=${OUT:-runs/loss_report}
 data=$out/data
-what=${1:?data, small, large, explain or report}
+what=${1:?data, small, large, explain, queue, records or report}
 tokenizer=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer.model")
 vocabulary=${TINY:+1000}
 vocabulary=${vocabulary:-16384}
@@ -48,13 +53,37 @@ if [ "$what" = report ]; then
   exit
 fi
 
+is_done() { grep -qs '"state": "done"' "$1/run_state.json"; }
+
+if [ "$what" = records ]; then
+  cd "$out"
+  for run in {small,large,explain}/*/seed*; do
+    if is_done "$run"; then printf '%s\n' "$run"/{config,run_state}.json "$run/records.jsonl"; fi
+  done | tar -czf records.tar.gz --files-from -
+  exit
+fi
+
+if [ "$what" = queue ]; then
+  longest=0
+  for seed in ${4:?seeds}; do
+    for recipe in ${3:?recipes}; do
+      is_done "$out/${2:?a size}/$recipe/seed$seed" && continue
+      [ $((SECONDS + longest)) -le $((60 * ${QUEUE_MINUTES:-9})) ] || exit 75
+      began=$SECONDS
+      bash examples/loss_report_h200.sh "$2" "$recipe" "$seed" "${@:5}"
+      longest=$((SECONDS - began > longest ? SECONDS - began : longest))
+    done
+  done
+  exit
+fi
+
 recipe=${2:?a recipe}
 seed=${3:?a seed}
 case $what in
   small) steps=6200 rate=1.2e-3 sizes=(--num-layers 8 --hidden-size 576 --num-attention-heads 9 --ffn-hidden-size 1536) ;;
-  large) steps=1500 rate=6e-4 sizes=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 2816) ;;
+  large) steps=1500 rate=6e-4 sizes=(--num-layers 25 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 3072) ;;
   explain) steps=800 rate=1.2e-3 sizes=(--num-layers 8 --hidden-size 576 --num-attention-heads 9 --ffn-hidden-size 1536) ;;
-  *) echo "$what: choose from data, small, large, explain and report" >&2; exit 64 ;;
+  *) echo "$what: choose from data, small, large, explain, queue, records and report" >&2; exit 64 ;;
 esac
 length=1024 batch=${BATCH:-64} eval_iters=20
 steps=${STEPS:-$steps}
@@ -89,4 +118,4 @@ interval=$((steps / 20))
   --log-interval 50 --exit-duration-in-mins "${MINUTES:-8}" "${tokenizer[@]}" \
   --data-path "$data/packages_text_document" --split 97,3,0 --data-cache-path "$data/cache" \
   --save "$run" --load "$run" --save-interval 100000 --ckpt-keep 1 "${@:4}"
-grep -q '"state": "done"' "$run/run_state.json" || { echo "$run: not done, run it again" >&2; exit 75; }
+is_done "$run" || { echo "$run: not done, run it again" >&2; exit 75; }

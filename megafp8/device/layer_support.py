@@ -27,8 +27,6 @@ def quantizer_problems(config: RunConfig) -> list[str]:
     training = config.training
     policy = training.on_nonfinite_activation
     asked = {
-        f"--fp8-guard {training.fp8_guard}": training.fp8_guard == "smooth-swiglu",
-        f"--planted-fault {training.planted_fault}": training.planted_fault != "none",
         "--moe-dispatch-in-fp8 without --moe-expert-kernels triton": (
             config.parallel.moe_dispatch_in_fp8 and any(grouped_expert_obstacles(config))
         ),
@@ -38,6 +36,7 @@ def quantizer_problems(config: RunConfig) -> list[str]:
         for flag, is_given in asked.items()
         if is_given
     ]
+    found += channel_scale_problems(config)
     cast = triton_cast_recipes(config)
     unseen = [
         recipe.name for recipe in derived.used_recipes(config.precision)
@@ -56,6 +55,28 @@ def quantizer_problems(config: RunConfig) -> list[str]:
     if moving and config.precision.fp8_saved_activations:
         found.append(
             f"{moving} with --fp8-saved-activations: an MLP that then runs linear by linear saves others; remove one"
+        )
+    return found
+
+
+def channel_scale_problems(config: RunConfig) -> list[str]:
+    """Scales per channel, which Transformer Engine's linears cannot have, and a fault within its fused MLP."""
+    training, found = config.training, []
+    reason = (
+        "Transformer Engine's layers do not support it: their casts read the parameter and their wgrad GEMM adds to "
+        "its gradient buffer, so that neither can have a scale per channel"
+    )
+    if training.fp8_guard == "smooth-swiglu":
+        found.append(f"--fp8-guard smooth-swiglu: {reason}; use --fp8-guard bf16-layer, or --transformer-impl emulated")
+    if training.planted_fault in ("outlier-channel", "aligned-swiglu"):
+        found.append(
+            f"--planted-fault {training.planted_fault}: {reason}; use --planted-fault inflated-qk, or "
+            "--transformer-impl emulated"
+        )
+    if training.planted_fault == "infinite-activation" and uses_op_fuser(config):
+        found.append(
+            "--planted-fault infinite-activation: Transformer Engine's fused MLP calls no linear_fc2; use "
+            "--no-use-transformer-engine-op-fuser"
         )
     return found
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -212,15 +213,41 @@ def test_a_loss_report_can_be_shortened(stub_python: str, tmp_path: Path) -> Non
     assert (training.eval_interval, training.eval_iters) == (2, 3)
 
 
-def loss_report_config(arguments: list[str], stub_python: str, folder: Path, **environment: str) -> RunConfig:
-    """The settings of a run of the loss report."""
-    (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / "tools").mkdir()
-    (folder / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
-    done = subprocess.run(
+def test_records_of_a_loss_report_travel_and_its_queue_leaves_them_out(stub_python: str, tmp_path: Path) -> None:
+    for recipe, state in (("bf16", "done"), ("delayed", "stopped")):
+        run = tmp_path / "report/small" / recipe / "seed1"
+        (run / "iter_0000020").mkdir(parents=True)
+        (run / "run_state.json").write_text(f'{{"state": "{state}"}}', encoding="utf-8")
+        for name in ("config.json", "records.jsonl"):
+            (run / name).write_text("{}", encoding="utf-8")
+    assert loss_report(["records"], stub_python, tmp_path).returncode == 0
+    with tarfile.open(tmp_path / "report/records.tar.gz") as packed:
+        packed.extractall(tmp_path / "other", filter="data")
+        names = {Path(name).name for name in packed.getnames()}
+    assert names == {"config.json", "run_state.json", "records.jsonl"}
+    for recipes, code in (("bf16", 0), ("bf16 delayed", 75)):  # the stub leaves no run that is done
+        done = loss_report(["queue", "small", recipes, "1"], stub_python, tmp_path, OUT="other")
+        assert done.returncode == code and ("pretrain_gpt.py" in done.stdout) == (code != 0), done.stderr
+    assert loss_report(["queue", "small", "delayed", "1"], stub_python, tmp_path, QUEUE_MINUTES="-1").stdout == ""
+
+
+def loss_report(
+    arguments: list[str], stub_python: str, folder: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Call the loss report with a program in place of Python."""
+    if not (folder / "tools").exists():
+        (folder / "examples").symlink_to(ROOT / "examples")
+        (folder / "tools").mkdir()
+        (folder / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
+    return subprocess.run(
         ["bash", "examples/loss_report_h200.sh", *arguments], cwd=folder, capture_output=True, text=True,
         timeout=60, env=os.environ | {"PYTHON": stub_python, "OUT": "report"} | environment,
     )  # fmt: skip
+
+
+def loss_report_config(arguments: list[str], stub_python: str, folder: Path, **environment: str) -> RunConfig:
+    """The settings of a run of the loss report."""
+    done = loss_report(arguments, stub_python, folder, **environment)
     assert done.returncode == 75, done.stderr  # the stub leaves no run that is done
     words = [word.replace("report/", "/nowhere/") for word in words_of_script(done.stdout)]
     return flags.parse(words).config

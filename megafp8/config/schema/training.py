@@ -146,9 +146,9 @@ class TrainingConfig:
     fp8_guard_interval: int = setting(20, "steps between the statistics of --fp8-guard")
     planted_fault: str = setting(
         "none",
-        "to test --fp8-guard and other policies: a fault that the run plants into its layers (emulated layers); "
-        "outlier-channel, aligned-swiglu and inflated-qk grow in every step, spike-batch and infinite-activation last "
-        "one step",
+        "to test --fp8-guard and other policies: a fault that the run plants into its layers; outlier-channel, "
+        "aligned-swiglu (both: emulated layers only) and inflated-qk grow in every step, spike-batch and "
+        "infinite-activation last one step",
         choices=("none", "outlier-channel", "aligned-swiglu", "inflated-qk", "spike-batch", "infinite-activation"),
     )
     planted_fault_step: int = setting(1, "first step of --planted-fault")

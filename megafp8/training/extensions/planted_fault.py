@@ -11,7 +11,8 @@ plants depends on the step only, so that a resumed run continues it.
     infinite-activation   sudden: one value of the input of linear_fc2 is infinite, in the first of these layers
 
 The channels grow by powers of two by which the weights of the linear shrink. In high precision this changes no bit, so
-that all that is lost is lost by the quantization, and a repair can be compared with a run without the fault.
+that all that is lost is lost by the quantization, and a repair can be compared with a run without the fault. Only
+emulated layers can have such a channel (`device/layer_support.py`); the other faults need only a call of the linear.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from megafp8.config.precision_map import linears_with_statistics
 from megafp8.config.schema import ModelConfig
 from megafp8.errors import NumericsError
+from megafp8.mcore.modules import named_linears
 from megafp8.training.extension import Extension, LoopState
-from megafp8.training.operand_faults import emulated_linears_by_name
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
@@ -80,7 +82,9 @@ class LayerFault:
         )  # fmt: skip
         self.model, self.vocab_size, self.chunks = model, run.vocab_size, unwrap_model(run.trainee.chunks)
         self.factor, self.is_active = 1.0, False
-        linears = dict(emulated_linears_by_name(run.trainee.chunks))
+        quantized = linears_with_statistics(model, run.config.precision)
+        named = [pair for chunk in self.chunks for pair in named_linears(chunk)]
+        linears = {name: linear for name, linear in named if name in quantized}
         chosen = LINEARS.get(self.kind)
         self.linears: list[Any] = [linear for name, linear in linears.items() if name.endswith(f".{chosen}")]
         self.gated: list[Any] = [linear for name, linear in linears.items() if name.endswith(".linear_fc1")]

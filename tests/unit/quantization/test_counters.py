@@ -113,6 +113,21 @@ def test_two_level_scales_saturate_only_where_they_are_subnormal() -> None:
     assert counts_of(tensor[is_normal], NVFP4) == [0, 0]
 
 
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_e8m0_scales_rounded_up_saturate_nothing(fmt: Format) -> None:
+    """Amaxes of every octave of FP32, and those next to where the scale changes."""
+    rule = OperandRule(format=fmt, block=(1, 32), scale_rule=ScaleRule.E8M0)
+    edge = torch.tensor(fmt.max)
+    edges = torch.stack([edge, edge.nextafter(torch.tensor(0.0)), edge.nextafter(torch.tensor(torch.inf))])
+    fractions = torch.cat([edges / 2.0 ** edges.log2().floor(), torch.tensor([1.0, 1.5, 2 - 2**-23])])
+    amaxes = torch.ldexp(fractions.expand(254, -1), torch.arange(-126, 128)[:, None]).flatten()
+    amaxes = amaxes[amaxes.isfinite()]
+    tensor = amaxes[:, None].expand(-1, 32).contiguous()
+    scales = quantize(tensor, rule).dequant_scale.float()
+    assert (tensor.double() / scales.double()).max().item() <= fmt.max * (1 + 2**-23), "amax / max is rounded in FP32"
+    assert counts_of(tensor, rule) == [0, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_no_scale_is_subnormal_where_amaxes_are_close(dtype: torch.dtype) -> None:
     for binades, largest, is_expected in (

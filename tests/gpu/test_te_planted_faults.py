@@ -1,0 +1,63 @@
+"""Planted faults in Transformer Engine's layers. Not run on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu]
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from gpu_runs import RECIPES, gpu_run
+from small_run import SourceSamples
+
+from megafp8.checkpoint.progress import Progress
+from megafp8.training.bad_steps import progress_after_step
+from megafp8.training.evaluation import build_batches
+from megafp8.training.extensions.planted_fault import LayerFault
+from megafp8.training.step import StepResult, train_step
+
+FLAGS = "--cuda-graph-impl none --max-skipped-steps 1 --planted-fault-step 2 --planted-fault-growth 32"
+
+
+def results(recipe: str, fault: str) -> list[StepResult]:
+    """Two steps: the second has the fault."""
+    found: list[StepResult] = []
+    with gpu_run(f"{RECIPES[recipe]} {FLAGS} --planted-fault {fault}") as run:
+        planted, progress = LayerFault(run), Progress()
+        samples = SourceSamples(run.config.data.seq_length)
+        for step in (1, 2):
+            planted.start(step)
+            first = progress.consumed_samples
+            batches = build_batches(run, samples, first, first + run.global_batch_size, num_workers=0)
+            result = train_step(run, batches, progress)
+            planted.end_step()
+            progress = progress_after_step(run, progress, result.bad_step, (result.loss, result.grad_norm or 0.0))
+            found.append(result)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_faults_change_their_step_only(recipe: str) -> None:
+    spiked, infinite = results(recipe, "spike-batch"), results(recipe, "infinite-activation")
+    assert spiked[0].loss == infinite[0].loss and spiked[1].loss != infinite[1].loss
+    assert infinite[0].operand_faults.num_non_finite == 0
+    assert "layers.0.linear_fc2.input" in infinite[1].operand_faults.non_finite_operands()
+
+
+def test_attention_logits_are_inflated() -> None:
+    """With --qk-layernorm they could not be."""
+    with gpu_run(f"{RECIPES['tensorwise']} {FLAGS} --planted-fault inflated-qk") as run:
+        planted, seen = LayerFault(run), []
+        (linear,) = planted.linears[:1]
+        linear.register_forward_hook(lambda _, args, output: seen.append(output[0].detach().clone()))
+        hidden = torch.randn(256, 1, run.config.model.hidden_size, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            for step in (1, 2):
+                planted.start(step)
+                linear(hidden)
+    plain, inflated = seen
+    assert inflated.abs().sum() > 2 * plain.abs().sum()
