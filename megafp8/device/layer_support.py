@@ -64,7 +64,7 @@ def channel_scale_problems(config: RunConfig) -> list[str]:
     training, found = config.training, []
     reason = (
         "Transformer Engine's layers do not support it: their casts read the parameter and their wgrad GEMM adds to "
-        "its gradient buffer, so that neither can have a scale per channel"
+        "its gradient buffer, where a scale per channel is not applied"
     )
     if training.fp8_guard == "smooth-swiglu":
         found.append(f"--fp8-guard smooth-swiglu: {reason}; use --fp8-guard bf16-layer, or --transformer-impl emulated")
