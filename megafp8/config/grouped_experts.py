@@ -49,8 +49,6 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
     if len(choices) > 1 or not all(is_supported(choice) for choice in choices):
         formats = [f"{name} {fmt}" for name in registry.names() for fmt in registry.get(name).grouped_gemm_formats]
         yield f"experts in another precision than BF16 or {', '.join(formats)}"
-    elif parallel.moe_expert_kernels is None and any(registry.get(name).is_stateful for name in recipes_of(choices)):
-        yield "delayed scaling, with which it was never run on GPUs, unless --moe-expert-kernels triton is given"
 
 
 def layout_obstacles(config: RunConfig) -> Iterator[str]:
@@ -74,11 +72,6 @@ def expert_choices(config: RunConfig) -> set[LinearChoice]:
     """The recipes of the experts' linears."""
     chosen = precision_map.resolve(config.model, config.precision)
     return {choice for name, choice in chosen.items() if f".{EXPERTS}" in name and "shared" not in name}
-
-
-def recipes_of(choices: set[LinearChoice]) -> set[str]:
-    """The recipes of all quantized GEMMs."""
-    return {name for choice in choices for name in choice.recipes}
 
 
 def fc1_choices(config: RunConfig) -> set[LinearChoice]:

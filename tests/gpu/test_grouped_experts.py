@@ -56,8 +56,9 @@ def test_they_train_as_those_of_transformer_engine(recipe: str) -> None:
     assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-2)
 
 
-def test_they_are_the_default() -> None:
-    with gpu_run(flags_of("bf16").replace("--moe-expert-kernels triton", "")) as run:
+@each_recipe
+def test_they_are_the_default(recipe: str) -> None:
+    with gpu_run(flags_of(recipe).replace("--moe-expert-kernels triton", "")) as run:
         assert any(isinstance(module, GroupedExperts) for chunk in run.trainee.chunks for module in chunk.modules())
 
 

@@ -15,11 +15,7 @@ TRITON = "--moe-expert-kernels triton"
     ("extra", "obstacles"),
     [
         ("--fp8-format e4m3 --fp8-recipe tensorwise", []),
-        (
-            DELAYED,
-            ["delayed scaling, with which it was never run on GPUs, unless --moe-expert-kernels triton is given"],
-        ),
-        (f"{DELAYED} {TRITON}", []),
+        (DELAYED, []),
         (f"{DELAYED} {TRITON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", []),
         (f"{HYBRID} {TRITON}", ["experts in another precision than BF16 or tensorwise e4m3, delayed e4m3"]),
         (HYBRID, ["experts in another precision than BF16 or tensorwise e4m3, delayed e4m3"]),
