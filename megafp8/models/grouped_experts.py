@@ -12,13 +12,14 @@ Under delayed scaling the scale of each expert is known before each cast, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 from megafp8.kernels import expert_casts
 from megafp8.kernels.expert_casts import RoutedCodes
+from megafp8.kernels.expert_scales import CurrentScale
 from megafp8.kernels.rounding import Grid
 from megafp8.kernels.routed_rows import RoutedRows, values_of_rows
 from megafp8.quantization import grouped_linear
@@ -35,25 +36,27 @@ class ExpertCodes(NamedTuple):
     grid: Grid
 
 
+Scale = Union[CurrentScale, DelayedScale]
+
+
 class ExpertScales(NamedTuple):
-    """The delayed scales [E] of what is cast in each microbatch; None under current scaling.
+    """Delayed scales [E] of what is cast in each microbatch, or where current scaling records infinite amaxes.
 
     Attributes:
         after_backward: called at the end of the backward pass.
     """
 
-    fc1_input: Optional[DelayedScale] = None
-    fc2_input: Optional[DelayedScale] = None
-    fc1_grad_output: Optional[DelayedScale] = None
-    fc2_grad_output: Optional[DelayedScale] = None
+    fc1_input: Scale = CurrentScale()
+    fc2_input: Scale = CurrentScale()
+    fc1_grad_output: Scale = CurrentScale()
+    fc2_grad_output: Scale = CurrentScale()
     after_backward: Optional[Callable[[], None]] = None
 
 
 def cast_weights(
-    fc1: Tensor, fc2: Tensor, grid: Grid, delayed: tuple[Optional[DelayedScale], Optional[DelayedScale]] = (None, None)
+    fc1: Tensor, fc2: Tensor, grid: Grid, of_fc1: Scale = CurrentScale(), of_fc2: Scale = CurrentScale()
 ) -> ExpertCodes:
-    """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16; `delayed` has their scales [E] under delayed scaling."""
-    of_fc1, of_fc2 = delayed
+    """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16, by their scales."""
     return ExpertCodes(expert_casts.weight_codes(fc1, grid, of_fc1), expert_casts.weight_codes(fc2, grid, of_fc2), grid)
 
 
@@ -73,7 +76,7 @@ def experts(
         rows: of the routing map.
         codes: of the weights; None computes in BF16.
         received: [E], the scales of inputs that arrived as codes; None: they did not.
-        scales: of delayed scaling.
+        scales: of the operands.
 
     Returns:
         BF16 [T, H].
@@ -129,8 +132,7 @@ class _FP8Experts(torch.autograd.Function):
         dequant_scale = None
         if received is not None:
             dequant_scale = received.dequant_scale
-            if scales.fc1_input is not None:
-                scales.fc1_input.record(received.amax)
+            scales.fc1_input.record(received.amax)
         x = expert_casts.gather_codes(inputs, rows, routing_map, codes.grid, dequant_scale, scales.fc1_input)
         h = grouped_linear.fp8_fprop(x, codes.fc1, rows)
         y = expert_casts.swiglu_codes(h, probs, rows, codes.grid, scales.fc2_input)
@@ -144,7 +146,7 @@ class _FP8Experts(torch.autograd.Function):
         x_columns, x_scale, h, y_columns, y_scale, probs, routing_map = ctx.saved_tensors
         (fc1, fc2), rows, codes, scales = ctx.weights, ctx.rows, ctx.codes, ctx.scales
         x, y = RoutedCodes(x_columns, x_columns, x_scale), RoutedCodes(y_columns, y_columns, y_scale)
-        dz = expert_casts.gather_codes(grad.contiguous(), rows, routing_map, codes.grid, delayed=scales.fc2_grad_output)
+        dz = expert_casts.gather_codes(grad.contiguous(), rows, routing_map, codes.grid, scale=scales.fc2_grad_output)
         dy = grouped_linear.fp8_dgrad(dz, codes.fc2, rows)
         dfc2 = add_wgrad(fc2, grouped_linear.fp8_wgrad(dz, y, rows))
         dh, dprobs = expert_casts.swiglu_backward_codes(dy, h, probs, rows, codes.grid, scales.fc1_grad_output)

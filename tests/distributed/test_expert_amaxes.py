@@ -12,6 +12,7 @@ from stacked_experts import EP2, MODEL, stack_experts
 from megafp8.config import precision_map
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.quantization.counters import QUANTIZERS
+from megafp8.quantization.delayed_scaling import DelayedScales
 from megafp8.training.expert_amaxes import ExpertAmaxes
 from megafp8.training.operand_faults import move_grouped_experts
 
@@ -55,13 +56,17 @@ def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]]
 
 
 def scales_of_moved_experts() -> tuple[int, int]:
-    """How many scales experts have before and after they are moved to high precision."""
+    """How many linears with delayed scaling experts have before and after they are moved to high precision."""
     stack_experts()
     chunks = unwrap_model(build_run(small_config("llama", MODEL, 1)).trainee.chunks)
     experts = next(module for module in chunks[0].modules() if isinstance(module, GroupedExperts))
-    before = len(experts._delayed_scales()[0])
+
+    def count() -> int:
+        return sum(isinstance(scales, DelayedScales) for scales in experts._scales()[0])
+
+    before = count()
     move_grouped_experts(chunks, ["layers.0.experts.1.linear_fc1"])
-    return before, len(experts._delayed_scales()[0])
+    return before, count()
 
 
 def test_moved_experts_have_no_scales() -> None:
