@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from megafp8.kernels import experts
-from megafp8.kernels.expert_scales import CastScale, CurrentScale
+from megafp8.kernels.expert_scales import CastScale, ColumnCodes, CurrentScale
 from megafp8.kernels.rounding import Grid
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows
 
@@ -32,6 +32,11 @@ class RoutedCodes(NamedTuple):
     rows: Tensor
     columns: Tensor
     scale_inv: Tensor
+
+    @property
+    def transposed(self) -> ColumnCodes:
+        """Of rows, the operand of wgrad; of weights, that of dgrad."""
+        return ColumnCodes(self.columns, self.scale_inv)
 
 
 def _empty_codes(num_rows: int, width: int, scale_inv: Tensor) -> RoutedCodes:

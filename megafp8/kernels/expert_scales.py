@@ -1,10 +1,22 @@
-"""What casts of experts get their scales from, and where they record infinite amaxes."""
+"""What casts of experts get their scales from, where they record infinite amaxes, and codes for wgrad."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Optional, Union
 
 from torch import Tensor
+
+
+class ColumnCodes(NamedTuple):
+    """Transposed codes of rows or weights, which wgrad or dgrad multiplies.
+
+    Attributes:
+        codes: uint8 [W, R], of weights [E, W, N].
+        scale_inv: FP32 dequantization scales, [E], or [E, W] by the rowwise recipe.
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
 
 
 class CurrentScale(NamedTuple):

@@ -43,7 +43,7 @@ class GroupedExperts(MegatronModule):
 
     Args:
         num_local_experts: E.
-        recipe: quantizes all operands by the same rule; None computes in BF16.
+        recipe: quantizes all operands by the same rule, or rowwise; None computes in BF16.
         exchange: updates the scales of delayed scaling for all layers of a model chunk; None: of this layer only.
         name: megatron-core 0.19 passes one; not used.
 
@@ -129,7 +129,9 @@ class GroupedExperts(MegatronModule):
 
         if self.codes is None or self.is_first_microbatch or not self.training:
             grid = grid_of(self.rule.format)
-            self.codes = cast_weights(self.linear_fc1.detach(), self.linear_fc2.detach(), grid, *scales)
+            is_rowwise = self.rule.block is not None
+            fc1, fc2 = self.linear_fc1.detach(), self.linear_fc2.detach()
+            self.codes = cast_weights(fc1, fc2, grid, *scales, is_rowwise=is_rowwise)
             self.is_first_microbatch = not self.training  # weights may change between evaluation and the next step
         return self.codes
 
