@@ -1,4 +1,7 @@
-"""Experts in one launch per GEMM against Transformer Engine's linears: losses, graphs, resuming, checkpoints."""
+"""Experts in one launch per GEMM against Transformer Engine's linears: losses, graphs, resuming, checkpoints.
+
+Those of the rowwise recipe are on emulated layers, and are compared with emulated linears.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,15 @@ GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 STEPS = 4
 # Relative difference of losses: two roundings of one training.
 CLOSE = {"bf16": 1e-3, "tensorwise": 5e-3, "delayed": 5e-3}
+ROWWISE = (
+    f"--fp8-format e4m3 --fp8-recipe rowwise {EXPERTS.replace('transformer_engine', 'emulated')} --cuda-graph-impl none"
+)
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def flags_of(recipe: str, kernels: str = "triton") -> str:
-    return f"{RECIPES[recipe]} {EXPERTS} --moe-expert-kernels {kernels}"
+    chosen = ROWWISE if recipe == "rowwise" else f"{RECIPES[recipe]} {EXPERTS}"
+    return f"{chosen} --moe-expert-kernels {kernels}"
 
 
 curve = functools.partial(gpu_curve, num_steps=STEPS)
@@ -56,6 +63,13 @@ def test_they_train_as_those_of_transformer_engine(recipe: str) -> None:
     ours, theirs = curve(flags_of(recipe)), curve(flags_of(recipe, "te"))
     print(f"\n{recipe}: {ours.losses} {theirs.losses}, norms {ours.grad_norms} {theirs.grad_norms}")
     assert gap(ours, theirs) < CLOSE[recipe]
+    assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-2)
+
+
+def test_rowwise_experts_train_as_emulated_linears() -> None:
+    ours, theirs = curve(flags_of("rowwise")), curve(flags_of("rowwise", "te"))
+    print(f"\nrowwise: {ours.losses} {theirs.losses}, norms {ours.grad_norms} {theirs.grad_norms}")
+    assert gap(ours, theirs) < CLOSE["tensorwise"]
     assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-2)
 
 
@@ -78,7 +92,7 @@ def test_a_cuda_graph_equals_launched_kernels(recipe: str) -> None:
     assert all(torch.equal(plain_weights[name], captured_weights[name]) for name in plain_weights)
 
 
-@each_recipe
+@pytest.mark.parametrize("recipe", [*RECIPES, "rowwise"])
 def test_a_run_resumes_to_the_bit(recipe: str, tmp_path: Path) -> None:
     unbroken, resumed = unbroken_and_resumed(flags_of(recipe), STEPS, tmp_path)
     assert unbroken == resumed
@@ -113,7 +127,7 @@ def scales_of_grouped_linear(linear: Any) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_infinite_tokens_are_counted_and_leave_the_history(recipe: str) -> None:
     """One value of the tokens of the first layer, in every forward pass of a step."""
 
