@@ -51,6 +51,25 @@ def test_offloading_needs_an_environment_variable(monkeypatch: pytest.MonkeyPatc
     assert offloading_problems(config) == []
 
 
+@pytest.mark.parametrize(
+    ("target", "implementation", "reason"),
+    [
+        (CPU, "auto", "cpu has no CUDA device"),
+        (H200, "local", "--transformer-impl local"),
+        (H200, "emulated", None),
+        (H200, "auto", None),
+    ],
+)
+def test_experts_in_one_launch_need_a_gpu(target: Target, implementation: str, reason: str | None) -> None:
+    parallel, precision = ParallelConfig(moe_expert_kernels="triton"), PrecisionConfig(transformer_impl=implementation)
+    config = RunConfig(parallel=parallel, precision=precision)
+    if reason is None:
+        assert not capability_problems(config, target)
+    else:
+        assert only_problem(config, target).startswith("--moe-expert-kernels triton: ")
+        assert reason in only_problem(config, target)
+
+
 # ---- implementations ------------------------------------------------------------------------------------------------
 
 
