@@ -246,3 +246,5 @@ def move_grouped_experts(chunks: Sequence[Any], names: Sequence[str]) -> None:
     for prefix, mixture in (named for chunk in unwrap_model(list(chunks)) for named in named_mixtures(chunk)):
         if f"{prefix}{precision_map.MLP_LINEARS[0]}" in moved:
             mixture.experts.rule = mixture.experts.codes = None
+            for state in mixture.experts.quantizer_state.values():  # the others' updates do not wait for it
+                mixture.experts.exchange.leave(state)
