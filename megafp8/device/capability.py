@@ -19,6 +19,7 @@ from megafp8.device.layer_support import (
     attention_kernel_problems,
     context_parallel_attention_problems,
     emulated_only_options,
+    expert_kernel_problems,
     model_obstacles,
     quantizer_problems,
 )
@@ -192,22 +193,13 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
             for entry in config.overrides
             if entry.lower() == NCCL_BUFFERS
         ]
-    if config.parallel.moe_expert_kernels == "triton" and (lacks := expert_kernel_obstacle(target, implementation)):
-        found.append(f"--moe-expert-kernels triton: {lacks}; remove the flag")
+    if config.parallel.moe_expert_kernels == "triton" and target.kind == "cpu":
+        found.append(f"--moe-expert-kernels triton: {target.name} has no CUDA device; remove the flag")
     if implementation == "transformer_engine":
         found += context_parallel_attention_problems(config) + attention_kernel_problems(config)
     else:
-        found += te_only_options(config, target, implementation)
+        found += te_only_options(config, target, implementation) + expert_kernel_problems(config, implementation)
     return found
-
-
-def expert_kernel_obstacle(target: Target, implementation: str) -> Optional[str]:
-    """Why no layers of the target can have all experts in one launch; None if they can."""
-    if implementation == "local":
-        return "megatron-core's own layers (--transformer-impl local) have an MLP for each expert"
-    if target.kind == "cpu":
-        return f"{target.name} has no CUDA device"
-    return None
 
 
 def fp16_master_problems(config: RunConfig) -> list[str]:

@@ -230,7 +230,7 @@ def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implemen
         move_to_high_precision(unwrap_model(list(chunks)), names)
         move_grouped_experts(chunks, names)
         return
-    move_grouped_experts(chunks, [linear.name for linear in linears])
+    move_grouped_experts(chunks, [linear.name for linear in linears if linear.form == HIGH_PRECISION])
     forms = [(linear.name, linear.form) for linear in linears]
     for name, linear in emulated_linears_by_name(chunks):
         for form in [form for moved, form in forms if moved == name]:
