@@ -218,7 +218,7 @@ def errors_of(layer: Layer) -> dict[str, float]:
     for name, gemm, operands in (
         ("fprop fc1", grouped_linear.fp8_fprop, (x, codes.fc1)),
         ("dgrad fc2", grouped_linear.fp8_dgrad, (dz, codes.fc2)),
-        ("wgrad (hidden x hidden)", grouped_linear.fp8_wgrad, (dz, x)),
+        ("wgrad (hidden x hidden)", grouped_linear.fp8_wgrad, (dz.transposed, x.transposed)),
     ):
         fast, split = (gemm(*operands, layer.rows, is_fast) for is_fast in (True, False))
         live = slice(0, int(layer.rows.ends[-1])) if name[0] != "w" else slice(None)

@@ -49,8 +49,8 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
     if len(choices) > 1 or not all(is_supported(choice) for choice in choices):
         formats = [f"{name} {fmt}" for name in registry.names() for fmt in registry.get(name).grouped_gemm_formats]
         yield f"experts in another precision than BF16 or {', '.join(formats)}"
-    elif parallel.moe_expert_kernels is None and any(registry.get(name).is_stateful for name in recipes_of(choices)):
-        yield "delayed scaling, with which it was never run on GPUs, unless --moe-expert-kernels triton is given"
+    elif parallel.moe_expert_kernels is None and any(is_emulated_only(choice) for choice in choices):
+        yield "emulated experts, unless --moe-expert-kernels triton is given"
 
 
 def layout_obstacles(config: RunConfig) -> Iterator[str]:
@@ -76,11 +76,6 @@ def expert_choices(config: RunConfig) -> set[LinearChoice]:
     return {choice for name, choice in chosen.items() if f".{EXPERTS}" in name and "shared" not in name}
 
 
-def recipes_of(choices: set[LinearChoice]) -> set[str]:
-    """The recipes of all quantized GEMMs."""
-    return {name for choice in choices for name in choice.recipes}
-
-
 def fc1_choices(config: RunConfig) -> set[LinearChoice]:
     """The recipes of the experts' first linears, which get the tokens; empty for an incomplete model."""
     model, precision = config.model, config.precision
@@ -97,6 +92,11 @@ def shares_input_codes(recipe: LinearRecipe) -> bool:
     """Whether fprop and wgrad read the same codes of the input, which have one scale."""
     rule = recipe.rule(Operand.INPUT, Gemm.FPROP)
     return rule is not None and rule.block is None and rule == recipe.rule(Operand.INPUT, Gemm.WGRAD)
+
+
+def is_emulated_only(choice: LinearChoice) -> bool:
+    """Whether Transformer Engine does not have the recipe of a linear, so that its layers are emulated."""
+    return any(registry.get(name).te_recipe_class is None for name in choice.recipes)
 
 
 def is_supported(choice: LinearChoice) -> bool:

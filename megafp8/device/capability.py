@@ -20,6 +20,7 @@ from megafp8.device.layer_support import (
     attention_kernel_problems,
     context_parallel_attention_problems,
     emulated_only_options,
+    expert_kernel_problems,
     model_obstacles,
     quantizer_problems,
 )
@@ -193,10 +194,12 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
             for entry in config.overrides
             if entry.lower() == NCCL_BUFFERS
         ]
+    if config.parallel.moe_expert_kernels == "triton" and target.kind == "cpu":
+        found.append(f"--moe-expert-kernels triton: {target.name} has no CUDA device; remove the flag")
     if implementation == "transformer_engine":
         found += context_parallel_attention_problems(config) + attention_kernel_problems(config)
     else:
-        found += te_only_options(config, target, implementation)
+        found += te_only_options(config, target, implementation) + expert_kernel_problems(config, implementation)
     return found
 
 

@@ -81,6 +81,29 @@ def channel_scale_problems(config: RunConfig) -> list[str]:
     return found
 
 
+def expert_kernel_problems(config: RunConfig, implementation: str) -> list[str]:
+    """What emulated layers with all experts in one launch, and megatron-core's own layers, do not offer."""
+    if config.parallel.moe_expert_kernels != "triton":
+        return []
+    if implementation == "local":
+        return [
+            "--moe-expert-kernels triton with --transformer-impl local: an expert is an MLP there; remove the former"
+        ]
+    guard, fault, reduction = (
+        config.training.fp8_guard, config.training.planted_fault, config.precision.fp8_amax_reduction
+    )  # fmt: skip
+    asked = {
+        f"--fp8-guard {guard}": guard == "smooth-swiglu",
+        f"--planted-fault {fault}": fault != "none",
+        f"--fp8-amax-reduction {reduction}": reduction != "te",
+    }
+    return [
+        f"{flag}: experts in one launch do not support it; remove it, or --moe-expert-kernels triton"
+        for flag, is_given in asked.items()
+        if is_given
+    ]
+
+
 def context_parallel_attention_problems(config: RunConfig) -> list[str]:
     """Attention that Transformer Engine supports with only some kinds of context-parallel communication."""
     parallel, model = config.parallel, config.model

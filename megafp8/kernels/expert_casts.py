@@ -1,7 +1,7 @@
 """Launches of the kernels in `experts.py`: what a mixture of experts computes between its grouped GEMMs.
 
-Rows beyond the last expert's are left uninitialized in every result. Casts take the scales of delayed scaling
-(`KnownScales`), or compute scales from the current amax of each expert.
+Rows beyond the last expert's are left uninitialized in every result. Casts take the scales of delayed scaling, or
+compute scales from the current amax of each expert and record where that is infinite.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import triton
 from torch import Tensor
 
 from megafp8.kernels import experts
+from megafp8.kernels.expert_scales import CastScale, ColumnCodes, CurrentScale
 from megafp8.kernels.rounding import Grid
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows
 
 COLUMNS, SIDE, GRADIENTS_SIDE = 128, 128, 64
-KnownScales = tuple[Tensor, Optional[Tensor]]
-"""Quantization scales FP32 [E], and the amaxes FP32 [E] that are raised to those of the experts; None records none."""
 
 
 class RoutedCodes(NamedTuple):
@@ -33,6 +32,11 @@ class RoutedCodes(NamedTuple):
     rows: Tensor
     columns: Tensor
     scale_inv: Tensor
+
+    @property
+    def transposed(self) -> ColumnCodes:
+        """Of rows, the operand of wgrad; of weights, that of dgrad."""
+        return ColumnCodes(self.columns, self.scale_inv)
 
 
 def _empty_codes(num_rows: int, width: int, scale_inv: Tensor) -> RoutedCodes:
@@ -54,21 +58,23 @@ class _Scales(NamedTuple):
     Attributes:
         amaxes: FP32 [E]. Without known scales they give the scales; else they are raised, and None records nothing.
         known: FP32 [E], quantization scales; None under current scaling.
+        infinities: flags [E], set where an amax is infinite; None under delayed scaling, and where nothing is recorded.
         scale_inv: FP32 [E], room for the dequantization scales.
     """
 
     amaxes: Optional[Tensor]
     known: Optional[Tensor]
+    infinities: Optional[Tensor]
     scale_inv: Tensor
 
 
-def _scales(delayed: Optional[KnownScales], num_experts: int, inputs: Tensor) -> _Scales:
+def _scales(scale: CastScale, num_experts: int, inputs: Tensor) -> _Scales:
     """Known scales, or amaxes of zero that a first launch has to raise."""
-    if delayed is not None:
-        known, amaxes = delayed
-        return _Scales(amaxes, known, torch.empty_like(known))
-    zeros = inputs.new_zeros(num_experts, dtype=torch.float32)
-    return _Scales(zeros, None, torch.empty_like(zeros))
+    if isinstance(scale, CurrentScale):
+        zeros = inputs.new_zeros(num_experts, dtype=torch.float32)
+        return _Scales(zeros, None, scale.infinities, torch.empty_like(zeros))
+    known, amaxes = scale
+    return _Scales(amaxes, known, None, torch.empty_like(known))
 
 
 def token_amaxes(inputs: Tensor) -> Tensor:
@@ -81,7 +87,7 @@ def token_amaxes(inputs: Tensor) -> Tensor:
 
 def gather_codes(
     inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid, received: Optional[Tensor] = None,
-    delayed: Optional[KnownScales] = None,
+    scale: CastScale = CurrentScale(),
 ) -> RoutedCodes:  # fmt: skip
     """Quantize the token of each row to codes [R, W].
 
@@ -89,20 +95,20 @@ def gather_codes(
         inputs: BF16 [T, W].
         routing_map: bool [T, E].
         received: FP32 [E], dequantization scales, where the inputs are the numbers of codes.
-        delayed: scales; None computes them.
+        scale: unused with `received`.
     """
     (num_rows,), width = rows.token_of_row.shape, inputs.shape[1]
     if received is not None:
-        scales = _Scales(None, None, received)
-    elif delayed is not None:
-        scales = _scales(delayed, len(rows.ends), inputs)
-    else:
+        scales = _Scales(None, None, None, received)
+    elif isinstance(scale, CurrentScale):
         amaxes = torch.where(routing_map, token_amaxes(inputs)[:, None], 0.0).amax(0)
-        scales = _Scales(amaxes, None, torch.empty_like(amaxes))
+        scales = _Scales(amaxes, None, scale.infinities, torch.empty_like(amaxes))
+    else:
+        scales = _scales(scale, len(rows.ends), inputs)
     codes = _empty_codes(num_rows, width, scales.scale_inv)
     experts.gather_codes_kernel[(width // SIDE, num_rows // SIDE)](
-        inputs, rows.token_of_row, rows.expert_of_block, scales.amaxes, scales.known, rows.ends, *codes, num_rows,
-        width, IS_SCALED=received is not None, **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
+        inputs, rows.token_of_row, rows.expert_of_block, scales.amaxes, scales.known, scales.infinities, rows.ends,
+        *codes, num_rows, width, IS_SCALED=received is not None, **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
     )  # fmt: skip
     return codes
 
@@ -140,11 +146,11 @@ def swiglu(inputs: Tensor, probs: Tensor, rows: RoutedRows) -> Tensor:
 
 
 def swiglu_codes(
-    inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid, delayed: Optional[KnownScales] = None
+    inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid, scale: CastScale = CurrentScale()
 ) -> RoutedCodes:
     """The codes of `swiglu`."""
     num_rows, width = inputs.shape[0], inputs.shape[1] // 2
-    scales = _scales(delayed, len(rows.ends), inputs)
+    scales = _scales(scale, len(rows.ends), inputs)
     if scales.known is None:
         experts.swiglu_rows_kernel[(num_rows // ALIGNMENT,)](
             inputs, probs, rows.ends, rows.expert_of_block, None, scales.amaxes, width, NUM_EXPERTS=len(rows.ends),
@@ -152,8 +158,8 @@ def swiglu_codes(
         )  # fmt: skip
     codes = _empty_codes(num_rows, width, scales.scale_inv)
     experts.swiglu_codes_kernel[(width // SIDE, num_rows // SIDE)](
-        inputs, probs, rows.expert_of_block, scales.amaxes, scales.known, rows.ends, *codes, num_rows, width,
-        **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
+        inputs, probs, rows.expert_of_block, scales.amaxes, scales.known, scales.infinities, rows.ends, *codes,
+        num_rows, width, **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
     )  # fmt: skip
     return codes
 
@@ -171,11 +177,11 @@ def swiglu_backward(gradients: Tensor, inputs: Tensor, probs: Tensor, rows: Rout
 
 def swiglu_backward_codes(
     gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid,
-    delayed: Optional[KnownScales] = None,
+    scale: CastScale = CurrentScale(),
 ) -> tuple[RoutedCodes, Tensor]:  # fmt: skip
     """Codes of the gradients of inputs, and the gradients of probs."""
     num_rows, width = gradients.shape
-    scales = _scales(delayed, len(rows.ends), inputs)
+    scales = _scales(scale, len(rows.ends), inputs)
     # A row of sums for each tile of columns: they are added in a fixed order.
     prob_sums = probs.new_zeros(1 if scales.known is None else width // GRADIENTS_SIDE, num_rows)
     if scales.known is None:
@@ -186,16 +192,16 @@ def swiglu_backward_codes(
     codes = _empty_codes(num_rows, 2 * width, scales.scale_inv)
     experts.swiglu_gradients_codes_kernel[(width // GRADIENTS_SIDE, num_rows // GRADIENTS_SIDE)](
         gradients, inputs, probs, None if scales.known is None else prob_sums, rows.expert_of_block, scales.amaxes,
-        scales.known, rows.ends, *codes, num_rows, width,
+        scales.known, scales.infinities, rows.ends, *codes, num_rows, width,
         **_experts(rows), GRID=grid, SIDE=GRADIENTS_SIDE, num_warps=4,
     )  # fmt: skip
     return codes, prob_sums[0] if scales.known is None else prob_sums.sum(0)
 
 
-def weight_codes(weights: Tensor, grid: Grid, delayed: Optional[KnownScales] = None) -> RoutedCodes:
+def weight_codes(weights: Tensor, grid: Grid, scale: CastScale = CurrentScale()) -> RoutedCodes:
     """Codes of weights [E, R, W] BF16, one scale for each expert."""
     num_experts, num_rows, width = weights.shape
-    scales = _scales(delayed, num_experts, weights)
+    scales = _scales(scale, num_experts, weights)
     if scales.known is None:
         programs = max(1, 1024 // num_experts)
         experts.weights_amax_kernel[(programs, num_experts)](weights, scales.amaxes, num_rows * width, COLUMNS=2048)
@@ -205,6 +211,7 @@ def weight_codes(weights: Tensor, grid: Grid, delayed: Optional[KnownScales] = N
         scales.scale_inv,
     )
     experts.weights_codes_kernel[(width // SIDE, num_rows // SIDE, num_experts)](
-        weights, scales.amaxes, scales.known, *codes, num_rows, width, GRID=grid, SIDE=SIDE, num_warps=8
-    )
+        weights, scales.amaxes, scales.known, scales.infinities, *codes, num_rows, width, GRID=grid, SIDE=SIDE,
+        num_warps=8,
+    )  # fmt: skip
     return codes

@@ -43,14 +43,25 @@ def quant_scales(amaxes, scales, experts, GRID: tl.constexpr):
 
 
 @triton.jit
+def flag_infinities(amaxes, infinities, experts, is_expert):
+    """Set the flags [E] of experts with an infinite amax to 1; flags None are left out."""
+    if infinities is not None:
+        largest = tl.load(amaxes + experts, mask=is_expert, other=0.0)
+        tl.store(infinities + experts, 1, mask=largest == float("inf"))
+
+
+@triton.jit
 def store_scales(
-    amaxes, scales, scale_inv, is_first, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr
-):
-    """The dequantization scales of all experts [E], by one program. EXPERTS is a power of two, NUM_EXPERTS or more."""
+    amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    """The dequantization scales of all experts [E] and the flags of infinite amaxes, by one program. EXPERTS is a power
+    of two, NUM_EXPERTS or more."""
     if is_first:
         at = tl.arange(0, EXPERTS)
         scale = quant_scales(amaxes, scales, tl.minimum(at, NUM_EXPERTS - 1), GRID)
         tl.store(scale_inv + at, tl.div_rn(1.0, scale), mask=at < NUM_EXPERTS)
+        flag_infinities(amaxes, infinities, at, at < NUM_EXPERTS)
 
 
 @triton.jit
@@ -83,13 +94,14 @@ def gathered_part(inputs, token_of_row, tile_row, tile_column, width, PART: tl.c
 
 @triton.jit
 def gather_codes_kernel(
-    inputs, token_of_row, expert_of_block, amaxes, scales, ends, rows, columns, scale_inv, num_rows, width,
+    inputs, token_of_row, expert_of_block, amaxes, scales, infinities, ends, rows, columns, scale_inv, num_rows, width,
     IS_SCALED: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Codes of the tokens inputs [T, W] of all rows. A program has one tile. Tokens that arrived IS_SCALED."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
     if not IS_SCALED:
-        store_scales(amaxes, scales, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
+        is_first = (tile_row == 0) & (tile_column == 0)
+        store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, GRID)
     if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
         return
     y = (
@@ -214,12 +226,13 @@ def swiglu_part(inputs, probs, tile_row, tile_column, width, PART: tl.constexpr,
 
 @triton.jit
 def swiglu_codes_kernel(
-    inputs, probs, expert_of_block, amaxes, scales, ends, rows, columns, scale_inv, num_rows, width,
+    inputs, probs, expert_of_block, amaxes, scales, infinities, ends, rows, columns, scale_inv, num_rows, width,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Codes of p silu(a) b, given the amax or the scale of each expert. A program has one tile."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    store_scales(amaxes, scales, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
+    is_first = (tile_row == 0) & (tile_column == 0)
+    store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, GRID)
     if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
         return
     y = (
@@ -252,13 +265,14 @@ def gradients_part(
 
 @triton.jit
 def swiglu_gradients_codes_kernel(
-    gradients, inputs, probs, prob_sums, expert_of_block, amaxes, scales, ends, rows, columns, scale_inv, num_rows,
-    width, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    gradients, inputs, probs, prob_sums, expert_of_block, amaxes, scales, infinities, ends, rows, columns, scale_inv,
+    num_rows, width, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Codes of the gradients of inputs [R, 2 W], given the amax or the scale of each expert, and sums of the gradients
     of probs as in `gradients_part`. A program has one tile a half."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    store_scales(amaxes, scales, scale_inv, (tile_row == 0) & (tile_column == 0), NUM_EXPERTS, EXPERTS, GRID)
+    is_first = (tile_row == 0) & (tile_column == 0)
+    store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, GRID)
     if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
         return
     da0, db0 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 0, SIDE)
@@ -291,7 +305,8 @@ def weights_amax_kernel(weights, amaxes, size, COLUMNS: tl.constexpr):
 
 @triton.jit
 def weights_codes_kernel(
-    weights, amaxes, scales, rows, columns, scale_inv, num_rows, width, GRID: tl.constexpr, SIDE: tl.constexpr
+    weights, amaxes, scales, infinities, rows, columns, scale_inv, num_rows, width, GRID: tl.constexpr,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
     """Codes of weights [E, R, W] and of their transpose [E, W, R], given the amax or the scale of each expert. A
     program has one tile."""
@@ -303,4 +318,5 @@ def weights_codes_kernel(
     scale = quant_scales(amaxes, scales, expert, GRID)
     if (tile_row == 0) & (tile_column == 0):
         tl.store(scale_inv + expert, tl.div_rn(1.0, scale))
+        flag_infinities(amaxes, infinities, expert, expert >= 0)
     store_codes(y, scale, tile_row, tile_column, num_rows, width, rows + start, columns + start, GRID, SIDE)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megafp8.mcore import patches
 from megafp8.mcore.process_groups import amax_reduction_group
+from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.quantization import smoothing
 from megafp8.quantization.counters import LinearCounts
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState
@@ -337,6 +338,9 @@ def cached_weight_codes(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
     `.data`, and neither increments the version counter of the parameter.
     """
     layers = emulated_linears(model_chunks)
+    for module in (module for chunk in model_chunks for module in chunk.modules()):
+        if isinstance(module, GroupedExperts):  # megatron-core tells those in models of Transformer Engine's layers
+            module.is_first_microbatch = True
     for layer in layers:
         layer.cache_weight_codes(True)
     try:

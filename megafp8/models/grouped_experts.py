@@ -12,49 +12,65 @@ Under delayed scaling the scale of each expert is known before each cast, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
-from megafp8.kernels import expert_casts
-from megafp8.kernels.expert_casts import RoutedCodes
+from megafp8.kernels import expert_casts, expert_rowwise
+from megafp8.kernels.expert_scales import ColumnCodes, CurrentScale
 from megafp8.kernels.rounding import Grid
 from megafp8.kernels.routed_rows import RoutedRows, values_of_rows
 from megafp8.quantization import grouped_linear
 from megafp8.quantization.delayed_scaling import DelayedScale
+from megafp8.quantization.grouped_linear import Codes
 from megafp8.quantization.linear import main_grad_stand_in
 from megafp8.quantization.received import ReceivedScale
 
 
 class ExpertCodes(NamedTuple):
-    """Codes of both weights, cast once a step. `grid` is the format of all operands."""
+    """Codes of both weights, cast once a step.
 
-    fc1: RoutedCodes
-    fc2: RoutedCodes
+    Attributes:
+        grid: the format of all operands.
+        is_rowwise: operands have a scale for each row and column (`expert_rowwise.py`).
+    """
+
+    fc1: Codes
+    fc2: Codes
     grid: Grid
+    is_rowwise: bool = False
+
+
+Scale = Union[CurrentScale, DelayedScale]
 
 
 class ExpertScales(NamedTuple):
-    """The delayed scales [E] of what is cast in each microbatch; None under current scaling.
+    """Delayed scales [E] of what is cast in each microbatch, or where current scaling records infinite amaxes.
 
     Attributes:
         after_backward: called at the end of the backward pass.
     """
 
-    fc1_input: Optional[DelayedScale] = None
-    fc2_input: Optional[DelayedScale] = None
-    fc1_grad_output: Optional[DelayedScale] = None
-    fc2_grad_output: Optional[DelayedScale] = None
+    fc1_input: Scale = CurrentScale()
+    fc2_input: Scale = CurrentScale()
+    fc1_grad_output: Scale = CurrentScale()
+    fc2_grad_output: Scale = CurrentScale()
     after_backward: Optional[Callable[[], None]] = None
 
 
 def cast_weights(
-    fc1: Tensor, fc2: Tensor, grid: Grid, delayed: tuple[Optional[DelayedScale], Optional[DelayedScale]] = (None, None)
-) -> ExpertCodes:
-    """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16; `delayed` has their scales [E] under delayed scaling."""
-    of_fc1, of_fc2 = delayed
-    return ExpertCodes(expert_casts.weight_codes(fc1, grid, of_fc1), expert_casts.weight_codes(fc2, grid, of_fc2), grid)
+    fc1: Tensor, fc2: Tensor, grid: Grid, of_fc1: Scale = CurrentScale(), of_fc2: Scale = CurrentScale(), *,
+    is_rowwise: bool = False,
+) -> ExpertCodes:  # fmt: skip
+    """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16, by their scales."""
+    casts = casts_of(is_rowwise)
+    return ExpertCodes(casts.weight_codes(fc1, grid, of_fc1), casts.weight_codes(fc2, grid, of_fc2), grid, is_rowwise)
+
+
+def casts_of(is_rowwise: bool) -> Any:
+    """The module with the casts of a recipe."""
+    return expert_rowwise if is_rowwise else expert_casts
 
 
 def experts(
@@ -73,7 +89,7 @@ def experts(
         rows: of the routing map.
         codes: of the weights; None computes in BF16.
         received: [E], the scales of inputs that arrived as codes; None: they did not.
-        scales: of delayed scaling.
+        scales: of the operands.
 
     Returns:
         BF16 [T, H].
@@ -126,16 +142,15 @@ class _FP8Experts(torch.autograd.Function):
         ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
         codes: ExpertCodes, received: Optional[ReceivedScale], scales: ExpertScales,
     ) -> Tensor:  # fmt: skip
-        dequant_scale = None
+        casts, dequant_scale = casts_of(codes.is_rowwise), None
         if received is not None:
             dequant_scale = received.dequant_scale
-            if scales.fc1_input is not None:
-                scales.fc1_input.record(received.amax)
-        x = expert_casts.gather_codes(inputs, rows, routing_map, codes.grid, dequant_scale, scales.fc1_input)
+            scales.fc1_input.record(received.amax)
+        x = casts.gather_codes(inputs, rows, routing_map, codes.grid, dequant_scale, scales.fc1_input)
         h = grouped_linear.fp8_fprop(x, codes.fc1, rows)
-        y = expert_casts.swiglu_codes(h, probs, rows, codes.grid, scales.fc2_input)
+        y = casts.swiglu_codes(h, probs, rows, codes.grid, scales.fc2_input)
         # fprop alone reads codes by rows, wgrad alone reads the transposed ones.
-        ctx.save_for_backward(x.columns, x.scale_inv, h, y.columns, y.scale_inv, probs, routing_map)
+        ctx.save_for_backward(*x.transposed, h, *y.transposed, probs, routing_map)
         ctx.weights, ctx.rows, ctx.codes, ctx.scales = (fc1, fc2), rows, codes, scales
         return expert_casts.sum_rows(grouped_linear.fp8_fprop(y, codes.fc2, rows), rows)
 
@@ -143,13 +158,15 @@ class _FP8Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         x_columns, x_scale, h, y_columns, y_scale, probs, routing_map = ctx.saved_tensors
         (fc1, fc2), rows, codes, scales = ctx.weights, ctx.rows, ctx.codes, ctx.scales
-        x, y = RoutedCodes(x_columns, x_columns, x_scale), RoutedCodes(y_columns, y_columns, y_scale)
-        dz = expert_casts.gather_codes(grad.contiguous(), rows, routing_map, codes.grid, delayed=scales.fc2_grad_output)
-        dy = grouped_linear.fp8_dgrad(dz, codes.fc2, rows)
-        dfc2 = add_wgrad(fc2, grouped_linear.fp8_wgrad(dz, y, rows))
-        dh, dprobs = expert_casts.swiglu_backward_codes(dy, h, probs, rows, codes.grid, scales.fc1_grad_output)
-        dfc1 = add_wgrad(fc1, grouped_linear.fp8_wgrad(dh, x, rows))
-        dx = expert_casts.sum_rows(grouped_linear.fp8_dgrad(dh, codes.fc1, rows), rows)
+        x, y = ColumnCodes(x_columns, x_scale), ColumnCodes(y_columns, y_scale)
+        # As in linears of the rowwise recipe, fprop alone accumulates fast.
+        casts, is_fast = casts_of(codes.is_rowwise), not codes.is_rowwise
+        dz = casts.gather_codes(grad.contiguous(), rows, routing_map, codes.grid, scale=scales.fc2_grad_output)
+        dy = grouped_linear.fp8_dgrad(dz, codes.fc2, rows, is_fast)
+        dfc2 = add_wgrad(fc2, grouped_linear.fp8_wgrad(dz.transposed, y, rows, is_fast))
+        dh, dprobs = casts.swiglu_backward_codes(dy, h, probs, rows, codes.grid, scales.fc1_grad_output)
+        dfc1 = add_wgrad(fc1, grouped_linear.fp8_wgrad(dh.transposed, x, rows, is_fast))
+        dx = expert_casts.sum_rows(grouped_linear.fp8_dgrad(dh, codes.fc1, rows, is_fast), rows)
         if scales.after_backward is not None:
             scales.after_backward()
         return dx, dprobs, dfc1, dfc2, None, None, None, None, None

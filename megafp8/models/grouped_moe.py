@@ -9,13 +9,13 @@ its sizes from the host, which waits for them once a layer; the GEMMs take their
 
 Under delayed scaling the experts of a layer have a history and a scale for each expert's input, weight and output
 gradient, in one state for each of the two linears. They are reduced and updated as those of emulated linears, and have
-the same keys in checkpoints.
+the same keys in checkpoints. Under current scaling the casts set a flag for each of these where an amax is infinite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
@@ -26,9 +26,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megafp8.config.precision_map import EXPERTS
+from megafp8.kernels.expert_scales import CurrentScale, CurrentScales
 from megafp8.kernels.routed_rows import route
 from megafp8.mcore.process_groups import amax_reduction_group
-from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedScales, DelayedState
+from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedScale, DelayedScales, DelayedState
 from megafp8.quantization.received import ReceivedScale
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule
 
@@ -42,7 +43,7 @@ class GroupedExperts(MegatronModule):
 
     Args:
         num_local_experts: E.
-        recipe: quantizes all operands by the same rule; None computes in BF16.
+        recipe: quantizes all operands by the same rule, or rowwise; None computes in BF16.
         exchange: updates the scales of delayed scaling for all layers of a model chunk; None: of this layer only.
         name: megatron-core 0.19 passes one; not used.
 
@@ -50,6 +51,8 @@ class GroupedExperts(MegatronModule):
         linear_fc1: [E, 2 F, H].
         linear_fc2: [E, H, F].
         quantizer_state: of delayed scaling, by the names of the linears; empty without it.
+        infinities: flags [3, E] of infinite inputs, weights and output gradients under current scaling, by the names of
+            the linears; empty records nothing.
         is_first_microbatch: of a step; megatron-core sets it, and the weights are then cast.
         is_quantizing: if False, everything is in BF16.
         load: collects the numbers of rows; None collects nothing.
@@ -69,6 +72,7 @@ class GroupedExperts(MegatronModule):
         self.data_group, self.expert_group = pg_collection.expt_dp, pg_collection.ep
         self.rule = None if recipe is None else recipe.rule(Operand.INPUT, Gemm.FPROP)
         self.quantizer_state = torch.nn.ModuleDict()
+        self.infinities: dict[str, Tensor] = {}
         self.exchange = exchange or AmaxExchange()
         if recipe is not None and recipe.delayed is not None:
             for linear in LINEARS:
@@ -92,11 +96,9 @@ class GroupedExperts(MegatronModule):
         rows = route(routing_map, topk)
         if self.load is not None and torch.is_grad_enabled():
             self.load.add_rows(rows.ends[-1])
-        delayed, is_first_run = self._delayed_scales()
-        codes, scales = self._weight_codes(delayed), ExpertScales()
-        if delayed:
-            fc1, fc2 = delayed
-            scales = ExpertScales(fc1.input, fc2.input, fc1.grad_output, fc2.grad_output, self._backward_ran)
+        (fc1, fc2), is_first_run = self._scales()
+        codes = self._weight_codes(fc1.weight, fc2.weight)
+        scales = ExpertScales(fc1.input, fc2.input, fc1.grad_output, fc2.grad_output, self._backward_ran)
         weights = self.linear_fc1, self.linear_fc2
         output = experts(tokens, probs.float(), *weights, routing_map, rows, codes, received, scales)
         if is_first_run:
@@ -104,11 +106,10 @@ class GroupedExperts(MegatronModule):
                 self.exchange.forward_ran(state)
         return output
 
-    def _delayed_scales(self) -> tuple[list[DelayedScales], bool]:
-        """The scales of both linears, and whether this is the first run of a forward pass; none in BF16 and without
-        delayed scaling."""
+    def _scales(self) -> tuple[Sequence[Union[DelayedScales, CurrentScales]], bool]:
+        """The scales of both linears, and whether this is the first run of a forward pass under delayed scaling."""
         if self.rule is None or not self.is_quantizing or not self.quantizer_state:
-            return [], False
+            return [CurrentScales(*map(CurrentScale, self.infinities.get(linear, ()))) for linear in LINEARS], False
         if self.is_first_microbatch:  # an error may have interrupted the last step
             for state in self.quantizer_state.values():
                 self.exchange.start_step_of(state)
@@ -119,7 +120,7 @@ class GroupedExperts(MegatronModule):
         for state in self.quantizer_state.values():
             self.exchange.backward_ran(state)
 
-    def _weight_codes(self, delayed: Sequence[DelayedScales] = ()) -> Any:
+    def _weight_codes(self, *scales: Union[DelayedScale, CurrentScale]) -> Any:
         """The codes of the weights, cast in the first microbatch of a step; None in BF16."""
         if self.rule is None or not self.is_quantizing:
             return None
@@ -127,9 +128,10 @@ class GroupedExperts(MegatronModule):
         from megafp8.models.grouped_experts import cast_weights
 
         if self.codes is None or self.is_first_microbatch or not self.training:
-            fc1, fc2 = [each.weight for each in delayed] or (None, None)
             grid = grid_of(self.rule.format)
-            self.codes = cast_weights(self.linear_fc1.detach(), self.linear_fc2.detach(), grid, (fc1, fc2))
+            is_rowwise = self.rule.block is not None
+            fc1, fc2 = self.linear_fc1.detach(), self.linear_fc2.detach()
+            self.codes = cast_weights(fc1, fc2, grid, *scales, is_rowwise=is_rowwise)
             self.is_first_microbatch = not self.training  # weights may change between evaluation and the next step
         return self.codes
 

@@ -92,7 +92,7 @@ def build_block_spec(
     for layer in layers:
         names = precision_map.layer_linears(config.model, has_experts[layer])
         chosen = {name: recipes.get(f"layers.{layer}.{name}") for name in names}
-        specs.append(layer_spec(config, transformer_config, layer, chosen, exchange))
+        specs.append(layer_spec(config, transformer_config, layer, chosen, exchange, implementation == "emulated"))
     return TransformerBlockSubmodules(specs, Norm)
 
 
@@ -155,7 +155,7 @@ def chunk_layers(config: RunConfig, transformer_config: TransformerConfig, vp_st
 def grouped_mixture_spec(submodules: MoESubmodules, config: RunConfig) -> ModuleSpec:
     """Spec of a layer's experts that run in one launch per GEMM. Its `experts` replace those of `submodules`."""
     (choice,) = expert_choices(config)
-    # One exchange for all layers that are built from the spec, which are those of a model chunk.
+    # One exchange for all layers that are built from the spec: on Transformer Engine those of a model chunk.
     arguments = {"recipe": build_linear_recipe(config.precision, choice), "exchange": AmaxExchange()}
     has_ranks = config.parallel.expert_model_parallel_size > 1
     submodules.experts = ModuleSpec(ExchangedExperts if has_ranks else GroupedExperts, arguments)
@@ -184,6 +184,7 @@ def layer_spec(
     layer: int,
     recipes: Mapping[str, Optional[LinearRecipe]],
     exchange: AmaxExchange,
+    may_stack_experts: bool = False,
 ) -> ModuleSpec:
     """Build the spec of one layer: emulated linears where there is a recipe, else megatron-core's linears.
 
@@ -191,6 +192,7 @@ def layer_spec(
         layer: its index in the model.
         recipes: of the layer's linears, by the names of `precision_map.layer_linears`.
         exchange: updates the scales of delayed scaling.
+        may_stack_experts: with `--moe-expert-kernels triton`, experts on a GPU run in one launch per GEMM.
     """
 
     def linear(name: str) -> Linear:
@@ -206,6 +208,9 @@ def layer_spec(
         mlp: Any = mixture_spec(
             linear, derived.gemm_alignment(config.precision), noise_name, config.parallel.moe_dispatch_in_fp8
         )
+        on_cuda = not transformer_config.use_cpu_initialization
+        if may_stack_experts and config.parallel.moe_expert_kernels == "triton" and on_cuda:
+            mlp = grouped_mixture_spec(mlp.submodules, config)
     else:
         mlp = mlp_spec(MLP, MLPSubmodules(linear_fc1=linear("linear_fc1"), linear_fc2=linear("linear_fc2")))
     input_norm = IdentityOp if config.model.norm_placement == "post" else Norm

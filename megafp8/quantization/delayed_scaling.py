@@ -225,6 +225,7 @@ class AmaxExchange:
     def leave(self, state: DelayedState) -> None:
         """Remove a linear, which quantizes no more."""
         self.states = [each for each in self.states if each is not state]
+        self.observers.pop(state, None)
 
     def forward_ran(self, state: DelayedState) -> None:
         """A linear has quantized its input and weight."""

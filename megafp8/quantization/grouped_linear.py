@@ -1,18 +1,24 @@
 """The GEMMs of all experts in one launch each, in BF16 or FP8, by PyTorch's grouped GEMM.
 
-Its group sizes stay on the device. Its FP8 kernel takes E4M3 with a scale for each row of both matrices. The scale of
-an expert is repeated over its rows, so that the codes are those of tensorwise scaling, and wgrad can use them
-transposed.
+Its group sizes stay on the device. Its FP8 kernel takes E4M3 with a scale for each row of both matrices: those of the
+rowwise recipe, or the one scale of an expert, repeated. Codes of tensorwise and delayed scaling can be used transposed
+by wgrad.
 """
 
 from __future__ import annotations
+
+from typing import Union
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from megafp8.kernels.expert_casts import RoutedCodes
+from megafp8.kernels.expert_rowwise import RowwiseCodes
+from megafp8.kernels.expert_scales import ColumnCodes
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows
+
+Codes = Union[RoutedCodes, RowwiseCodes]
 
 
 def fprop(inputs: Tensor, weights: Tensor, rows: RoutedRows) -> Tensor:
@@ -34,37 +40,40 @@ def _fp8(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn)
 
 
-def _scales_of_rows(scale_inv: Tensor, rows: RoutedRows) -> Tensor:
-    return scale_inv[rows.expert_of_block.long()].repeat_interleave(ALIGNMENT)
+def _row_scales(codes: Codes, rows: RoutedRows) -> Tensor:
+    """Of the codes of rows, [R]."""
+    if isinstance(codes, RowwiseCodes):
+        return codes.row_scale_inv
+    return codes.scale_inv[rows.expert_of_block.long()].repeat_interleave(ALIGNMENT)
 
 
 def _repeated(scale_inv: Tensor, times: int) -> Tensor:
-    return scale_inv[:, None].expand(-1, times).contiguous()
+    """Scales [E] repeated, or those of the rowwise recipe [E, times]."""
+    return scale_inv if scale_inv.dim() == 2 else scale_inv[:, None].expand(-1, times).contiguous()
 
 
-def fp8_fprop(inputs: RoutedCodes, weights: RoutedCodes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
+def fp8_fprop(inputs: Codes, weights: Codes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
     """`fprop` of codes, BF16."""
+    scales = weights.row_scale_inv if isinstance(weights, RowwiseCodes) else weights.scale_inv
     return torch._scaled_grouped_mm(
-        _fp8(inputs.rows), _fp8(weights.rows).transpose(1, 2), _scales_of_rows(inputs.scale_inv, rows),
-        _repeated(weights.scale_inv, weights.rows.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16,
-        use_fast_accum=is_fast,
+        _fp8(inputs.rows), _fp8(weights.rows).transpose(1, 2), _row_scales(inputs, rows),
+        _repeated(scales, weights.rows.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,
     )  # fmt: skip
 
 
-def fp8_dgrad(grad_output: RoutedCodes, weights: RoutedCodes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
+def fp8_dgrad(grad_output: Codes, weights: Codes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
     """`dgrad` of codes, BF16."""
+    columns, scales = weights.transposed
     return torch._scaled_grouped_mm(
-        _fp8(grad_output.rows), _fp8(weights.columns).transpose(1, 2), _scales_of_rows(grad_output.scale_inv, rows),
-        _repeated(weights.scale_inv, weights.columns.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16,
-        use_fast_accum=is_fast,
+        _fp8(grad_output.rows), _fp8(columns).transpose(1, 2), _row_scales(grad_output, rows),
+        _repeated(scales, columns.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,
     )  # fmt: skip
 
 
-def fp8_wgrad(grad_output: RoutedCodes, inputs: RoutedCodes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
+def fp8_wgrad(grad_output: ColumnCodes, inputs: ColumnCodes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
     """`wgrad` of codes, BF16."""
-    num_outputs, width = grad_output.columns.shape[0], inputs.columns.shape[0]
+    num_outputs, width = grad_output.codes.shape[0], inputs.codes.shape[0]
     return torch._scaled_grouped_mm(
-        _fp8(grad_output.columns), _fp8(inputs.columns).t(), _repeated(grad_output.scale_inv, num_outputs).view(-1),
-        _repeated(inputs.scale_inv, width).view(-1), offs=rows.ends, out_dtype=torch.bfloat16,
-        use_fast_accum=is_fast,
+        _fp8(grad_output.codes), _fp8(inputs.codes).t(), _repeated(grad_output.scale_inv, num_outputs).view(-1),
+        _repeated(inputs.scale_inv, width).view(-1), offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,
     )  # fmt: skip

@@ -1,19 +1,20 @@
-"""Non-finite and saturated tensors of experts in one launch under delayed scaling, from amaxes.
+"""Non-finite and saturated tensors of experts in one launch, from amaxes.
 
-As in `te/counters.py`, amaxes and the scales that were used are read just before an update of the scales, by sums on
-the device that a CUDA graph can hold. A tensor is the tokens, weight or output gradient of one expert in a microbatch.
+As in `te/counters.py`, under delayed scaling amaxes and the scales that were used are read just before an update of the
+scales, by sums on the device that a CUDA graph can hold. A tensor is the tokens, weight or output gradient of one
+expert in a microbatch. Under current scaling the casts count a tensor of one expert with an infinite amax once a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from megafp8.models.grouped_moe import named_mixtures
+from megafp8.models.grouped_moe import LINEARS, named_mixtures
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, count_amaxes, saturation_threshold
 from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
 
@@ -26,21 +27,23 @@ class StackedCounts:
         names: of the linear of each expert, E.
         counts: int64 [2, 3, E], non-finite and saturated tensors of each operand.
         threshold: amaxes from this on saturate.
+        state: of delayed scaling; None without it.
     """
 
     names: tuple[str, ...]
-    state: DelayedState
     counts: Tensor
     threshold: float
+    state: Optional[DelayedState] = None
 
     def count(self, operands: slice) -> None:
-        """Count the amaxes of some operands."""
+        """Count the amaxes of some operands under delayed scaling."""
+        assert self.state is not None
         amax, scale = self.state.amax_history[0, operands], self.state.quant_scale[operands]
         count_amaxes(amax, scale, self.threshold, self.counts[:, operands])
 
 
 class ExpertAmaxes:
-    """The counts of this rank's experts; no counts without delayed scaling.
+    """The counts of this rank's experts.
 
     Args:
         linears: names of the rows of tables, the same on all ranks.
@@ -60,7 +63,8 @@ class ExpertAmaxes:
         """Add to non-finite and saturated tensors, and to those in amax histories, int64 [3]."""
         for linear in self.linears:
             totals[:2] += linear.counts.sum(dim=(1, 2))
-            totals[2] += linear.counts[NON_FINITE].sum()
+            if linear.state is not None:
+                totals[2] += linear.counts[NON_FINITE].sum()
         return totals
 
     def add_to_table(self, table: Tensor) -> Tensor:
@@ -75,6 +79,8 @@ class ExpertAmaxes:
         """Remove infinite amaxes from histories; names of the operands that had one in this step."""
         names = []
         for linear in self.linears:
+            if linear.state is None:
+                continue
             linear.state.clear_infinite_amaxes()
             found = linear.counts[NON_FINITE].t().nonzero().tolist()
             names += [f"{linear.names[expert]}.{OPERANDS[operand].value}" for expert, operand in found]
@@ -82,15 +88,18 @@ class ExpertAmaxes:
 
 
 def stacked_counts(chunk: Any, known: Any) -> Iterator[StackedCounts]:
-    """The counts of a model chunk, to which the updates of its scales add from now on."""
+    """The counts of a model chunk, to which the updates of its scales, or its casts, add from now on."""
     for prefix, mixture in named_mixtures(chunk):
         experts = mixture.experts
-        for linear, state in experts.quantizer_state.items():
+        for linear in LINEARS:
             names = tuple(f"{prefix}{number}.{linear}" for number in mixture.local_expert_indices)
-            if not known >= set(names):
+            if experts.rule is None or not known >= set(names):
                 continue
-            assert experts.rule is not None
-            counts = torch.zeros(2, *state.quant_scale.shape, dtype=torch.int64, device=state.quant_scale.device)
-            stacked = StackedCounts(names, state, counts, saturation_threshold(experts.rule.format))
-            experts.exchange.observe(state, stacked.count)
+            state = dict(experts.quantizer_state.items()).get(linear)
+            counts = torch.zeros(2, len(OPERANDS), len(names), dtype=torch.int64, device=experts.linear_fc1.device)
+            stacked = StackedCounts(names, counts, saturation_threshold(experts.rule.format), state)
+            if state is None:
+                experts.infinities[linear] = counts[NON_FINITE]
+            else:
+                experts.exchange.observe(state, stacked.count)
             yield stacked

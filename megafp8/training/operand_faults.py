@@ -80,7 +80,7 @@ class OperandFaults:
 
 
 class OperandMonitor:
-    """Counts the faults of this rank's linears, and names those of all ranks.
+    """Counts the faults of this rank's emulated linears and experts in one launch, and names those of all ranks.
 
     Args:
         linears: names of all quantized linears of the model, the same on all ranks.
@@ -89,6 +89,7 @@ class OperandMonitor:
 
     def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
         self.counters = QuantizerCounters(linears, device)
+        self.experts = ExpertAmaxes(linears, unwrap_model(list(chunks)))
         self.windows: dict[str, DelayedState] = {}
         for name, linear in emulated_linears_by_name(chunks):
             if name not in self.counters.linears:
@@ -101,17 +102,24 @@ class OperandMonitor:
     def reset(self) -> None:
         """Clear the counts before a step."""
         self.counters.reset()
+        self.experts.reset()
 
     def local_totals(self) -> Tensor:
         """This rank's part of the step's totals, int64 [3]; see `StepTotals`."""
         totals = self.counters.totals()
         histories = [state.infinite_amaxes.any() for state in self.windows.values()]
         num_infinite = torch.stack(histories).sum() if histories else torch.zeros_like(totals[0])
-        return torch.cat([totals, num_infinite[None]])
+        return self.experts.add_to(torch.cat([totals, num_infinite[None]]))
 
     def faults(self, totals: StepTotals) -> OperandFaults:
         """The faults of a step, and clear infinite amaxes. Collective, with communication only if there are any."""
-        return gather_faults(totals, self.counters.linears, self.counters.table.clone, self._clear_windows)
+        counters, experts = self.counters, self.experts
+        return gather_faults(
+            totals,
+            counters.linears,
+            lambda: experts.add_to_table(counters.table.clone()),
+            lambda: self._clear_windows() + experts.clear_infinite_amaxes(),
+        )
 
     def _clear_windows(self) -> list[str]:
         """Clear infinite amaxes; returns the names of their operands."""
@@ -222,6 +230,7 @@ def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implemen
         move_to_high_precision(unwrap_model(list(chunks)), names)
         move_grouped_experts(chunks, names)
         return
+    move_grouped_experts(chunks, [linear.name for linear in linears if linear.form == HIGH_PRECISION])
     forms = [(linear.name, linear.form) for linear in linears]
     for name, linear in emulated_linears_by_name(chunks):
         for form in [form for moved, form in forms if moved == name]:
@@ -237,3 +246,5 @@ def move_grouped_experts(chunks: Sequence[Any], names: Sequence[str]) -> None:
     for prefix, mixture in (named for chunk in unwrap_model(list(chunks)) for named in named_mixtures(chunk)):
         if f"{prefix}{precision_map.MLP_LINEARS[0]}" in moved:
             mixture.experts.rule = mixture.experts.codes = None
+            for state in mixture.experts.quantizer_state.values():  # the others' updates do not wait for it
+                mixture.experts.exchange.leave(state)

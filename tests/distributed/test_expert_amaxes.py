@@ -12,6 +12,7 @@ from stacked_experts import EP2, MODEL, stack_experts
 from megafp8.config import precision_map
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.quantization.counters import QUANTIZERS
+from megafp8.quantization.delayed_scaling import DelayedScales
 from megafp8.training.expert_amaxes import ExpertAmaxes
 from megafp8.training.operand_faults import move_grouped_experts
 
@@ -54,18 +55,27 @@ def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]]
     return totals, found, infinite, scale
 
 
-def scales_of_moved_experts() -> tuple[int, int]:
-    """How many scales experts have before and after they are moved to high precision."""
+def scales_of_moved_experts() -> tuple[int, int, float]:
+    """How many linears with delayed scaling experts have before and after they are moved to high precision, and a scale
+    of the other layer after two microbatches."""
     stack_experts()
     chunks = unwrap_model(build_run(small_config("llama", MODEL, 1)).trainee.chunks)
-    experts = next(module for module in chunks[0].modules() if isinstance(module, GroupedExperts))
-    before = len(experts._delayed_scales()[0])
+    experts, others = (module for module in chunks[0].modules() if isinstance(module, GroupedExperts))
+
+    def count() -> int:
+        return sum(isinstance(scales, DelayedScales) for scales in experts._scales()[0])
+
+    before = count()
     move_grouped_experts(chunks, ["layers.0.experts.1.linear_fc1"])
-    return before, len(experts._delayed_scales()[0])
+    for _ in range(2):
+        for state in others.quantizer_state.values():
+            state.amax_history[0] = 224.0
+            others.exchange.forward_ran(state)
+    return before, count(), others.quantizer_state["linear_fc1"].quant_scale[0, 0].item()
 
 
-def test_moved_experts_have_no_scales() -> None:
-    assert run_ranks(1, scales_of_moved_experts) == [(2, 0)]
+def test_moved_experts_have_no_scales_and_others_are_updated() -> None:
+    assert run_ranks(1, scales_of_moved_experts) == [(2, 0, 2.0)]
 
 
 @pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (2, EP2)])

@@ -1,4 +1,7 @@
-"""Experts in one launch per GEMM against Transformer Engine's linears: losses, graphs, resuming, checkpoints."""
+"""Experts in one launch per GEMM against Transformer Engine's linears: losses, graphs, resuming, checkpoints.
+
+Those of the rowwise recipe are on emulated layers, and are compared with emulated linears.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.training.evaluation import build_batches
+from megafp8.training.operand_faults import OperandFaults
+from megafp8.training.run import Run
 from megafp8.training.step import train_step
 
 EXPERTS = (
@@ -35,14 +40,19 @@ RECIPES = {
     "tensorwise": "--fp8-format e4m3 --fp8-recipe tensorwise",
     "delayed": "--fp8-format e4m3 --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
 }
+GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 STEPS = 4
 # Relative difference of losses: two roundings of one training.
 CLOSE = {"bf16": 1e-3, "tensorwise": 5e-3, "delayed": 5e-3}
+ROWWISE = (
+    f"--fp8-format e4m3 --fp8-recipe rowwise {EXPERTS.replace('transformer_engine', 'emulated')} --cuda-graph-impl none"
+)
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def flags_of(recipe: str, kernels: str = "triton") -> str:
-    return f"{RECIPES[recipe]} {EXPERTS} --moe-expert-kernels {kernels}"
+    chosen = ROWWISE if recipe == "rowwise" else f"{RECIPES[recipe]} {EXPERTS}"
+    return f"{chosen} --moe-expert-kernels {kernels}"
 
 
 curve = functools.partial(gpu_curve, num_steps=STEPS)
@@ -56,15 +66,23 @@ def test_they_train_as_those_of_transformer_engine(recipe: str) -> None:
     assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-2)
 
 
-def test_they_are_the_default() -> None:
-    with gpu_run(flags_of("bf16").replace("--moe-expert-kernels triton", "")) as run:
+def test_rowwise_experts_train_as_emulated_linears() -> None:
+    ours, theirs = curve(flags_of("rowwise")), curve(flags_of("rowwise", "te"))
+    print(f"\nrowwise: {ours.losses} {theirs.losses}, norms {ours.grad_norms} {theirs.grad_norms}")
+    assert gap(ours, theirs) < CLOSE["tensorwise"]
+    assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-2)
+
+
+@each_recipe
+def test_they_are_the_default(recipe: str) -> None:
+    with gpu_run(flags_of(recipe).replace("--moe-expert-kernels triton", "")) as run:
         assert any(isinstance(module, GroupedExperts) for chunk in run.trainee.chunks for module in chunk.modules())
 
 
 @each_recipe
 def test_a_cuda_graph_equals_launched_kernels(recipe: str) -> None:
     found = []
-    for graph in ("", "--cuda-graph-impl local --cuda-graph-warmup-steps 2"):
+    for graph in ("", GRAPH):
         with gpu_run(f"{flags_of(recipe)} {graph}") as run:
             losses = train(run, 7).losses
             found.append((losses, weights(run)))
@@ -74,7 +92,7 @@ def test_a_cuda_graph_equals_launched_kernels(recipe: str) -> None:
     assert all(torch.equal(plain_weights[name], captured_weights[name]) for name in plain_weights)
 
 
-@each_recipe
+@pytest.mark.parametrize("recipe", [*RECIPES, "rowwise"])
 def test_a_run_resumes_to_the_bit(recipe: str, tmp_path: Path) -> None:
     unbroken, resumed = unbroken_and_resumed(flags_of(recipe), STEPS, tmp_path)
     assert unbroken == resumed
@@ -109,7 +127,8 @@ def scales_of_grouped_linear(linear: Any) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_infinite_tokens_are_counted_and_leave_the_history() -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_infinite_tokens_are_counted_and_leave_the_history(recipe: str) -> None:
     """One value of the tokens of the first layer, in every forward pass of a step."""
 
     def spoil(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -117,21 +136,41 @@ def test_infinite_tokens_are_counted_and_leave_the_history() -> None:
         spoiled.view(-1)[3] = torch.inf
         return (spoiled, *args[1:])
 
-    with gpu_run(flags_of("delayed")) as run:
+    with gpu_run(flags_of(recipe)) as run:
         train(run, 2)
-        modules = [module for chunk in run.trainee.chunks for module in chunk.modules()]
-        experts = next(module for module in modules if isinstance(module, GroupedExperts))
+        experts = first_experts(run)
         handle = experts.register_forward_pre_hook(spoil)
-        batch = run.global_batch_size
-        batches = build_batches(run, SourceSamples(run.config.data.seq_length), 2 * batch, 3 * batch, num_workers=0)
-        faults = train_step(run, batches, Progress(2, 2 * batch)).operand_faults
+        faults = faults_of_step(run, 3)
         handle.remove()
         print(f"\n{faults}")
         assert faults.num_non_finite
-        assert all(name.startswith("layers.0.experts.") for name in faults.infinite_amaxes), faults
-        assert 2 <= len(faults.infinite_amaxes) <= 4, "a token has two experts, and a step two microbatches"
-        assert all(name.endswith(".linear_fc1.input") for name in faults.infinite_amaxes), faults
-        assert torch.isfinite(experts.quantizer_state["linear_fc1"].amax_history).all()
+        names = faults.infinite_amaxes if recipe == "delayed" else tuple(faults.non_finite_operands())
+        assert all(name.startswith("layers.0.experts.") for name in names), faults
+        assert 2 <= len(names) <= 4, "a token has two experts, and a step two microbatches"
+        assert all(name.endswith(".linear_fc1.input") for name in names), faults
+        if recipe == "delayed":
+            assert torch.isfinite(experts.quantizer_state["linear_fc1"].amax_history).all()
+        assert not faults_of_step(run, 4).num_non_finite
+
+
+@pytest.mark.parametrize("graph", ["", GRAPH])
+def test_an_infinite_weight_is_counted_in_the_step_that_reads_it(graph: str) -> None:
+    with gpu_run(f"{flags_of('tensorwise')} {graph}") as run:
+        train(run, 5)
+        first_experts(run).linear_fc2.data[1, 0, 0] = torch.inf
+        found = [tuple(faults_of_step(run, step).non_finite_operands()) for step in (6, 7)]
+        assert found == [("layers.0.experts.1.linear_fc2.weight",), ()], "the update writes a finite weight"
+
+
+def first_experts(run: Run) -> GroupedExperts:
+    modules = (module for chunk in run.trainee.chunks for module in chunk.modules())
+    return next(module for module in modules if isinstance(module, GroupedExperts))
+
+
+def faults_of_step(run: Run, step: int) -> OperandFaults:
+    samples, batch = SourceSamples(run.config.data.seq_length), run.global_batch_size
+    batches = build_batches(run, samples, (step - 1) * batch, step * batch, num_workers=0)
+    return train_step(run, batches, Progress(step - 1, (step - 1) * batch)).operand_faults
 
 
 @pytest.mark.parametrize(("before", "after"), [("triton", "te"), ("te", "triton")])

@@ -8,21 +8,23 @@ from megafp8.config import flags
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 
 DELAYED, HYBRID = "--fp8-format e4m3 --fp8-recipe delayed", "--fp8-format hybrid --fp8-recipe delayed"
+ROWWISE = "--fp8-format e4m3 --fp8-recipe rowwise"
 TRITON = "--moe-expert-kernels triton"
+OTHERS = ["experts in another precision than BF16 or tensorwise e4m3, delayed e4m3, rowwise e4m3"]
 
 
 @pytest.mark.parametrize(
     ("extra", "obstacles"),
     [
         ("--fp8-format e4m3 --fp8-recipe tensorwise", []),
-        (
-            DELAYED,
-            ["delayed scaling, with which it was never run on GPUs, unless --moe-expert-kernels triton is given"],
-        ),
-        (f"{DELAYED} {TRITON}", []),
+        (DELAYED, []),
         (f"{DELAYED} {TRITON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", []),
-        (f"{HYBRID} {TRITON}", ["experts in another precision than BF16 or tensorwise e4m3, delayed e4m3"]),
-        (HYBRID, ["experts in another precision than BF16 or tensorwise e4m3, delayed e4m3"]),
+        (f"{HYBRID} {TRITON}", OTHERS),
+        (HYBRID, OTHERS),
+        (f"{ROWWISE} {TRITON}", []),
+        (ROWWISE, ["emulated experts, unless --moe-expert-kernels triton is given"]),
+        (f"--fp8-format hybrid --fp8-recipe rowwise {TRITON}", OTHERS),
+        (f"{ROWWISE} --no-fp8-wgrad {TRITON}", OTHERS),
     ],
 )
 def test_obstacles(extra: str, obstacles: list[str]) -> None:

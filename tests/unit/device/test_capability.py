@@ -62,6 +62,26 @@ def test_offloading_needs_an_environment_variable(monkeypatch: pytest.MonkeyPatc
     assert offloading_problems(config) == []
 
 
+@pytest.mark.parametrize(
+    ("target", "settings", "reason"),
+    [
+        (CPU, {}, "cpu has no CUDA device"),
+        (H200, {"precision.transformer_impl": "local"}, "--transformer-impl local"),
+        (H200, {"precision.transformer_impl": "emulated"}, None),
+        (H200, {}, None),
+        (WITHOUT_TE, {"precision.fp8_amax_reduction": "all"}, "--fp8-amax-reduction all: experts in one launch"),
+        (WITHOUT_TE, {"training.fp8_guard": "smooth-swiglu"}, "--fp8-guard smooth-swiglu: experts in one launch"),
+    ],
+)
+def test_experts_in_one_launch_need_a_gpu(target: Target, settings: dict[str, Any], reason: str | None) -> None:
+    config = with_values(RunConfig(), {"parallel.moe_expert_kernels": "triton"} | settings)
+    if reason is None:
+        assert not capability_problems(config, target)
+    else:
+        assert "--moe-expert-kernels triton" in only_problem(config, target)
+        assert reason in only_problem(config, target)
+
+
 # ---- implementations ------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import interpreter
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 interpreter.skip_without_kernels()
 
 from megafp8.kernels import expert_casts
+from megafp8.kernels.expert_scales import CurrentScale
 from megafp8.kernels.rounding import grid_of
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows, route, values_of_rows
 from megafp8.quantization.delayed_scaling import DelayedScale
@@ -147,6 +150,32 @@ def test_weights_have_a_scale_for_each_expert() -> None:
     assert torch.equal(codes.scale_inv, 1.0 / scales)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_infinite_amaxes_are_flagged(dtype: torch.dtype) -> None:
+    """Of the experts that have them, and of no others; a NaN, or rows behind the last expert's, set none."""
+    chosen, rows, probs = routed(ROUTINGS[1])
+    x, p = drawn(TOKENS, WIDTH), values_of_rows(probs, rows)
+    x[3, 5], x[7, 6] = torch.nan, -torch.inf
+    weights = drawn(EXPERTS, WIDTH, WIDTH)
+    weights[0, 2, 3], weights[3, 127, 127] = torch.nan, torch.inf
+    h, dy = drawn(len(p), 2 * WIDTH), drawn(len(p), WIDTH, seed=1)
+    h[int(rows.ends[-1]) :] = torch.inf
+    of_first, of_third = 0, int(rows.ends[1])
+    h[of_first, 5], h[of_first, WIDTH + 5], h[of_third, 2] = torch.inf, 1, torch.nan
+    dy[of_first, 5], dy[of_third, 7] = 1, torch.inf
+
+    def flags_of(cast: Callable[[CurrentScale], object]) -> list[int]:
+        infinities = torch.zeros(EXPERTS, dtype=dtype, device=DEVICE)
+        cast(CurrentScale(infinities))
+        return infinities.tolist()
+
+    assert flags_of(lambda scale: expert_casts.gather_codes(x, rows, chosen, GRID, scale=scale)) == chosen[7].tolist()
+    assert flags_of(lambda scale: expert_casts.weight_codes(weights, GRID, scale)) == [0, 0, 0, 1]
+    assert flags_of(lambda scale: expert_casts.swiglu_codes(h, p, rows, GRID, scale)) == [1, 0, 0, 0]
+    # The gate's gradient of an infinite gate is NaN, but the other half has its result.
+    assert flags_of(lambda scale: expert_casts.swiglu_backward_codes(dy, h, p, rows, GRID, scale)) == [1, 0, 1, 0]
+
+
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_codes_that_arrived_are_kept(kind: str) -> None:
     """The rows of an expert as `quantization/received.py` sends them: each once."""
@@ -195,13 +224,13 @@ def test_known_scales_give_the_codes_of_emulated_linears(kind: str) -> None:
     x = drawn(TOKENS, WIDTH)
     x[3, 5], x[7, 6] = torch.nan, torch.inf
     scales, amaxes = known_scales()
-    found = expert_casts.gather_codes(x, rows, chosen, GRID, delayed=(scales, amaxes))
+    found = expert_casts.gather_codes(x, rows, chosen, GRID, scale=(scales, amaxes))
     codes, scale_inv, expected_amaxes = expected_delayed(by_expert(expert_casts.gather(x, rows), rows))
     assert torch.equal(found.rows[live(rows)], torch.cat(codes))
     assert torch.equal(found.columns[:, live(rows)], torch.cat(codes).t())
     assert torch.equal(found.scale_inv, scale_inv)
     assert amaxes is not None and torch.equal(amaxes, expected_amaxes)
-    unrecorded = expert_casts.gather_codes(x, rows, chosen, GRID, delayed=known_scales(records_amax=False))
+    unrecorded = expert_casts.gather_codes(x, rows, chosen, GRID, scale=known_scales(records_amax=False))
     assert torch.equal(unrecorded.rows[live(rows)], found.rows[live(rows)])
 
 

@@ -41,9 +41,7 @@ assert ranks.submodules.experts.module is ExchangedExperts
 
 # Delayed scaling: all layers of a spec share what updates their scales.
 grouped_moe.amax_reduction_group = lambda options: None
-delayed = "--fp8-format e4m3 --fp8-recipe delayed"
-assert getattr(mlp_submodules(mixture(delayed)).experts, "module", None) is not GroupedExperts, "not the default"
-spec = mixture(f"{delayed} --moe-expert-kernels triton").submodules.experts
+spec = mixture("--fp8-format e4m3 --fp8-recipe delayed").submodules.experts
 assert spec.module is GroupedExperts and spec.params["recipe"].delayed is not None
 config = SimpleNamespace(
     moe_ffn_hidden_size=256, hidden_size=128, use_cpu_initialization=True, params_dtype=torch.bfloat16,

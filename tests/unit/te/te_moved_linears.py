@@ -216,6 +216,7 @@ experts = GroupedExperts.__new__(GroupedExperts)
 nn.Module.__init__(experts)
 experts.linear_fc1 = experts.linear_fc2 = nn.Parameter(torch.zeros(2, 4, 4))
 experts.rule = experts.codes = SimpleNamespace()
+experts.quantizer_state = nn.ModuleDict()
 mixture = MoELayer.__new__(MoELayer)
 nn.Module.__init__(mixture)
 mixture.experts, mixture.shared_experts = experts, None

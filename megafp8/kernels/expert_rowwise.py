@@ -1,0 +1,306 @@
+"""Casts of experts by the rowwise recipe: a power-of-two scale for each row, and for each column of an expert's rows.
+
+They have the names and arguments of those in `expert_casts.py`. Each is two launches of one kernel, which computes its
+values twice: the first launch (without outputs) raises the amaxes, the second one writes codes by the row scales, and
+transposed by the column scales. fprop and dgrad sum along a row, wgrad along the rows of an expert. A column's scale
+therefore belongs to one expert, and all rows of an expert are read before the first code is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.expert_scales import ColumnCodes, CurrentScale
+from megafp8.kernels.experts import BLOCK, experts_of_tile, gathered_part, gradients_part, swiglu_part
+from megafp8.kernels.rounding import FP32_MAX, Grid, cast_to_words, quant_scale_of, without_nan
+from megafp8.kernels.routed_rows import RoutedRows
+from megafp8.kernels.rowwise import amaxes_kernel, cast_kernel, store_part
+from megafp8.kernels.tiles import store_words
+
+SIDE, GRADIENTS_SIDE = 128, 64
+
+
+class RowwiseCodes(NamedTuple):
+    """Codes of rows [R, W], or of weights [E, N, W].
+
+    Attributes:
+        rows: uint8, as the tensor.
+        columns: uint8, with the last two dimensions transposed.
+        row_scale_inv: FP32, dequantization scales of `rows`: [R], of weights [E, N].
+        column_scale_inv: FP32 [E, W], those of `columns`.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    row_scale_inv: Tensor
+    column_scale_inv: Tensor
+
+    @property
+    def transposed(self) -> ColumnCodes:
+        """Of rows, the operand of wgrad; of weights, that of dgrad."""
+        return ColumnCodes(self.columns, self.column_scale_inv)
+
+
+@triton.jit
+def raise_row_amax(y, row_amax, tile_row, PART: tl.constexpr, SIDE: tl.constexpr):
+    """Raise the amaxes of every fourth row of a tile."""
+    at = row_amax + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) + PART
+    tl.atomic_max(at, without_nan(tl.max(tl.abs(y), axis=1)))
+
+
+@triton.jit
+def raise_amaxes(y, row_amax, column_amax, expert_of_block, tile_row, tile_column, width, end, SIDE: tl.constexpr):
+    """Raise the amaxes of rows [R] and of each expert's columns [E, W] to those of a tile, given as its four parts."""
+    raise_row_amax(y[0], row_amax, tile_row, 0, SIDE)
+    raise_row_amax(y[1], row_amax, tile_row, 1, SIDE)
+    raise_row_amax(y[2], row_amax, tile_row, 2, SIDE)
+    raise_row_amax(y[3], row_amax, tile_row, 3, SIDE)
+    largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
+    # The rows of a block have one expert.
+    of_blocks = without_nan(tl.max(tl.reshape(largest, [SIDE // BLOCK, BLOCK // 4, SIDE]), axis=1))
+    block = tile_row * (SIDE // BLOCK) + tl.arange(0, SIDE // BLOCK)
+    experts = tl.load(expert_of_block + block).to(tl.int64)
+    at = column_amax + experts[:, None] * width + tile_column * SIDE + tl.arange(0, SIDE)[None, :]
+    # Most blocks do not exceed what other programs have found. An older amax only leads to an update without effect.
+    is_larger = of_blocks > tl.load(at, volatile=True)
+    tl.atomic_max(at, of_blocks, mask=(block * BLOCK < end)[:, None] & is_larger)
+
+
+@triton.jit
+def cast_tile(
+    y, row_amax, column_amax, expert_of_block, rows, columns, row_scale_inv, tile_row, tile_column, num_rows, width,
+    end, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Raise the amaxes to those of a tile, or, where `rows` is not None, store its codes."""
+    if rows is None:
+        raise_amaxes(y, row_amax, column_amax, expert_of_block, tile_row, tile_column, width, end, SIDE)
+    else:
+        store_part(y[0], row_amax, rows, row_scale_inv, tile_row, tile_column, width, FP32_MAX, 0, True, GRID, SIDE)
+        store_part(y[1], row_amax, rows, row_scale_inv, tile_row, tile_column, width, FP32_MAX, 1, True, GRID, SIDE)
+        store_part(y[2], row_amax, rows, row_scale_inv, tile_row, tile_column, width, FP32_MAX, 2, True, GRID, SIDE)
+        store_part(y[3], row_amax, rows, row_scale_inv, tile_row, tile_column, width, FP32_MAX, 3, True, GRID, SIDE)
+        experts = experts_of_tile(expert_of_block, tile_row, SIDE).to(tl.int64)
+        at = column_amax + experts[:, None] * width + tile_column * SIDE + tl.arange(0, SIDE)[None, :]
+        scale = quant_scale_of(tl.load(at), FP32_MAX, True, GRID)
+        words = cast_to_words(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale, GRID)
+        store_words(words, columns, tile_row, tile_column, num_rows, SIDE)
+
+
+@triton.jit
+def store_column_scales(
+    column_amax, column_scale_inv, infinities, tile_row, tile_column, width, NUM_EXPERTS: tl.constexpr,
+    GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """The dequantization scales [E, W] of the columns of a tile, and the flags of infinite amaxes. The programs of a
+    column of tiles divide the experts."""
+    for expert in range(tile_row, NUM_EXPERTS, tl.num_programs(1)):
+        at = expert * width + tile_column * SIDE + tl.arange(0, SIDE)
+        largest = tl.load(column_amax + at)
+        tl.store(column_scale_inv + at, tl.div_rn(1.0, quant_scale_of(largest, FP32_MAX, True, GRID)))
+        if infinities is not None:
+            tl.store(infinities + expert, 1, mask=tl.max(largest) == float("inf"))
+
+
+@triton.jit
+def gather_kernel(
+    inputs, token_of_row, expert_of_block, ends, row_amax, column_amax, infinities, rows, columns, row_scale_inv,
+    column_scale_inv, num_rows, width, NUM_EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Amaxes or codes of the tokens inputs [T, W] of all rows. A program has one tile."""
+    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    if rows is not None:
+        store_column_scales(
+            column_amax, column_scale_inv, infinities, tile_row, tile_column, width, NUM_EXPERTS, GRID, SIDE
+        )
+    end = tl.load(ends + NUM_EXPERTS - 1)
+    if tile_row * SIDE >= end:
+        return
+    y = (
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 0, SIDE),
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 1, SIDE),
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 2, SIDE),
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 3, SIDE),
+    )
+    cast_tile(y, row_amax, column_amax, expert_of_block, rows, columns, row_scale_inv, tile_row, tile_column, num_rows,
+              width, end, GRID, SIDE)  # fmt: skip
+
+
+@triton.jit
+def swiglu_kernel(
+    inputs, probs, expert_of_block, ends, row_amax, column_amax, infinities, rows, columns, row_scale_inv,
+    column_scale_inv, num_rows, width, NUM_EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Amaxes or codes of p silu(a) b. A program has one tile."""
+    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    if rows is not None:
+        store_column_scales(
+            column_amax, column_scale_inv, infinities, tile_row, tile_column, width, NUM_EXPERTS, GRID, SIDE
+        )
+    end = tl.load(ends + NUM_EXPERTS - 1)
+    if tile_row * SIDE >= end:
+        return
+    y = (
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 0, SIDE),
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 1, SIDE),
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 2, SIDE),
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 3, SIDE),
+    )
+    cast_tile(y, row_amax, column_amax, expert_of_block, rows, columns, row_scale_inv, tile_row, tile_column, num_rows,
+              width, end, GRID, SIDE)  # fmt: skip
+
+
+@triton.jit
+def swiglu_gradients_kernel(
+    gradients, inputs, probs, prob_sums, expert_of_block, ends, row_amax, column_amax, infinities, rows, columns,
+    row_scale_inv, column_scale_inv, num_rows, width, NUM_EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Amaxes or codes of the gradients of inputs [R, 2 W], and sums as in `gradients_part`. A program has one tile a
+    half."""
+    left, tile_row = tl.program_id(0), tl.program_id(1)
+    right = left + width // SIDE
+    if rows is not None:
+        store_column_scales(
+            column_amax, column_scale_inv, infinities, tile_row, left, 2 * width, NUM_EXPERTS, GRID, SIDE
+        )
+        store_column_scales(
+            column_amax, column_scale_inv, infinities, tile_row, right, 2 * width, NUM_EXPERTS, GRID, SIDE
+        )
+    end = tl.load(ends + NUM_EXPERTS - 1)
+    if tile_row * SIDE >= end:
+        return
+    da0, db0 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, left, num_rows, width, 0, SIDE)
+    da1, db1 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, left, num_rows, width, 1, SIDE)
+    da2, db2 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, left, num_rows, width, 2, SIDE)
+    da3, db3 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, left, num_rows, width, 3, SIDE)
+    cast_tile((da0, da1, da2, da3), row_amax, column_amax, expert_of_block, rows, columns, row_scale_inv, tile_row,
+              left, num_rows, 2 * width, end, GRID, SIDE)  # fmt: skip
+    cast_tile((db0, db1, db2, db3), row_amax, column_amax, expert_of_block, rows, columns, row_scale_inv, tile_row,
+              right, num_rows, 2 * width, end, GRID, SIDE)  # fmt: skip
+
+
+@triton.jit
+def weights_kernel(
+    weights, row_amax, column_amax, infinities, rows, columns, row_scale_inv, column_scale_inv, num_rows, width,
+    GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Amaxes or codes of weights [E, N, W], each expert's as `rowwise.cast`. A program has one tile."""
+    expert = tl.program_id(2).to(tl.int64)
+    start = expert * num_rows * width
+    row_amax += expert * num_rows
+    column_amax += expert * width
+    if rows is None:
+        amaxes_kernel(weights + start, row_amax, column_amax, width, SIDE)
+    else:
+        cast_kernel(weights + start, row_amax, column_amax, rows + start, row_scale_inv + expert * num_rows,
+                    columns + start, column_scale_inv + expert * width, num_rows, width, FP32_MAX, True, GRID,
+                    SIDE)  # fmt: skip
+        if infinities is not None:
+            largest = tl.max(tl.load(column_amax + tl.program_id(0) * SIDE + tl.arange(0, SIDE)))
+            tl.store(infinities + expert, 1, mask=largest == float("inf"))
+
+
+class _Cast:
+    """Amaxes, and room for codes, of rows of all experts.
+
+    Args:
+        rows: of the experts.
+        width: W.
+        like: a tensor on their device.
+    """
+
+    def __init__(self, rows: RoutedRows, width: int, grid: Grid, scale: CurrentScale, like: Tensor):
+        (num_rows,), num_experts = rows.token_of_row.shape, len(rows.ends)
+        amaxes = like.new_zeros(num_rows + num_experts * width, dtype=torch.float32)
+        scales = torch.empty_like(amaxes)
+        self.amaxes = amaxes[:num_rows], amaxes[num_rows:]
+        self.infinities = scale.infinities
+        self.constants: dict[str, Any] = {"NUM_EXPERTS": num_experts, "GRID": grid}
+        self.codes = RowwiseCodes(
+            like.new_empty(num_rows, width, dtype=torch.uint8),
+            like.new_empty(width, num_rows, dtype=torch.uint8),
+            scales[:num_rows],
+            scales[num_rows:].view(num_experts, width),
+        )
+
+    def launch(self, kernel: Any, *arguments: Any, width: int, side: int, writes_codes: bool) -> None:
+        """Raise the amaxes, or write codes.
+
+        Args:
+            width: of the tiles' tensor.
+        """
+        num_rows = len(self.codes.rows)
+        outputs = self.codes if writes_codes else (None,) * len(self.codes)
+        kernel[(width // side, num_rows // side)](
+            *arguments, *self.amaxes, self.infinities, *outputs, num_rows, width, **self.constants, SIDE=side,
+            num_warps=8 if side == SIDE else 4,
+        )  # fmt: skip
+
+
+def gather_codes(
+    inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid, received: None = None,
+    scale: CurrentScale = CurrentScale(),
+) -> RowwiseCodes:  # fmt: skip
+    """Quantize the token of each row: inputs BF16 [T, W] to codes [R, W]. The routing map is not read."""
+    width = inputs.shape[1]
+    cast = _Cast(rows, width, grid, scale, inputs)
+    for writes_codes in (False, True):
+        cast.launch(
+            gather_kernel, inputs, rows.token_of_row, rows.expert_of_block, rows.ends, width=width, side=SIDE,
+            writes_codes=writes_codes,
+        )  # fmt: skip
+    return cast.codes
+
+
+def swiglu_codes(
+    inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid, scale: CurrentScale = CurrentScale()
+) -> RowwiseCodes:
+    """The codes of `expert_casts.swiglu`."""
+    width = inputs.shape[1] // 2
+    cast = _Cast(rows, width, grid, scale, inputs)
+    for writes_codes in (False, True):
+        cast.launch(
+            swiglu_kernel, inputs, probs, rows.expert_of_block, rows.ends, width=width, side=SIDE,
+            writes_codes=writes_codes,
+        )  # fmt: skip
+    return cast.codes
+
+
+def swiglu_backward_codes(
+    gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid, scale: CurrentScale = CurrentScale()
+) -> tuple[RowwiseCodes, Tensor]:
+    """Codes of the gradients of inputs, and the gradients of probs."""
+    num_rows, width = gradients.shape
+    cast = _Cast(rows, 2 * width, grid, scale, inputs)
+    # A row of sums for each tile of columns: they are added in a fixed order.
+    sums: Optional[Tensor]
+    prob_sums = sums = probs.new_zeros(width // GRADIENTS_SIDE, num_rows)
+    for writes_codes in (False, True):
+        cast.launch(
+            swiglu_gradients_kernel, gradients, inputs, probs, sums, rows.expert_of_block, rows.ends, width=width,
+            side=GRADIENTS_SIDE, writes_codes=writes_codes,
+        )  # fmt: skip
+        sums = None
+    return cast.codes, prob_sums.sum(0)
+
+
+def weight_codes(weights: Tensor, grid: Grid, scale: CurrentScale = CurrentScale()) -> RowwiseCodes:
+    """Codes of weights [E, N, W] BF16."""
+    num_experts, num_rows, width = weights.shape
+    row_amax, column_amax = (weights.new_zeros(num_experts, size, dtype=torch.float32) for size in (num_rows, width))
+    codes = RowwiseCodes(
+        torch.empty_like(weights, dtype=torch.uint8),
+        weights.new_empty(num_experts, width, num_rows, dtype=torch.uint8),
+        torch.empty_like(row_amax),
+        torch.empty_like(column_amax),
+    )
+    for outputs in ((None,) * len(codes), codes):
+        weights_kernel[(width // SIDE, num_rows // SIDE, num_experts)](
+            weights, row_amax, column_amax, scale.infinities, *outputs, num_rows, width, GRID=grid, SIDE=SIDE,
+            num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes
