@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.expert_scales import ColumnCodes, CurrentScale
-from megafp8.kernels.experts import BLOCK, experts_of_tile, gathered_part, gradients_part, swiglu_part
+from megafp8.kernels.experts import BLOCK, experts_of_tile, gathered_tile, gradients_part, swiglu_tile
 from megafp8.kernels.rounding import FP32_MAX, Grid, cast_to_words, quant_scale_of, without_nan
 from megafp8.kernels.routed_rows import RoutedRows
 from megafp8.kernels.rowwise import amaxes_kernel, cast_kernel, store_part
@@ -120,12 +120,7 @@ def gather_kernel(
     end = tl.load(ends + NUM_EXPERTS - 1)
     if tile_row * SIDE >= end:
         return
-    y = (
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 0, SIDE),
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 1, SIDE),
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 2, SIDE),
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 3, SIDE),
-    )
+    y = gathered_tile(inputs, token_of_row, tile_row, tile_column, width, SIDE)
     cast_tile(y, row_amax, column_amax, expert_of_block, rows, columns, row_scale_inv, tile_row, tile_column, num_rows,
               width, end, GRID, SIDE)  # fmt: skip
 
@@ -144,12 +139,7 @@ def swiglu_kernel(
     end = tl.load(ends + NUM_EXPERTS - 1)
     if tile_row * SIDE >= end:
         return
-    y = (
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 0, SIDE),
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 1, SIDE),
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 2, SIDE),
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 3, SIDE),
-    )
+    y = swiglu_tile(inputs, probs, tile_row, tile_column, width, SIDE)
     cast_tile(y, row_amax, column_amax, expert_of_block, rows, columns, row_scale_inv, tile_row, tile_column, num_rows,
               width, end, GRID, SIDE)  # fmt: skip
 

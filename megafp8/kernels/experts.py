@@ -93,6 +93,17 @@ def gathered_part(inputs, token_of_row, tile_row, tile_column, width, PART: tl.c
 
 
 @triton.jit
+def gathered_tile(inputs, token_of_row, tile_row, tile_column, width, SIDE: tl.constexpr):
+    """The four parts of a tile of gathered tokens."""
+    return (
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 0, SIDE),
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 1, SIDE),
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 2, SIDE),
+        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 3, SIDE),
+    )
+
+
+@triton.jit
 def gather_codes_kernel(
     inputs, token_of_row, expert_of_block, amaxes, scales, infinities, ends, rows, columns, scale_inv, num_rows, width,
     IS_SCALED: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
@@ -104,12 +115,7 @@ def gather_codes_kernel(
         store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, GRID)
     if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
         return
-    y = (
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 0, SIDE),
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 1, SIDE),
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 2, SIDE),
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 3, SIDE),
-    )
+    y = gathered_tile(inputs, token_of_row, tile_row, tile_column, width, SIDE)
     scale = tl.full([SIDE // 4, 1], 1.0, tl.float32)
     if not IS_SCALED:
         experts = experts_of_tile(expert_of_block, tile_row, SIDE)
@@ -225,6 +231,17 @@ def swiglu_part(inputs, probs, tile_row, tile_column, width, PART: tl.constexpr,
 
 
 @triton.jit
+def swiglu_tile(inputs, probs, tile_row, tile_column, width, SIDE: tl.constexpr):
+    """The four parts of a tile of p silu(a) b."""
+    return (
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 0, SIDE),
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 1, SIDE),
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 2, SIDE),
+        swiglu_part(inputs, probs, tile_row, tile_column, width, 3, SIDE),
+    )
+
+
+@triton.jit
 def swiglu_codes_kernel(
     inputs, probs, expert_of_block, amaxes, scales, infinities, ends, rows, columns, scale_inv, num_rows, width,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
@@ -235,12 +252,7 @@ def swiglu_codes_kernel(
     store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, GRID)
     if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
         return
-    y = (
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 0, SIDE),
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 1, SIDE),
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 2, SIDE),
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 3, SIDE),
-    )
+    y = swiglu_tile(inputs, probs, tile_row, tile_column, width, SIDE)
     experts = experts_of_tile(expert_of_block, tile_row, SIDE)
     if scales is not None:
         raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS, SIDE)
