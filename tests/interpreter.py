@@ -67,6 +67,13 @@ def constants_before_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(constexpr, name, combine)
 
 
+def run_experts_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give experts in one launch exact kernels and FP8 grouped GEMMs on a CPU."""
+    exact_bf16(monkeypatch)
+    constants_before_tensors(monkeypatch)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+
+
 def scaled_grouped_mm(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, offs: Tensor, **_: Any) -> Tensor:
     """`torch._scaled_grouped_mm` in FP32, for a CPU."""
     sizes = torch.diff(offs, prepend=offs.new_zeros(1)).tolist()

@@ -37,9 +37,7 @@ States = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
-    interpreter.constants_before_tensors(monkeypatch)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", interpreter.scaled_grouped_mm)
+    interpreter.run_experts_on_cpu(monkeypatch)
 
 
 def states_of(run: Run) -> States:

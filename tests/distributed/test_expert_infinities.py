@@ -32,9 +32,7 @@ TENSORS = {"linear_fc1.input", "linear_fc2.weight", "linear_fc2.grad_output"}
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
-    interpreter.constants_before_tensors(monkeypatch)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", interpreter.scaled_grouped_mm)
+    interpreter.run_experts_on_cpu(monkeypatch)
 
 
 def infinite(tensor: Tensor) -> Tensor:
@@ -60,7 +58,7 @@ def spoil(mixture: MoELayer) -> None:
 
 def counted(flags: str, world_size: int, is_stacked: bool) -> tuple[list[str], float]:
     """The quantizers of all ranks with non-finite values in a step, and the number of values, of stacked experts that
-    of tensors. A later step counts anew."""
+    of tensors. A later step counts from 0."""
     if is_stacked:
         stack_experts()
     config = small_config("llama", f"{FLAGS} {flags}", world_size)

@@ -27,9 +27,7 @@ ROWWISE = MODEL.partition("--fp8-recipe")[0] + "--fp8-recipe rowwise --global-ba
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
-    interpreter.constants_before_tensors(monkeypatch)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", interpreter.scaled_grouped_mm)
+    interpreter.run_experts_on_cpu(monkeypatch)
 
 
 def trained(flags: str, world_size: int, is_stacked: bool) -> Curve:
