@@ -15,7 +15,6 @@ from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.schema import RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import Target
-from megafp8.device.fp8_masters import shared_fp8_master_problems
 from megafp8.device.local_environment import offloading_problems, package_problems
 from megafp8.device.platform import enable_determinism, limit_device_connections, silence_other_ranks, world_size
 from megafp8.errors import CheckpointError, ConfigError
@@ -66,8 +65,6 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     local_problems = rules.path_problems(config, ranks) + package_problems(config.logging) + offloading_problems(config)
     notices = list(invocation.notices)
     implementation = capability.resolve_implementation(config, target)
-    if not problems and not found:  # the number of data-parallel ranks needs a valid layout
-        found += shared_fp8_master_problems(config, implementation, ranks)
     notices += rules.notices(config, implementation, ranks) + capability.emulation_notices(config, target)
     notices += capability.environment_notices(config.precision, implementation)
     if invocation.world_size is None and invocation.target is None:

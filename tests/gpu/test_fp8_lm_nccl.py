@@ -30,18 +30,17 @@ REFERENCE = "bf16"
 FLAGS = {
     "O1": f"{OVERLAPS} --fp8-lm-level O1",
     "O2": f"{OVERLAPS} --fp8-lm-level O2",
+    "O3": f"{OVERLAPS} --fp8-lm-level O3",
+    "adam": f"{OVERLAPS} {RECIPES['delayed']} --fp8-param-gather --use-precision-aware-optimizer",
     "block": f"{OVERLAPS} --grad-reduce-in-fp8",
     "all-reduce": "--no-use-distributed-optimizer --grad-reduce-in-fp8",
     "fsdp2": FSDP,
     "fsdp2 codes": f"{FSDP} --grad-reduce-in-fp8",
 }
-REFUSED = {  # see `shared_fp8_master_problems`
-    "O3": f"{OVERLAPS} --fp8-lm-level O3",
-    "adam": f"{OVERLAPS} {RECIPES['delayed']} --fp8-param-gather --use-precision-aware-optimizer",
-}
-RESUMED = ("O1", "O2", "block", "fsdp2", "fsdp2 codes")
-# Relative, of any of eight losses. CPU ranks had at most 3.7e-3 with a level, and 5.7e-4 without.
-TOLERANCES = dict.fromkeys(FLAGS, 5e-3) | dict.fromkeys(("O1", "O2"), 3e-2)
+RESUMED = ("O1", "O2", "O3", "adam", "block", "fsdp2", "fsdp2 codes")
+# Relative, of any of eight losses. CPU ranks had at most 3.7e-3 with a level, and 5.7e-4 without. "adam" has FP8 GEMMs,
+# with which losses differ by 4.9e-3 on two H100s whoever keeps the master weights.
+TOLERANCES = dict.fromkeys(FLAGS, 5e-3) | dict.fromkeys(("O1", "O2", "O3"), 3e-2) | {"adam": 1e-2}
 
 
 def launches(folder: Path) -> list[Launch]:
@@ -52,7 +51,6 @@ def launches(folder: Path) -> list[Launch]:
     for name in RESUMED:
         flags = f"{RUN} {FLAGS[name]} --load {run_folder(folder, name)} --ckpt-step {HALF}"
         found.append(Launch(name=f"resumed {name}", num_ranks=2, flags=flags, after=name))
-    found += [Launch(name=name, num_ranks=2, flags=f"{RUN} {flags}") for name, flags in REFUSED.items()]
     bad = f"{RUN} {FLAGS['block']}"
     return [*found, Launch(name="bad", num_ranks=2, flags=bad, plan="nan:rank=1,step=3,at=step.gradients")]
 
@@ -97,12 +95,6 @@ def test_runs_follow_bf16(runs: Runs, name: str) -> None:
 @pytest.mark.parametrize("name", RESUMED)
 def test_runs_resume_bitwise(runs: Runs, name: str) -> None:
     assert runs.losses(f"resumed {name}") == runs.losses(name)[HALF:]
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_trained_wrongly_is_refused(runs: Runs, name: str) -> None:
-    end = runs.ends[name]
-    assert end.statuses == (64, 64) and "the loss was too high" in end.output, end.output
 
 
 def test_codes_are_a_quarter_of_the_bytes(runs: Runs) -> None:

@@ -16,7 +16,6 @@ from megafp8.config.schema import LoggingConfig, ModelConfig, ParallelConfig, Pr
 from megafp8.config.settings import with_values
 from megafp8.device import capability
 from megafp8.device.capability import TARGETS, Target, capability_problems, resolve_implementation
-from megafp8.device.fp8_masters import shared_fp8_master_problems
 from megafp8.device.local_environment import offloading_problems, package_problems
 from megafp8.recipes.base import Gemm, Operand
 
@@ -34,16 +33,6 @@ def only_problem(config: RunConfig, target: Target) -> str:
     found = capability_problems(config, target)
     assert len(found) == 1, found
     return found[0]
-
-
-def test_fp8_weights_that_adam_writes_are_for_one_data_parallel_rank() -> None:
-    values = {"precision.fp8_param_gather": True, "optimizer.use_precision_aware_optimizer": True}
-    config, stateless = (with_values(fp8(recipe), values) for recipe in ("delayed", "tensorwise"))
-    found = shared_fp8_master_problems(config, "transformer_engine", 2)
-    assert len(found) == 1 and "on 2 data-parallel ranks" in found[0] and "--fp8-lm-level O2" in found[0]
-    assert shared_fp8_master_problems(config, "transformer_engine", 1) == []
-    assert shared_fp8_master_problems(config, "emulated", 2) == []
-    assert shared_fp8_master_problems(stateless, "transformer_engine", 2) == []
 
 
 def test_a_missing_package_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
