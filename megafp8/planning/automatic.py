@@ -198,7 +198,7 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
         return none, [Choice("--cuda-graph-impl", "none", "needs Transformer Engine's layers")]
     if fault_injection.FAULTS_VARIABLE in os.environ:
         return none, [Choice("--cuda-graph-impl", "none", f"{fault_injection.FAULTS_VARIABLE} acts between kernels")]
-    if obstacle := next(default_graph_obstacles(config), None):
+    if obstacle := next(default_graph_obstacles(config, world_size), None):
         return none, [Choice("--cuda-graph-impl", "none", ": ".join(obstacle))]
     if is_mixture(config.model):
         has_ranks = config.parallel.expert_model_parallel_size > 1

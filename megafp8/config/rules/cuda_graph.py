@@ -17,28 +17,27 @@ def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
 
 
-def default_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
+def default_graph_obstacles(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
     """What keeps `--cuda-graph-impl auto` from a graph: the flag, and why."""
     yield from cuda_graph_obstacles(config)
-    yield from _settings_without_default_graph(config)
+    yield from _settings_without_default_graph(config, world_size)
 
 
-def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _settings_without_default_graph(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
     """Settings whose graph has to be asked for: the flag, and the reason.
 
-    Their graphs have not been run on a GPU. To make them the default, delete their lines here.
+    Their graphs have not been run on GPUs. To make one of them the default, delete its line here.
     """
-    parallel, granularity = config.parallel, derived.recompute_granularity(config.training)
+    parallel = config.parallel
     stages, parts = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    is_tested = not is_interleaved(config) and (stages == 1 or stages == world_size == 2)
     checks = (
-        (stages > 1, f"--pipeline-model-parallel-size {stages}"),
+        (not is_tested, f"--pipeline-model-parallel-size {stages} of {world_size} ranks"),
         (parts > 1, f"--context-parallel-size {parts}"),
-        (granularity is not None, f"--recompute-granularity {granularity}"),
-        *((True, f"{flag} {rate}") for flag, rate in _dropout_rates(config)),
     )
     for is_there, flag in checks:
         if is_there:
-            yield flag, "its graph has not been run on a GPU; --cuda-graph-impl local tries it"
+            yield flag, "its graph has not been run on GPUs; --cuda-graph-impl local tries it"
 
 
 def _dropout_rates(config: RunConfig) -> Iterator[tuple[str, float]]:
@@ -76,7 +75,8 @@ def _kernel_obstacles(config: RunConfig) -> Checks:
     yield (
         config.training.fine_grained_activation_offloading,
         "--fine-grained-activation-offloading",
-        "megatron-core 0.16 does not wait for its copies in a CUDA graph; remove it",
+        "megatron-core 0.16 does not wait for its copies in a CUDA graph, and a graph of 0.19 is not faster than "
+        "launched kernels; use --cuda-graph-impl none",
     )
     yield (
         precision.fp8_schedule is not None,

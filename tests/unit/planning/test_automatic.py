@@ -19,6 +19,7 @@ MODEL = (
     "--lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50303 --dry-run"
 )
 DELAYED = "--fp8-format hybrid --fp8-recipe delayed"
+STAGES = "--pipeline-model-parallel-size 2"
 
 
 def checked(extra: str, target: str = "h200", world_size: int = 1) -> Checked:
@@ -72,13 +73,27 @@ def test_a_flag_wins(flag: str, field: str) -> None:
     assert str(getattr(getattr(config, section), attribute)) == value
 
 
+@pytest.mark.parametrize("extra", [STAGES, "--recompute-activations", "--attention-dropout 0.1"])
+def test_graphs_that_ran_on_two_gpus_are_chosen(extra: str) -> None:
+    assert chosen(f"{DELAYED} {extra}", world_size=2)["--cuda-graph-impl"] == "local"
+
+
+def test_pipelines_of_more_ranks_ask_for_a_graph() -> None:
+    assert chosen(f"{DELAYED} {STAGES}", world_size=4)["--cuda-graph-impl"] == "none"
+
+
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ("--attention-dropout 0.1", "--attention-dropout 0.1: its graph has not been run on a GPU"),
-        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: its graph has not been run"),
+        (
+            "--attention-dropout 0.1 --recompute-activations",
+            "--attention-dropout 0.1: in a CUDA graph, recomputation (--recompute-granularity selective) would draw",
+        ),
+        (
+            f"{STAGES} --num-virtual-stages-per-pipeline-rank 2",
+            "--pipeline-model-parallel-size 2 of 2 ranks: its graph has not been run on GPUs",
+        ),
         ("--context-parallel-size 2", "--context-parallel-size 2: its graph has not been run"),
-        ("--recompute-activations", "--recompute-granularity selective: its graph has not been run"),
         ("--no-use-distributed-optimizer", "no --use-distributed-optimizer: CUDA graphs need the one-pass optimizer"),
         ("--transformer-impl emulated", "needs Transformer Engine's layers"),
     ],
