@@ -102,9 +102,9 @@ def test_casts_flag_an_infinite_amax(value: float) -> None:
         assert flag.item() == 0, function
         spoiled[100, 130] = value
         function(*given)
-        assert flag.item() == (abs(value) == float("inf") and not (function is tensorwise.swiglu and value < 0)), (
-            function
-        )
+        # In the interpreter silu(-inf) is NaN, which is no infinity; compiled, it is -inf (`kernels/swiglu.py`).
+        is_nan = function is tensorwise.swiglu and value < 0 and IS_INTERPRETED
+        assert flag.item() == (abs(value) == float("inf") and not is_nan), function
         spoiled[100, 130] = 1.0
         flag.zero_()
 
