@@ -80,7 +80,8 @@ def test_the_optimizer_that_a_graph_needs_is_named() -> None:
     [
         (BASE, "transformer_engine", 1, "steps are launched kernel by kernel"),
         (BASE, "emulated", 1, None),
-        (f"{BASE} --hidden-dropout 0.1", "transformer_engine", 1, None),
+        (f"{BASE} --hidden-dropout 0.1", "transformer_engine", 1, "steps are launched kernel by kernel"),
+        (f"{BASE} --context-parallel-size 2", "transformer_engine", 2, None),
         (f"{BASE} --no-one-pass-optimizer", "transformer_engine", 1, None),
         (ASKED, "transformer_engine", 1, None),
         (f"{ASKED} --tensor-model-parallel-size 2", "transformer_engine", 2, None),
