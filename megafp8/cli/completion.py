@@ -70,12 +70,16 @@ def training_parser() -> argparse.ArgumentParser:
     """Build the parser of training."""
     from megafp8.config import flags
     from megafp8.config.model_shapes import PRESETS
+    from megafp8.config.settings import settings_by_name
 
-    parser = flags.build_parser()
+    parser, settings = flags.build_parser(), settings_by_name()
     for action in parser._actions:
-        choices = PRESETS if action.dest == "model.model_preset" else action.choices
+        setting = settings.get(action.dest)
+        choices = list(action.choices or (setting.choices if setting else ()))
+        if action.dest == "model.model_preset":
+            choices = list(PRESETS)
         if choices:
-            # argcomplete reads this attribute. `none` is the word for None.
-            words = {choice or "none": "" for choice in choices}
-            action.completer = ChoicesCompleter(words)  # type: ignore[attr-defined]
+            words = choices + ["none"] * bool(setting and setting.optional)
+            # argcomplete reads this attribute.
+            action.completer = ChoicesCompleter(dict.fromkeys(words, ""))  # type: ignore[attr-defined]
     return parser

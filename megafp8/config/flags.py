@@ -160,7 +160,6 @@ def add_setting(group: Any, setting: Setting) -> None:
         return
     options: dict[str, Any] = {"dest": setting.name, "type": _converter(setting), "help": help_text}
     if setting.choices:
-        options["choices"] = (*setting.choices, None) if setting.optional else setting.choices
         options["metavar"] = f"{{{','.join(map(str, setting.choices))}}}"
     else:
         options["metavar"] = setting.metavar or {int: "N", float: "X", str: "TEXT"}[setting.type]
@@ -182,7 +181,7 @@ def _help_of(setting: Setting) -> str:
 
 def _converter(setting: Setting) -> Callable[[str], Any]:
     converters: dict[type, Callable[[str], Any]] = {float: _number, int: _whole_number, str: str}
-    convert = converters[setting.type]
+    convert, known = converters[setting.type], [str(choice) for choice in setting.choices]
     # `none` lets a flag reset what a --config file or a preset gives.
     words = ({"none": None} if setting.optional else {}) | ({"auto": AUTO} if setting.auto else {})
 
@@ -190,6 +189,8 @@ def _converter(setting: Setting) -> Callable[[str], Any]:
         if text in words:
             return words[text]
         value = convert(text)
+        if setting.choices and value not in setting.choices:
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join([*known, *words])})")
         if fault := setting.fault(value):
             raise argparse.ArgumentTypeError(f"{printable(text)} {fault}".strip())
         if setting.auto and value == AUTO:

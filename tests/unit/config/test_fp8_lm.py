@@ -68,7 +68,7 @@ def test_a_level_of_a_checkpoint_does_not_replace_its_other_settings() -> None:
 
 def test_one_rank_has_nothing_to_send() -> None:
     (problem,) = rules.problems(parse("--fp8-lm-level O1").config, 1)
-    assert "part of --fp8-lm-level O1: give the others of its flags, or use more ranks" in problem
+    assert "in place of --fp8-lm-level O1 give --bf16 --fp8-format hybrid --fp8-recipe delayed, or use" in problem
 
 
 def test_fp16_masters_need_16_bit_weights() -> None:
