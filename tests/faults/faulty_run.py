@@ -24,6 +24,9 @@ COMMON = (
 LAYOUTS = {
     "dp2": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "tp2-pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+    "O1": (2, "--use-distributed-optimizer --fp8-lm-level O1 --grad-reduce-fp8-error-feedback"),
+    "O2": (2, "--fp8-lm-level O2"),
+    "O3": (2, "--fp8-lm-level O3"),
 }
 # A run that loses a rank ends within this time, because the others detect it.
 SOON_S = 15.0

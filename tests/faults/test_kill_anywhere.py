@@ -81,9 +81,9 @@ def some_rank(seed: int, points: list[str], world_size: int) -> dict[str, int]:
 def test_a_run_killed_at_every_point_ends_equal(
     layout: str, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
 ) -> None:
-    """The short form: at each point one rank; on four ranks, whose starts cost more, at every fourth point."""
+    """The short form: at each point one rank; of all layouts but the first one, at every fourth point."""
     world_size = LAYOUTS[layout][0]
-    points = HIT if world_size == 2 else HIT[::4]
+    points = HIT if layout == "dp2" else HIT[::4]
     run = FaultyRun(layout, tmp_path / "run", cache)
     run_through(run, kills(SEEDS[0], some_rank(SEEDS[0], points, world_size)))
     assert_equal(run, unbroken[layout])
