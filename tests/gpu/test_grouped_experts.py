@@ -92,6 +92,23 @@ def test_a_cuda_graph_equals_launched_kernels(recipe: str) -> None:
     assert all(torch.equal(plain_weights[name], captured_weights[name]) for name in plain_weights)
 
 
+@pytest.mark.parametrize(
+    "routing",
+    [
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "--moe-router-load-balancing-type global_aux_loss --moe-z-loss-coeff 1e-3",
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-pre-softmax",
+        "--moe-layer-freq 2",
+        "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-layernorm",
+    ],
+)
+def test_a_graph_has_every_routing(routing: str) -> None:
+    text = f"{flags_of('tensorwise')} {routing} --cuda-graph-warmup-steps 2"
+    launched, captured = (curve(f"{text} --cuda-graph-impl {kind}") for kind in ("none", "local"))
+    assert captured == launched
+
+
 @pytest.mark.parametrize("recipe", [*RECIPES, "rowwise"])
 def test_a_run_resumes_to_the_bit(recipe: str, tmp_path: Path) -> None:
     unbroken, resumed = unbroken_and_resumed(flags_of(recipe), STEPS, tmp_path)

@@ -111,6 +111,11 @@ def _host_obstacles(config: RunConfig) -> Checks:
     ):
         yield given, flag, "a CUDA graph has a fixed number of microbatches; use --cuda-graph-impl none"
     yield (
+        "sinkhorn" in config.model.moe_router_load_balancing_type,
+        "--moe-router-load-balancing-type sinkhorn",
+        "the host waits for each of its iterations; use an auxiliary loss, or --cuda-graph-impl none",
+    )
+    yield (
         training.micro_batch_size == AUTO,
         "--micro-batch-size auto",
         "trials of micro-batch sizes run without CUDA graphs; find the size first, then give it as a number",

@@ -54,6 +54,7 @@ def test_compatible_settings(text: str) -> None:
         "--loss-scale 2",
         "--tp-comm-overlap",
         "--distributed-backend gloo",
+        "--moe-router-load-balancing-type sinkhorn",
         "--micro-batch-size auto",
         "--rampup-batch-size 4 4 100",
         "--step-batch-size-schedule 0:4,1K:8",
