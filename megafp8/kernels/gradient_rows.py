@@ -7,10 +7,15 @@
 One launch each. Bytes for each FP32 gradient with R ranks: 4 for amaxes, 5 to encode, and 1 + 4 / R to add. A program
 has up to PART rows of one piece of a parameter (`optimizer/gradient_pieces.py`), in a table of where they lie. Codes,
 scales and sums are those of the torch operations in `optimizer/fp8_gradients.py`, to the bit.
+
+The places in a table are multiples of ALIGNMENT, which the compiler cannot know: a thread reads 16 bytes of FP32 at a
+time and writes four codes where it is 4, and single elements where it is 1.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Optional
 
 import torch
@@ -24,9 +29,11 @@ PART = 32
 
 
 @triton.jit
-def amaxes_kernel(gradients, table, amaxes, ROW: tl.constexpr, PART: tl.constexpr):
+def amaxes_kernel(gradients, table, amaxes, ROW: tl.constexpr, PART: tl.constexpr, ALIGNMENT: tl.constexpr):
     columns = table + tl.program_id(0).to(tl.int64) * 6
-    start, stop, parameter = tl.load(columns), tl.load(columns + 1), tl.load(columns + 5)
+    start = tl.multiple_of(tl.load(columns), ALIGNMENT)
+    stop = tl.multiple_of(tl.load(columns + 1), ALIGNMENT)
+    parameter = tl.load(columns + 5)
     within = tl.arange(0, PART)[:, None] * ROW + tl.arange(0, ROW)[None, :]
     x = widen(tl.load(gradients + start + within, mask=start + within < stop, other=0.0))
     tl.atomic_max(amaxes + parameter, tl.max(without_nan(tl.max(tl.abs(x), axis=1))))
@@ -35,11 +42,13 @@ def amaxes_kernel(gradients, table, amaxes, ROW: tl.constexpr, PART: tl.constexp
 @triton.jit
 def encode_kernel(
     gradients, message, table, parameter_scales, counts, sample, GRID: tl.constexpr, ROW: tl.constexpr,
-    PART: tl.constexpr,
+    PART: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     columns = table + tl.program_id(0).to(tl.int64) * 6
-    start, stop, first_code = tl.load(columns), tl.load(columns + 1), tl.load(columns + 2)
-    first_row = tl.load(columns + 4)
+    start = tl.multiple_of(tl.load(columns), ALIGNMENT)
+    stop = tl.multiple_of(tl.load(columns + 1), ALIGNMENT)
+    first_code = tl.multiple_of(tl.load(columns + 2), ALIGNMENT)
+    first_row = tl.load(columns + 4).to(tl.int32) % sample
     rows = tl.arange(0, PART)
     within = rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
     is_row = start + rows * ROW < stop
@@ -52,8 +61,8 @@ def encode_kernel(
         scaled = x * tl.load(parameter_scales + tl.load(columns + 5))
     codes = cast_to_code(scaled, GRID)
     tl.store(message + first_code + within, codes, mask=is_row[:, None])
-    is_counted = is_row & ((first_row + rows) % sample == 0)
-    if tl.max(is_counted.to(tl.int32)) > 0:
+    if (first_row == 0) | (first_row + PART > sample):  # a remainder for each row costs more than the cast
+        is_counted = is_row & ((first_row + rows) % sample == 0)
         num_values = tl.sum(((x != 0) & is_counted[:, None]).to(tl.int32))
         num_coded = tl.sum((((codes.to(tl.int32) & 0x7F) != 0) & is_counted[:, None]).to(tl.int32))
         tl.atomic_add(counts, num_values.to(tl.float64))
@@ -66,10 +75,12 @@ def encode_kernel(
 @triton.jit
 def add_kernel(
     received, sums, table, parameter_scales, rank_bytes, first_code, first_scale, num_ranks, divisor,
-    GRID: tl.constexpr, ROW: tl.constexpr, PART: tl.constexpr,
+    GRID: tl.constexpr, ROW: tl.constexpr, PART: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     columns = table + tl.program_id(0).to(tl.int64) * 4
-    start, stop, first_row = tl.load(columns), tl.load(columns + 1), tl.load(columns + 2)
+    start = tl.multiple_of(tl.load(columns), ALIGNMENT)
+    stop = tl.multiple_of(tl.load(columns + 1), ALIGNMENT)
+    first_row = tl.load(columns + 2)
     rows = tl.arange(0, PART)
     within = rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
     is_row, inside = start + rows * ROW < stop, start + within < stop
@@ -85,15 +96,21 @@ def add_kernel(
             total += values * tl.load(parameter_scales + tl.load(columns + 3))
         message += rank_bytes
         scales += rank_bytes
-    total = tl.div_rn(total, tl.zeros_like(total) + divisor)
+    if divisor is not None:
+        total = tl.div_rn(total, tl.zeros_like(total) + divisor)
     tl.store(sums + start + within, total.to(sums.dtype.element_ty), mask=inside)
 
 
-def amaxes_of(gradients: Tensor, table: Tensor, num_parameters: int, row: int) -> Tensor:
+def alignment_of(places: Iterable[int], itemsize: int) -> int:
+    """The elements of a 16-byte access, or less where a place in a table is not a multiple of them."""
+    return math.gcd(16 // itemsize, *places)
+
+
+def amaxes_of(gradients: Tensor, table: Tensor, num_parameters: int, row: int, alignment: int) -> Tensor:
     """The largest magnitude of each parameter, FP32 [num_parameters]; NaN is ignored. For the rest see `encode`."""
     amaxes = gradients.new_zeros(num_parameters, dtype=torch.float32)
     if len(table):
-        amaxes_kernel[(len(table),)](gradients, table, amaxes, ROW=row, PART=PART)
+        amaxes_kernel[(len(table),)](gradients, table, amaxes, ROW=row, PART=PART, ALIGNMENT=alignment)
     return amaxes
 
 
@@ -106,6 +123,7 @@ def encode(
     sample: int,
     grid: Grid,
     row: int,
+    alignment: int,
 ) -> None:
     """Write the codes and scales of gradients into a message.
 
@@ -119,11 +137,12 @@ def encode(
         counts: FP64 [3]; of every `sample`-th row the values that are not 0 are added to the first element, those of
             them that became 0 to the second, and with scales of parameters those that saturated to the third.
         row: elements that share a scale, a power of two.
+        alignment: a power of two; the elements and the places of codes in the table are multiples of it.
     """
     if len(table):
         encode_kernel[(len(table),)](
             gradients, message, table, parameter_scales, counts, sample, GRID=grid, ROW=row, PART=PART,
-            enable_fp_fusion=False,
+            ALIGNMENT=alignment, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -137,6 +156,7 @@ def add(
     divisor: int,
     grid: Grid,
     row: int,
+    alignment: int,
 ) -> None:
     """Add the codes of all ranks.
 
@@ -147,9 +167,11 @@ def add(
         parameter_scales: FP32 [parameters], multiply the codes; None: each row has an E8M0 scale.
         places: of the first code and of the first scale in each message.
         divisor: the sums are divided by it.
+        alignment: a power of two; the elements in the table are multiples of it.
     """
     if len(table):
         add_kernel[(len(table),)](
-            received, sums, table, parameter_scales, len(received) // num_ranks, *places, num_ranks, float(divisor),
-            GRID=grid, ROW=row, PART=PART, enable_fp_fusion=False,
+            received, sums, table, parameter_scales, len(received) // num_ranks, *places, num_ranks,
+            None if divisor == 1 else float(divisor), GRID=grid, ROW=row, PART=PART, ALIGNMENT=alignment,
+            enable_fp_fusion=False,
         )  # fmt: skip

@@ -83,8 +83,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
 
     def zero_grad_buffer(self) -> None:
         """Set the gradients to zero, before a step."""
-        for parameter in self.module.parameters():
-            parameter.main_grad.zero_()
+        torch._foreach_zero_([parameter.main_grad.to_local() for parameter in self.module.parameters()])
 
     def scale_gradients(self, scaling_factor: Any) -> None:
         """Multiply the gradients."""

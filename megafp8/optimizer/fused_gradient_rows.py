@@ -54,6 +54,8 @@ class FusedRows:
             first_row += shard.num_rows
         sums = list(self._parts(self.own))
         rows = [(row * ROW, row * ROW + -(-(stop - start) // ROW) * ROW, row, of) for start, stop, row, of in sums]
+        places = [place for each in table for place in each[:3]]
+        self._alignment = gradient_rows.alignment_of(places, exact_itemsize)
         self._table, self._sums_table, self._rows_table = (
             torch.tensor(each, dtype=torch.int64, device=device).view(len(each), width)
             for each, width in ((table, 6), (sums, 4), (rows, 4))
@@ -70,7 +72,7 @@ class FusedRows:
 
     def amaxes(self, gradients: Tensor, num_parameters: int) -> Tensor:
         """The amax of each parameter in the bucket, FP32 [num_parameters]."""
-        return self._kernels.amaxes_of(gradients, self._table, num_parameters, ROW)
+        return self._kernels.amaxes_of(gradients, self._table, num_parameters, ROW, self._alignment)
 
     def message(self, gradients: Tensor, parameter_scales: Optional[Tensor], counts: Tensor, sample: int) -> Tensor:
         """The messages to all ranks, uint8 [sum of `sizes`]: exact elements, codes, scales. See `gradient_rows`."""
@@ -83,7 +85,9 @@ class FusedRows:
             targets += exact.split([piece.size for piece in shard.exact]) if shard.exact else []
         if targets:
             torch._foreach_copy_(targets, sources)
-        self._kernels.encode(gradients, message, self._table, parameter_scales, counts, sample, self._grid, ROW)
+        self._kernels.encode(
+            gradients, message, self._table, parameter_scales, counts, sample, self._grid, ROW, self._alignment
+        )
         return message
 
     def add_to_rows(self, received: Tensor, parameter_scales: Optional[Tensor], num_ranks: int, divisor: int) -> Tensor:
@@ -109,4 +113,6 @@ class FusedRows:
     ) -> None:
         codes = self.own.num_exact * self.exact_itemsize
         places = (codes, codes + self.own.num_rows * ROW)
-        self._kernels.add(received, sums, table, parameter_scales, num_ranks, places, divisor, self._grid, ROW)
+        self._kernels.add(
+            received, sums, table, parameter_scales, num_ranks, places, divisor, self._grid, ROW, self._alignment
+        )

@@ -96,9 +96,12 @@ class AmaxCounters:
     def table(self) -> Tensor:
         """The counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]; a cast serves all GEMMs that read it."""
         by_operand = torch.zeros(*self.flags.shape, 2, dtype=torch.int64, device=self.flags.device)
-        by_operand[:, :, NON_FINITE] = self.flags
+        cells = list(by_operand.view(-1, 2).unbind())
         for row, column, counts in self._places_of_amaxes():
-            by_operand[row, column] += counts
+            cells[row * len(OPERANDS) + column] = counts
+        if cells:  # one copy: the host needs longer to start an addition for each operand than the device to add
+            by_operand = torch.stack(cells).view_as(by_operand)
+        by_operand[:, :, NON_FINITE] += self.flags
         return torch.stack([by_operand[:, OPERANDS.index(operand)] for operand, _ in QUANTIZERS], dim=1)
 
     def clear_infinite_amaxes(self) -> list[str]:

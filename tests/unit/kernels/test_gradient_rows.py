@@ -26,7 +26,9 @@ from megafp8.recipes.formats import E4M3, E5M2, Format
 
 # Ends of parameters within rows, a parameter of more than one program, and one that is not coded.
 RANGES = [(0, 200), (256, 700), (704, 705), (768, 900), (900, 900 + 2 * PART * ROW + 77)]
-NUM_ELEMENTS = RANGES[-1][1] + 3
+# The same with all places multiples of 16 bytes, as in megatron-core's buffers.
+ALIGNED_RANGES = [(0, 200), (256, 704), (704, 720), (768, 912), (912, 912 + 2 * PART * ROW + 112)]
+NUM_ELEMENTS = ALIGNED_RANGES[-1][1]  # of both, with shards of a multiple of 16 bytes
 IS_EXACT = [False, False, True, True, False]
 RANKS = 3
 
@@ -47,11 +49,15 @@ def gradients_of(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def reductions_of(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fmt: Format, is_blockwise: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    fmt: Format,
+    is_blockwise: bool = True,
+    ranges: list[tuple[int, int]] = RANGES,
 ) -> tuple[list[Any], list[Any]]:
     """By rank, with kernels and in torch operations. Amaxes are not reduced over the ranks."""
     monkeypatch.setattr(fp8_gradients, "reduce_amax", lambda amax, group: None)
-    shards = split_bucket(RANGES, IS_EXACT, NUM_ELEMENTS, RANKS)
+    shards = split_bucket(ranges, IS_EXACT, NUM_ELEMENTS, RANKS)
     settings = GradientCodes(format=fmt, is_blockwise=is_blockwise, has_feedback=False)
     both = []
     for has_kernels in (True, False):
@@ -79,11 +85,17 @@ def messages_of(reduction: Any, gradients: Tensor) -> tuple[list[Tensor], Any]:
 @pytest.mark.parametrize("is_blockwise", [True, False], ids=["block", "tensor"])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranges", [RANGES, ALIGNED_RANGES], ids=["odd", "aligned"])
 def test_messages_counts_and_sums(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fmt: Format, is_blockwise: bool
+    monkeypatch: pytest.MonkeyPatch,
+    ranges: list[tuple[int, int]],
+    dtype: torch.dtype,
+    fmt: Format,
+    is_blockwise: bool,
 ) -> None:
-    fused, plain = reductions_of(monkeypatch, dtype, fmt, is_blockwise)
+    fused, plain = reductions_of(monkeypatch, dtype, fmt, is_blockwise, ranges)
     assert isinstance(fused[0].fused, FusedRows) and plain[0].fused is None
+    assert fused[0].fused._alignment == (1 if ranges is RANGES else 16 // dtype.itemsize)
     for step in [each.step for each in (*fused, *plain)]:
         step.factor = 64.0  # so that some values saturate
     sent: dict[bool, list[list[Tensor]]] = {}
