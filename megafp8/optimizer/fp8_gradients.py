@@ -253,11 +253,13 @@ class BucketReduction:
         """Add the received gradients of the own shard, and write the sums, or in an all-reduce send them."""
         gradients, num_ranks = request.gradients, self.group.size()
         divisor = num_ranks if request.is_average else 1
+        # torch would multiply with the reciprocal of a number on a GPU.
+        divisors = torch.full((), divisor, dtype=torch.float32, device=gradients.device)
         exact = torch.zeros(self.own.num_exact, device=gradients.device)
         for message in received.chunk(num_ranks) if self.own.exact else ():
             exact += message[: self.own.num_exact * self.exact_itemsize].view(gradients.dtype)
         if request.is_average:
-            exact /= divisor
+            exact /= divisors
         if self.fused is not None and not request.is_complete:
             self.fused.add_to_gradients(received, gradients, dequant_scale, num_ranks, divisor)
             scatter_exact(gradients, self.own, exact)
@@ -265,7 +267,7 @@ class BucketReduction:
         if self.fused is not None:
             rows = self.fused.add_to_rows(received, dequant_scale, num_ranks, divisor)
         else:
-            rows = self._add(received, dequant_scale).div_(divisor)
+            rows = self._add(received, dequant_scale).div_(divisors)
         if request.is_complete:
             return self._share(gradients, rows, exact)
         scatter_rows(gradients, self.own, rows, exact)
