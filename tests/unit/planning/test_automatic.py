@@ -82,6 +82,26 @@ def test_pipelines_of_more_ranks_ask_for_a_graph() -> None:
     assert chosen(f"{DELAYED} {STAGES}", world_size=4)["--cuda-graph-impl"] == "none"
 
 
+def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mixture = (
+        "--fp8-format e4m3 --fp8-recipe tensorwise --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 "
+        "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --eval-iters 0"
+    )
+    assert chosen(mixture)["--cuda-graph-impl"] == "local"
+    assert chosen(f"{mixture} --moe-expert-kernels te")["--cuda-graph-impl"] == "none"
+    assert chosen(f"{mixture} --expert-model-parallel-size 2", world_size=2)["--cuda-graph-impl"] == "none"
+    config = checked(mixture).invocation.config
+    needed = max(each.total_bytes for each in automatic.estimate_stages(config, 1, 50_304))
+    needed += automatic.non_torch_bytes(config, 1)
+    gpu = automatic.find_gpu("h200")
+    assert gpu is not None
+    sized = dataclasses.replace(gpu, memory_bytes=int(1.03 * needed / 0.95))
+    monkeypatch.setattr(automatic, "find_gpu", lambda name: sized)
+    assert chosen(mixture)["--cuda-graph-impl"] == "none"
+
+
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
