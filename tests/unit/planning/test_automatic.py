@@ -128,11 +128,11 @@ def test_no_graph_where_only_the_graph_would_not_fit(monkeypatch: pytest.MonkeyP
     gpu = automatic.find_gpu("h200")
     assert gpu is not None
     found = set()
-    for gib in (10, 60, 90, 140):
+    for gib in (10, 68, 90, 140):
         sized = dataclasses.replace(gpu, memory_bytes=gib * 2**30)
         monkeypatch.setattr(automatic, "find_gpu", lambda name, sized=sized: sized)
         found.add(chosen(f"{DELAYED} --fp8-log-interval 10")["--cuda-graph-impl"])
-        if gib == 60:
+        if gib == 68:
             (choice,) = (each for each in checked(f"{DELAYED} --fp8-log-interval 10").choices if "graph" in each.flag)
             assert "GiB beside the graph" in choice.reason
     assert found == {"none", "local"}
