@@ -16,12 +16,14 @@ from types import MappingProxyType
 from typing import Any, Optional
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from megafp8.config import megatron_flags
+from megafp8.config.muon import has_flat_shards
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings
 from megafp8.errors import ConfigError
-from megafp8.mcore.patches import core_version
+from megafp8.mcore.patches import core_version, is_installed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
@@ -55,14 +57,19 @@ REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
 )
 
 _SCHEDULE = "megatron-core's schedule that overlaps the exchange of tokens is not used; leave it out"
+_FUSED_GROUPED_MLP = "the fused grouped MLP of megatron-core 0.19, for Blackwell, is not used; leave it out"
 
-# Fields of megatron-core's own training loop, schedules and optimizer step. megafp8 has its own.
+# Fields of megatron-core's own training loop, schedules, optimizer step and MLPs. megafp8 has its own.
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType({
     "overlap_moe_expert_parallel_comm": _SCHEDULE,
     "ep_overlap_early_attn_memory_release": _SCHEDULE,
     "delay_wgrad_compute": _SCHEDULE,  # without the schedule no weight gradient would be computed
     "optimizer_cuda_graph": "megafp8's optimizer step is not captured in a CUDA graph; leave it out",
     "grad_norm_skip_threshold": "megafp8's optimizer step does not read it; use --spike-policy skip",
+    "moe_mlp_glu_interleave_size": _FUSED_GROUPED_MLP,
+    "moe_shared_expert_glu_interleave_size": _FUSED_GROUPED_MLP,
+    "use_grouped_gemm_for_dense_mlp": _FUSED_GROUPED_MLP,
+    "use_grouped_gemm_for_shared_expert": _FUSED_GROUPED_MLP,
 })  # fmt: skip
 
 # Fields that megatron-core 0.19 added, of features that 0.16 does not have.
@@ -122,6 +129,23 @@ def unknown_field(kind: type, field: str) -> str:
     if field in FIELDS_OF_0_19:
         text += f": it was added in megatron-core 0.19, and {core_version()} is installed"
     return text
+
+
+def fp4_weight_problems(config: RunConfig, fields: Mapping[str, Any]) -> list[str]:
+    """Problems of NVFP4 weights, which two fields ask for: one of the model and one of the buffers.
+
+    Args:
+        fields: of the model.
+    """
+    is_stored = fields.get("fp4_param", False)
+    if is_installed("<0.19"):
+        reason = f"its weights in NVFP4 were added in megatron-core 0.19, and {core_version()} is installed"
+        return [f"--override transformer.fp4_param=True: {reason}"] if is_stored else []
+    is_gathered = parsed_overrides(config, "ddp", DistributedDataParallelConfig).get("fp4_param_gather", False)
+    if is_stored == is_gathered and (not is_stored or has_flat_shards(config)):
+        return []
+    together = "--override transformer.fp4_param=True ddp.fp4_param_gather=True --use-distributed-optimizer"
+    return [f"weights in NVFP4: give {together}"]
 
 
 def parse_value(text: str, target: Any) -> Any:
