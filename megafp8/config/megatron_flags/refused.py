@@ -89,7 +89,7 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     ("--fp8-quantizer-factory", "quantizers are chosen by --fp8-recipe"),
     ("--fp4-quantizer-factory", "quantizers are chosen by --fp4-recipe"),
-    ("--fp4-param-gather", "weights are gathered in high precision and quantized after; for weights in NVFP4 see docs/upstream.md"),
+    ("--fp4-param-gather", "weights are quantized after their gather; remove it (weights in FP4: docs/upstream.md)"),
     ("--te-precision-config-file", "its file format is not supported: use --precision-map FILE (docs/precision.md)"),
     (
         "--fp8-multi-head-attention",
