@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Chosen tests with the newer version of megatron-core:  bash tests/other_engine.sh [PYTEST ARGUMENTS]
 # Its files come first on the path of a Python 3.12 or 3.13 for which pip has a build of torch in a local folder. Where
-# there is none, they come first on the path of the Python in use, although they ask for 3.12.
+# there is none, they come first on the path of the Python in use, although they ask for 3.12. It ends with an error where
+# that version cannot be downloaded or installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 MEGAFP8_EXTRAS=dev . tools/setup_venv.sh
@@ -13,6 +14,11 @@ notice=
 not_tested() {
   echo "NOT TESTED with megatron-core $version: $1"
   exit 0
+}
+
+failed() {
+  echo "cannot be tested with megatron-core $version: $1" >&2
+  exit 1
 }
 
 native_python() {
@@ -39,7 +45,7 @@ install_native() {
 [ -d .venv ] || not_tested "there is no .venv, where it would be put"
 if found=$(native_python); then
   target=${found#python}
-  [ -e "$native/ready" ] || install_native "$found" || not_tested "it cannot be installed for $found"
+  [ -e "$native/ready" ] || install_native "$found" || failed "it cannot be installed for $found"
   PYTHON=$native/bin/python
 else
   notice="NOT TESTED natively: there is no Python 3.12 or 3.13 for which pip has a local build of torch"
@@ -54,11 +60,11 @@ if [ ! -d "$engine" ]; then
   trap 'rm -rf "$new"' EXIT
   "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
     --only-binary :all: --implementation cp --python-version "$target" --platform manylinux_2_28_x86_64 \
-    --target "$new" "megatron-core==$version" || not_tested "there is no wheel of it"
+    --target "$new" "megatron-core==$version" || failed "its wheel cannot be downloaded"
   # The compiled dataset index: the installed one, if it is of the same source.
   datasets=$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("megatron.core").submodule_search_locations[0])')/datasets
   cmp --silent "$datasets/helpers.cpp" "$new/megatron/core/datasets/helpers.cpp" \
-    || not_tested "its compiled dataset index has another source"
+    || failed "its compiled dataset index has another source"
   cp "$datasets"/helpers_cpp.*.so "$new/megatron/core/datasets/"
   mv "$new" "$engine"
   trap - EXIT
@@ -66,7 +72,7 @@ fi
 
 export PYTHONPATH=$PWD:$engine${PYTHONPATH:+:$PYTHONPATH}
 found=$("$PYTHON" -c 'from importlib.metadata import version; print(version("megatron-core"))')
-[ "$found" = "$version" ] || not_tested "Python finds $found before it"
+[ "$found" = "$version" ] || failed "Python finds $found before it"
 echo "tests with megatron-core $version, $("$PYTHON" --version):"
 # Of tests/unit: the files whose tests call megatron-core or read its source.
 # Left out for their time, in seconds on a busy machine; they passed when they were run by hand: tests/faults (more than

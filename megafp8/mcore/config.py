@@ -30,7 +30,7 @@ from megafp8.mcore.attention_fields import attention_fields, yarn_attributes
 from megafp8.mcore.latent_attention import config_class, latent_fields
 from megafp8.mcore.mixture_fields import mixture_fields
 from megafp8.mcore.multi_token import multi_token_fields
-from megafp8.mcore.overrides import DTYPES, parsed_overrides
+from megafp8.mcore.overrides import DTYPES, fp4_weight_problems, parsed_overrides
 from megafp8.mcore.patches import is_installed
 
 OVERRIDABLE_CONFIGS = {
@@ -70,7 +70,7 @@ def build_transformer_config(config: RunConfig, implementation: str, on_cuda: bo
     # Layers read this when they are built. Delayed scaling needs it for one update of its scales per step.
     fields["calculate_per_token_loss"] = True
     fields |= parsed_overrides(config, "transformer", TransformerConfig)
-    problems = unsafe_override_problems(fields)
+    problems = unsafe_override_problems(fields) + fp4_weight_problems(config, fields)
     if problems:
         raise ConfigError(problems)
     built: TransformerConfig = build_checked(config_class(config.model), fields)

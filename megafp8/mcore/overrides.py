@@ -16,12 +16,14 @@ from types import MappingProxyType
 from typing import Any, Optional
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from megafp8.config import megatron_flags
+from megafp8.config.muon import has_flat_shards
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings
 from megafp8.errors import ConfigError
-from megafp8.mcore.patches import core_version
+from megafp8.mcore.patches import core_version, is_installed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
@@ -55,21 +57,51 @@ REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
 )
 
 _SCHEDULE = "megatron-core's schedule that overlaps the exchange of tokens is not used; leave it out"
+_FUSED_GROUPED_MLP = "the fused grouped MLP of megatron-core 0.19, for Blackwell, is not used; leave it out"
 
-# Fields of megatron-core's own training loop, schedules and optimizer step. megafp8 has its own.
+# Fields of megatron-core's own training loop, schedules, optimizer step and MLPs. megafp8 has its own.
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType({
     "overlap_moe_expert_parallel_comm": _SCHEDULE,
     "ep_overlap_early_attn_memory_release": _SCHEDULE,
     "delay_wgrad_compute": _SCHEDULE,  # without the schedule no weight gradient would be computed
     "optimizer_cuda_graph": "megafp8's optimizer step is not captured in a CUDA graph; leave it out",
     "grad_norm_skip_threshold": "megafp8's optimizer step does not read it; use --spike-policy skip",
+    "moe_mlp_glu_interleave_size": _FUSED_GROUPED_MLP,
+    "moe_shared_expert_glu_interleave_size": _FUSED_GROUPED_MLP,
+    "use_grouped_gemm_for_dense_mlp": _FUSED_GROUPED_MLP,
+    "use_grouped_gemm_for_shared_expert": _FUSED_GROUPED_MLP,
 })  # fmt: skip
 
-# Fields that megatron-core 0.19 added, of features that 0.16 does not have.
+# All other fields of megatron-core 0.19 that 0.16 does not have.
 FIELDS_OF_0_19 = frozenset((
-    "activation_offload_fraction", "delay_offload_until_cuda_graph", "fine_grained_offloading_max_inflight_offloads",
-    "flash_attention_version", "fp4_param_gather", "fp8_output_proj", "fused_residual_rmsnorm",
-    "mlp_chunks_for_training", "num_buckets", "param_name_patterns_for_fp32_local_accumulation",
+    "activation_offload_fraction", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_moment2_method",
+    "cpu_offloading_retain_pinned_cpu_buffers", "cuda_graph_modules", "delay_offload_until_cuda_graph",
+    "delta_offload_bytes_across_pp_ranks", "dsa_indexer_k_norm_epsilon", "dsa_indexer_k_norm_fp32",
+    "dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu",
+    "dsa_indexer_skip_topk_offset", "dsa_indexer_topk_freq", "dsa_kernel_backend",
+    "experimental_attention_variant_loss_scale_func", "expert_gtp_weight_remat_size",
+    "expert_tensor_parallel_num_weight_shards", "fine_grained_offloading_max_inflight_offloads",
+    "flash_attention_version", "fp4_param_gather", "fp8_output_proj", "fsdp_all_gather_in_start_param_sync",
+    "fsdp_db_use_persist_buf_on_alloc_fail", "fused_residual_rmsnorm", "gtp_weight_remat_size",
+    "high_priority_a2a_comm_stream", "inference_cuda_graph_scope", "inference_disable_triton_nvls_kernels",
+    "inference_grouped_gemm_backend", "inference_moe_disable_fused_quant_kernels",
+    "inference_moe_token_dispatcher_type", "lion_beta1", "lion_beta2", "mamba_training_ssm_states_dtype",
+    "megatron_fsdp_cuda_graph_mode", "megatron_fsdp_enable_fine_grained_param_gather",
+    "megatron_fsdp_grad_comm_dtype", "megatron_fsdp_main_grads_dtype", "megatron_fsdp_main_params_dtype",
+    "megatron_fsdp_max_pool_double_buffer", "megatron_fsdp_use_decoupled_grad", "mlp_chunks_for_training",
+    "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_num_sms", "moe_grad_scale_func",
+    "moe_hybridep_num_blocks_permute", "moe_hybridep_num_blocks_unpermute", "moe_hybridep_num_sms_preprocessing",
+    "moe_hybridep_pad_uneven_dispatch_inputs", "moe_ncclep_static_shape", "moe_ncclep_zero_copy",
+    "moe_pad_experts_for_cuda_graph_inference", "moe_paged_stash", "moe_paged_stash_buffer_size_factor_cpu",
+    "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_page_size", "moe_permute_fusion_into_hybridep",
+    "moe_router_force_biased", "moe_router_quantile_balancing_ema", "moe_single_grouped_bias",
+    "moe_single_grouped_weight", "mtp_detach_heads", "mtp_grad_scale_func", "mtp_hybrid_override_pattern",
+    "mtp_use_repeated_layer", "muon_coefficient_type", "muon_nesterov", "muon_scalar_optimizer",
+    "mup_attn_scale_power", "mup_base_head_dim", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult",
+    "mup_width_mult", "nccl_all_reduce_for_prefill", "num_buckets", "overlap_dispatch_backward_with_experts_wgrad",
+    "param_name_patterns_for_fp32_local_accumulation", "soap_precondition_frequency", "soap_shampoo_beta",
+    "soap_use_kl_shampoo", "tensor_parallel_num_weight_shards", "use_layer_wise_distributed_optimizer", "use_mup",
+    "use_transformer_engine_op_fuser",
 ))  # fmt: skip
 
 
@@ -89,8 +121,10 @@ def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, A
         owner, _, name = path.partition(".")
         if owner != section:
             continue
-        known = name in fields or name in WITHOUT_EFFECT
-        reason = override_refusal(name) if known else unknown_field(kind, name)
+        known = name in fields or name in WITHOUT_EFFECT or name in FIELDS_OF_0_19
+        reason = override_refusal(name) if known else None
+        if reason is None and name not in fields:
+            reason = unknown_field(kind, name)
         if reason is not None:
             problems.append(f"--override {entry}: {reason}")
             continue
@@ -122,6 +156,23 @@ def unknown_field(kind: type, field: str) -> str:
     if field in FIELDS_OF_0_19:
         text += f": it was added in megatron-core 0.19, and {core_version()} is installed"
     return text
+
+
+def fp4_weight_problems(config: RunConfig, fields: Mapping[str, Any]) -> list[str]:
+    """Problems of FP4 weights, which two fields ask for: one of the model and one of the buffers.
+
+    Args:
+        fields: of the model.
+    """
+    is_stored = fields.get("fp4_param", False)
+    if is_installed("<0.19"):
+        reason = f"its weights in FP4 were added in megatron-core 0.19, and {core_version()} is installed"
+        return [f"--override transformer.fp4_param=True: {reason}"] if is_stored else []
+    is_gathered = parsed_overrides(config, "ddp", DistributedDataParallelConfig).get("fp4_param_gather", False)
+    if is_stored == is_gathered and (not is_stored or has_flat_shards(config)):
+        return []
+    together = "--override transformer.fp4_param=True ddp.fp4_param_gather=True --use-distributed-optimizer"
+    return [f"weights in FP4: give {together}"]
 
 
 def parse_value(text: str, target: Any) -> Any:

@@ -16,9 +16,11 @@ case "$*" in
   *find_spec*) echo {core} ;;
   *'version("megatron-core")'*) case "${{PYTHONPATH:-}}" in *engines*) echo 0.19.2 ;; *) echo 0.16.1 ;; esac ;;
   *--target*)
+    [ -z "${{DOWNLOAD_FAILS:-}}" ] || exit 1
     while [ "$1" != --target ]; do shift; done
     mkdir -p "$2/megatron/core/datasets" && cp {core}/datasets/helpers.cpp "$2/megatron/core/datasets/" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *' -e .[dev]'*) [ -z "${{INSTALL_FAILS:-}}" ] ;;
   *pytest*) exit "${{TESTS_STATUS:-0}}" ;;
   *--dry-run*) exit {dry_run} ;;
 esac
@@ -54,8 +56,9 @@ def run(checkout: Path, **variables: str) -> tuple[int, list[str], list[str]]:
     environment = os.environ | {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": ""} | variables
     command = ["bash", "tests/other_engine.sh", "-x"]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stderr == ""
-    return done.returncode, done.stdout.splitlines(), (checkout / "calls").read_text().splitlines()
+    assert (done.stderr == "") == (done.returncode in (0, 3))
+    output = done.stdout + done.stderr
+    return done.returncode, output.splitlines(), (checkout / "calls").read_text().splitlines()
 
 
 def test_without_a_local_build_of_torch_the_installed_python_takes_its_files(checkout: Path) -> None:
@@ -84,6 +87,22 @@ def test_a_python_with_a_local_build_of_torch_is_used(checkout: Path) -> None:
     assert "megatron-core" not in (checkout / ".venv/engines/native/constraints.txt").read_text()
     before = len([call for call in calls if "-m venv" in call])
     assert len([call for call in run(checkout)[2] if "-m venv" in call]) == before == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "dry_run", "reason"),
+    [
+        ("DOWNLOAD_FAILS", 1, "its wheel cannot be downloaded"),
+        ("INSTALL_FAILS", 0, "it cannot be installed for python3.13"),
+    ],
+)
+def test_what_cannot_be_installed_is_an_error(checkout: Path, variable: str, dry_run: int, reason: str) -> None:
+    add_python(checkout, "bin/python3.13", dry_run)
+    status, output, calls = run(checkout, **{variable: "1"})
+    assert (status, output) == (1, [f"cannot be tested with megatron-core 0.19.2: {reason}"])
+    assert not any("-m pytest" in call for call in calls)
+    assert not (checkout / ".venv/engines/0.19.2-3.12").exists()
+    assert run(checkout)[0] == 0, "the next run tries again"
 
 
 def test_another_installed_version_is_not_tested(checkout: Path) -> None:

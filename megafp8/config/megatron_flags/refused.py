@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_NEWER_MOE = "it is not a feature of this megatron-core; remove it"
+_NEWER_MOE = "it is a feature of newer versions of megatron-core, and is not supported; remove it"
 _DISPATCH_LIBRARY = "exchanging tokens by DeepEP or HybridEP is not supported; use --moe-token-dispatcher-type alltoall"
 _UPCYCLING = "weights are not copied into experts; train from scratch, or from a model with experts"
 _FSDP = "Megatron-FSDP is not supported; use --use-torch-fsdp2, or --use-distributed-optimizer"
@@ -89,7 +89,7 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     ("--fp8-quantizer-factory", "quantizers are chosen by --fp8-recipe"),
     ("--fp4-quantizer-factory", "quantizers are chosen by --fp4-recipe"),
-    ("--fp4-param-gather", "weights are gathered in high precision and quantized after; remove it"),
+    ("--fp4-param-gather", "weights are quantized after their gather; remove it (weights in FP4: docs/upstream.md)"),
     ("--te-precision-config-file", "its file format is not supported: use --precision-map FILE (docs/precision.md)"),
     (
         "--fp8-multi-head-attention",

@@ -36,6 +36,7 @@ class TestedSet:
     __test__ = False  # keeps pytest from collecting it
 
 
+_CHOSEN = "python -m pytest tests/unit/config tests/unit/checkpoint tests/unit/mcore tests/distributed/test_loop.py"
 CPU_TESTED_SETS = (
     TestedSet(
         name="CPU",
@@ -48,6 +49,30 @@ CPU_TESTED_SETS = (
         python=(3, 11),
         packages={"torch": "2.13", "megatron-core": NEWER_MEGATRON_CORE},
         command="bash tests/other_engine.sh",
+    ),
+    TestedSet(
+        name="CPU, Python 3.10, chosen tests",
+        python=(3, 10),
+        packages={"torch": "2.13", "megatron-core": MEGATRON_CORE},
+        command=_CHOSEN,
+    ),
+    TestedSet(
+        name="CPU, Python 3.12, chosen tests",
+        python=(3, 12),
+        packages={"torch": "2.13", "megatron-core": NEWER_MEGATRON_CORE},
+        command=_CHOSEN,
+    ),
+    TestedSet(
+        name="CPU, Python 3.12, 0.16.1, chosen tests",
+        python=(3, 12),
+        packages={"torch": "2.13", "megatron-core": MEGATRON_CORE},
+        command=_CHOSEN,
+    ),
+    TestedSet(
+        name="CPU, Python 3.13, chosen tests",
+        python=(3, 13),
+        packages={"torch": "2.13", "megatron-core": NEWER_MEGATRON_CORE},
+        command=_CHOSEN,
     ),
 )
 GPU_TESTED_SETS = (

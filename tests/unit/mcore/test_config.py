@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from dataclasses import dataclass, replace
 from typing import Any, Optional, get_type_hints
 
@@ -233,11 +234,14 @@ def test_all_wrong_overrides_are_reported_together() -> None:
 
 
 def test_fields_that_megafp8s_own_step_ignores_are_refused() -> None:
+    reasons = "megafp8's optimizer step|megatron-core's schedule|the fused grouped MLP"
     for field in WITHOUT_EFFECT:
-        with pytest.raises(ConfigError, match=f"{field}: (megafp8's optimizer step|megatron-core's schedule)"):
+        with pytest.raises(ConfigError, match=f"{field}: ({reasons})"):
             build_optimizer_config(overridden(f"optimizer.{field}=1"), "local")
     with pytest.raises(ConfigError, match="delay_wgrad_compute: megatron-core's schedule"):
         transformer(overridden("transformer.delay_wgrad_compute=true"))
+    with pytest.raises(ConfigError, match=r"moe_mlp_glu_interleave_size: the fused grouped MLP of megatron-core 0\.19"):
+        transformer(overridden("transformer.moe_mlp_glu_interleave_size=32"))
 
 
 def test_fields_of_a_newer_megatron_core_are_named() -> None:
@@ -245,8 +249,40 @@ def test_fields_of_a_newer_megatron_core_are_named() -> None:
     found = {name for kind in sections for name in get_type_hints(kind)} & FIELDS_OF_0_19
     assert found == (set() if is_installed("<0.19") else FIELDS_OF_0_19)
     if is_installed("<0.19"):
+        problems = mcore_config.override_problems(overridden(*(f"ddp.{field}=1" for field in FIELDS_OF_0_19)))
+        reasons = r"in megatron-core 0\.19, and 0\.16\.1 is|feature of newer versions of megatron-core|is set by --"
+        assert len(problems) == len(FIELDS_OF_0_19)
+        assert all(re.search(reasons, problem) for problem in problems)
+
+
+def test_weights_in_nvfp4_are_of_megatron_core_0_19() -> None:
+    """Blackwell's: what is built without the hardware."""
+    words = ["transformer.fp4_param=True", "ddp.fp4_param_gather=True"]
+    flags = "--fp4-format e2m1 --use-distributed-optimizer"
+    if is_installed("<0.19"):
+        with pytest.raises(ConfigError, match=r"\.fp4_param=True: .* in megatron-core 0\.19, and 0\.16\.1 is"):
+            transformer(overridden(words[0], flags=flags), "transformer_engine")
+        with pytest.raises(ConfigError, match=r"no field fp4_param_gather: .* in megatron-core 0\.19, and 0\.16\.1 is"):
+            build_ddp_config(overridden(words[1], flags=flags))
+        return
+    config = overridden(*words, flags=flags)
+    assert transformer(config, "transformer_engine").fp4_param and build_ddp_config(config).fp4_param_gather
+    partly = [overridden(word, flags=flags) for word in words] + [overridden(*words, flags="--fp4-format e2m1")]
+    for config in partly:
+        with pytest.raises(ConfigError, match=r"ddp\.fp4_param_gather=True --use-distributed-optimizer$"):
+            transformer(config, "transformer_engine")
+
+
+def test_the_language_model_head_in_mxfp8_is_of_megatron_core_0_19() -> None:
+    """Blackwell's: what is built without the hardware."""
+    config = overridden("transformer.fp8_output_proj=True", flags="--fp8-format e4m3 --fp8-recipe mxfp8")
+    if is_installed("<0.19"):
         with pytest.raises(ConfigError, match=r"no field fp8_output_proj: .* in megatron-core 0\.19, and 0\.16\.1 is"):
-            transformer(overridden("transformer.fp8_output_proj=True"))
+            transformer(config, "transformer_engine")
+        return
+    assert transformer(config, "transformer_engine").fp8_output_proj
+    with pytest.raises(ConfigError, match="fp8_output_proj must be used together with fp8 mode"):
+        transformer(config, "emulated")
 
 
 def test_activation_offloading() -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from reproducers import PAGE, expected_error, reproducers
+from reproducers import PAGE, reproducers, wrong_endings
 
 from megafp8.launch.doctor import versions
 from megafp8.mcore import cpu_patches, patches
@@ -37,7 +34,10 @@ def test_the_page_lists_the_patches_of_transformer_engine() -> None:
     tree = ast.parse((ROOT / "megafp8/te/patches.py").read_text(encoding="utf-8"))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     names = [call.args[0].value for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Patch"]
-    assert [row[0] for row in rows_after("Transformer Engine", "patch")] == names and names
+    tested = {each.packages["transformer-engine"] for each in versions.GPU_TESTED_SETS}
+    rows = rows_after("Transformer Engine", "patch")
+    assert [row[0] for row in rows] == names and names
+    assert all(versions.matches_version(version, row[1]) for row in rows for version in tested)
 
 
 def test_the_page_lists_the_tested_sets_of_the_doctor() -> None:
@@ -62,8 +62,4 @@ def test_the_faults_of_the_page_still_exist() -> None:
     """One that does not is fixed: what works around it can go."""
     numbers = [number for number, (library, _) in enumerate(reproducers()) if runs_here(library)]
     assert len(numbers) > 8
-    command = [sys.executable, str(ROOT / "tests/reproducers.py"), *map(str, numbers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    expected = [expected_error(reproducers()[number][1]) for number in numbers]
-    assert json.loads(done.stdout.splitlines()[-1]) == expected, done.stderr
+    assert wrong_endings(numbers) == []
