@@ -27,7 +27,7 @@ RUN = (
 )
 KERNELS = {"launched": "--cuda-graph-impl none", "graph": "--cuda-graph-impl local --cuda-graph-warmup-steps 2"}
 PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
-INTERLEAVED = f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
+INTERLEAVED = f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LAYOUTS = {
     "pipeline bf16": PP2,
@@ -36,7 +36,6 @@ LAYOUTS = {
     "pipeline recomputed delayed": f"{PP2} {RECIPES['delayed']} {FULL}",
     "interleaved bf16": INTERLEAVED,
     "interleaved delayed": f"{INTERLEAVED} {RECIPES['delayed']}",
-    "interleaved waiting bf16": f"{INTERLEAVED} --no-overlap-p2p-communication",
     "context bf16": CP2,
     "context delayed": f"{CP2} {RECIPES['delayed']}",
 }

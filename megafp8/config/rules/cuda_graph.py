@@ -137,6 +137,12 @@ def _rank_obstacles(config: RunConfig) -> Checks:
             f"each other in a CUDA graph; {fix}",
         )
     yield (
+        is_interleaved(config) and parallel.overlap_p2p_comm,
+        "--num-virtual-stages-per-pipeline-rank",
+        "a graph with messages beside the layers of other virtual stages hung on two H100s; use "
+        "--no-overlap-p2p-communication",
+    )
+    yield (
         config.precision.grad_reduce_in_fp8,
         "--grad-reduce-in-fp8",
         "a graph of the reduction in FP8 has not been run; use --cuda-graph-impl none",

@@ -46,7 +46,9 @@ def test_compatible_settings(text: str) -> None:
         "--attention-dropout 0.1 --recompute-granularity full --recompute-method uniform",
         "--hidden-dropout 0.1 --recompute-activations",
         "--moe-input-jitter-eps 0.01 --moe-layer-recompute",
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--no-overlap-p2p-communication",
+        "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2",
         "--tensor-model-parallel-size 2 --context-parallel-size 4",
         "--fp4-recipe nvfp4 --fp4-format e2m1",
         "--fp8-schedule 1:bf16,10:fp8",
