@@ -6,8 +6,8 @@ _NEWER_MOE = "it is a feature of newer versions of megatron-core, and is not sup
 _DISPATCH_LIBRARY = "exchanging tokens by DeepEP or HybridEP is not supported; use --moe-token-dispatcher-type alltoall"
 _UPCYCLING = "weights are not copied into experts; train from scratch, or from a model with experts"
 _FSDP = (
-    "Megatron-FSDP is not supported: on two H200s it needed 48 GiB where the distributed optimizer needs 35, and 1.03 of "
-    "its time; use --use-distributed-optimizer, or --use-torch-fsdp2 for less memory"
+    "Megatron-FSDP is not supported: on two H200s it needed 48 GiB where the distributed optimizer needs 35, and 1.03 "
+    "of its time; use --use-distributed-optimizer, or --use-torch-fsdp2 for less memory"
 )
 _OTHER_MODEL = "it is for another kind of model; megafp8 trains GPT models on text"
 _LAUNCHER = "it is a flag of torchrun: put it before the training script, or start with megafp8 torchrun"
