@@ -190,6 +190,7 @@ def test_machines_rendezvous(environment: dict[str, str], stub_python) -> None:
 REPORT_RUNS = [
     *(("small", recipe) for recipe in ("bf16", "bf16-control", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")),
     *(("large", recipe) for recipe in ("bf16", "delayed", "tensorwise")),
+    *(("mixture", recipe) for recipe in ("bf16", "delayed", "tensorwise")),
     *(("explain", recipe) for recipe in ("delayed-te-start", "delayed-no-graph", "bf16-no-graph")),
 ]
 
@@ -201,8 +202,15 @@ def test_the_runs_of_the_loss_report_are_accepted(size: str, recipe: str, stub_p
     assert config.training.seed == 2 and config.training.global_batch_size * config.data.seq_length == 65_536
     problems = [problem for problem in rules.problems(config, 1) if "/nowhere/" not in problem]
     assert problems == []
-    control = config.training.micro_batch_size == 16
-    assert control == (recipe == "bf16-control")
+    is_small = config.training.micro_batch_size == 16
+    assert is_small == (recipe == "bf16-control" or size == "mixture")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_levels_of_the_loss_report_have_two_ranks(level: str, stub_python: str, tmp_path: Path) -> None:
+    config = loss_report_config(["small", level, "1"], stub_python, tmp_path, GPUS="2")
+    assert config.precision.fp8_lm_level == level
+    assert [problem for problem in rules.problems(config, 2) if "/nowhere/" not in problem] == []
 
 
 def test_a_loss_report_can_be_shortened(stub_python: str, tmp_path: Path) -> None:
