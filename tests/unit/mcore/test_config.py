@@ -136,7 +136,11 @@ def test_no_flags_enable_a_wrong_pipeline(style: str) -> None:
         ("--no-overlap-p2p-communication", "transformer.batch_p2p_comm=true", "mixed up"),
         ("", "transformer.deallocate_pipeline_outputs=true", "freed while being sent"),
         ("", "transformer.perform_initialization=false", "gradient norm is wrong"),
-        ("--cuda-graph-impl local --use-distributed-optimizer", "transformer.batch_p2p_sync=true", "cannot wait"),
+        (
+            "--cuda-graph-impl local --use-distributed-optimizer --no-overlap-p2p-communication",
+            "transformer.batch_p2p_sync=true",
+            "cannot wait",
+        ),
     ],
 )
 def test_overrides_that_enable_it_are_refused(flags: str, entry: str, reason: str) -> None:
