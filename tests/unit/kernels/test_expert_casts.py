@@ -6,6 +6,7 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import interpreter
 import pytest
@@ -80,6 +81,42 @@ def check_codes(codes: expert_casts.RoutedCodes, values: Tensor, rows: RoutedRow
     assert torch.equal(codes.scale_inv, scale_inv)
 
 
+def weighted_swiglu(h: Tensor, p: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """p silu(a) b of h = (a, b), and the gradients of h and p, in FP32."""
+    h_plain, p_plain = h.float().requires_grad_(), p.clone().requires_grad_()
+    a, b = h_plain.chunk(2, 1)
+    y = torch.nn.functional.silu(a) * b * p_plain[:, None]
+    y.backward(dy.float())
+    assert h_plain.grad is not None and p_plain.grad is not None
+    return y.detach(), h_plain.grad, p_plain.grad
+
+
+def check_flags(casts: Any, dtype: torch.dtype) -> None:
+    """The experts that have infinite values, and no others, are flagged; a NaN, or rows behind the last expert's, set
+    no flag."""
+    chosen, rows, probs = routed(ROUTINGS[1])
+    x, p = drawn(TOKENS, WIDTH), values_of_rows(probs, rows)
+    x[3, 5], x[7, 6] = torch.nan, -torch.inf
+    weights = drawn(EXPERTS, WIDTH, WIDTH)
+    weights[0, 2, 3], weights[3, 127, 127] = torch.nan, torch.inf
+    h, dy = drawn(len(p), 2 * WIDTH), drawn(len(p), WIDTH, seed=1)
+    h[int(rows.ends[-1]) :] = torch.inf
+    of_first, of_third = 0, int(rows.ends[1])
+    h[of_first, 5], h[of_first, WIDTH + 5], h[of_third, 2] = torch.inf, 1, torch.nan
+    dy[of_first, 5], dy[of_third, 7] = 1, torch.inf
+
+    def flags_of(cast: Callable[[CurrentScale], object]) -> list[int]:
+        infinities = torch.zeros(EXPERTS, dtype=dtype, device=DEVICE)
+        cast(CurrentScale(infinities))
+        return infinities.tolist()
+
+    assert flags_of(lambda scale: casts.gather_codes(x, rows, chosen, GRID, scale=scale)) == chosen[7].tolist()
+    assert flags_of(lambda scale: casts.weight_codes(weights, GRID, scale)) == [0, 0, 0, 1]
+    assert flags_of(lambda scale: casts.swiglu_codes(h, p, rows, GRID, scale)) == [1, 0, 0, 0]
+    # The gate's gradient of an infinite gate is NaN, but the other half has its result.
+    assert flags_of(lambda scale: casts.swiglu_backward_codes(dy, h, p, rows, GRID, scale)) == [1, 0, 1, 0]
+
+
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_each_token_has_its_rows(kind: str) -> None:
     chosen, rows, probs = routed(kind)
@@ -120,19 +157,16 @@ def test_weighted_swiglu_and_its_gradients(kind: str) -> None:
     _, rows, probs = routed(kind)
     p = values_of_rows(probs, rows)
     h, dy = drawn(len(p), 2 * WIDTH), drawn(len(p), WIDTH, seed=1)
-    h_plain, p_plain = h.float()[live(rows)].requires_grad_(), p[live(rows)].requires_grad_()
-    a, b = h_plain.chunk(2, 1)
-    y = torch.nn.functional.silu(a) * b * p_plain[:, None]
-    y.backward(dy.float()[live(rows)])
+    y, h_grad, p_grad = weighted_swiglu(h[live(rows)], p[live(rows)], dy[live(rows)])
     near = {"rtol": 2**-7, "atol": 1e-6}
     torch.testing.assert_close(expert_casts.swiglu(h, p, rows)[live(rows)].float(), y, **near)
     dh, dp = expert_casts.swiglu_backward(dy, h, p, rows)
-    torch.testing.assert_close(dh[live(rows)].float(), h_plain.grad, **near)
-    torch.testing.assert_close(dp[live(rows)], p_plain.grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dh[live(rows)].float(), h_grad, **near)
+    torch.testing.assert_close(dp[live(rows)], p_grad, rtol=1e-5, atol=1e-4)
     codes = expert_casts.swiglu_codes(h, p, rows, GRID)
     gradient_codes, dp_of_codes = expert_casts.swiglu_backward_codes(dy, h, p, rows, GRID)
     assert torch.equal(dp_of_codes, dp)
-    for found, values in ((codes, y.detach()), (gradient_codes, h_plain.grad)):
+    for found, values in ((codes, y), (gradient_codes, h_grad)):
         expected, scale_inv = expected_codes(values, rows)
         torch.testing.assert_close(found.scale_inv, scale_inv, rtol=1e-5, atol=0)
         assert torch.equal(found.rows[live(rows)], found.columns[:, live(rows)].t())
@@ -152,28 +186,7 @@ def test_weights_have_a_scale_for_each_expert() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_infinite_amaxes_are_flagged(dtype: torch.dtype) -> None:
-    """Of the experts that have them, and of no others; a NaN, or rows behind the last expert's, set none."""
-    chosen, rows, probs = routed(ROUTINGS[1])
-    x, p = drawn(TOKENS, WIDTH), values_of_rows(probs, rows)
-    x[3, 5], x[7, 6] = torch.nan, -torch.inf
-    weights = drawn(EXPERTS, WIDTH, WIDTH)
-    weights[0, 2, 3], weights[3, 127, 127] = torch.nan, torch.inf
-    h, dy = drawn(len(p), 2 * WIDTH), drawn(len(p), WIDTH, seed=1)
-    h[int(rows.ends[-1]) :] = torch.inf
-    of_first, of_third = 0, int(rows.ends[1])
-    h[of_first, 5], h[of_first, WIDTH + 5], h[of_third, 2] = torch.inf, 1, torch.nan
-    dy[of_first, 5], dy[of_third, 7] = 1, torch.inf
-
-    def flags_of(cast: Callable[[CurrentScale], object]) -> list[int]:
-        infinities = torch.zeros(EXPERTS, dtype=dtype, device=DEVICE)
-        cast(CurrentScale(infinities))
-        return infinities.tolist()
-
-    assert flags_of(lambda scale: expert_casts.gather_codes(x, rows, chosen, GRID, scale=scale)) == chosen[7].tolist()
-    assert flags_of(lambda scale: expert_casts.weight_codes(weights, GRID, scale)) == [0, 0, 0, 1]
-    assert flags_of(lambda scale: expert_casts.swiglu_codes(h, p, rows, GRID, scale)) == [1, 0, 0, 0]
-    # The gate's gradient of an infinite gate is NaN, but the other half has its result.
-    assert flags_of(lambda scale: expert_casts.swiglu_backward_codes(dy, h, p, rows, GRID, scale)) == [1, 0, 1, 0]
+    check_flags(expert_casts, dtype)
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -253,16 +266,13 @@ def test_weighted_swiglu_and_its_gradients_with_known_scales(kind: str) -> None:
     p = values_of_rows(probs, rows)
     h, dy = drawn(len(p), 2 * WIDTH), drawn(len(p), WIDTH, seed=1)
     h[int(rows.ends[-1]) :] = 1e30
-    h_plain, p_plain = h.float().requires_grad_(), p.clone().requires_grad_()
-    a, b = h_plain.chunk(2, 1)
-    y = torch.nn.functional.silu(a) * b * p_plain[:, None]
-    y.backward(dy.float())
+    y, h_grad, p_grad = weighted_swiglu(h, p, dy)
     scales, amaxes = known_scales()
     gradient_amaxes = known_scales()[1]
     codes = expert_casts.swiglu_codes(h, p, rows, GRID, (scales, amaxes))
     gradient_codes, dp = expert_casts.swiglu_backward_codes(dy, h, p, rows, GRID, (scales, gradient_amaxes))
-    torch.testing.assert_close(dp[live(rows)], p_plain.grad[live(rows)], rtol=1e-5, atol=1e-4)
-    for found, values, recorded in ((codes, y.detach(), amaxes), (gradient_codes, h_plain.grad, gradient_amaxes)):
+    torch.testing.assert_close(dp[live(rows)], p_grad[live(rows)], rtol=1e-5, atol=1e-4)
+    for found, values, recorded in ((codes, y, amaxes), (gradient_codes, h_grad, gradient_amaxes)):
         expected, scale_inv, expected_amaxes = expected_delayed(by_expert(values, rows))
         assert torch.equal(found.scale_inv, scale_inv)
         torch.testing.assert_close(recorded, expected_amaxes, rtol=1e-5, atol=0)

@@ -5,7 +5,7 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import interpreter
 import pytest
@@ -15,11 +15,22 @@ from torch import Tensor
 
 interpreter.skip_without_kernels()
 
-from test_expert_casts import EXPERTS, GRID, ROUTINGS, TOKENS, WIDTH, by_expert, drawn, live, routed
+from test_expert_casts import (
+    EXPERTS,
+    GRID,
+    ROUTINGS,
+    TOKENS,
+    WIDTH,
+    by_expert,
+    check_flags,
+    drawn,
+    live,
+    routed,
+    weighted_swiglu,
+)
 
 from megafp8.kernels import expert_casts, expert_rowwise
 from megafp8.kernels.expert_rowwise import RowwiseCodes
-from megafp8.kernels.expert_scales import CurrentScale
 from megafp8.kernels.routed_rows import RoutedRows, values_of_rows
 from megafp8.quantization.quantize import quantize_by_torch
 from megafp8.recipes import registry
@@ -82,36 +93,14 @@ def test_weighted_swiglu_and_its_gradients(kind: str) -> None:
     p = values_of_rows(probs, rows)
     h, dy = drawn(len(p), 2 * WIDTH), drawn(len(p), WIDTH, seed=1)
     h[int(rows.ends[-1]) :] = 1e30
-    h_plain, p_plain = h.float().requires_grad_(), p.clone().requires_grad_()
-    a, b = h_plain.chunk(2, 1)
-    y = torch.nn.functional.silu(a) * b * p_plain[:, None]
-    y.backward(dy.float())
-    assert h_plain.grad is not None and p_plain.grad is not None
+    y, h_grad, p_grad = weighted_swiglu(h, p, dy)
     codes = expert_rowwise.swiglu_codes(h, p, rows, GRID)
     gradient_codes, dp = expert_rowwise.swiglu_backward_codes(dy, h, p, rows, GRID)
-    torch.testing.assert_close(dp[live(rows)], p_plain.grad[live(rows)], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dp[live(rows)], p_grad[live(rows)], rtol=1e-5, atol=1e-4)
     # A value next to the middle of two codes may be rounded to either.
-    check(codes, by_expert(y.detach(), rows), rows, others=2e-3)
-    check(gradient_codes, by_expert(h_plain.grad, rows), rows, others=2e-3)
+    check(codes, by_expert(y, rows), rows, others=2e-3)
+    check(gradient_codes, by_expert(h_grad, rows), rows, others=2e-3)
 
 
 def test_infinite_amaxes_are_flagged() -> None:
-    chosen, rows, probs = routed(ROUTINGS[1])
-    x, p = drawn(TOKENS, WIDTH), values_of_rows(probs, rows)
-    x[3, 5], x[7, 6] = torch.nan, -torch.inf
-    weights = drawn(EXPERTS, WIDTH, WIDTH)
-    weights[0, 2, 3], weights[3, 127, 127] = torch.nan, torch.inf
-    h, dy = drawn(len(p), 2 * WIDTH), drawn(len(p), WIDTH, seed=1)
-    h[int(rows.ends[-1]) :] = torch.inf
-    h[0, 5], h[0, WIDTH + 5], dy[int(rows.ends[1]), 7] = torch.inf, 1, torch.inf
-    dy[0, 5] = 1
-
-    def flags_of(cast: Callable[[CurrentScale], object]) -> list[int]:
-        infinities = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
-        cast(CurrentScale(infinities))
-        return infinities.tolist()
-
-    assert flags_of(lambda scale: expert_rowwise.gather_codes(x, rows, chosen, GRID, scale=scale)) == chosen[7].tolist()
-    assert flags_of(lambda scale: expert_rowwise.weight_codes(weights, GRID, scale)) == [0, 0, 0, 1]
-    assert flags_of(lambda scale: expert_rowwise.swiglu_codes(h, p, rows, GRID, scale)) == [1, 0, 0, 0]
-    assert flags_of(lambda scale: expert_rowwise.swiglu_backward_codes(dy, h, p, rows, GRID, scale)) == [1, 0, 1, 0]
+    check_flags(expert_rowwise, torch.int64)
