@@ -50,29 +50,19 @@ CPU_TESTED_SETS = (
         packages={"torch": "2.13", "megatron-core": NEWER_MEGATRON_CORE},
         command="bash tests/other_engine.sh",
     ),
-    TestedSet(
-        name="CPU, Python 3.10, chosen tests",
-        python=(3, 10),
-        packages={"torch": "2.13", "megatron-core": MEGATRON_CORE},
-        command=_CHOSEN,
-    ),
-    TestedSet(
-        name="CPU, Python 3.12, chosen tests",
-        python=(3, 12),
-        packages={"torch": "2.13", "megatron-core": NEWER_MEGATRON_CORE},
-        command=_CHOSEN,
-    ),
-    TestedSet(
-        name="CPU, Python 3.12, 0.16.1, chosen tests",
-        python=(3, 12),
-        packages={"torch": "2.13", "megatron-core": MEGATRON_CORE},
-        command=_CHOSEN,
-    ),
-    TestedSet(
-        name="CPU, Python 3.13, chosen tests",
-        python=(3, 13),
-        packages={"torch": "2.13", "megatron-core": NEWER_MEGATRON_CORE},
-        command=_CHOSEN,
+    *(
+        TestedSet(
+            name=f"CPU, Python {name}, chosen tests",
+            python=python,
+            packages={"torch": "2.13", "megatron-core": megatron_core},
+            command=_CHOSEN,
+        )
+        for name, python, megatron_core in (
+            ("3.10", (3, 10), MEGATRON_CORE),
+            ("3.12", (3, 12), NEWER_MEGATRON_CORE),
+            ("3.12, 0.16.1", (3, 12), MEGATRON_CORE),
+            ("3.13", (3, 13), NEWER_MEGATRON_CORE),
+        )
     ),
 )
 GPU_TESTED_SETS = (
