@@ -253,13 +253,11 @@ class BucketReduction:
         """Add the received gradients of the own shard, and write the sums, or in an all-reduce send them."""
         gradients, num_ranks = request.gradients, self.group.size()
         divisor = num_ranks if request.is_average else 1
-        # torch would multiply with the reciprocal of a number on a GPU.
-        divisors = torch.full((), divisor, dtype=torch.float32, device=gradients.device)
         exact = torch.zeros(self.own.num_exact, device=gradients.device)
         for message in received.chunk(num_ranks) if self.own.exact else ():
             exact += message[: self.own.num_exact * self.exact_itemsize].view(gradients.dtype)
         if request.is_average:
-            exact /= divisors
+            divide(exact, divisor)
         if self.fused is not None and not request.is_complete:
             self.fused.add_to_gradients(received, gradients, dequant_scale, num_ranks, divisor)
             scatter_exact(gradients, self.own, exact)
@@ -267,7 +265,9 @@ class BucketReduction:
         if self.fused is not None:
             rows = self.fused.add_to_rows(received, dequant_scale, num_ranks, divisor)
         else:
-            rows = self._add(received, dequant_scale).div_(divisors)
+            rows = self._add(received, dequant_scale)
+            if request.is_average:
+                divide(rows, divisor)
         if request.is_complete:
             return self._share(gradients, rows, exact)
         scatter_rows(gradients, self.own, rows, exact)
@@ -347,6 +347,11 @@ class PipelinedReduction:
     def start(self, request: Reduction) -> PartialWork:
         """Quantize the parts and send their codes."""
         return BucketWorks([part.start(request) for part in self.parts])
+
+
+def divide(sums: Tensor, divisor: int) -> None:
+    """Divide in place. On a GPU torch would multiply with the reciprocal of a number, but divides by a tensor."""
+    sums /= torch.full((), divisor, dtype=sums.dtype, device=sums.device)
 
 
 def e8m0_values(exponents: Tensor) -> Tensor:
