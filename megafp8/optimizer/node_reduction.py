@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megafp8.errors import ConfigError
 from megafp8.mcore.grad_reduction import Reduction
-from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
+from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction, divide
 from megafp8.optimizer.gradient_pieces import Shard
 from megafp8.optimizer.reduction_works import PartialWork
 
@@ -141,7 +141,7 @@ class NodeReduction:
         dist.reduce_scatter_tensor(sums.view(-1), by_node.transpose(0, 1).reshape(-1), group=intra)
         self.step.count_within_node(sums.nbytes * (intra.size() - 1))
         if request.is_average:
-            sums /= intra.size()
+            divide(sums, intra.size())
         for node, target in enumerate(self._own_shards(gradients)):
             target.copy_(sums[node, : len(target)])
         return NodeWork(self.between.start(request), self, request)
