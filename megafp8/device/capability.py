@@ -24,10 +24,9 @@ from megafp8.device.layer_support import (
     model_obstacles,
     quantizer_problems,
 )
+from megafp8.device.nccl_environment import expandable_segments
 from megafp8.recipes import registry
 from megafp8.recipes.base import ANY_LATER
-
-NCCL_BUFFERS = "ddp.nccl_ub=true"
 
 _BY_BLOCK = "Transformer Engine reduces the amaxes of all layers together, after the last layer"
 _NOT_SAVED = "megatron-core does not save the amax history of an output layer; use a recipe without amax history"
@@ -188,12 +187,8 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
         found.append(
             f"--pipeline-model-parallel-comm-backend {backend}: {target.name} has no CUDA device; remove the flag"
         )
-    if target.kind == "cpu":
-        found += [
-            f"--override {entry}: {target.name} has no CUDA device, so NCCL user buffers are not available; remove it"
-            for entry in config.overrides
-            if entry.lower() == NCCL_BUFFERS
-        ]
+    if config.parallel.use_nccl_ub:
+        found += nccl_buffer_problems(config, target)
     if config.parallel.moe_expert_kernels == "triton" and target.kind == "cpu":
         found.append(f"--moe-expert-kernels triton: {target.name} has no CUDA device; remove the flag")
     if implementation == "transformer_engine":
@@ -201,6 +196,17 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
     else:
         found += te_only_options(config, target, implementation) + expert_kernel_problems(config, implementation)
     return found
+
+
+def nccl_buffer_problems(config: RunConfig, target: Target) -> list[str]:
+    """Problems of `--use-nccl-ub`."""
+    if target.kind == "cpu":
+        return [f"--use-nccl-ub: {target.name} has no CUDA device; remove the flag"]
+    if config.parallel.distributed_backend == "gloo":
+        return ["--use-nccl-ub needs NCCL: remove it, or --distributed-backend gloo"]
+    if setting := expandable_segments():
+        return [f"--use-nccl-ub: torch has no memory pools for NCCL with {setting}; unset it, or remove the flag"]
+    return []
 
 
 def te_only_options(config: RunConfig, target: Target, implementation: str) -> list[str]:

@@ -305,6 +305,7 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         "overlap_param_gather": bool(parallel.overlap_param_gather),
         "use_distributed_optimizer": has_flat_shards(config),
         "bucket_size": parallel.ddp_bucket_size,
+        "nccl_ub": bool(parallel.use_nccl_ub),
         "fp8_param_gather": precision.fp8_param_gather,
     }
     fields |= parsed_overrides(config, "ddp", DistributedDataParallelConfig)

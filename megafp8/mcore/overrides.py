@@ -46,6 +46,7 @@ FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType({
     "fp4": "--fp4-format",
     "grad_reduce_in_fp32": "--grad-reduce-in-bf16",
     "bucket_size": "--ddp-bucket-size",
+    "nccl_ub": "--use-nccl-ub",
     "average_in_collective": "--ddp-average-in-collective",
     "bias_activation_fusion": "--no-bias-swiglu-fusion or --no-bias-gelu-fusion",
 })  # fmt: skip

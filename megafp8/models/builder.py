@@ -29,6 +29,7 @@ from megafp8.mcore.config import build_ddp_config, build_optimizer_config
 from megafp8.mcore.mixture_patches import gather_weights_once
 from megafp8.mcore.modules import mark_expert_weights
 from megafp8.mcore.multi_token import MultiTokenGPT
+from megafp8.mcore.nccl_buffers import provide_allocator
 from megafp8.mcore.torch_fsdp import TorchFSDP, agree_on_overflow
 from megafp8.models.emulated_layers import EmulatedOutputLayer, convert_to_quantized_parameters
 from megafp8.models.fsdp_codes import gather_codes
@@ -193,6 +194,8 @@ def add_gradient_buffers(
             for chunk in sharded:
                 gather_codes(chunk)
         return sharded
+    if config.parallel.use_nccl_ub:
+        provide_allocator(torch.device("cuda", torch.cuda.current_device()))
     # Later chunks of a rank finish their backward pass earlier, so their buffers need no buckets to overlap.
     return [
         DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)

@@ -29,6 +29,7 @@ from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
+from megafp8.device.nccl_environment import expandable_segments
 from megafp8.planning.layouts import FREE_MEMORY_FRACTION
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
@@ -73,7 +74,7 @@ def choose(
     """
     values, made = _distributed_optimizer(config, target, is_saved_sharded)
     config = with_values(config, values)
-    for chooser in (_performance, _overlap, _cross_entropy, _cuda_graph):
+    for chooser in (_performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph):
         values, choices = chooser(config, target, world_size)
         config, made = with_values(config, values), made + choices
     return config, tuple(made)
@@ -83,6 +84,7 @@ AUTOMATIC = (
     "parallel.use_distributed_optimizer",
     "parallel.overlap_grad_reduce",
     "parallel.overlap_param_gather",
+    "parallel.use_nccl_ub",
     "precision.cross_entropy_loss_fusion",
     "precision.cross_entropy_fusion_impl",
     "training.cuda_graph_impl",
@@ -174,6 +176,19 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
     return values, [
         Choice(flag, "on", reason) for flag, name in flags if value_of(config, name) is None and values[name]
     ]
+
+
+def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
+    """Registered with NCCL where weights are gathered beside the forward pass."""
+    parallel = config.parallel
+    if parallel.use_nccl_ub is not None:
+        return {}, []
+    helps = bool(parallel.overlap_param_gather) and target.kind == "cuda" and parallel.distributed_backend != "gloo"
+    if not helps:
+        return {"parallel.use_nccl_ub": False}, []
+    if obstacle := expandable_segments():
+        return {"parallel.use_nccl_ub": False}, [Choice("--use-nccl-ub", "off", f"{obstacle} excludes it")]
+    return {"parallel.use_nccl_ub": True}, [Choice("--use-nccl-ub", "on", "copy engines gather weights")]
 
 
 def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:

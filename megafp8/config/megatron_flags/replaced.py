@@ -54,7 +54,6 @@ REPLACED: Mapping[str, str] = MappingProxyType(
         "--disable-symmetric-registration": "--override ddp.disable_symmetric_registration=True",
         "--no-clone-scatter-output-in-embedding": "--override transformer.clone_scatter_output_in_embedding=False",
         "--test-mode": "--override transformer.test_mode=True",
-        "--use-nccl-ub": "--override ddp.nccl_ub=True",
     }
 )
 """Flag, or flag and value -> the flags and values as which it is read. Values after a flag alone follow them."""

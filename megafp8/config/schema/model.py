@@ -254,6 +254,13 @@ class ParallelConfig(MixtureParallelConfig):
         flags=("--overlap-param-gather",),
         off=("--no-overlap-param-gather",),
     )
+    use_nccl_ub: Optional[bool] = setting(
+        None,
+        "keep weights and gradients in memory registered with NCCL, which then gathers weights with copy engines; "
+        "default on GPUs with --overlap-param-gather",
+        flags=("--use-nccl-ub",),
+        off=("--no-use-nccl-ub",),
+    )
     overlap_p2p_comm: bool = setting(
         True,
         "overlap pipeline communication with computation (interleaved schedule)",

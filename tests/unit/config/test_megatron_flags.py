@@ -201,9 +201,9 @@ def test_parts_of_a_cuda_graph_are_accepted_under_their_old_flag():
 
 
 def test_flags_of_megatron_cores_fields_become_overrides():
-    assert parse(["--test-mode", "--use-nccl-ub"]).config.overrides == (
+    assert parse(["--test-mode", "--disable-symmetric-registration"]).config.overrides == (
         "transformer.test_mode=True",
-        "ddp.nccl_ub=True",
+        "ddp.disable_symmetric_registration=True",
     )
 
 

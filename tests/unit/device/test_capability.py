@@ -284,9 +284,9 @@ def test_attention_and_collectives_that_need_a_gpu() -> None:
     nccl = replace(RunConfig(), parallel=replace(RunConfig().parallel, distributed_backend="nccl"))
     assert capability_problems(nccl, H200) == []
     assert "use gloo" in only_problem(nccl, CPU)
-    buffers = replace(RunConfig(), overrides=("ddp.nccl_ub=True",))
+    buffers = replace(RunConfig(), parallel=replace(RunConfig().parallel, use_nccl_ub=True))
     assert capability_problems(buffers, H200) == []
-    assert "--override ddp.nccl_ub=True: cpu has no CUDA device" in only_problem(buffers, CPU)
+    assert "--use-nccl-ub: cpu has no CUDA device" in only_problem(buffers, CPU)
 
 
 @pytest.mark.parametrize(

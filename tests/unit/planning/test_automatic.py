@@ -47,6 +47,13 @@ def test_several_gpus_overlap_their_communication() -> None:
     assert "--overlap-grad-reduce" not in chosen(f"{DELAYED} --tensor-model-parallel-size 8", world_size=8)
 
 
+def test_weights_that_are_gathered_beside_the_forward_pass_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(DELAYED, world_size=8)["--use-nccl-ub"] == "on"
+    assert "--use-nccl-ub" not in chosen(f"{DELAYED} --no-overlap-param-gather", world_size=8)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert chosen(DELAYED, world_size=8)["--use-nccl-ub"] == "off"
+
+
 def test_a_cpu_keeps_its_settings() -> None:
     run = checked(DELAYED, "cpu", 2)
     config = run.invocation.config
@@ -61,6 +68,7 @@ def test_a_cpu_keeps_its_settings() -> None:
         ("--no-use-distributed-optimizer", "parallel.use_distributed_optimizer=False"),
         ("--no-overlap-grad-reduce", "parallel.overlap_grad_reduce=False"),
         ("--no-overlap-param-gather", "parallel.overlap_param_gather=False"),
+        ("--no-use-nccl-ub", "parallel.use_nccl_ub=False"),
         ("--no-cross-entropy-loss-fusion", "precision.cross_entropy_loss_fusion=False"),
         ("--cross-entropy-loss-fusion", "precision.cross_entropy_fusion_impl=native"),
         ("--cuda-graph-impl none", "training.cuda_graph_impl=none"),
