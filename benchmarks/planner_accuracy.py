@@ -1,9 +1,11 @@
 """Accuracy of the planner: every measured and published step time and memory size, compared with its prediction.
 
-    python benchmarks/planner_accuracy.py [--write] [--fit]
+    python benchmarks/planner_accuracy.py [--write] [--fit] [--rows FILE]
 
 Prints the tables of benchmarks/RESULTS.md; `--write` updates the file, `--fit` fits the constants of
-`megafp8/planning/planned_run.py` again. Bars, for rows held out of the fit: memory 10%, step time 15%.
+`megafp8/planning/planned_run.py` again. `--rows` prints instead the errors for the rows of
+`gpu_layouts.py --json FILE`, each on the GPU that it names. Bars, for rows held out of the fit: memory 10%, step time
+15%.
 """
 
 from __future__ import annotations
@@ -150,10 +152,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/RESULTS.md")
     parser.add_argument("--fit", action="store_true", help="print the constants that the rows marked fit give")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="print the errors for what gpu_layouts.py measured")
     options = parser.parse_args(argv)
     if options.fit:
         print(fit())
         return 0
+    if options.rows:
+        from benchmarks import planner_rows  # here, as it imports torch
+
+        text, problems = planner_rows.report(options.rows)
+        print("\n".join([text, *problems]))
+        return 1 if problems else 0
     text = report(search_published())
     print(text)
     if options.write:

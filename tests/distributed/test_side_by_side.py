@@ -34,6 +34,7 @@ def ends(folder: Path) -> dict[str, End]:
         Launch(name="resumed", num_ranks=2, flags=f"{RUN} --load {run_folder(folder, 'DP 2')} --ckpt-step {HALF}",
                after="DP 2"),
         Launch(name="DP 2", num_ranks=2, flags=RUN),
+        Launch(name="alone", num_ranks=2, flags=RUN, alone=True),
         Launch(name="killed", num_ranks=2, flags=RUN, plan="kill:rank=1,step=3,at=step.before_update"),
     ]  # fmt: skip
     return run_all(folder, launches, num_gpus=0)
@@ -48,6 +49,7 @@ def test_runs_are_independent(folder: Path, ends: dict[str, End]) -> None:
     one, two = (losses(folder, ends, name) for name in ("1 rank", "DP 2"))
     assert len(one) == STEPS and two == pytest.approx(one, rel=1e-4)
     assert load_run(run_folder(folder, "DP 2")).info.world_size == 2
+    assert losses(folder, ends, "alone") == two
 
 
 def test_a_run_can_wait_for_another(folder: Path, ends: dict[str, End]) -> None:
@@ -67,3 +69,13 @@ def test_runs_are_spread_over_the_gpus() -> None:
     assert gpus.take(4) is None, "two of them have three runs"
     gpus.give_back([2, 3])
     assert gpus.take(4) == [0, 1, 2, 3]
+
+
+def test_a_run_can_have_its_gpus_alone() -> None:
+    share = Launch(name="alone", num_ranks=2, flags="", alone=True).share
+    gpus = Gpus(["0", "1", "2", "3"])
+    assert gpus.take(1) == [0]
+    assert gpus.take(2, share) == [2, 3] and gpus.take(2, share) is None and gpus.take(4) is None
+    assert gpus.take(2) == [0, 1], "others share the rest"
+    gpus.give_back([2, 3], share)
+    assert gpus.take(4) == [0, 1, 2, 3] and gpus.take(2, share) is None

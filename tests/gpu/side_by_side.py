@@ -36,6 +36,7 @@ class Launch:
         flags: without `--save`, which becomes `run_folder`.
         after: name of a launch that must have ended first.
         plan: of faults (`megafp8/resilience/fault_injection.py`).
+        alone: no other run shares its GPUs.
     """
 
     name: str
@@ -43,6 +44,12 @@ class Launch:
     flags: str
     after: Optional[str] = None
     plan: str = ""
+    alone: bool = False
+
+    @property
+    def share(self) -> int:
+        """How many of the `RUNS_ON_A_GPU` places of each of its GPUs it takes."""
+        return RUNS_ON_A_GPU if self.alone else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,26 +84,26 @@ def run_folder(folder: Path, name: str) -> Path:
 
 
 class Gpus:
-    """The number of runs on each GPU."""
+    """How many of its places are taken on each GPU."""
 
     def __init__(self, names: list[str]):
-        self.names, self.runs = names, [0] * len(names)
+        self.names, self.taken = names, [0] * len(names)
 
-    def take(self, num_ranks: int) -> Optional[list[int]]:
-        """The least busy GPUs, adjacent, one for each rank; None if all have their maximum number of runs."""
+    def take(self, num_ranks: int, share: int = 1) -> Optional[list[int]]:
+        """The least busy GPUs, adjacent, one for each rank; None if none have so many free places."""
         blocks = [range(i, i + num_ranks) for i in range(0, len(self.names) - num_ranks + 1, num_ranks)]
-        busy = {block: max(self.runs[gpu] for gpu in block) for block in blocks}
+        busy = {block: max(self.taken[gpu] for gpu in block) for block in blocks}
         block = min(blocks, key=busy.__getitem__)
-        if busy[block] >= RUNS_ON_A_GPU:
+        if busy[block] + share > RUNS_ON_A_GPU:
             return None
         for gpu in block:
-            self.runs[gpu] += 1
+            self.taken[gpu] += share
         return list(block)
 
-    def give_back(self, taken: list[int]) -> None:
-        """Free the GPUs of a run that has ended."""
-        for gpu in taken:
-            self.runs[gpu] -= 1
+    def give_back(self, gpus: list[int], share: int = 1) -> None:
+        """Free the places of a run that has ended."""
+        for gpu in gpus:
+            self.taken[gpu] -= share
 
 
 def start_and_wait(folder: Path, num_gpus: int) -> None:
@@ -111,22 +118,22 @@ def start_and_wait(folder: Path, num_gpus: int) -> None:
         for name in ("megafp8.te.layers", "megafp8.kernels.adam"):
             importlib.import_module(name)
     waiting, ends = list(launches), dict[str, End]()
-    running: dict[str, tuple[forked_runs.ForkedRun, list[int]]] = {}
+    running: dict[str, tuple[forked_runs.ForkedRun, list[int], int]] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(forked_runs.all_mock_documents())  # some of them are compared with the command
         while waiting or running:
             for launch in [launch for launch in waiting if launch.after is None or launch.after in ends]:
-                taken = gpus.take(launch.num_ranks)
+                taken = gpus.take(launch.num_ranks, launch.share)
                 if taken is not None:
                     run = start(folder, launch, ",".join(gpus.names[gpu] for gpu in taken) if num_gpus else "")
                     stack.callback(run.kill)
-                    running[launch.name] = run, taken
+                    running[launch.name] = run, taken, launch.share
                     waiting.remove(launch)
             time.sleep(0.1)
-            for name, (run, taken) in list(running.items()):
+            for name, (run, taken, share) in list(running.items()):
                 if run.is_over(RUN_S):
                     ends[name] = end_of(run)
-                    gpus.give_back(taken)
+                    gpus.give_back(taken, share)
                     del running[name]
                     # After each, so that a call that is killed leaves what ended before.
                     results = {name: dataclasses.asdict(end) for name, end in ends.items()}

@@ -1,4 +1,4 @@
-"""Two and four ranks under NCCL: they follow one rank, resume bitwise, stop together, and end when one is lost.
+"""Two and four ranks under NCCL: they follow one rank, resume bitwise, stop together, and end if one is lost or hangs.
 
 All runs of this file are started once, concurrently (`side_by_side.py`), and the tests inspect their results. Each
 start is the command itself, `pretrain_gpt.py`. One more start under torchrun shows that both ways are equivalent.
@@ -21,6 +21,7 @@ from side_by_side import End, Launch, run_all, run_folder
 
 from megafp8.analysis.runs import load_run
 from megafp8.resilience.run_state import current_state
+from megafp8.resilience.watchdog import STACKS_FOLDER
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu
@@ -48,6 +49,8 @@ LAYOUTS = {
     "TP 2 PP 2": (4, f"{TP2} --pipeline-model-parallel-size 2"),
 }
 FITTING = {name: layout for name, layout in LAYOUTS.items() if layout[0] <= NUM_GPUS}
+WORLD_SIZES = [num_ranks for num_ranks in (2, 4) if num_ranks <= NUM_GPUS]
+on_four = pytest.mark.skipif(NUM_GPUS < 4, reason="needs four GPUs")
 FUSED = ("bf16", "tensorwise", "blockwise")  # where operations are fused by default
 FP8_WEIGHTS = [name for name in ("DP 2", "TP 2", "DP 4") if name in FITTING]
 EXACTLY = {"": "", " FP8 weights": W}
@@ -65,6 +68,24 @@ WITH_GRAPH = [
     if name in FITTING
 ]
 
+# One expert a rank. PyTorch's grouped GEMM has no E5M2.
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall "
+    "--moe-aux-loss-coeff 0.01 --moe-grouped-gemm"
+)
+EP4, PP4 = f"{OVERLAPS} --expert-model-parallel-size 4", "--pipeline-model-parallel-size 4"
+# Those of four ranks on models of their own, by name: the recipe, the flags of one rank too, and those of four.
+OTHER_MODELS = {
+    "PP 4 bf16": ("bf16", "--num-layers 4", PP4),
+    "PP 4 delayed": ("delayed", f"--num-layers 4 {RECIPES['delayed']}", PP4),
+    "EP 4 triton bf16": ("bf16", f"{EXPERTS} --moe-expert-kernels triton", EP4),
+    "EP 4 triton delayed": (
+        "delayed", f"{EXPERTS} --moe-expert-kernels triton {RECIPES['delayed'].replace('hybrid', 'e4m3')}", EP4,
+    ),
+    "EP 4 te bf16": ("bf16", f"{EXPERTS} --moe-expert-kernels te", EP4),
+    "EP 4 te delayed": ("delayed", f"{EXPERTS} --moe-expert-kernels te {RECIPES['delayed']}", EP4),
+}  # fmt: skip
+
 LAST, HALF = 8, 4
 EXACT = (
     f"{SIZES} --bf16 {RECIPES['delayed']} {OVERLAPS} --train-iters {LAST} --save-interval {HALF} --eval-iters 0 "
@@ -72,10 +93,29 @@ EXACT = (
 )
 LOOKS = f"{W} --eval-iters 2 --eval-interval 3 --fp8-log-interval 4"
 KILLED_SOON_S = 15.0
+# The rank that something happens to, by the number of ranks.
+CHOSEN_RANK = {2: 1, 4: 2}
+BAD = [(2, 0), (2, 1), *((num_ranks, CHOSEN_RANK[num_ranks]) for num_ranks in WORLD_SIZES if num_ranks > 2)]
+# The first step has five times as long.
+LIMITS = "--step-timeout-s 10 --checkpoint-timeout-s 60"
+HANGS = {
+    name: f"{kind}rank={CHOSEN_RANK[4]},step=3,at=step.begin"
+    for name, kind in {"paused": "stop:", "asleep": "sleep:seconds=600,"}.items()
+}
+
+
+def exact(num_ranks: int) -> str:
+    """One microbatch a step on every data-parallel rank."""
+    return f"{EXACT} --micro-batch-size {8 // num_ranks}"
 
 
 def launches(folder: Path) -> list[Launch]:
     """All runs that the tests inspect."""
+    return [*exact_launches(folder), *faulty_launches(), *following_launches(), *other_launches()]
+
+
+def following_launches() -> list[Launch]:
+    """Runs with the losses of one rank, up to roundings, and those of one rank."""
     found = [Launch(name=f"{ONE} {recipe}", num_ranks=1, flags=f"{RUN} {flags}") for recipe, flags in RECIPES.items()]
     for name, (num_ranks, layout) in FITTING.items():
         for recipe, flags in RECIPES.items():
@@ -95,28 +135,52 @@ def launches(folder: Path) -> list[Launch]:
         for recipe in ("bf16", "delayed") if not flags else ("delayed",):
             given = f"{RUN} {RECIPES[recipe]} {layout} {GRAPH}{flags}"
             found.append(Launch(name=f"{name} {recipe}{flags} graph", num_ranks=num_ranks, flags=given))
-    exact = [
+    return found
+
+
+def other_launches() -> list[Launch]:
+    """Those of `OTHER_MODELS`."""
+    found = []
+    for name, (_, model, layout) in OTHER_MODELS.items() if NUM_GPUS >= 4 else ():
+        found.append(Launch(name=f"{ONE} of {name}", num_ranks=1, flags=f"{RUN} {model}"))
+        found.append(Launch(name=name, num_ranks=4, flags=f"{RUN} {model} {layout}"))
+    return found
+
+
+def exact_launches(folder: Path) -> list[Launch]:
+    """Runs with equal losses, to the bit."""
+    found = [
         Launch(name="whole graph", num_ranks=2, flags=f"{EXACT} {GRAPH}"),
         Launch(name="looks", num_ranks=2, flags=f"{EXACT} {LOOKS}"),
         Launch(name="looks graph", num_ranks=2, flags=f"{EXACT} {LOOKS} {GRAPH}"),
     ]
-    for label, weights in EXACTLY.items():
-        whole, begun = f"whole{label}", run_folder(folder, f"whole{label}")
-        again = f"{EXACT} {weights} --load {begun} --ckpt-step {HALF}"
-        exact += [
-            Launch(name=whole, num_ranks=2, flags=f"{EXACT} {weights}"),
-            Launch(name=f"resumed{label}", num_ranks=2, flags=again, after=whole),
-        ]
-    return [
-        *exact,
-        Launch(name="killed", num_ranks=2, flags=EXACT, plan="kill:rank=1,step=3,at=step.before_update"),
-        *(
-            Launch(name=f"bad {rank}", num_ranks=2, flags=EXACT, plan=f"nan:rank={rank},step=3,at=step.gradients")
-            for rank in range(2)
-        ),
-        Launch(name="stopped", num_ranks=2, flags=EXACT, plan="term:rank=1,step=3,at=step.begin"),
-        *found,
-    ]
+    for num_ranks in WORLD_SIZES:
+        for label, weights in EXACTLY.items():
+            whole, flags = f"whole{label} {num_ranks}", f"{exact(num_ranks)} {weights}"
+            again = f"{flags} --load {run_folder(folder, whole)} --ckpt-step {HALF}"
+            found += [
+                Launch(name=whole, num_ranks=num_ranks, flags=flags),
+                Launch(name=f"resumed{label} {num_ranks}", num_ranks=num_ranks, flags=again, after=whole),
+            ]
+    return found
+
+
+def faulty_launches() -> list[Launch]:
+    """Runs in which something happens to one rank."""
+    found = []
+    for num_ranks in WORLD_SIZES:
+        where = f"rank={CHOSEN_RANK[num_ranks]},step=3"
+        for name, plan in (
+            ("killed", f"kill:{where},at=step.before_update"),
+            ("stopped", f"term:{where},at=step.begin"),
+        ):
+            found.append(Launch(name=f"{name} {num_ranks}", num_ranks=num_ranks, flags=exact(num_ranks), plan=plan))
+    for num_ranks, rank in BAD:
+        plan = f"nan:rank={rank},step=3,at=step.gradients"
+        found.append(Launch(name=f"bad {rank} of {num_ranks}", num_ranks=num_ranks, flags=exact(num_ranks), plan=plan))
+    for name, plan in HANGS.items() if NUM_GPUS >= 4 else ():
+        found.append(Launch(name=name, num_ranks=4, flags=f"{exact(4)} {LIMITS}", plan=plan))
+    return found
 
 
 class Runs:
@@ -140,8 +204,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(folder, ends)
 
 
-def assert_follows(runs: Runs, name: str, recipe: str) -> None:
-    one, many = runs.losses(f"{ONE} {recipe}"), runs.losses(name)
+def assert_follows(runs: Runs, name: str, recipe: str, one_rank: str = "") -> None:
+    one, many = runs.losses(one_rank or f"{ONE} {recipe}"), runs.losses(name)
     gaps = [abs(a - b) / b for a, b in zip(many, one, strict=True)]
     print(f"\n{name}: largest gap {max(gaps):.2e}, at the first step {gaps[0]:.2e}")
     assert len(one) == STEPS and one[-1] < one[0], one
@@ -175,14 +239,20 @@ def test_ranks_with_cuda_graphs_follow_one_rank_without(runs: Runs, layout: str,
         assert_follows(runs, f"{layout} {recipe}{flags} graph", recipe)
 
 
+@on_four
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_four_ranks_of_other_models_follow_one_rank(runs: Runs, name: str) -> None:
+    assert_follows(runs, name, OTHER_MODELS[name][0], f"{ONE} of {name}")
+
+
 def test_cuda_graphs_of_two_ranks_equal_launched_kernels(runs: Runs) -> None:
-    assert runs.losses("whole graph") == runs.losses("whole")
+    assert runs.losses("whole graph") == runs.losses("whole 2")
 
 
 @pytest.mark.parametrize("graph", ["", " graph"])
 def test_validation_and_statistics_steps_of_two_ranks_do_not_change_training(runs: Runs, graph: str) -> None:
     """Both gather the FP8 weights of all layers immediately, and a graph that is captured later gathers as before."""
-    assert runs.losses(f"looks{graph}") == runs.losses("whole FP8 weights")
+    assert runs.losses(f"looks{graph}") == runs.losses("whole FP8 weights 2")
 
 
 def test_fp8_weights_halve_the_gathered_bytes(runs: Runs) -> None:
@@ -196,33 +266,61 @@ def test_fp8_weights_halve_the_gathered_bytes(runs: Runs) -> None:
     assert plain and fp8 and fp8 < 0.6 * plain
 
 
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 @pytest.mark.parametrize("label", EXACTLY)
-def test_two_ranks_resume_bitwise(runs: Runs, label: str) -> None:
-    assert runs.losses(f"resumed{label}") == runs.losses(f"whole{label}")[HALF:]
+def test_ranks_resume_bitwise(runs: Runs, label: str, num_ranks: int) -> None:
+    assert runs.losses(f"resumed{label} {num_ranks}") == runs.losses(f"whole{label} {num_ranks}")[HALF:]
 
 
-def test_ranks_end_when_one_is_killed(runs: Runs) -> None:
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+def test_ranks_end_when_one_is_killed(runs: Runs, num_ranks: int) -> None:
     """NCCL itself would wait for the dead rank."""
-    end = runs.ends["killed"]
-    assert end.statuses == (70, -signal.SIGKILL), end.output
+    name, killed = f"killed {num_ranks}", CHOSEN_RANK[num_ranks]
+    end = runs.ends[name]
+    assert end.statuses[killed] == -signal.SIGKILL, end.output
+    assert statuses_of_others(end, killed) == {70}, end.output
     assert end.seconds_after_first < KILLED_SOON_S, end.output
-    state = current_state(run_folder(runs.folder, "killed"))
-    assert state is not None and state.state == "failed" and "rank 1" in state.reason, state
+    state = current_state(run_folder(runs.folder, name))
+    assert state is not None and state.state == "failed" and f"rank {killed} (" in state.reason, state
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_rank_with_bad_gradients_is_named(runs: Runs, rank: int) -> None:
+def statuses_of_others(end: End, rank: int) -> set[int]:
+    return {status for other, status in enumerate(end.statuses) if other != rank}
+
+
+@on_four
+@pytest.mark.parametrize("name", HANGS)
+def test_ranks_end_when_one_hangs(runs: Runs, name: str) -> None:
+    """NCCL itself would wait for it. One that sleeps exits by itself, and its stack shows where it was; one that a
+    signal has stopped is named and continued by the others, and ends as one of them or because they are gone."""
+    end, folder, stuck = runs.ends[name], run_folder(runs.folder, name), CHOSEN_RANK[4]
+    assert statuses_of_others(end, stuck) == {71}, end.output
+    assert end.statuses[stuck] in ((70, 71) if name == "paused" else (71,)), end.output
+    assert end.seconds_after_first < KILLED_SOON_S, end.output
+    state = current_state(folder)
+    assert state is not None and (state.state, state.exit_status) == ("failed", 71), state
+    assert "hangs in step 3, for " in state.reason, state
+    if name == "paused":
+        assert f"rank {stuck} (process " in state.reason and "is stopped" in state.reason, state
+    else:
+        stacks = [(folder / STACKS_FOLDER / f"rank{rank}.txt").read_text() for rank in range(4)]
+        assert [rank for rank, text in enumerate(stacks) if "fault_injection.py" in text] == [stuck], stacks
+
+
+@pytest.mark.parametrize(("num_ranks", "rank"), BAD)
+def test_the_rank_with_bad_gradients_is_named(runs: Runs, num_ranks: int, rank: int) -> None:
     """Derived from the reduced gradients that NCCL left. The non-finite values lie in the shards of rank 0."""
-    end = runs.ends[f"bad {rank}"]
-    assert end.statuses == (65, 65), end.output
-    assert f"  rank {rank}: first bad tensor: gradient of " in end.output
-    assert f"  rank {1 - rank}: " not in end.output, end.output
+    end = runs.ends[f"bad {rank} of {num_ranks}"]
+    assert end.statuses == (65,) * num_ranks, end.output
+    named = [other for other in range(num_ranks) if f"  rank {other}: " in end.output]
+    assert named == [rank] and f"  rank {rank}: first bad tensor: gradient of " in end.output, end.output
 
 
-def test_a_signal_to_one_rank_stops_and_saves_all(runs: Runs) -> None:
-    end = runs.ends["stopped"]
-    assert end.statuses == (75, 75), end.output
-    state = current_state(run_folder(runs.folder, "stopped"))
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+def test_a_signal_to_one_rank_stops_and_saves_all(runs: Runs, num_ranks: int) -> None:
+    end = runs.ends[f"stopped {num_ranks}"]
+    assert end.statuses == (75,) * num_ranks, end.output
+    state = current_state(run_folder(runs.folder, f"stopped {num_ranks}"))
     assert state is not None and state.state == "preempted" and state.saved_step == state.step == 3, state
 
 
@@ -234,4 +332,4 @@ def test_torchrun_start_equals_a_direct_start(runs: Runs, tmp_path: Path) -> Non
         stderr=subprocess.STDOUT, timeout=180,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-4000:]
-    assert [step.loss for step in load_run(tmp_path / "run").steps] == runs.losses("whole")
+    assert [step.loss for step in load_run(tmp_path / "run").steps] == runs.losses("whole 2")
