@@ -2,36 +2,38 @@
 
     python benchmarks/gpu_layouts.py --shape B --json FILE
     python benchmarks/gpu_layouts.py --layouts "TP 4" --modes bf16 delayed --extra="--use-transformer-engine-op-fuser"
+    python benchmarks/gpu_layouts.py --shape M1 --layouts "EP 4" --modes bf16 @bf16 delayed @delayed
     python benchmarks/gpu_layouts.py --layouts "DP 2" --modes delayed "NCCL_MAX_CTAS=8 delayed" --profile
 
-A mode is RECIPE FLAGS, with a recipe of `gpu_train.py`, behind what its ranks find in their environment. They are
-forked from a process that has imported everything but not touched the GPU, so that no mode has the memory or the
-garbage of another; layouts that need fewer GPUs than there are run side by side. Timed are `--steps` steps together,
-from one synchronization of all ranks to the other; the peak is that of the rank with the highest. Gathered bytes are
-what a rank gets of updated weights in a step. With `--rounds` everything is measured again, every second round in
-reverse order, and times are medians. Speed is to BF16 under the same layout and environment; scaling is sequences a
+A mode is RECIPE FLAGS, with a recipe of `gpu_train.py`, or @RECIPE SETTINGS, behind what its ranks find in their
+environment. With @ it is the peer: a bare megatron-core loop (`megatron_loop.py`) with the same layout, microbatches
+and batch, and with its fastest settings but those named. Ranks are forked from a process that has imported everything
+but not touched the GPU, so that no mode has the memory or the garbage of another; layouts that need fewer GPUs than
+there are run side by side. A data-parallel rank trains the batch of its shape, a pipeline four microbatches a stage.
+
+Timed are `--steps` steps together, from one synchronization of all ranks to the other; the peak is that of the rank
+with the highest. Gathered bytes are what a rank gets of updated weights in a step. With `--rounds` everything is
+measured again, every second round in reverse order, and times are medians. Speed is to the same software's BF16 and to
+the peer's same recipe, the fastest of its settings, under the same layout and environment; scaling is sequences a
 second and GPU, to the same recipe and flags on one GPU. `--profile` tells of two more steps where rank 0 spends them
 (`gpu_profile.py`).
 
 The JSON has a line for each measurement, in the form that `planner_measurements.py` reads. `--shape tiny` runs on any
-machine, on CPU ranks where there is no GPU.
+machine, on CPU ranks where there is no GPU. NOT RUN on a GPU: modes of the peer, layouts of experts.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,10 +42,10 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu_profile, gpu_steps, timing  # (first: it sets how torch looks for GPUs)
+from benchmarks import gpu_profile, gpu_steps  # (first: it sets how torch looks for GPUs)
+from benchmarks.gpu_layout_rows import LAYOUTS, OURS, PEER, Row, Task, W, fitting, mode_text, table
 from benchmarks.gpu_train import MODES as MODES_OF_TRAINING
 from benchmarks.gpu_train import SHAPES
-from benchmarks.planner_measurements import TP2, TP4
 from benchmarks.ports import free_ports
 
 import torch  # isort: skip
@@ -52,104 +54,12 @@ import torch.distributed as dist  # isort: skip
 from megafp8.config.schema.model import ParallelConfig
 from megafp8.device.platform import Platform, detect_platform, init_distributed, shutdown_distributed
 from megafp8.training.checks import Checked
-from megafp8.training.step import StepResult
 
-W = "--fp8-param-gather"
 MODES = ("bf16", "tensorwise", "delayed", f"tensorwise {W}", f"delayed {W}")
 JOIN_MINUTES = 2
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Ranks and the flags that divide the work among them.
-
-    Attributes:
-        global_batch: sequences of a step, of all ranks.
-    """
-
-    num_gpus: int
-    flags: str
-    global_batch: int
-
-
-# Batches: the shape's own (2 sequences) for each data-parallel rank; pipelines have four microbatches a stage.
-LAYOUTS = {
-    "1 GPU": Layout(1, "", 2),
-    "DP 2": Layout(2, "", 4),
-    "TP 2": Layout(2, TP2, 2),
-    "PP 2": Layout(2, "--pipeline-model-parallel-size 2 --micro-batch-size 1", 8),
-    "DP 4": Layout(4, "", 8),
-    "TP 2, DP 2": Layout(4, TP2, 4),
-    "TP 4": Layout(4, TP4, 2),
-    "PP 4": Layout(4, "--pipeline-model-parallel-size 4 --micro-batch-size 1", 16),
-    "TP 2 overlapped": Layout(2, f"{TP2} --tp-comm-overlap", 2),
-    "TP 4 overlapped": Layout(4, f"{TP4} --tp-comm-overlap", 2),
-}
-
-
-@dataclass(frozen=True)
-class Task:
-    """A mode under a layout: what one set of ranks does."""
-
-    name: str
-    mode: str
-
-    @property
-    def layout(self) -> Layout:
-        """By its name."""
-        return LAYOUTS[self.name]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """NAME=VALUE words before the recipe."""
-        words = itertools.takewhile(lambda word: "=" in word, self.mode.split())
-        return dict(word.split("=", 1) for word in words)
-
-    @property
-    def recipe(self) -> str:
-        """A key of `gpu_train.MODES`."""
-        return self._words[0]
-
-    @property
-    def flags(self) -> str:
-        """Those behind the recipe."""
-        return " ".join(self._words[1:])
-
-    @property
-    def _words(self) -> list[str]:
-        """Those behind the environment."""
-        return list(itertools.dropwhile(lambda word: "=" in word, self.mode.split()))
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.mode}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One measurement; the names are those of `planner_measurements.py`.
-
-    Attributes:
-        extra: all flags beyond the shape's and the recipe's.
-        gathered_mb: what a rank gets of updated weights in a step, 1e6 bytes; None where nothing is gathered.
-        losses: of all its steps.
-        layout: its name; whatever follows from that is in LAYOUTS.
-        flags: the mode's, without its recipe.
-        environment: the mode's, as it was given.
-    """
-
-    shape: str
-    recipe: str
-    extra: str
-    label: str
-    num_gpus: int
-    step_ms: float
-    peak_gib: float
-    gathered_mb: Optional[float]
-    losses: list[float]
-    device: str
-    layout: str
-    flags: str
-    environment: str = ""
+Trainer = Callable[[int], tuple[float, Optional[int]]]
+"""Trains step i; its loss, and the bytes of updated weights that the rank got, None where that is not counted."""
 
 
 # ---- in a rank ----------------------------------------------------------------------------------------------------
@@ -168,7 +78,7 @@ def be_rank(
     os.environ.setdefault("UB_SKIPMC", "1")  # user buffers without NVLink multicast, which not every host allows
     try:
         # Checked before CUDA is used: tensor parallelism sets how it starts kernels.
-        checked = gpu_steps.check_mode(options, mode_text(task))
+        checked = gpu_steps.check_mode(options, mode_text(task, options.shape))
         platform = detect_platform()
         init_distributed(platform, ParallelConfig(distributed_timeout_minutes=JOIN_MINUTES))
         row = measure(options, task, checked, platform)
@@ -178,18 +88,13 @@ def be_rank(
         sender.send(f"rank {rank}: {traceback.format_exc()}")
 
 
-def mode_text(task: Task) -> str:
-    """RECIPE FLAGS, with those of the layout."""
-    return f"{task.recipe} {task.flags} {task.layout.flags} --global-batch-size {task.layout.global_batch}"
-
-
 def measure(options: argparse.Namespace, task: Task, checked: Checked, platform: Platform) -> Row:
     """Build a mode on all ranks and train."""
-    train = gpu_steps.trainer(checked)
-    results = [train(step) for step in range(1, options.warm_up + 1)]
+    train = peer_trainer(options, task, checked, platform) if task.software == PEER else our_trainer(checked)
+    losses = [train(step)[0] for step in range(1, options.warm_up + 1)]
     meet(platform)
     started = time.perf_counter()
-    results += [train(options.warm_up + step) for step in range(1, options.steps + 1)]
+    results = [train(options.warm_up + step) for step in range(1, options.steps + 1)]
     meet(platform)
     step_ms = (time.perf_counter() - started) * 1e3 / options.steps
     peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=platform.device)
@@ -197,18 +102,46 @@ def measure(options: argparse.Namespace, task: Task, checked: Checked, platform:
     if options.profile:
         profile(train, task, options.warm_up + options.steps + 1)
     flags, environment = task.flags, " ".join(f"{name}={value}" for name, value in task.environment.items())
-    gathered = results[-1].param_gather_bytes
+    gathered = results[-1][1]
+    extra = f"{flags} {task.layout.flags} {options.extra}" if task.software == OURS else task.layout.flags
     return Row(
-        shape=options.shape, recipe=task.recipe, extra=" ".join(f"{flags} {task.layout.flags} {options.extra}".split()),
+        shape=options.shape, recipe=task.recipe, extra=" ".join(extra.split()),
         label=" ".join(f"{task.name} {'FP8 weights' if flags == W else flags} {environment}".split()),
         num_gpus=task.layout.num_gpus,
         step_ms=step_ms, peak_gib=peak.item() / 2**30, gathered_mb=None if gathered is None else gathered / 1e6,
-        losses=[result.loss for result in results], device=platform.name, layout=task.name, flags=flags,
-        environment=environment,
+        losses=losses + [loss for loss, _ in results], device=platform.name, layout=task.name, flags=flags,
+        environment=environment, software=task.software,
     )  # fmt: skip
 
 
-def profile(train: Callable[[int], StepResult], task: Task, first_step: int) -> None:
+def our_trainer(checked: Checked) -> Trainer:
+    """megafp8."""
+    train = gpu_steps.trainer(checked)
+
+    def step(number: int) -> tuple[float, Optional[int]]:
+        result = train(number)
+        return result.loss, result.param_gather_bytes
+
+    return step
+
+
+def peer_trainer(options: argparse.Namespace, task: Task, checked: Checked, platform: Platform) -> Trainer:
+    """The peer, divided as megafp8 would be; the loss is that of rank 0's data."""
+    from benchmarks.megatron_loop import Division, PeerLoop
+
+    parallel, training = checked.invocation.config.parallel, checked.invocation.config.training
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    micro_batch, global_batch = training.micro_batch_size, training.global_batch_size
+    assert micro_batch and global_batch
+    num_microbatches = global_batch * tensor * pipeline // task.layout.num_gpus // micro_batch
+    division = Division(tensor, pipeline, parallel.expert_model_parallel_size, micro_batch, num_microbatches)
+    loop = PeerLoop(
+        options.shape, task.recipe, turned_off=task.flags.split(), division=division, device=platform.device.type
+    )
+    return lambda number: (loop.step(number), None)
+
+
+def profile(train: Trainer, task: Task, first_step: int) -> None:
     """Two more steps of all ranks, and where rank 0 spent them. Every rank is profiled: none waits for one that is."""
     steps = itertools.count(first_step)
     found = gpu_profile.profiled(lambda: train(next(steps)))
@@ -308,48 +241,11 @@ def is_over(run: Running, failures: dict[str, str]) -> bool:
 
 def tell(row: Row, path: Optional[Path]) -> None:
     """A line for people, and one for the file."""
-    name, loss = f"{row.label} {row.recipe}", row.losses[-1]
-    print(f"{name}: {row.step_ms:.1f} ms, {row.peak_gib:.1f} GiB, loss {loss:.4f}", flush=True)
+    loss = row.losses[-1]
+    print(f"{row}: {row.step_ms:.1f} ms, {row.peak_gib:.1f} GiB, loss {loss:.4f}", flush=True)
     if path is not None:
         with path.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(vars(row)) + "\n")
-
-
-def table(rows: Sequence[Row]) -> str:
-    """All of it for people."""
-    medians = list(median_rows(rows))
-    bf16 = {(row.layout, row.environment): row.step_ms for row in medians if row.recipe == "bf16"}
-    alone = {(row.environment, row.recipe, row.flags): sequences_a_gpu(row) for row in medians if row.num_gpus == 1}
-    cells = []
-    for row in medians:
-        base = bf16.get((row.layout, row.environment))
-        one = alone.get((row.environment, row.recipe, row.flags)) or alone.get(("", row.recipe, row.flags))
-        cells.append((
-            row.label, row.recipe, row.step_ms, base and base / row.step_ms, one and sequences_a_gpu(row) / one,
-            row.peak_gib, row.gathered_mb,
-        ))  # fmt: skip
-    header = ("layout", "recipe", "step ms", "speed to BF16", "scaling", "peak GiB", "gathered MB")
-    return timing.format_table(header, cells)
-
-
-def median_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """One row a task, with the median of its times and its highest peak, in the order of the first round."""
-    by_task: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        by_task.setdefault((row.layout, row.environment, row.recipe, row.flags), []).append(row)
-    for same in by_task.values():
-        step_ms, peak_gib = statistics.median(row.step_ms for row in same), max(row.peak_gib for row in same)
-        yield dataclasses.replace(same[0], step_ms=step_ms, peak_gib=peak_gib)
-
-
-def sequences_a_gpu(row: Row) -> float:
-    """Sequences that a GPU trains in a millisecond."""
-    return LAYOUTS[row.layout].global_batch / row.num_gpus / row.step_ms
-
-
-def fitting(num_gpus: int) -> list[str]:
-    """The layouts that so many GPUs hold; those with overlapped communication are for who asks for them."""
-    return [name for name, layout in LAYOUTS.items() if layout.num_gpus <= num_gpus and "overlapped" not in name]
 
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
@@ -357,23 +253,42 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="B", help="model; batches are the layouts'")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="default: all that the GPUs hold")
-    parser.add_argument("--modes", nargs="+", default=list(MODES), help='RECIPE, or "NAME=VALUE RECIPE FLAGS"')
+    modes_help = 'RECIPE, "NAME=VALUE RECIPE FLAGS", or of the peer "@RECIPE SETTINGS"'
+    parser.add_argument("--modes", nargs="+", default=list(MODES), help=modes_help)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="of this machine")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--rounds", type=int, default=1, help="times that everything is measured")
     parser.add_argument("--mode-s", type=float, default=120.0, help="seconds after which a mode is given up")
     parser.add_argument("--profile", action="store_true", help="also tell where the time of rank 0 goes")
-    parser.add_argument("--extra", default="", help='more flags for every mode: --extra="--flag value"')
+    parser.add_argument("--extra", default="", help='more flags for megafp8: --extra="--flag value"')
     parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")
     options = parser.parse_args(argv)
-    options.layouts = options.layouts or fitting(options.gpus)
+    options.layouts = options.layouts or fitting(options.gpus, options.shape)
     for mode in options.modes:
         if not any("=" not in word for word in mode.split()):
             parser.error(f"--modes {mode!r} names no recipe: give {', '.join(MODES_OF_TRAINING)} behind NAME=VALUE")
+    problem = peer_problem(options)
+    if problem:
+        parser.error(problem)
     if options.profile and not torch.cuda.is_available():
         parser.error("--profile times kernels of a GPU, and this machine has none: leave it out")
     return options
+
+
+def peer_problem(options: argparse.Namespace) -> Optional[str]:
+    """What the peer cannot do, and the fix."""
+    tasks = [Task(name, mode) for name in options.layouts for mode in options.modes]
+    for task in (task for task in tasks if task.software == PEER):
+        from benchmarks import megatron_loop
+
+        if task.recipe not in megatron_loop.RECIPES:
+            return f"--modes {task.mode!r}: the peer has no such recipe: use {', '.join(megatron_loop.RECIPES)}"
+        if options.shape not in megatron_loop.SHAPES:
+            return f"--shape {options.shape}: the peer does not have it: use {', '.join(megatron_loop.SHAPES)}"
+        if "overlapped" in task.name:
+            return f"--layouts {task.name!r}: the peer has no user buffers: measure {task.mode} under other layouts"
+    return None
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -1,22 +1,25 @@
-"""A bare megatron-core training loop on one GPU with its fastest settings: the baseline of the benchmarks.
+"""A bare megatron-core training loop with its fastest settings: the baseline of the benchmarks.
 
 The same shapes, dtypes and random tokens as `gpu_steps.py`; Transformer Engine's fused operations, fused loss, fused
 rotary embedding, overlapped reductions, FP32 gradients accumulated in the GEMM. Mixtures (M1 to M3) have its grouped
 GEMM, its permute and router kernels, tokens padded in the router for FP8, and no fused operations, which are for dense
-layers. NOT RUN with mixtures yet.
+layers. Several ranks divide the work by a `Division`: with tensor parallelism the sequence too, experts over ranks that
+are also data-parallel, optimizer state over all data-parallel ranks. NOT RUN with mixtures or a `Division` yet.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
@@ -25,12 +28,14 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 VOCABULARY = 50_304
 QWEN3_MOE = {
@@ -49,6 +54,8 @@ SHAPES = {
     "M3": {"num_layers": 2, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8,
            "ffn_hidden_size": 14_336, "rotary_base": 1_000_000, "num_moe_experts": 8, "moe_ffn_hidden_size": 14_336,
            "moe_router_topk": 2, "moe_aux_loss_coeff": 1e-2, "seq": 4096, "batch": 2, "microbatches": 8},
+    "tiny": {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2,
+             "ffn_hidden_size": 384, "seq": 64, "batch": 2},
 }  # fmt: skip
 RECIPES: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -59,6 +66,33 @@ RECIPES: dict[str, dict[str, Any]] = {
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }  # fmt: skip
 NUM_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Division:
+    """How ranks divide the work.
+
+    Attributes:
+        tensor: ranks that share each layer, and the sequence between layers.
+        pipeline: stages.
+        expert: data-parallel ranks that share the experts.
+        micro_batch: sequences; None for the shape's own.
+        num_microbatches: of a step, on each data-parallel rank; None for the shape's own.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    micro_batch: Optional[int] = None
+    num_microbatches: Optional[int] = None
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of `TransformerConfig`."""
+        return {
+            "tensor_model_parallel_size": self.tensor, "sequence_parallel": self.tensor > 1,
+            "pipeline_model_parallel_size": self.pipeline, "expert_model_parallel_size": self.expert,
+            "pipeline_dtype": torch.bfloat16, "deallocate_pipeline_outputs": True,
+        }  # fmt: skip
 
 
 def experts_of(sizes: dict[str, Any], recipe: str) -> dict[str, Any]:
@@ -72,45 +106,100 @@ def experts_of(sizes: dict[str, Any], recipe: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def build_config(
+    sizes: dict[str, Any], recipe: str, division: Division, turned_off: Sequence[str]
+) -> TransformerConfig:
+    """The settings of the layers.
+
+    Args:
+        sizes: of a shape, without its batch.
+
+    Raises:
+        ValueError, AssertionError: megatron-core refuses a size or recipe.
+        TypeError: a setting to turn off has an unknown name.
+    """
+    fields = {
+        "bf16": True, "params_dtype": torch.bfloat16, "normalization": "RMSNorm", "gated_linear_unit": True,
+        "activation_func": F.silu, "add_bias_linear": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True,
+        "masked_softmax_fusion": True, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te",
+        "gradient_accumulation_fusion": False,
+    }  # fmt: skip
+    fields |= sizes | experts_of(sizes, recipe) | RECIPES[recipe] | division.fields()
+    return TransformerConfig(**(fields | dict.fromkeys(turned_off, False)))
+
+
+def build_model(config: TransformerConfig, length: int, rotary_base: int, device: str, fused: bool) -> GPTModel:
+    """This rank's part of the model: Transformer Engine's layers, or megatron-core's own on a CPU.
+
+    Args:
+        fused: Transformer Engine's fused operations, in dense layers.
+    """
+    kinds = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+    }
+    if device == "cuda":
+        use_op_fuser = fused and config.num_moe_experts is None
+        layers = get_gpt_layer_with_transformer_engine_spec(**kinds, use_te_op_fuser=use_op_fuser)
+    else:
+        layers = get_gpt_layer_local_spec(**kinds, normalization=config.normalization)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layers,
+        rotary_base=rotary_base,
+        vocab_size=VOCABULARY,
+        max_sequence_length=length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    ).to(device)
+    if device == "cuda":
+        add_gradients_in_gemms(model)
+    return model
+
+
+def add_gradients_in_gemms(model: GPTModel) -> None:
+    """The layers' GEMMs add weight gradients to the buffers."""
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    for module in model.modules():
+        if isinstance(module, TransformerEngineBaseModule) and hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
 class PeerLoop:
-    """Model, optimizer and data of the peer; torch.distributed runs already, on one rank.
+    """Model, optimizer and data of the peer; torch.distributed runs already.
 
     Args:
         turned_off: settings of `TransformerConfig` to do without.
+        division: of the work among the ranks; those that it does not mention are data-parallel.
+        device: "cuda", or "cpu" to try the loop, which needs the fusions turned off.
     """
 
-    def __init__(self, shape: str, recipe: str, fused_operations: bool = True, turned_off: Sequence[str] = ()):
+    def __init__(
+        self,
+        shape: str,
+        recipe: str,
+        fused_operations: bool = True,
+        turned_off: Sequence[str] = (),
+        division: Division = Division(),
+        device: str = "cuda",
+    ):
         sizes = dict(SHAPES[shape])
-        self.length, self.batch = sizes.pop("seq"), sizes.pop("batch")
-        self.num_microbatches, rotary_base = sizes.pop("microbatches", 1), sizes.pop("rotary_base", 10_000)
-        experts = experts_of(sizes, recipe) | dict.fromkeys(turned_off, False)
-        parallel_state.initialize_model_parallel()
+        self.length, batch, num_microbatches = sizes.pop("seq"), sizes.pop("batch"), sizes.pop("microbatches", 1)
+        rotary_base = sizes.pop("rotary_base", 10_000)
+        self.batch = division.micro_batch or batch
+        self.num_microbatches = division.num_microbatches or num_microbatches
+        self.device = device
+        parallel_state.initialize_model_parallel(
+            division.tensor, division.pipeline, expert_model_parallel_size=division.expert
+        )
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-        self.config = TransformerConfig(
-            **sizes, **experts, **RECIPES[recipe], bf16=True, params_dtype=torch.bfloat16,
-            pipeline_dtype=torch.bfloat16,
-            normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-            attention_dropout=0.0, hidden_dropout=0.0, bias_activation_fusion=True, bias_dropout_fusion=True,
-            apply_rope_fusion=True, masked_softmax_fusion=True, cross_entropy_loss_fusion=True,
-            cross_entropy_fusion_impl="te", gradient_accumulation_fusion=False,
-        )  # fmt: skip
-        model = GPTModel(
-            config=self.config,
-            transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(
-                num_experts=sizes.get("num_moe_experts"),
-                moe_grouped_gemm=bool(experts),
-                qk_layernorm=self.config.qk_layernorm,
-                use_te_op_fuser=fused_operations and not experts,
-            ),  # fmt: skip
-            rotary_base=rotary_base,
-            vocab_size=VOCABULARY,
-            max_sequence_length=self.length,
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
-        ).cuda()
-        for module in model.modules():
-            if isinstance(module, TransformerEngineBaseModule) and hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True
+        self.config = build_config(sizes, recipe, division, turned_off)
+        model = build_model(self.config, self.length, rotary_base, device, fused_operations)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True,
             use_distributed_optimizer=True,
@@ -133,13 +222,14 @@ class PeerLoop:
         )
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.no_sync_func = self.model.no_sync
-        generator = torch.Generator().manual_seed(0)
+        self.config.grad_sync_func = self.model.start_grad_sync  # later stages: in the pipeline's last bubble
+        generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
         shape_of_batch = (NUM_BATCHES, self.batch, self.length + 1)
-        self.tokens = torch.randint(VOCABULARY, shape_of_batch, generator=generator).cuda()
-        self.positions = torch.arange(self.length, device="cuda").expand(self.batch, -1)
+        self.tokens = torch.randint(VOCABULARY, shape_of_batch, generator=generator).to(device)
+        self.positions = torch.arange(self.length, device=device).expand(self.batch, -1)
 
     def step(self, number: int) -> float:
-        """Train on one batch, or on one for each microbatch; the mean loss."""
+        """Train on one batch for each microbatch; the mean loss of this data-parallel rank, on all its stages."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = get_forward_backward_func()(
@@ -154,7 +244,12 @@ class PeerLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = 3e-5
         self.optimizer.step()
-        return float(sum(report["loss"] for report in reports) / self.num_microbatches)
+        loss = torch.zeros((), device=self.device)
+        for report in reports:  # none but on the last stage
+            loss += report["loss"] / self.num_microbatches
+        if self.config.pipeline_model_parallel_size > 1:
+            dist.all_reduce(loss, group=parallel_state.get_pipeline_model_parallel_group())
+        return float(loss)
 
     def forward(self, batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """megatron-core's forward step: the mean of the tokens' losses."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import gpu_layouts
-from benchmarks.gpu_layouts import LAYOUTS, Row, Task, mode_text, place, table
+from benchmarks.gpu_layout_rows import LAYOUTS, Row, Task, W, fitting, mode_text, table
+from benchmarks.gpu_layouts import place
 from benchmarks.gpu_train import MODES, SHAPES
 from megafp8.config import flags as config_flags
 from megafp8.config import rules
@@ -39,9 +41,10 @@ def test_small_layouts_run_concurrently() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("mode", gpu_layouts.MODES)
 def test_every_mode_is_legal_under_every_layout(name: str, mode: str) -> None:
-    recipe, _, extra = mode_text(Task(name, mode)).partition(" ")
+    shape = "M1" if name.startswith("EP") else "B"
+    recipe, _, extra = mode_text(Task(name, mode), shape).partition(" ")
     config = config_flags.parse(
-        f"{SHAPES['B']} --bf16 --mock-data --tokenizer-type NullTokenizer --train-iters 9 --lr 1e-4 "
+        f"{SHAPES[shape]} --bf16 --mock-data --tokenizer-type NullTokenizer --train-iters 9 --lr 1e-4 "
         f"{MODES[recipe]} {extra}".split()
     ).config
     assert rules.setting_problems(config, LAYOUTS[name].num_gpus) == []
@@ -51,7 +54,7 @@ def test_a_mode_has_its_environment_prefix() -> None:
     task = Task("DP 2", "NCCL_MAX_CTAS=8 X=a=b delayed --recompute-granularity selective --seed=3")
     assert task.environment == {"NCCL_MAX_CTAS": "8", "X": "a=b"} and task.recipe == "delayed"
     assert task.flags == "--recompute-granularity selective --seed=3"
-    assert mode_text(task).split()[:3] == ["delayed", "--recompute-granularity", "selective"]
+    assert mode_text(task, "B").split()[:3] == ["delayed", "--recompute-granularity", "selective"]
 
 
 def test_a_mode_without_a_recipe_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +66,7 @@ def test_a_mode_without_a_recipe_is_refused(capsys: pytest.CaptureFixture[str]) 
 
 def row(label: str, recipe: str, step_ms: float, peak_gib: float = 1.0, flags: str = "") -> Row:
     layout = label.removesuffix(" FP8 weights")
-    flags = flags or (gpu_layouts.W if label != layout else "")
+    flags = flags or (W if label != layout else "")
     return Row(shape="B", recipe=recipe, extra="", label=label, num_gpus=LAYOUTS[layout].num_gpus, step_ms=step_ms,
                peak_gib=peak_gib, gathered_mb=None, losses=[5.0], device="GPU", layout=layout,
                flags=flags)  # fmt: skip
@@ -95,6 +98,54 @@ def test_modes_of_different_environments_are_not_mixed() -> None:
     found = table([*rows, *tuned])
     assert column(found, 4) == ["", "1.00", "1.33", "1.00", "1.33"]
     assert column(found, 5) == ["1.00", "", "0.90", "", "1.00"]
+
+
+def peer(label: str, recipe: str, step_ms: float, flags: str = "") -> Row:
+    return dataclasses.replace(row(label, recipe, step_ms, flags=flags), software="mcore")
+
+
+def test_speed_to_the_peer_is_that_of_its_fastest_settings() -> None:
+    """The peer's BF16 is the base of the peer's rows only, and its one GPU that of their scaling."""
+    ours = [row("1 GPU", "delayed", 100.0), row("DP 4", "bf16", 200.0), row("DP 4", "delayed", 125.0)]
+    ours.append(row("TP 4", "delayed", 60.0))
+    peers = [peer("DP 4", "bf16", 210.0), peer("DP 4", "delayed", 175.0), peer("DP 4", "delayed", 150.0, "fusion")]
+    found = table([*ours, *peers])
+    assert column(found, 2)[-2:] == ["@delayed", "@delayed"]
+    assert column(found, 4) == ["", "1.00", "1.60", "", "1.00", "1.20", "1.40"]
+    assert column(found, 5) == ["1.00", "", "0.80", "0.42", "", "", ""]
+    assert column(found, 8) == ["", "1.05", "1.20", "", "", "", ""]
+
+
+def test_a_mode_of_the_peer_is_checked_as_the_same_recipe() -> None:
+    """Its settings are no flags of megafp8."""
+    task = Task("PP 2", "NCCL_MAX_CTAS=8 @delayed batch_p2p_sync")
+    assert (task.software, task.recipe, task.flags) == ("mcore", "delayed", "batch_p2p_sync")
+    assert mode_text(task, "B") == mode_text(Task("PP 2", "delayed"), "B")
+
+
+def test_batches_are_those_of_the_shape() -> None:
+    batches = {"1 GPU": 2, "DP 2": 4, "TP 2": 2, "PP 2": 8, "DP 4": 8, "TP 2, DP 2": 4, "TP 4": 2, "PP 4": 16}
+    assert {name: LAYOUTS[name].global_batch("B") for name in fitting(4, "B")} == batches
+    assert LAYOUTS["EP 4"].global_batch("M1") == 4 * 32 and LAYOUTS["EP 2"].global_batch("M3") == 2 * 16
+
+
+def test_layouts_fit_the_shape() -> None:
+    assert "EP 2" in fitting(2, "M1") and "EP 4" not in fitting(2, "M1")
+    assert "PP 4" not in fitting(4, "M3"), "two layers"
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--modes", "@mxfp8"], "the peer has no such recipe"),
+        (["--shape", "C", "--modes", "@bf16"], "--shape C: the peer does not have it"),
+        (["--layouts", "TP 2 overlapped", "--modes", "@bf16"], "the peer has no user buffers"),
+    ],
+)
+def test_what_the_peer_cannot_do_is_refused(argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_layouts.parse(argv)
+    assert problem in capsys.readouterr().err
 
 
 def test_rounds_become_medians() -> None:
@@ -139,3 +190,21 @@ def test_a_run_on_cpu_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert fp8["losses"] == plain["losses"]
     assert 0 < fp8["gathered_mb"] < plain["gathered_mb"]
     assert "speed to BF16" in capfd.readouterr().out
+
+
+def test_the_peer_on_cpu_ranks(tmp_path: Path) -> None:
+    """The same sizes as megafp8; its loss is known on the first stage."""
+    path = tmp_path / "rows.jsonl"
+    argv = ["--shape", "tiny", "--gpus", "2", "--warm-up", "1", "--steps", "1", "--json", str(path)]
+    peer = "@bf16 apply_rope_fusion cross_entropy_loss_fusion masked_softmax_fusion"
+    argv += ["--layouts", "DP 2", "PP 2", "--modes", peer]
+    child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(gpu_layouts.main(argv)))
+    child.start()
+    child.join(HUNG_S)
+    child.kill()
+    assert child.exitcode == 0
+    data, stages = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (data["software"], data["recipe"], data["extra"]) == ("mcore", "bf16", "")
+    assert stages["extra"] == LAYOUTS["PP 2"].flags
+    for loss in data["losses"] + stages["losses"]:
+        assert loss == pytest.approx(math.log(50_304), rel=0.02)
