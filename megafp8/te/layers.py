@@ -31,6 +31,7 @@ from megafp8.mcore.modules import mlp_spec, mlp_submodules
 from megafp8.te import patches
 from megafp8.te.attention import AmaxRotarySelfAttention, DocumentAttention, FP8Attention, RotarySelfAttention
 from megafp8.te.fused_mlp import FusedMLP, ResidualLayer, SwiGLUFusedMLP
+from megafp8.te.grouped_state import divide_and_join_tensors
 
 FP8_SUB_BACKEND = 2  # NVTE_FP8 among Transformer Engine's fused attentions
 
@@ -43,6 +44,8 @@ def layer_spec(config: RunConfig, has_experts: bool = False) -> ModuleSpec:
             --moe-grouped-gemm, else an MLP for each.
     """
     patches.install()
+    if has_experts:
+        divide_and_join_tensors()
     patches.cast_by_kernels(triton_cast_recipes(config))
     is_fused = uses_op_fuser(config) and not has_experts
     experts: dict[str, Any] = {}

@@ -121,7 +121,8 @@ def save_delayed_state_as_tensors() -> None:
         if not isinstance(recipe, DelayedScaling):
             return  # a checkpoint of delayed scaling resumes under a stateless recipe
         self.fp8_meta["recipe"] = recipe
-        self.fp8_meta.setdefault("num_gemms", 1)  # a linear sets it in its first forward pass
+        # A linear sets it in its first forward pass.
+        self.fp8_meta.setdefault("num_gemms", getattr(self, "num_gemms", 1))
         self.init_fp8_meta_tensors(recipe)
         for name, current in delayed_tensors(self.fp8_meta).items():
             current.copy_(tensors[name])

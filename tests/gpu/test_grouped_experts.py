@@ -109,9 +109,10 @@ def test_a_graph_has_every_routing(routing: str) -> None:
     assert captured == launched
 
 
+@pytest.mark.parametrize("kernels", ["triton", "te"])
 @pytest.mark.parametrize("recipe", [*RECIPES, "rowwise"])
-def test_a_run_resumes_to_the_bit(recipe: str, tmp_path: Path) -> None:
-    unbroken, resumed = unbroken_and_resumed(flags_of(recipe), STEPS, tmp_path)
+def test_a_run_resumes_to_the_bit(recipe: str, kernels: str, tmp_path: Path) -> None:
+    unbroken, resumed = unbroken_and_resumed(flags_of(recipe, kernels), STEPS, tmp_path)
     assert unbroken == resumed
 
 

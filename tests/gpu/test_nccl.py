@@ -45,7 +45,7 @@ LAYOUTS = {
     "TP 2": (2, TP2),
     "PP 2": (2, "--pipeline-model-parallel-size 2"),
     "DP 4": (4, OVERLAPS),
-    "TP 4": (4, TP2.replace("2", "4")),
+    "TP 4": (4, f"{TP2.replace('2', '4')} --make-vocab-size-divisible-by 64"),  # padded as in the other layouts
     "TP 2 PP 2": (4, f"{TP2} --pipeline-model-parallel-size 2"),
 }
 FITTING = {name: layout for name, layout in LAYOUTS.items() if layout[0] <= NUM_GPUS}
