@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu_layouts import LAYOUTS, Row, median_rows
+from benchmarks.gpu_layout_rows import LAYOUTS, PEER, Row, median_rows
 from benchmarks.gpu_train import COMMON, MODES, SHAPES
 from benchmarks.planner_measurements import run_of
 from megafp8.config.flags import parse
@@ -42,14 +42,16 @@ def predict(row: Row) -> Predicted:
     """Predict a row, with the settings that the command chooses on its GPU.
 
     Raises:
-        ConfigError: the planner knows no such GPU, or has no time for the recipe.
+        ConfigError: the planner knows no such GPU, has no time for the recipe, or the row is megatron-core's.
     """
     gpu = find_gpu(row.device)
     if gpu is None:
         raise ConfigError([f"{row.label} {row.recipe}: the planner knows {', '.join(GPUS)}, not {row.device!r}"])
+    if row.software == PEER:
+        raise ConfigError([f"{row}: megatron-core's settings are those of its own loop, which have no command line"])
     if row.recipe not in MODES:
         raise ConfigError([f"{row.label} {row.recipe}: the planner's recipes are {', '.join(MODES)}"])
-    batch = f"--global-batch-size {LAYOUTS[row.layout].global_batch} --train-iters 1000"
+    batch = f"--global-batch-size {LAYOUTS[row.layout].global_batch(row.shape)} --train-iters 1000"
     given = parse(f"{SHAPES[row.shape]} {COMMON} {MODES[row.recipe]} {row.extra} {batch}".split()).config
     config, _ = choose(given, gpu.target, row.num_gpus)
     run = run_of(config, gpu.name, row.num_gpus)

@@ -26,12 +26,12 @@ from megafp8.config.rules.precision import (
 )
 from megafp8.config.schema import RunConfig
 from megafp8.mcore import patches as mcore_wgrad
+from megafp8.mcore.grouped_state import divide_and_join_tensors
 from megafp8.mcore.latent_attention import GivenNorms
 from megafp8.mcore.modules import mlp_spec, mlp_submodules
 from megafp8.te import patches
 from megafp8.te.attention import AmaxRotarySelfAttention, DocumentAttention, FP8Attention, RotarySelfAttention
 from megafp8.te.fused_mlp import FusedMLP, ResidualLayer, SwiGLUFusedMLP
-from megafp8.te.grouped_state import divide_and_join_tensors
 
 FP8_SUB_BACKEND = 2  # NVTE_FP8 among Transformer Engine's fused attentions
 
@@ -45,7 +45,7 @@ def layer_spec(config: RunConfig, has_experts: bool = False) -> ModuleSpec:
     """
     patches.install()
     if has_experts:
-        divide_and_join_tensors()
+        divide_and_join_tensors(patches.serialize_tensors, patches.deserialize_tensors)
     patches.cast_by_kernels(triton_cast_recipes(config))
     is_fused = uses_op_fuser(config) and not has_experts
     experts: dict[str, Any] = {}

@@ -30,10 +30,14 @@ def _settings_without_default_graph(config: RunConfig, world_size: int) -> Itera
     """
     parallel = config.parallel
     stages, parts = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    is_tested = not is_interleaved(config) and (stages == 1 or stages == world_size == 2)
+    has_tested_stages = not is_interleaved(config) and (stages == 1 or stages == world_size == 2)
+    has_tested_parts = parts == 1 or (parts == world_size == 2 and parallel.cp_comm_type == "p2p")
     checks = (
-        (not is_tested, f"--pipeline-model-parallel-size {stages} of {world_size} ranks"),
-        (parts > 1, f"--context-parallel-size {parts}"),
+        (not has_tested_stages, f"--pipeline-model-parallel-size {stages} of {world_size} ranks"),
+        (
+            not has_tested_parts,
+            f"--context-parallel-size {parts} of {world_size} ranks with --cp-comm-type {parallel.cp_comm_type}",
+        ),
     )
     for is_there, flag in checks:
         if is_there:

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import planner_accuracy, planner_rows
-from benchmarks.gpu_layouts import LAYOUTS, Row
+from benchmarks.gpu_layout_rows import LAYOUTS, Row
 from benchmarks.planner_measurements import MEASUREMENTS
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"

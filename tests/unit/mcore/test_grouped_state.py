@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megafp8.mcore import patches
-from megafp8.te import grouped_state
+from megafp8.mcore import grouped_state, patches
 
 
 @pytest.mark.parametrize(("file", "text"), grouped_state.EVIDENCE)
