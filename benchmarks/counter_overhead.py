@@ -6,7 +6,7 @@ One run trains with and without counters, alternating step by step, on one CPU r
 everything that a step adds. On a shared machine its interval is several percent wide, so that the CPU time in the
 functions of the counters is also summed: the checks in the quantizers, the reset of the table, and its totals.
 
-The bar of 0.3% is for kernel time on a GPU, which this benchmark does not measure.
+The bar of 0.3% is for kernel time on a GPU (`gpu_counters.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,82 @@
+"""Cost of the counters of non-finite and saturated operands on a GPU: kernel time of steps with and without them.
+
+    python benchmarks/gpu_counters.py --shape A --extra="--cuda-graph-impl none --micro-batch-size 4 --global-batch-size 4"
+
+A mode is RECIPE FLAGS. Each build is a process (`gpu_steps.py`), in the order without, with, with, without. Kernels are
+summed by torch's profiler over `--steps` steps: what the host and other programs do does not count. The bar is 0.3%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import gpu_steps  # (first: it sets how torch looks for GPUs)
+
+import torch  # isort: skip
+
+from benchmarks.gpu_train import SHAPES
+from megafp8.config.schema.model import ParallelConfig
+from megafp8.device.platform import detect_platform, init_distributed
+from megafp8.training import setup
+
+MODES = ("delayed", "tensorwise", "tensorwise --quantize-kernels te")
+ORDER = (False, True, True, False)
+
+
+def kernel_ms(options: argparse.Namespace, mode: str, has_counters: bool) -> tuple[float, float]:
+    """Milliseconds of kernels in a step, and their number; in a process of its own."""
+    from megafp8.te import patches  # needs Transformer Engine
+
+    if not has_counters:
+        setup.build_operand_monitor = lambda *_: None
+        patches.observe_amaxes(lambda forward: None)
+    init_distributed(detect_platform(), ParallelConfig())
+    train = gpu_steps.trainer(gpu_steps.check_mode(options, mode))
+    for step in range(1, options.warm_up + 1):
+        train(step)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for step in range(options.warm_up + 1, options.warm_up + options.steps + 1):
+            train(step)
+        torch.cuda.synchronize()
+    events = profile.key_averages()
+    milliseconds = sum(event.self_device_time_total for event in events) / 1e3
+    return milliseconds / options.steps, sum(event.count for event in events) / options.steps
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Exit status 1 without a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="A", help="model and batch")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), help='RECIPE, or "RECIPE FLAGS"')
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before the counted ones")
+    parser.add_argument("--steps", type=int, default=5, help="counted steps")
+    parser.add_argument("--extra", default="", help='more flags for every mode: --extra="--flag value"')
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no GPU, whose kernels this benchmark sums; counter_overhead.py is for CPUs", file=sys.stderr)
+        return 1
+    gpu_steps.import_everything()
+    method = gpu_steps.start_method()
+    for mode in options.modes:
+        found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        for has_counters in ORDER:
+            found[has_counters].append(gpu_steps.in_process(method, kernel_ms, options, mode, has_counters))
+        (without, few), (with_counters, many) = (map(mean, zip(*found[side], strict=True)) for side in (False, True))
+        print(
+            f"{mode}: {without:.3f} ms in {few:.0f} kernels without, {with_counters:.3f} ms in {many:.0f} with counters: "
+            f"{with_counters / without - 1:+.3%}",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
