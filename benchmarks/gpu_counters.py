@@ -1,6 +1,7 @@
 """Cost of the counters of non-finite and saturated operands on a GPU: kernel time of steps with and without them.
 
-    python benchmarks/gpu_counters.py --shape A --extra="--cuda-graph-impl none --micro-batch-size 4 --global-batch-size 4"
+    python benchmarks/gpu_counters.py --shape A \\
+        --extra="--cuda-graph-impl none --micro-batch-size 4 --global-batch-size 4"
 
 A mode is RECIPE FLAGS. Each build is a process (`gpu_steps.py`), in the order without, with, with, without. Kernels are
 summed by torch's profiler over `--steps` steps: what the host and other programs do does not count. The bar is 0.3%.
@@ -69,10 +70,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         for has_counters in ORDER:
             found[has_counters].append(gpu_steps.in_process(method, kernel_ms, options, mode, has_counters))
-        (without, few), (with_counters, many) = (map(mean, zip(*found[side], strict=True)) for side in (False, True))
+        (before, few), (after, many) = (map(mean, zip(*found[side], strict=True)) for side in (False, True))
         print(
-            f"{mode}: {without:.3f} ms in {few:.0f} kernels without, {with_counters:.3f} ms in {many:.0f} with counters: "
-            f"{with_counters / without - 1:+.3%}",
+            f"{mode}: {before:.3f} ms in {few:.0f} kernels without counters, {after:.3f} ms in {many:.0f} with: "
+            f"{after / before - 1:+.3%}",
             flush=True,
         )
     return 0
