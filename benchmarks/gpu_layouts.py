@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -80,7 +81,9 @@ def be_rank(
         # Checked before CUDA is used: tensor parallelism sets how it starts kernels.
         checked = gpu_steps.check_mode(options, mode_text(task, options.shape))
         platform = detect_platform()
-        init_distributed(platform, ParallelConfig(distributed_timeout_minutes=JOIN_MINUTES))
+        # The peer has no memory registered with NCCL, and none of its settings.
+        parallel = checked.invocation.config.parallel if task.software == OURS else ParallelConfig()
+        init_distributed(platform, dataclasses.replace(parallel, distributed_timeout_minutes=JOIN_MINUTES))
         row = measure(options, task, checked, platform)
         sender.send(row if rank == 0 else None)
         shutdown_distributed()

@@ -16,7 +16,6 @@ from megafp8.config.schema import RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.local_environment import offloading_problems, package_problems
-from megafp8.device.nccl_environment import prefer_copy_engines
 from megafp8.device.platform import enable_determinism, limit_device_connections, silence_other_ranks, world_size
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.mcore import cpu_patches
@@ -61,8 +60,6 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
     config, choices = choose(config, target, ranks, is_saved_sharded)
     invocation = dataclasses.replace(invocation, config=config)
-    if config.parallel.use_nccl_ub:
-        prefer_copy_engines()
     found = micro_batch.setting_problems(config, ranks)
     found += capability.capability_problems(config, target)
     local_problems = rules.path_problems(config, ranks) + package_problems(config.logging) + offloading_problems(config)

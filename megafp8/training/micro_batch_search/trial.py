@@ -22,7 +22,6 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.config.stages import microbatch_group_size
 from megafp8.device import platform as device_platform
-from megafp8.device.nccl_environment import prefer_copy_engines
 from megafp8.mcore import cpu_patches
 from megafp8.planning.micro_batch import last_batch_size, with_constant_batch, with_size
 from megafp8.training.micro_batch_search.messages import (
@@ -88,8 +87,6 @@ class TrialRun:
         device_platform.limit_device_connections(config.parallel.tensor_model_parallel_size)
         if config.precision.deterministic_mode:
             device_platform.enable_determinism()
-        if config.parallel.use_nccl_ub:
-            prefer_copy_engines()
         cpu_patches.install()
         # They import megatron-core, which must be patched before.
         from megafp8.training.extensions.statistics import StatisticsCollector
