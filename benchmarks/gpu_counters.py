@@ -10,6 +10,7 @@ summed by torch's profiler over `--steps` steps: what the host and other program
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import gpu_steps  # (first: it sets how torch looks for GPUs)
+from benchmarks import gpu_profile, gpu_steps  # (first: it sets how torch looks for GPUs)
 
 import torch  # isort: skip
 
@@ -43,13 +44,9 @@ def kernel_ms(options: argparse.Namespace, mode: str, has_counters: bool) -> tup
     for step in range(1, options.warm_up + 1):
         train(step)
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for step in range(options.warm_up + 1, options.warm_up + options.steps + 1):
-            train(step)
-        torch.cuda.synchronize()
-    events = profile.key_averages()
-    milliseconds = sum(event.self_device_time_total for event in events) / 1e3
-    return milliseconds / options.steps, sum(event.count for event in events) / options.steps
+    steps = itertools.count(options.warm_up + 1)
+    rows = gpu_profile.profiled(lambda: train(next(steps)), steps=options.steps).rows()
+    return sum(ms for _, ms, _ in rows), sum(count for _, _, count in rows)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -23,18 +23,17 @@ EVIDENCE = (
 )
 
 
+@functools.cache
 def divide_and_join_tensors(
     serialize: Callable[[dict[str, Tensor]], Tensor], deserialize: Callable[[Tensor], Optional[dict[str, Tensor]]]
 ) -> None:
-    """Patch megatron-core's grouped linear, with Transformer Engine installed. Repeated calls do nothing.
+    """Patch megatron-core's grouped linear, with Transformer Engine installed; a second call does nothing.
 
     Args:
         serialize: makes one uint8 tensor of tensors.
         deserialize: its inverse; None for other states.
     """
     TEGroupedLinear = import_core("extensions.transformer_engine").TEGroupedLinear
-    if hasattr(TEGroupedLinear._decode_extra_state, "__wrapped__"):
-        return
     plain_decode, plain_split = TEGroupedLinear._decode_extra_state, TEGroupedLinear._split_extra_state
 
     def encode(self: Any, state: dict[str, Any]) -> Tensor:
