@@ -172,8 +172,7 @@ def test_the_memory_peak_can_be_reset() -> None:
     assert peak_resident_bytes() > high - 50 * MIB, "though it is given back"
     CPU.reset_peak_memory()
     assert peak_resident_bytes() < high - 300 * MIB
-    # Other threads of the process may allocate in between.
-    assert CPU.peak_memory_bytes() == pytest.approx(peak_resident_bytes(), abs=50 * MIB)
+    assert CPU.peak_memory_bytes() == peak_resident_bytes()
 
 
 def test_out_of_memory_is_distinguished_from_other_errors() -> None:
