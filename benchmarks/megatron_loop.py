@@ -4,7 +4,7 @@ The same shapes, dtypes and random tokens as `gpu_steps.py`; Transformer Engine'
 rotary embedding, overlapped reductions, FP32 gradients accumulated in the GEMM. Mixtures (M1 to M3) have its grouped
 GEMM, its permute and router kernels, tokens padded in the router for FP8, and no fused operations, which are for dense
 layers. Several ranks divide the work by a `Division`: with tensor parallelism the sequence too, experts over ranks that
-are also data-parallel, optimizer state over all data-parallel ranks. NOT RUN with mixtures or a `Division` yet.
+are also data-parallel, optimizer state over all data-parallel ranks. NOT RUN with experts over ranks yet.
 """
 
 from __future__ import annotations
