@@ -19,7 +19,7 @@ second and GPU, to the same recipe and flags on one GPU. `--profile` tells of tw
 (`gpu_profile.py`).
 
 The JSON has a line for each measurement, in the form that `planner_measurements.py` reads. `--shape tiny` runs on any
-machine, on CPU ranks where there is no GPU. NOT RUN on a GPU: modes of the peer, layouts of experts.
+machine, on CPU ranks where there is no GPU.
 """
 
 from __future__ import annotations
