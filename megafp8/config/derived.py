@@ -344,7 +344,10 @@ def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
     obstacles = (
         (not settings.one_pass_optimizer, "--no-one-pass-optimizer"),
         (settings.optimizer != "adam", f"--optimizer {settings.optimizer}"),
-        (not config.parallel.use_distributed_optimizer, "no --use-distributed-optimizer"),
+        (
+            not config.parallel.use_distributed_optimizer and not config.parallel.use_torch_fsdp2,
+            "no --use-distributed-optimizer",
+        ),
         (_has_expert_groups(config), "experts with data-parallel ranks of their own"),
         (precision.fp16, "--fp16"),
         (settings.loss_scale is not None, f"--loss-scale {settings.loss_scale}"),

@@ -12,12 +12,13 @@ megatron-core 0.16.1's wrapper needs five changes, which `TorchFSDP` makes:
 - Its gradients are means over the ranks. Here they are sums, and `scale_gradients`, which is empty there, divides them
   by the tokens of the global batch.
 - It reduces and accumulates gradients in the dtype of the parameters. Here both use the dtype of the gradients in
-  `DistributedDataParallelConfig`: `main_grad` of each parameter is their sum over the microbatches.
+  `DistributedDataParallelConfig` (`GradientSums`): `main_grad` of each parameter is their sum over the microbatches.
 - It shards an embedding that is tied to the output layer in a group of its own, so the output layer finds it sharded.
   Here embedding and output layer are in the group of the model, which is gathered during the complete forward pass.
 - Its `finish_grad_sync` does not take the argument that `finalize_model_grads` passes.
 
-megatron-core's gradient norm asks a tensor of FSDP2 for its only process group. With replicas there are two, and
+megatron-core adds the gradients of norms over tensor-parallel ranks in copies, and `add_rows_in_place` in place. Its
+gradient norm asks a tensor of FSDP2 for its only process group. With replicas there are two, and
 `sum_norms_in_a_replica` gives it the one of the rows.
 
 With a loss scale, `agree_on_overflow` changes the optimizer, which would check only a rank's own rows.
@@ -25,6 +26,7 @@ With a loss scale, `agree_on_overflow` changes the optimizer, which would check 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -40,8 +42,10 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+from megafp8.mcore.fsdp_groups import GradientSums, fsdp_modules, fsdp_parameters
 
 
 class TorchFSDP(TorchFullyShardedDataParallel):
@@ -67,37 +71,34 @@ class TorchFSDP(TorchFullyShardedDataParallel):
         with wrapper_arguments(device.type, MixedPrecisionPolicy(reduce_dtype=grad_dtype), replica_group):
             super().__init__(config, ddp_config, chunk, sub_modules_to_wrap={TransformerLayer}, process_group=group)
         self.replica_group = replica_group
+        add_rows_in_place()
         if replica_group is not None:
             sum_norms_in_a_replica()
         self.quantized_weights: list[tuple[Any, Any]] = []
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
-        for parameter in self.module.parameters():
-            parameter.main_grad = torch.zeros_like(parameter, dtype=grad_dtype or parameter.dtype)
-            parameter.register_post_accumulate_grad_hook(add_to_main_grad)
+        self.sums: list[GradientSums] = []
+        for module in fsdp_modules(self.module):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+            if fsdp_parameters(module):
+                self.sums.append(GradientSums(module, grad_dtype))
 
     def finish_grad_sync(self, *unused: Any, **options: Any) -> None:
-        """Do nothing: the gradients of a microbatch are reduced in its backward pass."""
+        """Complete the gradients of a step, which are reduced in the backward pass of each microbatch."""
+        for sums in self.sums:
+            sums.finish()
 
     def zero_grad_buffer(self) -> None:
-        """Set the gradients to zero, before a step."""
-        torch._foreach_zero_([parameter.main_grad.to_local() for parameter in self.module.parameters()])
+        """Forget the gradients, before a step."""
+        for sums in self.sums:
+            sums.start()
 
     def scale_gradients(self, scaling_factor: Any) -> None:
         """Multiply the gradients."""
-        for parameter in self.module.parameters():
-            parameter.main_grad.to_local().mul_(scaling_factor)
+        for sums in self.sums:
+            sums.multiply(scaling_factor)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         return self.module.load_state_dict(state_dict, strict)
-
-
-def add_to_main_grad(parameter: DTensor) -> None:
-    """Add the reduced gradient of a microbatch to `main_grad`, and free it."""
-    parameter.main_grad.to_local().add_(parameter.grad.to_local())
-    parameter.grad = None
 
 
 def agree_on_overflow(parts: Iterable[MixedPrecisionOptimizer]) -> None:
@@ -136,6 +137,20 @@ def replica_groups(num_replicas: int) -> tuple[dist.ProcessGroup, Optional[dist.
     own, same = ranks[first : first + size], ranks[group.rank() % size :: size]
     shard, replica = (dist.new_group(each, use_local_synchronization=True) for each in (own, same))
     return shard, replica
+
+
+def add_rows_in_place() -> None:
+    """Let megatron-core add the gradients of norms and tied embeddings over tensor-parallel ranks row by row.
+
+    It gathers the complete gradients, and replaces `main_grad` by a new tensor.
+    """
+
+    def rows(tensor: Any) -> Any:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    gradients: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    gradients._unshard_if_dtensor = rows
+    gradients._reshard_if_dtensor = lambda added, gradient: gradient
 
 
 def sum_norms_in_a_replica() -> None:

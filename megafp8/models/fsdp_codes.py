@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.mcore.fsdp_groups import fsdp_modules, fsdp_parameters
 from megafp8.mcore.torch_fsdp import TorchFSDP
 from megafp8.models.emulated_layers import EmulatedLinearMixin, emulated_linears
-from megafp8.optimizer.fsdp_traffic import fsdp_modules, fsdp_parameters
 from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, quantize_shards
 from megafp8.recipes.base import Gemm
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from megafp8.mcore.fsdp_groups import fsdp_modules, fsdp_parameters
 from megafp8.mcore.grad_reduction import Reduction
 from megafp8.mcore.torch_fsdp import TorchFSDP
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
-from megafp8.optimizer.fsdp_traffic import fsdp_modules, fsdp_parameters
 from megafp8.optimizer.gradient_pieces import Piece, Shard
 
 

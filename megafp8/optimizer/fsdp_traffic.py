@@ -5,14 +5,14 @@ FSDP2's collectives are replaced through `set_custom_all_gather` and `set_custom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from megafp8.mcore.fsdp_groups import fsdp_modules
 
 
 class CountedGather(DefaultAllGather):
@@ -76,17 +76,3 @@ class CountedReduction(DefaultReduceScatter):
         """Return the bytes received since the last call."""
         received, self.received_bytes = self.received_bytes, 0
         return received
-
-
-def fsdp_modules(chunk: torch.nn.Module) -> Iterator[FSDPModule]:
-    """The modules of a chunk whose parameters FSDP2 gathers together."""
-    return (module for module in chunk.modules() if isinstance(module, FSDPModule))
-
-
-def fsdp_parameters(module: FSDPModule) -> list[Any]:
-    """FSDP2's own record of each parameter that it gathers for a module, in the order in which it packs them.
-
-    Torch 2.11 has one group of parameters for a module. Later versions can have several, but have one here.
-    """
-    group = module._get_fsdp_state()._fsdp_param_group
-    return [] if group is None else group.fsdp_params

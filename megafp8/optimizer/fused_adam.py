@@ -1,11 +1,12 @@
-"""megatron-core's distributed optimizer with a fused Adam step that does not synchronize with the device.
+"""megatron-core's sharded optimizers with a fused Adam step that does not synchronize with the device.
 
 A step of megatron-core divides the gradients by the number of tokens, computes their norm and copies it to the host,
 clips the gradients, runs Adam, and copies the master weights into the model. Each of these is a pass over the gradients
 or weights. Here the division and the clipping are factors inside the Adam kernel, which also writes the model weights.
 The gradient norm stays on the device, and the caller reads it together with the loss.
 
-State, checkpoints and parameter groups are those of the wrapped optimizers. Numerics: those of Transformer Engine's
+They are its distributed optimizer, and its optimizer of the rows that FSDP2 leaves on a rank. State, checkpoints and
+parameter groups are those of the wrapped optimizers. Numerics: those of Transformer Engine's
 Adam up to rounding, see `adam_kernel`. The sum of the gradient norm has another order.
 """
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
-from megafp8.optimizer.tensor_table import ParameterRow, build_row
+from megafp8.optimizer.tensor_table import ParameterRow, build_rows
 
 FP8_CAST_CAPABILITY = (8, 9)  # compute capability
 CLIP_EPSILON = 1e-6  # megatron-core's
@@ -51,19 +52,23 @@ def obstacle(config: RunConfig, on_cuda: bool) -> Optional[str]:
 
 
 class FusedAdamOptimizer(ChainedOptimizer):
-    """megatron-core's distributed Adam optimizers of a run, with a fused step.
+    """megatron-core's sharded Adam optimizers of a run, with a fused step.
 
     `finalize` replaces `finalize_model_grads`. After it, call `squared_norm` and `step(grad_norm)`, or only `step()`.
+
+    Args:
+        num_copies: ranks that have the same shards.
     """
 
-    def __init__(self, optimizer: ChainedOptimizer, device: torch.device):
+    def __init__(self, optimizer: ChainedOptimizer, device: torch.device, num_copies: int = 1):
         super().__init__(optimizer.chained_optimizers)
+        self._num_copies = num_copies
         self.grad_factor = torch.ones(1, device=device)
         self._tables: Optional[TensorTables] = None
         for part in self.parts():
             part.optimizer.register_load_state_dict_post_hook(self._discard_tables)
 
-    def parts(self) -> list[DistributedOptimizer]:
+    def parts(self) -> list[Any]:
         """The optimizers with parameters on this rank."""
         return [part for part in self.chained_optimizers if not part.is_stub_optimizer]
 
@@ -82,12 +87,15 @@ class FusedAdamOptimizer(ChainedOptimizer):
     def squared_norm(self) -> Tensor:
         """Squared norm of this rank's gradient shards, FP64 on the device.
 
-        Its sum over the ranks of `get_grad_stats_parallel_group` is the squared gradient norm.
+        Divided by the number of ranks that have the same shards, so that its sum over all ranks is the squared gradient
+        norm.
         """
         from megafp8.kernels.adam import squared_sum  # needs Triton
 
         sums = [squared_sum(table, self.grad_factor) for table in self.tables().norm]
-        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self.grad_factor.device)
+        if not sums:
+            return torch.zeros((), dtype=torch.float64, device=self.grad_factor.device)
+        return torch.stack(sums).sum() / self._num_copies
 
     @torch.no_grad()
     def step(self, grad_norm: Optional[float] = None) -> tuple[bool, float, Optional[float]]:
@@ -101,7 +109,7 @@ class FusedAdamOptimizer(ChainedOptimizer):
         """
         if grad_norm is None:
             total = self.squared_norm()
-            dist.all_reduce(total, group=self.get_grad_stats_parallel_group())
+            dist.all_reduce(total)
             grad_norm = math.sqrt(total.item())
         num_zeros = None
         if self.config.log_num_zeros_in_grad:
@@ -135,7 +143,7 @@ class FusedAdamOptimizer(ChainedOptimizer):
                     update_rows(table, self.grad_factor, adam_step, new_scales)
             if tables.has_fp8_weights:
                 quantize_param_shard(*part._get_fp8_params_and_shard_fp32_from_fp8(), part.data_parallel_group)
-            if not part.ddp_config.overlap_param_gather:
+            if isinstance(part, DistributedOptimizer) and not part.ddp_config.overlap_param_gather:
                 for chunk in part.model_chunks:
                     chunk.start_param_sync()
 
@@ -157,7 +165,7 @@ class TensorTables:
         norm: gradients that count in the norm; each counts on one rank only.
     """
 
-    def __init__(self, parts: list[DistributedOptimizer]):
+    def __init__(self, parts: list[Any]):
         from megafp8.kernels.adam import BLOCK, SUM_CHUNK, TensorTable  # needs Triton
         from megafp8.optimizer.moment_scales import MomentScales
 
@@ -165,11 +173,9 @@ class TensorTables:
         self.has_fp8_weights = False
         norm_grads: dict[torch.dtype, list[tuple[Tensor]]] = {}
         for index, part in enumerate(parts):
-            for group_index, group in enumerate(part.optimizer.param_groups):
+            for group_index in range(len(part.optimizer.param_groups)):
                 rows: dict[Any, list[ParameterRow]] = {}
-                model_params = [*part.model_fp32_groups[group_index], *part.model_float16_groups[group_index]]
-                for model_param, shard in zip(model_params, group["params"], strict=True):
-                    row = build_row(part, model_param, shard)
+                for model_param, shard, row in build_rows(part, group_index):
                     rows.setdefault(row.dtypes, []).append(row)
                     self.has_fp8_weights |= is_float8tensor(model_param)
                     if param_is_not_shared(shard) and tensor_parallel.param_is_not_tensor_parallel_duplicate(shard):

@@ -8,7 +8,9 @@ from typing import Optional
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,32 @@ class ParameterRow:
     def tensors(self) -> tuple[Optional[Tensor], ...]:
         """The columns of the kernel's table."""
         return self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.model
+
+
+def build_rows(part: MegatronOptimizer, group_index: int) -> list[tuple[torch.nn.Parameter, Tensor, ParameterRow]]:
+    """Of each parameter of a group: the model weight, the key of its optimizer state, and its row.
+
+    Args:
+        part: megatron-core's distributed optimizer, or the optimizer of parameters that FSDP2 has sharded.
+    """
+    if isinstance(part, DistributedOptimizer):
+        weights = [*part.model_fp32_groups[group_index], *part.model_float16_groups[group_index]]
+        shards = part.optimizer.param_groups[group_index]["params"]
+        return [(weight, shard, build_row(part, weight, shard)) for weight, shard in zip(weights, shards, strict=True)]
+    if isinstance(part, FP32Optimizer):
+        pairs = [(weight, weight) for weight in part.optimizer.param_groups[group_index]["params"]]
+    else:
+        masters = zip(part.float16_groups[group_index], part.fp32_from_float16_groups[group_index], strict=True)
+        pairs = [*masters, *((weight, weight) for weight in part.fp32_from_fp32_groups[group_index])]
+    return [(weight, master, build_fsdp_row(part, weight, master)) for weight, master in pairs]
+
+
+def build_fsdp_row(part: MegatronOptimizer, weight: DTensor, master: DTensor) -> ParameterRow:
+    """Build the row of one parameter of which FSDP2 keeps rows on this rank. `master` is `weight` in FP32."""
+    state = get_state(part.optimizer, master)
+    tensors = [weight.main_grad, master, state["exp_avg"], state["exp_avg_sq"], *([] if weight is master else [weight])]
+    grad, own_master, exp_avg, exp_avg_sq, *model = [tensor.detach().to_local().view(-1) for tensor in tensors]
+    return ParameterRow(grad, own_master, exp_avg, exp_avg_sq, *(model or [None]))
 
 
 def build_row(part: DistributedOptimizer, model_param: torch.nn.Parameter, shard: Tensor) -> ParameterRow:

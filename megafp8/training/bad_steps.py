@@ -74,11 +74,12 @@ def build_gradient_monitor(
     parallelism: `find_local_bad_gradients` can then tell afterwards which rank the non-finite values came from.
     """
     data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    is_norm_enough = isinstance(trainee.optimizer, FusedAdamOptimizer) and data_size in (1, dist.get_world_size())
-    if is_norm_enough or not config.training.check_for_nan_in_loss_and_grad:
+    if not config.training.check_for_nan_in_loss_and_grad:
         return None
     if config.parallel.use_torch_fsdp2:
         return gradient_checks.ReducedGradientMonitor(trainee.chunks, device)
+    if isinstance(trainee.optimizer, FusedAdamOptimizer) and data_size in (1, dist.get_world_size()):
+        return None
     return gradient_checks.NonFiniteGradientMonitor(trainee.chunks, device)
 
 

@@ -142,7 +142,8 @@ def build_trainee(
     obstacle = fused_adam.obstacle(config, platform.kind == "cuda")
     check_graph_optimizer(config, obstacle)
     if obstacle is None:
-        optimizer = fused_adam.FusedAdamOptimizer(optimizer, platform.device)
+        num_copies = config.parallel.num_distributed_optimizer_instances if config.parallel.use_torch_fsdp2 else 1
+        optimizer = fused_adam.FusedAdamOptimizer(optimizer, platform.device, num_copies)
         transformer_config.finalize_model_grads_func = optimizer.finalize
     elif config.training.spike_policy != "off" and not isinstance(optimizer, SkipUpdateOptimizer):
         optimizer = SkipUpdateOptimizer(optimizer)

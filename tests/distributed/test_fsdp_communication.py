@@ -86,6 +86,30 @@ def test_replicas_gather_within_themselves_and_add_their_sums() -> None:
     assert 3 * hybrid[0][2] == 4 * full[0][2]
 
 
+def fraction_with_low_bits(config: RunConfig) -> float:
+    """Of the gradients of a step that are not zero, before they are divided by a number of tokens: those that BF16
+    cannot express."""
+    run, values = build_run(config), []
+    chunk, batch = run.trainee.chunks[0], run.global_batch_size
+
+    def keep(factor: object) -> None:
+        values.extend(each.main_grad.to_local().flatten().clone() for each in chunk.parameters())
+
+    chunk.scale_gradients = keep
+    batches = build_batches(run, SourceSamples(config.data.seq_length), 0, batch, num_workers=0)
+    train_step(run, batches, Progress())
+    rows = torch.cat(values)
+    rows = rows[rows != 0]
+    return float((rows != rows.bfloat16()).float().mean())
+
+
+def test_sums_of_a_microbatch_are_not_rounded() -> None:
+    """Of two ranks' gradients in BF16, in FP32."""
+    config = small_config("llama", f"{PLAIN} --micro-batch-size 4", 2)
+    assert config.training.global_batch_size == 2 * 4, "more than one microbatch"
+    assert all(fraction > 0.2 for fraction in run_ranks(2, fraction_with_low_bits, config))
+
+
 def gathered_dtypes(config: RunConfig) -> tuple[int, int, int]:
     """Of one forward and backward pass: bytes as counted, bytes that the collectives receive, and linear weights that
     are codes during the forward pass."""

@@ -38,6 +38,7 @@ def _settings_without_default_graph(config: RunConfig, world_size: int) -> Itera
             not has_tested_parts,
             f"--context-parallel-size {parts} of {world_size} ranks with --cp-comm-type {parallel.cp_comm_type}",
         ),
+        (parallel.use_torch_fsdp2, "--use-torch-fsdp2"),
     )
     for is_there, flag in checks:
         if is_there:
@@ -101,8 +102,8 @@ def _host_obstacles(config: RunConfig) -> Checks:
     yield (
         optimizer is not None,
         str(optimizer),
-        "CUDA graphs need the one-pass optimizer (--use-distributed-optimizer, Adam, FP32 master weights, no loss "
-        "scale), because megatron-core's optimizer waits for the number of tokens",
+        "CUDA graphs need the one-pass optimizer (--use-distributed-optimizer or --use-torch-fsdp2, Adam, FP32 master "
+        "weights, no loss scale), because megatron-core's optimizer waits for the number of tokens",
     )
     yield (
         config.data.reset_attention_mask,

@@ -300,7 +300,7 @@ class OptimizerConfig:
     one_pass_optimizer: bool = setting(
         True,
         "scale and clip gradients, apply Adam and cast the weights in one kernel (CUDA, --optimizer adam, distributed "
-        "optimizer)",
+        "optimizer or FSDP2)",
         off=("--no-one-pass-optimizer",),
     )
     main_grads_dtype: str = setting("fp32", "dtype of the gradients in the optimizer", choices=("fp32", "bf16"))

@@ -257,6 +257,7 @@ def test_largest_moment_may_be_anywhere() -> None:
 # ---- in megatron-core's optimizer -----------------------------------------------------------------------------------
 
 SHARDED = "--use-distributed-optimizer --clip-grad 0.5"
+FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --clip-grad 0.5"
 
 
 def one_pass_curve(extra: str, world_size: int) -> tuple[list[float], list[float]]:
@@ -277,6 +278,8 @@ def one_pass_curve(extra: str, world_size: int) -> tuple[list[float], list[float
         (f"{SHARDED} --bf16 --tensor-model-parallel-size 2 --sequence-parallel", 2),
         (f"{SHARDED} --bf16 --pipeline-model-parallel-size 2", 2),
         (SHARDED, 1),
+        (FSDP, 2),
+        (f"{FSDP} --bf16 --num-distributed-optimizer-instances 2 --micro-batch-size 1", 4),
     ],
 )
 def test_one_pass_follows_megatron_core(extra: str, world_size: int) -> None:
