@@ -36,7 +36,7 @@ def quantizer_problems(config: RunConfig) -> list[str]:
         for flag, is_given in asked.items()
         if is_given
     ]
-    found += channel_scale_problems(config)
+    found += planted_fault_problems(config)
     cast = triton_cast_recipes(config)
     unseen = [
         recipe.name for recipe in derived.used_recipes(config.precision)
@@ -52,25 +52,21 @@ def quantizer_problems(config: RunConfig) -> list[str]:
             f"{moving} with --fp8-dot-product-attention: the scales of attention are updated with the linears around "
             "it, which may be in high precision then; remove one"
         )
-    if moving and config.precision.fp8_saved_activations:
+    changing = "--fp8-guard smooth-swiglu" if training.fp8_guard == "smooth-swiglu" else moving
+    if changing and config.precision.fp8_saved_activations:
         found.append(
-            f"{moving} with --fp8-saved-activations: an MLP that then runs linear by linear saves others; remove one"
+            f"{changing} with --fp8-saved-activations: an MLP that then runs linear by linear saves others; remove one"
         )
     return found
 
 
-def channel_scale_problems(config: RunConfig) -> list[str]:
-    """Scales per channel, which Transformer Engine's linears cannot have, and a fault within its fused MLP."""
+def planted_fault_problems(config: RunConfig) -> list[str]:
+    """Faults that need to see inside Transformer Engine's linears and its fused MLP."""
     training, found = config.training, []
-    reason = (
-        "Transformer Engine's layers do not support it: their casts read the parameter and their wgrad GEMM adds to "
-        "its gradient buffer, where a scale per channel is not applied"
-    )
-    if training.fp8_guard == "smooth-swiglu":
-        found.append(f"--fp8-guard smooth-swiglu: {reason}; use --fp8-guard bf16-layer, or --transformer-impl emulated")
     if training.planted_fault in ("outlier-channel", "aligned-swiglu"):
         found.append(
-            f"--planted-fault {training.planted_fault}: {reason}; use --planted-fault inflated-qk, or "
+            f"--planted-fault {training.planted_fault}: Transformer Engine's layers do not support it: they compute "
+            "the norm inside linear_fc1 and SwiGLU inside a fused MLP; use --planted-fault inflated-qk, or "
             "--transformer-impl emulated"
         )
     if training.planted_fault == "infinite-activation" and uses_op_fuser(config):

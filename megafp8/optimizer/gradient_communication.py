@@ -65,20 +65,25 @@ class WgradOverwrite:
 
     Args:
         chunks: the model chunks with gradient buffers.
-        weights: of linears that support `overwrite_main_grad`.
+        find_weights: returns those of linears that support `overwrite_main_grad`.
     """
 
-    def __init__(self, chunks: Sequence[Any], weights: Sequence[nn.Parameter]):
-        self.chunks, self.weights = chunks, weights
-        overwritten = set(weights)
-        parameters = [parameter for chunk in chunks for parameter in chunk.params_with_grad]
-        self.zeroed = [parameter.main_grad for parameter in parameters if parameter not in overwritten]
-        for weight in weights:
+    def __init__(self, chunks: Sequence[Any], find_weights: Callable[[], Sequence[nn.Parameter]]):
+        self.chunks, self._find_weights = chunks, find_weights
+        self.choose_weights()
+        for weight in self.weights:
             # Further wgrads of the step are accumulated.
             weight.register_post_accumulate_grad_hook(partial(set_overwrite, is_overwritten=False))
         for chunk in chunks:
             for buffer in chunk.buffers:
                 buffer.reset = lambda: None
+
+    def choose_weights(self) -> None:
+        """Find the weights whose gradients are overwritten from the next step on, after linears have changed."""
+        self.weights = self._find_weights()
+        overwritten = set(self.weights)
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.params_with_grad]
+        self.zeroed = [parameter.main_grad for parameter in parameters if parameter not in overwritten]
 
     @torch.no_grad()
     def start(self) -> None:

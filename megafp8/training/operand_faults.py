@@ -223,11 +223,13 @@ def build_operand_monitor(
 def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implementation: str) -> None:
     """Compute linears in high precision, or with a scale per channel, from now on; those of this rank."""
     if implementation == "transformer_engine":
-        from megafp8.te.moved_linears import move_to_high_precision  # needs Transformer Engine
+        from megafp8.te.moved_linears import move_to_high_precision  # need Transformer Engine
+        from megafp8.te.smoothing import smooth_inputs
 
-        assert all(linear.form == HIGH_PRECISION for linear in linears)
-        names = [linear.name for linear in linears]
-        move_to_high_precision(unwrap_model(list(chunks)), names)
+        model = unwrap_model(list(chunks))
+        names = [linear.name for linear in linears if linear.form == HIGH_PRECISION]
+        move_to_high_precision(model, names)
+        smooth_inputs(model, [linear.name for linear in linears if linear.form == SMOOTHED])
         move_grouped_experts(chunks, names)
         return
     move_grouped_experts(chunks, [linear.name for linear in linears if linear.form == HIGH_PRECISION])

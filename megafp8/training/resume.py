@@ -93,8 +93,8 @@ def change_linears(run: Run, path: Path, moved: tuple[MovedLinear, ...]) -> tupl
     obstacles = (
         (smoothed, derived.is_stateful(precision), "smoothed", "delayed scaling does not support: use a recipe without "
          "amax history"),
-        (smoothed, run.implementation != "emulated", "smoothed", "only emulated layers support: give "
-         "--transformer-impl emulated"),
+        (smoothed, run.implementation == "local", "smoothed", "megatron-core's own layers do not support: remove "
+         "--transformer-impl local"),
         (in_high_precision, precision.fp8_param_gather, "in high precision", "FP8 weights do not support: remove "
          "--fp8-param-gather"),
     )  # fmt: skip

@@ -148,6 +148,8 @@ class Run:
         if not linears:
             return
         move_linears(self.trainee.chunks, linears, self.implementation)
+        if self.wgrad_overwrite is not None:
+            self.wgrad_overwrite.choose_weights()
         if self.graph is not None:
             self.graph.reset()  # it has the kernels of before
 

@@ -160,5 +160,6 @@ def build_wgrad_overwrite(config: RunConfig, trainee: TrainingState, implementat
         return None  # the output layer has several wgrads in a microbatch, of which only the first may overwrite
     from megafp8.te.layers import weights_with_fused_gradients  # needs Transformer Engine
 
-    weights = [*weights_with_fused_gradients(trainee.chunks), *grouped_weights(trainee.chunks)]
-    return WgradOverwrite(trainee.chunks, weights)
+    return WgradOverwrite(
+        trainee.chunks, lambda: [*weights_with_fused_gradients(trainee.chunks), *grouped_weights(trainee.chunks)]
+    )

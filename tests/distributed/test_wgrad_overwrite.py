@@ -25,7 +25,7 @@ def gradients_of(in_layer: bool) -> dict[str, Tensor]:
     (chunk,) = run.trainee.chunks
     if in_layer:
         weights = [chunk.module.output_layer.weight]
-        run = dataclasses.replace(run, wgrad_overwrite=WgradOverwrite(run.trainee.chunks, weights))
+        run = dataclasses.replace(run, wgrad_overwrite=WgradOverwrite(run.trainee.chunks, lambda: weights))
     for _ in range(NUM_PASSES):
         clear_gradients(run)
         batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)

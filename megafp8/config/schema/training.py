@@ -140,7 +140,7 @@ class TrainingConfig:
         "off",
         "reaction to statistics of layers that grow before a run in FP8 diverges; warn: record them, bf16-layer: "
         "compute the layer in high precision for the rest of the run, smooth-swiglu: give the input of linear_fc2 a "
-        "scale per channel for the rest of the run, as Smooth-SwiGLU (emulated layers)",
+        "scale per channel for the rest of the run, as Smooth-SwiGLU",
         choices=("off", "warn", "bf16-layer", "smooth-swiglu"),
     )
     fp8_guard_interval: int = setting(20, "steps between the statistics of --fp8-guard")

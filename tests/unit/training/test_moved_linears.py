@@ -25,9 +25,14 @@ def test_the_graph_of_a_step_is_dropped_with_a_change(linears: Any, monkeypatch:
     calls: list[Any] = []
     monkeypatch.setattr(training_run, "move_linears", lambda *given: calls.append(given))
     graph = SimpleNamespace(reset=lambda: calls.append("graph"))
-    run = SimpleNamespace(trainee=SimpleNamespace(chunks=[]), implementation="emulated", graph=graph)
+    run = SimpleNamespace(
+        trainee=SimpleNamespace(chunks=[]),
+        implementation="emulated",
+        graph=graph,
+        wgrad_overwrite=SimpleNamespace(choose_weights=lambda: calls.append("overwrite")),
+    )
     Run.change_linears(run, linears)  # type: ignore[arg-type]
-    assert calls == ([([], linears, "emulated"), "graph"] if linears else [])
+    assert calls == ([([], linears, "emulated"), "overwrite", "graph"] if linears else [])
 
 
 def resumed(moved: tuple[MovedLinear, ...], flags: str, implementation: str) -> tuple[tuple[str, ...], list[Any]]:
@@ -50,7 +55,7 @@ def test_a_resumed_run_moves_the_same_linears(implementation: str) -> None:
     ("moved", "flags", "implementation", "message"),
     [
         (SMOOTH, DELAYED, "emulated", "layers.0.linear_fc2 is smoothed, which delayed scaling does not support"),
-        (SMOOTH, TENSORWISE, "transformer_engine", "layers.0.linear_fc2 is smoothed, which only emulated layers"),
+        (SMOOTH, TENSORWISE, "local", "layers.0.linear_fc2 is smoothed, which megatron-core's own layers do not"),
         (MOVED, f"{TENSORWISE} --fp8-param-gather --use-distributed-optimizer", "emulated",
          "layers.1.linear_fc2 is in high precision, which FP8 weights do not support"),
     ],
