@@ -13,7 +13,9 @@ two model shapes is never intended.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -81,7 +83,7 @@ def parse_with_problems(
     Returns:
         The result and the problems: unknown, refused or incomplete flags, invalid values, an unreadable --config.
     """
-    parser = build_parser()
+    parser = kept_parser(os.path.basename(sys.argv[0]))
     expanded, notices = megatron_flags.replace(_options_of(argv))
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -108,9 +110,10 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the argparse parser of all flags."""
+def build_parser(program: Optional[str] = None) -> argparse.ArgumentParser:
+    """The argparse parser of all flags, with the name of the program that `--help` prints."""
     parser = _Parser(
+        prog=program,
         description="Pretrain a GPT in FP8 or BF16 on one or many ranks, with Megatron-LM's flags.",
         epilog="All problems with a command line are reported together, with exit status 64.",
         allow_abbrev=False,
@@ -124,19 +127,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+kept_parser = functools.lru_cache(maxsize=1)(build_parser)
+"""The parser of a program, built once: that takes 30 ms. Parsing does not change it."""
+
+
 def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("invocation", "Configuration files and dry runs.")
     group.add_argument(
         "--config", type=path_text, metavar="FILE", help="read settings from this JSON file; flags override them"
     )
     group.add_argument(
-        "--precision-map",
-        dest="precision_map_file",
-        type=path_text,
-        metavar="FILE",
+        "--precision-map", dest="precision_map_file", type=path_text, metavar="FILE",
         help="YAML file with recipes of linear layers and GEMMs; entries of --precision take precedence (see "
         "docs/precision.md)",
-    )
+    )  # fmt: skip
     group.add_argument("--dry-run", action="store_true", help="check all settings, print the plan of the run and exit")
     group.add_argument(
         "--world-size", type=_whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
@@ -247,13 +251,9 @@ def _options_of(argv: Sequence[str]) -> list[list[str]]:
 
 
 def _read_option(
-    parser: argparse.ArgumentParser,
-    option: list[str],
-    flags_given: set[str],
-    values: dict[str, Any],
-    notices: list[str],
-    problems: list[str],
-) -> None:
+    parser: argparse.ArgumentParser, option: list[str], flags_given: set[str], values: dict[str, Any],
+    notices: list[str], problems: list[str],
+) -> None:  # fmt: skip
     flag, words = option[0], option[1:]
     if not flag:
         problems.append(f"{words[0]!r} does not belong to any flag")

@@ -10,9 +10,10 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -103,7 +104,12 @@ def section_titles() -> Mapping[str, str]:
 
 def value_of(config: RunConfig, name: str) -> Any:
     """The value of the setting `name` in `config`."""
-    return functools.reduce(getattr, name.split("."), config)
+    return _reader(name)(config)
+
+
+@functools.cache
+def _reader(name: str) -> Callable[[RunConfig], Any]:
+    return operator.attrgetter(name)
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

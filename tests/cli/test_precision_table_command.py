@@ -1,4 +1,4 @@
-"""`megafp8 precision-table` as a user runs it: a tiny model on a CPU."""
+"""`megafp8 precision-table` and the runs that it starts: a tiny model on a CPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from forked_python import forked_python
 
 from megafp8.analysis.precision_rows import PrecisionRow, cells_of, table_markdown
 from megafp8.cli import precision_table
 from megafp8.recipes import registry
 
-ROOT = Path(__file__).resolve().parents[2]
+TOOL = Path(__file__).resolve().parents[2] / "tools/precision_table.py"
 FLAGS = shlex.split(
     "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 64 "
     "--max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --micro-batch-size 2 "
@@ -27,8 +29,11 @@ OPTIONS = ("--precisions", "fp32,nvfp4", "--search-batch", "2", "--memory-limit"
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
     folder = tmp_path_factory.mktemp("table") / "out"
-    command = [sys.executable, str(ROOT / "tools/precision_table.py"), "--output-dir", str(folder), *OPTIONS]
-    return folder, subprocess.run([*command, "--", *FLAGS], capture_output=True, text=True, timeout=600)
+    with tempfile.TemporaryDirectory(prefix="python_") as name, forked_python(Path(name)) as environment:
+        command = [environment["PYTHON"], str(TOOL), "--output-dir", str(folder), *OPTIONS]
+        return folder, subprocess.run(
+            [*command, "--", *FLAGS], capture_output=True, text=True, timeout=600, env=environment
+        )
 
 
 @pytest.mark.slow
@@ -98,10 +103,12 @@ def test_the_default_precisions_are_those_of_the_device() -> None:
     assert {"delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"} < set(emulated) and "rowwise" not in emulated
 
 
-def test_a_dry_run_prints_both_runs_of_each_precision(tmp_path: Path, capsys) -> None:
+def test_a_dry_run_prints_both_runs_of_each_precision(tmp_path: Path) -> None:
+    """In a new interpreter, as a user starts it."""
     words = ["--output-dir", str(tmp_path), "--precisions", "fp32,bf16", "--dry-run", "--", *FLAGS]
-    assert precision_table.main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
+    done = subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     names = ["fp32/training", "fp32/largest", "bf16/training", "bf16/largest"]
     assert [line.split(":")[0] for line in lines] == names
     assert "--bf16" not in lines[0] and "--bf16" in lines[2] and "--micro-batch-size auto" in lines[1]

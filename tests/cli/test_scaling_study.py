@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from forked_python import forked_python
+from forked_script import run_script
 
 from megafp8.resilience.run_state import current_state
 
@@ -26,20 +29,26 @@ grid:
 """
 
 
-def run(script: str, *arguments: object, timeout: float = 200) -> subprocess.CompletedProcess:
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess:
+    """The command in a new interpreter, as a user starts it."""
     return subprocess.run(
         [sys.executable, str(ROOT / script), *map(str, arguments)], capture_output=True, text=True, cwd=ROOT,
-        timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, Path, str]:
-    """The file of a study, its folder after one call, and the output of the call."""
+    """The file of a study, its folder after one call, and the output of the call. It and its runs are forked."""
     folder = tmp_path_factory.mktemp("study")
     path = folder / "tiny.yaml"
     path.write_text(STUDY, encoding="utf-8")
-    result = run("launcher/scaling_study.py", path, "--folder", folder / "runs", "--local", "--parallel", 2)
+    words = ["launcher/scaling_study.py", path, "--folder", folder / "runs", "--local", "--parallel", 2]
+    with tempfile.TemporaryDirectory(prefix="python_") as name, forked_python(Path(name)) as environment:
+        result = subprocess.run(
+            [environment["PYTHON"], *map(str, words)], capture_output=True, text=True, cwd=ROOT, timeout=200,
+            env=environment,
+        )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return path, folder / "runs", result.stdout
 
@@ -58,13 +67,13 @@ def test_all_runs_are_trained(finished) -> None:
 @pytest.mark.slow
 def test_a_second_start_runs_only_new_grid_points(finished) -> None:
     path, folder, _ = finished
-    again = run("launcher/scaling_study.py", path, "--folder", folder, "--local")
+    again = run_script("launcher/scaling_study.py", path, "--folder", folder, "--local")
     assert again.returncode == 0 and "4 runs, 0 to start" in again.stdout
     grown = path.with_name("grown.yaml")
     grown.write_text(STUDY + "  seed: [1234, 5]\n", encoding="utf-8")  # 1234 is the default
-    status = run("launcher/scaling_study.py", grown, "--folder", folder, "--status")
+    status = run_script("launcher/scaling_study.py", grown, "--folder", folder, "--status")
     assert status.stdout.splitlines()[-1] == "4 done, 4 waiting"
-    planned = run("launcher/scaling_study.py", grown, "--folder", folder, "--dry-run").stdout.splitlines()
+    planned = run_script("launcher/scaling_study.py", grown, "--folder", folder, "--dry-run").stdout.splitlines()
     assert planned[-1].startswith("8 runs, 4 to start: 384 tokens, ") and "unknown" not in planned[-1]
 
 
@@ -79,9 +88,9 @@ def test_the_report_can_be_written_twice(finished, tmp_path: Path) -> None:
     written = {"report.html", "report.md", "laws.svg", "report.json", "points.json"}
     assert {path.name for path in tmp_path.iterdir()} == written
     assert ElementTree.parse(tmp_path / "laws.svg").getroot().tag.endswith("svg")
-    again = run("tools/scaling_report.py", tmp_path / "points.json", "--json")
+    again = run_script("tools/scaling_report.py", tmp_path / "points.json", "--json")
     assert json.loads(again.stdout) == json.loads((tmp_path / "report.json").read_text())
-    wrong = run("tools/scaling_report.py", folder, "--baseline", "mxfp8")
+    wrong = run_script("tools/scaling_report.py", folder, "--baseline", "mxfp8")
     assert wrong.returncode == 66 and "none of the study's recipes bf16, fp8" in wrong.stderr
 
 
@@ -107,7 +116,7 @@ def test_a_dry_run_prints_commands_that_pretrain_takes(tmp_path: Path) -> None:
 def test_one_wrong_run_refuses_the_study(tmp_path: Path, before: str, after: str, told: str) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text(STUDY.replace(before, after), encoding="utf-8")
-    result = run("launcher/scaling_study.py", path, "--folder", tmp_path / "runs", "--local")
+    result = run_script("launcher/scaling_study.py", path, "--folder", tmp_path / "runs", "--local")
     assert result.returncode == 64 and told in result.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -125,11 +134,11 @@ def test_one_wrong_run_refuses_the_study(tmp_path: Path, before: str, after: str
 def test_wrong_flags_of_the_study(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(STUDY, encoding="utf-8")
-    result = run("launcher/scaling_study.py", path, *arguments)
+    result = run_script("launcher/scaling_study.py", path, *arguments)
     assert result.returncode == 64 and told in result.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/studies").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_example_is_valid(path: Path) -> None:
-    result = run("launcher/scaling_study.py", path, "--dry-run", "--slurm")
+    result = run_script("launcher/scaling_study.py", path, "--dry-run", "--slurm")
     assert result.returncode == 0 and "case $SLURM_ARRAY_TASK_ID in" in result.stdout, result.stderr
