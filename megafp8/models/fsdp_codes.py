@@ -110,5 +110,7 @@ def quantize_rows(is_quantized: Callable[[], bool], chunk: nn.Module, *unused: A
         return
     group: dist.ProcessGroup = chunk.process_group
     weights = [codes for codes, _ in chunk.quantized_weights]
-    shards = [record._sharded_local_tensor.detach().flatten() for _, record in chunk.quantized_weights]
+    rows = [record._sharded_local_tensor for _, record in chunk.quantized_weights]
+    assert all(hasattr(each, "fsdp_pre_all_gather") for each in rows), "rows were replaced: gathers in BF16"
+    shards = [each.detach().flatten() for each in rows]
     quantize_codes(weights, shards, [group.rank() * shard.numel() for shard in shards], group)
