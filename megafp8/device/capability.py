@@ -15,7 +15,7 @@ from typing import Optional
 from megafp8.config import derived, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.device.fp8_masters import fp16_master_problems
+from megafp8.device.fp8_weights import fp16_master_problems, fsdp_codes_problems
 from megafp8.device.layer_support import (
     attention_kernel_problems,
     context_parallel_attention_problems,
@@ -142,12 +142,7 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
     if implementation == "transformer_engine":
         found += [f"{text}; change it, or use --transformer-impl emulated" for text in layer_obstacles(config)]
         found += fp8_attention_problems(config, target) + quantizer_problems(config)
-        found += fp16_master_problems(config)
-        if config.parallel.use_torch_fsdp2 and config.precision.fp8_param_gather:
-            found.append(
-                "--fp8-param-gather with --use-torch-fsdp2: Transformer Engine's layers read weights in BF16 under "
-                "FSDP2; remove one of them, or use --transformer-impl emulated"
-            )
+        found += fp16_master_problems(config) + fsdp_codes_problems(config)
     return found
 
 

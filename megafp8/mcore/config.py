@@ -231,7 +231,7 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
             "fp8_amax_history_len": precision.fp8_amax_history_len,
             "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
             "tp_only_amax_red": precision.tp_only_amax_red,
-            "fp8_param": precision.fp8_param_gather,
+            "fp8_param": precision.fp8_param_gather and not config.parallel.use_torch_fsdp2,
             "fp8_dot_product_attention": precision.fp8_dot_product_attention,
         }
     if implementation == "transformer_engine" and precision.fp4_format is not None:

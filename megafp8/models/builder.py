@@ -192,7 +192,7 @@ def add_gradient_buffers(
         sharded = [TorchFSDP(transformer_config, ddp_config, chunk, num_replicas) for chunk in chunks]
         if config.precision.fp8_param_gather:
             for chunk in sharded:
-                gather_codes(chunk)
+                gather_codes(config, transformer_config, chunk)
         return sharded
     if config.parallel.use_nccl_ub:
         provide_allocator(torch.device("cuda", torch.cuda.current_device()))

@@ -1,4 +1,4 @@
-"""FSDP2 gathers weights of emulated linears as FP8 codes (`--use-torch-fsdp2 --fp8-param-gather`).
+"""FSDP2 gathers weights of linears as FP8 codes (`--use-torch-fsdp2 --fp8-param-gather`).
 
 A rank keeps its rows of a weight in BF16, which the optimizer updates. Before the first forward pass of a step:
 
@@ -10,75 +10,80 @@ FSDP2 then gathers the codes of a layer when it is used, forward and backward, i
 gathered codes, so that a run is bitwise that of a gather in BF16.
 
 torch's extension point is a pair of functions on the local tensor of a sharded parameter, `fsdp_pre_all_gather` and
-`fsdp_post_all_gather`. `QuantizedParameter` is the parameter that FSDP2 sets on the module after a gather.
+`fsdp_post_all_gather`. What FSDP2 sets on the module after a gather is a `QuantizedParameter` for emulated linears, and
+a tensor of Transformer Engine for its own (`te/fsdp_codes.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
+from megafp8.config import precision_map
+from megafp8.config.schema import RunConfig
 from megafp8.mcore.fsdp_groups import fsdp_modules, fsdp_parameters
+from megafp8.mcore.modules import named_linears
 from megafp8.mcore.torch_fsdp import TorchFSDP
-from megafp8.models.emulated_layers import EmulatedLinearMixin, emulated_linears
-from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, quantize_shards
+from megafp8.models.emulated_layers import emulated_linears
+from megafp8.quantization.fp8_parameter import GatheredCodes, quantize_codes
 from megafp8.recipes.base import Gemm
 
-
-class GatheredCodes(WeightCodes):
-    """Codes of a weight of which this rank quantizes its rows, and FSDP2 gathers all.
-
-    Attributes:
-        own: uint8 [rows of this rank, K], the codes that this rank sends.
-        raw: uint8 [N, K], the gathered codes. FSDP2 frees their storage between uses.
-    """
-
-    own: Tensor
-
-    def __init__(self, rows: Tensor, *options: Any):
-        """`rows` is [N, K] on the device `meta`; the other arguments are those of `WeightCodes`."""
-        super().__init__(rows, *options)
-        self.high_precision = None
-
-    def place(self, device: torch.device) -> None:
-        """Set the device of scales and codes."""
-        self.device = device
-        self.dequant_scale = self.amax = torch.zeros(self.scales_shape, device=device)
-
-    def store(self, start: int, encoded: Tensor) -> None:
-        """Keep the codes of this rank's rows for the next gathers."""
-        self.own = encoded.view(-1, self.shape[1])
+CodesOf = Callable[[Tensor, torch.Size], GatheredCodes]
+"""Makes the codes of a weight, of this rank's rows [n, K] and its shape (N, K)."""
 
 
-def gather_codes(chunk: TorchFSDP) -> None:
-    """Let FSDP2 gather the codes of all emulated linears of a chunk, except those that read BF16."""
-    linears: dict[Any, EmulatedLinearMixin] = {
-        linear: linear
+def gather_codes(config: RunConfig, transformer_config: TransformerConfig, chunk: TorchFSDP) -> None:
+    """Let FSDP2 gather the codes of all linears in the layers of a chunk, except those that read BF16."""
+    if transformer_config.transformer_impl == "transformer_engine":
+        from megafp8.te.fsdp_codes import codes_of, is_quantized  # needs Transformer Engine
+
+        chosen = precision_map.resolve(config.model, config.precision)
+        linears = [
+            linear
+            for name, linear in named_linears(chunk)
+            if name != precision_map.OUTPUT_LAYER and chosen[name].is_quantized
+        ]
+        give_codes(chunk, {linear: codes_of(linear) for linear in linears}, partial(is_quantized, linears))
+        return
+    emulated = [
+        linear
         for linear in emulated_linears([chunk])
         if not linear.is_output and linear.recipe is not None and linear.recipe.is_quantized(Gemm.FPROP)
-    }
-    records = [record for module in fsdp_modules(chunk) for record in fsdp_parameters(module)]
-    for record in records:
+    ]
+    codes = {linear: partial(_emulated_codes, linear) for linear in emulated}
+    give_codes(chunk, codes, lambda: any(linear.has_cached_codes for linear in emulated))
+
+
+def _emulated_codes(linear: Any, rows: Tensor, shape: torch.Size) -> GatheredCodes:
+    return GatheredCodes(rows, shape, *linear.weight_code_options())
+
+
+def give_codes(chunk: Any, codes: Mapping[Any, CodesOf], is_quantized: Callable[[], bool]) -> None:
+    """Let FSDP2 gather the codes of some linears.
+
+    Args:
+        chunk: a `TorchFSDP`.
+        codes: by linear.
+        is_quantized: whether a forward pass finds the weights quantized already.
+    """
+    for record in [record for module in fsdp_modules(chunk) for record in fsdp_parameters(module)]:
         info = record._module_info
-        linear = linears.get(info.module)
-        if linear is not None and info.param_name == "weight":
-            chunk.quantized_weights.append((quantized_weight(record, linear), record))
-    chunk.register_forward_pre_hook(partial(quantize_rows, chunk, tuple(linears)))
+        if info.module in codes and info.param_name == "weight":
+            of_weight = codes[info.module](record._sharded_local_tensor, record._orig_size)
+            extend(record, of_weight)
+            chunk.quantized_weights.append((of_weight, record))
+    chunk.register_forward_pre_hook(partial(quantize_rows, is_quantized))
 
 
-def quantized_weight(record: Any, linear: EmulatedLinearMixin) -> QuantizedParameter:
-    """The parameter of a linear after a gather, and the extension of FSDP2 that fills it."""
+def extend(record: Any, codes: GatheredCodes) -> None:
+    """Let FSDP2 gather codes for one of its parameters."""
     rows = record._sharded_local_tensor
-    codes = GatheredCodes(
-        torch.empty(record._orig_size, dtype=rows.dtype, device="meta"), *linear.weight_code_options()
-    )
-    codes.place(rows.device)
-    parameter = QuantizedParameter(codes)
 
     def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         return (codes.own,), None
@@ -87,22 +92,25 @@ def quantized_weight(record: Any, linear: EmulatedLinearMixin) -> QuantizedParam
         outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Optional[Tensor] = None
     ) -> Any:
         # `.data`: FSDP2 writes the storage again before the backward pass, with the same codes.
-        codes.raw = outputs[0].data
-        return None if out is not None else (parameter, ())
+        gathered = outputs[0].data
+        if out is None:
+            return codes.build_parameter(gathered), ()
+        return codes.renew(out, gathered)
 
     rows.fsdp_pre_all_gather, rows.fsdp_post_all_gather = pre_all_gather, post_all_gather
     record._init_extensions()
-    return parameter
 
 
-def quantize_rows(chunk: TorchFSDP, linears: Sequence[EmulatedLinearMixin], *unused: Any) -> None:
+def quantize_rows(is_quantized: Callable[[], bool], chunk: nn.Module, *unused: Any) -> None:
     """Quantize this rank's rows of all weights, once in a step. Collective over the data-parallel ranks.
 
     With delayed scaling the scales change within a step, after which its other microbatches still use the old ones.
     """
-    if any(linear.has_cached_codes for linear in linears):
+    if is_quantized():
         return
     group: dist.ProcessGroup = chunk.process_group
-    weights = [weight for weight, _ in chunk.quantized_weights]
-    shards = [record._sharded_local_tensor.detach().flatten() for _, record in chunk.quantized_weights]
-    quantize_shards(weights, shards, [group.rank() * shard.numel() for shard in shards], group)
+    weights = [codes for codes, _ in chunk.quantized_weights]
+    rows = [record._sharded_local_tensor for _, record in chunk.quantized_weights]
+    assert all(hasattr(each, "fsdp_pre_all_gather") for each in rows), "rows were replaced: gathers in BF16"
+    shards = [each.detach().flatten() for each in rows]
+    quantize_codes(weights, shards, [group.rank() * shard.numel() for shard in shards], group)

@@ -26,8 +26,8 @@ class CountedGather(DefaultAllGather):
         self.received_bytes = 0
         for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
             module.set_custom_all_gather(self)
-        for weight, _ in (each for chunk in chunks for each in chunk.quantized_weights):
-            weight.codes.exchange = self._counted(weight.codes.exchange)
+        for codes, _ in (each for chunk in chunks for each in chunk.quantized_weights):
+            codes.exchange = self._counted(codes.exchange)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
         """Gather, in the format of the input."""

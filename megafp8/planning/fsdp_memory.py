@@ -3,7 +3,7 @@
 Embedding, output layer and final norm are complete during forward and backward. Of the layers two are complete, the one
 that computes and the next one; all of them with `--torch-fsdp2-no-reshard-after-forward`. The gradients of a layer, and
 of embedding and output layer, are complete until they are reduced: in the dtype of the weights, and in that of the
-reduction. Derived from the code of FSDP2, not measured.
+reduction. A rank that gathers codes has its rows in high precision too. Derived from the code of FSDP2, not measured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megafp8.config.schema import RunConfig
 
 NUM_GATHERED_LAYERS = 2
 ERROR_BYTES = 4  # of a parameter, in FP32
+ROW_BYTES = 2  # of a parameter, in BF16 or FP16
 
 
 def num_shards(config: RunConfig, world_size: int) -> int:
@@ -44,9 +45,10 @@ def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: i
     gradients_bytes = estimate.gradients_bytes - errors_bytes
     complete_bytes = estimate.weights_bytes * gathered
     complete_bytes += (estimate.weights_bytes + gradients_bytes) * (others + layer)
+    rows_bytes = ROW_BYTES * layer_parameters if config.precision.fp8_param_gather else 0
     return dataclasses.replace(
         estimate,
-        weights_bytes=-(-estimate.weights_bytes // ranks),
+        weights_bytes=-(-(estimate.weights_bytes + rows_bytes) // ranks),
         gradients_bytes=-(-gradients_bytes // ranks) + errors_bytes,
         buffers_bytes=estimate.buffers_bytes + int(complete_bytes),
     )

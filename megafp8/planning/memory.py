@@ -220,10 +220,10 @@ def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation:
     """Bytes of the weights, and bytes of the quantized copies that are kept besides them."""
     precision = config.precision
     param_bytes = BYTES[derived.params_dtype(precision)]
-    # fprop and dgrad share one copy of the codes if these are the same and need no transposing.
-    has_two = implementation == "transformer_engine" or not all(
-        recipe.shares_weight_codes for recipe in derived.used_recipes(precision)
-    )
+    # fprop and dgrad share one copy of the codes if these are the same and need no transposing, or only while a linear
+    # computes, as with FSDP2.
+    keeps_transpose = implementation == "transformer_engine" and not config.parallel.use_torch_fsdp2
+    has_two = keeps_transpose or not all(recipe.shares_weight_codes for recipe in derived.used_recipes(precision))
     copies = int(quantized * _code_bytes(precision) * (2 if has_two else 1))
     if precision.fp8_param_gather:
         return copies + other * param_bytes, 0

@@ -87,6 +87,25 @@ class WeightCodes:
         """[N, K] in `dtype`: the assigned values, or the dequantized codes."""
         return dequantize(self.quantized(), self.dtype) if self.high_precision is None else self.high_precision
 
+    def write_amax(self, shard: Tensor, start: int, amax: Tensor) -> None:
+        """Write the amaxes of a shard [n], from element `start` on, to their places among those of the weight."""
+        if self.rule.block is None:
+            amax.copy_(compute_amax(shard))
+            return
+        rows, first_row = _complete_rows(self, shard, start)
+        shard_amax = block_amax(as_blocks(rows, self.block))
+        amax.narrow(0, first_row // self.block[0], len(shard_amax)).copy_(shard_amax)
+
+    def quantize(self, shard: Tensor, start: int, quant_scale: Tensor) -> None:
+        """Quantize a shard [n], from element `start` on, to its place in the codes; scales are those of the weight."""
+        rows, first_row = _complete_rows(self, shard, start)
+        blocks = as_blocks(rows, self.block)
+        if quant_scale.ndim:
+            quant_scale = quant_scale.narrow(0, first_row // self.block[0], len(blocks))[:, None, :, None]
+        encoded = scale_and_cast(blocks, quant_scale, self.rule.format, None)[: len(rows), : self.shape[1]]
+        offset = start - first_row * self.shape[1]
+        self.store(start, encoded.reshape(-1).view(torch.uint8).narrow(0, offset, len(shard)))
+
     def store(self, start: int, encoded: Tensor) -> None:
         """Store the codes of a shard, uint8 [n], from element `start` of the flattened weight."""
         self.raw.view(-1).narrow(0, start, len(encoded)).copy_(encoded)
@@ -96,6 +115,40 @@ class WeightCodes:
         buffer.copy_(self.raw)
         # `.data`: weights share the buffer, and with its version counter a write to one would count for all of them.
         self.raw = buffer.data
+
+
+class GatheredCodes(WeightCodes):
+    """Codes of a weight of which this rank quantizes its rows, and FSDP2 gathers all.
+
+    Args:
+        rows: [n, K], the rows of this rank, in high precision.
+        shape: (N, K) of the weight.
+
+    Attributes:
+        own: uint8 [n, K], the codes that this rank sends.
+        raw: uint8 [N, K], the gathered codes. FSDP2 frees their storage between uses.
+    """
+
+    own: Tensor
+
+    def __init__(self, rows: Tensor, shape: Sequence[int], *options: Any):
+        """The last arguments are those of `WeightCodes`."""
+        super().__init__(torch.empty(shape, dtype=rows.dtype, device="meta"), *options)
+        self.high_precision, self.device = None, rows.device
+        self.dequant_scale = self.amax = torch.zeros(self.scales_shape, device=self.device)
+
+    def store(self, start: int, encoded: Tensor) -> None:
+        """Keep the codes of this rank's rows for the next gathers."""
+        self.own = encoded.view(-1, self.shape[1])
+
+    def build_parameter(self, gathered: Tensor) -> Tensor:
+        """What layers get as weight after the first gather: a tensor on the gathered codes, uint8 [N, K]."""
+        self.raw = gathered
+        return QuantizedParameter(self)
+
+    def renew(self, parameter: Any, gathered: Tensor) -> None:
+        """Let a parameter that was built before have newly gathered codes."""
+        self.raw = gathered
 
 
 class QuantizedParameter(torch.Tensor):
@@ -165,7 +218,6 @@ def quantize_assigned_weights(modules: Iterable[nn.Module]) -> None:
 # --- quantization of shards -------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def quantize_shards(
     parameters: Sequence[QuantizedParameter],
     shards: Sequence[Optional[Tensor]],
@@ -183,11 +235,22 @@ def quantize_shards(
     Numerics: shards are first rounded to the weight's dtype. Codes and scales are then those of `quantize` for the
     complete weight. Rounding is monotonic, so that the amax of the rounded shard is the rounded amax.
     """
-    rules = dict.fromkeys(parameter.codes.rule for parameter in parameters)
-    for rule in rules:
-        chosen = [index for index, parameter in enumerate(parameters) if parameter.codes.rule == rule]
-        weights = [parameters[index].codes for index in chosen]
-        _quantize_same_rule(weights, [shards[i] for i in chosen], [starts[i] for i in chosen], group)
+    quantize_codes([parameter.codes for parameter in parameters], shards, starts, group)
+
+
+@torch.no_grad()
+def quantize_codes(
+    weights: Sequence[WeightCodes],
+    shards: Sequence[Optional[Tensor]],
+    starts: Sequence[Optional[int]],
+    group: Optional[dist.ProcessGroup],
+) -> None:
+    """`quantize_shards` for the contents of parameters."""
+    for rule in dict.fromkeys(codes.rule for codes in weights):
+        chosen = [index for index, codes in enumerate(weights) if codes.rule == rule]
+        _quantize_same_rule(
+            [weights[i] for i in chosen], [shards[i] for i in chosen], [starts[i] for i in chosen], group
+        )
 
 
 def _quantize_same_rule(
@@ -202,7 +265,7 @@ def _quantize_same_rule(
     for codes, shard, start, weight_amax in zip(weights, shards, starts, amax.split(sizes), strict=True):
         if shard is not None:
             assert start is not None
-            _write_shard_amax(weight_amax.view(codes.scales_shape), codes, shard, start)
+            codes.write_amax(shard, start, weight_amax.view(codes.scales_shape))
     amax = amax.to(weights[0].dtype).float()
     for ranks in (group, weights[0].scale_group):
         weights[0].exchange(amax, ranks)
@@ -212,28 +275,7 @@ def _quantize_same_rule(
         codes.amax, quant_scale, codes.dequant_scale = (tensor.view(codes.scales_shape) for tensor in of_weight)
         if shard is not None:
             assert start is not None
-            _write_shard_codes(codes, shard, start, quant_scale)
-
-
-def _write_shard_amax(weight_amax: Tensor, codes: WeightCodes, shard: Tensor, start: int) -> None:
-    """Write the amaxes of a shard to their places among those of the weight."""
-    if codes.rule.block is None:
-        weight_amax.copy_(compute_amax(shard))
-        return
-    rows, first_row = _complete_rows(codes, shard, start)
-    shard_amax = block_amax(as_blocks(rows, codes.block))
-    weight_amax.narrow(0, first_row // codes.block[0], len(shard_amax)).copy_(shard_amax)
-
-
-def _write_shard_codes(codes: WeightCodes, shard: Tensor, start: int, quant_scale: Tensor) -> None:
-    """Quantize a shard to its place in the codes of the weight."""
-    rows, first_row = _complete_rows(codes, shard, start)
-    blocks = as_blocks(rows, codes.block)
-    if quant_scale.ndim:
-        quant_scale = quant_scale.narrow(0, first_row // codes.block[0], len(blocks))[:, None, :, None]
-    encoded = scale_and_cast(blocks, quant_scale, codes.rule.format, None)[: len(rows), : codes.shape[1]]
-    offset = start - first_row * codes.shape[1]
-    codes.store(start, encoded.reshape(-1).view(torch.uint8).narrow(0, offset, len(shard)))
+            codes.quantize(shard, start, quant_scale)
 
 
 def _complete_rows(codes: WeightCodes, shard: Tensor, start: int) -> tuple[Tensor, int]:

@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
@@ -250,13 +250,24 @@ def test_low_precision_state_is_transformer_engines_on_a_gpu_and_emulated_on_a_c
             assert "--main-params-dtype fp16 with --fp8-param-gather" in only_problem(run, H200)
 
 
-def test_fsdp_gathers_codes_of_emulated_layers_only() -> None:
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [("tensorwise", None), ("delayed", "scales from an amax history"), ("blockwise", "scales of blocks")],
+)
+def test_fsdp_gathers_codes_with_one_current_scale_of_transformer_engines_layers(
+    recipe: str, reason: Optional[str]
+) -> None:
     config = RunConfig()
     parallel = replace(config.parallel, use_torch_fsdp2=True)
-    weights = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True}
+    weights = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": recipe, "fp8_param_gather": True}
     run = replace(config, parallel=parallel, precision=replace(config.precision, **weights))
     assert capability_problems(run, CPU) == []
-    assert "--fp8-param-gather with --use-torch-fsdp2" in only_problem(run, H200)
+    if reason is None:
+        assert capability_problems(run, H200) == []
+        return
+    text = only_problem(run, H200)
+    assert f"--fp8-param-gather with --use-torch-fsdp2 and --fp8-recipe {recipe}: " in text and reason in text
+    assert "--fp8-recipe tensorwise or --transformer-impl emulated" in text
 
 
 def test_windows_and_offsets_limit_context_parallel_communication() -> None:

@@ -49,6 +49,14 @@ def test_model_settings_are_translated() -> None:
     assert config.add_bias_linear
 
 
+def test_weights_are_made_in_fp8_except_with_fsdp2() -> None:
+    """Its ranks keep rows in BF16, and gather codes of them."""
+    flags = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
+    for layout, is_made in (("--use-distributed-optimizer", True), ("--use-torch-fsdp2", False)):
+        config = small_config("llama", f"{flags} {layout} --no-gradient-accumulation-fusion", 2)
+        assert transformer(config, "transformer_engine").fp8_param is is_made
+
+
 def test_layout_settings_are_translated() -> None:
     sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
     config = transformer(small_config("llama", f"{sizes} --sequence-parallel", 8))

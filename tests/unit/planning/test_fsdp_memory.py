@@ -39,6 +39,18 @@ def test_replicas_keep_more_of_the_state() -> None:
         assert getattr(replicas, part) == pytest.approx(2 * getattr(full, part), abs=16)
 
 
+def test_ranks_that_gather_codes_keep_rows_in_bf16_and_codes_of_them() -> None:
+    codes = RUN | {"parallel.use_torch_fsdp2": True, "precision.fp8_format": "hybrid"}
+    codes |= {"precision.fp8_recipe": "tensorwise"}
+    bf16, fp8 = (
+        estimate_memory(with_values(RunConfig(), codes | {"precision.fp8_param_gather": value}), 8, VOCABULARY)
+        for value in (False, True)
+    )
+    layers = fp8.parameters - 2 * VOCABULARY * PRESETS["llama-1b"]["model.hidden_size"]
+    assert 8 * (fp8.weights_bytes - bf16.weights_bytes) == pytest.approx(layers, rel=1e-3)
+    assert fp8.buffers_bytes < bf16.buffers_bytes
+
+
 def test_errors_of_fp8_gradients_are_not_sharded() -> None:
     codes = {"parallel.use_torch_fsdp2": True, "precision.grad_reduce_in_fp8": True}
     plain, fed_back = (
