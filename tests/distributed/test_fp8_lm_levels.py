@@ -6,41 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from level_runs import LAYOUTS, LEVELS, SAVED, calibrated, config_of, resume, save_in_the_middle
 from ranks import run_ranks
-from small_run import Curve, build_run, fingerprint, small_config, train, weights
+from small_run import Curve, small_config, train
 from tolerances import FP8_LM_LOSS, FP8_LM_NORM
 
-from megafp8.checkpoint.directory import find_checkpoint
-from megafp8.checkpoint.load import load_checkpoint
-from megafp8.checkpoint.progress import Progress
-from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config.schema import RunConfig
 from megafp8.optimizer.emulated_state import rounded_master, rounded_moment
 from megafp8.quantization.fp8_parameter import quantized_parameters
-from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.extensions.replica_check import check_replicas
-from megafp8.training.run import Run
 
 STEPS = 3
 BF16 = "--bf16 --use-distributed-optimizer"
-LAYOUTS = {
-    "dp2": (2, "--micro-batch-size 2"),
-    "dp4": (4, "--micro-batch-size 2"),
-    "tp2-dp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2"),
-}
-
-
-def config_of(level: str, layout: str) -> RunConfig:
-    world_size, flags = LAYOUTS[layout]
-    return small_config("llama", f"--num-layers 2 {flags} --fp8-lm-level {level}", world_size)
-
-
-def calibrated(config: RunConfig) -> Run:
-    run = build_run(config)
-    if needs_calibration(run):
-        calibrate(run, Progress())
-    return run
 
 
 def trained(config: RunConfig) -> Curve:
@@ -59,7 +37,7 @@ def test_levels_follow_bf16(layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     plain = run_ranks(world_size, trained, small_config("llama", f"--num-layers 2 {flags} {BF16}", world_size))[0]
     losses = [plain.losses]
-    for level in ("O1", "O2", "O3"):
+    for level in LEVELS:
         curves = run_ranks(world_size, trained, config_of(level, layout))
         assert all(curve == curves[0] for curve in curves)
         losses.append(curves[0].losses)
@@ -92,33 +70,29 @@ def test_state_is_codes_times_scales(level: str) -> None:
     assert run_ranks(2, state_is_in_its_formats, config_of(level, "dp2")) == [True, True]
 
 
-def save_in_the_middle(config: RunConfig, folder: Path) -> tuple[list[float], str]:
-    """Losses of four steps, of which the last two follow the checkpoint, and the weights at the end."""
-    run = calibrated(config)
-    losses = train(run, 2).losses
-    save_checkpoint(folder, config, run.trainee, Progress(2, 2 * run.global_batch_size))
-    losses += train(run, 2, 3).losses
-    return losses, fingerprint(weights(run))
-
-
-def resume(config: RunConfig, folder: Path) -> tuple[list[float], str]:
-    run = build_run(config)
-    found = find_checkpoint(folder)
-    assert found is not None
-    load_checkpoint(found[1], config, run.trainee)
-    return train(run, 2, 3).losses, fingerprint(weights(run))
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_checkpoint_resumes_bitwise_and_in_other_layouts(level: str, tmp_path: Path) -> None:
-    """In its own layout bitwise; in another one up to the scales of other shards."""
+    """In its own layout bitwise; in another one, and without a level, up to other scales."""
     unbroken = run_ranks(2, save_in_the_middle, config_of(level, "dp2"), tmp_path)
     again = run_ranks(2, resume, config_of(level, "dp2"), tmp_path)
     for (losses, final), (resumed, resumed_final) in zip(unbroken, again, strict=True):
-        assert losses[2:] == resumed and final == resumed_final
+        assert losses[SAVED:] == resumed and final == resumed_final
     for layout in ("dp4", "tp2-dp2"):
         resumed, _ = run_ranks(4, resume, config_of(level, layout), tmp_path)[0]
-        assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][2:], strict=True)) < FP8_LM_LOSS
-    plain = small_config("llama", f"--num-layers 2 --micro-batch-size 2 {BF16}", 2)
+        assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][SAVED:], strict=True)) < FP8_LM_LOSS
+    state = "--use-distributed-optimizer" if level != "O1" else ""
+    plain = small_config("llama", f"--num-layers 2 --micro-batch-size 2 --bf16 {state}", 2)
     resumed, _ = run_ranks(2, resume, plain, tmp_path)[0]
-    assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][2:], strict=True)) < FP8_LM_LOSS
+    assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][SAVED:], strict=True)) < FP8_LM_LOSS
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_levels_continue_each_others_checkpoints(level: str, tmp_path: Path) -> None:
+    """O1 with the distributed optimizer, which the others have."""
+    configs = {each: config_of(each, "dp2", "--use-distributed-optimizer") for each in LEVELS}
+    losses, final = run_ranks(2, save_in_the_middle, configs[level], tmp_path)[0]
+    resumed = {each: run_ranks(2, resume, config, tmp_path)[0] for each, config in configs.items()}
+    assert resumed[level] == (losses[SAVED:], final)
+    for others, _ in resumed.values():
+        assert max(abs(a - b) for a, b in zip(others, losses[SAVED:], strict=True)) < FP8_LM_LOSS
+    assert len({final for _, final in resumed.values()}) == len(LEVELS)

@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from megafp8.checkpoint.convert.megatron_unread import unread_arguments
 from megafp8.config import attention_layers, derived, stages
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import read_settings, settings_by_name, value_of
 from megafp8.errors import ConfigError
+from megafp8.mcore.overrides import DTYPES
 
 # Settings whose names are those of the arguments, by section.
 SAME_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -49,11 +52,13 @@ SAME_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_scale_mode", "muon_extra_scale_factor",
             "muon_num_ns_steps", "muon_coefficient_type", "muon_fp32_matmul_prec", "muon_tp_mode",
             "clip_grad", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
+            "use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
+            "exp_avg_sq_dtype",
         ),
         "precision": (
             "bf16", "fp16", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad",
             "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
-            "grad_reduce_in_bf16", "bias_gelu_fusion",
+            "grad_reduce_in_bf16", "bias_gelu_fusion", "fp8_param_gather",
         ),
         "data": (
             "seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "split",
@@ -63,6 +68,9 @@ SAME_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )  # fmt: skip
 # Settings with an integer or a list for the layers.
 PATTERNS = ("model.window_attn_skip_freq", "model.no_rope_freq")
+# Settings with the name of a dtype, which is a dtype of torch there and has no effect without the flag.
+STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+STATE_DTYPES_FLAG = "use_precision_aware_optimizer"
 # Beginnings of names that have no effect without FP8.
 FP8_NAMES = ("fp8_", "first_last_layers_bf16", "num_layers_at_")
 # Arguments of the model that have no setting here, and the values with which it is the plain one.
@@ -84,12 +92,12 @@ OTHER_NAMES = ("model_preset", "share_embeddings_and_output_weights", "vocab_siz
 # Set in every checkpoint, and without a meaning for another program: layout of the job, progress, derived values.
 SILENT = frozenset(
     [
-        "encoder_num_layers", "encoder_seq_length", "add_position_embedding", "params_dtype", "main_params_dtype",
+        "encoder_num_layers", "encoder_seq_length", "add_position_embedding", "params_dtype",
         "untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size", "fp8", "iteration", "world_size",
         "consumed_train_samples", "consumed_valid_samples", "rank", "local_rank", "data_parallel_size",
         "transformer_pipeline_model_parallel_size", "total_parallel_size", "ckpt_format", "save", "load", "mock_data",
-        "data_path", "save_interval", "transformer_impl", "attention_backend", "main_grads_dtype", "exp_avg_dtype",
-        "exp_avg_sq_dtype", "virtual_pipeline_model_parallel_size", "skipped_train_samples",
+        "data_path", "save_interval", "transformer_impl", "attention_backend",
+        "virtual_pipeline_model_parallel_size", "skipped_train_samples",
         "expert_model_parallel_size", "expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank",
         "num_layers_per_virtual_pipeline_stage", "cuda_graph_impl", "distributed_backend", "cross_entropy_fusion_impl",
         "exit_signal", "activation_offload_fraction", "tiktoken_num_special_tokens",
@@ -138,15 +146,21 @@ def settings_of_args(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 
 
 def without_effect(args: Mapping[str, Any]) -> set[str]:
-    """Return the arguments of `SAME_NAMES` that change nothing with the others: those of FP8, and of a plain GELU."""
+    """Return the arguments of `SAME_NAMES` that change nothing with the others.
+
+    They are those of FP8, of a plain GELU, and of optimizer state.
+    """
     names = {field for fields in SAME_NAMES.values() for field in fields}
     skipped = set() if args.get("fp8") is not None else {name for name in names if name.startswith(FP8_NAMES)}
+    skipped |= set() if args.get(STATE_DTYPES_FLAG) else set(STATE_DTYPES)
     has_other_activation = bool(args.get("swiglu") or args.get("squared_relu"))
     return skipped | ({"bias_gelu_fusion"} if has_other_activation or args.get("add_bias_linear") is False else set())
 
 
 def as_setting(name: str, value: Any) -> Any:
     """Return a value in the type of a setting: Megatron-LM has some whole numbers as floats, and patterns as lists."""
+    if isinstance(value, torch.dtype):
+        return next((name for name, dtype in DTYPES.items() if dtype is value), str(value))
     if name == "model.window_size" and isinstance(value, (tuple, list)):
         return ",".join(map(str, value))
     if name in PATTERNS and isinstance(value, (int, tuple, list)):
@@ -198,6 +212,7 @@ def args_of_settings(config: RunConfig, values: Mapping[str, Any]) -> argparse.N
         if named[field] is not None:
             pattern = attention_layers.parse_pattern(f"--{field.replace('_', '-')}", named[field])
             named[field] = list(pattern) if isinstance(pattern, tuple) else pattern
+    named |= {name: DTYPES[named[name]] for name in STATE_DTYPES}
     named |= {
         "rampup_batch_size": list(config.training.rampup_batch_size) or None,
         "rotary_base": int(model.rotary_base) if model.rotary_base == int(model.rotary_base) else model.rotary_base,

@@ -17,6 +17,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
+from megafp8.checkpoint import gradient_residuals
 from megafp8.checkpoint.compatibility import EXTRA_STATE_MARKERS
 from megafp8.checkpoint.convert.from_huggingface import report_bytes
 from megafp8.checkpoint.convert.from_megatron import tensor_source
@@ -110,9 +111,15 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
     sources = {
         name: required_source(tensors, name)
         for name in tensors.locations
-        if name not in quantizers and (with_optimizer or not name.startswith(OPTIMIZER_PREFIX))
+        if name not in quantizers
+        and not name.startswith(OPTIMIZER_PREFIX + gradient_residuals.KEY)
+        and (with_optimizer or not name.startswith(OPTIMIZER_PREFIX))
     }
     notes = ["scales and amax histories are left out: Megatron-LM starts with new ones"] if quantizers else []
+    if config.precision.grad_reduce_in_fp8:
+        notes.append(
+            "Megatron-LM has no FP8 gradients (--grad-reduce-in-fp8): their automatic factor and errors are left out"
+        )
     if config.overrides:
         notes.append(f"Megatron-LM has no --override: set {', '.join(config.overrides)} there in another way")
     layout = tuple(saved["layout"])

@@ -106,11 +106,26 @@ def test_settings_survive_the_way_there_and_back() -> None:
             "model.ffn_hidden_size": 96, "model.kv_channels": 16, "model.vocab_size": 100, "model.rotary_base": 500,
             "model.share_embeddings_and_output_weights": False, "optimizer.lr": 1e-3, "precision.bf16": True,
             "precision.fp8_format": "hybrid", "training.global_batch_size": 8, "data.seq_length": 32,
+            "precision.fp8_param_gather": True, "optimizer.use_precision_aware_optimizer": True,
+            "optimizer.main_params_dtype": "fp16", "optimizer.exp_avg_dtype": "fp8",
+            "optimizer.exp_avg_sq_dtype": "fp16",
         },
     )  # fmt: skip
     values, problems, left = settings_of_args(vars(args_of_settings(config, {"iteration": 5})))
     assert not problems and not left
     assert with_values(RunConfig(), values) == config
+
+
+def test_dtypes_of_optimizer_state_are_those_of_torch() -> None:
+    """They have no effect without the precision-aware optimizer, also in Megatron-LM."""
+    dtypes = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16, "main_grads_dtype": torch.float32}
+    values = settings_of(**dtypes, use_precision_aware_optimizer=True)
+    assert (values["optimizer.exp_avg_dtype"], values["optimizer.exp_avg_sq_dtype"]) == ("fp8", "fp16")
+    args = vars(args_of_settings(with_values(RunConfig(), values), {}))
+    assert dtypes.items() <= args.items()
+    assert not any(name.endswith("_dtype") for name in settings_of(**dtypes))
+    _, problems, _ = settings_of_args(SHAPE | {"exp_avg_dtype": torch.int8, "use_precision_aware_optimizer": True})
+    assert "exp_avg_dtype" in problems[0]
 
 
 WINDOWS = {
