@@ -26,7 +26,8 @@ def default_graph_obstacles(config: RunConfig, world_size: int) -> Iterator[tupl
 def _settings_without_default_graph(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
     """Settings whose graph has to be asked for: the flag, and the reason.
 
-    Their graphs have not been run on GPUs. To make one of them the default, delete its line here.
+    Their graphs have not been tested on GPUs; a pipeline of four was timed. To make one of them the default, delete its
+    line here.
     """
     parallel = config.parallel
     stages, parts = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
@@ -42,7 +43,7 @@ def _settings_without_default_graph(config: RunConfig, world_size: int) -> Itera
     )
     for is_there, flag in checks:
         if is_there:
-            yield flag, "its graph has not been run on GPUs; --cuda-graph-impl local tries it"
+            yield flag, "its graph has not been tested on GPUs; --cuda-graph-impl local tries it"
 
 
 def _dropout_rates(config: RunConfig) -> Iterator[tuple[str, float]]:

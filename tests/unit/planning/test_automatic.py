@@ -119,11 +119,11 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
         ),
         (
             f"{STAGES} --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
-            "--pipeline-model-parallel-size 2 of 2 ranks: its graph has not been run on GPUs",
+            "--pipeline-model-parallel-size 2 of 2 ranks: its graph has not been tested on GPUs",
         ),
         (
             "--context-parallel-size 2 --cp-comm-type a2a",
-            "--context-parallel-size 2 of 2 ranks with --cp-comm-type a2a: its graph has not been run",
+            "--context-parallel-size 2 of 2 ranks with --cp-comm-type a2a: its graph has not been tested",
         ),
         ("--no-use-distributed-optimizer", "no --use-distributed-optimizer: CUDA graphs need the one-pass optimizer"),
         ("--transformer-impl emulated", "needs Transformer Engine's layers"),
