@@ -21,8 +21,8 @@ def fp16_master_problems(config: RunConfig) -> list[str]:
 
 
 def fsdp_codes_problems(config: RunConfig) -> list[str]:
-    """Problem of codes that FSDP2 gathers: Transformer Engine itself makes scales from a history, and lays out those of
-    blocks. Emulated layers support both."""
+    """Problem of codes that FSDP2 gathers: scales from a history are made inside Transformer Engine, and
+    block scales have a layout of its own. Emulated layers support both."""
     if not (config.parallel.use_torch_fsdp2 and config.precision.fp8_param_gather):
         return []
     known = ", ".join(

@@ -41,6 +41,7 @@ class GradientSums:
         parameters: list[DTensor] = [record.sharded_param for record in fsdp_parameters(module)]
         sizes = [parameter.to_local().numel() for parameter in parameters]
         first = parameters[0].to_local()
+        self._module = module
         self._rows = torch.zeros(sum(sizes), dtype=dtype or first.dtype, device=first.device)
         self._is_overwritten = True
         for parameter, rows in zip(parameters, self._rows.split(sizes), strict=True):
@@ -71,6 +72,10 @@ class GradientSums:
         else:
             self._rows.add_(gradients)
         self._is_overwritten = False
+        # FSDP2 calls this on another stream than that of its reductions, and frees the gradients after it. The next
+        # reduction may get their memory, so it has to wait until they are read.
+        streams = self._module._get_fsdp_state()._fsdp_param_group.comm_ctx
+        streams.reduce_scatter_stream.wait_stream(streams.all_reduce_stream)
 
 
 def free_gradient(parameter: DTensor) -> None:

@@ -22,7 +22,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
@@ -114,7 +114,7 @@ class FusedAdamOptimizer(ChainedOptimizer):
         num_zeros = None
         if self.config.log_num_zeros_in_grad:
             for part in self.parts():
-                part._copy_model_grads_to_main_grads()
+                set_gradients(part)
             num_zeros = self.count_zeros()
         max_norm = self.config.clip_grad
         clip = min(1.0, max_norm / (grad_norm + CLIP_EPSILON)) if max_norm > 0 else 1.0
@@ -155,6 +155,14 @@ class FusedAdamOptimizer(ChainedOptimizer):
 
     def _discard_tables(self, _: torch.optim.Optimizer) -> None:
         self._tables = None
+
+
+def set_gradients(part: Any) -> None:
+    """Give the weights that the optimizer updates their gradients, which the fused update reads elsewhere."""
+    if isinstance(part, FP32Optimizer):
+        part.prepare_grads()
+    else:
+        part._copy_model_grads_to_main_grads()
 
 
 class TensorTables:

@@ -144,7 +144,7 @@ class ParameterTraffic(TorchDispatchMode):
 def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ParameterTraffic | CountedGather]:
     """Build the counter of a run; None where every rank has all weights, or if gathers are in a CUDA graph."""
     if config.parallel.use_torch_fsdp2:
-        return CountedGather(chunks)
+        return None if derived.uses_cuda_graph(config) else CountedGather(chunks)
     is_in_graph = config.parallel.overlap_param_gather and derived.uses_cuda_graph(config)
     return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer and not is_in_graph else None
 
@@ -181,7 +181,7 @@ def build_gradient_traffic(config: RunConfig, chunks: list[Any]) -> Optional[Gra
     """Build the counter of a run; None where nothing is reduced, or the reduction is counted elsewhere."""
     is_elsewhere = config.precision.grad_reduce_in_fp8
     if config.parallel.use_torch_fsdp2 and not is_elsewhere:
-        return CountedReduction(chunks)
+        return None if derived.uses_cuda_graph(config) else CountedReduction(chunks)
     has_ranks = any(reduction_group(group) for chunk in chunks for group in bucket_groups(chunk))
     is_counted = has_ranks and not derived.uses_cuda_graph(config)
     return None if is_elsewhere or not is_counted else GradientTraffic(chunks)

@@ -82,7 +82,9 @@ def build_fsdp_row(part: MegatronOptimizer, weight: DTensor, master: DTensor) ->
     """Build the row of one parameter of which FSDP2 keeps rows on this rank. `master` is `weight` in FP32."""
     state = get_state(part.optimizer, master)
     tensors = [weight.main_grad, master, state["exp_avg"], state["exp_avg_sq"], *([] if weight is master else [weight])]
-    grad, own_master, exp_avg, exp_avg_sq, *model = [to_local_if_dtensor(tensor.detach()).view(-1) for tensor in tensors]
+    grad, own_master, exp_avg, exp_avg_sq, *model = [
+        to_local_if_dtensor(tensor.detach()).view(-1) for tensor in tensors
+    ]
     return ParameterRow(grad, own_master, exp_avg, exp_avg_sq, *(model or [None]))
 
 

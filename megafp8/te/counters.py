@@ -8,7 +8,7 @@
     other recipes     A cast sets a flag of the quantizer if an amax is infinite: our kernels while they cast, and after
                       Transformer Engine's casts a check of the scales (`te/quantizers.py`). What its fused kernels
                       quantize has no flag: results of norms, weights after their first cast, gradients beside those of
-                      a bias, and SwiGLU in a fused MLP without our kernels.
+                      a bias, and SwiGLU in a fused MLP without our kernels, and weights that FSDP2 gathers as codes.
 
 A NaN does not raise an amax. It becomes a NaN in FP8, and the check of loss and gradients finds it. Counts are sums on
 the device, also inside a CUDA graph, and nothing waits for them. They count tensors of microbatches, not values.

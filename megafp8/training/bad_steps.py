@@ -112,9 +112,11 @@ def reduce_step_totals(
     counted_loss = local_loss if run.place.reports_loss else None
     if counted_loss is not None:
         fault_injection.poison("step.loss", counted_loss[:1])
-    bad = torch.zeros((), device=device) if monitor is None else monitor.bad
-    if monitor is None and squared_norm is not None:
-        bad = (~torch.isfinite(squared_norm)).float()
+    bad = torch.zeros((), device=device)
+    if squared_norm is not None and not isinstance(monitor, gradient_checks.NonFiniteGradientMonitor):
+        bad = (~torch.isfinite(squared_norm)).float()  # of all gradients that this rank has
+    elif monitor is not None:
+        bad = monitor.bad
     operands = run.operand_monitor
     if depth_sums is not None and not run.place.reports_loss:
         depth_sums = torch.zeros_like(depth_sums)

@@ -95,6 +95,7 @@ def change_linears(run: Run, path: Path, moved: tuple[MovedLinear, ...]) -> tupl
          "amax history"),
         (smoothed, run.implementation == "local", "smoothed", "megatron-core's own layers do not support: remove "
          "--transformer-impl local"),
+        (smoothed, precision.fp8_param_gather, "smoothed", "FP8 weights do not support: remove --fp8-param-gather"),
         (in_high_precision, precision.fp8_param_gather, "in high precision", "FP8 weights do not support: remove "
          "--fp8-param-gather"),
     )  # fmt: skip

@@ -154,6 +154,11 @@ def _rank_obstacles(config: RunConfig) -> Checks:
         "a graph of the reduction in FP8 has not been run; use --cuda-graph-impl none",
     )
     yield (
+        parallel.use_torch_fsdp2 and not parallel.torch_fsdp2_reshard_after_forward,
+        "--torch-fsdp2-no-reshard-after-forward",
+        "a validation leaves weights gathered, and a graph does not gather them again; use --cuda-graph-impl none",
+    )
+    yield (
         parallel.tp_comm_overlap,
         "--tp-comm-overlap",
         "user buffers synchronize ranks outside CUDA graphs; remove it",

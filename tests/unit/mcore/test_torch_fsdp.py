@@ -1,5 +1,6 @@
 """The faults of megatron-core's FSDP2 wrapper that `mcore/torch_fsdp.py` works around still exist."""
 
+import importlib
 import inspect
 
 from megatron.core.dist_checkpointing import optimizer
@@ -22,6 +23,13 @@ def test_the_mesh_has_cuda_devices_and_gradients_no_dtype() -> None:
 
 def test_the_norm_asks_a_tensor_for_its_only_group() -> None:
     assert "current_group = tensor.device_mesh.get_group()" in inspect.getsource(get_data_parallel_group_if_dtensor)
+
+
+def test_gradients_of_norms_are_added_in_copies() -> None:
+    gradients = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    source = inspect.getsource(gradients)
+    assert "tensor.full_tensor()" in source and "def _unshard_if_dtensor(" in source
+    assert "setattr(param, grad_attr, _reshard_if_dtensor(buf, orig_grad))" in source
 
 
 def test_gradients_are_not_scaled() -> None:

@@ -56,6 +56,8 @@ def test_a_resumed_run_moves_the_same_linears(implementation: str) -> None:
     [
         (SMOOTH, DELAYED, "emulated", "layers.0.linear_fc2 is smoothed, which delayed scaling does not support"),
         (SMOOTH, TENSORWISE, "local", "layers.0.linear_fc2 is smoothed, which megatron-core's own layers do not"),
+        (SMOOTH, f"{TENSORWISE} --fp8-param-gather --use-distributed-optimizer", "emulated",
+         "layers.0.linear_fc2 is smoothed, which FP8 weights do not support"),
         (MOVED, f"{TENSORWISE} --fp8-param-gather --use-distributed-optimizer", "emulated",
          "layers.1.linear_fc2 is in high precision, which FP8 weights do not support"),
     ],
