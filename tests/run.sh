@@ -19,12 +19,7 @@ export GLIBC_TUNABLES=glibc.malloc.hugetlb=1${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}
 # All tests. Those that mostly compute, and those with the other version of megatron-core, run at low priority,
 # concurrently with the others, which wait for processes and read clocks.
 computing=(tests/unit tests/conformance tests/parity tests/policy)
-# Temporary files in memory, where 8 GiB of it are set aside for files: they take 1 GiB, and a disk costs time.
-if [ "$(df --output=avail --block-size=1M /dev/shm 2>/dev/null | tail -n 1 || echo 0)" -ge 8192 ]; then
-  export TMPDIR=/dev/shm
-fi
 logs=$(mktemp -d)
-export TMPDIR=$logs
 nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider "${computing[@]}" > "$logs/1" 2>&1 &
 beside=("$!")
 nice -n 10 bash tests/other_engine.sh > "$logs/2" 2>&1 &
@@ -37,5 +32,5 @@ status=0
 for each in "${beside[@]}"; do
   wait "$each" || status=$?
 done
-cat "$logs"/[12]
+cat "$logs"/*
 exit "$status"
