@@ -21,8 +21,13 @@ def fsdp_parameters(module: FSDPModule) -> list[Any]:
 
     Torch 2.11 has one group of parameters for a module. Later versions can have several, but have one here.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
+    group = parameter_group(module)
     return [] if group is None else group.fsdp_params
+
+
+def parameter_group(module: FSDPModule) -> Any:
+    """FSDP2's own record of the parameters of a module; None if it has none."""
+    return module._get_fsdp_state()._fsdp_param_group
 
 
 class GradientSums:
@@ -41,7 +46,7 @@ class GradientSums:
         parameters: list[DTensor] = [record.sharded_param for record in fsdp_parameters(module)]
         sizes = [parameter.to_local().numel() for parameter in parameters]
         first = parameters[0].to_local()
-        self._module = module
+        self._group = parameter_group(module)
         self._rows = torch.zeros(sum(sizes), dtype=dtype or first.dtype, device=first.device)
         self._is_overwritten = True
         for parameter, rows in zip(parameters, self._rows.split(sizes), strict=True):
@@ -74,7 +79,7 @@ class GradientSums:
         self._is_overwritten = False
         # FSDP2 calls this on another stream than that of its reductions, and frees the gradients after it. The next
         # reduction may get their memory, so it has to wait until they are read.
-        streams = self._module._get_fsdp_state()._fsdp_param_group.comm_ctx
+        streams = self._group.comm_ctx
         streams.reduce_scatter_stream.wait_stream(streams.all_reduce_stream)
 
 

@@ -6,8 +6,8 @@ or weights. Here the division and the clipping are factors inside the Adam kerne
 The gradient norm stays on the device, and the caller reads it together with the loss.
 
 They are its distributed optimizer, and its optimizer of the rows that FSDP2 leaves on a rank. State, checkpoints and
-parameter groups are those of the wrapped optimizers. Numerics: those of Transformer Engine's
-Adam up to rounding, see `adam_kernel`. The sum of the gradient norm has another order.
+parameter groups are those of the wrapped optimizers. Numerics: those of Transformer Engine's Adam up to rounding, see
+`adam_kernel`. The sum of the gradient norm has another order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
@@ -113,8 +113,7 @@ class FusedAdamOptimizer(ChainedOptimizer):
             grad_norm = math.sqrt(total.item())
         num_zeros = None
         if self.config.log_num_zeros_in_grad:
-            for part in self.parts():
-                set_gradients(part)
+            self.prepare_grads()
             num_zeros = self.count_zeros()
         max_norm = self.config.clip_grad
         clip = min(1.0, max_norm / (grad_norm + CLIP_EPSILON)) if max_norm > 0 else 1.0
@@ -155,14 +154,6 @@ class FusedAdamOptimizer(ChainedOptimizer):
 
     def _discard_tables(self, _: torch.optim.Optimizer) -> None:
         self._tables = None
-
-
-def set_gradients(part: Any) -> None:
-    """Give the weights that the optimizer updates their gradients, which the fused update reads elsewhere."""
-    if isinstance(part, FP32Optimizer):
-        part.prepare_grads()
-    else:
-        part._copy_model_grads_to_main_grads()
 
 
 class TensorTables:

@@ -179,12 +179,12 @@ class GradientTraffic:
 
 def build_gradient_traffic(config: RunConfig, chunks: list[Any]) -> Optional[GradientTraffic | CountedReduction]:
     """Build the counter of a run; None where nothing is reduced, or the reduction is counted elsewhere."""
-    is_elsewhere = config.precision.grad_reduce_in_fp8
-    if config.parallel.use_torch_fsdp2 and not is_elsewhere:
-        return None if derived.uses_cuda_graph(config) else CountedReduction(chunks)
+    if config.precision.grad_reduce_in_fp8 or derived.uses_cuda_graph(config):
+        return None
+    if config.parallel.use_torch_fsdp2:
+        return CountedReduction(chunks)
     has_ranks = any(reduction_group(group) for chunk in chunks for group in bucket_groups(chunk))
-    is_counted = has_ranks and not derived.uses_cuda_graph(config)
-    return None if is_elsewhere or not is_counted else GradientTraffic(chunks)
+    return GradientTraffic(chunks) if has_ranks else None
 
 
 def num_bytes(tensors: Any) -> int:

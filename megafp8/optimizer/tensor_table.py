@@ -80,12 +80,15 @@ def build_rows(part: MegatronOptimizer, group_index: int) -> list[tuple[torch.nn
 
 def build_fsdp_row(part: MegatronOptimizer, weight: DTensor, master: DTensor) -> ParameterRow:
     """Build the row of one parameter of which FSDP2 keeps rows on this rank. `master` is `weight` in FP32."""
+
+    def rows(tensor: Tensor) -> Tensor:
+        return to_local_if_dtensor(tensor.detach()).view(-1)
+
     state = get_state(part.optimizer, master)
-    tensors = [weight.main_grad, master, state["exp_avg"], state["exp_avg_sq"], *([] if weight is master else [weight])]
-    grad, own_master, exp_avg, exp_avg_sq, *model = [
-        to_local_if_dtensor(tensor.detach()).view(-1) for tensor in tensors
-    ]
-    return ParameterRow(grad, own_master, exp_avg, exp_avg_sq, *(model or [None]))
+    return ParameterRow(
+        grad=rows(weight.main_grad), master=rows(master), exp_avg=rows(state["exp_avg"]),
+        exp_avg_sq=rows(state["exp_avg_sq"]), model=None if weight is master else rows(weight),
+    )  # fmt: skip
 
 
 def build_row(part: DistributedOptimizer, model_param: torch.nn.Parameter, shard: Tensor) -> ParameterRow:

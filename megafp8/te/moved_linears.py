@@ -10,7 +10,7 @@ of a resumed run, which never lists them, are the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,16 +31,21 @@ def move_to_high_precision(chunks: Sequence[nn.Module], names: Collection[str]) 
         names: for example `layers.3.linear_fc2`; others than those of this rank are left out. A grouped linear of
             experts is moved with the first name of one of its experts.
     """
-    moved = {*names, *map(name_of_all_experts, names)}
+    for linear in separate_linears(chunks, {*names, *map(name_of_all_experts, names)}):
+        leave_amax_buffers(linear)
+        set_high_precision(linear)
+
+
+def separate_linears(chunks: Sequence[nn.Module], names: Collection[str]) -> Iterator[Any]:
+    """The named linears of this rank. Their MLPs run linear by linear from now on."""
     for chunk in chunks:
         fused = dict(places_in_fused_mlps([chunk]))
         for name, linear in named_linears(chunk):
-            if name not in moved or not isinstance(linear, nn.Module):
+            if name not in names or not isinstance(linear, nn.Module):
                 continue
             if linear in fused:
                 split(fused[linear][0])
-            leave_amax_buffers(linear)
-            set_high_precision(linear)
+            yield linear
 
 
 def set_high_precision(linear: Any) -> None:

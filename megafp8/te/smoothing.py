@@ -13,10 +13,8 @@ from typing import Any, Optional
 
 from torch import Tensor, nn
 
-from megafp8.mcore.modules import named_linears
 from megafp8.quantization.smoothing import channel_scales
-from megafp8.te.counters import places_in_fused_mlps
-from megafp8.te.moved_linears import split
+from megafp8.te.moved_linears import separate_linears
 
 
 def smooth_inputs(chunks: Sequence[nn.Module], names: Collection[str]) -> None:
@@ -26,13 +24,8 @@ def smooth_inputs(chunks: Sequence[nn.Module], names: Collection[str]) -> None:
         chunks: the model of this rank.
         names: for example `layers.3.linear_fc2`; others than those of this rank are left out.
     """
-    for chunk in chunks:
-        fused = dict(places_in_fused_mlps([chunk]))
-        for name, linear in named_linears(chunk):
-            if name not in names or isinstance(linear.__dict__.get("_get_weight_and_bias_tensors"), SmoothedWeight):
-                continue
-            if linear in fused:
-                split(fused[linear][0])
+    for linear in separate_linears(chunks, names):
+        if not isinstance(linear._get_weight_and_bias_tensors, SmoothedWeight):
             smooth_input(linear)
 
 

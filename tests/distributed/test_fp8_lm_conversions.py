@@ -46,7 +46,7 @@ def tensors_of(run: Path, step: int = SAVED) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_megatron_and_back(level: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights, master weights and moments are equal to the bit, and the level goes on from them.
+    """Weights, master weights and moments are bitwise equal, and a run of the level continues from them.
 
     Scales start again, and so do the errors of FP8 gradients, which Megatron-LM does not have.
     """

@@ -85,10 +85,10 @@ def test_notice_of_auto_emulation_has_the_reason(config: RunConfig, words: str) 
     (notice,) = capability.emulation_notices(config, H200)
     assert notice.startswith(f"all layers are emulated because of {words}")
     assert notice.endswith("; to get an error instead: --no-emulation")
-    told = replace(config, precision=replace(config.precision, transformer_impl="emulated"))
+    emulated = replace(config, precision=replace(config.precision, transformer_impl="emulated"))
     strict = replace(config, precision=replace(config.precision, emulation=False))
-    silent = [(told, H200), (strict, H200), (config, CPU), (config, replace(H200, transformer_engine=None))]
-    assert [capability.emulation_notices(*each) for each in silent] == [[]] * 4
+    without_notice = [(emulated, H200), (strict, H200), (config, CPU), (config, replace(H200, transformer_engine=None))]
+    assert [capability.emulation_notices(*each) for each in without_notice] == [[]] * 4
 
 
 def test_layers_of_transformer_engine_need_no_notice() -> None:
