@@ -62,13 +62,14 @@ def launches(names: list[str]) -> list[Launch]:
     """Each with kernels and as a graph.
 
     Context-parallel runs that share two GPUs do not end: the ring waits for both ranks of a run to be on their GPUs.
+    Runs of four ranks are alone too.
     """
     found = []
     for name in names:
         num_ranks, layout = LAYOUTS[name]
         for kernels, flags in KERNELS.items():
             text = f"{sizes(name)} {RUN} {layout} {flags}"
-            found.append(Launch(name=f"{name} {kernels}", num_ranks=num_ranks, flags=text, alone=CP2 in layout))
+            found.append(Launch(name=f"{name} {kernels}", num_ranks=num_ranks, flags=text, alone=num_ranks > 2 or CP2 in layout))
     return found
 
 
