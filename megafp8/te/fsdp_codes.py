@@ -52,6 +52,8 @@ class GatheredFloat8(GatheredCodes):
         one = torch.ones(1, device=rows.device)
         self.caster = Float8Quantizer(one, torch.Tensor(), quantizer.dtype, rowwise=True, columnwise=False)
         self.own = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+        # Not a view into the scales of all weights: cuBLAS refuses scales that are not aligned to 16 bytes.
+        self.scale_inv = torch.empty_like(one)
         self.cast_rows = self.caster.create_tensor_from_data(self.own, rows.dtype)
 
     def write_amax(self, shard: Tensor, start: int, amax: Tensor) -> None:
@@ -60,16 +62,17 @@ class GatheredFloat8(GatheredCodes):
     def quantize(self, shard: Tensor, start: int, quant_scale: Tensor) -> None:
         self.caster.scale = quant_scale.view(1)
         self.caster.update_quantized(shard.view(self.own.shape), self.cast_rows)
+        self.scale_inv.copy_(self.dequant_scale)
 
     def build_parameter(self, gathered: Tensor) -> Float8Tensor:
         return Float8Tensor(
-            shape=gathered.shape, dtype=self.dtype, data=gathered, fp8_scale_inv=self.dequant_scale.view(1),
+            shape=gathered.shape, dtype=self.dtype, data=gathered, fp8_scale_inv=self.scale_inv,
             fp8_dtype=self.quantizer.dtype, quantizer=self.quantizer, device=gathered.device,
         )  # fmt: skip
 
     def renew(self, parameter: Float8Tensor, gathered: Tensor) -> None:
         """Also drops the transpose, which an interrupted backward pass may have left."""
-        parameter._data, parameter._scale_inv = gathered, self.dequant_scale.view(1)
+        parameter._data = gathered
         parameter.remove_caches()
 
 

@@ -59,6 +59,7 @@ def quantize(tensor, quantizer, output=None, noop_flag=None):
 def values(operand, is_transposed):
     """The matrix that a GEMM of Hopper reads: of the transposed codes where it sums over rows."""
     assert not (is_transposed and operand._transpose_invalid)
+    assert operand._scale_inv.data_ptr() % 16 == 0, "cuBLAS refuses it"
     data = operand._transpose.t() if is_transposed else operand._data
     return data.view(CODE_DTYPES[FORMATS[operand._fp8_dtype.name].name]).float() * operand._scale_inv
 
