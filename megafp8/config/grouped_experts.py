@@ -60,8 +60,6 @@ def layout_obstacles(config: RunConfig) -> Iterator[str]:
         if parallel.tensor_model_parallel_size > 1:
             yield "tensor-parallel ranks without expert-parallel ones"
         return
-    if parallel.moe_expert_kernels is None:
-        yield "expert-parallel ranks, where it was never run on GPUs, unless --moe-expert-kernels triton is given"
     if mixture.expert_tensor_size(parallel) > 1:
         yield "expert tensor-parallel ranks: give --expert-tensor-parallel-size 1"
     if parallel.moe_token_dispatcher_type != "alltoall":

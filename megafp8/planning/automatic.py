@@ -5,6 +5,7 @@
     --overlap-param-gather           the same
     --cross-entropy-loss-fusion      Transformer Engine's kernel, with its layers
     --cuda-graph-impl                local where a step can be captured and memory allows it
+    --moe-expert-kernels             all experts in one launch, with Transformer Engine's layers and these settings
 
 On a CPU only a checkpoint that was saved with the distributed optimizer turns one of them on. They change no numerics
 beyond the order of sums. What does change numerics is chosen only by `--performance max`, with Transformer Engine's
@@ -74,7 +75,7 @@ def choose(
     """
     values, made = _distributed_optimizer(config, target, is_saved_sharded)
     config = with_values(config, values)
-    for chooser in (_performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph):
+    for chooser in (_performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _expert_kernels):
         values, choices = chooser(config, target, world_size)
         config, made = with_values(config, values), made + choices
     return config, tuple(made)
@@ -88,6 +89,7 @@ AUTOMATIC = (
     "precision.cross_entropy_loss_fusion",
     "precision.cross_entropy_fusion_impl",
     "training.cuda_graph_impl",
+    "parallel.moe_expert_kernels",
 )
 
 
@@ -226,6 +228,16 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
     if shortage := _memory_shortage(with_values(config, local), target, world_size):
         return none, [Choice("--cuda-graph-impl", "none", shortage)]
     return local, [Choice("--cuda-graph-impl", "local", "supported by all settings")]
+
+
+def _expert_kernels(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
+    """After the graph, whose reason is the setting that excludes one launch."""
+    is_chosen = config.parallel.moe_expert_kernels is not None
+    if is_chosen or not is_mixture(config.model) or not _has_te_layers(config, target):
+        return {}, []
+    obstacle = next(grouped_expert_obstacles(config), None)
+    kernels, reason = ("te", obstacle) if obstacle else ("triton", "all experts in one launch")
+    return {"parallel.moe_expert_kernels": kernels}, [Choice("--moe-expert-kernels", kernels, reason)]
 
 
 def _memory_shortage(config: RunConfig, target: Target, world_size: int) -> str:

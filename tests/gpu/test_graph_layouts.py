@@ -69,7 +69,9 @@ def launches(names: list[str]) -> list[Launch]:
         num_ranks, layout = LAYOUTS[name]
         for kernels, flags in KERNELS.items():
             text = f"{sizes(name)} {RUN} {layout} {flags}"
-            found.append(Launch(name=f"{name} {kernels}", num_ranks=num_ranks, flags=text, alone=num_ranks > 2 or CP2 in layout))
+            found.append(
+                Launch(name=f"{name} {kernels}", num_ranks=num_ranks, flags=text, alone=num_ranks > 2 or CP2 in layout)
+            )
     return found
 
 

@@ -116,7 +116,7 @@ class MixtureParallelConfig:
     moe_expert_kernels: Optional[str] = setting(
         None,
         "experts on a GPU; triton: all in one launch per GEMM, with fused casts; te: Transformer Engine's linears; "
-        "default: triton on one rank where Transformer Engine's layers and the settings allow it",
+        "default: triton where Transformer Engine's layers and the settings allow it",
         choices=("triton", "te"),
     )
     moe_permute_fusion: bool = setting(False, "permute tokens by Transformer Engine's kernels, with the same results")

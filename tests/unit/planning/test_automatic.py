@@ -19,6 +19,10 @@ MODEL = (
     "--lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50303 --dry-run"
 )
 DELAYED = "--fp8-format hybrid --fp8-recipe delayed"
+MIXTURE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall "
+    "--moe-grouped-gemm --eval-iters 0"
+)
 STAGES = "--pipeline-model-parallel-size 2"
 
 
@@ -93,10 +97,7 @@ def test_pipelines_of_more_ranks_ask_for_a_graph() -> None:
 def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mixture = (
-        "--fp8-format e4m3 --fp8-recipe tensorwise --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 "
-        "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --eval-iters 0"
-    )
+    mixture = f"{MIXTURE} --fp8-format e4m3 --fp8-recipe tensorwise"
     assert chosen(mixture)["--cuda-graph-impl"] == "local"
     assert chosen(f"{mixture} --moe-expert-kernels te")["--cuda-graph-impl"] == "none"
     assert chosen(f"{mixture} --expert-model-parallel-size 2", world_size=2)["--cuda-graph-impl"] == "none"
@@ -108,6 +109,25 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
     sized = dataclasses.replace(gpu, memory_bytes=int(1.03 * needed / 0.95))
     monkeypatch.setattr(automatic, "find_gpu", lambda name: sized)
     assert chosen(mixture)["--cuda-graph-impl"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("flags", "kernels", "reason"),
+    [
+        ("--fp8-format e4m3", "triton", "all experts in one launch"),
+        ("--fp8-format hybrid", "te", "experts in another precision than BF16 or"),
+        ("--fp8-format e4m3 --expert-model-parallel-size 2", "triton", "all experts in one launch"),
+        (
+            "--fp8-format e4m3 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+            "te",
+            "--moe-token-dispatcher-type allgather with expert-parallel ranks",
+        ),
+    ],
+)
+def test_the_kernels_of_experts_are_told_with_the_reason(flags: str, kernels: str, reason: str) -> None:
+    text = f"{MIXTURE} --fp8-recipe tensorwise {flags}"
+    found = {choice.flag: choice for choice in checked(text, world_size=2).choices}["--moe-expert-kernels"]
+    assert found.value == kernels and found.reason.startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -225,4 +245,6 @@ def test_every_automatic_setting_is_listed() -> None:
     words = f"{MODEL} {DELAYED} --target h200 --world-size 2".split()
     asked, recorded = flags.parse(words).config, check(*flags.parse_with_problems(words)).invocation.config
     changed = {line.partition(":")[0] for line in settings.diff(asked, recorded)}
-    assert changed == set(automatic.AUTOMATIC)
+    mixture = check(*flags.parse_with_problems([*words, *MIXTURE.split()])).invocation.config
+    assert mixture.parallel.moe_expert_kernels is not None
+    assert changed | {"parallel.moe_expert_kernels"} == set(automatic.AUTOMATIC)
