@@ -7,8 +7,10 @@
 #   bash examples/loss_report_h200.sh large delayed 2       374M parameters, 1,500 steps of 65,536 tokens
 #   bash examples/loss_report_h200.sh mixture delayed 2     16 experts, 303M of 907M parameters for a token, 600 steps of
 #                                                           65,536 tokens; FP8 in E4M3
-#   bash examples/loss_report_h200.sh queue small "bf16 delayed" "1 2"   runs that are not done, seed by seed, while the
-#                                                           longest of this call still fits into QUEUE_MINUTES (9)
+#   bash examples/loss_report_h200.sh queue small "bf16 delayed" "1 2"   runs that are not done, seed by seed, for
+#                                                           QUEUE_MINUTES (9); the last one saves and ends with status
+#                                                           75, and the same command resumes it. Queues side by side,
+#                                                           one for each GPU (CUDA_VISIBLE_DEVICES), share the runs
 #   bash examples/loss_report_h200.sh records               the records of what is done, without checkpoints, packed into
 #                                                           records.tar.gz: unpacked in OUT of another machine, its
 #                                                           queue leaves these runs out
@@ -23,7 +25,7 @@
 # difference to bf16 and bf16-no-graph; the data order is the same within a seed.
 #
 # The text is the source of the Python packages of this machine, as much of it as there is (MAX_BYTES at most): the
-# largest text that packages bring. A run prints how many epochs it reads. Not run on a GPU yet. TINY=1 tries all of it
+# largest text that packages bring. A run prints how many epochs it reads. TINY=1 tries all of it
 # on a CPU in minutes. Environment variables: OUT (default runs/loss_report), MAX_BYTES, MINUTES of a call (default 8),
 # GPUS of a run (default 1), and for a shorter report STEPS and BATCH (sequences a step). Further arguments are flags of
 # the run.
@@ -70,14 +72,17 @@ if [ "$what" = records ]; then
 fi
 
 if [ "$what" = queue ]; then
-  longest=0
   for seed in ${4:?seeds}; do
     for recipe in ${3:?recipes}; do
-      is_done "$out/${2:?a size}/$recipe/seed$seed" && continue
-      [ $((SECONDS + longest)) -le $((60 * ${QUEUE_MINUTES:-9})) ] || exit 75
-      began=$SECONDS
-      bash examples/loss_report_h200.sh "$2" "$recipe" "$seed" "${@:5}"
-      longest=$((SECONDS - began > longest ? SECONDS - began : longest))
+      run=$out/${2:?a size}/$recipe/seed$seed
+      is_done "$run" && continue
+      export SECONDS_LEFT=$((60 * ${QUEUE_MINUTES:-9} - SECONDS))
+      [ "$SECONDS_LEFT" -ge 30 ] || exit 75
+      mkdir -p "$run"
+      status=0
+      flock --nonblock --conflict-exit-code 3 "$run/queue.lock" \
+        bash examples/loss_report_h200.sh "$2" "$recipe" "$seed" "${@:5}" || status=$?
+      [ "$status" = 0 ] || [ "$status" = 3 ] || exit "$status" # 3: another queue has this run
     done
   done
   exit
@@ -128,7 +133,7 @@ if [ "${GPUS:-1}" -gt 1 ]; then
   ranks=(-m torch.distributed.run --standalone --nproc-per-node "$GPUS")
 fi
 
-"$PYTHON" "${ranks[@]}" pretrain_gpt.py "${flags[@]}" "${sizes[@]}" "${experts[@]}" --seq-length "$length" --max-position-embeddings "$length" \
+timeout --preserve-status "${SECONDS_LEFT:-0}" "$PYTHON" "${ranks[@]}" pretrain_gpt.py "${flags[@]}" "${sizes[@]}" "${experts[@]}" --seq-length "$length" --max-position-embeddings "$length" \
   --position-embedding-type rope --normalization RMSNorm --swiglu --qk-layernorm --disable-bias-linear \
   --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
   --micro-batch-size "$micro" --global-batch-size "$batch" --train-iters "$steps" --seed "$seed" \

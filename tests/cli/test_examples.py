@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -237,6 +238,10 @@ def test_records_of_a_loss_report_travel_and_its_queue_leaves_them_out(stub_pyth
         done = loss_report(["queue", "small", recipes, "1"], stub_python, tmp_path, OUT="other")
         assert done.returncode == code and ("pretrain_gpt.py" in done.stdout) == (code != 0), done.stderr
     assert loss_report(["queue", "small", "delayed", "1"], stub_python, tmp_path, QUEUE_MINUTES="-1").stdout == ""
+    with (tmp_path / "report/small/delayed/seed1/queue.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        other = loss_report(["queue", "small", "delayed", "1"], stub_python, tmp_path)
+    assert (other.returncode, other.stdout) == (0, ""), "another queue has the run"
 
 
 def loss_report(
