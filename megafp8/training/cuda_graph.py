@@ -1,4 +1,4 @@
-"""CUDA graph of the forward-backward of a step.
+"""CUDA graphs of the forward-backward of a step, and of the forward passes of an evaluation.
 
 The forward pass of a small model on Hopper is bound by the host: launching the kernels of a layer from Python takes
 longer than running them. A CUDA graph is captured once and replayed in one launch. A replay runs the same kernels on
@@ -8,6 +8,9 @@ tensors of the capture, and what layers cache between iterations is allocated wi
 On a pipeline stage, the graph holds the whole schedule with all messages. All ranks capture in the same step, because
 a communicator of NCCL must be captured by all of its ranks or by none. The steps before have created the communicators
 and what layers cache for the whole run (rotary embeddings, lengths of sequences).
+
+An evaluation has a graph of its own in the memory of the step's: one of them runs at a time, and every replay writes
+what it reads, but for its inputs and reports, which stay allocated.
 
 The settings that do not go with a CUDA graph are rules of `config/rules/cuda_graph.py`.
 
@@ -36,49 +39,38 @@ from megafp8.resilience import fault_injection
 RANDOM_STATE_MODULES = ("megatron.core.tensor_parallel.random", "transformer_engine.pytorch.distributed")
 RANDOM_STATE_FUNCTIONS = ("_get_cuda_rng_state", "_set_cuda_rng_state")
 Batch = dict[str, Tensor]
-ForwardBackward = Callable[[Optional[Iterator[Batch]]], list[dict[str, Tensor]]]
+Passes = Callable[[Optional[Iterator[Batch]]], list[dict[str, Tensor]]]
+"""Runs passes over an iterator of microbatches, and returns the reports of the losses."""
 
 
-class StepGraph:
-    """The CUDA graph of a run's steps.
+class PassGraph:
+    """One CUDA graph, captured in its first run.
 
     Args:
         chunks: the model.
-        warm_up_steps: steps before the capture, in which kernels are compiled, communicators are created and delayed
-            scaling gets its scales.
+
+    Attributes:
+        graph: None before the capture.
     """
 
-    def __init__(self, chunks: list[Any], warm_up_steps: int, device: torch.device):
-        self.chunks, self.warm_up_steps, self.device = chunks, warm_up_steps, device
-        self.reset()
-
-    def reset(self) -> None:
-        """Drop the graph, since tensors may be replaced. The next steps warm up again."""
-        self.steps_left = self.warm_up_steps
+    def __init__(self, chunks: list[Any], device: torch.device):
+        self.chunks, self.device = chunks, device
         self.graph: Optional[torch.cuda.CUDAGraph] = None
         self.inputs: list[Batch] = []
         self.reports: list[dict[str, Tensor]] = []
 
     def run(
-        self, forward_backward: ForwardBackward, batches: Optional[Iterator[Batch]], num_microbatches: int
+        self, passes: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int, pool: Any = None
     ) -> list[dict[str, Tensor]]:
-        """Run forward-backward on the next microbatches, eagerly while warming up, then from the graph.
+        """Run the passes on the next microbatches, which are as many each time.
 
         Args:
-            forward_backward: runs forward-backward over an iterator of microbatches; returns the reports of the losses.
-            batches: None on a pipeline stage that reads none.
-            num_microbatches: the same in every step.
-
-        Returns:
-            The reports, valid until the next step.
+            pool: of the memory of a graph that does not run at the same time; None for an own one.
         """
-        if self.steps_left:
-            self.steps_left -= 1
-            return forward_backward(batches)
         if batches is not None:
             self.copy_inputs(batches, num_microbatches)
         if self.graph is None:
-            self.capture(forward_backward, reads_batches=batches is not None)
+            self.capture(passes, batches is not None, pool)
         assert self.graph is not None
         self.graph.replay()
         return self.reports
@@ -95,7 +87,7 @@ class StepGraph:
             for name, tensor in batch.items():
                 self.inputs[index][name].copy_(tensor, non_blocking=True)
 
-    def capture(self, forward_backward: ForwardBackward, reads_batches: bool) -> None:
+    def capture(self, passes: Passes, reads_batches: bool, pool: Any) -> None:
         """Capture the graph; its kernels do not run yet."""
         clear_cached_weights(self.chunks)
         graph = torch.cuda.CUDAGraph()
@@ -104,17 +96,78 @@ class StepGraph:
         for state in tracker.get_states().values() if draws else ():
             graph.register_generator_state(state)
         # Not "global": other threads use the device meanwhile. Loaders pin memory, and NCCL's watchdog queries events.
-        captured = torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local")
+        captured = torch.cuda.graph(graph, pool=pool, stream=capture_stream(), capture_error_mode="thread_local")
         with nullcontext() if draws else fixed_random_states(), captured:
-            self.reports = forward_backward(iter(self.inputs) if reads_batches else None)
+            self.reports = passes(iter(self.inputs) if reads_batches else None)
         self.graph = graph
 
 
+class StepGraph:
+    """The CUDA graphs of a run.
+
+    Args:
+        chunks: the model.
+        warm_up_steps: steps before the capture, in which kernels are compiled, communicators are created and delayed
+            scaling gets its scales.
+        has_evaluation: whether evaluations have a graph, too.
+    """
+
+    def __init__(self, chunks: list[Any], warm_up_steps: int, device: torch.device, has_evaluation: bool = False):
+        self.chunks, self.warm_up_steps, self.device, self.has_evaluation = (
+            chunks,
+            warm_up_steps,
+            device,
+            has_evaluation,
+        )
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop the graphs, since tensors may be replaced. The next steps warm up again."""
+        self.steps_left, self.is_evaluation_warm = self.warm_up_steps, False
+        self.step, self.evaluation = PassGraph(self.chunks, self.device), PassGraph(self.chunks, self.device)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are replayed now."""
+        return self.step.graph is not None
+
+    def run(
+        self, forward_backward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
+    ) -> list[dict[str, Tensor]]:
+        """Run forward-backward on the next microbatches, eagerly while warming up, then from the graph.
+
+        Args:
+            forward_backward: runs forward-backward over an iterator of microbatches; returns the reports of the losses.
+            batches: None on a pipeline stage that reads none.
+            num_microbatches: the same in every step.
+
+        Returns:
+            The reports, valid until the next step.
+        """
+        if self.steps_left:
+            self.steps_left -= 1
+            return forward_backward(batches)
+        return self.step.run(forward_backward, batches, num_microbatches)
+
+    def evaluate(
+        self, forward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
+    ) -> list[dict[str, Tensor]]:
+        """The same for the forward passes of an evaluation, of which the first ones after a reset are eager.
+
+        They are as long as the steps are, since the graph of the steps has the memory.
+        """
+        if not self.has_evaluation or self.step.graph is None or not self.is_evaluation_warm:
+            self.is_evaluation_warm = True
+            return forward(batches)
+        return self.evaluation.run(forward, batches, num_microbatches, self.step.graph.pool())
+
+
 def build_step_graph(config: RunConfig, chunks: list[Any], device: torch.device) -> Optional[StepGraph]:
-    """The CUDA graph of a run; None where kernels are launched one by one."""
+    """The CUDA graphs of a run; None where kernels are launched one by one."""
     if not derived.uses_cuda_graph(config):
         return None
-    return StepGraph(chunks, config.training.cuda_graph_warmup_steps, device)
+    training = config.training
+    return StepGraph(chunks, training.cuda_graph_warmup_steps, device, training.cuda_graph_evaluation)
 
 
 def check_graph_optimizer(config: RunConfig, obstacle: Optional[str]) -> None:

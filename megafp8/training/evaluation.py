@@ -22,7 +22,7 @@ from megafp8.resilience import fault_injection
 from megafp8.resilience.watchdog import AFTER_STEP, EVALUATION
 from megafp8.training.run import Run
 from megafp8.training.signals import is_stop_requested
-from megafp8.training.step import forward_backward, sum_losses
+from megafp8.training.step import forward_or_replay, sum_losses
 
 
 def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int) -> Optional[EvalRecord]:
@@ -49,7 +49,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
             if is_stop_requested(run):
                 return None
             run.guard.enter(EVALUATION, step)
-            loss = sum_losses(forward_backward(run, batches, num_microbatches, forward_only=True))
+            loss = sum_losses(forward_or_replay(run, batches, num_microbatches))
             if loss is not None:
                 total += loss
             fault_injection.point("evaluation.batch")

@@ -228,6 +228,15 @@ def forward_backward_or_replay(
     return run.graph.run(eager, batches, num_microbatches)
 
 
+def forward_or_replay(run: Run, batches: Batches, num_microbatches: int) -> list[dict[str, Tensor]]:
+    """Forward passes of an evaluation, replayed from a CUDA graph where the run has one."""
+
+    def eager(batches: Batches) -> list[dict[str, Tensor]]:
+        return forward_backward(run, batches, num_microbatches, forward_only=True)
+
+    return eager(batches) if run.graph is None else run.graph.evaluate(eager, batches, num_microbatches)
+
+
 def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:
     """Run megatron-core's pipeline schedule; returns the reports of the losses on the last stage, else none."""
     chunks = run.trainee.chunks

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megafp8.config.schema import RunConfig
 from megafp8.metrics.records import EvalRecord
-from megafp8.training.cuda_graph import Batch, ForwardBackward
+from megafp8.training.cuda_graph import Batch, Passes
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.statistics import StatisticsCollector
 
@@ -84,7 +84,7 @@ class Replays:
         self.steps_left = warm_up_steps
         self.captured: Optional[list[bool]] = None
 
-    def run(self, passes: ForwardBackward, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
+    def run(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
         if self.steps_left:
             self.steps_left -= 1
             return passes(batches)
@@ -95,6 +95,9 @@ class Replays:
         if is_captured:
             self.note(noted)
         return reports
+
+    def evaluate(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
+        return passes(batches)
 
     def note(self, are_gathered: list[bool]) -> None:
         for group, is_gathered in zip(self.groups, are_gathered, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived, multi_token
+from megafp8.config.expert_layers import is_mixture
 from megafp8.config.rules.base import Rule
 from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
@@ -186,4 +187,23 @@ def cuda_graph_has_warmup_steps(config: RunConfig, world_size: int) -> Iterator[
         )
 
 
-RULES: tuple[Rule, ...] = (cuda_graph_steps_are_identical, cuda_graph_has_warmup_steps)
+def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Where the forward passes of an evaluation are those of a step."""
+    if not config.training.cuda_graph_evaluation:
+        return
+    stages = config.parallel.pipeline_model_parallel_size
+    flags = {
+        f"--pipeline-model-parallel-size {stages}": stages > 1,
+        "--use-torch-fsdp2": config.parallel.use_torch_fsdp2,
+        f"--num-experts {config.model.num_experts}": is_mixture(config.model),
+    }
+    for flag, is_given in flags.items():
+        if is_given:
+            yield f"--cuda-graph-evaluation with {flag}: not supported; remove the former"
+
+
+RULES: tuple[Rule, ...] = (
+    cuda_graph_steps_are_identical,
+    cuda_graph_has_warmup_steps,
+    cuda_graph_of_evaluations_is_possible,
+)

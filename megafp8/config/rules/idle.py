@@ -38,8 +38,11 @@ def idle_setting_notices(config: RunConfig) -> Iterator[str]:
     )
     steps = config.training.cuda_graph_warmup_steps
     if config.training.cuda_graph_impl == "none":
-        changed = steps != TrainingConfig().cuda_graph_warmup_steps
-        yield from _missing("--cuda-graph-impl local", {f"--cuda-graph-warmup-steps {steps}": changed})
+        given = {
+            f"--cuda-graph-warmup-steps {steps}": steps != TrainingConfig().cuda_graph_warmup_steps,
+            "--cuda-graph-evaluation": config.training.cuda_graph_evaluation,
+        }
+        yield from _missing("--cuda-graph-impl local", given)
     first = config.training.start_eval_at_iter
     if config.training.eval_interval is None:
         yield from _missing("--eval-interval", {f"--start-eval-at-iter {first}": first is not None})

@@ -200,6 +200,9 @@ class TrainingConfig:
         choices=("full_iteration",),
     )
     cuda_graph_warmup_steps: int = setting(3, "steps before the CUDA graph is captured")
+    cuda_graph_evaluation: bool = setting(
+        False, "run the forward passes of evaluations as a graph too, with --cuda-graph-impl local"
+    )
     num_threads: Optional[int] = setting(
         None,
         "CPU threads per rank; default: OMP_NUM_THREADS, else an even share of the cores, limited by the size of the "

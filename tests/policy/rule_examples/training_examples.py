@@ -119,6 +119,11 @@ EXAMPLES = {
         1,
         "use at least 1",
     ),
+    "cuda_graph_of_evaluations_is_possible": (
+        {"training.cuda_graph_evaluation": True, "parallel.pipeline_model_parallel_size": 2},
+        2,
+        "--cuda-graph-evaluation with --pipeline-model-parallel-size 2",
+    ),
     "skipping_needs_the_check": (
         {"training.check_for_nan_in_loss_and_grad": False, "training.max_skipped_steps": 2},
         1,

@@ -33,6 +33,7 @@ class Device:
         self.graphs: list[Device.Graph] = []
         self.captured: Optional[Device.Graph] = None
         self.streams: list[Any] = []  # of the captures
+        self.pools: list[Any] = []
 
     class Graph:
         def __init__(self) -> None:
@@ -43,14 +44,18 @@ class Device:
         def register_generator_state(self, state: Any) -> None:
             self.random_states.append(state)
 
+        def pool(self) -> Any:
+            return self
+
         def replay(self) -> None:
             self.num_replays += 1
             for kernel in self.kernels:
                 kernel()
 
     @contextmanager
-    def capture(self, graph: Graph, stream: Any, capture_error_mode: str) -> Iterator[None]:
+    def capture(self, graph: Graph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
         self.graphs.append(graph)
+        self.pools.append(pool)
         self.streams.append(stream)
         self.captured = graph
         yield
@@ -95,9 +100,13 @@ class Trainer:
         (report,) = self.graph.run(self.passes, self.batches, MICROBATCHES)
         return report["loss"].item()
 
+    def evaluate(self) -> float:
+        (report,) = self.graph.evaluate(self.passes, self.batches, MICROBATCHES)
+        return report["loss"].item()
 
-def graph_of(*chunks: torch.nn.Module) -> StepGraph:
-    return StepGraph(list(chunks), WARM_UP, torch.device("cpu"))
+
+def graph_of(*chunks: torch.nn.Module, has_evaluation: bool = True) -> StepGraph:
+    return StepGraph(list(chunks), WARM_UP, torch.device("cpu"), has_evaluation)
 
 
 def test_steps_warm_up_then_one_capture_then_replays(device: Device) -> None:
@@ -124,6 +133,39 @@ def test_a_reset_graph_is_captured_again(device: Device) -> None:
     losses += [trainer.step() for _ in range(4)]
     assert losses == [9.0 * number + 3 for number in range(8)]
     assert trainer.num_passes == 2 * (WARM_UP + 1) and [graph.num_replays for graph in device.graphs] == [2, 2]
+
+
+def test_an_evaluation_has_a_graph_in_the_memory_of_the_steps(device: Device) -> None:
+    """Eager before there is one of the steps, and in the first pass, which compiles kernels."""
+    trainer = Trainer(device, graph_of())
+    losses = [trainer.evaluate(), trainer.evaluate()]
+    losses += [trainer.step() for _ in range(WARM_UP + 1)]
+    assert trainer.num_passes == 2 + WARM_UP + 1
+    losses += [trainer.evaluate(), trainer.evaluate(), trainer.step(), trainer.evaluate()]
+    step, evaluation = device.graphs
+    assert device.pools == [None, step] and (step.num_replays, evaluation.num_replays) == (2, 3)
+    trainer.graph.reset()
+    losses += [trainer.evaluate() for _ in range(2)]
+    assert len(device.graphs) == 2 and losses == [9.0 * number + 3 for number in range(len(losses))]
+
+
+def test_an_evaluation_is_warm_before_its_capture(device: Device) -> None:
+    trainer = Trainer(device, graph_of())
+    for _ in range(WARM_UP + 1):
+        trainer.step()
+    trainer.evaluate()
+    assert len(device.graphs) == 1
+    trainer.evaluate()
+    assert len(device.graphs) == 2
+
+
+def test_an_evaluation_is_eager_unless_its_graph_is_asked_for(device: Device) -> None:
+    trainer = Trainer(device, graph_of(has_evaluation=False))
+    for _ in range(WARM_UP + 1):
+        trainer.step()
+    for _ in range(3):
+        trainer.evaluate()
+    assert len(device.graphs) == 1
 
 
 def test_hooks_run_on_the_stream_of_the_captures(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,4 +307,4 @@ def test_rollback_resets_the_graph_before_tensors_are_replaced(device: Device, m
     monkeypatch.setattr(rollback, "load_checkpoint", load)
     with pytest.raises(Loading):
         rollback.roll_back(run, None, Progress(4, 12), NumericsError("a spike"))
-    assert trainer.graph.graph is None and trainer.graph.steps_left == WARM_UP
+    assert not trainer.graph.is_captured and trainer.graph.steps_left == WARM_UP
