@@ -21,6 +21,7 @@ from megafp8.config import derived, mixture
 from megafp8.config.activations import is_gated
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
 from megafp8.planning.communication import RankGroup, all_to_all_s, ring_collective_s
 from megafp8.planning.compute import BF16_BYTES, TILE, LayerTime, bytes_per_element, cast_s, gemm_flops_per_s
 from megafp8.planning.memory import BYTES
@@ -175,9 +176,22 @@ def expert_remarks(run: PlannedRun) -> list[str]:
         if bf16 < MIN_SPEEDUP * quantized:
             lines.append(
                 f"FP8 does not pay in these experts: {bf16 / quantized:.2f} of BF16's speed, with casts and launches; "
-                "more tokens for each expert need a larger micro batch or more expert-parallel ranks"
+                f"{remedy(config)}"
             )
     return lines
+
+
+def remedy(config: RunConfig) -> str:
+    """What makes FP8 experts faster."""
+    if is_one_launch(config):
+        return "more tokens for each expert need a larger micro batch or more expert-parallel ranks"
+    free = with_values(config, {"parallel.moe_expert_kernels": None})
+    obstacle = next(grouped_expert_obstacles(free), None)
+    if obstacle is None:
+        return "without --moe-expert-kernels te all of them run in one launch"
+    if is_one_launch(with_values(free, {"precision.fp8_format": "e4m3"})):
+        return "with --fp8-format e4m3 all of them run in one launch"
+    return f"they are launched one by one: one launch does not support {obstacle}"
 
 
 MIN_SPEEDUP = 1.05

@@ -110,6 +110,20 @@ def test_fp8_that_does_not_pay_gets_a_warning() -> None:
     assert expert_remarks(run_of("llama3-8b", {})) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"precision.fp8_format": "hybrid"}, "with --fp8-format e4m3 all of them run in one launch"),
+        ({"model.moe_ffn_hidden_size": 256}, "more tokens for each expert"),
+        ({"parallel.moe_expert_kernels": "te"}, "without --moe-expert-kernels te all of them"),
+        ({"model.moe_apply_probs_on_input": True}, "one launch does not support --moe-apply-probs-on-input"),
+    ],
+)
+def test_the_warning_names_what_helps(settings: dict[str, Any], remedy: str) -> None:
+    fp8 = {"precision.fp8_format": "e4m3", "precision.fp8_recipe": "tensorwise"}
+    assert remedy in expert_remarks(run_of("qwen3-30b-a3b", fp8 | settings))[-1]
+
+
 def test_expert_gradients_are_reduced_over_the_ranks_with_the_same_experts() -> None:
     run = run_of("qwen3-30b-a3b", ALLTOALL)
     assert communication.expert_data_group(run) == RankGroup(8, 8)
