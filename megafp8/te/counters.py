@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Optional
 
 import torch
-import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_fp8_te_dtype
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
@@ -29,7 +28,7 @@ from megafp8.mcore.modules import named_linears
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, count_amaxes, saturation_threshold
 from megafp8.recipes.base import Operand
 from megafp8.te import patches
-from megafp8.te.fused_mlp import FusedMLP
+from megafp8.te.fused_mlp import FusedMLP, of_linears
 from megafp8.te.quantizers import FORMATS, INFINITY
 
 # Transformer Engine's order: input, weight, output; then gradients of the output and of the input.
@@ -160,7 +159,7 @@ class AmaxCounters:
         elif mlp._fused_impl is None:
             return None
         else:
-            operations = [operation for operation in mlp._fused_impl[0] if isinstance(operation, te.ops.BasicLinear)]
+            operations = of_linears(mlp._fused_impl[0])
             found = (operations[place]._quantizers or {}).get(MODES[direction], [])
         return found[index] if index < len(found) else None
 

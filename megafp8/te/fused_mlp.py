@@ -70,21 +70,32 @@ class FusedMLP(TEFusedMLP):
     def forward(self, hidden_states: Tensor, **options: Any) -> tuple[Any, Optional[Tensor]]:
         """The output [S, B, H], or the pair with the input, and the bias, if the caller adds it."""
         if not self.is_split:
+            if self.has_other_weights():
+                self._fused_impl = None  # megatron-core makes it again
             return super().forward(hidden_states, **options)
         output, bias = MLP.forward(self, hidden_states, **options)
         return (output, hidden_states) if self.returns_input else output, bias
+
+    def has_other_weights(self) -> bool:
+        """Whether the linears have got other weights than the operations have: FSDP2 sets those that it gathers."""
+        return self._fused_impl is not None and of_linears(self._fused_impl[0])[0].weight is not self.linear_fc1.weight
 
     def _make_fused_impl(self) -> te.ops.Sequential:
         fused = super()._make_fused_impl()
         if self.returns_input:
             fused.insert(0, te.ops.MakeExtraOutput())
-        operations = [operation for operation in fused if isinstance(operation, te.ops.BasicLinear)]
+        operations = of_linears(fused)
         for operation, linear in zip(operations, (self.linear_fc1, self.linear_fc2), strict=True):
             share_fp8_state(linear, operation)
         if self.note_saved_by_activation is not None:
             every = list(fused)
             note_saved(every[every.index(operations[1]) - 1], self.note_saved_by_activation)
         return fused
+
+
+def of_linears(fused: te.ops.Sequential) -> list[te.ops.BasicLinear]:
+    """The operations that multiply by a weight."""
+    return [operation for operation in fused if isinstance(operation, te.ops.BasicLinear)]
 
 
 def share_fp8_state(linear: TransformerEngineBaseModule, operation: te.ops.BasicLinear) -> None:

@@ -42,9 +42,9 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
             "experts have data-parallel groups of their own",
         ),
         (
-            precision.use_transformer_engine_op_fuser,
-            "--use-transformer-engine-op-fuser",
-            "fused operations keep references to weights that are sharded",
+            bool(precision.use_transformer_engine_op_fuser and precision.fp8_param_gather),
+            "--use-transformer-engine-op-fuser with --fp8-param-gather",
+            "fused operations quantize weights themselves",
         ),
         (
             config.logging.fp8_log_interval is not None,

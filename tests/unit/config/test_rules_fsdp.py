@@ -25,7 +25,10 @@ def problems(words: str, world_size: int = 2) -> list[str]:
         ("--num-experts 4", "groups of their own"),
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-log-interval 5", "quantization statistics"),
         ("--check-weight-hash-across-dp-replicas-interval 5", "no replicas"),
-        ("--use-transformer-engine-op-fuser --swiglu", "fused operations"),
+        (
+            "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --use-transformer-engine-op-fuser",
+            "fused operations quantize",
+        ),
     ],
 )
 def test_other_settings_are_refused(words: str, text: str) -> None:

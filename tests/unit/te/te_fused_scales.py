@@ -22,7 +22,7 @@ parallel_state.set_tensor_model_parallel_world_size(1)
 def fused_linears(mlp: fused_mlp.SwiGLUFusedMLP) -> list[te.ops.BasicLinear]:
     """The operations that represent its linears, as the first forward pass creates them."""
     mlp._fused_impl = (mlp._make_fused_impl(),)
-    return [operation for operation in mlp._fused_impl[0] if isinstance(operation, te.ops.BasicLinear)]
+    return fused_mlp.of_linears(mlp._fused_impl[0])
 
 
 def num_updated() -> int:
@@ -82,6 +82,13 @@ for operation in fused_linears(plain):
     operation.reset_recipe_state(recipe=Float8CurrentScaling())
     assert operation.get_quantizer("forward", 0) is not None
 assert not layers.delayed_state(plain)
+
+# FSDP2 sets the weights that it gathers: the operations are made again with them.
+assert not plain.has_other_weights()
+plain.linear_fc1.weight = torch.nn.Parameter(torch.zeros_like(plain.linear_fc1.weight))
+assert plain.has_other_weights()
+fused_linears(plain)
+assert not plain.has_other_weights()
 
 # With delayed layers and an output layer of another recipe, scales are updated once each way, after all gradients.
 FP8GlobalStateManager.reset()
