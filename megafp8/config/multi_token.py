@@ -34,7 +34,7 @@ def depths_on(config: RunConfig, stage: int) -> int:
 
 def has_experts(model: ModelConfig) -> bool:
     """Whether the transformer layers of multi-token prediction have experts: those of the kind of the last layer."""
-    return is_mixture(model) and bool(num_depths(model)) and expert_layers(model)[-1]
+    return is_mixture(model) and bool(num_depths(model)) and any(expert_layers(model)[-1:])
 
 
 def own_parameters(model: ModelConfig) -> tuple[int, int]:

@@ -177,15 +177,18 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
             f"--cp-comm-type a2a+p2p: only Transformer Engine exchanges in two levels, the {implementation} layers "
             "all-gather keys and values; remove it together with --hierarchical-context-parallel-sizes"
         )
-    if config.parallel.pipeline_model_parallel_comm_backend is not None and target.kind == "cpu":
-        backend = config.parallel.pipeline_model_parallel_comm_backend
-        found.append(
-            f"--pipeline-model-parallel-comm-backend {backend}: {target.name} has no CUDA device; remove the flag"
-        )
     if config.parallel.use_nccl_ub:
         found += nccl_buffer_problems(config, target)
-    if config.parallel.moe_expert_kernels == "triton" and target.kind == "cpu":
-        found.append(f"--moe-expert-kernels triton: {target.name} has no CUDA device; remove the flag")
+    backend, kernels = config.parallel.pipeline_model_parallel_comm_backend, config.parallel.moe_expert_kernels
+    of_cuda = {
+        f"--pipeline-model-parallel-comm-backend {backend}": backend is not None,
+        "--moe-expert-kernels triton": kernels == "triton",
+        "--log-energy": config.logging.log_energy,
+    }
+    if target.kind == "cpu":
+        found += [
+            f"{flag}: {target.name} has no CUDA device; remove the flag" for flag, given in of_cuda.items() if given
+        ]
     if implementation == "transformer_engine":
         found += context_parallel_attention_problems(config) + attention_kernel_problems(config)
     else:

@@ -125,6 +125,10 @@ class StepRecord:
     """The same of those beyond the largest number that their scale expresses."""
     grad_scale_factor: Optional[float] = None
     """The automatic factor of the step, with --grad-reduce-fp8-scaling tensor."""
+    joules_per_token: Optional[float] = None
+    """With --log-energy, in a logged step: what all devices took since the last logged step, for a trained token."""
+    watts_per_device: Optional[float] = None
+    """Their mean power in this time."""
     is_skipped: bool = False
     """The update was skipped: an event says why, or gradients overflowed at the loss scale."""
     num_non_finite_operands: Optional[int] = None

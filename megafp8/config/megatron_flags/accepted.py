@@ -105,7 +105,7 @@ ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
     ),
     ("--log-memory-interval", 1, "the records of a run have the peak memory of every step"),
     ("--log-device-memory-used", 0, "the records of a run have the peak memory of every step"),
-    ("--log-energy --log-max-attention-logit", 0, "it is not measured, and the records do not have it"),
+    ("--log-max-attention-logit", 0, "it is not measured, and the records do not have it"),
     ("--otel-enabled", 0, "traces are not exported; see --log-timers-to-tensorboard and --profile"),
     ("--otel-service-name --otel-span-groups", 1, "traces are not exported"),
     ("--nvtx-ranges", 0, "--profile records a torch profile, which has no NVTX ranges"),

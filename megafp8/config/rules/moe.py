@@ -150,7 +150,7 @@ def shared_experts_have_their_parts(config: RunConfig, world_size: int) -> Itera
         return
     if model.add_bias_linear:
         yield "--moe-shared-expert-intermediate-size: shared experts have no biases; give --disable-bias-linear"
-    if size % parallel.tensor_model_parallel_size:
+    if size % max(1, parallel.tensor_model_parallel_size):
         tp = parallel.tensor_model_parallel_size
         yield (
             f"--moe-shared-expert-intermediate-size {size} is not divisible by --tensor-model-parallel-size {tp}: use "

@@ -188,6 +188,7 @@ class LoggingConfig:
     log_throughput: bool = setting(True, "log TFLOP/s and MFU", flags=("--log-throughput",))
     log_params_norm: bool = setting(False, "log the norm of the weights")
     log_num_zeros_in_grad: bool = setting(False, "log the number of zero gradient elements")
+    log_energy: bool = setting(False, "log joules for a token and watts of a GPU, from the counter of NVIDIA's driver")
     log_memory_to_tensorboard: bool = setting(False, "log memory use to TensorBoard")
     log_timers_to_tensorboard: bool = setting(False, "log the time of the parts of a step to TensorBoard")
     log_progress: bool = setting(False, "no effect: progress is always logged")

@@ -159,6 +159,8 @@ def describe_steps(records: list[StepRecord], *, show_throughput: bool) -> str:
         "" if tokens_per_second is None else f"{format_count(tokens_per_second)} tok/s",
         f"{tflops:.3g} TFLOP/s per device" if show_throughput and tflops is not None else "",
         f"MFU {mfu_fraction:.1%}" if show_throughput and mfu_fraction is not None else "",
+        "" if last.joules_per_token is None else f"{last.joules_per_token:.3g} J/token",
+        "" if last.watts_per_device is None else f"{last.watts_per_device:.0f} W per device",
         f"{num_skipped} skipped" if num_skipped else "",
     ]
     return " | ".join(filter(None, parts))

@@ -254,6 +254,8 @@ def scalars(
         "grad-scale-factor": record.grad_scale_factor,
         "non-finite-operands": record.num_non_finite_operands,
         "saturated-operands": record.num_saturated_operands,
+        "joules-per-token": record.joules_per_token,
+        "power/gpu": record.watts_per_device,
         "batch-size": record.global_batch_size,
     }
     values |= {f"mtp_{depth} loss": loss for depth, loss in enumerate(record.mtp_losses or (), start=1)}

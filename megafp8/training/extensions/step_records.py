@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megafp8.checkpoint.save import finish_param_gather
 from megafp8.config.mixture import has_expert_ranks
+from megafp8.device.energy import EnergyMeter, energy_counter
 from megafp8.device.gpus import peak_flops
 from megafp8.errors import NumericsError
 from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
@@ -32,6 +34,9 @@ class StepRecords(Extension):
         self.flops_per_token = model_flops_per_token(run)
         # Dense peak of the linears' dtype; None for a device that is not in the table.
         self.peak_flops = peak_flops(run.platform.name, matmul_dtype(run.config.precision, run.implementation))
+        self.energy: Optional[EnergyMeter] = None
+        if run.config.logging.log_energy:
+            self.energy = EnergyMeter(energy_counter(run.platform.device), run.platform.device)
 
     def before_step(self, state: LoopState) -> None:
         self.batch_size = state.run.batch_size_at(state.progress.consumed_samples)
@@ -72,6 +77,10 @@ class StepRecords(Extension):
         ends = (state.first_step, state.total_steps)
         codes, has_factor = result.grad_codes, run.config.precision.grad_reduce_fp8_scaling == "tensor"
         is_logged = state.step % run.config.logging.log_interval == 0 or state.step in ends
+        joules, watts = None, None
+        if self.energy is not None:
+            self.energy.tokens += self.batch_size * run.seq_length
+            joules, watts = self.energy.read() if is_logged else (None, None)
         return StepRecord(
             step=state.step,
             consumed_samples=state.progress.consumed_samples,
@@ -97,6 +106,8 @@ class StepRecords(Extension):
             num_non_finite_operands=None if run.operand_monitor is None else faults.num_non_finite,
             num_saturated_operands=None if run.operand_monitor is None else faults.num_saturated,
             operand_counts=dict(faults.counts) or None,
+            joules_per_token=joules,
+            watts_per_device=watts,
             timers_ms=run.timer.spans_ms,
             memory_peak_bytes=max_memory_bytes(run) if is_logged else None,
             params_norm=params_norm(run) if is_logged and run.config.logging.log_params_norm else None,
