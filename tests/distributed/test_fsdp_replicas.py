@@ -92,6 +92,7 @@ def trained(config: RunConfig) -> Trained:
             f"{REDUCE} --grad-reduce-fp8-format e5m2 {INTRA} bf16",
             id="bf16-gradients-e5m2",
         ),
+        pytest.param(f"--bf16 {PLAIN} --context-parallel-size 2 --micro-batch-size 2", REDUCE, id="context-parallel"),
         pytest.param(f"--fp16 --initial-loss-scale 8 {PLAIN}", REDUCE, id="fp16"),
         pytest.param("--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4", REDUCE, id="delayed"),
     ],

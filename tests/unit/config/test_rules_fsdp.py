@@ -53,7 +53,8 @@ def test_state_in_low_precision_is_refused_with_its_reason() -> None:
     assert level.startswith(f"--fp8-lm-level O2 is not supported with {FSDP}") and "use --fp8-lm-level O1" in level
     (state,) = problems(f"--bf16 --use-precision-aware-optimizer {FSDP} --no-use-distributed-optimizer")
     assert state.startswith(f"--use-precision-aware-optimizer is not supported with {FSDP}")
-    assert problems(f"--fp8-lm-level O1 {FSDP}") == []
+    for replicas in ("", "--num-distributed-optimizer-instances 2"):
+        assert problems(f"--fp8-lm-level O1 {FSDP} {replicas}", 4) == []
 
 
 def test_replicas_divide_the_ranks() -> None:
