@@ -31,7 +31,7 @@ from megafp8.mcore.torch_fsdp import TorchFSDP
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
 from megafp8.optimizer.gradient_pieces import Piece, Shard, split_bucket
 from megafp8.optimizer.node_reduction import sum_within_node
-from megafp8.optimizer.reduction_works import BucketWorks, PartialWork
+from megafp8.optimizer.reduction_works import PartialWork
 
 
 class Fp8ReduceScatter(DefaultReduceScatter):
@@ -88,6 +88,9 @@ class ReplicaReduceScatter(DefaultReduceScatter):
 class CodedReplicaSums(ReplicaSums):
     """Adds the sums of replicas as codes.
 
+    The codes of a module are added, and its sums sent, when those of the next module have been sent: both phases of an
+    all-reduce overlap with the backward pass, except for the last module.
+
     Args:
         all_sums: of a chunk.
         is_exact: whether a sharded parameter is not quantized.
@@ -102,6 +105,7 @@ class CodedReplicaSums(ReplicaSums):
         step: Fp8Reduction,
     ):
         super().__init__(group)
+        self._last: Optional[PartialWork] = None
         self._reductions = {}
         for sums in all_sums:
             exact = [is_exact(parameter) for parameter in sums.parameters]
@@ -109,10 +113,20 @@ class CodedReplicaSums(ReplicaSums):
             self._reductions[sums] = PipelinedReduction(sums.rows, shards, len(exact), group, settings, step)
 
     def _send(self, sums: GradientSums) -> PartialWork:
-        return self._reductions[sums].start(Reduction(sums.rows, is_complete=True, is_average=False))
+        work = self._reductions[sums].start(Reduction(sums.rows, is_complete=True, is_average=False))
+        self._add_last()
+        self._last = work
+        return work
 
     def _wait(self, works: Sequence[PartialWork]) -> None:
-        BucketWorks(works).wait()
+        self._add_last()
+        self._last = None
+        for work in works:
+            work.receive()
+
+    def _add_last(self) -> None:
+        if self._last is not None:
+            self._last.add()
 
 
 def rank_shards(sizes: Sequence[int], is_exact: Sequence[bool], num_ranks: int) -> list[Shard]:
