@@ -28,9 +28,10 @@ def place_gated_rows(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
         name: gated_rows(leaf, group) if isinstance(leaf, ShardedTensorFactory) else leaf
         for name, leaf in state.items()
     }
-    if chunk.replica_group is not None:
+    if chunk.replicas is not None:
+        first = group.size() * chunk.replicas.group.rank()
         for leaf in nested_values(state):
-            leaf.replica_id = (*leaf.replica_id[:-1], leaf.replica_id[-1] + group.size() * chunk.replica_group.rank())
+            leaf.replica_id = (*leaf.replica_id[:-1], leaf.replica_id[-1] + first)
     return state
 
 

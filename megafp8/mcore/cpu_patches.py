@@ -189,8 +189,7 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float = 2.0, grad_stats
     sharding_group = None  # of FSDP2
     for gradient in gradients:
         if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            sharding_group = mesh.get_group(mesh.ndim - 1)  # not over replicas, which come first
+            sharding_group = gradient.device_mesh.get_group()
         squares += torch.linalg.vector_norm(local(gradient).double()).square()
     if sharding_group is not None:
         torch.distributed.all_reduce(squares, group=sharding_group)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -40,16 +41,23 @@ class GradientSums:
     Args:
         module: has parameters.
         dtype: of the sums; None for that of the parameters.
+        on_added: called after the gradients of a microbatch are added, on the stream of the hook.
+
+    Attributes:
+        parameters: of the module, sharded.
+        sizes: elements of each of them on this rank.
+        rows: their sums, flat, in this order.
     """
 
-    def __init__(self, module: FSDPModule, dtype: Optional[torch.dtype]):
-        parameters: list[DTensor] = [record.sharded_param for record in fsdp_parameters(module)]
-        sizes = [parameter.to_local().numel() for parameter in parameters]
-        first = parameters[0].to_local()
+    def __init__(self, module: FSDPModule, dtype: Optional[torch.dtype], on_added: Callable[[GradientSums], None]):
+        self.module, self._on_added = module, on_added
+        self.parameters: list[DTensor] = [record.sharded_param for record in fsdp_parameters(module)]
+        self.sizes = [parameter.to_local().numel() for parameter in self.parameters]
+        first = self.parameters[0].to_local()
         self._group = parameter_group(module)
-        self._rows = torch.zeros(sum(sizes), dtype=dtype or first.dtype, device=first.device)
+        self.rows = torch.zeros(sum(self.sizes), dtype=dtype or first.dtype, device=first.device)
         self._is_overwritten = True
-        for parameter, rows in zip(parameters, self._rows.split(sizes), strict=True):
+        for parameter, rows in zip(self.parameters, self.rows.split(self.sizes), strict=True):
             parameter.main_grad = DTensor.from_local(
                 rows.view(parameter.to_local().shape), parameter.device_mesh, parameter.placements, run_check=False,
                 shape=parameter.shape, stride=parameter.stride(),
@@ -64,23 +72,56 @@ class GradientSums:
     def finish(self) -> None:
         """Set the sums to zero if no gradient came since `start`."""
         if self._is_overwritten:
-            self._rows.zero_()
+            self.rows.zero_()
 
     def multiply(self, factor: Any) -> None:
         """Multiply the sums."""
-        self._rows.mul_(factor)
+        self.rows.mul_(factor)
 
     def _add(self, gradients: Tensor) -> None:
-        assert gradients.numel() == self._rows.numel(), "a gradient is missing, or padded"
+        assert gradients.numel() == self.rows.numel(), "a gradient is missing, or padded"
         if self._is_overwritten:
-            self._rows.copy_(gradients)
+            self.rows.copy_(gradients)
         else:
-            self._rows.add_(gradients)
+            self.rows.add_(gradients)
         self._is_overwritten = False
+        self._on_added(self)
         # FSDP2 calls this on another stream than that of its reductions, and frees the gradients after it. The next
-        # reduction may get their memory, so it has to wait until they are read.
+        # reduction may get their memory, so it has to wait until they are read. Both may add to the counts of codes.
         streams = self._group.comm_ctx
         streams.reduce_scatter_stream.wait_stream(streams.all_reduce_stream)
+
+
+class ReplicaSums:
+    """Adds the sums of hybrid sharding's replicas once in a step: by all-reduces, in the dtype of the sums.
+
+    Args:
+        group: ranks that have the same rows, one of each replica.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self._works: dict[GradientSums, Any] = {}
+
+    def start(self, sums: GradientSums) -> None:
+        """Start to add sums of a step that are complete on this replica."""
+        assert sums not in self._works, "gradients were added after their sums were sent"
+        self._works[sums] = self._send(sums)
+
+    def finish(self, all_sums: Sequence[GradientSums]) -> None:
+        """Start those to which the last microbatch of the step added nothing, and wait for all."""
+        for sums in all_sums:
+            if sums not in self._works:
+                self.start(sums)
+        self._wait(list(self._works.values()))
+        self._works.clear()
+
+    def _send(self, sums: GradientSums) -> Any:
+        return dist.all_reduce(sums.rows, group=self.group, async_op=True)
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        for work in works:
+            work.wait()
 
 
 def free_gradient(parameter: DTensor) -> None:

@@ -5,7 +5,10 @@ master weight and moments. FSDP2 gathers the parameters of a layer before they a
 gradients in the backward pass of every microbatch.
 
 Hybrid sharding (`--num-distributed-optimizer-instances N`): R ranks are a replica, of which there are N. Gathers and
-reduce-scatters are within a replica. FSDP2 then all-reduces the sums of rank r between the replicas.
+reduce-scatters are within a replica, which is all that FSDP2 knows of: its own all-reduce between replicas has the
+dtype of the gradients, and is repeated in every microbatch or comes with a second buffer of sums. Here the sums of rank
+r over all microbatches are added between the replicas once in a step (`ReplicaSums`), from the backward pass of the
+last microbatch on.
 
 megatron-core 0.16.1's wrapper needs five changes, which `TorchFSDP` makes:
 - It asks for a device mesh of CUDA devices. On a CPU machine the mesh has CPU devices.
@@ -17,9 +20,7 @@ megatron-core 0.16.1's wrapper needs five changes, which `TorchFSDP` makes:
   Here embedding and output layer are in the group of the model, which is gathered during the complete forward pass.
 - Its `finish_grad_sync` does not take the argument that `finalize_model_grads` passes.
 
-megatron-core adds the gradients of norms over tensor-parallel ranks in copies, and `add_rows_in_place` in place. Its
-gradient norm asks a tensor of FSDP2 for its only process group. With replicas there are two, and
-`sum_norms_in_a_replica` gives it the one of the rows.
+megatron-core adds the gradients of norms over tensor-parallel ranks in copies, and `add_rows_in_place` in place.
 
 With a loss scale, `agree_on_overflow` changes the optimizer, which would check only a rank's own rows.
 """
@@ -38,14 +39,13 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import optimizer as optimizer_checkpoint
 from megatron.core.distributed import torch_fully_sharded_data_parallel as wrapper
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
-from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megafp8.mcore.fsdp_groups import GradientSums, fsdp_modules, fsdp_parameters
+from megafp8.mcore.fsdp_groups import GradientSums, ReplicaSums, fsdp_modules, fsdp_parameters
 
 
 class TorchFSDP(TorchFullyShardedDataParallel):
@@ -58,7 +58,8 @@ class TorchFSDP(TorchFullyShardedDataParallel):
 
     Attributes:
         process_group: ranks that have other rows of the same replica.
-        replica_group: ranks that have the same rows; None with one replica.
+        replicas: adds the sums of the ranks that have the same rows; None with one replica.
+        is_last_microbatch: of a step, so that sums are complete after its backward pass.
         quantized_weights: weights that are gathered as codes, each with FSDP2's record of it.
     """
 
@@ -68,24 +69,38 @@ class TorchFSDP(TorchFullyShardedDataParallel):
         device = next(chunk.parameters()).device
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
         group, replica_group = replica_groups(num_replicas)
-        with wrapper_arguments(device.type, MixedPrecisionPolicy(reduce_dtype=grad_dtype), replica_group):
+        with wrapper_arguments(device.type, MixedPrecisionPolicy(reduce_dtype=grad_dtype)):
             super().__init__(config, ddp_config, chunk, sub_modules_to_wrap={TransformerLayer}, process_group=group)
-        self.replica_group = replica_group
+        self.replicas = None if replica_group is None else ReplicaSums(replica_group)
+        self.is_last_microbatch = True
         add_rows_in_place()
-        if replica_group is not None:
-            sum_norms_in_a_replica()
         self.quantized_weights: list[tuple[Any, Any]] = []
         self.sums: list[GradientSums] = []
         for module in fsdp_modules(self.module):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
             if fsdp_parameters(module):
-                self.sums.append(GradientSums(module, grad_dtype))
+                self.sums.append(GradientSums(module, grad_dtype, self._send_if_complete))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context of all microbatches of a step but the last one: replicas do not send their sums yet."""
+        self.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = True
+
+    def _send_if_complete(self, sums: GradientSums) -> None:
+        if self.replicas is not None and self.is_last_microbatch:
+            self.replicas.start(sums)
 
     def finish_grad_sync(self, *unused: Any, **options: Any) -> None:
         """Complete the gradients of a step, which are reduced in the backward pass of each microbatch."""
         for sums in self.sums:
             sums.finish()
+        if self.replicas is not None:
+            self.replicas.finish(self.sums)
 
     def zero_grad_buffer(self) -> None:
         """Forget the gradients, before a step."""
@@ -153,33 +168,15 @@ def add_rows_in_place() -> None:
     gradients._reshard_if_dtensor = lambda added, gradient: gradient
 
 
-def sum_norms_in_a_replica() -> None:
-    """Let megatron-core add the squares of gradients over the ranks that have other rows, and not over replicas."""
-
-    def group_of_rows(tensor: Any, data_parallel_group: Any = None) -> Any:
-        return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else None
-
-    clip_grads.get_data_parallel_group_if_dtensor = group_of_rows
-
-
 @contextmanager
-def wrapper_arguments(
-    device_type: str, precision: MixedPrecisionPolicy, replica_group: Optional[dist.ProcessGroup] = None
-) -> Iterator[None]:
+def wrapper_arguments(device_type: str, precision: MixedPrecisionPolicy) -> Iterator[None]:
     """Context in which megatron-core's wrapper uses these arguments, which it does not have."""
     mesh = wrapper.DeviceMesh
 
     class Mesh:
         @staticmethod
         def from_group(group: Any, _: str) -> Any:
-            if replica_group is None:
-                return mesh.from_group(group, device_type)
-            rows = dist.get_process_group_ranks(group)
-            replicas = dist.get_process_group_ranks(replica_group)
-            ranks = [[first + rank - dist.get_rank() for rank in rows] for first in replicas]
-            return mesh.from_group(
-                [replica_group, group], device_type, torch.tensor(ranks), mesh_dim_names=("replicas", "rows")
-            )
+            return mesh.from_group(group, device_type)
 
     wrapper.DeviceMesh, wrapper.fully_shard = Mesh, partial(fully_shard, mp_policy=precision)
     try:

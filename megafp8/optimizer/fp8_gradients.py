@@ -78,7 +78,8 @@ class Fp8Reduction:
         counts: FP64 [3], of a sample of this rank's rows of codes: values that are not 0, those that became 0, those
             that saturated.
         received_bytes: received from other ranks.
-        intra_node_bytes: of them, those from ranks of the same node that are not codes (`node_reduction`).
+        intra_node_bytes: of them, those from ranks of the same node that are not codes (`node_reduction`), or all from
+            ranks of the same replica (`fsdp_gradients`).
         residuals: errors of the last codes, with error feedback.
     """
 

@@ -20,7 +20,7 @@ from megafp8.mcore.torch_fsdp import TorchFSDP
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
 from megafp8.optimizer.fsdp_gradients import reduce_in_fp8
 from megafp8.optimizer.gradient_pieces import parameter_ranges, split_bucket
-from megafp8.optimizer.node_reduction import NodeReduction, Nodes, build_node_groups
+from megafp8.optimizer.node_reduction import NodeReduction, Nodes, build_node_groups, check_replica_in_node
 from megafp8.optimizer.reduction_works import BucketWorks
 from megafp8.recipes.formats import E4M3, E5M2
 
@@ -33,7 +33,8 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
     All ranks call it, before hooks are added to the reductions.
 
     Raises:
-        ConfigError: on all ranks: a pattern of `--grad-reduce-fp8-exclude` matches no parameter.
+        ConfigError: on all ranks: a pattern of `--grad-reduce-fp8-exclude` matches no parameter. On ranks whose nodes
+            do not fit `--grad-reduce-fp8-intra-node`: see `node_reduction`.
     """
     precision = config.precision
     if not precision.grad_reduce_in_fp8:
@@ -59,7 +60,10 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         }
         if isinstance(chunk, TorchFSDP):
-            reduce_in_fp8(chunk, exact.__contains__, settings, step)
+            if node_groups is not None:
+                check_replica_in_node(dist.get_process_group_ranks(chunk.process_group), node_groups.ranks_per_node)
+            dtype = None if node_groups is None else node_groups.dtype
+            reduce_in_fp8(chunk, exact.__contains__, settings, step, dtype)
         for group in bucket_groups(chunk):
             ranks = reduction_group(group)
             if ranks is not None:

@@ -3,23 +3,35 @@
 A reduction is that of `optimizer.fp8_gradients`: codes and scales go to the rank that owns the rows, which adds them in
 FP32. FSDP2 reduces the gradients of each microbatch, so that each is quantized, in contrast to megatron-core's DDP,
 which adds the microbatches first.
+
+Hybrid sharding has two levels, as `optimizer.node_reduction` has, with a replica in place of a node:
+
+    1. within a replica, in every microbatch: codes, or a reduce-scatter of BF16 or FP32 gradients
+       (`--grad-reduce-fp8-intra-node`); rank r then has the replica's sums of its rows, and adds the microbatches
+    2. between the replicas, once in a step: rank r of every replica sends codes of these sums, as an all-reduce does
+
+The second level is the slow link. Its codes are those of complete sums, so that it has the bytes and the errors of one
+microbatch, however many there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Optional
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from megafp8.mcore.fsdp_groups import fsdp_modules, fsdp_parameters
+from megafp8.mcore.fsdp_groups import GradientSums, ReplicaSums
 from megafp8.mcore.grad_reduction import Reduction
 from megafp8.mcore.torch_fsdp import TorchFSDP
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
-from megafp8.optimizer.gradient_pieces import Piece, Shard
+from megafp8.optimizer.gradient_pieces import Piece, Shard, split_bucket
+from megafp8.optimizer.node_reduction import sum_within_node
+from megafp8.optimizer.reduction_works import PartialWork
 
 
 class Fp8ReduceScatter(DefaultReduceScatter):
@@ -29,6 +41,7 @@ class Fp8ReduceScatter(DefaultReduceScatter):
         gradients: a tensor of the dtype and the device of the gradients.
         sizes: elements of each parameter on one rank, in the order in which FSDP2 packs them.
         is_exact: by parameter: not quantized.
+        is_level: the ranks are those of one of several replicas, so that their bytes are also counted apart.
     """
 
     def __init__(
@@ -39,8 +52,9 @@ class Fp8ReduceScatter(DefaultReduceScatter):
         group: dist.ProcessGroup,
         settings: GradientCodes,
         step: Fp8Reduction,
+        is_level: bool,
     ):
-        self.num_elements, self.group = sum(sizes) * group.size(), group
+        self.num_elements, self.group, self.step, self.is_level = sum(sizes) * group.size(), group, step, is_level
         shards = rank_shards(sizes, is_exact, group.size())
         self._reduction = PipelinedReduction(gradients, shards, len(sizes), group, settings, step)
 
@@ -50,8 +64,69 @@ class Fp8ReduceScatter(DefaultReduceScatter):
         """Send the codes, and add them. Later work on the stream waits for the sums, so that no handle is needed."""
         assert not async_op and op == dist.ReduceOp.SUM and group.size() == self.group.size()
         assert input_tensor.numel() == self.num_elements, "a gradient is missing, or padded"
+        received_before = self.step.received_bytes
         self._reduction.start(Reduction(input_tensor, is_complete=False, is_average=False)).wait()
+        if self.is_level:
+            self.step.intra_node_bytes += self.step.received_bytes - received_before
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
+class ReplicaReduceScatter(DefaultReduceScatter):
+    """A reduce-scatter within a replica in another dtype than that of the gradients, whose bytes are counted."""
+
+    def __init__(self, dtype: torch.dtype, step: Fp8Reduction):
+        self.dtype, self.step = dtype, step
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Add the gradients, and wait."""
+        assert not async_op and op == dist.ReduceOp.SUM
+        output_tensor.copy_(sum_within_node(input_tensor.to(self.dtype), group, self.step))
+
+
+class CodedReplicaSums(ReplicaSums):
+    """Adds the sums of replicas as codes.
+
+    The codes of a module are added, and its sums sent, when those of the next module have been sent: both phases of an
+    all-reduce overlap with the backward pass, except for the last module.
+
+    Args:
+        all_sums: of a chunk.
+        is_exact: whether a sharded parameter is not quantized.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        all_sums: Sequence[GradientSums],
+        is_exact: Callable[[Any], bool],
+        settings: GradientCodes,
+        step: Fp8Reduction,
+    ):
+        super().__init__(group)
+        self._last: Optional[PartialWork] = None
+        self._reductions = {}
+        for sums in all_sums:
+            exact = [is_exact(parameter) for parameter in sums.parameters]
+            shards = split_bucket(list(pairwise([0, *accumulate(sums.sizes)])), exact, len(sums.rows), group.size())
+            self._reductions[sums] = PipelinedReduction(sums.rows, shards, len(exact), group, settings, step)
+
+    def _send(self, sums: GradientSums) -> PartialWork:
+        work = self._reductions[sums].start(Reduction(sums.rows, is_complete=True, is_average=False))
+        self._add_last()
+        self._last = work
+        return work
+
+    def _wait(self, works: Sequence[PartialWork]) -> None:
+        self._add_last()
+        self._last = None
+        for work in works:
+            work.receive()
+
+    def _add_last(self) -> None:
+        if self._last is not None:
+            self._last.add()
 
 
 def rank_shards(sizes: Sequence[int], is_exact: Sequence[bool], num_ranks: int) -> list[Shard]:
@@ -71,19 +146,26 @@ def rank_shards(sizes: Sequence[int], is_exact: Sequence[bool], num_ranks: int) 
 
 
 def reduce_in_fp8(
-    chunk: TorchFSDP, is_exact: Callable[[Any], bool], settings: GradientCodes, step: Fp8Reduction
+    chunk: TorchFSDP,
+    is_exact: Callable[[Any], bool],
+    settings: GradientCodes,
+    step: Fp8Reduction,
+    replica_dtype: Optional[torch.dtype] = None,
 ) -> None:
     """Reduce the gradients of a chunk as codes.
 
     Args:
         is_exact: whether a sharded parameter is not quantized.
+        replica_dtype: of the sums within a replica; None sends codes there too.
     """
-    for module in fsdp_modules(chunk):
-        parameters = [each.sharded_param for each in fsdp_parameters(module)]
-        if parameters:
-            sizes = [parameter.to_local().numel() for parameter in parameters]
-            exact = [is_exact(parameter) for parameter in parameters]
-            gradients = parameters[0].main_grad.to_local()
-            module.set_custom_reduce_scatter(
-                Fp8ReduceScatter(gradients, sizes, exact, chunk.process_group, settings, step)
+    for sums in chunk.sums:
+        exact = [is_exact(parameter) for parameter in sums.parameters]
+        sums.module.set_custom_reduce_scatter(
+            Fp8ReduceScatter(
+                sums.rows, sums.sizes, exact, chunk.process_group, settings, step, chunk.replicas is not None
             )
+            if replica_dtype is None
+            else ReplicaReduceScatter(replica_dtype, step)
+        )
+    if chunk.replicas is not None:
+        chunk.replicas = CodedReplicaSums(chunk.replicas.group, chunk.sums, is_exact, settings, step)

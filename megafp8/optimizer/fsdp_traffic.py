@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from megafp8.mcore.fsdp_groups import fsdp_modules
+from megafp8.mcore.fsdp_groups import GradientSums, fsdp_modules
 
 
 class CountedGather(DefaultAllGather):
@@ -52,25 +52,32 @@ class CountedGather(DefaultAllGather):
 class CountedReduction(DefaultReduceScatter):
     """A reduce-scatter that counts the bytes that this rank receives, as a ring sends them.
 
+    It also counts both phases of the all-reduces between replicas.
+
     Args:
         chunks: model chunks whose gradients it reduces.
-
-    Attributes:
-        num_replicas: between which FSDP2 all-reduces the sums, in both phases of a ring.
     """
 
     def __init__(self, chunks: Sequence[Any]):
         self.received_bytes = 0
-        replicas = chunks[0].replica_group
-        self.num_replicas = 1 if replicas is None else replicas.size()
         for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
             module.set_custom_reduce_scatter(self)
+        for replicas in (chunk.replicas for chunk in chunks if chunk.replicas is not None):
+            replicas.start = self._counted(replicas.start, replicas.group.size())
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
         """Add the gradients in their dtype."""
         self.received_bytes += input_tensor.nbytes - output_tensor.nbytes
-        self.received_bytes += 2 * output_tensor.nbytes * (self.num_replicas - 1) // self.num_replicas
         return super().__call__(output_tensor, input_tensor, *args, **options)
+
+    def _counted(self, start: Callable[[GradientSums], None], num_replicas: int) -> Callable[[GradientSums], None]:
+        """Wrap the start of an all-reduce between replicas."""
+
+        def counted(sums: GradientSums) -> None:
+            self.received_bytes += 2 * sums.rows.nbytes * (num_replicas - 1) // num_replicas
+            start(sums)
+
+        return counted
 
     def take(self) -> int:
         """Return the bytes received since the last call."""

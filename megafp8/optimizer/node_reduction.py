@@ -91,6 +91,21 @@ class NodeGroups:
         return self._built[ranks]
 
 
+def sum_within_node(gradients: Tensor, intra: dist.ProcessGroup, step: Fp8Reduction) -> Tensor:
+    """Add gradients over the ranks of a node, in their dtype.
+
+    Args:
+        gradients: [ranks of the node x n].
+
+    Returns:
+        This rank's sums [n].
+    """
+    sums = gradients.new_empty(len(gradients) // intra.size())
+    dist.reduce_scatter_tensor(sums, gradients, group=intra)
+    step.count_within_node(sums.nbytes * (intra.size() - 1))
+    return sums
+
+
 class NodeWork:
     """The reduction of a bucket between nodes under way."""
 
@@ -137,9 +152,7 @@ class NodeReduction:
         """Add the gradients of the node, then send the codes of its sums."""
         gradients, (intra, inter, dtype) = request.gradients, self.nodes
         by_node = self._by_node(gradients).to(dtype)
-        sums = by_node.new_empty(inter.size(), by_node.shape[2])
-        dist.reduce_scatter_tensor(sums.view(-1), by_node.transpose(0, 1).reshape(-1), group=intra)
-        self.step.count_within_node(sums.nbytes * (intra.size() - 1))
+        sums = sum_within_node(by_node.transpose(0, 1).reshape(-1), intra, self.step).view(inter.size(), -1)
         if request.is_average:
             divide(sums, intra.size())
         for node, target in enumerate(self._own_shards(gradients)):
@@ -170,6 +183,21 @@ class NodeReduction:
         size = -(-len(gradients) // (inter.size() * intra.size()))
         starts = [self.nodes.shard_index(node) * size for node in range(inter.size())]
         return [gradients[start : start + size] for start in starts]
+
+
+def check_replica_in_node(ranks: Sequence[int], ranks_per_node: int) -> None:
+    """Check that the global ranks of a replica of hybrid sharding lie on one node.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    num_nodes = len({rank // ranks_per_node for rank in ranks})
+    if num_nodes > 1:
+        raise ConfigError(
+            f"{FLAG}: a replica of --use-torch-fsdp2 has {len(ranks)} ranks on {num_nodes} nodes (LOCAL_WORLD_SIZE "
+            f"{ranks_per_node}), whose sums are not those of a node: make a replica of each node with "
+            "--num-distributed-optimizer-instances, or remove the flag"
+        )
 
 
 def build_node_groups(intra_node: str, ranks_per_node: int) -> Optional[NodeGroups]:

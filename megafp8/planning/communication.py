@@ -10,6 +10,7 @@ collective, plus 3.4 us per step within a node or 14 us per step between nodes.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from megafp8.config import derived, latent_attention, mixture
 from megafp8.config.model_shapes import count_parameters
@@ -202,7 +203,7 @@ def pipeline_send_bytes(run: PlannedRun) -> int:
 class DataParallelTraffic:
     """Data-parallel communication of one step: gradients are reduced, parameters are gathered.
 
-    With `--use-torch-fsdp2` that is in every microbatch, and in buckets of a layer.
+    With `--use-torch-fsdp2` that is in every microbatch, and in buckets of a layer. Replicas are added once in a step.
     """
 
     reduce_s: float
@@ -240,27 +241,43 @@ def sharding_group(run: PlannedRun, group: RankGroup) -> RankGroup:
     return RankGroup(group.size // replicas, group.stride)
 
 
+class ReductionLevel(NamedTuple):
+    """A group in which gradients are reduced.
+
+    Attributes:
+        num_bytes: in the messages of a reduction.
+        is_once_per_step: also where others are reduced in every microbatch.
+    """
+
+    ranks: RankGroup
+    num_bytes: float
+    is_once_per_step: bool = False
+
+
 def reduction_levels(
     run: PlannedRun, stage: int, group: RankGroup, quantizable: int, other: int, num_phases: int
-) -> list[tuple[RankGroup, float]]:
-    """The groups in which gradients are reduced, and the bytes in the messages of each.
+) -> list[ReductionLevel]:
+    """The groups in which gradients are reduced: one, or two.
 
-    One, or two. Replicas of hybrid sharding add the shards of sums by an all-reduce in the dtype of the gradients. With
-    `--grad-reduce-fp8-intra-node` on several nodes: within a node all gradients in the dtype of that
-    level and, as an all-reduce, their sums in that of the gradients; then codes, of which a rank has its node's share.
+    Replicas of hybrid sharding add the shards of sums by an all-reduce. With `--grad-reduce-fp8-intra-node` on several
+    nodes: within a node all gradients in the dtype of that level and, as an all-reduce, their sums in that of the
+    gradients; then codes, of which a rank has its node's share.
     """
     precision, num_bytes = run.config.precision, reduced_bytes(run, stage, quantizable, other, num_phases)
-    shards = sharding_group(run, group)
+    shards, is_coded = sharding_group(run, group), precision.grad_reduce_fp8_intra_node == "fp8"
     if (replicas := group.size // shards.size) > 1:
-        sums_bytes = 2.0 * (quantizable + other) * BYTES[derived.grad_dtype(precision)] / shards.size
-        return [(shards, num_bytes), (RankGroup(replicas, group.stride * shards.size), sums_bytes)]
+        sums_bytes = reduced_bytes(run, stage, quantizable, other, 2) / shards.size
+        if not is_coded:
+            num_bytes = float((quantizable + other) * BYTES[precision.grad_reduce_fp8_intra_node])
+        between = RankGroup(replicas, group.stride * shards.size)
+        return [ReductionLevel(shards, num_bytes), ReductionLevel(between, sums_bytes, is_once_per_step=True)]
     in_node, num_nodes = _placement(run, group)
-    if not precision.grad_reduce_in_fp8 or precision.grad_reduce_fp8_intra_node == "fp8" or 1 in (in_node, num_nodes):
-        return [(group, num_bytes)]
+    if not precision.grad_reduce_in_fp8 or is_coded or 1 in (in_node, num_nodes):
+        return [ReductionLevel(group, num_bytes)]
     itemsize = BYTES[precision.grad_reduce_fp8_intra_node] + (num_phases - 1) * BYTES[derived.grad_dtype(precision)]
     return [
-        (RankGroup(in_node, group.stride), float((quantizable + other) * itemsize)),
-        (RankGroup(num_nodes, group.stride * in_node), num_bytes / in_node),
+        ReductionLevel(RankGroup(in_node, group.stride), float((quantizable + other) * itemsize)),
+        ReductionLevel(RankGroup(num_nodes, group.stride * in_node), num_bytes / in_node),
     ]
 
 
@@ -283,26 +300,30 @@ def _group_traffic(run: PlannedRun, stage: int, group: RankGroup, quantizable: i
     num_codes = quantizable * quantized_fraction(config, stage) if config.precision.fp8_param_gather else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes
     bucket_size = config.parallel.ddp_bucket_size or max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * group.size)
-    num_buckets, num_reductions = -(-parameters // bucket_size), 1
+    num_buckets, num_microbatches = -(-parameters // bucket_size), 1
     if config.parallel.use_torch_fsdp2:
         assert config.model.num_layers is not None
         num_microbatches = derived.num_microbatches(config, run.world_size)
         num_gathers = 2 if config.parallel.torch_fsdp2_reshard_after_forward else 1
-        num_reductions, parameter_bytes = num_microbatches, parameter_bytes * num_microbatches * num_gathers
+        parameter_bytes *= num_microbatches * num_gathers
         num_buckets = num_microbatches * (config.model.num_layers + 1)
     elif not config.parallel.use_distributed_optimizer:
         parameter_bytes = 0.0
 
-    def seconds(ranks: RankGroup, num_bytes: float) -> float:
-        return num_buckets * ring_collective_s(run, ranks, num_bytes / num_buckets) if num_bytes else 0.0
+    def seconds(ranks: RankGroup, num_bytes: float, num_messages: int = num_buckets) -> float:
+        return num_messages * ring_collective_s(run, ranks, num_bytes / num_messages) if num_bytes else 0.0
 
     def sent_bytes(ranks: RankGroup, num_bytes: float) -> float:
         return num_bytes * (ranks.size - 1) / ranks.size
 
     gathers = sharding_group(run, group)
-    reduced = [(ranks, num_bytes * num_reductions) for ranks, num_bytes in levels]
+    repeats = [1 if level.is_once_per_step else num_microbatches for level in levels]
+    reduced = [
+        (level.ranks, level.num_bytes * repeat, num_buckets * repeat // num_microbatches)
+        for level, repeat in zip(levels, repeats, strict=True)
+    ]
     return DataParallelTraffic(
         reduce_s=sum(seconds(*level) for level in reduced), gather_s=seconds(gathers, parameter_bytes),
-        reduce_bytes=sum(sent_bytes(*level) for level in reduced), gather_bytes=sent_bytes(gathers, parameter_bytes),
-        num_buckets=num_buckets,
+        reduce_bytes=sum(sent_bytes(ranks, num_bytes) for ranks, num_bytes, _ in reduced),
+        gather_bytes=sent_bytes(gathers, parameter_bytes), num_buckets=num_buckets,
     )  # fmt: skip

@@ -40,9 +40,13 @@ def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: i
     layer = layer_parameters / config.model.num_layers / estimate.parameters
     others = 1 - layer_parameters / estimate.parameters
     gathered = min(1.0, others + NUM_GATHERED_LAYERS * layer) if parallel.torch_fsdp2_reshard_after_forward else 1.0
-    # The errors of FP8 gradients are those of all codes that a rank sends: they are not sharded.
-    errors_bytes = ERROR_BYTES * estimate.parameters if config.precision.grad_reduce_fp8_error_feedback else 0
-    gradients_bytes = estimate.gradients_bytes - errors_bytes
+    # Errors of FP8 gradients are those of all codes that a rank sends: of all gradients within a replica, of its rows
+    # between replicas.
+    all_errors_bytes = ERROR_BYTES * estimate.parameters if config.precision.grad_reduce_fp8_error_feedback else 0
+    errors_bytes = all_errors_bytes if config.precision.grad_reduce_fp8_intra_node == "fp8" else 0
+    if parallel.num_distributed_optimizer_instances > 1:
+        errors_bytes += -(-all_errors_bytes // ranks)
+    gradients_bytes = estimate.gradients_bytes - all_errors_bytes
     complete_bytes = estimate.weights_bytes * gathered
     complete_bytes += (estimate.weights_bytes + gradients_bytes) * (others + layer)
     rows_bytes = ROW_BYTES * layer_parameters if config.precision.fp8_param_gather else 0

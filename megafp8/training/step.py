@@ -43,7 +43,8 @@ class StepResult:
         param_gather_bytes: bytes of updated weights that this rank received during the step; None where nothing is
             gathered, or inside a CUDA graph.
         grad_reduce_bytes: the same of gradients.
-        grad_intra_node_bytes: of them, those from ranks of the same node; None without `--grad-reduce-fp8-intra-node`.
+        grad_intra_node_bytes: of them, those from ranks of the same node or FSDP2's replica; None without two levels of
+            FP8 gradients.
         grad_codes: FP8 codes of the gradients; None where they are not reduced in FP8.
         grad_factor, next_grad_factor: automatic factor of the scales of FP8 gradients, of this step and the next one.
         operand_faults: non-finite and saturated values of quantized operands.

@@ -85,19 +85,13 @@ def fsdp_replicas_have_ranks(config: RunConfig, world_size: int) -> Iterator[str
     """Hybrid sharding: the data-parallel ranks are divided into replicas of several ranks."""
     parallel, replicas = config.parallel, config.parallel.num_distributed_optimizer_instances
     flag = f"--num-distributed-optimizer-instances {replicas}"
-    if parallel.use_torch_fsdp2 and replicas > 1:
-        if config.precision.grad_reduce_in_fp8:
+    if parallel.use_torch_fsdp2 and replicas > 1 and has_whole_replicas(config, world_size):
+        ranks = derived.data_parallel_size(config, world_size) * parallel.context_parallel_size
+        if ranks % replicas or ranks == replicas:
             yield (
-                f"{flag} with --grad-reduce-in-fp8: FSDP2 all-reduces between replicas in the dtype of the gradients, "
-                "and only the sums within a replica could be sent as codes; remove one of them"
+                f"{flag}: {ranks} data- x context-parallel ranks are not {replicas} replicas of the same number of "
+                "ranks, two or more: use another number of replicas"
             )
-        if has_whole_replicas(config, world_size):
-            ranks = derived.data_parallel_size(config, world_size) * parallel.context_parallel_size
-            if ranks % replicas or ranks == replicas:
-                yield (
-                    f"{flag}: {ranks} data- x context-parallel ranks are not {replicas} replicas of the same number of "
-                    "ranks, two or more: use another number of replicas"
-                )
 
 
 def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -67,8 +67,11 @@ def fp8_gradients_within_nodes(config: RunConfig, world_size: int) -> Iterator[s
     if not precision.grad_reduce_in_fp8 or intra_node == "fp8":
         return
     flag = f"--grad-reduce-fp8-intra-node {intra_node}"
-    if config.parallel.use_torch_fsdp2:
-        yield f"{flag} with --use-torch-fsdp2: its reductions do not distinguish nodes; remove one of them"
+    if config.parallel.use_torch_fsdp2 and config.parallel.num_distributed_optimizer_instances == 1:
+        yield (
+            f"{flag} with --use-torch-fsdp2 and one replica: all its ranks exchange codes; use "
+            "--num-distributed-optimizer-instances N with a replica on each of N nodes, or remove one of the flags"
+        )
     if intra_node == "fp32" and derived.grad_dtype(precision) == "bf16":
         yield f"{flag} with BF16 gradients (--grad-reduce-in-bf16): use --grad-reduce-fp8-intra-node bf16"
 

@@ -42,12 +42,22 @@ def test_weights_and_gradients_may_be_sent_as_codes() -> None:
     assert problems(f"{codes} {FSDP}") == []
 
 
+def test_sums_in_another_dtype_are_those_of_replicas() -> None:
+    codes = f"--bf16 --grad-reduce-in-fp8 {FSDP}"
+    for intra in ("fp8", "bf16", "fp32"):
+        words = f"{codes} --grad-reduce-fp8-intra-node {intra}"
+        assert problems(f"{words} --num-distributed-optimizer-instances 2", 4) == []
+        single = problems(words, 4)
+        assert ["use --num-distributed-optimizer-instances N" in each for each in single] == [True] * (intra != "fp8")
+
+
 def test_state_in_low_precision_is_refused_with_its_reason() -> None:
     (level,) = problems(f"--fp8-lm-level O2 {FSDP}")
     assert level.startswith(f"--fp8-lm-level O2 is not supported with {FSDP}") and "use --fp8-lm-level O1" in level
     (state,) = problems(f"--bf16 --use-precision-aware-optimizer {FSDP} --no-use-distributed-optimizer")
     assert state.startswith(f"--use-precision-aware-optimizer is not supported with {FSDP}")
-    assert problems(f"--fp8-lm-level O1 {FSDP}") == []
+    for replicas in ("", "--num-distributed-optimizer-instances 2"):
+        assert problems(f"--fp8-lm-level O1 {FSDP} {replicas}", 4) == []
 
 
 def test_replicas_divide_the_ranks() -> None:
@@ -56,7 +66,6 @@ def test_replicas_divide_the_ranks() -> None:
     assert "4 data- x context-parallel ranks are not 3 replicas" in problems(f"{replicas} 3", 4)[0]
     assert "two or more: use another number of replicas" in problems(f"{replicas} 4", 4)[0]
     assert any("instances 0" in problem for problem in problems(f"{replicas} 0", 4))
-    assert "with --grad-reduce-in-fp8" in problems(f"{replicas} 2 --bf16 --grad-reduce-in-fp8", 4)[0]
     assert problems("--num-distributed-optimizer-instances 2", 4) == []
 
 

@@ -7,7 +7,6 @@ from megatron.core.dist_checkpointing import optimizer
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from megatron.core.transformer import mlp
-from megatron.core.utils import get_data_parallel_group_if_dtensor
 
 from megafp8.mcore.patches import is_installed
 from megafp8.mcore.torch_fsdp import rows_found_by_identity
@@ -19,10 +18,6 @@ def test_the_mesh_has_cuda_devices_and_gradients_no_dtype() -> None:
     source = inspect.getsource(TorchFullyShardedDataParallel.__init__)
     assert 'DeviceMesh.from_group(self.process_group, "cuda")' in source
     assert "mp_policy" not in source
-
-
-def test_the_norm_asks_a_tensor_for_its_only_group() -> None:
-    assert "current_group = tensor.device_mesh.get_group()" in inspect.getsource(get_data_parallel_group_if_dtensor)
 
 
 def test_gradients_of_norms_are_added_in_copies() -> None:

@@ -51,10 +51,25 @@ def test_ranks_that_gather_codes_keep_rows_in_bf16_and_codes_of_them() -> None:
     assert fp8.buffers_bytes < bf16.buffers_bytes
 
 
-def test_errors_of_fp8_gradients_are_not_sharded() -> None:
-    codes = {"parallel.use_torch_fsdp2": True, "precision.grad_reduce_in_fp8": True}
+@pytest.mark.parametrize(
+    ("more", "num_bytes"),
+    [
+        ({}, 4),
+        ({"parallel.num_distributed_optimizer_instances": 2}, 4 + 4 / 4),
+        (
+            {
+                "parallel.num_distributed_optimizer_instances": 2,
+                "precision.grad_reduce_fp8_intra_node": "bf16",
+            },
+            4 / 4,
+        ),
+    ],
+)
+def test_errors_of_fp8_gradients_are_those_of_sent_codes(more: dict, num_bytes: float) -> None:
+    """Of all gradients where ranks of a replica send codes, and of a rank's rows between two replicas of four."""
+    codes = {"parallel.use_torch_fsdp2": True, "precision.grad_reduce_in_fp8": True} | more
     plain, fed_back = (
-        estimate_memory(with_values(RunConfig(), RUN | codes | more), 8, VOCABULARY)
-        for more in ({}, {"precision.grad_reduce_fp8_error_feedback": True})
+        estimate_memory(with_values(RunConfig(), RUN | codes | each), 8, VOCABULARY)
+        for each in ({}, {"precision.grad_reduce_fp8_error_feedback": True})
     )
-    assert fed_back.total_bytes - plain.total_bytes == 4 * plain.parameters
+    assert fed_back.total_bytes - plain.total_bytes == num_bytes * plain.parameters

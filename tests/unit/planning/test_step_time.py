@@ -232,12 +232,25 @@ def test_gradients_in_fp8():
 
 
 def test_hybrid_sharding_stays_within_a_replica():
-    """Two replicas of eight: an eighth of the gradients is added between them, which takes two phases."""
-    run = run_of({"parallel.use_torch_fsdp2": True, "parallel.num_distributed_optimizer_instances": 2}, gpus=16)
-    found = communication.data_parallel_traffic(run, 0)
-    parameters, microbatches = 8_030_261_248, derived.num_microbatches(run.config, 16)
-    assert found.reduce_bytes == pytest.approx(4 * parameters * microbatches * (7 / 8 + 2 / 8 / 2))
-    assert found.gather_bytes == pytest.approx(2 * 2 * parameters * microbatches * 7 / 8)
+    """Two replicas of eight: an eighth of the gradients is added between them once in a step, which takes two phases.
+
+    With codes the first phase has one byte and a scale, and the second is BF16.
+    """
+    replicas = {"parallel.use_torch_fsdp2": True, "parallel.num_distributed_optimizer_instances": 2}
+    codes = {"precision.grad_reduce_in_fp8": True, "precision.grad_reduce_fp8_exclude": ("none",)}
+    intra = "precision.grad_reduce_fp8_intra_node"
+    for more, within, between in (
+        ({}, 4, 8),
+        (codes, 1 + 1 / 128, 3 + 1 / 128),
+        (codes | {intra: "bf16"}, 2, 3 + 1 / 128),
+        (codes | {intra: "fp32"}, 4, 3 + 1 / 128),
+    ):
+        run = run_of(replicas | more, gpus=16)
+        found = communication.data_parallel_traffic(run, 0)
+        parameters, microbatches = 8_030_261_248, derived.num_microbatches(run.config, 16)
+        assert microbatches > 1
+        assert found.reduce_bytes == pytest.approx(parameters * (within * microbatches * 7 / 8 + between / 8 / 2))
+        assert found.gather_bytes == pytest.approx(2 * 2 * parameters * microbatches * 7 / 8)
 
 
 def test_gradients_in_fp8_between_nodes():
