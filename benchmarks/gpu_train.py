@@ -6,7 +6,8 @@ One process per mode, in alternating order, since clocks and caches drift: ratio
 of a process is the median of its last steps, from records.jsonl; the result is the median over the rounds. Shape A:
 llama-1b, 1.439e9 parameters, 8 sequences of 2048 tokens. Shape B: 8 layers of llama3-8b with a vocabulary of 50,304,
 2.157e9 parameters, 2 sequences of 4096. Shapes C and D: llama-1b with half the hidden size, 1 and 8 sequences of 2048.
-TFLOP/s counts the model's FLOPs (6 N + 6 L h s per token), not those of the hardware. Weights are saved at the end of
+The shapes with the names of models are these models, whole. TFLOP/s counts the model's FLOPs (6 N + 6 L h s per token),
+not those of the hardware; joules for a token are the driver's. Weights are saved at the end of
 each process, because records need `--save`, and then deleted. The `emulated-` modes run the same recipes on the
 emulated layers, on any GPU. The `peer-` modes are a bare megatron-core loop with its fastest settings, timed by
 `gpu_steps.py` between two synchronizations; `--extra` does not apply to them.
@@ -44,6 +45,8 @@ COMMON = (
 )
 SAVING = "--no-save-optim --no-save-rng --save"
 ON_GPU = "--vocab-size 50303 --num-workers 2"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+LLAMA3_TOKENS = "--vocab-size 128255 --num-workers 2"
 MIXTURE = (
     "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 --global-batch-size 32 "
     f"--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion {ON_GPU}"
@@ -60,6 +63,16 @@ SHAPES = {
     "M1": f"--model-preset qwen3-30b-a3b --num-layers 6 {MIXTURE}",
     "M2": f"--model-preset qwen3-30b-a3b --num-layers 24 --num-experts 16 {MIXTURE}",
     "M3": f"--model-preset mixtral-8x7b --num-layers 2 {MIXTURE} --micro-batch-size 2 --global-batch-size 16",
+    "gpt2-124m": f"--model-preset gpt2-124m {NO_DROPOUT} --seq-length 1024 --micro-batch-size 32 "
+    f"--global-batch-size 256 {ON_GPU}",
+    "gpt2-350m": f"--model-preset gpt2-350m {NO_DROPOUT} --seq-length 1024 --micro-batch-size 16 "
+    f"--global-batch-size 128 {ON_GPU}",
+    "llama3.2-1b": "--model-preset llama3.2-1b --seq-length 4096 --micro-batch-size 2 --global-batch-size 16 "
+    f"{LLAMA3_TOKENS}",
+    "llama3.2-3b": "--model-preset llama3.2-3b --seq-length 4096 --micro-batch-size 2 --global-batch-size 16 "
+    f"{LLAMA3_TOKENS}",
+    "llama3-8b": "--model-preset llama3-8b --seq-length 8192 --micro-batch-size 1 --global-batch-size 8 "
+    f"{LLAMA3_TOKENS}",
     "tiny": "--model-preset tiny --seq-length 64 --micro-batch-size 2 --global-batch-size 2 --vocab-size 511 "
     "--num-workers 0 --num-threads 1",
 }
@@ -94,6 +107,7 @@ class Process:
     Attributes:
         step_ms: median of its last steps.
         attention: the kernels that ran.
+        joules_per_token: median over the logged ones of these steps; None of a peer's, and on a CPU.
         spread_fraction: (slowest - fastest) / median of these steps; None of a peer's, which are timed together.
         wall_s: the whole process, start and saving included.
     """
@@ -109,6 +123,7 @@ class Process:
     loss: float
     device: str
     wall_s: float
+    joules_per_token: Optional[float] = None
 
 
 class Failed(Exception):
@@ -117,7 +132,9 @@ class Failed(Exception):
 
 def command_of(options: argparse.Namespace, mode: str, folder: str) -> list[str]:
     """The command line of one process."""
-    text = f"{SHAPES[options.shape]} {COMMON} --train-iters {options.train_iters} {MODES[mode]} {options.extra}"
+    energy = "" if options.shape == "tiny" else "--log-energy"  # runs on any machine
+    steps = f"--train-iters {options.train_iters} {energy}"
+    text = f"{SHAPES[options.shape]} {COMMON} {steps} {MODES[mode]} {options.extra}"
     return ["pretrain_gpt.py", *shlex.split(f"{text} {SAVING}"), folder]
 
 
@@ -136,6 +153,7 @@ def run_process(options: argparse.Namespace, mode: str, number: int) -> Process:
     steps = run.steps[-options.steps :]
     times = [step.step_ms for step in steps]
     step_ms = statistics.median(times)
+    joules = [step.joules_per_token for step in steps if step.joules_per_token is not None]
     tokens_per_second = statistics.median(step.tokens_per_second for step in steps)
     return Process(
         mode=mode,
@@ -149,6 +167,7 @@ def run_process(options: argparse.Namespace, mode: str, number: int) -> Process:
         loss=steps[-1].loss,
         device=run.info.device_name,
         wall_s=time.monotonic() - started,
+        joules_per_token=statistics.median(joules) if joules else None,
     )
 
 
@@ -228,22 +247,25 @@ def summarize(done: Sequence[Process]) -> list[dict[str, Any]]:
             name: statistics.median(getattr(process, name) for process in mine)
             for name in ("step_ms", "tokens_per_second", "tflops", "peak_gib", "loss")
         }
+        joules = [process.joules_per_token for process in mine if process.joules_per_token is not None]
         spreads = [process.spread_fraction for process in mine if process.spread_fraction is not None]
         attention = " / ".join(dict.fromkeys(process.attention for process in mine))
         rows.append({
             "mode": mode, "rounds": len(mine), **medians, "to_bf16": ratio_to(BASELINE, done, mode),
             "to_peer": ratio_to(FASTEST_PEER, done, mode), "attention": attention,
             "spread_fraction": statistics.median(spreads) if spreads else None,
+            "joules_per_token": statistics.median(joules) if joules else None,
         })  # fmt: skip
     return rows
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """The summary for people."""
-    header = ("mode", "step ms", "tokens/s", "TFLOP/s", "peak GiB", "speed to BF16 [range]", "to the peer's delayed",
-              "spread", "attention")  # fmt: skip
+    header = ("mode", "step ms", "tokens/s", "TFLOP/s", "peak GiB", "mJ/token", "speed to BF16 [range]",
+              "to the peer's delayed", "spread", "attention")  # fmt: skip
     cells = [
-        (row["mode"], row["step_ms"], row["tokens_per_second"], row["tflops"], row["peak_gib"], row["to_bf16"],
+        (row["mode"], row["step_ms"], row["tokens_per_second"], row["tflops"], row["peak_gib"],
+         "" if row["joules_per_token"] is None else f"{1e3 * row['joules_per_token']:.2f}", row["to_bf16"],
          row["to_peer"], "" if row["spread_fraction"] is None else f"{row['spread_fraction']:.1%}", row["attention"])
         for row in rows
     ]  # fmt: skip

@@ -1,10 +1,11 @@
 """A bare megatron-core training loop with its fastest settings: the baseline of the benchmarks.
 
 The same shapes, dtypes and random tokens as `gpu_steps.py`; Transformer Engine's fused operations, fused loss, fused
-rotary embedding, overlapped reductions, FP32 gradients accumulated in the GEMM. Mixtures (M1 to M3) have its grouped
-GEMM, its permute and router kernels, tokens padded in the router for FP8, and no fused operations, which are for dense
-layers. Several ranks divide the work by a `Division`: with tensor parallelism the sequence too, experts over ranks that
-are also data-parallel, optimizer state over all data-parallel ranks. NOT RUN with experts over ranks yet.
+rotary embedding, overlapped reductions, FP32 gradients accumulated in the GEMM. Shapes with the name of a model are the
+whole model. Mixtures (M1 to M3) have its grouped GEMM, its permute and router kernels, tokens padded in the router for
+FP8, and no fused operations, which are for dense layers. Several ranks divide the work by a `Division`: with tensor
+parallelism the sequence too, experts over ranks that are also data-parallel, optimizer state over all data-parallel
+ranks. Whole models are NOT RUN on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +45,20 @@ QWEN3_MOE = {
     "moe_ffn_hidden_size": 768, "moe_router_topk": 8, "moe_aux_loss_coeff": 1e-3, "seq": 4096, "batch": 4,
     "microbatches": 8,
 }  # fmt: skip
-SHAPES = {
+LLAMA3 = {
+    "num_query_groups": 8, "rotary_base": 500_000, "model": {"vocab_size": 128_256},
+}  # fmt: skip
+LLAMA32 = LLAMA3 | {
+    "seq": 4096, "batch": 2, "microbatches": 8,
+    "model": {"vocab_size": 128_256, "share_embeddings_and_output_weights": True, "rope_scaling": True,
+              "rope_scaling_factor": 32.0},
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "normalization": "LayerNorm", "gated_linear_unit": False, "activation_func": F.gelu, "add_bias_linear": True,
+    "apply_rope_fusion": False, "seq": 1024, "microbatches": 8,
+    "model": {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
     "A": {"num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "ffn_hidden_size": 5632, "seq": 2048,
           "batch": 8},
     "B": {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8,
@@ -54,6 +68,14 @@ SHAPES = {
     "M3": {"num_layers": 2, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8,
            "ffn_hidden_size": 14_336, "rotary_base": 1_000_000, "num_moe_experts": 8, "moe_ffn_hidden_size": 14_336,
            "moe_router_topk": 2, "moe_aux_loss_coeff": 1e-2, "seq": 4096, "batch": 2, "microbatches": 8},
+    "gpt2-124m": {**GPT2, "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "batch": 32},
+    "gpt2-350m": {**GPT2, "num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "batch": 16},
+    "llama3.2-1b": {**LLAMA32, "num_layers": 16, "hidden_size": 2048, "num_attention_heads": 32,
+                    "ffn_hidden_size": 8192},
+    "llama3.2-3b": {**LLAMA32, "num_layers": 28, "hidden_size": 3072, "num_attention_heads": 24,
+                    "ffn_hidden_size": 8192},
+    "llama3-8b": {**LLAMA3, "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+                  "ffn_hidden_size": 14_336, "seq": 8192, "batch": 1, "microbatches": 8},
     "tiny": {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2,
              "ffn_hidden_size": 384, "seq": 64, "batch": 2},
 }  # fmt: skip
@@ -129,10 +151,11 @@ def build_config(
     return TransformerConfig(**(fields | dict.fromkeys(turned_off, False)))
 
 
-def build_model(config: TransformerConfig, length: int, rotary_base: int, device: str, fused: bool) -> GPTModel:
+def build_model(config: TransformerConfig, options: dict[str, Any], device: str, fused: bool) -> GPTModel:
     """This rank's part of the model: Transformer Engine's layers, or megatron-core's own on a CPU.
 
     Args:
+        options: of `GPTModel`.
         fused: Transformer Engine's fused operations, in dense layers.
     """
     kinds = {
@@ -148,13 +171,9 @@ def build_model(config: TransformerConfig, length: int, rotary_base: int, device
     model = GPTModel(
         config=config,
         transformer_layer_spec=layers,
-        rotary_base=rotary_base,
-        vocab_size=VOCABULARY,
-        max_sequence_length=length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
+        **options,
     ).to(device)
     if device == "cuda":
         add_gradients_in_gemms(model)
@@ -190,7 +209,10 @@ class PeerLoop:
     ):
         sizes = dict(SHAPES[shape])
         self.length, batch, num_microbatches = sizes.pop("seq"), sizes.pop("batch"), sizes.pop("microbatches", 1)
-        rotary_base = sizes.pop("rotary_base", 10_000)
+        options = {
+            "rotary_base": sizes.pop("rotary_base", 10_000), "max_sequence_length": self.length,
+            "vocab_size": VOCABULARY, "share_embeddings_and_output_weights": False, "position_embedding_type": "rope",
+        } | sizes.pop("model", {})  # fmt: skip
         self.batch = division.micro_batch or batch
         self.num_microbatches = division.num_microbatches or num_microbatches
         self.device = device
@@ -199,7 +221,7 @@ class PeerLoop:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         self.config = build_config(sizes, recipe, division, turned_off)
-        model = build_model(self.config, self.length, rotary_base, device, fused_operations)
+        model = build_model(self.config, options, device, fused_operations)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True,
             use_distributed_optimizer=True,
@@ -225,7 +247,7 @@ class PeerLoop:
         self.config.grad_sync_func = self.model.start_grad_sync  # later stages: in the pipeline's last bubble
         generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
         shape_of_batch = (NUM_BATCHES, self.batch, self.length + 1)
-        self.tokens = torch.randint(VOCABULARY, shape_of_batch, generator=generator).to(device)
+        self.tokens = torch.randint(options["vocab_size"], shape_of_batch, generator=generator).to(device)
         self.positions = torch.arange(self.length, device=device).expand(self.batch, -1)
 
     def step(self, number: int) -> float:

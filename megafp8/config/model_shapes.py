@@ -87,6 +87,10 @@ _TINY_EXPERTS = {
     "moe_ffn_hidden_size": 128, "moe_router_topk": 2, "moe_aux_loss_coeff": (1e-2,),
 }  # fmt: skip
 _LLAMA3 = _GROUPED | {"rotary_base": 500_000, "vocab_size": 128_256, "max_position_embeddings": 8192}
+_LLAMA32 = _LLAMA3 | {
+    "max_position_embeddings": 131_072, "share_embeddings_and_output_weights": True, "use_rope_scaling": True,
+    "rope_scaling_factor": 32.0,
+}  # fmt: skip
 _QWEN3 = _GROUPED | {
     "qk_layernorm": True, "rotary_base": 1_000_000, "norm_epsilon": 1e-6, "vocab_size": 151_936,
     "max_position_embeddings": 40_960,
@@ -98,6 +102,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gpt2-124m": _gpt2(12, 768, 12, vocab_size=50_257),
         "gpt2-350m": _gpt2(24, 1024, 16, vocab_size=50_257),
         "llama-1b": _llama(24, 2048, 16, 5632, max_position_embeddings=2048, vocab_size=50_304),
+        "llama3.2-1b": _llama(16, 2048, 32, 8192, **_LLAMA32),
+        "llama3.2-3b": _llama(28, 3072, 24, 8192, **_LLAMA32),
         "llama3-8b": _llama(32, 4096, 32, 14_336, **_LLAMA3),
         "tiny-moe": _llama(2, 128, 4, 384, **_TINY_EXPERTS),
         "mixtral-8x7b": _llama(32, 4096, 32, 14_336, **_MIXTRAL),

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import gpu_steps, gpu_train
+from benchmarks import gpu_steps, gpu_train, megatron_loop
 from megafp8.config import derived, flags, model_shapes, rules
 
 
@@ -34,6 +34,26 @@ def test_speed_is_compared_within_a_round() -> None:
 
 def test_no_ratio_without_a_common_round() -> None:
     assert gpu_train.ratio_to("bf16", [process("bf16", 0, 300), process("delayed", 1, 200)], "delayed") is None
+
+
+@pytest.mark.parametrize("shape", ["gpt2-124m", "gpt2-350m", "llama3.2-1b", "llama3.2-3b", "llama3-8b"])
+def test_whole_models_are_those_of_the_peer(shape: str) -> None:
+    """With as many tokens in a step, and sizes of the model's preset."""
+    command = gpu_train.command_of(gpu_train.parse(["--shape", shape]), "tensorwise", "run")
+    config, peer = flags.parse(command[1:]).config, megatron_loop.SHAPES[shape]
+    assert rules.setting_problems(config, 1) == [] and config.logging.log_energy
+    assert peer["seq"] == config.data.seq_length and peer["batch"] == config.training.micro_batch_size
+    assert peer["batch"] * peer["microbatches"] == config.training.global_batch_size
+    model, options = config.model, peer["model"]
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        assert peer[name] == getattr(model, name), name
+    assert peer.get("ffn_hidden_size", 4 * peer["hidden_size"]) == model.ffn_hidden_size
+    assert peer.get("num_query_groups") == (model.num_query_groups if model.group_query_attention else None)
+    assert options.get("share_embeddings_and_output_weights", False) == model.share_embeddings_and_output_weights
+    assert (options.get("rope_scaling", False), peer.get("rotary_base", 10_000)) == (
+        model.use_rope_scaling, model.rotary_base,
+    )  # fmt: skip
+    assert options.get("vocab_size", 50_304) == derived.padded_vocab_size(config, (model.vocab_size or 0) + 1)
 
 
 @pytest.mark.parametrize(("shape", "parameters"), [("A", 1_439_270_912), ("B", 2_156_990_464)])

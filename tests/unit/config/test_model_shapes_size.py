@@ -22,7 +22,9 @@ def count(preset, **changes):
 @pytest.mark.parametrize(
     ("preset", "total"),
     [
-        ("llama3-8b", 8_030_261_248),  # the published model
+        ("llama3.2-1b", 1_235_814_400),  # the published models
+        ("llama3.2-3b", 3_212_749_824),
+        ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),  # the published model
         ("llama3-405b", 405_853_388_800),  # the published model
         ("qwen3-0.6b", 596_049_920),  # the published model
