@@ -113,12 +113,8 @@ class StepGraph:
     """
 
     def __init__(self, chunks: list[Any], warm_up_steps: int, device: torch.device, has_evaluation: bool = False):
-        self.chunks, self.warm_up_steps, self.device, self.has_evaluation = (
-            chunks,
-            warm_up_steps,
-            device,
-            has_evaluation,
-        )
+        self.chunks, self.device = chunks, device
+        self.warm_up_steps, self.has_evaluation = warm_up_steps, has_evaluation
         self.reset()
 
     def reset(self) -> None:
@@ -152,9 +148,9 @@ class StepGraph:
     def evaluate(
         self, forward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
     ) -> list[dict[str, Tensor]]:
-        """The same for the forward passes of an evaluation, of which the first ones after a reset are eager.
+        """The same for the forward passes of an evaluation.
 
-        They are as long as the steps are, since the graph of the steps has the memory.
+        The first one is eager, and so are all before there is a graph of the steps, which has the memory.
         """
         if not self.has_evaluation or self.step.graph is None or not self.is_evaluation_warm:
             self.is_evaluation_warm = True
