@@ -10,8 +10,6 @@ import signal
 
 # Before torch is imported: a process that has started thread pools cannot be forked safely (see ranks.py).
 os.environ["OMP_NUM_THREADS"] = "1"
-# Before megatron-core is imported, whichever test does it first (see megafp8/mcore/cpu_patches.py).
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,13 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.mcore.cpu_patches import patch_triton_import
+from megafp8.mcore.import_patches import apply_import_patches
 from megafp8.mcore.known_warnings import KNOWN_WARNINGS
-from megafp8.mcore.patches import is_installed
 
 torch.set_num_threads(1)
-if is_installed(">=0.19"):
-    patch_triton_import()  # it cannot be imported otherwise, whichever test does it first
+apply_import_patches()  # before megatron-core is imported, whichever test does it first
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup SIGHUP is ignored, also by child processes
 
 # Emitted at import by torch.jit and by megatron-core itself.
