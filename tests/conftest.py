@@ -5,9 +5,11 @@ This folder is on the import path of all tests: `ranks`, `small_run`, `tolerance
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
+gc.disable()  # until all tests are imported: collections would take a tenth of that time
 # Before torch is imported: a process that has started thread pools cannot be forked safely (see ranks.py).
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -71,6 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but never look at what has been imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
