@@ -5,13 +5,13 @@ This folder is on the import path of all tests: `ranks`, `small_run`, `tolerance
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
+gc.disable()  # until all tests are imported: collections would take a tenth of that time
 # Before torch is imported: a process that has started thread pools cannot be forked safely (see ranks.py).
 os.environ["OMP_NUM_THREADS"] = "1"
-# Before megatron-core is imported, whichever test does it first (see megafp8/mcore/cpu_patches.py).
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,13 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.mcore.cpu_patches import patch_triton_import
+from megafp8.mcore.import_patches import apply_import_patches
 from megafp8.mcore.known_warnings import KNOWN_WARNINGS
-from megafp8.mcore.patches import is_installed
 
 torch.set_num_threads(1)
-if is_installed(">=0.19"):
-    patch_triton_import()  # it cannot be imported otherwise, whichever test does it first
+apply_import_patches()  # before megatron-core is imported, whichever test does it first
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup SIGHUP is ignored, also by child processes
 
 # Emitted at import by torch.jit and by megatron-core itself.
@@ -75,6 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but never look at what has been imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

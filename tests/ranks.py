@@ -27,6 +27,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it, in every rank
 import torch.distributed as dist
 
 from megafp8.utils.process import set_worker_death_signal

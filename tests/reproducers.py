@@ -7,7 +7,6 @@ each one ended with, or null.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -60,10 +59,9 @@ def run(code: str) -> Optional[str]:
 
 
 if __name__ == "__main__":
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
     warnings.simplefilter("ignore")
-    from megafp8.mcore.cpu_patches import patch_triton_import
+    from megafp8.mcore.import_patches import apply_import_patches
 
-    patch_triton_import()  # without it megatron-core 0.19 cannot be imported here
+    apply_import_patches()  # without them megatron-core 0.19 cannot be imported here
     blocks = reproducers()
     print(json.dumps([run(blocks[int(number)][1]) for number in sys.argv[1:]]))

@@ -19,15 +19,30 @@ export GLIBC_TUNABLES=glibc.malloc.hugetlb=1${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}
 # All tests. Those that mostly compute, and those with the other version of megatron-core, run at low priority,
 # concurrently with the others, which wait for processes and read clocks.
 computing=(tests/unit tests/conformance tests/parity tests/policy)
+# Those of tests/distributed that only compare numbers follow the other version's, which take less time.
+comparing=(tests/distributed/test_fp8_*.py tests/distributed/test_mixture_*.py)
+low_priority=(nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider)
+
+other_version_and_comparing() {
+  local status=0
+  trap 'kill "$!" 2>/dev/null; exit 143' TERM
+  nice -n 10 bash tests/other_engine.sh &
+  wait "$!" || status=$?
+  "${low_priority[@]}" "${comparing[@]}" &
+  wait "$!" || status=$?
+  exit "$status"
+}
+
 logs=$(mktemp -d)
-nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider "${computing[@]}" > "$logs/1" 2>&1 &
+"${low_priority[@]}" "${computing[@]}" > "$logs/1" 2>&1 &
 beside=("$!")
-nice -n 10 bash tests/other_engine.sh > "$logs/2" 2>&1 &
+other_version_and_comparing > "$logs/2" 2>&1 &
 beside+=("$!")
-echo "running concurrently, reported at the end: ${computing[*]} tests/other_engine.sh"
+echo "running concurrently, reported at the end: ${computing[*]} tests/other_engine.sh ${comparing[*]}"
 trap 'kill "${beside[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
 status=0
-"$PYTHON" -m pytest "${computing[@]/#/--ignore=}" || status=$?
+elsewhere=("${computing[@]}" "${comparing[@]}")
+"$PYTHON" -m pytest "${elsewhere[@]/#/--ignore=}" || status=$?
 [ "$status" != 2 ] || exit 2 # interrupted
 for each in "${beside[@]}"; do
   wait "$each" || status=$?

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -26,6 +27,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         if argv is None:
             die_with_torchrun()  # before the imports, which take seconds
+            gc.disable()  # collections would take a tenth of them, and find nothing
         from megafp8.training import checkpoint_settings
 
         invocation, problems = checkpoint_settings.parse(sys.argv[1:] if argv is None else argv)
@@ -44,6 +46,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
             # From here on a full disk or a closed terminal loses output, but does not end training.
             sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)
+            if argv is None:
+                gc.freeze()  # modules stay: no later collection looks at them, nor copies them in forked processes
+                gc.enable()
             return run_training(checked)
         return 0
     except Megafp8Error as error:

@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import multiprocessing
-import os
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from megafp8.mcore import mixture_patches
 from megafp8.mcore.cpu_adam import Adam, local
+from megafp8.mcore.import_patches import IMPORT_PATCHES
 from megafp8.mcore.known_warnings import silence_known_warnings, silence_log_message
 from megafp8.mcore.patches import Patch, import_core, is_installed
 
@@ -81,18 +79,6 @@ def patch_random_state() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # megatron-core warns when the CPU state changes inside a fork of the CUDA state; here both are the same.
     silence_log_message(random.__name__, "CPU RNG state changed")
-
-
-PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
-
-
-def patch_triton_import() -> None:
-    """Without Triton, replace the module of kernels that imports it. Only mixture-of-experts layers call them."""
-    if importlib.util.find_spec("triton") is None:
-        names = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
-        module = types.ModuleType(PAGED_STASH)
-        module.__dict__.update(dict.fromkeys(names))
-        sys.modules[PAGED_STASH] = module
 
 
 FACTORIES = frozenset(("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange"))
@@ -271,6 +257,7 @@ def patch_dummy_wgrad() -> None:
 
 
 PATCHES = (
+    *IMPORT_PATCHES,
     Patch(
         "torch.cuda functions",
         "current_device, streams, events and Tensor.cuda raise on a CPU build",
@@ -282,13 +269,6 @@ PATCHES = (
             ("models/common/language_module/language_module.py", ".cuda()"),
         ),
         patch_torch_cuda,
-    ),
-    Patch(
-        "Triton",
-        "Triton is imported without a test for it, and a CPU build of torch comes without it",
-        (("transformer/moe/ops/paged_stash.py", "import triton\n"),),
-        patch_triton_import,
-        versions=">=0.19",
     ),
     Patch(
         "random state",
@@ -380,8 +360,6 @@ def install() -> None:
     silence_known_warnings()
     if torch.cuda.is_available():
         return
-    # megatron-core applies torch.compile at import, which on a CPU takes 10 s and needs a C++ compiler.
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     for patch in PATCHES:
         if is_installed(patch.versions):
             patch.apply()

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from syntax_trees import tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES = 400
@@ -20,7 +21,7 @@ def trees(folder: str) -> dict[str, ast.Module]:
     """Syntax trees by dotted module name."""
     paths = sorted((ROOT / folder).rglob("*.py"))
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in zip(names, paths, strict=True)}
+    return {name: tree_of(path) for name, path in zip(names, paths, strict=True)}
 
 
 def import_graph(modules: Mapping[str, ast.Module]) -> Graph:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syntax_trees import tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megafp8"
@@ -266,4 +267,4 @@ def package_trees() -> Iterator[tuple[str, ast.Module]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
         if file != "__init__.py":
-            yield file, ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+            yield file, tree_of(path)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syntax_trees import tree_of
 
 from megafp8.recipes import registry
 
@@ -95,7 +96,7 @@ def test_no_file_outside_recipes_names_a_recipe(rule) -> None:
         f"{path.relative_to(ROOT)}:{line}: {text}"
         for path in files()
         if path.parent != ROOT / "megafp8" / "recipes"
-        for line, text in rule(ast.parse(path.read_text(encoding="utf-8")))
+        for line, text in rule(tree_of(path))
         if (str(path.relative_to(ROOT)), text) not in OTHER_MEANINGS
     ]
     assert not found, "ask the recipe object instead:\n" + "\n".join(found)
@@ -106,13 +107,13 @@ def test_no_string_of_the_package_names_one_among_other_words() -> None:
         f"{path.relative_to(ROOT)}:{line}: {text}"
         for path in files()
         if path.parent != ROOT / "megafp8" / "recipes" and str(path.relative_to(ROOT)) not in MENTIONS
-        for line, text in recipe_mentions(ast.parse(path.read_text(encoding="utf-8")))
+        for line, text in recipe_mentions(tree_of(path))
     ]
     assert not found, "describe the property, or take the names from the registry:\n" + "\n".join(found)
 
 
 def test_every_exception_is_needed() -> None:
     for name in MENTIONS:
-        assert list(recipe_mentions(ast.parse((ROOT / name).read_text(encoding="utf-8")))), name
+        assert list(recipe_mentions(tree_of(ROOT / name))), name
     for name, literal in OTHER_MEANINGS:
-        assert literal in dict(map(reversed, recipe_literals(ast.parse((ROOT / name).read_text(encoding="utf-8")))))
+        assert literal in dict(map(reversed, recipe_literals(tree_of(ROOT / name))))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syntax_trees import tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PARSERS = {
@@ -77,7 +78,4 @@ def test_paths_on_command_lines_are_checked() -> None:
 def sources() -> tuple[tuple[str, ast.Module], ...]:
     """Every module that users run, with its syntax tree."""
     files = [path for folder in ("megafp8", "tools", "launcher") for path in sorted((ROOT / folder).rglob("*.py"))]
-    return tuple(
-        (path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
-        for path in (*files, ROOT / "pretrain_gpt.py")
-    )
+    return tuple((path.relative_to(ROOT).as_posix(), tree_of(path)) for path in (*files, ROOT / "pretrain_gpt.py"))
