@@ -38,6 +38,7 @@ from benchmarks import timing
 from megafp8.analysis.runs import load_run
 from megafp8.config import derived, model_shapes
 from megafp8.config import flags as config_flags
+from megafp8.device.energy import has_library
 
 COMMON = (
     "--lr 3e-5 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.95 --bf16 --mock-data "
@@ -107,7 +108,8 @@ class Process:
     Attributes:
         step_ms: median of its last steps.
         attention: the kernels that ran.
-        joules_per_token: median over the logged ones of these steps; None of a peer's, and on a CPU.
+        joules_per_token: mean over these steps; None of a peer's, and without the driver's library. Its counter is
+            renewed some ten times a second, so that steps of less than 100 ms need more of them.
         spread_fraction: (slowest - fastest) / median of these steps; None of a peer's, which are timed together.
         wall_s: the whole process, start and saving included.
     """
@@ -132,8 +134,7 @@ class Failed(Exception):
 
 def command_of(options: argparse.Namespace, mode: str, folder: str) -> list[str]:
     """The command line of one process."""
-    energy = "" if options.shape == "tiny" else "--log-energy"  # runs on any machine
-    steps = f"--train-iters {options.train_iters} {energy}"
+    steps = f"--train-iters {options.train_iters} {'--log-energy' if options.energy else ''}"
     text = f"{SHAPES[options.shape]} {COMMON} {steps} {MODES[mode]} {options.extra}"
     return ["pretrain_gpt.py", *shlex.split(f"{text} {SAVING}"), folder]
 
@@ -167,7 +168,7 @@ def run_process(options: argparse.Namespace, mode: str, number: int) -> Process:
         loss=steps[-1].loss,
         device=run.info.device_name,
         wall_s=time.monotonic() - started,
-        joules_per_token=statistics.median(joules) if joules else None,
+        joules_per_token=statistics.mean(joules) if joules else None,
     )
 
 
@@ -299,6 +300,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.tiny:
         options.shape = "tiny"
+    options.energy = options.shape != "tiny" and has_library()
     options.modes = options.modes or list(ON_ANY_MACHINE if options.tiny else (*NATIVE, FASTEST_PEER))
     return options
 

@@ -10,7 +10,8 @@
 #   bash examples/loss_report_h200.sh queue small "bf16 delayed" "1 2"   runs that are not done, seed by seed, for
 #                                                           QUEUE_MINUTES (9); the last one saves and ends with status
 #                                                           75, and the same command resumes it. Queues side by side,
-#                                                           one for each GPU (CUDA_VISIBLE_DEVICES), share the runs
+#                                                           one for each GPU (CUDA_VISIBLE_DEVICES), share the runs; 75
+#                                                           is also the status if another queue still trains one
 #   bash examples/loss_report_h200.sh records               the records of what is done, without checkpoints, packed into
 #                                                           records.tar.gz: unpacked in OUT of another machine, its
 #                                                           queue leaves these runs out
@@ -72,20 +73,26 @@ if [ "$what" = records ]; then
 fi
 
 if [ "$what" = queue ]; then
+  left=0
   for seed in ${4:?seeds}; do
     for recipe in ${3:?recipes}; do
       run=$out/${2:?a size}/$recipe/seed$seed
       is_done "$run" && continue
       export SECONDS_LEFT=$((60 * ${QUEUE_MINUTES:-9} - SECONDS))
-      [ "$SECONDS_LEFT" -ge 30 ] || exit 75
+      [ "$SECONDS_LEFT" -ge 60 ] || exit 75 # a start takes as long
       mkdir -p "$run"
       status=0
       flock --nonblock --conflict-exit-code 3 "$run/queue.lock" \
         bash examples/loss_report_h200.sh "$2" "$recipe" "$seed" "${@:5}" || status=$?
-      [ "$status" = 0 ] || [ "$status" = 3 ] || exit "$status" # 3: another queue has this run
+      if [ "$status" = 3 ]; then # another queue has this run
+        left=75
+      elif ! is_done "$run"; then
+        [ "$SECONDS" -lt $((60 * ${QUEUE_MINUTES:-9})) ] || exit 75 # torchrun ends with 1 when it is stopped
+        exit "$status"
+      fi
     done
   done
-  exit
+  exit "$left"
 fi
 
 recipe=${2:?a recipe}

@@ -16,6 +16,15 @@ LIBRARY = "libnvidia-ml.so.1"
 MILLIJOULES = 1e-3
 
 
+def has_library() -> bool:
+    """Whether this machine has the driver's library."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
 def energy_counter(device: torch.device) -> Callable[[], float]:
     """A function that returns the joules which a GPU has taken since its driver was loaded.
 

@@ -1,4 +1,4 @@
-"""Patches that precede the first import of megatron-core on a machine without a GPU (see `cpu_patches.py`)."""
+"""Patches that precede the first import of megatron-core: of runs on a CPU (see `cpu_patches.py`), and of all tests."""
 
 from __future__ import annotations
 

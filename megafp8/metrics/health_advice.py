@@ -25,6 +25,7 @@ WARMUP_FACTOR = 2
 FIRST_WARMUP_DIVISOR = 20  # of the run's length, if it has no warm-up
 STATISTICS_INTERVAL = 100  # if the run has no statistics; a step that stops the run gets them at any interval
 MAP_ENTRIES = "precision.precision_map"
+CHOSEN_AGAIN = {"parallel.moe_expert_kernels": None}  # for other settings, which those of a run may exclude
 
 Problems = Callable[[RunConfig], list[str]]
 
@@ -89,9 +90,9 @@ class Case:
         values = {name: value_of(invocation.config, name) for name in invocation.given}
         if MAP_ENTRIES in values:
             values[MAP_ENTRIES] = (*self.config.precision.precision_map, *values[MAP_ENTRIES])
-        changed = with_values(self.config, values)
-        known = self._problems(self.config)
-        return changed != self.config and not problems and set(self._problems(changed)) <= set(known)
+        free = with_values(self.config, CHOSEN_AGAIN)
+        changed = with_values(free, values)
+        return changed != free and not problems and set(self._problems(changed)) <= set(self._problems(free))
 
     def _problems(self, config: RunConfig) -> list[str]:
         return rules.setting_problems(config, self.world_size) + self.machine_problems(config)

@@ -20,14 +20,16 @@ class BucketWork:
     """
 
     def __init__(self, work: Any, kept: tuple[Tensor, ...], finish: Callable[[], Optional[Callable[[], None]]]):
-        self._work, self._kept, self._finish = work, kept, finish
+        self._work, self._kept = work, kept
+        self._finish: Optional[Callable[[], Optional[Callable[[], None]]]] = finish
         self._receive: Optional[Callable[[], None]] = None
 
     def add(self) -> None:
         """Wait for the codes and add them; in an all-reduce, start to send the sums."""
         self._work.wait()
-        self._kept = ()
+        assert self._finish is not None, "it is added already"
         self._receive = self._finish()
+        self._kept, self._finish = (), None  # what they hold is not needed any more
 
     def receive(self) -> None:
         """In an all-reduce, wait for the sums of other ranks."""

@@ -16,6 +16,7 @@ from megafp8.config.schema import RunConfig
 
 NUM_GATHERED_LAYERS = 2
 ERROR_BYTES = 4  # of a parameter, in FP32
+MESSAGE_BYTES = 6  # of a row's element, as codes and sums between replicas, for all layers at once
 ROW_BYTES = 2  # of a parameter, in BF16 or FP16
 
 
@@ -47,12 +48,14 @@ def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: i
     if parallel.num_distributed_optimizer_instances > 1:
         errors_bytes += -(-all_errors_bytes // ranks)
     gradients_bytes = estimate.gradients_bytes - all_errors_bytes
+    sends_rows = parallel.num_distributed_optimizer_instances > 1 and config.precision.grad_reduce_in_fp8
+    messages_bytes = -(-MESSAGE_BYTES * estimate.parameters // ranks) if sends_rows else 0
     complete_bytes = estimate.weights_bytes * gathered
     complete_bytes += (estimate.weights_bytes + gradients_bytes) * (others + layer)
     rows_bytes = ROW_BYTES * layer_parameters if config.precision.fp8_param_gather else 0
     return dataclasses.replace(
         estimate,
         weights_bytes=-(-(estimate.weights_bytes + rows_bytes) // ranks),
-        gradients_bytes=-(-gradients_bytes // ranks) + errors_bytes,
+        gradients_bytes=-(-gradients_bytes // ranks) + errors_bytes + messages_bytes,
         buffers_bytes=estimate.buffers_bytes + int(complete_bytes),
     )

@@ -39,7 +39,9 @@ def test_no_ratio_without_a_common_round() -> None:
 @pytest.mark.parametrize("shape", ["gpt2-124m", "gpt2-350m", "llama3.2-1b", "llama3.2-3b", "llama3-8b"])
 def test_whole_models_are_those_of_the_peer(shape: str) -> None:
     """With as many tokens in a step, and sizes of the model's preset."""
-    command = gpu_train.command_of(gpu_train.parse(["--shape", shape]), "tensorwise", "run")
+    parsed = gpu_train.parse(["--shape", shape])
+    parsed.energy = True
+    command = gpu_train.command_of(parsed, "tensorwise", "run")
     config, peer = flags.parse(command[1:]).config, megatron_loop.SHAPES[shape]
     assert rules.setting_problems(config, 1) == [] and config.logging.log_energy
     assert peer["seq"] == config.data.seq_length and peer["batch"] == config.training.micro_batch_size
@@ -50,9 +52,11 @@ def test_whole_models_are_those_of_the_peer(shape: str) -> None:
     assert peer.get("ffn_hidden_size", 4 * peer["hidden_size"]) == model.ffn_hidden_size
     assert peer.get("num_query_groups") == (model.num_query_groups if model.group_query_attention else None)
     assert options.get("share_embeddings_and_output_weights", False) == model.share_embeddings_and_output_weights
-    assert (options.get("rope_scaling", False), peer.get("rotary_base", 10_000)) == (
-        model.use_rope_scaling, model.rotary_base,
-    )  # fmt: skip
+    rotary = model.use_rope_scaling, model.rope_scaling_factor, model.rotary_base
+    peers = options.get("rope_scaling", False), options.get("rope_scaling_factor", 8.0), peer.get("rotary_base", 10_000)
+    assert rotary == peers
+    kind = options.get("position_embedding_type", "rope"), peer.get("normalization", "RMSNorm")
+    assert kind == (model.position_embedding_type, model.normalization)
     assert options.get("vocab_size", 50_304) == derived.padded_vocab_size(config, (model.vocab_size or 0) + 1)
 
 

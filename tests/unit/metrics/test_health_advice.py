@@ -10,6 +10,7 @@ from test_health import TINY
 
 from megafp8.config import flags, rules
 from megafp8.config.precision_map import resolve
+from megafp8.config.settings import with_values
 from megafp8.device import capability
 from megafp8.metrics.health import RULES
 from megafp8.metrics.health_advice import (
@@ -59,6 +60,14 @@ def test_every_advice_is_accepted_by_the_command_line(name: str, rule: object) -
             assert not problems and not rules.setting_problems(together.config, 1), remedy
             assert not remedy.words or together.config != config, remedy
             assert all(word in str(remedy) for word in remedy.words)
+
+
+def test_kernels_that_a_run_chose_for_its_experts_exclude_no_advice() -> None:
+    """One launch for all experts is for a few recipes."""
+    words = f"{TINY} --bf16 --num-experts 4 --fp8-format e4m3 --fp8-recipe tensorwise".split()
+    config = with_values(flags.parse(words).config, {"parallel.moe_expert_kernels": "triton"})
+    assert Case(config, 1).accepts(["--fp8-recipe", "blockwise"])
+    assert not Case(config, 1).accepts(["--fp8-recipe", "tensorwise"]), "nothing changes"
 
 
 @pytest.mark.parametrize("name", RUNS)

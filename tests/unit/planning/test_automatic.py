@@ -244,7 +244,7 @@ def test_a_recorded_run_is_the_same_run(tmp_path: Path) -> None:
 def test_every_automatic_setting_is_listed() -> None:
     words = f"{MODEL} {DELAYED} --target h200 --world-size 2".split()
     asked, recorded = flags.parse(words).config, check(*flags.parse_with_problems(words)).invocation.config
-    changed = {line.partition(":")[0] for line in settings.diff(asked, recorded)}
-    mixture = check(*flags.parse_with_problems([*words, *MIXTURE.split()])).invocation.config
-    assert mixture.parallel.moe_expert_kernels is not None
-    assert changed | {"parallel.moe_expert_kernels"} == set(automatic.AUTOMATIC)
+    experts = [*words, *MIXTURE.split()]
+    mixture, chosen_mixture = flags.parse(experts).config, check(*flags.parse_with_problems(experts)).invocation.config
+    changed = settings.diff(asked, recorded) + settings.diff(mixture, chosen_mixture)
+    assert {line.partition(":")[0] for line in changed} == set(automatic.AUTOMATIC)
