@@ -223,8 +223,8 @@ class PrecisionConfig:
     )
     grad_reduce_fp8_intra_node: str = setting(
         "fp8",
-        "what ranks of one node, or with --use-torch-fsdp2 of one replica, send each other; fp8: codes, as they send to "
-        "the others; bf16, fp32: gradients in that dtype, so that the codes of their sums go to the others",
+        "what ranks of one node, or with --use-torch-fsdp2 of one replica, send each other; fp8: codes, as to the "
+        "others; bf16, fp32: gradients in that dtype, so that the codes of their sums go to the others",
         choices=("fp8", "bf16", "fp32"),
     )
     grad_reduce_fp8_error_feedback: bool = setting(
