@@ -38,7 +38,7 @@ def complete(line: str, folder: Path) -> set[str]:
         ("megafp8 no-such --v", {"--version"}),
         ("megafp8 pretrain --fp8-rec", {"--fp8-recipe"}),
         ("megafp8 pretrain --bf16 --fp8-format ", {"e4m3", "hybrid", "e5m2", "none"}),
-        ("megafp8 pretrain --model-preset llama3", {"llama3-8b", "llama3-70b", "llama3-405b"}),
+        ("megafp8 pretrain --model-preset llama3-", {"llama3-8b", "llama3-70b", "llama3-405b"}),
         ("megafp8 pretrain --load ru", {"runs/"}),
         ("megafp8 checkpoint sh", {"show"}),
         ("megafp8 checkpoint show --ckpt", {"--ckpt-step"}),
