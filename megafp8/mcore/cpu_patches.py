@@ -26,7 +26,7 @@ from megafp8.mcore import mixture_patches
 from megafp8.mcore.cpu_adam import Adam, local
 from megafp8.mcore.import_patches import IMPORT_PATCHES
 from megafp8.mcore.known_warnings import silence_known_warnings, silence_log_message
-from megafp8.mcore.patches import Patch, import_core, is_installed
+from megafp8.mcore.patches import Patch, apply_installed, import_core, is_installed
 
 CPU = torch.device("cpu")
 
@@ -360,6 +360,4 @@ def install() -> None:
     silence_known_warnings()
     if torch.cuda.is_available():
         return
-    for patch in PATCHES:
-        if is_installed(patch.versions):
-            patch.apply()
+    apply_installed(PATCHES)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megafp8.mcore.patches import Patch, is_installed
+from megafp8.mcore.patches import Patch, apply_installed
 
 PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
 
@@ -59,6 +59,4 @@ IMPORT_PATCHES = (
 
 def apply_import_patches() -> None:
     """Apply them, for a program that imports megatron-core without the other patches."""
-    for patch in IMPORT_PATCHES:
-        if is_installed(patch.versions):
-            patch.apply()
+    apply_installed(IMPORT_PATCHES)

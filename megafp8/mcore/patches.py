@@ -76,6 +76,13 @@ def is_installed(versions: str) -> bool:
     return SpecifierSet(versions).contains(core_version())
 
 
+def apply_installed(patches: Sequence[Patch]) -> None:
+    """Apply those of some patches that the installed version needs."""
+    for each in patches:
+        if is_installed(each.versions):
+            each.apply()
+
+
 WEIGHT_EVIDENCE = (
     ("fp8_utils.py", "FP8_TENSOR_CLASS = None"),
     ("fp8_utils.py", 'raise RuntimeError("Invalid Transformer Engine version for FP8 distributed optimizer")'),
