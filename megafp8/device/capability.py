@@ -177,13 +177,14 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
             f"--cp-comm-type a2a+p2p: only Transformer Engine exchanges in two levels, the {implementation} layers "
             "all-gather keys and values; remove it together with --hierarchical-context-parallel-sizes"
         )
-    if config.parallel.use_nccl_ub:
-        found += nccl_buffer_problems(config, target)
+    if config.parallel.use_nccl_ub and target.kind != "cpu":
+        found += nccl_buffer_problems(config)
     backend, kernels = config.parallel.pipeline_model_parallel_comm_backend, config.parallel.moe_expert_kernels
     of_cuda = {
         f"--pipeline-model-parallel-comm-backend {backend}": backend is not None,
         "--moe-expert-kernels triton": kernels == "triton",
         "--log-energy": config.logging.log_energy,
+        "--use-nccl-ub": bool(config.parallel.use_nccl_ub),
     }
     if target.kind == "cpu":
         found += [
@@ -196,10 +197,8 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
     return found
 
 
-def nccl_buffer_problems(config: RunConfig, target: Target) -> list[str]:
-    """Problems of `--use-nccl-ub`."""
-    if target.kind == "cpu":
-        return [f"--use-nccl-ub: {target.name} has no CUDA device; remove the flag"]
+def nccl_buffer_problems(config: RunConfig) -> list[str]:
+    """Problems of `--use-nccl-ub` on a GPU."""
     if config.parallel.distributed_backend == "gloo":
         return ["--use-nccl-ub needs NCCL: remove it, or --distributed-backend gloo"]
     if setting := expandable_segments():
