@@ -14,6 +14,7 @@ import tempfile
 import textwrap
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Optional
 
 import numpy as np
@@ -29,8 +30,10 @@ cpu_patches.install()
 
 from megatron.core.utils import unwrap_model
 
+from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
-from megafp8.checkpoint.save import finish_param_gather
+from megafp8.checkpoint.save import finish_param_gather, save_checkpoint
 from megafp8.data.gpt_dataset import ShardSource
 from megafp8.metrics.records import QuantizationRecord, Record
 from megafp8.training.evaluation import build_batches
@@ -130,11 +133,25 @@ class SourceSamples:
 
 def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False) -> Curve:
     """Some steps of training. The samples before `first_step` count as consumed."""
+    results = step_results(run, num_steps, first_step, is_masked)
+    return Curve([result.loss for result in results], [result.grad_norm for result in results])
+
+
+def step_results(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False) -> list[StepResult]:
+    """The results of the steps of `train`."""
     samples, batch = SourceSamples(run.config.data.seq_length, is_masked), run.global_batch_size
     last_step = first_step + num_steps - 1
     batches = build_batches(run, samples, (first_step - 1) * batch, last_step * batch, num_workers=0)
-    results = [train_step(run, batches, Progress(step, step * batch)) for step in range(first_step - 1, last_step)]
-    return Curve([result.loss for result in results], [result.grad_norm for result in results])
+    return [train_step(run, batches, Progress(step, step * batch)) for step in range(first_step - 1, last_step)]
+
+
+def save_or_load(run: Run, folder: Path, num_steps: int, is_first: bool) -> tuple[str, ...]:
+    """Train the first steps and save them, or load what was saved then; the notes of loading."""
+    if not is_first:
+        return load_checkpoint(checkpoint_path(folder, num_steps), run.config, run.trainee).notes
+    train(run, num_steps)
+    save_checkpoint(folder, run.config, run.trainee, Progress(num_steps, num_steps * run.global_batch_size))
+    return ()
 
 
 def statistics_record_of(

@@ -9,14 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small_run import Curve, SourceSamples, build_run, small_config, train
+from small_run import Curve, SourceSamples, build_run, save_or_load, small_config, train
 from test_fp8_gradients import NORM_BOUND
 from tolerances import FP8_GRADIENT_LOSS, LAYOUT_LOSS
 
-from megafp8.checkpoint.directory import checkpoint_path
-from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
-from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.optimizer.fsdp_gradients import rank_shards
@@ -215,12 +212,8 @@ def test_a_run_with_codes_resumes_bitwise_and_without_fsdp(tmp_path: Path) -> No
     whole = small_config("llama", f"--num-layers 2 --bf16 --micro-batch-size 2 {FP8} blockwise {REDUCE} {FEEDBACK}", 2)
 
     def leg(config: RunConfig, is_first: bool) -> tuple[list[float], tuple[str, ...]]:
-        run, notes = build_run(config), ()
-        if is_first:
-            train(run, 2)
-            save_checkpoint(tmp_path, config, run.trainee, Progress(2, 2 * run.global_batch_size))
-        else:
-            notes = load_checkpoint(checkpoint_path(tmp_path, 2), config, run.trainee).notes
+        run = build_run(config)
+        notes = save_or_load(run, tmp_path, 2, is_first)
         return train(run, 2, 3).losses, notes
 
     unbroken, _ = run_ranks(2, leg, sharded, True)[0]

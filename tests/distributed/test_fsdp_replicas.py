@@ -15,21 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankFailed, run_ranks
-from small_run import SourceSamples, build_run, small_config, train
+from small_run import build_run, save_or_load, small_config, step_results, train
 from test_fp8_gradients import NORM_BOUND
 from tolerances import FP8_GRADIENT_LOSS
 
-from megafp8.checkpoint.directory import checkpoint_path
-from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
-from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.optimizer.node_reduction import check_replica_in_node
-from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.run import Run
-from megafp8.training.step import StepResult, train_step
+from megafp8.training.step import StepResult
 
 SIZE, PER_NODE, STEPS, ROW = 4, 2, 3, 128
 FSDP = "--num-layers 2 --micro-batch-size 1 --use-torch-fsdp2 --no-gradient-accumulation-fusion"
@@ -52,13 +48,6 @@ def built(config: RunConfig) -> Run:
     return build_run(config)
 
 
-def steps(run: Run, num_steps: int, first: int = 0) -> list[StepResult]:
-    """The results of some steps."""
-    batch, samples = run.global_batch_size, SourceSamples(run.config.data.seq_length)
-    batches = build_batches(run, samples, first * batch, (first + num_steps) * batch, num_workers=0)
-    return [train_step(run, batches, Progress(step, step * batch)) for step in range(first, first + num_steps)]
-
-
 class Trained(NamedTuple):
     """What a rank knows of a run."""
 
@@ -74,7 +63,7 @@ def trained(config: RunConfig) -> Trained:
     run = built(config)
     if needs_calibration(run):
         calibrate(run, Progress())
-    results = steps(run, STEPS)
+    results = step_results(run, STEPS)
     weights = [parameter.to_local().detach() for parameter in run.trainee.chunks[0].parameters()]
     norms = [result.grad_norm for result in results if result.grad_norm is not None]
     return Trained([each.loss for each in results], norms, STEPS - len(norms), weights, results[-1])
@@ -146,7 +135,7 @@ def test_bytes_of_both_levels(intra: str) -> None:
     def received() -> tuple[tuple[int, int], tuple[int, int]]:
         run = built(replica_config(f"--bf16 {PLAIN} {ALL_CODES} {INTRA} {intra}"))
         assert run.num_microbatches_at(0) == NUM_MICROBATCHES
-        (result,) = steps(run, 1)
+        (result,) = step_results(run, 1)
         total, within = result.grad_reduce_bytes or 0, result.grad_intra_node_bytes or 0
         return (within, total - within), bytes_by_hand(run.trainee.chunks[0], intra)
 
@@ -185,7 +174,7 @@ def test_replicas_send_complete_sums_in_the_last_backward_pass() -> None:
 
         chunk.replicas._send, chunk.scale_gradients = keep, compare
         chunk.replicas.finish = check_all_sent
-        steps(run, 1)
+        train(run, 1)
         return found
 
     answers = run_ranks(SIZE, errors)
@@ -225,13 +214,9 @@ def test_a_run_resumes_bitwise_and_in_other_layouts(tmp_path: Path, options: str
     single = small_config("llama", f"{FSDP} --bf16 {PLAIN} {one_level}", SIZE)
 
     def leg(config: RunConfig, is_first: bool) -> tuple[list[float], tuple[str, ...]]:
-        run, notes = built(config), ()
-        if is_first:
-            steps(run, 2)
-            save_checkpoint(tmp_path, config, run.trainee, Progress(2, 2 * run.global_batch_size))
-        else:
-            notes = load_checkpoint(checkpoint_path(tmp_path, 2), config, run.trainee).notes
-        return [result.loss for result in steps(run, 2, 2)], notes
+        run = built(config)
+        notes = save_or_load(run, tmp_path, 2, is_first)
+        return train(run, 2, 3).losses, notes
 
     unbroken, _ = run_ranks(SIZE, leg, replicas, True)[0]
     assert run_ranks(SIZE, leg, replicas, False) == [(unbroken, ())] * SIZE
