@@ -28,6 +28,7 @@ SETTINGS = {
     "parallel.overlap_grad_reduce": True,
     "parallel.overlap_param_gather": True,
 }
+PIPELINE = {"parallel.pipeline_model_parallel_size": 4}
 TENSOR = {"parallel.tensor_model_parallel_size": 4, "parallel.sequence_parallel": True}
 FP8 = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"}
 
