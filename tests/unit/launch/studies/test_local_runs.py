@@ -85,9 +85,9 @@ def test_every_run_has_its_own_gpus(study_of) -> None:
     status, told = start(runs, gpus=("0", "5"))
     lines = log(runs)
     assert status == 0 and at_once(told) == 2 and {line["gpus"] for line in lines} == {"0", "5"}
-    for line in lines:
-        beside = [other for other in lines if other["from"] < line["to"] and line["from"] < other["to"]]
-        assert len({other["gpus"] for other in beside}) == len(beside)
+    for first, second in itertools.combinations(lines, 2):
+        concurrent = first["from"] < second["to"] and second["from"] < first["to"]
+        assert not concurrent or first["gpus"] != second["gpus"]
 
 
 def test_too_many_gpus_are_refused_before_anything_starts(study_of) -> None:
