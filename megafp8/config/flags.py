@@ -1,19 +1,14 @@
 """Command line of a run. The argparse parser is built from the schema: one group per section, one option per field.
 
 argparse stops at its first error. To report all problems at once, the command line is split into options (a flag and
-its values), and each is given to argparse separately. The values then override those of other sources:
-
-    default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --fp8-lm-level  <  --config file
-             <  --precision-map file  <  flag
-
-A --model-preset on the command line replaces the model section of the --config file completely, because a mixture of
-two model shapes is never intended.
+its values), and each is given to argparse separately. The values then override those of other sources (`sources.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import os
 import re
@@ -24,16 +19,14 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Optional
 
 from megafp8 import __version__
-from megafp8.config import fp8_lm, megatron_flags, settings
+from megafp8.config import fp8_lm, megatron_flags, sources
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, section_titles, value_of, with_values
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
-from megafp8.utils.files import UnreadableFile, path_text, printable, read_text
+from megafp8.utils.files import path_text, printable
 
 TARGETS = ("cpu", "h100", "h200", "b200")
-_ACCUMULATED = ("overrides", "precision.precision_map")
-"""List settings to which every occurrence adds. Of the others the last occurrence wins."""
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
 
@@ -86,17 +79,23 @@ def parse_with_problems(
     parser = kept_parser(os.path.basename(sys.argv[0]))
     expanded, notices = megatron_flags.replace(_options_of(argv))
     values: dict[str, Any] = {}
-    problems: list[str] = []
-    flags_given = {option[0] for option in expanded}
-    for option in expanded:
-        _read_option(parser, option, flags_given, values, notices, problems)
+    found: list[list[str]] = [[] for _ in expanded]  # problems of each option
+    for option, problems in zip(expanded, found, strict=True):
+        if option[0] in parser._option_string_actions:
+            _read_option(parser, option, values, problems)
     config_path, map_path = values.pop("config", None), values.pop("precision_map_file", None)
     options = {name: values.pop(name) for name in ("dry_run", "world_size", "target") if name in values}
     given = frozenset(values)
     base = with_values(RunConfig(), from_checkpoint)
-    config = _merge_sources(base, values, config_path, map_path, notices, problems)
+    of_sources: list[str] = []
+    config = sources.merge(base, values, config_path, map_path, notices, of_sources)
+    flags_set = {option[0] for option in expanded} | sources.flags_set(config)
+    for option, problems in zip(expanded, found, strict=True):
+        if option[0] not in parser._option_string_actions:
+            _classify(parser, option, flags_set, notices, problems)
     if options.get("world_size", 1) < 1:
-        problems.append(f"--world-size {options['world_size']}: must be at least 1")
+        of_sources.append(f"--world-size {options['world_size']}: must be at least 1")
+    problems = [*itertools.chain(*found), *of_sources]
     return Invocation(config=config, given=given, notices=tuple(notices), **options), problems
 
 
@@ -168,7 +167,7 @@ def add_setting(group: Any, setting: Setting) -> None:
     else:
         options["metavar"] = setting.metavar or {int: "N", float: "X", str: "TEXT"}[setting.type]
     if setting.many:
-        options.update(nargs="+", action="extend" if setting.name in _ACCUMULATED else "store")
+        options.update(nargs="+", action="extend" if setting.name in sources.ACCUMULATED else "store")
     group.add_argument(*setting.flags, **options)
 
 
@@ -251,20 +250,9 @@ def _options_of(argv: Sequence[str]) -> list[list[str]]:
 
 
 def _read_option(
-    parser: argparse.ArgumentParser, option: list[str], flags_given: set[str], values: dict[str, Any],
-    notices: list[str], problems: list[str],
-) -> None:  # fmt: skip
+    parser: argparse.ArgumentParser, option: list[str], values: dict[str, Any], problems: list[str]
+) -> None:
     flag, words = option[0], option[1:]
-    if not flag:
-        problems.append(f"{words[0]!r} does not belong to any flag")
-        return
-    if flag not in parser._option_string_actions:
-        verdict = megatron_flags.classify(flag, words, flags_given)
-        if verdict is None:
-            problems.append(f"unknown flag {flag}{_suggestion(parser, flag)}")
-        else:
-            (notices if verdict.accepted else problems).append(verdict.text)
-        return
     if parser._option_string_actions[flag].nargs == "+":
         words = _without_brackets(words)
         option = [flag, *words]
@@ -279,9 +267,22 @@ def _read_option(
         problems.append(f"{flag}: does not take {' '.join(map(repr, left_over))}")
     for name, value in vars(namespace).items():
         if isinstance(value, list):
-            earlier = values.get(name, ()) if name in _ACCUMULATED else ()
+            earlier = values.get(name, ()) if name in sources.ACCUMULATED else ()
             value = (*earlier, *value)
         values[name] = value
+
+
+def _classify(
+    parser: argparse.ArgumentParser, option: list[str], given: set[str], notices: list[str], problems: list[str]
+) -> None:
+    """Report an option that is no setting."""
+    flag, *words = option
+    if not flag:
+        problems.append(f"{words[0]!r} does not belong to any flag")
+    elif verdict := megatron_flags.classify(flag, words, given):
+        (notices if verdict.accepted else problems).append(verdict.text)
+    else:
+        problems.append(f"unknown flag {flag}{_suggestion(parser, flag)}")
 
 
 def _without_brackets(words: list[str]) -> list[str]:
@@ -310,64 +311,6 @@ def _suggestion(parser: argparse.ArgumentParser, flag: str) -> str:
 
     near = difflib.get_close_matches(flag.replace("_", "-"), parser._option_string_actions, n=1, cutoff=0.75)
     return f"; did you mean {near[0]}?" if near else "; see --help for all flags"
-
-
-# ---- sources of a value -------------------------------------------------------------------------------------------
-
-
-def _merge_sources(
-    base: RunConfig,
-    values: dict[str, Any],
-    path: Optional[str],
-    map_path: Optional[str],
-    notices: list[str],
-    problems: list[str],
-) -> RunConfig:
-    """Combine defaults or a checkpoint's settings, preset, files and flags."""
-    from megafp8.config.model_shapes import PRESETS  # here, so that --help does not import it
-
-    from_file = _read_config(path, problems) if path is not None else {}
-    named = values.get("model.model_preset")
-    if named is not None and any(name.startswith("model.") for name in from_file):
-        from_file = {name: value for name, value in from_file.items() if not name.startswith("model.")}
-        notices.append(f"--model-preset {named} replaces the model section of --config {path}")
-    preset = named if named is not None else from_file.get("model.model_preset")
-    if preset is not None and preset not in PRESETS:
-        problems.append(f"--model-preset {preset}: unknown preset; presets: {', '.join(PRESETS)}")
-        preset = None
-    config = with_values(base, PRESETS[preset]) if preset is not None else base
-    # The level of a checkpoint is already in its other settings.
-    level = values.get(fp8_lm.LEVEL, from_file.get(fp8_lm.LEVEL))
-    config = with_values(config, fp8_lm.level_values(level) | from_file)
-    if map_path is not None:
-        from_map = _read_precision_map(map_path, problems)
-        values["precision.precision_map"] = (*from_map, *values.get("precision.precision_map", ()))
-    for name in set(_ACCUMULATED) & set(values):
-        values[name] = (*value_of(config, name), *values[name])
-    config = with_values(config, values)
-    if notice := fp8_lm.level_notice(config):
-        notices.append(notice)
-    return config
-
-
-def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
-    from megafp8.config.precision_options import read_map  # here, so that --help does not import it
-
-    try:
-        return read_map(path)
-    except ConfigError as error:
-        problems.extend(error.problems)
-        return ()
-
-
-def _read_config(path: str, problems: list[str]) -> dict[str, Any]:
-    try:
-        return settings.read_settings(read_text(path))
-    except ConfigError as error:
-        problems.extend(f"--config {path}: {problem}" for problem in error.problems)
-    except UnreadableFile as error:
-        problems.append(f"--config {path}: cannot be read: {error.reason}")
-    return {}
 
 
 # ---- back to a command line ---------------------------------------------------------------------------------------

@@ -152,6 +152,18 @@ def test_replaced_flags_are_read_as_their_replacements():
     assert {"model.num_layers", "precision.fp8_format"} <= invocation.given
 
 
+@pytest.mark.parametrize(
+    ("preset", "flag"), [("mixtral-8x7b", "--moe-latent-size"), ("deepseek-v2-lite", "--cache-mla-latents")]
+)
+def test_a_preset_gives_a_flag_its_effect(preset: str, flag: str):
+    """So that it is refused, as without the preset; it is idle only in a model without experts or latent attention."""
+    words = [flag, "64"] if flag == "--moe-latent-size" else [flag]
+    (problem,) = parse_with_problems(["--model-preset", preset, *words])[1]
+    assert problem.startswith(f"{flag}: ")
+    (notice,) = parse(["--model-preset", "llama3-8b", *words]).notices
+    assert notice.startswith(f"{flag}: no effect; it only matters with --")
+
+
 def test_a_flag_may_stand_for_several():
     invocation = parse(["--checkpoint-activations"])
     training = invocation.config.training
