@@ -99,11 +99,15 @@ class HFFamily:
         hf_config = HFConfig(self.to_hf_config(config))
         theirs = comparable(with_values(RunConfig(), self.from_hf_config(hf_config)))
         ours = comparable(config)
+        # Where only one of them has experts, their number says it.
+        no_more = () if mixture.is_mixture(ours.model) == mixture.is_mixture(theirs.model) else ("model.moe_",)
         return hf_config.problems + [
             f"{as_text(setting, value_of(ours, setting.name))}: a {self.architecture} has "
             f"{as_text(setting, value_of(theirs, setting.name))}"
             for setting in all_settings()
-            if describes_function(setting.name) and value_of(ours, setting.name) != value_of(theirs, setting.name)
+            if describes_function(setting.name)
+            and not setting.name.startswith(no_more)
+            and value_of(ours, setting.name) != value_of(theirs, setting.name)
         ]
 
     def has_stacked_experts(self, names: Iterable[str]) -> bool:

@@ -106,6 +106,7 @@ def test_the_tanh_gelu_without_a_fused_bias() -> None:
         ("--rotary-percent 0.5", "--rotary-percent 0.5"),
         ("--add-qkv-bias", "--add-qkv-bias"),
         ("--normalization LayerNorm", "--normalization LayerNorm"),
+        ("--num-experts 4 --moe-layer-freq [0]*1+[1]*1", "--num-experts 4: a Llama"),
         (
             "--use-rope-scaling --rotary-seq-len-interpolation-factor 2",
             "--rotary-seq-len-interpolation-factor 2: a Llama",
