@@ -8,6 +8,8 @@ import warnings
 KNOWN_WARNINGS = (
     (UserWarning, r".*Apex (is|are) not installed.*", r"megatron\.core\..*"),
     (UserWarning, r"Transformer Engine.* not installed.*", r"megatron\.core\..*"),
+    # Experts on one tensor-parallel rank each, which keep whole sequences; the other layers do not change.
+    (UserWarning, r"`sequence_parallel` is set to `True`, but", r"megatron\.core\.tensor_parallel\.layers"),
     (UserWarning, r"full scope is deprecated", r"megatron\.core\.transformer\.transformer_config"),
     (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\..*"),
     (UserWarning, r"mxfp8 without using reuse_grad_buf", r"megatron\.core\.optimizer\..*"),
