@@ -13,6 +13,11 @@ def is_mixture(model: ModelConfig) -> bool:
     return bool(model.num_experts)
 
 
+def has_capacity(model: ModelConfig) -> bool:
+    """Whether experts drop tokens above a capacity. A negative factor is no limit, as in megatron-core."""
+    return model.moe_expert_capacity_factor is not None and model.moe_expert_capacity_factor >= 0
+
+
 def layer_frequency(text: str) -> Union[int, list[int]]:
     """Parse `--moe-layer-freq`: a number, or a Python list expression of 0 and 1 with `+` and `*`.
 
@@ -26,13 +31,13 @@ def layer_frequency(text: str) -> Union[int, list[int]]:
     try:
         value = evaluate_pattern(text.strip())
     except (SyntaxError, RecursionError) as error:
-        raise ValueError(f"{text!r} is neither a number nor a list") from error
+        raise ValueError(f"{text} is neither a number nor a list") from error
     if isinstance(value, int):
         if value < 1:
-            raise ValueError(f"{value} is less than 1")
+            raise ValueError(f"{text} is less than 1")
         return value
     if not set(value) <= {0, 1}:
-        raise ValueError(f"{text!r} has an element that is neither 0 nor 1")
+        raise ValueError(f"{text} has an element that is neither 0 nor 1")
     return value
 
 

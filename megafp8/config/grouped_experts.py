@@ -31,7 +31,7 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
     yield from layout_obstacles(config)
     if model.moe_apply_probs_on_input:
         yield "--moe-apply-probs-on-input"
-    if model.moe_expert_capacity_factor is not None:
+    if mixture.has_capacity(model):
         yield "--moe-expert-capacity-factor"
     if config.precision.fp8_param_gather:
         yield "--fp8-param-gather"

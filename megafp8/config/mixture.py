@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Optional, Union
 
 from megafp8.config import derived
-from megafp8.config.expert_layers import expert_layers, is_mixture, layer_frequency, num_expert_layers
+from megafp8.config.expert_layers import expert_layers, has_capacity, is_mixture, layer_frequency, num_expert_layers
 from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megafp8.errors import ConfigError
 
-__all__ = ["expert_layers", "is_mixture", "layer_frequency", "num_expert_layers"]
+__all__ = ["expert_layers", "has_capacity", "is_mixture", "layer_frequency", "num_expert_layers"]
 AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 

@@ -312,7 +312,7 @@ def export_notes(
     if stored == torch.float32 and dtype != stored:
         notes.append(f"FP32 weights are rounded to {DTYPE_NAMES[dtype]}")
     notes += tokenizer_notes(config.data)
-    if mixture.is_mixture(config.model) and config.model.moe_expert_capacity_factor is not None:
+    if mixture.is_mixture(config.model) and mixture.has_capacity(config.model):
         notes.append("the run dropped tokens above the capacity of an expert; there none is dropped")
     recipes = precision_map.used_recipes(config.precision)
     if recipes and not options.quantizes:

@@ -105,7 +105,7 @@ def _host_obstacles(config: RunConfig) -> Checks:
         optimizer is not None,
         str(optimizer),
         "CUDA graphs need the one-pass optimizer (--use-distributed-optimizer or --use-torch-fsdp2, Adam, FP32 master "
-        "weights, no loss scale), because megatron-core's optimizer waits for the number of tokens",
+        "weights, no loss scale, no expert-parallel ranks), because megatron-core's waits for the number of tokens",
     )
     yield (
         config.data.reset_attention_mask,

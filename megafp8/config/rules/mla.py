@@ -32,7 +32,8 @@ def latent_attention_excludes_other_attention(config: RunConfig, world_size: int
         return
     excluded = {
         "--group-query-attention": (
-            model.group_query_attention, "every query head has its own key and value: remove one"
+            model.group_query_attention,
+            "every query head has its own key and value: remove one, or choose another --model-preset",
         ),
         "--position-embedding-type yarn": (
             model.position_embedding_type == "yarn", "it has its own YaRN: use --position-embedding-type rope"

@@ -11,15 +11,15 @@ from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, 
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.recipes import registry
 
+PADDING = "--moe-router-padding-for-quantization (or --moe-router-padding-for-fp8)"
+
 
 def experts_of_a_token_exist(config: RunConfig, world_size: int) -> Iterator[str]:
     """A token has at most as many experts as there are."""
     model = config.model
-    if mixture.is_mixture(model) and model.num_experts is not None and model.moe_router_topk > model.num_experts:
-        yield (
-            f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}: use at most "
-            f"{model.num_experts}"
-        )
+    experts = model.num_experts
+    if mixture.is_mixture(model) and experts is not None and 0 < experts < model.moe_router_topk:
+        yield (f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {experts}: use at most {experts}")
 
 
 def one_expert_has_a_gradient(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -29,6 +29,13 @@ def one_expert_has_a_gradient(config: RunConfig, world_size: int) -> Iterator[st
     is_sinkhorn = model.moe_router_load_balancing_type == ("sinkhorn",)
     if mixture.is_mixture(model) and model.moe_router_topk == 1 and is_constant and not is_sinkhorn:
         yield "--moe-router-topk 1 applies the softmax to one score, which is always 1: give --moe-router-pre-softmax"
+
+
+def _divisors_beside(number: int, value: int) -> list[int]:
+    """The divisors of a number, from 2 on, that are next to a value; the number itself if it is smaller."""
+    divisors = [each for each in range(2, number + 1) if number % each == 0]
+    below, above = [each for each in divisors if each < value], [each for each in divisors if each > value]
+    return [*below[-1:], *above[:1]]
 
 
 def expert_groups_divide(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -47,7 +54,7 @@ def expert_groups_divide(config: RunConfig, world_size: int) -> Iterator[str]:
     if experts % groups:
         yield (
             f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}: use "
-            f"{math.gcd(experts, groups)} groups"
+            f"{' or '.join(map(str, _divisors_beside(experts, groups)))} groups"
         )
     elif selected > groups:
         yield f"--moe-router-group-topk {selected} is more than --moe-router-num-groups {groups}: use at most {groups}"
@@ -67,7 +74,7 @@ def layers_with_experts_are_layers(config: RunConfig, world_size: int) -> Iterat
     try:
         frequency = mixture.layer_frequency(model.moe_layer_freq)
     except ValueError as error:
-        yield f"--moe-layer-freq {model.moe_layer_freq}: {error}"
+        yield f"--moe-layer-freq {error}: give a number from 1 on, or a list of 0 and 1 such as ([0]*1+[1]*3)"
         return
     if not isinstance(frequency, list) or model.num_layers is None:
         return
@@ -98,7 +105,7 @@ def losses_have_coefficients(config: RunConfig, world_size: int) -> Iterator[str
     if len(set(types)) != len(types) or (len(types) > 1 and not set(types) <= set(mixture.AUXILIARY_LOSSES)):
         yield f"{shown}: only different auxiliary losses ({', '.join(mixture.AUXILIARY_LOSSES)}) can be combined"
     elif types == ("sinkhorn",) and any(coefficients):
-        yield f"{shown} has no auxiliary loss: remove --moe-aux-loss-coeff {numbers}"
+        yield f"{shown} with --moe-aux-loss-coeff {numbers}: it has no auxiliary loss; use --moe-aux-loss-coeff 0"
 
 
 def expert_bias_needs_sigmoid(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -121,7 +128,7 @@ def capacity_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
     model, dispatcher = config.model, config.parallel.moe_token_dispatcher_type
     if not mixture.is_mixture(model):
         return
-    if model.moe_expert_capacity_factor is None:
+    if not mixture.has_capacity(model):
         is_given = {
             "--moe-pad-expert-input-to-capacity": model.moe_pad_expert_input_to_capacity,
             f"--moe-token-drop-policy {model.moe_token_drop_policy}": model.moe_token_drop_policy != "probs",
@@ -129,6 +136,8 @@ def capacity_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from flags_without_effect(is_given, "--moe-expert-capacity-factor")
         return
     factor = f"--moe-expert-capacity-factor {model.moe_expert_capacity_factor:g}"
+    if model.moe_expert_capacity_factor == 0:
+        yield f"{factor} would drop every token: give a number above 0, or leave it out for no limit"
     if dispatcher == "allgather":
         yield f"{factor} with --moe-token-dispatcher-type allgather: use alltoall"
     if "sinkhorn" in model.moe_router_load_balancing_type:
@@ -243,9 +252,9 @@ def padding_is_for_quantized_experts(config: RunConfig, world_size: int) -> Iter
     if not config.model.moe_router_padding_for_quantization:
         return
     if not derived.used_recipes(config.precision):
-        yield no_effect_without("--moe-router-padding-for-quantization", "--fp8-format or --fp4-format")
-    if config.parallel.moe_token_dispatcher_type == "allgather":
-        yield "--moe-router-padding-for-quantization with --moe-token-dispatcher-type allgather: use alltoall"
+        yield no_effect_without(PADDING, "--fp8-format or --fp4-format")
+    elif config.parallel.moe_token_dispatcher_type == "allgather":
+        yield f"{PADDING} with --moe-token-dispatcher-type allgather: use alltoall"
 
 
 def expert_sizes_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -149,6 +149,9 @@ def _unused_setting_notices(config: RunConfig, implementation: str) -> Iterator[
             if value != setting.default:
                 yield f"{setting.flags[0]} {value:g} has no effect: {reason}"
     model = config.model
+    if is_mixture(model) and model.moe_router_load_balancing_type == ("none",) and any(model.moe_aux_loss_coeff):
+        numbers = " ".join(f"{each:g}" for each in model.moe_aux_loss_coeff)
+        yield f"--moe-aux-loss-coeff {numbers} has no effect with --moe-router-load-balancing-type none"
     if data.reset_position_ids and model.position_embedding_type != "learned_absolute":
         yield (
             f"--reset-position-ids has no effect with --position-embedding-type {model.position_embedding_type}: "

@@ -154,8 +154,8 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "logging.profile_step_start logging.profile_step_end logging.logging_level"
     ),
     _ABOVE_0: (
-        "model.moe_router_topk_scaling_factor model.moe_expert_capacity_factor "
-        "model.norm_epsilon model.rope_scaling_factor model.yarn_beta_fast model.yarn_beta_slow "
+        "model.moe_router_topk_scaling_factor model.norm_epsilon model.rope_scaling_factor "
+        "model.yarn_beta_fast model.yarn_beta_slow "
         "model.attention_logit_softcapping model.output_logit_softcapping model.activation_func_clamp_value "
         "optimizer.lr optimizer.decoupled_lr optimizer.adam_eps optimizer.muon_extra_scale_factor "
         "model.softmax_scale model.logits_scaling model.embedding_multiplier model.residual_multiplier "

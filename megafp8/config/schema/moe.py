@@ -73,7 +73,9 @@ class MixtureModelConfig:
         flags=("--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8"),
     )
     moe_expert_capacity_factor: Optional[float] = setting(
-        None, "tokens of an expert at most, as a multiple of a balanced load; the others are dropped; default: no limit"
+        None,
+        "tokens of an expert at most, as a multiple of a balanced load; the others are dropped; negative, or default: "
+        "no limit",
     )
     moe_pad_expert_input_to_capacity: bool = setting(False, "pad the input of each expert to its capacity")
     moe_token_drop_policy: str = setting(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import pytest
 
 from megafp8.config import mixture
+from megafp8.config.rules.moe import MODEL_RULES
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.settings import from_json, to_json, with_values
 
@@ -29,6 +32,29 @@ def test_every_nth_layer_has_experts() -> None:
     model = ModelConfig(num_layers=4, num_experts=2, moe_layer_freq="2")
     assert mixture.expert_layers(model) == (True, False, True, False)
     assert mixture.expert_layers(ModelConfig(num_layers=2)) == (False, False)
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(None, False), (-1.0, False), (0.5, True)])
+def test_a_negative_capacity_is_no_limit(factor: Optional[float], expected: bool) -> None:
+    assert mixture.has_capacity(ModelConfig(moe_expert_capacity_factor=factor)) is expected
+
+
+MIXTURE = {"model.num_experts": 4, "model.num_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"model.moe_router_num_groups": 3, "model.moe_router_group_topk": 1}, "use 2 or 4 groups"),
+        ({"model.moe_router_num_groups": 9, "model.moe_router_group_topk": 1}, "use 4 groups"),
+        ({"model.moe_expert_capacity_factor": 0.0}, "above 0, or leave it out"),
+        ({"model.moe_router_load_balancing_type": ("sinkhorn",), "model.moe_aux_loss_coeff": (0.1,)}, "coeff 0"),
+        ({"model.moe_layer_freq": "[0,2]"}, "such as ([0]*1+[1]*3)"),
+    ],
+)
+def test_errors_name_values_that_are_valid(values: dict, text: str) -> None:
+    found = [problem for rule in MODEL_RULES for problem in rule(with_values(RunConfig(), MIXTURE | values), 1)]
+    assert any(text in problem for problem in found), found
 
 
 def test_experts_have_their_own_data_parallel_size() -> None:

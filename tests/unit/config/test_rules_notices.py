@@ -13,6 +13,15 @@ TINY = ["--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3"]
 
 CASES = (
     ({"parallel.sequence_parallel": True}, "emulated", "--sequence-parallel"),
+    (
+        {
+            "model.num_experts": 4,
+            "model.moe_router_load_balancing_type": ("none",),
+            "model.moe_aux_loss_coeff": (0.01,),
+        },
+        "emulated",
+        "--moe-aux-loss-coeff 0.01 has no effect with",
+    ),
     ({"checkpoint.save_interval": 10}, "emulated", "--save-interval 10"),
     ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "NullTokenizer"}, "emulated", "--tiktoken-pattern v2"),
     (
