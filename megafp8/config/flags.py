@@ -326,7 +326,8 @@ def to_argv(config: RunConfig) -> list[str]:
 
     words: list[str] = []
     base = with_values(RunConfig(), PRESETS.get(config.model.model_preset or "", {}))
-    base = with_values(base, fp8_lm.level_values(config.precision.fp8_lm_level))
+    own = {setting.name: value_of(config, setting.name) for setting in all_settings()}
+    base = with_values(base, fp8_lm.level_values(config.precision.fp8_lm_level, own))
     for setting in all_settings():
         value = value_of(config, setting.name)
         if value == value_of(base, setting.name):

@@ -6,11 +6,13 @@ Source: arXiv:2310.18313, section 2, and its code MS-AMP. A level contains those
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Optional
 
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import settings_by_name, value_of
+from megafp8.config.settings import Setting, settings_by_name, value_of
 from megafp8.recipes import registry
 
 LEVEL = "precision.fp8_lm_level"
@@ -30,14 +32,29 @@ _ADDED: Mapping[str, Mapping[str, Any]] = {
     },
     "O3": {"precision.fp8_param_gather": True, "optimizer.main_params_dtype": "fp16"},
 }
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "precision.grad_reduce_in_fp8": ("precision.grad_reduce_fp8_scaling",),
+    "optimizer.use_precision_aware_optimizer": (
+        "optimizer.exp_avg_dtype",
+        "optimizer.exp_avg_sq_dtype",
+        "optimizer.main_params_dtype",
+    ),
+}
+"""Switches of the levels, and the settings that have no effect without each."""
 
 
-def level_values(level: Optional[str]) -> dict[str, Any]:
-    """The settings of a level; none without one, or for an unknown one, which another check reports."""
+def level_values(level: Optional[str], own: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The settings of a level; none without one, or for an unknown one, which another check reports.
+
+    Args:
+        own: values that replace those of the level. A switch that they turn off takes the level's options of it along.
+    """
     if level is None or level not in _ADDED:
         return {}
     names = list(_ADDED)
-    return {name: value for added in names[: names.index(level) + 1] for name, value in _ADDED[added].items()}
+    values = {name: value for added in names[: names.index(level) + 1] for name, value in _ADDED[added].items()}
+    unused = {option for switch, options in _OPTIONS.items() if own.get(switch) is False for option in options}
+    return {name: value for name, value in values.items() if name not in unused}
 
 
 def level_notice(config: RunConfig) -> Optional[str]:
@@ -55,3 +72,29 @@ def level_notice(config: RunConfig) -> Optional[str]:
     ]
     text = f"--fp8-lm-level {level} stands for {' '.join(kept)}"
     return f"{text}; replaced by your own settings: {', '.join(changed)}" if changed else text
+
+
+def with_origins(problems: Iterable[str], config: RunConfig) -> list[str]:
+    """The problems; those that name a flag of the configuration's level also say so, and what replaces it."""
+    level, settings = config.precision.fp8_lm_level, settings_by_name()
+    origins = {
+        settings[name].as_flag(value): _origin(level, settings[name], settings[name].as_flag(value))
+        for name, value in level_values(level).items()
+        if value_of(config, name) == value != settings[name].default
+    }
+    return [
+        "; ".join([text, *(origin for flag, origin in origins.items() if re.search(rf"{flag}(?![\w-])", text))])
+        for text in problems
+    ]
+
+
+def _origin(level: Optional[str], setting: Setting, flag: str) -> str:
+    """That a flag is of a level, and what to give so that it is not."""
+    names = list(_ADDED)
+    lower = names.index(next(name for name in names if setting.name in _ADDED[name])) - 1
+    fixes = [f"give {setting.off[0]}"] if setting.off else []
+    if setting.type is not bool:
+        fixes = [f"give {setting.as_flag(setting.default or 'none')}"]
+    if lower >= 0:
+        fixes.append(f"use --fp8-lm-level {names[lower]}")
+    return f"{flag} is of --fp8-lm-level {level}: to remove it, {' or '.join(fixes) or 'remove the level'}"

@@ -53,7 +53,7 @@ def merge(
     config = with_values(base, PRESETS[preset]) if preset is not None else base
     # The level of a checkpoint is already in its other settings.
     level = values.get(fp8_lm.LEVEL, from_file.get(fp8_lm.LEVEL))
-    config = with_values(config, fp8_lm.level_values(level) | from_file)
+    config = with_values(config, fp8_lm.level_values(level, from_file | values) | from_file)
     if map_path is not None:
         from_map = _read_precision_map(map_path, problems)
         values["precision.precision_map"] = (*from_map, *values.get("precision.precision_map", ()))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megafp8.config import derived, precision_map
+from megafp8.config import derived, fp8_lm, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.fp8_weights import fp16_master_problems, fsdp_codes_problems
@@ -143,7 +143,7 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
         found += [f"{text}; change it, or use --transformer-impl emulated" for text in layer_obstacles(config)]
         found += fp8_attention_problems(config, target) + quantizer_problems(config)
         found += fp16_master_problems(config) + fsdp_codes_problems(config)
-    return found
+    return fp8_lm.with_origins(found, config)
 
 
 def implementation_problems(config: RunConfig, target: Target, implementation: str) -> list[str]:

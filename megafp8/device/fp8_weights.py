@@ -11,12 +11,14 @@ from megafp8.recipes.base import Gemm, Operand, Recipe
 def fp16_master_problems(config: RunConfig) -> list[str]:
     """Problem of FP16 master weights beside FP8 weights: Adam's own FP8 update knows delayed scaling only."""
     precision, dtype = config.precision, config.optimizer.main_params_dtype
-    if dtype == "fp32" or not precision.fp8_param_gather or derived.is_stateful(precision):
+    is_used = precision.fp8_param_gather and precision.fp8_format is not None
+    if dtype == "fp32" or not is_used or derived.is_stateful(precision):
         return []
+    known = " or ".join(recipe.flag for recipe in registry.recipes() if recipe.is_stateful)
     return [
         f"--main-params-dtype {dtype} with --fp8-param-gather and --fp8-recipe {precision.fp8_recipe}: Transformer "
         "Engine's Adam, which keeps such master weights, writes FP8 weights of delayed scaling only; remove "
-        "--main-params-dtype, or use another recipe"
+        f"--main-params-dtype, or use {known}"
     ]
 
 

@@ -37,6 +37,7 @@ def complete(line: str, folder: Path) -> set[str]:
         ("megafp8 pre", {"pretrain", "preprocess", "precision-table"}),
         ("megafp8 no-such --v", {"--version"}),
         ("megafp8 pretrain --fp8-rec", {"--fp8-recipe"}),
+        ("megafp8 pretrain --no-fp8-p", {"--no-fp8-param-gather"}),
         ("megafp8 pretrain --bf16 --fp8-format ", {"e4m3", "hybrid", "e5m2", "none"}),
         ("megafp8 pretrain --model-preset llama3-", {"llama3-8b", "llama3-70b", "llama3-405b"}),
         ("megafp8 pretrain --load ru", {"runs/"}),

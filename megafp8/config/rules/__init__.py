@@ -7,6 +7,7 @@ that it needs is missing or out of range, which another rule reports.
 
 from __future__ import annotations
 
+from megafp8.config import fp8_lm
 from megafp8.config.rules import (
     attention,
     base,
@@ -85,6 +86,6 @@ def path_problems(config: RunConfig, world_size: int) -> list[str]:
 
 
 def found_by(rules: tuple[Rule, ...], config: RunConfig, world_size: int) -> list[str]:
-    """Problems that the given rules find, without duplicates."""
+    """Problems that the given rules find, without duplicates, with the flags of --fp8-lm-level marked as such."""
     found = [problem for rule in rules for problem in rule(config, world_size)]
-    return list(dict.fromkeys(found))
+    return fp8_lm.with_origins(dict.fromkeys(found), config)

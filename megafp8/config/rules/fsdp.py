@@ -21,13 +21,8 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
         return
     stages = parallel.pipeline_model_parallel_size
     yield from low_precision_state_is_the_distributed_optimizers(config)
-    is_of_level = bool(config.optimizer.use_precision_aware_optimizer and precision.fp8_lm_level)
     excluded = (
-        (
-            parallel.use_distributed_optimizer and not is_of_level,
-            "--use-distributed-optimizer",
-            "it shards the optimizer state itself",
-        ),
+        (parallel.use_distributed_optimizer, "--use-distributed-optimizer", "it shards the optimizer state itself"),
         (parallel.overlap_grad_reduce, "--overlap-grad-reduce", "its reductions always overlap"),
         (parallel.overlap_param_gather, "--overlap-param-gather", "its gathers always overlap"),
         (parallel.use_nccl_ub, "--use-nccl-ub", "it has no weight and gradient buffers"),
@@ -71,13 +66,10 @@ def low_precision_state_is_the_distributed_optimizers(config: RunConfig) -> Iter
     """megatron-core asserts that its precision-aware optimizer is distributed: others keep FP32 master weights."""
     if not config.optimizer.use_precision_aware_optimizer:
         return
-    level = config.precision.fp8_lm_level
-    flag, fix = "--use-precision-aware-optimizer", "remove one of them"
-    if level is not None:
-        flag, fix = f"--fp8-lm-level {level}", "use --fp8-lm-level O1, or remove --use-torch-fsdp2"
     yield (
-        f"{flag} is not supported with {FSDP}: megatron-core has optimizer state in FP8 and FP16 only in its "
-        f"distributed optimizer, and the optimizer of FSDP2 keeps FP32 master weights and moments of its rows; {fix}"
+        f"--use-precision-aware-optimizer is not supported with {FSDP}: megatron-core has optimizer state in FP8 and "
+        "FP16 only in its distributed optimizer, and the optimizer of FSDP2 keeps FP32 master weights and moments of "
+        "its rows; remove one of them"
     )
 
 

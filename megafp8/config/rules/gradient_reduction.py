@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived
-from megafp8.config.fp8_lm import level_values
 from megafp8.config.rules.base import Rule, flags_without_effect, has_whole_replicas
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT
-from megafp8.config.settings import settings_by_name
 
 FLAG = "--grad-reduce-in-fp8"
 EXCLUDED_OVERRIDES = ("ddp.reduce_scatter_with_fp32_accumulation", "ddp.num_distributed_optimizer_instances")
@@ -40,15 +38,7 @@ def fp8_gradients_have_ranks(config: RunConfig, world_size: int) -> Iterator[str
     if not config.precision.grad_reduce_in_fp8 or not has_whole_replicas(config, world_size):
         return
     if derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size == 1:
-        level = config.precision.fp8_lm_level
-        fix = "remove it" if level is None else f"in place of --fp8-lm-level {level} give {_without_reduction(level)}"
-        yield f"{FLAG} with one data-parallel rank has nothing to send: {fix}, or use more ranks"
-
-
-def _without_reduction(level: str) -> str:
-    """The flags of a level that do not concern the reduction of gradients."""
-    settings, values = settings_by_name(), level_values(level).items()
-    return " ".join(settings[name].as_flag(value) for name, value in values if "grad_reduce" not in name)
+        yield f"{FLAG} with one data-parallel rank has nothing to send: remove it, or use more ranks"
 
 
 def fp8_gradients_exclude_other_reductions(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -22,7 +22,12 @@ TILE_LENGTH = 128  # tokens and channels of a tile of the Triton kernels
 def one_weight_format(config: RunConfig, world_size: int) -> Iterator[str]:
     """Weights are BF16, FP16 or, without either flag, FP32."""
     if config.precision.bf16 and config.precision.fp16:
-        yield "--bf16 and --fp16 are both given: keep one"
+        level = config.precision.fp8_lm_level
+        yield (
+            f"--fp16 with --fp8-lm-level {level}, which is for BF16: remove one of them"
+            if level
+            else "--bf16 and --fp16 are both given: keep one"
+        )
 
 
 def one_low_format(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -36,7 +41,8 @@ def low_formats_are_not_with_fp16(config: RunConfig, world_size: int) -> Iterato
     """Recipes scale BF16 or FP32 tensors; the loss scaling of FP16 would scale gradients a second time."""
     precision = config.precision
     if precision.fp16 and (recipes := precision_map.used_recipes(precision)):
-        yield f"{precision_map.recipe_source(precision, recipes[0])} with --fp16: use --bf16 instead of --fp16"
+        fix = "remove --fp16" if precision.bf16 else "use --bf16 instead of --fp16"
+        yield f"{precision_map.recipe_source(precision, recipes[0])} with --fp16: {fix}"
 
 
 def low_format_settings_need_a_format(config: RunConfig, world_size: int) -> Iterator[str]:

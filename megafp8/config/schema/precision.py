@@ -74,6 +74,8 @@ class PrecisionConfig:
         False,
         "store and all-gather the weights of linear layers as FP8 codes and scales, without a BF16 copy (emulated: "
         f"{', '.join(registry.with_param_gather())})",
+        flags=("--fp8-param-gather",),
+        off=("--no-fp8-param-gather",),
     )
     fp8_saved_activations: tuple[str, ...] = setting(
         (),
@@ -213,6 +215,8 @@ class PrecisionConfig:
     grad_reduce_in_fp8: bool = setting(
         False,
         "send gradients between data-parallel ranks as FP8 codes, and add them in FP32 (see docs/fp8_lm.md)",
+        flags=("--grad-reduce-in-fp8",),
+        off=("--no-grad-reduce-in-fp8",),
     )
     grad_reduce_fp8_format: str = setting("e4m3", "format of the codes of gradients", choices=("e4m3", "e5m2"))
     grad_reduce_fp8_scaling: str = setting(

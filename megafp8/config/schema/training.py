@@ -298,7 +298,10 @@ class OptimizerConfig:
     )
     hysteresis: int = setting(2, "overflows since the last doubling after which the dynamic loss scale is halved")
     use_precision_aware_optimizer: bool = setting(
-        False, "allow low-precision optimizer state (enables the four dtype flags below)"
+        False,
+        "allow low-precision optimizer state (enables the four dtype flags below)",
+        flags=("--use-precision-aware-optimizer",),
+        off=("--no-use-precision-aware-optimizer",),
     )
     one_pass_optimizer: bool = setting(
         True,

@@ -10,6 +10,7 @@ import pytest
 from megafp8.config import flags, rules
 from megafp8.config.fp8_lm import level_values
 from megafp8.config.settings import value_of
+from megafp8.device import capability
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 255 --tokenizer-type "
@@ -66,9 +67,97 @@ def test_a_level_of_a_checkpoint_does_not_replace_its_other_settings() -> None:
     assert invocation.config.precision.grad_reduce_fp8_scaling == "block"
 
 
-def test_one_rank_has_nothing_to_send() -> None:
-    (problem,) = rules.problems(parse("--fp8-lm-level O1").config, 1)
-    assert "in place of --fp8-lm-level O1 give --bf16 --fp8-format hybrid --fp8-recipe delayed, or use" in problem
+@pytest.mark.parametrize(
+    ("off", "options"),
+    [
+        ("--no-grad-reduce-in-fp8", ("precision.grad_reduce_fp8_scaling",)),
+        (
+            "--no-use-precision-aware-optimizer",
+            ("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "optimizer.main_params_dtype"),
+        ),
+        ("--no-fp8-param-gather", ()),
+        ("--no-use-distributed-optimizer --no-use-precision-aware-optimizer --no-fp8-param-gather", ()),
+    ],
+)
+def test_a_switch_of_a_level_can_be_turned_off(off: str, options: tuple[str, ...]) -> None:
+    """The level's options of the switch go with it; others stay."""
+    config = parse(f"--fp8-lm-level O3 {off}").config
+    assert rules.problems(config, 2) == []
+    for name in options:
+        assert value_of(config, name) == value_of(parse("").config, name)
+    assert config.precision.fp8_format == "hybrid"
+    words = flags.to_argv(config)
+    assert set(off.split()) <= set(words) and not any(word.endswith("-dtype") for word in words)
+    assert flags.parse(words).config == config
+
+
+def test_a_switch_in_a_file_can_be_turned_off(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"precision": {"fp8_lm_level": "O1", "grad_reduce_in_fp8": False}}))
+    config = parse(f"--config {file}").config
+    assert config.precision.grad_reduce_fp8_scaling == "block" and rules.problems(config, 1) == []
+    (problem,) = rules.problems(parse(f"--config {file} --grad-reduce-fp8-scaling tensor").config, 2)
+    assert "tensor has no effect without --grad-reduce-in-fp8" in problem  # asked for, so not dropped
+
+
+@pytest.mark.parametrize(
+    ("flags_given", "ranks", "origin", "fixes"),
+    [
+        ("O1", 1, "--grad-reduce-in-fp8 is of --fp8-lm-level O1", ["O1 --no-grad-reduce-in-fp8"]),
+        (
+            "O3 --no-use-distributed-optimizer --no-use-precision-aware-optimizer",
+            2,
+            "--fp8-param-gather is of --fp8-lm-level O3",
+            ["O3 --no-use-distributed-optimizer --no-use-precision-aware-optimizer --no-fp8-param-gather"],
+        ),
+        (
+            "O3 --no-use-distributed-optimizer --no-fp8-param-gather",
+            2,
+            "--use-precision-aware-optimizer is of --fp8-lm-level O3",
+            ["O1 --no-use-distributed-optimizer"],
+        ),
+        (
+            "O2 --optimizer sgd --no-use-precision-aware-optimizer",
+            2,
+            "--use-distributed-optimizer is of --fp8-lm-level O2",
+            [
+                "O1 --optimizer sgd",
+                "O2 --optimizer sgd --no-use-distributed-optimizer --no-use-precision-aware-optimizer",
+            ],
+        ),
+        ("O1 --fp4-format e2m1", 2, "--fp8-format hybrid is of", ["O1 --fp4-format e2m1 --fp8-format none"]),
+    ],
+)
+def test_errors_name_the_level_and_fixes_that_work(flags_given: str, ranks: int, origin: str, fixes: list[str]) -> None:
+    (problem,) = rules.problems(parse(f"--fp8-lm-level {flags_given}").config, ranks)
+    assert origin in problem
+    for fix in fixes:
+        assert rules.problems(parse(f"--fp8-lm-level {fix}").config, ranks) == []
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_master_weights_of_a_level_that_a_recipe_excludes(recipe: str) -> None:
+    (problem,) = gpu_problems(f"O3 --fp8-recipe {recipe}")
+    assert "give --main-params-dtype fp32 or use --fp8-lm-level O2" in problem
+    for fix in ("O3 --main-params-dtype fp32", "O3 --no-fp8-param-gather", "O2"):
+        assert gpu_problems(f"{fix} --fp8-recipe {recipe}") == []
+
+
+def gpu_problems(level: str) -> list[str]:
+    return capability.capability_problems(parse(f"--fp8-lm-level {level}").config, capability.TARGETS["h200"])
+
+
+def test_fp16_is_not_for_levels() -> None:
+    found = rules.problems(parse("--fp8-lm-level O1 --fp16").config, 2)
+    assert found == [
+        "--fp16 with --fp8-lm-level O1, which is for BF16: remove one of them",
+        "--fp8-recipe delayed with --fp16: remove --fp16",
+    ]
+
+
+def test_own_flags_are_not_said_to_be_of_a_level() -> None:
+    (problem,) = rules.problems(parse("--bf16 --fp8-format hybrid --grad-reduce-in-fp8").config, 1)
+    assert problem.endswith("remove it, or use more ranks")
 
 
 def test_fp16_masters_need_16_bit_weights() -> None:
