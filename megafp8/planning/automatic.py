@@ -163,7 +163,8 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
     """Communication of the distributed optimizer beside forward and backward, where there is any."""
     parallel = config.parallel
     replicas = world_size // max(1, derived.model_parallel_size(config) // max(1, parallel.context_parallel_size))
-    helps = bool(parallel.use_distributed_optimizer) and target.kind == "cuda" and replicas > 1
+    has_buffers = bool(parallel.use_distributed_optimizer) and not parallel.use_torch_fsdp2
+    helps = has_buffers and target.kind == "cuda" and replicas > 1
     reduces, gathers = parallel.overlap_grad_reduce, parallel.overlap_param_gather
     if reduces is None:
         reduces = helps
@@ -185,8 +186,8 @@ def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[V
     parallel = config.parallel
     if parallel.use_nccl_ub is not None:
         return {}, []
-    helps = bool(parallel.overlap_param_gather) and target.kind == "cuda" and parallel.distributed_backend != "gloo"
-    if not helps:
+    gathers = bool(parallel.overlap_param_gather) and not parallel.use_torch_fsdp2
+    if not gathers or target.kind != "cuda" or parallel.distributed_backend == "gloo":
         return {"parallel.use_nccl_ub": False}, []
     if obstacle := expandable_segments():
         return {"parallel.use_nccl_ub": False}, [Choice("--use-nccl-ub", "off", f"{obstacle} excludes it")]

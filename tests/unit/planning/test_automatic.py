@@ -58,6 +58,16 @@ def test_weights_that_are_gathered_beside_the_forward_pass_are_registered(monkey
     assert chosen(DELAYED, world_size=8)["--use-nccl-ub"] == "off"
 
 
+def test_fsdp_chooses_nothing_that_it_excludes() -> None:
+    """Also where it is refused with the distributed optimizer of a level."""
+    with pytest.raises(ConfigError) as refused:
+        checked("--use-torch-fsdp2 --no-gradient-accumulation-fusion --fp8-lm-level O2", world_size=2)
+    assert [problem.split()[0] for problem in refused.value.problems] == [
+        "--use-precision-aware-optimizer",
+        "--use-distributed-optimizer",
+    ]
+
+
 def test_a_cpu_keeps_its_settings() -> None:
     run = checked(DELAYED, "cpu", 2)
     config = run.invocation.config
