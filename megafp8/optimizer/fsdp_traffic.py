@@ -1,6 +1,6 @@
-"""Counts what FSDP2's ranks send each other.
+"""Counts what FSDP2's ranks send each other, and hooks on their gradients.
 
-FSDP2's collectives are replaced through `set_custom_all_gather` and `set_custom_reduce_scatter`, by ones that count.
+FSDP2's collectives are replaced through `set_custom_all_gather` and `set_custom_reduce_scatter`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from megafp8.mcore.fsdp_groups import GradientSums, fsdp_modules
+from megafp8.mcore.fsdp_groups import GradientSums, fsdp_modules, parameter_group
+
+
+class HookedReduceScatter(DefaultReduceScatter):
+    """A reduce-scatter that gives this rank's gradients to a function before."""
+
+    def __init__(self, reduce: Callable[..., Any], hook: Callable[[Tensor], None]):
+        self._reduce, self._hook = reduce, hook
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        """Call the function, and reduce."""
+        self._hook(input_tensor)
+        return self._reduce(output_tensor, input_tensor, *args, **options)
+
+
+def add_reduction_hook(module: Any, hook: Callable[[Tensor], None]) -> None:
+    """Call a function with the gradients of a module, flat, before each reduction.
+
+    Args:
+        module: of FSDP2, with parameters. A collective that is set later replaces the hook.
+    """
+    module.set_custom_reduce_scatter(HookedReduceScatter(parameter_group(module)._reduce_scatter_comm, hook))
 
 
 class CountedGather(DefaultAllGather):

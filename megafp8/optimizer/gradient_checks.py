@@ -63,29 +63,6 @@ class NonFiniteGradientMonitor:
         self.bad.zero_()
 
 
-class ReducedGradientMonitor:
-    """The same for `--use-torch-fsdp2`, on this rank's rows of the reduced gradients.
-
-    They are reduced during the backward pass, and a NaN of one rank is then in the rows of all ranks: the report names
-    the tensor, and more ranks than the one that it comes from.
-    """
-
-    def __init__(self, chunks: list[Any], device: torch.device):
-        self.gradients = [parameter.main_grad for chunk in chunks for parameter in chunk.parameters()]
-        self.device = device
-
-    @property
-    def bad(self) -> Tensor:
-        """Number of gradients that are not finite."""
-        bad = torch.zeros((), device=self.device)
-        for gradient in self.gradients:
-            bad += ~is_finite(gradient)
-        return bad
-
-    def reset(self) -> None:
-        """Do nothing: the gradients themselves are read."""
-
-
 class CodeCounts(NamedTuple):
     """FP8 codes of gradients in a step, over all ranks: of all values, or of a sample from large buckets.
 

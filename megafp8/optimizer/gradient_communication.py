@@ -20,7 +20,7 @@ from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.grad_reduction import reduction_group
 from megafp8.mcore.process_groups import bucket_groups
-from megafp8.optimizer.fsdp_traffic import CountedGather, CountedReduction
+from megafp8.optimizer.fsdp_traffic import CountedGather, CountedReduction, add_reduction_hook
 from megafp8.quantization.fp8_parameter import quantized_parameters
 from megafp8.resilience import fault_injection
 
@@ -45,10 +45,15 @@ def add_grad_sync_hook(group: Any, hook: Callable[[], None]) -> Callable[[], Non
 
 
 def inject_gradient_faults(chunks: Sequence[Any]) -> None:
-    """Let fault injection change this rank's gradients before they are reduced."""
+    """Let fault injection change this rank's gradients before they are reduced.
+
+    With FSDP2 they are those of a module in a microbatch.
+    """
     for chunk in chunks:
         for group in bucket_groups(chunk):
             add_grad_sync_hook(group, partial(poison, group))
+        for sums in getattr(chunk, "sums", ()):
+            add_reduction_hook(sums.module, lambda gradients: fault_injection.poison("step.gradients", gradients))
 
 
 def poison(group: Any) -> None:

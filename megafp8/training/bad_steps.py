@@ -35,6 +35,7 @@ from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.errors import NumericsError
 from megafp8.metrics.health_advice import Case, advice, for_nonfinite_values
 from megafp8.optimizer import gradient_checks
+from megafp8.optimizer.fsdp_checks import ReducedGradientMonitor
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale, describe_overflow
 from megafp8.optimizer.skip_update import SpikeDetector
@@ -44,6 +45,7 @@ from megafp8.training.checks import machine_problems
 from megafp8.training.operand_faults import FORWARD_OPERANDS, OperandFaults
 from megafp8.training.run import Run
 
+ROWS_OF_SUMS = "--use-torch-fsdp2: a rank has rows of sums over ranks, each of which may have brought the value up"
 SUM_OVERFLOWS = "gradients overflow in the sum over all ranks"
 
 
@@ -67,7 +69,7 @@ class BadStep:
 
 def build_gradient_monitor(
     config: RunConfig, trainee: TrainingState, device: torch.device
-) -> Union[gradient_checks.NonFiniteGradientMonitor, gradient_checks.ReducedGradientMonitor, None]:
+) -> Union[gradient_checks.NonFiniteGradientMonitor, ReducedGradientMonitor, None]:
     """The check of each rank's local gradients before they are reduced; None where the gradient norm is enough.
 
     The fused optimizer's norm is enough where every rank holds the complete model, or where there is no data
@@ -77,7 +79,7 @@ def build_gradient_monitor(
     if not config.training.check_for_nan_in_loss_and_grad:
         return None
     if config.parallel.use_torch_fsdp2:
-        return gradient_checks.ReducedGradientMonitor(trainee.chunks, device)
+        return ReducedGradientMonitor(trainee.chunks, device, is_local=config.precision.grad_reduce_in_fp8)
     if isinstance(trainee.optimizer, FusedAdamOptimizer) and data_size in (1, dist.get_world_size()):
         return None
     return gradient_checks.NonFiniteGradientMonitor(trainee.chunks, device)
@@ -138,11 +140,16 @@ def reduce_step_totals(
         # The optimizer finds the overflow itself, skips the update and lowers the loss scale.
         return totals, None, faults
     data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    is_reduced = monitor is None and data_size > 1
-    local_bad = gradient_checks.find_local_bad_gradients(run.trainee.chunks) if is_reduced else None
+    local_bad = None
+    if isinstance(monitor, ReducedGradientMonitor):
+        local_bad = monitor.find_local_bad_gradients()
+    elif monitor is None and data_size > 1:
+        local_bad = gradient_checks.find_local_bad_gradients(run.trainee.chunks)
     ranks = gradient_checks.describe_bad_ranks(
         counted_loss, bool(bad > 0), run.trainee.chunks, describe_rank_samples(run, progress), local_bad
     )
+    if isinstance(monitor, ReducedGradientMonitor) and local_bad is None and math.isfinite(totals.loss_sum):
+        ranks.append(ROWS_OF_SUMS)
     if faults.non_finite_operands():
         ranks.append(f"operands of quantized linears: {faults.describe()}")
     return totals, non_finite_step(run, progress, ranks), faults

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megafp8.config import rules
+from megafp8.config import derived, rules
 from megafp8.config.flags import Invocation
 from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.schema import RunConfig
@@ -21,6 +22,8 @@ from megafp8.errors import CheckpointError, ConfigError
 from megafp8.mcore import cpu_patches
 from megafp8.planning import micro_batch
 from megafp8.planning.automatic import Choice, choose
+from megafp8.recipes import registry
+from megafp8.resilience import fault_injection
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     local_problems = rules.path_problems(config, ranks) + package_problems(config.logging) + offloading_problems(config)
     notices = list(invocation.notices)
     implementation = capability.resolve_implementation(config, target)
+    found += fault_problems(config, implementation)
     notices += rules.notices(config, implementation, ranks) + capability.emulation_notices(config, target)
     notices += capability.environment_notices(config.precision, implementation)
     if invocation.world_size is None and invocation.target is None:
@@ -86,6 +90,19 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
         raise ConfigError(found)
     cpu_patches.install()
     return Checked(invocation, target, implementation, ranks, tuple(notices), choices)
+
+
+def fault_problems(config: RunConfig, implementation: str) -> list[str]:
+    """Problem of a planned fault at a number that the run does not have: it would never fire."""
+    plan = fault_injection.read_plan(os.environ.get(fault_injection.FAULTS_VARIABLE, ""))
+    has_amaxes = implementation == "emulated" and derived.is_stateful(config.precision)
+    if has_amaxes or all(fault.at != "step.amax" for fault in plan):
+        return []
+    known = " or ".join(recipe.flag for recipe in registry.recipes() if recipe.is_stateful)
+    return [
+        f"{fault_injection.FAULTS_VARIABLE}: at=step.amax is in the histories of emulated layers with {known}, which "
+        "this run does not have; choose another place, or give these flags and --transformer-impl emulated"
+    ]
 
 
 def is_saved_sharded(config: RunConfig) -> Optional[bool]:

@@ -24,8 +24,9 @@ from megafp8.mcore.process_groups import RankPosition
 from megafp8.metrics.timers import StepTimer
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer.fp8_gradients import Fp8Reduction
+from megafp8.optimizer.fsdp_checks import ReducedGradientMonitor
 from megafp8.optimizer.fsdp_traffic import CountedGather, CountedReduction
-from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor, ReducedGradientMonitor
+from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
 from megafp8.optimizer.gradient_communication import GradientTraffic, ParameterTraffic, WgradOverwrite
 from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.resilience.watchdog import Watchdog

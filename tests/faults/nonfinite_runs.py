@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from megatron.core.utils import to_local_if_dtensor
 from ranks import run_ranks
 from small_run import build_run, fingerprint, small_config, weights
 
@@ -49,7 +50,8 @@ def run_loop(folder: Path, plan: str, flags: str, world_size: int = 2) -> Ended:
             progress, error = train(run), ""
         except NumericsError as raised:
             progress, error = None, str(raised)
-        return progress, fingerprint(weights(run)), error
+        local = {name: to_local_if_dtensor(tensor) for name, tensor in weights(run).items()}
+        return progress, fingerprint(local), error
 
     progresses, hashes, errors = zip(*run_ranks(world_size, start), strict=True)
     assert len(set(progresses)) == len(set(errors)) == 1, "all ranks end alike"

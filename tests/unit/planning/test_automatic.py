@@ -236,6 +236,14 @@ def test_a_checkpoint_decides_the_form_of_the_optimizer_state(tmp_path: Path) ->
     assert checks.is_saved_sharded(checked(f"{DELAYED} --load {tmp_path / 'empty'}").invocation.config) is None
 
 
+def test_a_fault_at_a_number_that_the_run_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAFP8_FAULTS", "nan:rank=1,step=2,at=step.amax")
+    for extra in ("", DELAYED, "--fp8-format hybrid --fp8-recipe tensorwise --transformer-impl emulated"):
+        with pytest.raises(ConfigError, match=r"step\.amax is in the histories of emulated layers with --fp8-recipe"):
+            checked(extra)
+    assert checked(f"{DELAYED} --transformer-impl emulated").implementation == "emulated"
+
+
 def test_wrong_settings_are_still_refused() -> None:
     with pytest.raises(ConfigError, match="contradict each other"):
         checked(f"{DELAYED} --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32")
