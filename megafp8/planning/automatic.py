@@ -162,7 +162,7 @@ def _distributed_optimizer(
 def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
     """Communication of the distributed optimizer beside forward and backward, where there is any."""
     parallel = config.parallel
-    replicas = world_size // max(1, derived.model_parallel_size(config) // max(1, parallel.context_parallel_size))
+    replicas = _ranks_that_share(config, world_size)
     has_buffers = bool(parallel.use_distributed_optimizer) and not parallel.use_torch_fsdp2
     helps = has_buffers and target.kind == "cuda" and replicas > 1
     reduces, gathers = parallel.overlap_grad_reduce, parallel.overlap_param_gather
@@ -181,13 +181,18 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
     ]
 
 
+def _ranks_that_share(config: RunConfig, world_size: int) -> int:
+    """The data- and context-parallel ranks that have the same weights; also for sizes that rules refuse."""
+    return world_size // max(1, derived.model_parallel_size(config) // max(1, config.parallel.context_parallel_size))
+
+
 def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
     """Registered with NCCL where weights are gathered beside the forward pass."""
     parallel = config.parallel
     if parallel.use_nccl_ub is not None:
         return {}, []
-    gathers = bool(parallel.overlap_param_gather) and not parallel.use_torch_fsdp2
-    if not gathers or target.kind != "cuda" or parallel.distributed_backend == "gloo":
+    is_shared = not parallel.use_torch_fsdp2 and _ranks_that_share(config, world_size) > 1
+    if not (parallel.overlap_param_gather and is_shared) or target.kind != "cuda" or parallel.distributed_backend == "gloo":
         return {"parallel.use_nccl_ub": False}, []
     if obstacle := expandable_segments():
         return {"parallel.use_nccl_ub": False}, [Choice("--use-nccl-ub", "off", f"{obstacle} excludes it")]

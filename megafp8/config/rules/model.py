@@ -12,6 +12,7 @@ from megafp8.config.rules.base import (
     all_positive,
     flags_without_effect,
     has_shape,
+    has_whole_replicas,
     no_effect_without,
 )
 from megafp8.config.schema import AUTO, ModelConfig, RunConfig
@@ -266,6 +267,18 @@ def parameter_gather_overlap_has_its_parts(config: RunConfig, world_size: int) -
         yield f"--overlap-param-gather also needs {' and '.join(missing)}"
 
 
+def registered_buffers_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Data- and context-parallel ranks exchange what --use-nccl-ub registers."""
+    parallel = config.parallel
+    if not parallel.use_nccl_ub or parallel.use_torch_fsdp2 or not has_whole_replicas(config, world_size):
+        return
+    if derived.data_parallel_size(config, world_size) * parallel.context_parallel_size == 1:
+        yield (
+            f"--use-nccl-ub with one data- x context-parallel rank of {world_size}: no other rank has the same weights "
+            "and gradients; remove it, or use more ranks"
+        )
+
+
 def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
     """--tp-comm-overlap overlaps the collectives of sequence parallelism, and its user buffers have one shape."""
     parallel, precision = config.parallel, config.precision
@@ -305,5 +318,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     context_exchange_divides_heads,
     context_levels_multiply_to_the_group,
     parameter_gather_overlap_has_its_parts,
+    registered_buffers_have_ranks,
     tensor_overlap_has_its_parts,
 )

@@ -130,6 +130,11 @@ EXAMPLES = {
         4,
         "1 x 4 = 4",
     ),
+    "registered_buffers_have_ranks": (
+        {"parallel.use_nccl_ub": True, "parallel.pipeline_model_parallel_size": 2},
+        2,
+        "--use-nccl-ub with one data- x context-parallel rank of 2",
+    ),
     "parameter_gather_overlap_has_its_parts": (
         {
             "parallel.overlap_param_gather": True,

@@ -54,6 +54,7 @@ def test_several_gpus_overlap_their_communication() -> None:
 def test_weights_that_are_gathered_beside_the_forward_pass_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(DELAYED, world_size=8)["--use-nccl-ub"] == "on"
     assert "--use-nccl-ub" not in chosen(f"{DELAYED} --no-overlap-param-gather", world_size=8)
+    assert "--use-nccl-ub" not in chosen(f"{DELAYED} --overlap-grad-reduce --overlap-param-gather")  # one rank
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert chosen(DELAYED, world_size=8)["--use-nccl-ub"] == "off"
 
