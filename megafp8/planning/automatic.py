@@ -191,8 +191,9 @@ def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[V
     parallel = config.parallel
     if parallel.use_nccl_ub is not None:
         return {}, []
-    is_shared = not parallel.use_torch_fsdp2 and _ranks_that_share(config, world_size) > 1
-    if not (parallel.overlap_param_gather and is_shared) or target.kind != "cuda" or parallel.distributed_backend == "gloo":
+    is_shared = _ranks_that_share(config, world_size) > 1 and not parallel.use_torch_fsdp2
+    uses_nccl = target.kind == "cuda" and parallel.distributed_backend != "gloo"
+    if not (parallel.overlap_param_gather and is_shared and uses_nccl):
         return {"parallel.use_nccl_ub": False}, []
     if obstacle := expandable_segments():
         return {"parallel.use_nccl_ub": False}, [Choice("--use-nccl-ub", "off", f"{obstacle} excludes it")]
