@@ -130,8 +130,10 @@ def fp8_attention_is_supported(config: RunConfig, world_size: int) -> Iterator[s
     if not registry.get(precision.fp8_recipe).supports_fp8_attention:
         known = " or ".join(recipe.flag for recipe in registry.recipes() if recipe.supports_fp8_attention)
         yield (
-            f"{flag} with --fp8-recipe {precision.fp8_recipe}: Transformer Engine does not support FP8 attention with "
-            f"this recipe; use {known}, or remove it"
+            f"{flag} with --fp8-recipe {precision.fp8_recipe}: attention has the recipe of the linears, and on Hopper, "
+            "the only GPU supported here, Transformer Engine does not train attention in this one. Attention in "
+            "delayed scaling beside linears in another recipe (NVTE_DPA_FP8_RECIPE) is not supported; use "
+            f"{known}, or remove it"
         )
     if precision.attention_backend not in ("auto", "fused"):
         yield (

@@ -16,7 +16,7 @@ EXAMPLES = {
     "fp8_attention_is_supported": (
         {"precision.fp8_recipe": "tensorwise", "precision.fp8_dot_product_attention": True},
         1,
-        "use --fp8-recipe delayed",
+        "does not train attention in this one",
     ),
     "fp8_weights_need_sharded_optimizer": (
         {"precision.fp8_param_gather": True, "parallel.use_distributed_optimizer": False},
