@@ -14,6 +14,7 @@ from megafp8.config import derived, rules
 from megafp8.config.flags import Invocation
 from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.schema import RunConfig
+from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
 from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.local_environment import offloading_problems, package_problems
@@ -71,6 +72,8 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     found += fault_problems(config, implementation)
     notices += rules.notices(config, implementation, ranks) + capability.emulation_notices(config, target)
     notices += capability.environment_notices(config.precision, implementation)
+    if invocation.dry_run:
+        notices += unchecked_patterns(config)
     if invocation.world_size is None and invocation.target is None:
         found += local_problems
     elif not invocation.dry_run:
@@ -90,6 +93,18 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
         raise ConfigError(found)
     cpu_patches.install()
     return Checked(invocation, target, implementation, ranks, tuple(notices), choices)
+
+
+def unchecked_patterns(config: RunConfig) -> list[str]:
+    """The notice that a dry run, which has no parameters, does not compare patterns with their names."""
+    precision = config.precision
+    patterns = [each for each in precision.grad_reduce_fp8_exclude if each not in (*EXCLUDED_BY_DEFAULT, NO_PATTERN)]
+    if not precision.grad_reduce_in_fp8 or not patterns:
+        return []
+    return [
+        f"--grad-reduce-fp8-exclude {' '.join(patterns)}: a run, which has the parameters' names, is refused if a "
+        "pattern matches none; a dry run does not check this"
+    ]
 
 
 def fault_problems(config: RunConfig, implementation: str) -> list[str]:

@@ -245,6 +245,14 @@ def test_a_fault_at_a_number_that_the_run_does_not_have_is_refused(monkeypatch: 
     assert checked(f"{DELAYED} --transformer-impl emulated").implementation == "emulated"
 
 
+def test_a_dry_run_says_that_it_does_not_compare_patterns() -> None:
+    def unchecked(extra: str) -> bool:
+        return any("a dry run does not check this" in text for text in checked(extra, world_size=2).notices)
+
+    assert unchecked("--grad-reduce-in-fp8 --grad-reduce-fp8-exclude *norm* *linear_fc9*")
+    assert not unchecked("--grad-reduce-in-fp8 --grad-reduce-fp8-exclude none") and not unchecked("")
+
+
 def test_wrong_settings_are_still_refused() -> None:
     with pytest.raises(ConfigError, match="contradict each other"):
         checked(f"{DELAYED} --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32")
