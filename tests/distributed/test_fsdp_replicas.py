@@ -185,7 +185,7 @@ def test_replicas_send_complete_sums_in_the_last_backward_pass() -> None:
 @pytest.mark.parametrize("intra", ["fp8", "bf16"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_gradient_stops_the_step_on_all_ranks(intra: str, bad: float) -> None:
-    """Also on those of the other replica."""
+    """Also on those of the other replica, and names the rank that brings it up."""
 
     def stopped() -> str:
         run = built(replica_config(f"--bf16 {PLAIN} {REDUCE} {INTRA} {intra}"))
@@ -198,7 +198,7 @@ def test_a_bad_gradient_stops_the_step_on_all_ranks(intra: str, bad: float) -> N
 
     texts = run_ranks(SIZE, stopped)
     assert len(set(texts)) == 1 and "gradient of decoder.layers.1.mlp.linear_fc1.weight" in texts[0], texts[0]
-    assert "rank 3: " in texts[0]
+    assert "  rank 1: first bad tensor" in texts[0] and texts[0].count("  rank ") == 1
 
 
 @pytest.mark.parametrize(
