@@ -115,6 +115,7 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.kv_channels "
         "model.moe_ffn_hidden_size model.moe_shared_expert_intermediate_size model.moe_router_topk "
         "model.moe_router_num_groups model.moe_router_group_topk parallel.expert_model_parallel_size "
+        "parallel.moe_flex_dispatcher_num_sms "
         "parallel.expert_tensor_parallel_size model.mtp_num_layers "
         "model.q_lora_rank model.kv_lora_rank model.qk_head_dim model.qk_pos_emb_head_dim model.v_head_dim "
         "model.num_query_groups model.max_position_embeddings model.rotary_base model.vocab_size "
