@@ -69,14 +69,14 @@ class OperandFaults:
         forward = [tensor for tensor in found if tensor not in gradients]
         return {tensor: found[tensor] for tensor in (*forward, *reversed(gradients))}
 
-    def describe(self, operands: Sequence[Operand] = OPERANDS) -> str:
-        """The non-finite operands in words: layer, operand, GEMMs, number of values."""
+    def describe(self, operands: Sequence[Operand] = OPERANDS, max_named: int = MAX_NAMED) -> str:
+        """The non-finite operands in words: layer, operand, GEMMs, number of values; the first ones, others counted."""
         parts = [
             f"{tensor} ({', '.join(gemms)}): {number} non-finite" if number else f"{tensor}: infinite amax"
             for tensor, (number, gemms) in self.non_finite_operands(operands).items()
         ]
-        more = len(parts) - MAX_NAMED
-        return "; ".join(parts[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        more = len(parts) - max_named
+        return "; ".join(parts[:max_named]) + (f"; and {more} more" if more > 0 else "")
 
 
 class OperandMonitor:
