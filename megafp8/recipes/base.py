@@ -166,6 +166,12 @@ class DelayedOptions:
     margin: int = 0
     is_reduced_over_data: bool = True
 
+    @property
+    def keeps_amaxes(self) -> bool:
+        """Whether scales depend on earlier amaxes than the last one. An infinite one then stops all updates of the
+        scale until it leaves the history. Otherwise it stops the update of its own microbatch only."""
+        return self.algorithm == "max" and self.history_len > 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRecipe:

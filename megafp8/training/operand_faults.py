@@ -2,8 +2,9 @@
 
 `quantization/counters.py` counts them in every step. Their sums over the ranks are reduced together with the loss, so
 that all ranks take the same decision before the update. Only a step with faults needs more: one reduction of the table,
-and the names of amax histories with an infinite amax. These are cleared in any case. Under the algorithm "max" such an
-amax would otherwise keep a scale until it leaves the history.
+and the names of amax histories with an infinite amax. Under the algorithm "max" such an amax would keep a scale until
+it leaves the history, so that it is removed in any case. Under "most_recent" the next amax makes a new scale, so that
+nothing has to be removed.
 
 `--on-nonfinite-activation` says what follows from non-finite operands: `warn` records them, `stop` and `skip` treat the
 step as a bad one (`bad_steps.py`), and `bf16` also computes the linears in high precision from the next step on.
@@ -44,7 +45,8 @@ class OperandFaults:
     Attributes:
         num_non_finite, num_saturated: values, each once for each GEMM that reads it.
         counts: of the quantizers that have any, as in `StepRecord.operand_counts`.
-        infinite_amaxes: operands whose amax history had an infinite amax, for example `layers.3.linear_fc2.input`.
+        infinite_amaxes: operands with an infinite amax that was removed from their history, for example
+            `layers.3.linear_fc2.input`.
     """
 
     num_non_finite: int = 0
@@ -96,7 +98,7 @@ class OperandMonitor:
                 continue
             linear.counts = self.counters.of_linear(name)
             state = getattr(linear, "quantizer_state", None)
-            if isinstance(state, DelayedState) and state.options.algorithm == "max":
+            if isinstance(state, DelayedState) and state.options.keeps_amaxes:
                 self.windows[name] = state
 
     def reset(self) -> None:

@@ -188,6 +188,15 @@ def test_infinite_amax_is_cleared_from_the_window() -> None:
     assert seen.quant_scales[0] == pytest.approx(clean.quant_scales[0], rel=0.2), "made from later amaxes again"
 
 
+def test_most_recent_amax_needs_no_clearing() -> None:
+    recipe = DELAYED.replace("--fp8-amax-compute-algo max", "--fp8-amax-compute-algo most_recent")
+    (seen,) = run_ranks(1, train, small_config("llama", recipe), 0, torch.inf)
+    assert seen.results[BAD_STEP - 1].operand_faults.infinite_amaxes == ()
+    assert f"{BAD}.input" in seen.results[BAD_STEP - 1].operand_faults.non_finite_operands()
+    (clean,) = run_ranks(1, train, small_config("llama", recipe), 1, torch.inf)
+    assert seen.quant_scales[0] == pytest.approx(clean.quant_scales[0], rel=0.2), "made from the next amaxes"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_all_ranks_stop_before_the_update(layout: str) -> None:
     config = small_config("llama", f"{TENSORWISE} {layout} --on-nonfinite-activation stop", 2)
