@@ -299,5 +299,6 @@ def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_ba
         num_in_row=0,
         num_rollbacks=failed.history.num_rollbacks + 1,
         moved_linears=failed.history.moved_linears,  # they stay in high precision
+        warnings=failed.history.warnings,
     )
     return Progress(loaded.step + num_batches, end, history, loaded.grad_factor)
