@@ -168,8 +168,7 @@ class DelayedOptions:
 
     @property
     def keeps_amaxes(self) -> bool:
-        """Whether scales depend on earlier amaxes than the last one. An infinite one then stops all updates of the
-        scale until it leaves the history. Otherwise it stops the update of its own microbatch only."""
+        """Whether earlier amaxes count, so that an infinite one keeps the scale until it has left the history."""
         return self.algorithm == "max" and self.history_len > 1
 
 
