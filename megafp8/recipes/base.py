@@ -166,11 +166,6 @@ class DelayedOptions:
     margin: int = 0
     is_reduced_over_data: bool = True
 
-    @property
-    def keeps_amaxes(self) -> bool:
-        """Whether earlier amaxes count, so that an infinite one keeps the scale until it has left the history."""
-        return self.algorithm == "max" and self.history_len > 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRecipe:

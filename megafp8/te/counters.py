@@ -55,7 +55,7 @@ class AmaxCounters:
         self.fused = dict(places_in_fused_mlps(chunks))
         self.flags = torch.zeros(len(self.linears), len(PLACES), dtype=torch.int32, device=device)
         self.amax_counts: dict[str, Tensor] = {}  # int64 [2, amaxes], by Transformer Engine's key
-        self.keeps_amaxes = False  # as `DelayedOptions.keeps_amaxes`
+        self.keeps_amaxes = False  # as `delayed_scaling.keeps_amaxes`
         patches.observe_amaxes(self.count_amaxes)
 
     def reset(self) -> None:

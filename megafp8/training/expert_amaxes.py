@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megafp8.models.grouped_moe import LINEARS, named_mixtures
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, count_amaxes, saturation_threshold
-from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
+from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState, keeps_amaxes
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ExpertAmaxes:
         """Add to non-finite and saturated tensors, and to infinite amaxes that a history would keep, int64 [3]."""
         for linear in self.linears:
             totals[:2] += linear.counts.sum(dim=(1, 2))
-            if linear.state is not None and linear.state.options.keeps_amaxes:
+            if linear.state is not None and keeps_amaxes(linear.state.options):
                 totals[2] += linear.counts[NON_FINITE].sum()
         return totals
 
@@ -80,7 +80,7 @@ class ExpertAmaxes:
         step."""
         names = []
         for linear in self.linears:
-            if linear.state is None or not linear.state.options.keeps_amaxes:
+            if linear.state is None or not keeps_amaxes(linear.state.options):
                 continue
             linear.state.clear_infinite_amaxes()
             found = linear.counts[NON_FINITE].t().nonzero().tolist()

@@ -30,7 +30,7 @@ from megafp8.models.emulated_layers import EmulatedLinearMixin
 from megafp8.models.grouped_moe import named_mixtures
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, QuantizerCounters
-from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
+from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState, keeps_amaxes
 from megafp8.recipes.base import Operand
 from megafp8.training.expert_amaxes import ExpertAmaxes
 
@@ -98,7 +98,7 @@ class OperandMonitor:
                 continue
             linear.counts = self.counters.of_linear(name)
             state = getattr(linear, "quantizer_state", None)
-            if isinstance(state, DelayedState) and state.options.keeps_amaxes:
+            if isinstance(state, DelayedState) and keeps_amaxes(state.options):
                 self.windows[name] = state
 
     def reset(self) -> None:
