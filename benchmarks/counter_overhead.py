@@ -37,6 +37,7 @@ RECIPES = {
     "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
     "nvfp4": "--fp4-format e2m1",
+    "quartet2": "--fp4-format e2m1 --fp4-recipe quartet2 --ffn-hidden-size 1408",
 }
 
 

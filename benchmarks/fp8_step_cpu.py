@@ -5,17 +5,24 @@
 All train the same model on the same samples, alternating in one process on one CPU rank with one thread. The recipes
 run on BF16 parameters, as with `pretrain_gpt.py --bf16 --fp8-format hybrid --fp8-recipe tensorwise`. `--profile` shows
 where the first recipe spends more time than BF16. Bars, at hidden size 512: see BARS.
+
+With `--compile`, and `TORCH_COMPILE_DISABLE=0` in the environment, BF16 and the first recipe also run with their layers
+compiled by torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from benchmarks import timing
 from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run
@@ -63,7 +70,18 @@ def build_steps(options: argparse.Namespace) -> dict[str, Callable[[], float]]:
     for mode, flags in MODES.items():
         text = command_line(options, train_iters, flags)
         runs[mode] = add_run(runs[BASELINE], text) if runs else start_run(text)
+    for mode in (BASELINE, FP8) if options.compile else ():
+        runs[f"{mode}, compiled"] = add_run(runs[BASELINE], command_line(options, train_iters, MODES[mode]))
+        compile_layers(runs[f"{mode}, compiled"])
     return {mode: stepper(run, train_iters) for mode, run in runs.items()}
+
+
+def compile_layers(run: Run) -> None:
+    """Let torch compile the forward pass of each layer, and with it the backward pass."""
+    for chunk in run.trainee.chunks:
+        for layer in chunk.modules():
+            if isinstance(layer, TransformerLayer):
+                layer.forward = torch.compile(layer.forward)
 
 
 def stepper(run: Run, train_iters: int) -> Callable[[], float]:
@@ -124,8 +142,11 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--warmup", type=int, default=2, help="steps of each mode before them")
     parser.add_argument("--profile", action="store_true", help="also show the parts of the emulated linears")
     parser.add_argument("--profile-steps", type=int, default=5, help="steps under the profiler")
+    parser.add_argument("--compile", action="store_true", help="also with layers compiled by torch")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args(argv)
+    if options.compile and os.environ.get("TORCH_COMPILE_DISABLE") != "0":
+        parser.error("--compile needs TORCH_COMPILE_DISABLE=0 in the environment: without it torch compiles nothing")
 
     tokens = options.global_batch_size * options.seq_length
     print(

@@ -96,6 +96,7 @@ tests=(
   "tests/parity/test_mixture_layouts.py::test_a_mixture_follows_one_rank[sequence-loss-shared-experts-ep2-tp2-etp1]"
   "tests/parity/test_latent_attention_layouts.py::test_latent_attention_follows_one_rank[experts-tp2]"
   "tests/parity/test_multi_token_layouts.py::test_multi_token_prediction_follows_one_rank[dense-cp2]"
+  "tests/distributed/test_flex_dispatcher.py::test_a_run_follows_that_of_alltoall[deepep-ep2-tp2]"
   tests/distributed/test_megatron_checkpoints.py::test_an_import_and_its_export_have_the_same_tensors
 )
 "$PYTHON" -m pytest -p no:cacheprovider "$@" "${tests[@]}" &

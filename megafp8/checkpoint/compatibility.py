@@ -179,23 +179,17 @@ def check_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_optimi
         return
     if saved.checkpoint.no_save_optim:
         raise CheckpointError(f"{path} was saved with --no-save-optim; use --no-load-optim or --finetune")
-    before, now = (has_flat_shards(each) for each in (saved, config))
     names = saved.optimizer.optimizer, config.optimizer.optimizer
     rates = saved.optimizer.decoupled_lr, config.optimizer.decoupled_lr
     dtypes = derived.params_dtype(saved.precision), derived.params_dtype(config.precision)
-    if before != now and names[0] == names[1]:
-        problem = (
-            f"was saved {'with' if before else 'without'} --use-distributed-optimizer, but this run is "
-            f"{'with' if now else 'without'} it, and their optimizer states are incompatible"
-        )
-    elif names[0] != names[1]:
+    if names[0] != names[1]:
         problem = f"has the state of --optimizer {names[0]}, but this run uses {names[1]}"
     elif None in rates and rates[0] != rates[1]:
         problem = (
             f"was saved {'without' if rates[0] is None else 'with'} --decoupled-lr, but this run is "
             f"{'without' if rates[1] is None else 'with'} it, and their parameter groups differ"
         )
-    elif not now and (dtypes[0] == "fp32") != (dtypes[1] == "fp32"):
+    elif not all(map(has_flat_shards, (saved, config))) and (dtypes[0] == "fp32") != (dtypes[1] == "fp32"):
         problem = (
             f"has {dtypes[0]} weights, but this run has {dtypes[1]}, and without --use-distributed-optimizer their "
             "optimizer states are incompatible"

@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.utils import unwrap_model
 
-from megafp8.checkpoint import compatibility, fsdp_rows, gradient_residuals, state_dict
+from megafp8.checkpoint import compatibility, fsdp_rows, gradient_residuals, optimizer_exchange, state_dict
 from megafp8.checkpoint.metadata import embedding_rows, load_common_state, load_errors, skip_history
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.serialization import SafeLoadStrategy
@@ -56,6 +56,7 @@ def load_checkpoint(
     compatibility.check_amax_history(path, saved, config)
     with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
     compatibility.check_optimizer(path, saved, config, with_optimizer)
+    is_exchanged = with_optimizer and optimizer_exchange.is_exchanged(saved, config)
     same_layout = tuple(common["layout"]) == state_dict.parallel_layout()
     with_rng = not (weights_only or config.checkpoint.no_load_rng or saved.checkpoint.no_save_rng) and same_layout
 
@@ -65,6 +66,8 @@ def load_checkpoint(
     state = dict(model)
     if with_optimizer:
         state["optimizer"] = state_dict.optimizer_state(training_state, model, is_loading=True)
+        if is_exchanged:
+            optimizer_exchange.request_saved_masters(state["optimizer"], saved, config)
     residuals = training_state.gradient_residuals
     saved_places, places = common.get(gradient_residuals.PLACES), gradient_residuals.places(config, residuals)
     residual_note = gradient_residuals.note_on_load(saved_places, places, same_layout) if with_optimizer else ""
@@ -78,7 +81,7 @@ def load_checkpoint(
     state_dict.fill_new_vocab_rows(known, num_rows)
     if with_optimizer:
         with torch.no_grad():
-            state_dict.load_optimizer_state(training_state, state["optimizer"], known)
+            state_dict.load_optimizer_state(training_state, state["optimizer"], known, is_exchanged)
         restore_schedule(path, training_state, state["schedule"])
         gradient_residuals.load(residuals, state.get(gradient_residuals.KEY, {}))
     else:

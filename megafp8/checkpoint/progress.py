@@ -62,6 +62,7 @@ class SkipHistory:
         num_overflows: updates skipped because gradients overflowed at their loss scale.
         moved_linears: linears that the run moved to high precision or smoothed, in the order of the changes.
         layer_trends: (statistic, layer, last values, newest last) of the guard; empty without it.
+        warnings: (statistic, layer or linear) of which the guard has warned.
     """
 
     skipped: tuple[SkippedSamples, ...] = ()
@@ -71,6 +72,7 @@ class SkipHistory:
     num_overflows: int = 0
     moved_linears: tuple[MovedLinear, ...] = ()
     layer_trends: tuple[tuple[str, str, tuple[float, ...]], ...] = ()
+    warnings: tuple[tuple[str, str], ...] = ()
 
     def after_skip(self, samples: SkippedSamples) -> SkipHistory:
         """Return the history after a skipped update."""
@@ -117,11 +119,12 @@ class SkipHistory:
             num_in_row=values["num_in_row"],
             num_rollbacks=values["num_rollbacks"],
             window=tuple((loss, norm) for loss, norm in values["window"]),
-            num_overflows=values.get("num_overflows", 0),  # older checkpoints lack it, and the next one
+            num_overflows=values.get("num_overflows", 0),  # older checkpoints lack it, and the next ones
             moved_linears=tuple(MovedLinear(**linear) for linear in values.get("moved_linears", ())),
             layer_trends=tuple(
                 (statistic, layer, tuple(trend)) for statistic, layer, trend in values.get("layer_trends", ())
             ),
+            warnings=tuple((statistic, name) for statistic, name in values.get("warnings", ())),
         )
 
 

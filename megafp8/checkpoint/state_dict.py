@@ -28,7 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint import fsdp_rows, muon_state
+from megafp8.checkpoint import fsdp_rows, muon_state, optimizer_exchange
 from megafp8.checkpoint import optimizer_state as optimizer_parts
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.mcore.patches import groups_matched_without_rates
@@ -101,7 +101,10 @@ def optimizer_state(training_state: TrainingState, model: dict[str, Any], is_loa
 
 
 def load_optimizer_state(
-    training_state: TrainingState, state: dict[Any, Any], known_rows: dict[torch.Tensor, int]
+    training_state: TrainingState,
+    state: dict[Any, Any],
+    known_rows: dict[torch.Tensor, int],
+    is_exchanged: bool = False,
 ) -> None:
     """Load what was read into `optimizer_state`. Parameter-group settings from flags are kept.
 
@@ -109,11 +112,16 @@ def load_optimizer_state(
 
     Args:
         known_rows: from `known_vocab_rows`. Master weights of further rows are copied from the weights.
+        is_exchanged: only the checkpoint or only this run has the distributed optimizer.
     """
     parts = chained_optimizers(training_state.optimizer)
+    step = optimizer_exchange.recorded_step(saved_parts(state)[0]) if is_exchanged else 0
     preserved = [preserved_group_settings(part, training_state.schedule) for part in parts]
     state = states_of_parts(parts, state)
     states = [state] if len(parts) == 1 else list(state.values())
+    if is_exchanged:
+        for part, part_state in zip(parts, states, strict=True):
+            optimizer_exchange.convert(part, part_state, step)
     if isinstance(parts[0], DistributedOptimizer):
         states = [
             optimizer_parts.flatten_loaded_state(part, part_state, known_rows)
@@ -153,7 +161,7 @@ def states_of_parts(parts: list[Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
     Weights of experts are a part of their own where other ranks hold them than hold the other weights. Sharded tensors
     are found by name, but parameter groups and loss scale are saved in the parts of the layout that saved them.
     """
-    saved = [loaded] if has_groups(loaded) else [each for each in loaded.values() if has_groups(each)]
+    saved = saved_parts(loaded)
     groups = [group for each in saved for group in each.get("optimizer", each)["param_groups"]]
     own = {0: loaded} if len(parts) == 1 else {index: loaded[index] for index in range(len(parts))}
     for index, part in enumerate(parts):
@@ -170,6 +178,11 @@ def states_of_parts(parts: list[Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
             state["param_groups"] = matched
         own[index] = state
     return own[0] if len(parts) == 1 else own
+
+
+def saved_parts(loaded: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Return the states of the optimizers that the saving layout had."""
+    return [loaded] if has_groups(loaded) else [each for each in loaded.values() if has_groups(each)]
 
 
 def has_groups(state: Any) -> bool:

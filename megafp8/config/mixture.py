@@ -51,6 +51,13 @@ def has_expert_ranks(config: RunConfig) -> bool:
     )
 
 
+def exchange_library(config: RunConfig) -> Optional[str]:
+    """The library by which ranks exchange tokens, DeepEP or HybridEP; None without the flex dispatcher."""
+    if not is_mixture(config.model) or config.parallel.moe_token_dispatcher_type != "flex":
+        return None
+    return {"deepep": "DeepEP", "hybridep": "HybridEP"}[config.parallel.moe_flex_dispatcher_backend]
+
+
 def router_dtype(model: ModelConfig) -> str:
     """Dtype of the router's logits and scores."""
     return model.moe_router_dtype or "fp32"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megafp8.config import derived, fp8_lm, precision_map
+from megafp8.config import derived, fp8_lm, mixture, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.fp8_weights import fp16_master_problems, fsdp_codes_problems
@@ -172,6 +172,8 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
             "--overlap-p2p-communication-warmup-flush: on CPU ranks, with gloo, validations wait forever now and then; "
             "remove it, or train on GPUs"
         )
+    if mixture.exchange_library(config) and target.kind == "cpu":
+        found.append(f"--moe-token-dispatcher-type flex: {target.name} has no CUDA device; use alltoall")
     if config.parallel.cp_comm_type == "a2a+p2p" and implementation != "transformer_engine":
         found.append(
             f"--cp-comm-type a2a+p2p: only Transformer Engine exchanges in two levels, the {implementation} layers "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megafp8.config import mixture
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ParallelConfig, RunConfig
+from megafp8.mcore.patches import is_installed
 
 SAME_NAME_IN_MODEL = (
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk", "moe_z_loss_coeff",
@@ -35,6 +36,7 @@ def mixture_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
     return {
         **{name: getattr(model, name) for name in SAME_NAME_IN_MODEL},
         **{name: getattr(parallel, name) for name in SAME_NAME_IN_PARALLEL},
+        **_num_sms(parallel),
         "num_moe_experts": model.num_experts,
         "expert_tensor_parallel_size": mixture.expert_tensor_size(parallel),
         "moe_layer_freq": [int(has_experts) for has_experts in mixture.expert_layers(model)],
@@ -48,3 +50,15 @@ def mixture_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
         # Emulated experts pad their inputs themselves, as Transformer Engine's do.
         "moe_router_padding_for_quantization": on_te and model.moe_router_padding_for_quantization,
     }
+
+
+def _num_sms(parallel: ParallelConfig) -> dict[str, int]:
+    """The SMs of the flex dispatcher's library, if they are given."""
+    if parallel.moe_flex_dispatcher_num_sms is None:
+        return {}
+    name = (
+        f"moe_{parallel.moe_flex_dispatcher_backend}_num_sms"
+        if is_installed("<0.19")
+        else "moe_flex_dispatcher_num_sms"
+    )
+    return {name: parallel.moe_flex_dispatcher_num_sms}

@@ -31,6 +31,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType({
     "layernorm_epsilon": "--norm-epsilon",
     "num_moe_experts": "--num-experts",
+    "moe_deepep_num_sms": "--moe-flex-dispatcher-num-sms",
+    "moe_hybridep_num_sms": "--moe-flex-dispatcher-num-sms",
     "moe_router_padding_for_fp8": "--moe-router-padding-for-fp8",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "gated_linear_unit": "--swiglu",

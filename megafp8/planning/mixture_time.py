@@ -7,14 +7,16 @@
     permutation reads and writes of hidden states, in order of experts and back; twice with several expert-parallel
                 ranks, because rows arrive in the order of ranks
     exchange    alltoall: hidden states of every expert of a token to its rank and back; allgather: all tokens to all
-                ranks. No computation hides it. Ranks of a node exchange by NVLink, others by one network adapter each,
-                both at once
+                ranks; flex: hidden states once to each rank that has one of a token's experts, or a part of it, if
+                the router selects at random. No computation hides it. Ranks of a node exchange by NVLink, others by one
+                network adapter each, both at once
 
 Not counted: the router, the exchange of token counts, and a load that is not balanced.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megafp8.config import derived, mixture
@@ -44,6 +46,16 @@ def rows_per_rank(config: RunConfig) -> int:
     return tokens * config.model.moe_router_topk * mixture.expert_tensor_size(parallel)
 
 
+def flex_rows(config: RunConfig) -> float:
+    """Rows that a rank sends to all ranks with the flex dispatcher, its own part included, for one microbatch."""
+    model, parallel = config.model, config.parallel
+    assert model.num_experts is not None
+    splits, elsewhere = mixture.expert_tensor_size(parallel), model.num_experts - mixture.experts_per_rank(config)
+    is_skipped = math.comb(elsewhere, model.moe_router_topk) / math.comb(model.num_experts, model.moe_router_topk)
+    tokens = rows_per_rank(config) // splits // model.moe_router_topk
+    return tokens * parallel.expert_model_parallel_size * splits * (1 - is_skipped)
+
+
 def exchanged_bytes(config: RunConfig) -> int:
     """Bytes that a rank sends to other expert-parallel ranks for one layer and microbatch, forward and backward.
 
@@ -55,7 +67,9 @@ def exchanged_bytes(config: RunConfig) -> int:
     splits, ranks = mixture.expert_tensor_size(parallel), parallel.expert_model_parallel_size
     rows = rows_per_rank(config) // splits
     if parallel.moe_token_dispatcher_type == "allgather":
-        sent = rows // model.moe_router_topk * (ranks * splits - 1)
+        sent: float = rows // model.moe_router_topk * (ranks * splits - 1)
+    elif parallel.moe_token_dispatcher_type == "flex":
+        sent = flex_rows(config) * (ranks * splits - 1) / (ranks * splits)
     else:
         sent = rows * (ranks - 1) // ranks
     return int(4 * sent * model.hidden_size * mean_bytes(config, BYTES[derived.params_dtype(config.precision)]))
@@ -153,6 +167,8 @@ def exchange_s(run: PlannedRun) -> float:
     if config.parallel.moe_token_dispatcher_type == "allgather":
         group = RankGroup(ranks * splits, 1)
         return 2 * ring_collective_s(run, group, row_bytes * run.sharded_tokens * group.size)
+    if config.parallel.moe_token_dispatcher_type == "flex":
+        return 2 * all_to_all_s(run, RankGroup(ranks * splits, 1), row_bytes * flex_rows(config))
     rows = rows_per_rank(config)
     gather_s = ring_collective_s(run, RankGroup(splits, 1), row_bytes * rows)
     sent_bytes = mean_bytes(config, BF16_BYTES) * run.hidden_size * rows / splits

@@ -9,9 +9,15 @@ see the values before they are rounded:
                  number of the format would be nearer. `TensorStats.saturated_fraction` also counts the values of NVFP4
                  that lie less than that above, because E4M3 scales are rounded.
 
+Finite values saturate under delayed scaling, with a margin below 0, under E8M0 scales that are rounded down, where a
+two-level scale is subnormal, and beside a non-finite value of their block or tensor, whose scale is 1.
+
 On a CPU the amax that a quantizer needs anyway shows whether there is anything to count. Only then the tensor is read
-again. Current scaling saturates a finite value only beside a non-finite one, whose scale is 1. On a GPU the counts are
-sums on the device, without a wait. There, saturation is counted under delayed scaling only.
+again. On a GPU the counts are sums on the device, without a wait. Saturation is counted there under delayed scaling,
+and where torch operations quantize: with a margin below 0, E8M0 scales that are rounded down, four-over-six scales and
+EDEN. It is not counted beside a non-finite value, and not where Triton kernels make two-level scales (nvfp4): it would
+take one more pass for amaxes and one for products, which is not cheap. Statistics (`--fp8-log-interval`) have the
+saturated fraction of nvfp4. The counts on a GPU are NOT RUN.
 """
 
 from __future__ import annotations
@@ -98,14 +104,14 @@ def count_values(
         source: the tensor.
         blocks: its blocks [R, r, C, c], after the Hadamard transform where the rule has one.
         amax: FP32 scalar or [R, C].
-        scales: of the same shape.
+        scales: of the same shape; `quant` has those of the cast.
         is_suspect: whether there are non-finite values in the blocks.
         is_narrow: whether the amaxes are that close that no E4M3 scale of a block is subnormal; False if unknown.
         counts: int64 [2] each.
     """
-    # The scales of EDEN are corrected after the cast: what they saturate is not counted.
-    is_counted = is_suspect or (can_saturate(rule) and rule.scale_rule is not ScaleRule.EDEN)
-    # Other scale rules make scales that fit the amax, unless it is infinite.
+    is_counted = is_suspect or can_saturate(rule)  # other scales fit the amax, unless it is infinite
+    if is_counted and not is_suspect and rule.scale_rule is ScaleRule.EDEN:
+        is_counted = not is_narrow
     if is_counted and not is_suspect and rule.scale_rule is ScaleRule.TWO_LEVEL:
         is_counted = not (is_narrow or has_exact_block_scales(scales.dequant))
     num_saturated = _num_saturated(blocks, amax, scales.quant, rule) if is_counted else 0
@@ -170,7 +176,8 @@ def _count_from(tensor: Tensor, smallest: int) -> int:
 def count_on_device(
     tensor: Tensor, uses: Sequence[Use], delayed_scale: Tensor | None, counts: Sequence[Tensor]
 ) -> None:
-    """`count_values` on a GPU, without a wait of the host; saturated values under delayed scaling only.
+    """`count_values` on a GPU, without a wait of the host; saturated values under delayed scaling only, others are
+    counted by `count_saturated_on_device`.
 
     Args:
         uses: of the tensor, one for each of `counts`.
@@ -183,3 +190,23 @@ def count_on_device(
         if delayed_scale is not None and use.rule.scale_rule is ScaleRule.DELAYED:
             is_beyond = (tensor.float() * delayed_scale).abs() >= saturation_threshold(use.rule.format)
             count[SATURATED] += torch.count_nonzero(is_beyond & is_finite)
+
+
+def count_saturated_on_device(blocks: Tensor, quant_scale: Tensor, rule: OperandRule, counts: Sequence[Tensor]) -> None:
+    """Add the saturated values of a tensor that torch operations quantize on a GPU, without a wait of the host.
+
+    Args:
+        blocks: [R, r, C, c].
+        quant_scale: of the cast, FP32 scalar or [R, C].
+        counts: int64 [2] each.
+    """
+    if not can_saturate(rule) or rule.scale_rule is ScaleRule.DELAYED:
+        return
+    is_counted = torch.isfinite(blocks)
+    if quant_scale.ndim:
+        quant_scale = quant_scale[:, None, :, None]
+        is_counted &= quant_scale < FP32_MAX  # a two-level scale underflowed
+    is_counted &= (blocks.float() * quant_scale).abs() >= saturation_threshold(rule.format)
+    num_saturated = torch.count_nonzero(is_counted)
+    for count in counts:
+        count[SATURATED] += num_saturated

@@ -39,6 +39,11 @@ OPERANDS = tuple(Operand)
 FORWARD, BACKWARD = slice(0, 2), slice(2, 3)  # of OPERANDS
 
 
+def keeps_amaxes(options: DelayedOptions) -> bool:
+    """Whether earlier amaxes count, so that an infinite one keeps the scale until it has left the history."""
+    return options.algorithm == "max" and options.history_len > 1
+
+
 class DelayedScale(NamedTuple):
     """The scale of one operand, for one use; of stacked linears [E], one for each.
 

@@ -129,7 +129,8 @@ def transformed(rows: Tensor, rule: OperandRule, signs: Optional[Tensor]) -> Ten
 def eden_quantize(
     blocks: Tensor, amax: Tensor, tensor_amax: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Scales]:
-    """Quantize transformed blocks: packed codes [rows, columns / 2], and corrected scales.
+    """Quantize transformed blocks: packed codes [rows, columns / 2], and scales, of which `dequant` is corrected and
+    `quant` that of the cast.
 
     Args:
         blocks: FP32 [R, 1, C, 16] or [R, 16, C, 1]; 128 values along the blocks were transformed together.
@@ -148,7 +149,7 @@ def eden_quantize(
     wanted = _group_sums(scaled.square().sum(dim=(1, 3)), dim)
     found = _group_sums(scaled.mul_(rounded).sum(dim=(1, 3)), dim)
     dequant.mul_(torch.where(found > 0, wanted / found, 1.0))
-    return codes, nearest._replace(dequant=round_stochastically(dequant, generator))
+    return codes, nearest._replace(quant=quant, dequant=round_stochastically(dequant, generator))
 
 
 def _group_sums(of_blocks: Tensor, dim: int) -> Tensor:

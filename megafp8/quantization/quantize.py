@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.quantization.counters import count_on_device, count_values
+from megafp8.quantization.counters import count_on_device, count_saturated_on_device, count_values
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.nvfp4 import random_bytes
 from megafp8.quantization.nvfp4_variants import draw_signs, eden_quantize, four_over_six_scales, transformed
@@ -108,7 +108,6 @@ def quantize_for(
 
         if counts:
             count_on_device(tensor, uses, None if delayed is None else delayed.quant_scale, counts)
-            counts = ()
         if all(triton_quantize.has_row_scales(tensor, use.rule) for use in uses):
             quantized = triton_quantize.quantize_rowwise(tensor, [use.rule for use in uses])
         elif all(triton_quantize.can_quantize(tensor, use.rule) for use in uses):
@@ -137,7 +136,8 @@ def quantize_by_torch(
 
     Args:
         signs: as for `quantize_for`.
-        counts: to which non-finite and saturated values are added.
+        counts: to which non-finite and saturated values are added; where there are Triton kernels, saturated ones that
+            `count_on_device` has not counted.
     """
     source = tensor.detach()
     rows = source.reshape(matrix_shape(source))
@@ -153,7 +153,9 @@ def quantize_by_torch(
         blocks = as_blocks(transformed(rows, rule, signs), sized_block(rule))
         amax, is_suspect, is_narrow = inspect_block_amax(blocks)
         codes, scales = _quantize_blocks(blocks, amax, rule, source.dtype, group, generator)
-    if counts:
+    if counts and has_kernels(source):
+        count_saturated_on_device(blocks, scales.quant, rule, counts)
+    elif counts:
         is_narrow &= group is None or group.size() == 1  # else the tensor's amax is that of other ranks too
         count_values(source, blocks, amax, scales, is_suspect, is_narrow, rule, counts)
     codes = codes[: rows.shape[0], : codes_shape(rows.shape, rule.format)[-1]]  # drop the padding of ragged edges

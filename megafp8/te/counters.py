@@ -55,6 +55,7 @@ class AmaxCounters:
         self.fused = dict(places_in_fused_mlps(chunks))
         self.flags = torch.zeros(len(self.linears), len(PLACES), dtype=torch.int32, device=device)
         self.amax_counts: dict[str, Tensor] = {}  # int64 [2, amaxes], by Transformer Engine's key
+        self.keeps_amaxes = False  # as `delayed_scaling.keeps_amaxes`
         patches.observe_amaxes(self.count_amaxes)
 
     def reset(self) -> None:
@@ -80,15 +81,17 @@ class AmaxCounters:
             if counts is None or counts.shape[1] != len(amax):  # in the first steps, before a CUDA graph
                 counts = self.amax_counts[key] = torch.zeros(2, len(amax), dtype=torch.int64, device=amax.device)
             recipe, _ = state.autocast_arguments[autocast_key]
+            self.keeps_amaxes = recipe.amax_compute_algo == "max" and recipe.amax_history_len > 1
             threshold = saturation_threshold(FORMATS[get_fp8_te_dtype(recipe, is_forward).name])
             count_amaxes(amax, scale, threshold, counts)
 
     def totals(self) -> Tensor:
-        """This rank's non-finite and saturated tensors, and those of them in amax histories, int64 [3]."""
+        """This rank's non-finite and saturated tensors, and infinite amaxes that a history would keep, int64 [3]."""
         totals = torch.zeros(3, dtype=torch.int64, device=self.flags.device)
         for counts in self.amax_counts.values():
             totals[:2] += counts.sum(dim=1)
-        totals[2] = totals[NON_FINITE]
+        if self.keeps_amaxes:
+            totals[2] = totals[NON_FINITE]
         totals[NON_FINITE] += self.flags.sum()
         return totals
 

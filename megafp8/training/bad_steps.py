@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -42,7 +43,7 @@ from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.quantization.delayed_scaling import OPERANDS
 from megafp8.resilience import fault_injection
 from megafp8.training.checks import machine_problems
-from megafp8.training.operand_faults import FORWARD_OPERANDS, OperandFaults
+from megafp8.training.operand_faults import FORWARD_OPERANDS, MAX_NAMED, OperandFaults
 from megafp8.training.run import Run
 
 ROWS_OF_SUMS = "--use-torch-fsdp2: a rank has rows of sums over ranks, each of which may have brought the value up"
@@ -136,23 +137,34 @@ def reduce_step_totals(
     faults = OperandFaults() if operands is None else operands.faults(totals)
     if not totals.num_bad_ranks or not run.config.training.check_for_nan_in_loss_and_grad:
         return totals, find_bad_operands(run, progress, faults), faults
-    if math.isfinite(totals.loss_sum) and can_lower_loss_scale(run.trainee.optimizer):
+    is_loss_finite = math.isfinite(totals.loss_sum)
+    if is_loss_finite and can_lower_loss_scale(run.trainee.optimizer):
         # The optimizer finds the overflow itself, skips the update and lowers the loss scale.
         return totals, None, faults
-    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    local_bad = None
-    if isinstance(monitor, ReducedGradientMonitor):
-        local_bad = monitor.find_local_bad_gradients()
-    elif monitor is None and data_size > 1:
-        local_bad = gradient_checks.find_local_bad_gradients(run.trainee.chunks)
+    local_bad = find_local_bad_gradients(run)
     ranks = gradient_checks.describe_bad_ranks(
         counted_loss, bool(bad > 0), run.trainee.chunks, describe_rank_samples(run, progress), local_bad
     )
-    if isinstance(monitor, ReducedGradientMonitor) and local_bad is None and math.isfinite(totals.loss_sum):
+    if isinstance(monitor, ReducedGradientMonitor) and local_bad is None and is_loss_finite:
         ranks.append(ROWS_OF_SUMS)
+    if bad_step := find_bad_operands(run, progress, faults, ranks, is_loss_finite):
+        return totals, bad_step, faults
     if faults.non_finite_operands():
         ranks.append(f"operands of quantized linears: {faults.describe()}")
     return totals, non_finite_step(run, progress, ranks), faults
+
+
+def find_local_bad_gradients(run: Run) -> Optional[set[tuple[int, str]]]:
+    """(chunk, name) of the gradients of this rank that were not finite before they were reduced. Collective.
+
+    None if that is not known, or if the monitor read gradients before the reduction.
+    """
+    monitor = run.gradient_monitor
+    if isinstance(monitor, ReducedGradientMonitor):
+        return monitor.find_local_bad_gradients()
+    if monitor is None and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
+        return gradient_checks.find_local_bad_gradients(run.trainee.chunks)
+    return None
 
 
 def non_finite_step(run: Run, progress: Progress, causes: list[str]) -> BadStep:
@@ -163,26 +175,32 @@ def non_finite_step(run: Run, progress: Progress, causes: list[str]) -> BadStep:
     return BadStep(NOT_FINITE, f"loss or gradients are not finite ({describe_batch_samples(run, progress)}):\n{lines}")
 
 
-def find_bad_operands(run: Run, progress: Progress, faults: OperandFaults) -> Optional[BadStep]:
+def find_bad_operands(
+    run: Run, progress: Progress, faults: OperandFaults, ranks: Sequence[str] = (), is_loss_finite: bool = True
+) -> Optional[BadStep]:
     """The bad step of non-finite operands under `--on-nonfinite-activation`; None if there are none, or under `warn`.
 
-    A gradient that overflows at a dynamic loss scale is no fault: the optimizer lowers the scale.
+    Where loss or gradients are not finite, the operands after the first one follow from it, so that the first one is
+    named and its linear moved. Output gradients also follow from a loss that is not finite, and do not count then.
 
     Args:
         progress: before the step.
+        ranks: a line for each rank whose loss or gradients are not finite.
+        is_loss_finite: whether the loss of all ranks is.
     """
     policy = run.config.training.on_nonfinite_activation
-    operands = FORWARD_OPERANDS if can_lower_loss_scale(run.trainee.optimizer) else OPERANDS
-    found = faults.non_finite_operands(operands)
+    operands = OPERANDS if is_loss_finite else FORWARD_OPERANDS
+    found = list(faults.non_finite_operands(operands))
     if policy == "warn" or not found:
         return None
-    text = faults.describe(operands)
+    text = faults.describe(operands, 1 if ranks else MAX_NAMED)
     moved: tuple[MovedLinear, ...] = ()
     if policy == "bf16":
-        linears = dict.fromkeys(tensor.rpartition(".")[0] for tensor in found)
+        linears = dict.fromkeys(tensor.rpartition(".")[0] for tensor in (found[:1] if ranks else found))
         moved = tuple(MovedLinear(linear, progress.step + 1, OPERAND) for linear in linears)
+    lines = "".join(f"\n  {line}" for line in ("loss or gradients are not finite either:", *ranks)) if ranks else ""
     samples = describe_batch_samples(run, progress)
-    return BadStep(OPERAND, f"operands of quantized linears are not finite ({samples}): {text}", moved)
+    return BadStep(OPERAND, f"operands of quantized linears are not finite ({samples}): {text}{lines}", moved)
 
 
 def find_spike(run: Run, progress: Progress, loss: float, grad_norm: float) -> Optional[BadStep]:
@@ -296,5 +314,6 @@ def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_ba
         num_in_row=0,
         num_rollbacks=failed.history.num_rollbacks + 1,
         moved_linears=failed.history.moved_linears,  # they stay in high precision
+        warnings=failed.history.warnings,
     )
     return Progress(loaded.step + num_batches, end, history, loaded.grad_factor)

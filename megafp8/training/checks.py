@@ -17,7 +17,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
 from megafp8.device import capability
 from megafp8.device.capability import Target
-from megafp8.device.local_environment import offloading_problems, package_problems
+from megafp8.device.local_environment import exchange_library_problems, offloading_problems, package_problems
 from megafp8.device.platform import enable_determinism, limit_device_connections, silence_other_ranks, world_size
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.mcore import cpu_patches
@@ -66,7 +66,8 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     invocation = dataclasses.replace(invocation, config=config)
     found = micro_batch.setting_problems(config, ranks)
     found += capability.capability_problems(config, target)
-    local_problems = rules.path_problems(config, ranks) + package_problems(config.logging) + offloading_problems(config)
+    local_problems = rules.path_problems(config, ranks) + package_problems(config.logging)
+    local_problems += offloading_problems(config) + exchange_library_problems(config)
     notices = list(invocation.notices)
     implementation = capability.resolve_implementation(config, target)
     found += fault_problems(config, implementation)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megafp8.models.grouped_moe import LINEARS, named_mixtures
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, count_amaxes, saturation_threshold
-from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
+from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState, keeps_amaxes
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class ExpertAmaxes:
             linear.counts.zero_()
 
     def add_to(self, totals: Tensor) -> Tensor:
-        """Add to non-finite and saturated tensors, and to those in amax histories, int64 [3]."""
+        """Add to non-finite and saturated tensors, and to infinite amaxes that a history would keep, int64 [3]."""
         for linear in self.linears:
             totals[:2] += linear.counts.sum(dim=(1, 2))
-            if linear.state is not None:
+            if linear.state is not None and keeps_amaxes(linear.state.options):
                 totals[2] += linear.counts[NON_FINITE].sum()
         return totals
 
@@ -76,10 +76,11 @@ class ExpertAmaxes:
         return table
 
     def clear_infinite_amaxes(self) -> list[str]:
-        """Remove infinite amaxes from histories; names of the operands that had one in this step."""
+        """Remove infinite amaxes from histories that would keep them; names of the operands that had one in this
+        step."""
         names = []
         for linear in self.linears:
-            if linear.state is None:
+            if linear.state is None or not keeps_amaxes(linear.state.options):
                 continue
             linear.state.clear_infinite_amaxes()
             found = linear.counts[NON_FINITE].t().nonzero().tolist()

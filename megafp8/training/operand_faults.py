@@ -2,8 +2,9 @@
 
 `quantization/counters.py` counts them in every step. Their sums over the ranks are reduced together with the loss, so
 that all ranks take the same decision before the update. Only a step with faults needs more: one reduction of the table,
-and the names of amax histories with an infinite amax. These are cleared in any case. Under the algorithm "max" such an
-amax would otherwise keep a scale until it leaves the history.
+and the names of amax histories with an infinite amax. Under the algorithm "max" such an amax would keep a scale until
+it leaves the history, so that it is removed in any case. Under "most_recent" the next amax makes a new scale, so that
+nothing has to be removed.
 
 `--on-nonfinite-activation` says what follows from non-finite operands: `warn` records them, `stop` and `skip` treat the
 step as a bad one (`bad_steps.py`), and `bf16` also computes the linears in high precision from the next step on.
@@ -29,7 +30,7 @@ from megafp8.models.emulated_layers import EmulatedLinearMixin
 from megafp8.models.grouped_moe import named_mixtures
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, QuantizerCounters
-from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState
+from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState, keeps_amaxes
 from megafp8.recipes.base import Operand
 from megafp8.training.expert_amaxes import ExpertAmaxes
 
@@ -44,7 +45,8 @@ class OperandFaults:
     Attributes:
         num_non_finite, num_saturated: values, each once for each GEMM that reads it.
         counts: of the quantizers that have any, as in `StepRecord.operand_counts`.
-        infinite_amaxes: operands whose amax history had an infinite amax, for example `layers.3.linear_fc2.input`.
+        infinite_amaxes: operands with an infinite amax that was removed from their history, for example
+            `layers.3.linear_fc2.input`.
     """
 
     num_non_finite: int = 0
@@ -69,14 +71,14 @@ class OperandFaults:
         forward = [tensor for tensor in found if tensor not in gradients]
         return {tensor: found[tensor] for tensor in (*forward, *reversed(gradients))}
 
-    def describe(self, operands: Sequence[Operand] = OPERANDS) -> str:
-        """The non-finite operands in words: layer, operand, GEMMs, number of values."""
+    def describe(self, operands: Sequence[Operand] = OPERANDS, max_named: int = MAX_NAMED) -> str:
+        """The non-finite operands in words: layer, operand, GEMMs, number of values; the first ones, others counted."""
         parts = [
             f"{tensor} ({', '.join(gemms)}): {number} non-finite" if number else f"{tensor}: infinite amax"
             for tensor, (number, gemms) in self.non_finite_operands(operands).items()
         ]
-        more = len(parts) - MAX_NAMED
-        return "; ".join(parts[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        more = len(parts) - max_named
+        return "; ".join(parts[:max_named]) + (f"; and {more} more" if more > 0 else "")
 
 
 class OperandMonitor:
@@ -96,7 +98,7 @@ class OperandMonitor:
                 continue
             linear.counts = self.counters.of_linear(name)
             state = getattr(linear, "quantizer_state", None)
-            if isinstance(state, DelayedState) and state.options.algorithm == "max":
+            if isinstance(state, DelayedState) and keeps_amaxes(state.options):
                 self.windows[name] = state
 
     def reset(self) -> None:

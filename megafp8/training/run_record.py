@@ -24,7 +24,7 @@ from megafp8.planning.precision_table import GemmPrecision, format_recipes, reso
 from megafp8.quantization import saved_activations
 from megafp8.training.run import Run
 
-LIBRARIES = ("torch", "megatron-core", "transformer-engine", "numpy", "sentencepiece")
+LIBRARIES = ("torch", "megatron-core", "transformer-engine", "deep-ep", "numpy", "sentencepiece")
 
 
 def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import sys
 import tempfile
@@ -33,7 +34,7 @@ class Line:
         number: its row in `lines.jsonl`, from 0.
         source: its file in Megatron-LM.
         family: dense, mixture (of experts) or hybrid (with state-space layers).
-        world_size: GPUs that it is run on: 8, or the fewest that its layout needs.
+        world_size: GPUs of its record: 8, or the fewest that its layout without experts needs.
     """
 
     number: int
@@ -46,6 +47,18 @@ class Line:
     def flags(self) -> frozenset[str]:
         """The flags that it gives."""
         return frozenset(word.partition("=")[0] for word in self.argv if word.startswith("--"))
+
+    @property
+    def num_gpus(self) -> int:
+        """The fewest GPUs, at least those of its record, that hold its layout, also that of its experts."""
+        sizes = [1, 1, 1, 1, 0]  # no expert tensor-parallel size: that of the other layers
+        for position, name in enumerate(("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")):
+            flag = f"--{name}-parallel-size"
+            if flag in self.argv:
+                sizes[position] = int(self.argv[self.argv.index(flag) + 1])
+        tensor, pipeline, context, expert, expert_tensor = sizes
+        needed = pipeline * math.lcm(tensor * context, expert * (expert_tensor or tensor))
+        return math.ceil(self.world_size / needed) * needed if "--num-experts" in self.argv else self.world_size
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ def dry_run(line: Line) -> Verdict:
 
 def _dry_run_here(line: Line) -> tuple[int, str]:
     main = sys.modules["megafp8.cli.pretrain"].main
-    words = [*line.argv, "--dry-run", "--world-size", str(line.world_size), "--target", "h100"]
+    words = [*line.argv, "--dry-run", "--world-size", str(line.num_gpus), "--target", "h100"]
     errors = io.StringIO()
     with (
         tempfile.TemporaryDirectory(prefix="line_") as folder,

@@ -1,9 +1,10 @@
-"""Dry run of every command line of Megatron-LM's tests and examples, on the GPUs that it assumes.
+"""Dry run of every command line of Megatron-LM's tests and examples, on the fewest GPUs that hold its layout.
 
     python tests/command_lines/sweep.py [--family dense|mixture|hybrid] [--write]
 
-Prints how many pass and the reasons of the others; the exit status is 1 if answers differ from the recorded ones.
-`--write` records them and the choice of lines for CI: run it after a change of flags or rules, and read the difference.
+Prints how many pass, also of those whose layout fits the GPUs of its record, and the reasons of the others; the exit
+status is 1 if answers differ from the recorded ones. `--write` records them and the choice of lines for CI: run it
+after a change of flags or rules, and read the difference.
 20 seconds on one core.
 """
 
@@ -56,8 +57,12 @@ def main(words: Sequence[str]) -> int:
 
 def report(lines: Sequence[Line], verdicts: Sequence[Verdict]) -> None:
     """Print the rates by family and the reasons, the most frequent first."""
+    on_record = pass_rates(*of_recorded_gpus(lines, verdicts))
     for family, (passed, count) in pass_rates(lines, verdicts).items():
-        print(f"{family}: {passed} of {count} pass ({passed / count:.1%})")
+        print(
+            f"{family}: {passed} of {count} pass ({passed / count:.1%}), on the GPUs of their records "
+            f"{on_record[family][0]} of {count} ({on_record[family][0] / count:.1%})"
+        )
     reasons = Counter(re.sub(r"\d[\d.]*", "N", verdict.reason) for verdict in verdicts if verdict.status)
     for reason, count in reasons.most_common():
         print(f"{count:4d}  {reason}")
@@ -68,6 +73,12 @@ def pass_rates(lines: Sequence[Line], verdicts: Sequence[Verdict]) -> dict[str, 
     families = Counter(line.family for line in lines)
     passed = Counter(line.family for line, verdict in zip(lines, verdicts, strict=True) if not verdict.status)
     return {family: (passed[family], count) for family, count in sorted(families.items())}
+
+
+def of_recorded_gpus(lines: Sequence[Line], verdicts: Sequence[Verdict]) -> tuple[list[Line], list[Verdict]]:
+    """Lines whose layout fits the GPUs of their records, and their verdicts."""
+    pairs = [pair for pair in zip(lines, verdicts, strict=True) if pair[0].num_gpus == pair[0].world_size]
+    return [line for line, _ in pairs], [verdict for _, verdict in pairs]
 
 
 if __name__ == "__main__":

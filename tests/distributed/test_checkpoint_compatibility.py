@@ -87,13 +87,7 @@ def test_mock_data_is_compared_by_vocabulary_rows() -> None:
             check_model(Path("theirs"), other, with_values(other, {"model.vocab_size": 250}))
 
 
-def test_distributed_and_plain_optimizer_state_are_not_interchangeable(saved: Path) -> None:
-    text = refusal(saved, small_config("llama", f"{PLAIN} {DISTRIBUTED}"))
-    assert "without --use-distributed-optimizer, but this run is with it" in text
-    assert "--no-load-optim" in text
-
-
-@pytest.mark.parametrize("flags", ["--optimizer sgd", "--bf16", "--decoupled-lr 1e-4"])
+@pytest.mark.parametrize("flags", ["--optimizer sgd", "--bf16", f"--bf16 {DISTRIBUTED}", "--decoupled-lr 1e-4"])
 def test_state_of_another_optimizer_is_refused(saved: Path, flags: str) -> None:
     precision = "--transformer-impl emulated" if "bf16" in flags else PLAIN
     text = refusal(saved, small_config("llama", f"{precision} {flags}"))

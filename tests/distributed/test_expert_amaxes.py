@@ -92,3 +92,8 @@ def test_faults_of_experts(world_size: int, flags: str) -> None:
         }
         assert infinite == [f"{bad}.input"]
         assert scale == 1.0, "448 is still in the history"
+
+
+def test_most_recent_amax_is_not_kept() -> None:
+    ((totals, _, infinite, scale),) = run_ranks(1, faults, "--fp8-amax-compute-algo most_recent", 1)
+    assert totals == [1, 1, 0] and not infinite and scale == 2.0

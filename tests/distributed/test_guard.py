@@ -122,6 +122,18 @@ def test_moved_layer_is_resumed(tmp_path: Path) -> None:
     assert (progress, straight) == (resumed_progress, resumed), "to the bit"
 
 
+def test_resumed_run_warns_of_nothing_again(tmp_path: Path) -> None:
+    flags = f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} warn --train-iters 6"
+    run_loop(tmp_path / "resumed", f"{flags} --exit-interval 5")
+    before = events(tmp_path / "resumed")
+    ((resumed_progress, _),) = run_loop(tmp_path / "resumed", flags)
+    ((progress, _),) = run_loop(tmp_path / "straight", flags)
+    assert before and events(tmp_path / "resumed") == events(tmp_path / "straight")
+    assert progress == resumed_progress and set(progress.history.warnings) >= {
+        ("outlier share", "layers.1.linear_fc2.input")
+    }
+
+
 def test_smoothed_linear_is_resumed(tmp_path: Path) -> None:
     flags = f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} smooth-swiglu --train-iters 6"
     ((progress, straight),) = run_loop(tmp_path / "straight", flags)

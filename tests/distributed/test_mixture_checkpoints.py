@@ -104,3 +104,16 @@ def test_every_layout_loads_the_experts_of_another(
         for saved, curve in found.items():
             differences = [abs(a - b) for a, b in zip(curve.losses, expected[saved].losses, strict=True)]
             assert max(differences) <= LAYOUT_LOSS, (saved, layout, differences)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(SHARDED, ""), ("", SHARDED)], ids=["to-plain", "from-plain"])
+@pytest.mark.parametrize(("before", "after"), [("one", "ep2"), ("ep2", "one")])
+def test_the_distributed_optimizer_may_change_with_the_layout(
+    before: str, after: str, saving: str, loading: str, tmp_path: Path
+) -> None:
+    """Also the number of optimizers: experts have one of their own on two ranks."""
+    saved = config_of(before, f"{PLAIN} {saving}")
+    curve = run_ranks(LAYOUTS[before][0], save_and_continue, saved, tmp_path)[0][0]
+    loaded = config_of(after, f"{PLAIN} {loading}")
+    continued = run_ranks(LAYOUTS[after][0], load_and_continue, loaded, tmp_path)[0][0]
+    assert continued.losses == pytest.approx(curve.losses, abs=LAYOUT_LOSS, rel=0)

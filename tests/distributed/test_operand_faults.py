@@ -15,7 +15,7 @@ from small_run import SourceSamples, build_run, fingerprint, small_config, weigh
 from torch import Tensor
 
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.progress import OPERAND, MovedLinear, Progress
+from megafp8.checkpoint.progress import NOT_FINITE, OPERAND, MovedLinear, Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.metrics.records import OperandCounts
@@ -40,8 +40,12 @@ RECIPES = {
     "blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
     "mxfp8": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
     "nvfp4": "--bf16 --fp4-format e2m1",
+    "quartet2": (
+        "--bf16 --fp4-format e2m1 --fp4-recipe quartet2 --hidden-size 128 --kv-channels 128 --ffn-hidden-size 384"
+    ),
 }
 HIDING = ("tensorwise", "delayed", "blockwise")  # an infinity; the others let it reach the loss
+SHOWING = tuple(name for name in RECIPES if name not in HIDING)
 BF16 = "--on-nonfinite-activation bf16 --max-skipped-steps 1"
 LOOP = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100"
 LAYOUTS = {
@@ -128,6 +132,48 @@ def test_error_about_the_loss_names_the_operand(recipe: str) -> None:
     assert "operands of quantized linears: layers.1.linear_fc2.input (fprop, wgrad): 1 non-finite" in seen.error
 
 
+def train_showing(recipe: str, flags: str, world_size: int = 1) -> list[Seen]:
+    """Steps under a recipe with which the infinity also makes the loss NaN."""
+    config = small_config("llama", f"{RECIPES[recipe]} --seq-length 64 {flags}", world_size)
+    answers = run_ranks(world_size, train, config, world_size - 1, torch.inf)
+    assert len({seen.error for seen in answers}) == 1
+    return answers
+
+
+@pytest.mark.parametrize("recipe", SHOWING)
+def test_stop_holds_where_the_loss_is_bad_too(recipe: str) -> None:
+    seen = train_showing(recipe, "--on-nonfinite-activation stop --max-skipped-steps 2")[0]
+    assert f"step {BAD_STEP}: operands of quantized linears are not finite (samples 16-23): {BAD}.input" in seen.error
+    assert "loss or gradients are not finite either:\n  rank 0: loss is" in seen.error
+    assert seen.weights[BAD_STEP - 1] == seen.weights[BAD_STEP]
+
+
+@pytest.mark.parametrize("recipe", SHOWING)
+def test_first_linear_moves_where_the_loss_is_bad_too(recipe: str) -> None:
+    stages = train_showing(recipe, f"{LAYOUTS['pp2']} {BF16}", 2)
+    assert not stages[0].error
+    for seen in stages:
+        assert seen.progress.history.moved_linears == (MovedLinear(BAD, BAD_STEP, OPERAND),), "not what follows from it"
+        assert [skipped.reason for skipped in seen.progress.history.skipped] == [OPERAND]
+        assert [result.is_skipped for result in seen.results] == [step == BAD_STEP for step in range(1, STEPS + 1)]
+    assert [seen.moved for seen in stages] == [(), (BAD,)]
+
+
+def test_bad_loss_alone_moves_and_stops_nothing() -> None:
+    def spoil_loss(flags: str) -> tuple[str, Progress]:
+        run = build_run(small_config("llama", f"{TENSORWISE} --max-skipped-steps 1 {flags}"))
+        layer = unwrap_model(run.trainee.chunks)[0].output_layer
+        layer.register_forward_hook(lambda module, args, output: (output[0] * torch.nan, *output[1:]))
+        batches = build_batches(run, SourceSamples(run.config.data.seq_length), 0, BATCH, num_workers=0)
+        result = train_step(run, batches, Progress())
+        assert result.bad_step is not None
+        return result.bad_step.reason, progress_after_step(run, Progress(), result.bad_step, None)
+
+    for policy in ("stop", "bf16"):
+        ((reason, progress),) = run_ranks(1, spoil_loss, f"--on-nonfinite-activation {policy}")
+        assert reason == NOT_FINITE and not progress.history.moved_linears, "output gradients follow from the loss"
+
+
 def test_nan_under_nvfp4_is_named() -> None:
     (seen,) = run_ranks(1, train, small_config("llama", f"{RECIPES['nvfp4']} --seq-length 64"), 0, torch.nan)
     assert torch.isfinite(torch.tensor(seen.results[BAD_STEP - 1].loss)), "FP4 has no NaN: the loss cannot show it"
@@ -140,6 +186,15 @@ def test_infinite_amax_is_cleared_from_the_window() -> None:
     assert not seen.has_infinite_amax
     (clean,) = run_ranks(1, train, small_config("llama", DELAYED), 1, torch.inf)
     assert seen.quant_scales[0] == pytest.approx(clean.quant_scales[0], rel=0.2), "made from later amaxes again"
+
+
+def test_most_recent_amax_needs_no_clearing() -> None:
+    recipe = DELAYED.replace("--fp8-amax-compute-algo max", "--fp8-amax-compute-algo most_recent")
+    (seen,) = run_ranks(1, train, small_config("llama", recipe), 0, torch.inf)
+    assert seen.results[BAD_STEP - 1].operand_faults.infinite_amaxes == ()
+    assert f"{BAD}.input" in seen.results[BAD_STEP - 1].operand_faults.non_finite_operands()
+    (clean,) = run_ranks(1, train, small_config("llama", recipe), 1, torch.inf)
+    assert seen.quant_scales[0] == pytest.approx(clean.quant_scales[0], rel=0.2), "made from the next amaxes"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

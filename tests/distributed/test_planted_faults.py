@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,10 @@ from megafp8.analysis.runs import LoadedRun, load_run
 from megafp8.checkpoint.progress import Progress
 from megafp8.metrics.layer_statistics import swiglu_alignment
 from megafp8.training import pretrain
-from megafp8.training.extensions.planted_fault import align, query_key_mask
+from megafp8.training.evaluation import build_batches
+from megafp8.training.extensions.planted_fault import LayerFault, align, query_key_mask
 from megafp8.training.operand_faults import emulated_linears_by_name
+from megafp8.training.step import train_step
 
 TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 LOOP = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100 --train-iters 6"
@@ -57,10 +60,38 @@ def test_a_gradual_fault_is_resumed_and_noticed(fault: str, tmp_path: Path) -> N
     assert found and min(step for step, _ in found) >= 2
 
 
-def test_normalized_queries_and_keys_cannot_be_inflated(tmp_path: Path) -> None:
-    """The small model has --qk-layernorm, the remedy that the guard names."""
-    run_loop(tmp_path, f"{FAST} inflated-qk --fp8-guard warn --fp8-guard-interval 1")
-    assert events(tmp_path, "guard") == []
+@pytest.mark.parametrize("fault", ["inflated-qk", "spike-batch"])
+def test_faults_without_quantization(fault: str) -> None:
+    """The losses change from the step of the fault on."""
+
+    def losses(flags: str) -> list[float]:
+        run = build_run(small_config("gpt2", f"--bf16 --train-iters 3 {flags}"))
+        batches, found = build_batches(run, run.datasets[0], 0, 3 * run.global_batch_size, num_workers=0), []
+        planted = LayerFault(run) if flags else None
+        for step in (1, 2, 3):
+            if planted is not None:
+                planted.start(step)
+            found.append(train_step(run, batches, Progress(step - 1)).loss)
+        return found
+
+    growth = "--planted-fault-growth 32" if fault == "inflated-qk" else ""
+    (plain,) = run_ranks(1, losses, "")
+    (planted,) = run_ranks(1, losses, f"--planted-fault {fault} --planted-fault-step 2 {growth}")
+    assert planted[0] == plain[0] and planted[1] != plain[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("inflated-qk", "--planted-fault inflated-qk with --qk-layernorm: queries and keys are normalized after"),
+        ("spike-batch --planted-fault-growth 2", "--planted-fault-growth 2 has no effect without a gradual"),
+        ("outlier-channel --planted-fault-growth 1", "--planted-fault-growth 1.0 must be above 1"),
+        ("spike-batch --planted-fault-step 101", "is after the last step of the run, 100"),
+    ],
+)
+def test_faults_that_could_not_show_are_refused(flags: str, problem: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(problem)):
+        small_config("llama", f"{TENSORWISE} --planted-fault {flags}")
 
 
 @pytest.mark.parametrize("policy", ["skip", "bf16"])
@@ -77,7 +108,7 @@ def test_a_spike_batch_is_skipped_in_its_own_step(tmp_path: Path) -> None:
     flags = "--planted-fault-step 5 --planted-fault spike-batch --spike-policy skip --max-skipped-steps 1"
     run_loop(tmp_path, f"{flags} --spike-window 4 --spike-min-steps 3 --spike-sigma 0.5")
     (step, _), *_ = events(tmp_path, "step skipped")
-    run_loop(tmp_path / "clean", f"{flags.replace('spike-batch', 'inflated-qk')} --spike-sigma 1e6")
+    run_loop(tmp_path / "clean", "")
     assert step <= 5 and load_run(tmp_path).steps[4].loss != load_run(tmp_path / "clean").steps[4].loss
 
 

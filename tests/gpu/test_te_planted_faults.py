@@ -20,7 +20,7 @@ from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.planted_fault import LayerFault
 from megafp8.training.step import StepResult, train_step
 
-FLAGS = "--cuda-graph-impl none --max-skipped-steps 1 --planted-fault-step 2 --planted-fault-growth 32"
+FLAGS = "--cuda-graph-impl none --max-skipped-steps 1 --planted-fault-step 2"
 
 
 def results(recipe: str, fault: str) -> list[StepResult]:
@@ -50,7 +50,7 @@ def test_faults_change_their_step_only(recipe: str) -> None:
 
 def test_attention_logits_are_inflated() -> None:
     """With --qk-layernorm they could not be."""
-    with gpu_run(f"{RECIPES['tensorwise']} {FLAGS} --planted-fault inflated-qk") as run:
+    with gpu_run(f"{RECIPES['tensorwise']} {FLAGS} --planted-fault inflated-qk --planted-fault-growth 32") as run:
         planted, seen = LayerFault(run), []
         (linear,) = planted.linears[:1]
         linear.register_forward_hook(lambda _, args, output: seen.append(output[0].detach().clone()))

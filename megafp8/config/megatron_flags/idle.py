@@ -7,9 +7,10 @@ from collections.abc import Iterator, Set
 # Flags, or prefixes of flags that end with a dash, and the flags of which at least one gives them an effect.
 IDLE_WITHOUT: tuple[tuple[str, str], ...] = (
     (
-        "--moe-upcycling- --moe-routing-trace- --moe-paged-stash- --moe-deepep- --moe-hybridep- --moe-ncclep- "
-        "--moe-use-legacy-grouped-gemm --moe-extended-tp --moe-enable-deepep --moe-permute-fusion-into-hybridep "
-        "--moe-flex-dispatcher-num-sms --moe-shared-expert-glu-interleave-size --moe-router-quantile-balancing-ema "
+        "--moe-upcycling- --moe-routing-trace- --moe-paged-stash- --moe-ncclep- "
+        "--moe-hybridep-pad- --moe-hybridep-num-blocks- --moe-hybridep-num-sms- "
+        "--moe-use-legacy-grouped-gemm --moe-extended-tp --moe-permute-fusion-into-hybridep "
+        "--moe-shared-expert-glu-interleave-size --moe-router-quantile-balancing-ema "
         "--moe-router-force-biased --moe-use-grouped-tensor --moe-single-grouped-weight --moe-single-grouped-bias "
         "--moe-pad-experts-for-cuda-graph-inference --moe-dispatch-fwd-dtype --moe-combine-bwd-dtype "
         "--moe-mlp-glu-interleave-size --moe-expert-rank-capacity-factor --moe-latent-size "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _NEWER_MOE = "it is a feature of newer versions of megatron-core, and is not supported; remove it"
-_DISPATCH_LIBRARY = "exchanging tokens by DeepEP or HybridEP is not supported; use --moe-token-dispatcher-type alltoall"
 _UPCYCLING = "weights are not copied into experts; train from scratch, or from a model with experts"
 _FSDP = (
     "Megatron-FSDP is not supported: on two H200s it needed 48 GiB where the distributed optimizer needs 35, and 1.03 "
@@ -14,7 +13,7 @@ _LAUNCHER = "it is a flag of torchrun: put it before the training script, or sta
 _OLD = "no longer valid in Megatron-LM either; use "
 
 REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
-    ("--moe-deepep- --moe-hybridep- --moe-ncclep-", _DISPATCH_LIBRARY),
+    ("--moe-hybridep-pad- --moe-hybridep-num-blocks- --moe-hybridep-num-sms- --moe-ncclep-", _NEWER_MOE),
     ("--moe-upcycling-", _UPCYCLING),
     ("--moe-routing-trace-", "routing is not traced; the records have the load of the experts"),
     ("--moe-paged-stash-", _NEWER_MOE),
@@ -71,7 +70,7 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     ("--moe-use-legacy-grouped-gemm", "it needs the grouped_gemm package, and its experts are in BF16; remove it"),
     ("--moe-extended-tp", _OLD + "--expert-tensor-parallel-size"),
-    ("--moe-enable-deepep --moe-permute-fusion-into-hybridep --moe-flex-dispatcher-num-sms", _DISPATCH_LIBRARY),
+    ("--moe-permute-fusion-into-hybridep", _NEWER_MOE),
     ("--moe-use-upcycling", _UPCYCLING),
     (
         "--moe-shared-expert-glu-interleave-size --moe-router-quantile-balancing-ema --moe-router-force-biased "

@@ -24,6 +24,7 @@ def idle_setting_notices(config: RunConfig) -> Iterator[str]:
     yield from _recompute_notices(config)
     yield from _missing("--fine-grained-activation-offloading", _offloading_settings(config))
     yield from _missing("--num-experts", _expert_settings(config))
+    yield from _missing("--moe-token-dispatcher-type flex", _dispatcher_settings(config))
     yield from _missing("--position-embedding-type rope", _rotary_settings(config))
     yield from _missing("--lr-decay-style WSD", _wsd_settings(config))
     yield from _missing("--optimizer muon", _muon_settings(config))
@@ -83,6 +84,17 @@ def _expert_settings(config: RunConfig) -> Mapping[str, bool]:
         shown = " ".join(map(str, value)) if setting.many else value
         given[setting.as_flag(shown)] = value != setting.default
     return given
+
+
+def _dispatcher_settings(config: RunConfig) -> Mapping[str, bool]:
+    parallel, default = config.parallel, MixtureParallelConfig()
+    if not config.model.num_experts or parallel.moe_token_dispatcher_type == "flex":
+        return {}
+    backend, num_sms = parallel.moe_flex_dispatcher_backend, parallel.moe_flex_dispatcher_num_sms
+    return {
+        f"--moe-flex-dispatcher-backend {backend}": backend != default.moe_flex_dispatcher_backend,
+        f"--moe-flex-dispatcher-num-sms {num_sms}": num_sms is not None,
+    }
 
 
 def _checkpoint_notices(config: RunConfig) -> Iterator[str]:

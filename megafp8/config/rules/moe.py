@@ -276,12 +276,29 @@ def expert_sizes_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator
             )
 
 
-def flexible_dispatcher_has_its_library(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The flex dispatcher calls a library of NVIDIA's or DeepSeek's, with which megafp8 was never run."""
-    parallel = config.parallel
-    if mixture.is_mixture(config.model) and parallel.moe_token_dispatcher_type == "flex":
-        library = {"deepep": "DeepEP", "hybridep": "HybridEP"}[parallel.moe_flex_dispatcher_backend]
-        yield f"--moe-token-dispatcher-type flex: exchanging tokens by {library} is not supported; use alltoall"
+def flex_dispatcher_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The libraries of the flex dispatcher send BF16 tokens and FP32 scores between ranks; DeepEP pads no capacity."""
+    flag, parallel, model = "--moe-token-dispatcher-type flex", config.parallel, config.model
+    library, num_sms = mixture.exchange_library(config), parallel.moe_flex_dispatcher_num_sms
+    if parallel.moe_enable_deepep and mixture.is_mixture(model) and library != "DeepEP":
+        yield f"--moe-enable-deepep needs {flag} and --moe-flex-dispatcher-backend deepep: give them, or remove it"
+    if library is None:
+        return
+    if library == "DeepEP" and num_sms is not None and num_sms % 2:
+        yield f"--moe-flex-dispatcher-num-sms {num_sms}: DeepEP needs an even number; use {num_sms + 1}"
+    if parallel.expert_model_parallel_size * mixture.expert_tensor_size(parallel) == 1:
+        yield f"{flag} with one expert-parallel rank: give --expert-model-parallel-size 2 or more, or use alltoall"
+    if not config.precision.bf16:
+        yield f"{flag}: {library} sends tokens in BF16; give --bf16, or use alltoall"
+    if mixture.router_dtype(model) != "fp32":
+        yield f"{flag}: {library} sends scores in FP32; use --moe-router-dtype fp32, or alltoall"
+    if library == "DeepEP" and model.moe_pad_expert_input_to_capacity:
+        yield (
+            f"{flag}: DeepEP does not support --moe-pad-expert-input-to-capacity; remove it, or use "
+            "--moe-flex-dispatcher-backend hybridep"
+        )
+    if config.precision.deterministic_mode:
+        yield f"{flag} with --deterministic-mode: {library} was not tested to give the same bits twice; use alltoall"
 
 
 def dispatch_in_fp8_sends_codes(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -363,7 +380,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     expert_tensor_ranks_divide_the_experts,
     padding_is_for_quantized_experts,
     expert_sizes_suit_the_recipe,
-    flexible_dispatcher_has_its_library,
+    flex_dispatcher_has_its_parts,
     dispatch_in_fp8_sends_codes,
     experts_have_no_fused_operations,
     expert_kernels_suit_the_experts,

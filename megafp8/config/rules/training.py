@@ -104,6 +104,7 @@ class _Range:
 
 
 _AT_LEAST_1 = _Range(1)
+_ABOVE_1 = _Range(1, low_open=True)
 _NOT_NEGATIVE = _Range(0)
 _ABOVE_0 = _Range(0, low_open=True)
 _FRACTION_BELOW_1 = _Range(0, 1, high_open=True)
@@ -115,6 +116,7 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.kv_channels "
         "model.moe_ffn_hidden_size model.moe_shared_expert_intermediate_size model.moe_router_topk "
         "model.moe_router_num_groups model.moe_router_group_topk parallel.expert_model_parallel_size "
+        "parallel.moe_flex_dispatcher_num_sms "
         "parallel.expert_tensor_parallel_size model.mtp_num_layers "
         "model.q_lora_rank model.kv_lora_rank model.qk_head_dim model.qk_pos_emb_head_dim model.v_head_dim "
         "model.num_query_groups model.max_position_embeddings model.rotary_base model.vocab_size "
@@ -135,12 +137,13 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_keep "
         "checkpoint.save_retain_interval model.padded_vocab_size "
         "training.spike_rollback_steps training.spike_skip_batches training.max_rollbacks "
-        "training.fp8_guard_interval training.planted_fault_step training.planted_fault_growth "
+        "training.fp8_guard_interval training.planted_fault_step "
         "training.check_weight_hash_across_dp_replicas_interval "
         "checkpoint.ckpt_step checkpoint.async_save_timeout "
         "checkpoint.non_persistent_save_interval "
         "optimizer.muon_num_ns_steps logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval"
     ),
+    _ABOVE_1: "training.planted_fault_growth",
     _NOT_NEGATIVE: (
         "training.cuda_graph_warmup_steps training.min_offloaded_tensor_size "
         "checkpoint.ckpt_max_failures model.num_experts model.moe_z_loss_coeff model.moe_router_bias_update_rate "
@@ -211,6 +214,8 @@ def profile_ends_after_it_starts(config: RunConfig, world_size: int) -> Iterator
 
 RANGE_RULES: tuple[Rule, ...] = (numbers_are_in_range, profiled_ranks_exist, profile_ends_after_it_starts)
 SPIKE_SETTINGS = ("spike_window", "spike_sigma", "spike_min_steps", "spike_norm_factor")
+SUDDEN_FAULTS = ("spike-batch", "infinite-activation")
+HIGH_PRECISION_FAULTS = ("spike-batch", "inflated-qk")  # they do not depend on quantization
 ROLLBACK_SETTINGS = ("spike_rollback_steps", "spike_skip_batches", "max_rollbacks")
 
 
@@ -292,7 +297,7 @@ def guard_has_quantized_layers(config: RunConfig, world_size: int) -> Iterator[s
 
 
 def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--planted-fault needs dense layers that quantize, complete on every rank, and its settings need it."""
+    """--planted-fault needs complete dense layers, most faults quantized ones, and its settings need it."""
     training, parallel, precision = config.training, config.parallel, config.precision
     flag = f"--planted-fault {training.planted_fault}"
     if training.planted_fault == "none":
@@ -301,7 +306,7 @@ def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[st
             if value_of(config, setting.name) != setting.default:
                 yield no_effect_without(f"{setting.flags[0]} {value_of(config, setting.name)}", "--planted-fault")
         return
-    if not precision_map.is_quantized(precision):
+    if training.planted_fault not in HIGH_PRECISION_FAULTS and not precision_map.is_quantized(precision):
         yield no_effect_without(flag, "--fp8-format, --fp4-format or --precision")
     if parallel.tensor_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1:
         yield f"{flag}: the layer must be complete on every rank; use tensor- and pipeline-parallel size 1"
@@ -313,6 +318,30 @@ def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[st
         yield f"{flag} with --multi-latent-attention: queries and keys have no common linear; remove one"
     if training.planted_fault == "aligned-swiglu" and not config.model.swiglu:
         yield f"{flag} aligns the weights of SwiGLU: add --swiglu, or use --planted-fault outlier-channel"
+
+
+def planted_fault_shows(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A planted fault begins within the run, and neither its growth nor its factor is without effect."""
+    training, model = config.training, config.model
+    fault, first, growth = training.planted_fault, training.planted_fault_step, training.planted_fault_growth
+    if fault == "none":
+        return
+    num_steps, schedule = training.train_iters, batch_schedule(config, world_size)
+    if num_steps is None and schedule is not None and all_positive(training.train_samples):
+        num_steps = derived.train_iters(config, world_size)
+    if num_steps is not None and first > num_steps:
+        yield (
+            f"--planted-fault-step {first} is after the last step of the run, {num_steps}: nothing would be planted; "
+            f"use at most --planted-fault-step {num_steps}"
+        )
+    if fault in SUDDEN_FAULTS and growth != TrainingConfig().planted_fault_growth:
+        yield no_effect_without(f"--planted-fault-growth {growth:g}", "a gradual --planted-fault, as inflated-qk")
+    for flag, is_given in (("--qk-layernorm", model.qk_layernorm), ("--qk-l2-norm", model.qk_l2_norm)):
+        if fault == "inflated-qk" and is_given:
+            yield (
+                f"--planted-fault {fault} with {flag}: queries and keys are normalized after the fault, so that the "
+                "logits cannot grow; remove one"
+            )
 
 
 def spike_settings_need_their_policy(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -361,6 +390,7 @@ SKIPPED_UPDATE_RULES: tuple[Rule, ...] = (
     nonfinite_activations_are_seen,
     guard_has_quantized_layers,
     planted_fault_has_a_place,
+    planted_fault_shows,
     spike_settings_need_their_policy,
     spikes_are_detectable,
     rollback_has_somewhere_to_go,

@@ -98,7 +98,7 @@ class MixtureParallelConfig:
     )
     moe_token_dispatcher_type: str = setting(
         "allgather",
-        "exchange of tokens between expert-parallel ranks; flex needs DeepEP or HybridEP",
+        "exchange of tokens between expert-parallel ranks; flex: by DeepEP or HybridEP, which must be installed",
         choices=("allgather", "alltoall", "flex"),
     )
     moe_dispatch_in_fp8: bool = setting(
@@ -108,6 +108,12 @@ class MixtureParallelConfig:
     )
     moe_flex_dispatcher_backend: str = setting(
         "deepep", "library of --moe-token-dispatcher-type flex", choices=("deepep", "hybridep")
+    )
+    moe_enable_deepep: bool = setting(False, "Megatron-LM's older name of --moe-flex-dispatcher-backend deepep")
+    moe_flex_dispatcher_num_sms: Optional[int] = setting(
+        None,
+        "SMs of a GPU that exchange tokens with --moe-token-dispatcher-type flex; default: megatron-core's",
+        flags=("--moe-flex-dispatcher-num-sms", "--moe-deepep-num-sms", "--moe-hybridep-num-sms"),
     )
     moe_shared_expert_overlap: bool = setting(
         False, "overlap the shared experts with the exchange of tokens (alltoall only)"

@@ -152,7 +152,7 @@ class TrainingConfig:
         choices=("none", "outlier-channel", "aligned-swiglu", "inflated-qk", "spike-batch", "infinite-activation"),
     )
     planted_fault_step: int = setting(1, "first step of --planted-fault")
-    planted_fault_growth: float = setting(1.05, "factor by which a gradual --planted-fault grows in a step")
+    planted_fault_growth: float = setting(1.05, "factor above 1 by which a gradual --planted-fault grows in a step")
     spike_policy: str = setting(
         "off",
         "reaction to spikes of the loss or the gradient norm; skip: skip the update, rollback: return to a checkpoint "

@@ -3,8 +3,8 @@
 Every `--fp8-guard-interval` steps hooks take the statistics of `metrics/layer_statistics.py` from the first microbatch
 of each rank. One MAX all-reduce over all ranks follows, so that they take the same decision. Other steps have no hooks.
 A decision depends on the statistics of the step, and on the last values of those whose growth is limited. These are in
-the checkpoint, as are the linears that were changed (`SkipHistory`), so that a resumed run decides as the uninterrupted
-one.
+the checkpoint, as are the linears that were changed and the warnings that were given (`SkipHistory`), so that a resumed
+run decides as the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class LayerGuard(Extension):
     """Warns of statistics above their limits, once for each layer or linear, and moves layers if the run wants it."""
 
     def __init__(self) -> None:
-        self.reported: set[Key] = set()
         self.collector: Optional[LayerStatistics] = None
 
     def before_step(self, state: LoopState) -> None:
@@ -95,8 +94,10 @@ class LayerGuard(Extension):
         layer = ".".join(name.split(".")[:2])
         moves = guard == "bf16-layer" and limit.moves_layer
         smooths = guard == "smooth-swiglu" and smoothing_helps(key)
-        if key not in self.reported:
-            self.reported.add(key)
+        history = state.progress.history
+        if key not in history.warnings:
+            history = dataclasses.replace(history, warnings=(*history.warnings, key))
+            state.progress = dataclasses.replace(state.progress, history=history)
             # What this run does already is no advice.
             advice = limit.remedy.removeprefix(f"{SMOOTH_REMEDY}; ") if guard == "smooth-swiglu" else limit.remedy
             detail += "" if moves or smooths else f"; try: {advice}"

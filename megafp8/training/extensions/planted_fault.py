@@ -1,7 +1,8 @@
 """A fault that a run plants into its layers (`--planted-fault`), to test what notices it and what repairs it.
 
 Gradual faults grow by `--planted-fault-growth` with every step from `--planted-fault-step` on, sudden ones last one
-step. All layers that quantize the linear have the fault, because a small model hardly needs a single layer. What a run
+step. All layers that quantize the linear have the fault, because a small model hardly needs a single layer. In a run
+without quantization `inflated-qk` is in all layers, and `spike-batch` needs none; the others are refused. What a run
 plants depends on the step only, so that a resumed run continues it.
 
     outlier-channel       gradual: a channel of the input of linear_fc1 grows

@@ -75,10 +75,10 @@ EXAMPLES = {
         1,
         "give --moe-grouped-gemm",
     ),
-    "flexible_dispatcher_has_its_library": (
+    "flex_dispatcher_has_its_parts": (
         MIXTURE | {"parallel.moe_token_dispatcher_type": "flex"},
         1,
-        "use alltoall",
+        "give --expert-model-parallel-size 2 or more",
     ),
     "dispatch_in_fp8_sends_codes": (
         MIXTURE

@@ -145,6 +145,11 @@ EXAMPLES = {
         1,
         "--planted-fault-step 5 has no effect without --planted-fault",
     ),
+    "planted_fault_shows": (
+        {"training.planted_fault": "spike-batch", "training.planted_fault_step": 101},
+        1,
+        "--planted-fault-step 101 is after the last step of the run, 100",
+    ),
     "spike_settings_need_their_policy": (
         {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.max_rollbacks": 1},
         1,

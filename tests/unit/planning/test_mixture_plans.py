@@ -57,6 +57,10 @@ def test_expert_gemms_and_exchange_of_qwen3() -> None:
     assert exchanged_bytes(run.config) == 4 * 28_672 * 2048 * 2
     in_fp8 = ALLTOALL | {"parallel.moe_dispatch_in_fp8": True}
     assert exchanged_bytes(run_of("qwen3-30b-a3b", in_fp8).config) == 28_672 * 2048 * (3 * 2 + 1)
+    # 16 of 128 experts on a rank: it has none of a token's 8 with probability C(112, 8) / C(128, 8) = 0.33257.
+    flex = run_of("qwen3-30b-a3b", ALLTOALL | {"parallel.moe_token_dispatcher_type": "flex"})
+    assert exchanged_bytes(flex.config) == pytest.approx(4 * 4096 * 7 * (1 - 0.33257) * 2048 * 2, rel=1e-4)
+    assert 0 < exchange_s(flex) < exchange_s(run)
     microbatches = derived.num_microbatches(run.config, 64)
     assert bytes_by_group(run)["expert parallel"] == 48 * microbatches * 4 * 28_672 * 2048 * 2
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megafp8.config import flags
 from megafp8.config.precision_map import build_recipe
+from megafp8.quantization import quantize as quantize_module
 from megafp8.quantization.counters import (
     QUANTIZERS,
     QuantizerCounters,
@@ -19,9 +20,10 @@ from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import LinearPlan
 from megafp8.quantization.nvfp4 import RoundingNoise
-from megafp8.quantization.quantize import as_blocks, quantize, quantize_for
+from megafp8.quantization.nvfp4_variants import draw_signs, transformed
+from megafp8.quantization.quantize import as_blocks, quantize, quantize_by_torch, quantize_for
 from megafp8.quantization.quantized_tensor import Use
-from megafp8.quantization.scaling import inspect_block_amax
+from megafp8.quantization.scaling import inspect_block_amax, two_level_scales
 from megafp8.recipes.base import Operand, OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
@@ -155,6 +157,46 @@ def test_sums_on_a_device_are_the_same() -> None:
     uses, counts = [Use(DELAYED), Use(TENSOR)], torch.zeros(2, 2, dtype=torch.int64)
     count_on_device(tensor, uses, torch.tensor(1.0), counts.unbind())
     assert counts.tolist() == [[2, 2], [2, 0]]
+
+
+def wide() -> Tensor:
+    """Blocks whose amaxes are of 24 octaves, so that E4M3 scales of some are subnormal or zero."""
+    octaves = torch.linspace(-24, 0, 32)[:, None].exp2()
+    return torch.randn(32, 256, generator=torch.Generator().manual_seed(4)) * octaves
+
+
+SATURATING = {
+    "margin": OperandRule(format=E4M3, margin=-3),
+    "floor": OperandRule(format=E4M3, block=(1, 32), scale_rule=ScaleRule.E8M0_FLOOR),
+    "nvfp4": NVFP4,
+    "four-over-six": OperandRule(format=E2M1, block=(1, 16), scale_rule=ScaleRule.FOUR_OVER_SIX),
+    "eden": OperandRule(format=E2M1, block=(1, 16), scale_rule=ScaleRule.EDEN, is_transformed=True, is_stochastic=True),
+}
+
+
+@pytest.mark.parametrize("rule", SATURATING.values(), ids=SATURATING)
+def test_saturated_values_on_a_device_are_the_same(rule: OperandRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch operations as on a GPU, whose results are not read by the host."""
+    found = []
+    for is_on_device in (False, True):
+        monkeypatch.setattr(quantize_module, "has_kernels", lambda tensor, answer=is_on_device: answer)
+        count = torch.zeros(2, dtype=torch.int64)
+        generator = torch.Generator().manual_seed(5) if rule.is_stochastic else None
+        quantize_by_torch(wide(), rule, generator=generator, counts=[count])
+        found.append(count.tolist())
+    assert found[0] == found[1] and found[0][1] > 0
+
+
+def test_saturation_under_eden_is_that_of_the_cast() -> None:
+    rule, generator = SATURATING["eden"], torch.Generator().manual_seed(5)
+    signs = draw_signs(generator)
+    blocks = as_blocks(transformed(wide(), rule, signs), (1, 16))
+    amax, *_ = inspect_block_amax(blocks)
+    scales = two_level_scales(amax, amax.amax(), top=256 * 6.07, block_max=6.07)
+    dequant = (scales.dequant.float().clamp(min=2.0**-9) * scales.tensor)[:, None, :, None]
+    count = torch.zeros(2, dtype=torch.int64)
+    quantize_by_torch(wide(), rule, generator=generator, signs=signs, counts=[count])
+    assert count.tolist() == [0, int((blocks.abs() / dequant >= 7).sum())]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])

@@ -104,6 +104,17 @@ for _ in range(3):
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 8
 assert monitor.local_totals().tolist() == [0, 1, 0]  # the first 8 was beyond the scale of 4
 
+# Where the last amax alone makes the scale, an infinite one is counted, and the next one makes the scale.
+RECIPE.amax_compute_algo = "most_recent"
+monitor.reset()
+update(True, *clean, (fc2, "forward", 0, torch.inf))
+assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 8, "of before"
+assert monitor.local_totals().tolist() == [1, 0, 0]
+assert monitor.faults(totals_of(monitor)).infinite_amaxes == ()
+update(True, *clean)
+assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 4
+RECIPE.amax_compute_algo = "max"
+
 # A new monitor takes the place of the old one.
 other = monitor_of(mlp)
 other.reset()
