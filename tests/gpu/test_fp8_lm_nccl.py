@@ -45,6 +45,7 @@ FLAGS = {
     "fsdp2 FP8 weights kept": f"{FSDP} {RECIPES['tensorwise']} {FP8_WEIGHTS} --torch-fsdp2-no-reshard-after-forward",
 }
 RESUMED = ("O1", "O2", "O3", "adam", "block", "fsdp2", "fsdp2 codes", "fsdp2 FP8 weights")
+BAD = ("block", "fsdp2 codes")  # of the second, the rank is NOT RUN on a GPU
 REPLICAS = f"{FSDP} --num-distributed-optimizer-instances 2 --micro-batch-size 1"  # two microbatches on four ranks
 ON_FOUR = {name: FLAGS[name] for name in ("O2", "block", "fsdp2 codes")} | {
     "replicas": REPLICAS,
@@ -77,8 +78,9 @@ def launches(folder: Path) -> list[Launch]:
             Launch(name=whole, num_ranks=4, flags=flags),
             Launch(name=f"resumed {whole}", num_ranks=4, flags=again, after=whole),
         ]
-    bad = f"{RUN} {FLAGS['block']}"
-    return [*found, Launch(name="bad", num_ranks=2, flags=bad, plan="nan:rank=1,step=3,at=step.gradients")]
+    plan = "nan:rank=1,step=3,at=step.gradients"
+    bad = [Launch(name=f"bad {name}", num_ranks=2, flags=f"{RUN} {FLAGS[name]}", plan=plan) for name in BAD]
+    return [*found, *bad]
 
 
 class Runs:
@@ -157,8 +159,9 @@ def test_fsdp2_gathers_fp8_weights_as_those_in_bf16(runs: Runs, name: str) -> No
     assert in_bf16 and in_fp8 and in_fp8 < (0.35 if name.endswith("kept") else 0.6) * in_bf16
 
 
-def test_the_rank_with_bad_gradients_is_named(runs: Runs) -> None:
-    end = runs.ends["bad"]
+@pytest.mark.parametrize("name", BAD)
+def test_the_rank_with_bad_gradients_is_named(runs: Runs, name: str) -> None:
+    end = runs.ends[f"bad {name}"]
     assert end.statuses == (65, 65), end.output
     assert "  rank 1: first bad tensor: gradient of " in end.output
     assert "  rank 0: " not in end.output, end.output
