@@ -7,7 +7,7 @@ runs have `--fp8-guard warn`, `--spike-policy skip` and counters of operands; an
 fault of `--planted-fault` is planted into runs of the same seeds, without a repair and with each repair.
 
 Runs and figures are those of the part `faults` of `megafp8 stability` (`megafp8/launch/stability_faults.py`,
-`megafp8/analysis/stability_faults.py`). A benchmark that was interrupted resumes: runs in the JSON file are not repeated.
+`megafp8/analysis/stability_faults.py`). Runs in the JSON file are not repeated, so that a benchmark resumes.
 """
 
 from __future__ import annotations
