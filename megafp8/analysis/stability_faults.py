@@ -237,8 +237,9 @@ def row_cells(row: FaultRow) -> tuple[str, ...]:
     if row.fault == CLEAN:
         return (row.fault, row.verdict, row.recipe, "-", f"{row.num_alarms} with events", *"-----", str(row.num_runs))
     fractions = range_text([100 * cost.lost_fraction for cost in costs], "{:+.2f}%").replace("+inf%", "stopped")
+    noticed = "-" if row.verdict == NOT_WATCHED else range_text([cost.noticed for cost in costs])
     return (
-        row.fault, row.verdict, row.recipe, row.repair or "-", range_text([cost.noticed for cost in costs]),
+        row.fault, row.verdict, row.recipe, row.repair or "-", noticed,
         range_text([cost.repaired for cost in costs]) if row.repair else "-",
         range_text([cost.worse for cost in costs]), range_text([cost.recovered for cost in costs]), fractions,
         interval_text(row.lost), str(row.num_runs),

@@ -86,13 +86,15 @@ def render_page(report: SuiteReport) -> str:
     loaded = [run.run for run in report.runs if run.run is not None]
     parameters = next((run.info.num_parameters for run in loaded if run.info.num_parameters), None)
     model = "" if parameters is None else f"{parameters / 1e6:,.3g}M parameters, "
+    has_pairs = report.pairs or report.controls or report.continuation
+    seeds = f", {report.info['seeds']} paired seeds" if has_pairs else ""
     device = "" if not loaded else f", {loaded[0].info.world_size} x {loaded[0].info.device_name}"
     unfinished = f"{len(report.problems)} runs have no result: {'; '.join(report.problems[:5])}"
     return render(
         "stability.html.jinja",
         title=TITLE,
         headline=headline(report),
-        conditions=f"{model}size {report.info['size']}, {report.info['seeds']} paired seeds{device}",
+        conditions=f"{model}size {report.info['size']}{seeds}{device}",
         remarks=[*cautions(loaded), *([unfinished] if report.problems else [])],
         sections=[section_content(section) for section in sections(report, has_figures=True)],
         facts=facts(loaded[0]) if loaded else [],

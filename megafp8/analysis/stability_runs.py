@@ -12,10 +12,12 @@ from typing import Any, Optional
 from megafp8.analysis.runs import LoadedRun, describe_unfinished, is_unfinished, load_run
 from megafp8.errors import DataError
 from megafp8.metrics.records import RECORDS_FILE
+from megafp8.resilience.run_state import current_state
 from megafp8.utils.files import UnreadableFile, read_text
 from megafp8.utils.strict_json import parse_json
 
 SUITE_FILE = "stability.json"  # of launch/stability.py
+OUTPUT_FILE = "output.log"  # of launch/process_pool.py
 BASELINE = "bf16"
 
 
@@ -83,12 +85,20 @@ def load_suite_run(folder: Path, part: str, choice: Mapping[str, str]) -> SuiteR
     """Read one run."""
     run = load_run(folder) if (folder / RECORDS_FILE).is_file() else None
     if run is None:
-        return SuiteRun(part=part, choice=choice, run=None, problem="not started")
+        return SuiteRun(part=part, choice=choice, run=None, problem=describe_unrecorded(folder))
     if not is_unfinished(folder):
         return SuiteRun(part=part, choice=choice, run=run)
     state = describe_unfinished(folder)
     problem = "" if state.is_diverged else state.reason
     return SuiteRun(part=part, choice=choice, run=run, is_diverged=state.is_diverged, problem=problem)
+
+
+def describe_unrecorded(folder: Path) -> str:
+    """Why a run has no records."""
+    output = folder / OUTPUT_FILE
+    if current_state(folder) is not None:
+        return describe_unfinished(folder).reason
+    return f"ended before it started, see {output}" if output.is_file() else "not started"
 
 
 def names_of(runs: Sequence[SuiteRun]) -> list[str]:

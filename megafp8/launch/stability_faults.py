@@ -36,6 +36,11 @@ ARMS = {
     f"infinite-activation{REPAIR}bf16": f"{SPIKES} {WARN} --on-nonfinite-activation bf16",
 }
 """Name of an arm to its flags, but for those of the fault. Without a repair no step is skipped: a skip is a repair."""
+FAULT_SETTINGS = (
+    "precision.transformer_impl", "training.fp8_guard", "training.fp8_guard_interval", "training.spike_policy",
+    "training.max_skipped_steps", "training.on_nonfinite_activation",
+)  # fmt: skip
+"""Settings of the arms, which the user cannot give."""
 
 
 def fault_step(train_iters: int) -> int:
@@ -76,9 +81,13 @@ def length_problems(config: RunConfig) -> list[str]:
 
 
 def without_given(flags: str, given: Collection[str]) -> tuple[str, ...]:
-    """Flags with one value each, without those of settings that the user gave."""
+    """Flags with one value each, without those of settings that the user gave.
+
+    The minimum of the learning rate goes with a learning rate that was given: it was a tenth of another one.
+    """
     words = flags.split()
     kept = []
+    given = {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given
     for flag, value in zip(words[::2], words[1::2], strict=True):
         invocation, _ = config_flags.parse_with_problems([flag, value])
         if invocation.given.isdisjoint(given):

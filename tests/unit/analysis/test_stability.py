@@ -157,6 +157,16 @@ def test_page_and_json_have_the_verdicts_and_name_missing_runs(suite, tmp_path: 
     assert render_page(report) == text
 
 
+def test_a_run_that_ended_before_it_started_is_told_from_one_that_was_not(suite, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        suite("pairs", "bf16", seed, 3.0)
+        (tmp_path / f"pairs-bf16-seed{seed}" / "records.jsonl").unlink()
+    (tmp_path / "pairs-bf16-seed2" / "output.log").write_text("flags: 1 problem")
+    told, other = build_report(tmp_path).problems
+    assert told == "pairs: bf16 seed1: not started"
+    assert other.startswith("pairs: bf16 seed2: ended before it started, see ") and other.endswith("output.log")
+
+
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=SUITE_FILE):
         build_report(tmp_path)
