@@ -1,6 +1,7 @@
 """Stable ranges of the learning rate in a stability suite, from sweeps to divergence.
 
-A stable range ends before the first rate that diverges. Two ranges can lie outside the grid:
+A stable range ends before the first rate that diverges. A finite loss above the limit at a rate below a stable one is
+of a run that learned too slowly, and ends no range. Two ranges can lie outside the grid:
 
     no rate is stable         the range ends below the first rate: it counts as one step below it, its upper limit
     no rate diverges          the range is open: it counts as the last rate, its lower limit
@@ -87,16 +88,33 @@ def sweep_row(runs: Sequence[SuiteRun], name: str, limit: float) -> SweepRow:
     for seed in dict.fromkeys(run.seed for run in runs):
         by_rate = {rate_of(run): run.final_loss for run in runs if run.seed == seed}
         losses[seed] = tuple(by_rate.get(rate) for rate in rates)
-        stable = []
-        for rate, loss in zip(rates, losses[seed], strict=True):
-            if loss is None or math.isinf(loss) or loss > limit:
-                break
-            stable.append(rate)
-        if len(stable) < len(rates) and losses[seed][len(stable)] is None:
+        start = first_stable(losses[seed], limit)
+        end = next(
+            (index for index in range(start, len(rates)) if not is_stable(losses[seed][index], limit)), len(rates)
+        )
+        if end < len(rates) and losses[seed][end] is None:
             continue  # the run that may end the range has no result yet
-        edges[seed] = stable[-1] if stable else None
-        is_open |= len(stable) == len(rates)
+        edges[seed] = rates[end - 1] if end > start else None
+        is_open |= end == len(rates)
     return SweepRow(name=name, rates=rates, losses=losses, edges=edges, is_open=is_open)
+
+
+def is_stable(loss: Optional[float], limit: float) -> bool:
+    """Whether a run has a result and did not diverge."""
+    return loss is not None and math.isfinite(loss) and loss <= limit
+
+
+def first_stable(losses: Sequence[Optional[float]], limit: float) -> int:
+    """Index of the rate at which a range begins: the first, or the first stable one after runs that learned too slowly.
+
+    These ended with finite losses above the limit.
+    """
+    for index, loss in enumerate(losses):
+        if is_stable(loss, limit):
+            return index
+        if loss is None or not math.isfinite(loss):
+            break
+    return 0
 
 
 def rate_of(run: SuiteRun) -> float:

@@ -112,6 +112,8 @@ BASE, NEVER, OPEN = (3, 3, 3, BAD), (BAD,) * 4, (3,) * 4
         ([OPEN] * 2, [(3, BAD, BAD, BAD)] * 2, NARROWER, "0.001"),
         ([OPEN] * 2, [OPEN] * 2, "not decided", "0.008 (end of the sweep)"),
         ([(3, BAD, BAD, BAD)] * 2, [NEVER] * 2, "not decided", "none in 2 of 2 seeds"),  # a step apart
+        ([(3.2, 3, 3, BAD)] * 2, [(3.3, 3, 3, BAD)] * 2, AS_WIDE, "0.004"),  # too slow at the first rate, limit 3.25
+        ([BASE] * 2, [(BAD, 3, 3, BAD)] * 2, NARROWER, "none in 2 of 2 seeds"),
     ],
 )  # fmt: skip
 def test_a_recipe_without_a_stable_rate_is_not_passed_over(base, own, verdict: str, edge: str) -> None:
