@@ -49,6 +49,7 @@ FAULT_GOOD = (NO_ALARM, IN_TIME, REPAIRED)
 GOOD = (WITHIN, WORSE, AS_WIDE, WIDER, *FAULT_GOOD)  # of a control, worse is what the suite has to find
 BAD = (BEYOND, NARROWER, ALARM, LATE, MISSED, NOT_REPAIRED)
 NOT_DECIDED = "not-decided"
+CROSSES = "A cross on the right is of runs that diverged, one on the left of what they are compared with."
 CLASSES = {**dict.fromkeys(GOOD, "within"), **dict.fromkeys(BAD, "beyond")}
 
 
@@ -179,7 +180,8 @@ def pairs_section(report: SuiteReport, has_figures: bool) -> Section:
         ),
         figure_content(
             "Gaps and spread", plot_stability.plot_gap_rows(report.pairs, spread_fraction=spread),
-            "A dot is a pair, the bar the 95% interval of the mean, the dashed line bf16's own spread over seeds.",
+            "A dot is a pair, the bar the 95% interval of the mean, the dashed line bf16's own spread over "
+            f"seeds. {CROSSES}",
         ),
     ]  # fmt: skip
     divergences = baseline_divergences(report)
@@ -267,7 +269,8 @@ def controls_section(report: SuiteReport, has_figures: bool) -> Section:
     figures = [] if not (has_figures and report.controls) else [
         figure_content(
             "Known-bad controls", plot_stability.plot_gap_rows(report.controls),
-            "Gap of each control to its own good form; a dot is a pair, the bar the 95% interval of the mean.",
+            "Gap of each control to its own good form; a dot is a pair, the bar the 95% interval of the mean. "
+            f"{CROSSES}",
         )
     ]  # fmt: skip
     return Section(
