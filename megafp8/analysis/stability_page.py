@@ -232,12 +232,18 @@ def sweep_cells(row: SweepRow) -> tuple[str, ...]:
     shown = " to ".join(f"{edge:g}" for edge in dict.fromkeys((edges[0], edges[-1]))) if edges else ""
     if row.num_unstable:
         shown = ", ".join(filter(None, (shown, f"none in {row.num_unstable} of {len(row.edges)} seeds")))
-    ratio = "-" if row.octaves is None else f"{2**row.octaves.mean:.2f}x"
+    ratio = "-" if row.octaves is None else ratio_text(row.octaves.mean)
     interval = "-"
     if row.octaves is not None and row.octaves.low is not None and row.octaves.high is not None:
-        interval = f"{2**row.octaves.low:.2f}x to {2**row.octaves.high:.2f}x"
+        interval = f"{ratio_text(row.octaves.low)} to {ratio_text(row.octaves.high)}"
     open_end = " (end of the sweep)" if row.is_open else ""
     return row.name, row.verdict or "baseline", shown + open_end, ratio, interval, str(len(row.edges))
+
+
+def ratio_text(octaves: float) -> str:
+    """A ratio from its octaves: 0.50x; beyond 100 in either direction the limit."""
+    ratio = 2**octaves
+    return "<0.01x" if ratio < 0.01 else ">100x" if ratio > 100 else f"{ratio:.2f}x"
 
 
 def faults_section(report: SuiteReport, has_figures: bool) -> Section:
