@@ -4,10 +4,10 @@
 
 A small model trains on the bytes of Python's standard library, in one process, with the loop's own extensions. Clean
 runs have `--fp8-guard warn`, `--spike-policy skip` and counters of operands; any of their events is a false alarm. Each
-fault of `--planted-fault` is planted into runs of the same seeds, without a repair and with each repair:
+fault of `--planted-fault` is planted into runs of the same seeds, without a repair and with each repair.
 
-The figures are those of the part `faults` of `megafp8 stability` (`megafp8/analysis/stability_faults.py`). A benchmark
-that was interrupted resumes: runs in the JSON file are not repeated.
+Runs and figures are those of the part `faults` of `megafp8 stability` (`megafp8/launch/stability_faults.py`,
+`megafp8/analysis/stability_faults.py`). Runs in the JSON file are not repeated, so that a benchmark resumes.
 """
 
 from __future__ import annotations
@@ -30,17 +30,11 @@ from megafp8.analysis.stability_faults import CLEAN, HEADER, REPAIR, fault_rows,
 from megafp8.checkpoint.progress import Progress
 from megafp8.cli import corpus, preprocess
 from megafp8.errors import NumericsError
+from megafp8.launch.stability_faults import ARMS, GRADUAL
 from megafp8.metrics.records import EventRecord, StepRecord
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions.guard import LayerGuard
-from megafp8.training.extensions.planted_fault import (
-    ALIGNED_SWIGLU,
-    INFINITE_ACTIVATION,
-    INFLATED_QK,
-    OUTLIER_CHANNEL,
-    SPIKE_BATCH,
-    PlantedFault,
-)
+from megafp8.training.extensions.planted_fault import PlantedFault
 from megafp8.training.extensions.step_records import StepRecords
 from megafp8.training.loop import train_steps
 from megafp8.training.run import Run
@@ -61,39 +55,14 @@ TRAINING = (
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 "
     "--num-threads 1 --num-workers 0 --eval-iters 0 --no-progress-bar --log-interval 1000 --fp8-guard-interval 10"
 )
-SPIKES = "--spike-policy skip --max-skipped-steps 3"
-WARN = f"{SPIKES} --fp8-guard warn"
-NONE = "none"
-REPAIRS = {
-    NONE: WARN,
-    "bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
-    "smooth-swiglu": f"{SPIKES} --fp8-guard smooth-swiglu",
-    "skip": f"{WARN} --on-nonfinite-activation skip",
-    "bf16": f"{WARN} --on-nonfinite-activation bf16",
-    "skip spike": WARN,
-}
-FAULTS = {
-    OUTLIER_CHANNEL: (NONE, "bf16-layer"),
-    ALIGNED_SWIGLU: (NONE, "bf16-layer", "smooth-swiglu"),
-    INFLATED_QK: (NONE,),
-    SPIKE_BATCH: ("skip spike",),
-    INFINITE_ACTIVATION: (NONE, "skip", "bf16"),
-}
-"""Faults, each with its repairs."""
 
 
 class Arm(NamedTuple):
-    """A run: its recipe, seed, fault and repair."""
+    """A run: its recipe, seed, and name in `ARMS`."""
 
     recipe: str
     seed: int
-    fault: str
-    repair: str
-
-    @property
-    def name(self) -> str:
-        """Of fault and repair."""
-        return self.fault if self.repair == NONE else f"{self.fault}{REPAIR}{self.repair}"
+    name: str
 
 
 class Records:
@@ -115,14 +84,13 @@ class Records:
 def arms_of(options: argparse.Namespace) -> list[Arm]:
     """All runs; those without a fault come first."""
     recipes = options.recipes.split(",")
-    clean = [Arm(recipe, seed, CLEAN, NONE) for recipe in recipes for seed in range(1, options.clean_seeds + 1)]
+    clean = [Arm(recipe, seed, CLEAN) for recipe in recipes for seed in range(1, options.clean_seeds + 1)]
     planted = [
-        Arm(recipe, seed, fault, repair)
+        Arm(recipe, seed, name)
         for seed in range(1, options.fault_seeds + 1)
         for recipe in recipes
-        for fault, repairs in FAULTS.items()
-        for repair in repairs
-        if repair != "smooth-swiglu" or recipe in WITHOUT_HISTORY
+        for name in ARMS
+        if name != CLEAN and (not name.endswith("smooth-swiglu") or recipe in WITHOUT_HISTORY)
     ]
     return clean + planted
 
@@ -138,13 +106,13 @@ def train(run: Run) -> Records:
 
 def flags_of(arm: Arm, options: argparse.Namespace, data: Path) -> str:
     """The command line of a run."""
-    fault = f"--planted-fault {arm.fault} --planted-fault-step {options.fault_step}"
-    if arm.fault in (OUTLIER_CHANNEL, ALIGNED_SWIGLU, INFLATED_QK):
-        fault += f" --planted-fault-growth {options.growth}"
+    fault = arm.name.partition(REPAIR)[0]
+    planted = "" if fault == CLEAN else f"--planted-fault {fault} --planted-fault-step {options.fault_step}"
+    growth = f"--planted-fault-growth {options.growth}" if fault in GRADUAL else ""
     text = f"--tokenizer-type ByteLevelTokenizer --data-path {data}_text_document --split 90,10,0"
     return (
         f"{MODEL} {TRAINING} {RECIPES[arm.recipe]} --train-iters {options.steps} --seed {arm.seed} "
-        f"{text} --data-cache-path {data.parent / 'cache'} {REPAIRS[arm.repair]} {'' if arm.fault == CLEAN else fault}"
+        f"{text} --data-cache-path {data.parent / 'cache'} {ARMS[arm.name]} {planted} {growth}"
     )
 
 

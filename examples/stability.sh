@@ -5,11 +5,11 @@
 #   bash examples/stability.sh [FOLDER]        (default runs/stability)
 #
 # If it is interrupted, run it again to resume. Environment variables: SIZE (tiny, small or gpu-hour), RECIPES, PARTS,
-# SEEDS and PARALLEL (concurrent runs).
+# SEEDS (of pairs and controls) and PARALLEL (concurrent runs).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/setup_venv.sh
 
 "$PYTHON" launcher/stability.py --output-dir "${1:-runs/stability}" --size "${SIZE:-tiny}" \
-  --recipes "${RECIPES:-tensorwise,mxfp8}" --parts "${PARTS:-pairs,sweep,controls}" --seeds "${SEEDS:-5}" \
-  --parallel "${PARALLEL:-1}"
+  --recipes "${RECIPES:-tensorwise,mxfp8}" --parts "${PARTS:-pairs,sweep,controls}" \
+  ${SEEDS:+--seeds "$SEEDS"} --parallel "${PARALLEL:-1}"

@@ -24,7 +24,9 @@ from megafp8.analysis.plot_comparison import (
     style_panel,
 )
 from megafp8.analysis.plotting import GRAY, new_figure
-from megafp8.analysis.stability import BASELINE, SuiteGap, SuiteRun, SweepRow
+from megafp8.analysis.stability_gaps import SuiteGap
+from megafp8.analysis.stability_runs import BASELINE, SuiteRun
+from megafp8.analysis.stability_sweep import SweepRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,7 +69,9 @@ def drawn_recipes(runs: Sequence[SuiteRun]) -> list[DrawnRecipe]:
 
 
 def plot_gap_rows(rows: Sequence[SuiteGap], *, spread_fraction: float | None = None) -> Figure:
-    """Gaps of the final loss: dots for seeds, a bar for the interval of the mean.
+    """Gaps of the final loss: dots for seeds, a bar for the interval of the mean, crosses for divergences.
+
+    A cross on the right is of runs that diverged, one on the left of their references.
 
     Args:
         spread_fraction: of the baseline over its seeds, drawn as a dashed line.
@@ -90,7 +94,9 @@ def plot_gap_rows(rows: Sequence[SuiteGap], *, spread_fraction: float | None = N
             axes.plot(100 * row.gap.mean, place, "|", color=colors[row.name], markersize=17, markeredgewidth=2.4)
         axes.plot(100 * finite, [place] * len(finite), "o", color=colors[row.name], markersize=4.5)
         if row.num_diverged:
-            axes.plot([0.97 * reach] * row.num_diverged, [place] * row.num_diverged, "x", color=BOUND_COLOR)
+            axes.plot(0.97 * reach, place, "x", color=BOUND_COLOR)
+        if row.num_reference_diverged:
+            axes.plot(-0.97 * reach, place, "x", color=BOUND_COLOR)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=FONT)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(-reach, reach)

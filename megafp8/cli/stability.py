@@ -8,8 +8,8 @@ Parts: pairs (paired runs over seeds, compared with BF16's own spread), sweep (l
 continuation. Without --data-path after --, the suite
 prepares bytes of Python's standard library. Repeating the command starts or resumes what is not done, and writes
 OUTPUT_DIR/report again. With --slurm the runs are job arrays. docs/stability.md describes verdicts and sizes. Exit
-status: 0 if all runs have a result or are submitted, 64 for wrong flags, 75 after a signal, else that of the first run
-that failed.
+status: 0 if all runs have a result or are submitted, 64 for wrong flags, 75 after a signal or while another process has
+one of the runs, else that of the first run that failed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
 
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
-from megafp8.errors import ConfigError
+from megafp8.errors import PREEMPTED, ConfigError, NumericsError
 from megafp8.utils.best_effort import best_effort
 from megafp8.utils.files import path_argument, path_text
 
+if TYPE_CHECKING:
+    from megafp8.launch.job import Job
+    from megafp8.launch.study import Study, StudyRun
+
 log = partial(print, flush=True)
+NUM_SEEDS, NUM_FAULT_SEEDS = 5, 2
+MAPPINGS = ("sbatch", "environment")
+"""Fields of a Slurm job that have keys of their own."""
 DATA_SETTINGS = ("data.data_path", "data.train_data_path", "data.mock_data")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from megafp8.launch.stability import CONTINUATION, PARTS, SIZES
+    from megafp8.launch.stability import CONTINUATION, PAIRED, PARTS, SIZES, SUITE_FILE
     from megafp8.recipes import registry
 
     parser = build_command_parser(__doc__, Parser)
@@ -46,9 +54,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parts", metavar="NAMES", help=f"comma-separated; default: all, {CONTINUATION} with --checkpoint ({parts})"
     )
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="paired seeds (default: %(default)s)")
     parser.add_argument(
-        "--fault-seeds", type=int, default=2, metavar="N", help="seeds of the part faults (default: %(default)s)"
+        "--seeds", type=int, metavar="N",
+        help=f"paired seeds of {', '.join(PAIRED)} (default: {NUM_SEEDS})",
+    )  # fmt: skip
+    sizes = ", ".join(f"{size.sweep_seeds} at {name}" for name, size in SIZES.items())
+    parser.add_argument("--sweep-seeds", type=int, metavar="N", help=f"seeds of the part sweep (default: {sizes})")
+    parser.add_argument(
+        "--fault-seeds", type=int, metavar="N", help=f"seeds of the part faults (default: {NUM_FAULT_SEEDS})"
     )
     parser.add_argument(
         "--checkpoint", type=path_text, default="", metavar="FOLDER", help="checkpoint for the part continuation"
@@ -59,16 +72,23 @@ def build_parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--status", action="store_true", help="print the state of every run and stop")
     what.add_argument("--dry-run", action="store_true", help="print every run and its command and stop")
-    what.add_argument("--report-only", action="store_true", help="write the report of the runs so far and stop")
+    what.add_argument(
+        "--report-only", action="store_true",
+        help=f"write the report of the suite in --output-dir, as its {SUITE_FILE} describes it, and stop",
+    )  # fmt: skip
     parser.add_argument("--slurm", action="store_true", help="submit job arrays instead of running on this machine")
     parser.add_argument(
         "--job", action="append", default=[], metavar="KEY=VALUE",
-        help="field of the Slurm jobs, as in a study's slurm: time=1:00:00; repeatable",
+        help="field of the Slurm jobs, as in a study's slurm: time=1:00:00, sbatch.mem=64G; repeatable",
     )  # fmt: skip
     parser.add_argument(
         "--parallel", type=int, metavar="N", help="runs at the same time on this machine (default: as studies)"
     )
-    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: flags of all runs, over those of the size")
+    parser.add_argument(
+        "flags", nargs="*", metavar="FLAGS",
+        help="after --: flags of all runs, over those of the size; a sweep starts at their --lr, and --min-lr is a "
+        "tenth of the rate unless it is given",
+    )  # fmt: skip
     return parser
 
 
@@ -76,8 +96,13 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run, submit or list the suite, and write its report; return the exit status."""
     options = build_parser().parse_args(argv)
-    from megafp8.launch import stability, study_execution
+    from megafp8.launch import slurm, stability, study_execution
 
+    if options.report_only:
+        check_report_only(options)
+        sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
+        report(options.output_dir)
+        return 0
     suite = read_suite(options)
     study = stability.build_study(suite)
     parts = stability.part_runs(study)
@@ -88,40 +113,76 @@ def main(argv: Sequence[str]) -> int:
     if options.status:
         print(study_execution.status_text(progress))
         return 0
+    jobs = build_jobs(study, due) if options.slurm else []
     if options.dry_run:
-        for run in runs:
+        for run in () if options.slurm else runs:
             print(f"{run.label}: {' '.join(study_execution.train_command(run, TRAINING_SCRIPT))}")
+        print("".join(f"{slurm.script(job)}\n" for job in jobs), end="")
         print(f"{len(runs)} runs, {len(due)} to start")
         return 0
     sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
     stability.write_suite_file(suite, parts)
-    status = 0
-    if not options.report_only:
-        prepare_data(suite, options.flags)
-        log(f"{len(runs)} runs, {len(due)} to start; folder {study.folder}")
-        if options.slurm:
-            for line in study_execution.submit(study, due):
-                log(line)
-            return 0
-        gpus = study_execution.visible_gpus()
-        study_execution.check_gpus(due, gpus)
-        study_execution.run_here(due, TRAINING_SCRIPT, options.parallel, gpus, log)
-        status = status_of([study_execution.run_progress(run) for run in runs])
+    prepare_data(suite, options.flags)
+    log(f"{len(runs)} runs, {len(due)} to start; folder {study.folder}")
+    if options.slurm:
+        for line in study_execution.submit(study, due):
+            log(line)
+        return 0
+    status = run_suite(runs, due, options.parallel)
     report(suite.folder)
     return status
 
 
-def status_of(progress: Sequence) -> int:
-    """Exit status of the suite: 0 if every run has a result, else that of the first run without one."""
-    from megafp8.errors import INTERNAL, PREEMPTED
-    from megafp8.launch import stability
+def check_report_only(options: argparse.Namespace) -> None:
+    """Check that --report-only has a suite to report, and no flags that it would ignore.
 
-    failed = [each for each in progress if not stability.is_finished(each)]
-    if not failed:
-        return 0
-    if any(each.found is None or each.state == "preempted" for each in failed):
-        return PREEMPTED
-    return failed[0].found.exit_status or INTERNAL
+    Raises:
+        ConfigError: the folder has no suite, or other flags are given.
+    """
+    from megafp8.launch.stability import SUITE_FILE
+
+    parser, problems = build_parser(), []
+    others = {name: value for name, value in vars(options).items() if name not in ("output_dir", "report_only")}
+    ignored = [
+        "flags after --" if name == "flags" else f"--{name.replace('_', '-')}"
+        for name, value in others.items() if value not in ([], parser.get_default(name))
+    ]  # fmt: skip
+    if ignored:
+        problems.append(f"--report-only reads {SUITE_FILE} and ignores {', '.join(ignored)}: remove them")
+    if not (options.output_dir / SUITE_FILE).is_file():
+        problems.append(
+            f"--output-dir {options.output_dir} has no {SUITE_FILE}: run the suite first, or name the folder of one"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def build_jobs(study: Study, due: Sequence[StudyRun]) -> list[Job]:
+    """The Slurm jobs of the runs to start.
+
+    Raises:
+        ConfigError: fields of --job that are wrong.
+    """
+    from megafp8.launch import study_execution
+
+    try:
+        return study_execution.build_jobs(study, due)
+    except ConfigError as error:
+        raise ConfigError([f"--job: {problem.removeprefix('slurm: ')}" for problem in error.problems]) from None
+
+
+def run_suite(runs: Sequence[StudyRun], due: Sequence[StudyRun], parallel: Optional[int]) -> int:
+    """Run what is due on this machine; return the exit status of the suite. A divergence is a result."""
+    from megafp8.launch import study_execution
+    from megafp8.launch.stability import is_finished
+
+    gpus = study_execution.visible_gpus()
+    study_execution.check_gpus(due, gpus)
+    status = study_execution.run_here(
+        due, TRAINING_SCRIPT, parallel, gpus, log, results=(NumericsError.exit_status,)
+    )  # fmt: skip
+    is_complete = all(is_finished(study_execution.run_progress(run)) for run in runs)
+    return status or (0 if is_complete else PREEMPTED)
 
 
 def read_suite(options: argparse.Namespace):
@@ -135,30 +196,78 @@ def read_suite(options: argparse.Namespace):
     problems = []
     if options.parallel is not None and (options.parallel < 1 or options.slurm):
         problems.append(f"--parallel {options.parallel}: must be at least 1, and is not for --slurm")
-    if options.fault_seeds < 1:
-        problems.append(f"--fault-seeds {options.fault_seeds}: must be at least 1")
     if options.gpus < 1:
         problems.append(f"--gpus {options.gpus}: must be at least 1")
     if options.job and not options.slurm:
         problems.append("--job is for --slurm: give both, or remove it")
-    pairs = [text.partition("=") for text in options.job]
-    problems += [f"--job {key}: must be KEY=VALUE" for key, _, value in pairs if not key or not value]
     if options.parts is None:
         parts = tuple(name for name in PARTS if name != CONTINUATION or options.checkpoint)
     else:
         parts = words_of(options.parts)
-    if options.checkpoint and CONTINUATION not in parts:
-        problems.append(f"--checkpoint is for the part {CONTINUATION}: name it in --parts, or remove it")
     if not parts:
         problems.append(f"--parts names no part: choose from {', '.join(PARTS)}")
+    problems += seed_problems(options, parts) + checkpoint_problems(options.checkpoint, parts)
+    slurm = read_job_fields(options.job, problems)
     if problems:
         raise ConfigError(problems)
     return Suite(
         folder=options.output_dir, size=options.size, parts=parts, recipes=words_of(options.recipes),
-        num_seeds=options.seeds, num_fault_seeds=options.fault_seeds,
+        num_seeds=NUM_SEEDS if options.seeds is None else options.seeds, num_sweep_seeds=options.sweep_seeds,
+        num_fault_seeds=NUM_FAULT_SEEDS if options.fault_seeds is None else options.fault_seeds,
         flags=(*data_flags(options), *options.flags), checkpoint=options.checkpoint,
-        gpus=options.gpus, slurm={key: value for key, _, value in pairs},
+        gpus=options.gpus, slurm=slurm,
     )  # fmt: skip
+
+
+def seed_problems(options: argparse.Namespace, parts: Sequence[str]) -> list[str]:
+    """Numbers of seeds that are too small, or that no part uses."""
+    from megafp8.launch.stability import FAULTS, PAIRED, SWEEP
+
+    problems = []
+    for flag, number, users in (
+        ("--seeds", options.seeds, PAIRED), ("--sweep-seeds", options.sweep_seeds, (SWEEP,)),
+        ("--fault-seeds", options.fault_seeds, (FAULTS,)),
+    ):  # fmt: skip
+        if number is not None and number < 1:
+            problems.append(f"{flag} {number}: must be at least 1")
+        if number is not None and parts and not set(users) & set(parts):
+            problems.append(f"{flag} {number}: has no effect without {' or '.join(users)} in --parts; remove it")
+    return problems
+
+
+def checkpoint_problems(checkpoint: str, parts: Sequence[str]) -> list[str]:
+    """A checkpoint that is not there, or that no part uses."""
+    from megafp8.checkpoint.directory import find_checkpoint
+    from megafp8.launch.stability import CONTINUATION
+
+    if not checkpoint:
+        return []
+    if CONTINUATION not in parts:
+        return [f"--checkpoint is for the part {CONTINUATION}: name it in --parts, or remove it"]
+    if not Path(checkpoint).is_dir():
+        return [f"--checkpoint {checkpoint}: no such folder"]
+    if find_checkpoint(Path(checkpoint)) is None:
+        return [f"--checkpoint {checkpoint}: has no complete checkpoint; give the folder of a run's --save"]
+    return []
+
+
+def read_job_fields(words: Sequence[str], problems: list[str]) -> dict[str, Any]:
+    """The fields of --job KEY=VALUE; KEY is NAME.KEY for a field that is a mapping. Appends to `problems`."""
+    fields: dict[str, Any] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        name, dot, inner = key.partition(".")
+        if not name or not value or bool(dot) != bool(inner):
+            problems.append(f"--job {word}: must be KEY=VALUE, or NAME.KEY=VALUE for {' and '.join(MAPPINGS)}")
+        elif not dot and name in MAPPINGS:
+            problems.append(f"--job {word}: give its keys one by one, as in --job {name}.KEY=VALUE")
+        elif not dot:
+            fields[name] = value
+        elif name not in MAPPINGS:
+            problems.append(f"--job {word}: {name} has no keys; those that have: {', '.join(MAPPINGS)}")
+        else:
+            fields.setdefault(name, {})[inner] = value
+    return fields
 
 
 def words_of(text: str) -> tuple[str, ...]:

@@ -59,16 +59,29 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
         # A step schedule gives the batch already.
         given = () if shared.training.step_batch_size_schedule else ("--global-batch-size", str(batch))
         return Variant(name=name, flags=("--bf16", "--micro-batch-size", str(micro), *given))
+    if not is_known(name):
+        raise ConfigError(f"recipe {unknown_name_text(name, names())}; for other settings use --variant NAME='FLAGS'")
     recipe_name, _, number_format = name.partition("-")
-    recipe = registry.get(recipe_name) if recipe_name in registry.names() else None
-    if recipe is None or (number_format or recipe.default_format) not in recipe.formats:
-        raise ConfigError(
-            f"recipe {name}: unknown; choose from {', '.join(names())}, or an FP8 recipe with one of the formats "
-            f"{', '.join(FP8_FORMATS)}, such as {registry.DEFAULT_FP8}-e4m3; for other settings use --variant "
-            "NAME='FLAGS'"
-        )
+    recipe = registry.get(recipe_name)
     family, number_format = f"--{recipe.family}", number_format or recipe.default_format
     return Variant(name=name, flags=("--bf16", f"{family}-format", number_format, f"{family}-recipe", recipe_name))
+
+
+def is_known(name: str) -> bool:
+    """Whether `build_variant` accepts a name."""
+    recipe_name, _, number_format = name.partition("-")
+    if name in (BASELINE, CONTROL):
+        return True
+    recipe = registry.get(recipe_name) if recipe_name in registry.names() else None
+    return recipe is not None and (number_format or recipe.default_format) in recipe.formats
+
+
+def unknown_name_text(name: str, choices: Sequence[str]) -> str:
+    """The message about a name that is not known, without what names it."""
+    return (
+        f"{name}: unknown; choose from {', '.join(choices)}, or an FP8 recipe with one of the formats "
+        f"{', '.join(FP8_FORMATS)}, such as {registry.DEFAULT_FP8}-e4m3"
+    )
 
 
 def parse_variant(text: str) -> Variant:

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from megafp8.config import flags as config_flags
-from megafp8.config import variants
+from megafp8.config import precision_map, variants
+from megafp8.config.schema import AUTO
+from megafp8.config.settings import settings_by_name
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
-from megafp8.launch.stability_faults import fault_arms, length_problems, without_given
+from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, length_problems, without_given
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
+from megafp8.recipes import registry
 from megafp8.recipes.known_bad import KNOWN_BAD
 
 SUITE_FILE = "stability.json"
@@ -32,6 +35,9 @@ PARTS = {
     CONTROLS: "settings that are known to be worse, each against its good form",
     CONTINUATION: "continuation of a checkpoint in BF16 and in each recipe",
 }
+
+PAIRED = (PAIRS, CONTROLS, CONTINUATION)
+"""Parts whose verdicts are over paired seeds."""
 
 COMMON = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -48,7 +54,7 @@ class Size:
         flags: of all runs.
         lr: learning rate of all runs but those of the sweep. The minimum is a tenth.
         factors: of the sweep, multiples of `lr`; they include 1.
-        sweep_seeds: seeds of the sweep.
+        sweep_seeds: seeds of the sweep, unless the suite gives them.
         corpus_bytes: text that is prepared where the flags name no data.
         fault_flags: of the runs with planted faults, unless the user gives them.
     """
@@ -66,7 +72,7 @@ SIZES = {
         flags="--num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 160 --seq-length 64 "
         "--max-position-embeddings 64 --micro-batch-size 16 --global-batch-size 16 --train-iters 120 "
         "--eval-interval 30 --eval-iters 20 --num-threads 1",
-        lr=4.7e-3, factors=(1, 4, 16, 64, 256), sweep_seeds=2, corpus_bytes=2_000_000,
+        lr=1e-3, factors=(1, 4, 16, 64, 256, 1024), sweep_seeds=2, corpus_bytes=2_000_000,
         fault_flags="--train-iters 300 --lr 1.5e-3 --min-lr 1.5e-4",
     ),
     "small": Size(
@@ -89,7 +95,9 @@ class Suite:
     """What a suite asks for.
 
     Attributes:
-        flags: of all runs, after those of the size.
+        num_sweep_seeds: None: as many as the size says.
+        flags: of all runs, after those of the size. A learning rate among them replaces that of the size; the minimum
+            follows it, unless it is given, too.
         checkpoint: folder of the checkpoint that CONTINUATION continues.
         slurm: fields of the jobs.
     """
@@ -100,6 +108,7 @@ class Suite:
     recipes: tuple[str, ...]
     num_seeds: int = 5
     num_fault_seeds: int = 2
+    num_sweep_seeds: Optional[int] = None
     flags: tuple[str, ...] = ()
     checkpoint: str = ""
     gpus: int = 1
@@ -125,27 +134,79 @@ def build_study(suite: Suite) -> Study:
     Raises:
         ConfigError: an unknown part, recipe or size, or flags that the suite sets itself.
     """
+    if problems := suite_problems(suite):
+        raise ConfigError(problems)
+    size = SIZES[suite.size]
+    words = tuple(f"{COMMON} {size.flags}".split())
+    given, rate = given_settings(suite), base_rate(suite)
+    common = Option(flags=(*words, *rate_flags(rate, given), *suite.flags), sizes={"gpus": float(suite.gpus)})
+    study = Study(
+        path=suite.folder / SUITE_FILE, name="stability", folder=suite.folder, common=common, grids=(),
+        slurm=suite.slurm, slurm_flag="--job",
+    )  # fmt: skip
+    return dataclasses.replace(study, grids=tuple(grid for part in suite.parts for grid in part_grids(suite, part)))
+
+
+def suite_problems(suite: Suite) -> list[str]:
+    """What is wrong with a suite; empty if nothing is."""
     problems = [f"--parts {part}: choose from {', '.join(PARTS)}" for part in suite.parts if part not in PARTS]
     if CONTINUATION in suite.parts and not suite.checkpoint:
         problems.append(f"--parts {CONTINUATION}: give the checkpoint to continue with --checkpoint FOLDER")
     if suite.num_seeds < 2:
         problems.append(f"--seeds {suite.num_seeds}: intervals over seeds need at least 2")
+    if suite.num_sweep_seeds is not None and suite.num_sweep_seeds < 2:
+        problems.append(f"--sweep-seeds {suite.num_sweep_seeds}: intervals over seeds need at least 2")
     if BASELINE in suite.recipes or CONTROL in suite.recipes:
         problems.append(f"--recipes: {BASELINE} and {CONTROL} are in every suite; remove them")
+    if not suite.recipes:
+        problems.append(f"--recipes names no recipe: choose from {', '.join(registry.names())}")
+    problems += [f"--recipes {variants.unknown_name_text(name, registry.names())}" for name in suite.recipes
+                 if not variants.is_known(name)]  # fmt: skip
+    return problems + flag_problems(suite)
+
+
+SET_BY_SUITE = {
+    "training.seed": "give the number of seeds with --seeds, --sweep-seeds or --fault-seeds",
+    "checkpoint.pretrained_checkpoint": f"give it with --checkpoint, for the part {CONTINUATION}",
+    **dict.fromkeys(variants.FOLDER_FLAGS, "give the folder of all runs with --output-dir"),
+    **dict.fromkeys(variants.RECIPE_FLAGS, "name recipes with --recipes, such as delayed-e4m3"),
+    **dict.fromkeys(
+        ("training.planted_fault", "training.planted_fault_step", "training.planted_fault_growth"),
+        f"name the part {FAULTS} in --parts, which plants them all",
+    ),
+}
+"""Settings that no part takes from the user, with what to do instead."""
+SET_BY_PART = {FAULTS: FAULT_SETTINGS, CONTROLS: ("precision.transformer_impl",)}
+
+
+def flag_problems(suite: Suite) -> list[str]:
+    """Flags of all runs that the suite sets itself, or with which it has no verdict."""
     invocation, _ = config_flags.parse_with_problems(list(suite.flags))
-    set_by_suite = {"training.seed": "--seed", "checkpoint.pretrained_checkpoint": "--pretrained-checkpoint"}
-    problems += [f"{flag}: set by the suite; remove it" for name, flag in set_by_suite.items()
-                 if name in invocation.given]  # fmt: skip
-    if problems:
-        raise ConfigError(problems)
-    size = SIZES[suite.size]
-    words = tuple(f"{COMMON} {size.flags}".split())
-    common = Option(flags=(*words, *rate_flags(size.lr), *suite.flags), sizes={"gpus": float(suite.gpus)})
-    study = Study(
-        path=suite.folder / SUITE_FILE, name="stability", folder=suite.folder, common=common, grids=(),
-        slurm=suite.slurm,
-    )  # fmt: skip
-    return dataclasses.replace(study, grids=tuple(grid for part in suite.parts for grid in part_grids(suite, part)))
+    config, given = invocation.config, invocation.given
+    found = {name: f"set by the suite; remove it, and {text}" for name, text in SET_BY_SUITE.items() if name in given}
+    for part in suite.parts:
+        for name in given.intersection(SET_BY_PART.get(part, ())):
+            found.setdefault(name, f"set by the part {part}; remove it, or leave the part out of --parts")
+    problems = [f"{settings_by_name()[name].flags[0]}: {text}" for name, text in found.items()]
+    if precision_map.is_quantized(config.precision) and given.isdisjoint(variants.RECIPE_FLAGS):
+        problems.append("the flags of all runs quantize, which would apply to bf16, too: name recipes with --recipes")
+    if config.training.micro_batch_size == AUTO:
+        problems.append("--micro-batch-size auto: each run could find a different size; give a number")
+    if config.training.eval_iters == 0:
+        problems.append("--eval-iters 0: verdicts are on the last validation; give at least 1")
+    return problems
+
+
+def given_settings(suite: Suite) -> frozenset[str]:
+    """Names of the settings among the flags of all runs."""
+    return config_flags.parse_with_problems(list(suite.flags))[0].given
+
+
+def base_rate(suite: Suite) -> float:
+    """The learning rate of all runs but those of the sweep: as given, else that of the size."""
+    invocation, _ = config_flags.parse_with_problems(list(suite.flags))
+    given = invocation.config.optimizer.lr if "optimizer.lr" in invocation.given else None
+    return SIZES[suite.size].lr if given is None else given
 
 
 def part_grids(suite: Suite, part: str) -> list[Grid]:
@@ -153,6 +214,7 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
     size = SIZES[suite.size]
     words = [*f"{COMMON} {size.flags}".split(), *suite.flags]
     shared, problems = config_flags.parse_with_problems(words)
+    given = given_settings(suite)
     if problems:
         raise ConfigError(problems)
 
@@ -167,11 +229,10 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
     if part == PAIRS:
         return [grid(recipes(BASELINE, CONTROL, *suite.recipes), suite.num_seeds)]
     if part == SWEEP:
-        rates = [size.lr * factor for factor in size.factors]
-        lrs = tuple(Option(name=f"lr{rate:.3g}", flags=rate_flags(rate)) for rate in rates)
-        return [grid(recipes(BASELINE, *suite.recipes), size.sweep_seeds, lr=lrs)]
+        rates = [base_rate(suite) * factor for factor in size.factors]
+        lrs = tuple(Option(name=f"lr{rate:.3g}", flags=rate_flags(rate, given)) for rate in rates)
+        return [grid(recipes(BASELINE, *suite.recipes), suite.num_sweep_seeds or size.sweep_seeds, lr=lrs)]
     if part == FAULTS:
-        given = config_flags.parse_with_problems(list(suite.flags))[0].given
         length = without_given(size.fault_flags, given)
         grids = []
         for recipe in recipes(*suite.recipes):
@@ -193,9 +254,10 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
     return [grid(recipes(BASELINE, *suite.recipes), suite.num_seeds, start=(start,))]
 
 
-def rate_flags(rate: float) -> tuple[str, ...]:
-    """Flags of a learning rate that decays to a tenth."""
-    return ("--lr", f"{rate:.6g}", "--min-lr", f"{rate / 10:.6g}")
+def rate_flags(rate: float, given: Collection[str]) -> tuple[str, ...]:
+    """Flags of a learning rate that decays to a tenth, or to the minimum that the user gave."""
+    minimum = () if "optimizer.min_lr" in given else ("--min-lr", f"{rate / 10:.6g}")
+    return ("--lr", f"{rate:.6g}", *minimum)
 
 
 def part_runs(study: Study) -> list[PartRun]:
@@ -222,7 +284,7 @@ def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
     """Write the runs of every part to the suite's folder, for the report."""
     content = {
         "size": suite.size, "parts": list(suite.parts), "recipes": list(suite.recipes), "seeds": suite.num_seeds,
-        "lr": SIZES[suite.size].lr,
+        "lr": base_rate(suite),
         "fault_step": next((each.run.config.training.planted_fault_step for each in runs if each.part == FAULTS
                             and each.run.config.training.planted_fault != "none"), None),
         "known_bad": {name: good for name, (good, _) in KNOWN_BAD.items()},

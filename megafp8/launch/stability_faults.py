@@ -18,23 +18,29 @@ FIRST_FRACTION = 0.25  # of the run, before the fault
 FIRST_UPDATE = 34  # spikes are compared with 32 updates
 LARGEST_FACTOR = 27  # octaves by which a channel has grown at the end of the run
 MAX_GROWTH = 0.14  # octaves in a step
+WARN = "--fp8-guard warn"
 SPIKES = "--spike-policy skip --max-skipped-steps 3"
-WARN = f"{SPIKES} --fp8-guard warn"
 GRADUAL = ("outlier-channel", "aligned-swiglu", "inflated-qk")
 ARMS = {
-    CLEAN: WARN,
+    CLEAN: f"{SPIKES} {WARN}",
     "outlier-channel": WARN,
     f"outlier-channel{REPAIR}bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
     "aligned-swiglu": WARN,
     f"aligned-swiglu{REPAIR}bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
     f"aligned-swiglu{REPAIR}smooth-swiglu": f"{SPIKES} --fp8-guard smooth-swiglu",
     "inflated-qk": WARN,
-    f"spike-batch{REPAIR}skip": WARN,
+    "spike-batch": WARN,
+    f"spike-batch{REPAIR}skip": f"{SPIKES} {WARN}",
     "infinite-activation": WARN,
-    f"infinite-activation{REPAIR}skip": f"{WARN} --on-nonfinite-activation skip",
-    f"infinite-activation{REPAIR}bf16": f"{WARN} --on-nonfinite-activation bf16",
+    f"infinite-activation{REPAIR}skip": f"{SPIKES} {WARN} --on-nonfinite-activation skip",
+    f"infinite-activation{REPAIR}bf16": f"{SPIKES} {WARN} --on-nonfinite-activation bf16",
 }
-"""Name of an arm to its flags, but for those of the fault."""
+"""Name of an arm to its flags, but for those of the fault. Without a repair no step is skipped: a skip is a repair."""
+FAULT_SETTINGS = (
+    "precision.transformer_impl", "training.fp8_guard", "training.fp8_guard_interval", "training.spike_policy",
+    "training.max_skipped_steps", "training.on_nonfinite_activation",
+)  # fmt: skip
+"""Settings of the arms, which the user cannot give."""
 
 
 def fault_step(train_iters: int) -> int:
@@ -75,9 +81,13 @@ def length_problems(config: RunConfig) -> list[str]:
 
 
 def without_given(flags: str, given: Collection[str]) -> tuple[str, ...]:
-    """Flags with one value each, without those of settings that the user gave."""
+    """Flags with one value each, without those of settings that the user gave.
+
+    The minimum of the learning rate goes with a learning rate that was given: it was a tenth of another one.
+    """
     words = flags.split()
     kept = []
+    given = {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given
     for flag, value in zip(words[::2], words[1::2], strict=True):
         invocation, _ = config_flags.parse_with_problems([flag, value])
         if invocation.given.isdisjoint(given):

@@ -80,6 +80,7 @@ class Study:
         path: the file.
         folder: contains the folders of the runs.
         slurm: fields of the jobs (`launch/job.py`), as text.
+        slurm_flag: flag that gives these fields as KEY=VALUE; empty: the file has them.
     """
 
     path: Path
@@ -88,6 +89,7 @@ class Study:
     common: Option
     grids: tuple[Grid, ...]
     slurm: Mapping[str, Any] = field(default_factory=dict)
+    slurm_flag: str = ""
 
 
 def read_study(path: Path, folder: Optional[Path] = None) -> Study:

@@ -56,10 +56,13 @@ def build_jobs(study: Study, runs: Sequence[StudyRun]) -> list[Job]:
         }  # fmt: skip
         job = build_job(fields, study.common.flags)
         if not job.exclusive and not job.cpus_per_node:
+            memory, exclusive = "sbatch: {mem: 64G}", "exclusive: true"
+            if study.slurm_flag:
+                memory, exclusive = (f"{study.slurm_flag} {text}" for text in ("sbatch.mem=64G", "exclusive=true"))
             raise ConfigError(
                 f"slurm: runs of {job.world_size} GPUs or ranks share a node, and Slurm's default is one core: set "
-                "cpus_per_node for one run, and its memory if the cluster's default is too small (sbatch: {mem: 64G}); "
-                "or use exclusive: true"
+                f"cpus_per_node for one run, and its memory if the cluster's default is too small ({memory}); or use "
+                f"{exclusive}"
             )
         jobs.append(job)
     return jobs
@@ -164,7 +167,12 @@ def check_gpus(runs: Sequence[StudyRun], gpus: Sequence[str]) -> None:
 
 
 def run_here(
-    runs: Sequence[StudyRun], script: Path, parallel: Optional[int], gpus: Sequence[str], report: Callable[[str], None]
+    runs: Sequence[StudyRun],
+    script: Path,
+    parallel: Optional[int],
+    gpus: Sequence[str],
+    report: Callable[[str], None],
+    results: Collection[int] = (),
 ) -> int:
     """Run all runs that are due on this machine, until none is left or a stop signal arrives.
 
@@ -173,6 +181,7 @@ def run_here(
         parallel: number of runs at a time; None: as many as the GPUs allow, or one without GPUs.
         gpus: the GPUs of this machine, enough for every run (`check_gpus`).
         report: prints a line.
+        results: exit statuses of runs that failed and yet have the result that the caller wants.
 
     Returns:
         0 if all are done, `PREEMPTED` after a signal, else the exit status of the first failed run.
@@ -190,7 +199,8 @@ def run_here(
         report(f"{'starts':<10} {run.name}" + (f" on GPU {','.join(gpus)}" if gpus else ""))
 
     def on_end(outcome: RunOutcome) -> None:
-        statuses.append(outcome_status(outcome))
+        status = outcome_status(outcome)
+        statuses.append(0 if status in results else status)
         report(outcome_text(outcome))
 
     pool = ProcessPool(parallel or len(gpus) or 1, gpus, on_start=on_start, on_end=on_end, is_due=is_still_due)

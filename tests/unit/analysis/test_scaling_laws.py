@@ -11,9 +11,19 @@ import pytest
 from scipy import stats
 
 from megafp8.analysis.power_laws import Estimate
-from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS
+from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS, CellRow, gap_rows, mean_of_means
 from megafp8.analysis.scaling_page import render_page, sweep_lines, swept_axes
-from megafp8.analysis.scaling_report import analyse, count_text, headline, method, remarks, tables, to_markdown, to_text
+from megafp8.analysis.scaling_report import (
+    agreement_text,
+    analyse,
+    count_text,
+    headline,
+    method,
+    remarks,
+    tables,
+    to_markdown,
+    to_text,
+)
 from megafp8.analysis.study_points import Point, StudyPoints, load_points
 from megafp8.errors import DataError
 
@@ -118,6 +128,60 @@ def test_gaps_that_differ_by_size_are_not_pooled() -> None:
     ) and "it is not pooled" in headline(report)
     assert "not pooled" in tables(report)[0].note
     assert not report.agreements[0].may_pool and json.loads(report.to_json())["agreements"][0]["num_sizes"] == 5
+
+
+def agreement_of(*sizes: list[float]):
+    """Gap rows and agreement of a recipe whose pairs have these gaps, size by size."""
+    cells = [
+        CellRow(
+            recipe=recipe, options={}, parameters=10 * (number + 1), tokens=1000, flops=1.0, losses=tuple(losses),
+            seeds=tuple(range(len(losses))), mean=float(np.mean(losses)), spread=None, is_best=True,
+        )
+        for number, gaps in enumerate(sizes)
+        for recipe, losses in (("bf16", [3.0] * len(gaps)), ("fp8", [3.0 * (1 + gap) for gap in gaps]))
+    ]  # fmt: skip
+    rows, (agreement,) = gap_rows(cells, ["bf16", "fp8"])
+    return [row for row in rows if row.parameters is None], agreement
+
+
+TIGHT, FAR = [0.001, 0.0011, 0.0009, 0.001, 0.0012], [0.08, 0.081, 0.079, 0.08, 0.0805]
+
+
+@pytest.mark.parametrize("sizes", [(TIGHT, FAR, [0.02]), ([0.001], [0.08]), (TIGHT, [0.08]), (TIGHT, FAR)])
+def test_without_a_test_that_agrees_nothing_is_pooled(sizes) -> None:
+    pooled, agreement = agreement_of(*sizes)
+    assert not pooled and not agreement.may_pool
+    assert (agreement.p_value is None) == (agreement.num_tested < 2) and "not pooled" in agreement_text(agreement)
+    report = analyse(StudyPoints(name="gaps", points=tuple(
+        point(10**5 * (number + 1), recipe=recipe, seed=seed, loss=3.0 * (1 + gap * (recipe == "fp8")))
+        for number, gaps in enumerate(sizes) for seed, gap in enumerate(gaps) for recipe in ("bf16", "fp8")
+    )), replicates=0)  # fmt: skip
+    assert "not pooled" in headline(report) and "+8.0" in headline(report)
+
+
+def test_a_size_of_one_pair_is_left_out_of_the_pool_and_named() -> None:
+    (pooled,), agreement = agreement_of(TIGHT, TIGHT[::-1], [0.08])
+    assert agreement.may_pool and (agreement.num_sizes, agreement.num_tested, pooled.num_pairs) == (3, 2, 10)
+    assert pooled.gap.value == pytest.approx(np.mean(TIGHT)) and pooled.gap.high < 0.002
+    assert "without 1 of 3 sizes, which have a single pair" in agreement_text(agreement)
+
+
+def test_a_single_size_is_its_own_pool() -> None:
+    (pooled,), agreement = agreement_of([0.01])
+    assert agreement.may_pool and pooled.num_pairs == 1 and pooled.gap.low is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spreads", "least"),
+    [((5, 5, 5), (1, 1, 1), 0.93), ((2, 2), (1, 1), 0.93), ((3, 3, 3), (1, 3, 0.5), 0.92), ((2, 5), (5, 1), 0.87)],
+)
+def test_the_pooled_interval_covers_groups_of_different_variances(sizes, spreads, least: float) -> None:
+    generator, num_trials, num_covered = np.random.default_rng(5), 2000, 0
+    for _ in range(num_trials):
+        groups = [spread * generator.standard_normal(size) for size, spread in zip(sizes, spreads, strict=True)]
+        estimate = mean_of_means(groups)
+        num_covered += estimate.low <= 0 <= estimate.high
+    assert least <= num_covered / num_trials <= 0.985
 
 
 def test_a_missing_shift_is_not_reported_as_one() -> None:

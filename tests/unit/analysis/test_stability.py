@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megafp8.analysis.stability import BETTER, INDISTINCT, NARROWER, SUITE_FILE, WORSE, build_report
-from megafp8.analysis.stability_faults import FaultRow, fault_cost, row_cells, verdict_of
+from megafp8.analysis.stability import build_report
+from megafp8.analysis.stability_gaps import BETTER, INDISTINCT, WORSE
 from megafp8.analysis.stability_page import publish_suite, render_page, to_text
+from megafp8.analysis.stability_runs import SUITE_FILE
+from megafp8.analysis.stability_sweep import NARROWER
 from megafp8.errors import DataError, NumericsError
-from megafp8.metrics.records import EventRecord
-from megafp8.metrics.sinks import JsonlSink
 from megafp8.resilience.run_state import RUN_STATE_FILE, RunState
 from megafp8.utils.process import current_process
 
@@ -158,60 +157,16 @@ def test_page_and_json_have_the_verdicts_and_name_missing_runs(suite, tmp_path: 
     assert render_page(report) == text
 
 
+def test_a_run_that_ended_before_it_started_is_told_from_one_that_was_not(suite, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        suite("pairs", "bf16", seed, 3.0)
+        (tmp_path / f"pairs-bf16-seed{seed}" / "records.jsonl").unlink()
+    (tmp_path / "pairs-bf16-seed2" / "output.log").write_text("flags: 1 problem")
+    told, other = build_report(tmp_path).problems
+    assert told == "pairs: bf16 seed1: not started"
+    assert other.startswith("pairs: bf16 seed2: ended before it started, see ") and other.endswith("output.log")
+
+
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=SUITE_FILE):
         build_report(tmp_path)
-
-
-def test_faults_are_compared_with_the_clean_run(tmp_path: Path, write_run: Callable[..., Path]) -> None:
-    """A fault from step 11 on: the loss is 5% worse from step 81 on, and an event is in step 21."""
-    clean = [4.0] * 100
-    arms = {
-        "clean": (clean, []),
-        "outlier-channel": (clean[:80] + [5.0] * 20, [21]),
-        "outlier-channel_with_bf16-layer": (clean[:60] + [4.16] * 10 + clean[70:], [21]),
-        "aligned-swiglu": (clean[:50] + [5.0] * 50, [21]),
-        "inflated-qk": (clean, []),
-        "infinite-activation": (clean, [11]),
-        "infinite-activation_with_skip": ([*clean[:80], *[4.1] * 20], [12]),
-    }
-    runs = []
-    for arm, (losses, steps) in arms.items():
-        folder = write_run(arm, losses, validations={100: losses[-1]}, recipe="fp8")
-        sink = JsonlSink(folder / "records.jsonl")
-        for step in steps:
-            sink.write(EventRecord(step=step, name="guard", detail=f"event of {arm}"))
-        sink.write(EventRecord(step=50, name="checkpoint saved", detail="no event of a fault"))
-        sink.close()
-        runs.append({"part": "faults", "folder": arm, "recipe": "fp8", "seed": "seed1", "fault": arm})
-    content = {"size": "tiny", "seeds": 5, "fault_step": 11, "runs": runs}
-    (tmp_path / SUITE_FILE).write_text(json.dumps(content))
-    report = build_report(tmp_path)
-    verdicts = {(row.fault, row.repair): row.verdict for row in report.faults}
-    assert verdicts == {
-        ("clean", ""): "no alarm", ("outlier-channel", ""): "in time", ("outlier-channel", "bf16-layer"): "repaired",
-        ("aligned-swiglu", ""): "late", ("inflated-qk", ""): "missed", ("infinite-activation", ""): "in time",
-        ("infinite-activation", "skip"): "not repaired",
-    }  # fmt: skip
-    costs = {(row.fault, row.repair): row.costs[0] for row in report.faults if row.costs}
-    first = costs["outlier-channel", ""]
-    assert (first.noticed, first.worse, first.recovered) == (10, 71, None)
-    assert first.lost_fraction == pytest.approx(0.25) and first.event == "guard: event of outlier-channel"
-    assert costs["outlier-channel", "bf16-layer"].recovered == 67  # the mean of 10 is within 1% again
-    assert "Planted faults" in render_page(report) and "missed" in to_text(report)
-
-
-def test_losses_that_are_not_finite_are_worse() -> None:
-    cost = fault_cost([4.0] * 20 + [math.nan] * 10, [4.0] * 30, [], 11)
-    assert (cost.noticed, cost.worse, cost.recovered) == (None, 10, None)
-    assert verdict_of("outlier-channel", "bf16-layer", [cost]) == "not repaired"
-
-
-def test_a_run_that_stopped_lost_everything() -> None:
-    event = EventRecord(step=15, name="guard", detail="grew")
-    cost = fault_cost([4.0] * 18, [4.0] * 30, [event], 11)
-    assert (cost.noticed, cost.worse, cost.recovered, cost.lost_fraction) == (4, 8, None, math.inf)
-    assert verdict_of("inflated-qk", "", [cost]) == "late"
-    assert "stopped" in row_cells(
-        FaultRow(recipe="delayed", fault="inflated-qk", repair="", verdict="late", costs=(cost,), num_runs=1)
-    )

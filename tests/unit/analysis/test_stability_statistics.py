@@ -11,9 +11,10 @@ from megafp8.analysis.stability_statistics import (
     detectable_gap,
     edge_interval,
     excess_interval,
-    is_worse_by_signs,
     power_of,
     seeds_needed,
+    seeds_needed_by_signs,
+    sign_p_value,
 )
 
 NUM_TRIALS = 400
@@ -68,6 +69,21 @@ def test_the_detectable_gap_needs_just_these_seeds() -> None:
 
 
 def test_signs_decide_from_five_seeds_on() -> None:
-    assert is_worse_by_signs([True] * 5)
-    assert not is_worse_by_signs([True] * 4)
-    assert not is_worse_by_signs([True] * 5 + [False])
+    assert sign_p_value(5, 0) == pytest.approx(1 / 32) and sign_p_value(4, 0) > 0.05
+    assert sign_p_value(4, 1) == pytest.approx(6 / 32) and sign_p_value(0, 0) == 1.0
+    assert sign_p_value(9, 1) == pytest.approx(11 / 1024)
+
+
+def test_the_pairs_that_a_sign_test_needs_reach_the_power_and_fewer_do_not() -> None:
+    """Four of five pairs are worse: by simulation, how often a sign test over the needed pairs finds it."""
+    needed, generator = seeds_needed_by_signs(4, 1, 5), np.random.default_rng(6)
+    assert needed is not None and needed > 5
+
+    def power(num_pairs: int) -> float:
+        worse = generator.binomial(num_pairs, 0.8, size=4000)
+        return float(np.mean([sign_p_value(int(number), int(num_pairs - number)) <= 0.05 for number in worse]))
+
+    assert power(needed) >= 0.8 - 0.025 and power(needed - 1) < 0.8 + 0.025
+    assert seeds_needed_by_signs(4, 1, 10) == 2 * needed  # half of the pairs are ties
+    assert seeds_needed_by_signs(2, 0, 2) == 5
+    assert seeds_needed_by_signs(2, 2, 5) is None is seeds_needed_by_signs(0, 0, 5)

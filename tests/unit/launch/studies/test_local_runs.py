@@ -73,6 +73,13 @@ def test_done_runs_are_skipped_and_failed_ones_run_again(study_of) -> None:
     assert [line["lr"] for line in log(runs)] == ["1", "2", "3", "2", "3"]
 
 
+def test_a_failure_that_is_a_result_does_not_decide_the_status(study_of) -> None:
+    runs = study_of({"1": ["65:9:9"], "2": ["66:0:3"], "3": ["done:60:60"]})
+    assert run_here(runs, SCRIPT, None, (), lambda _: None, results=(65,)) == 66
+    assert run_here(runs[:1], SCRIPT, None, (), lambda _: None, results=(65,)) == 0
+    assert run_here(runs[:1], SCRIPT, None, (), lambda _: None) == 65
+
+
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_the_number_of_concurrent_runs_is_limited(study_of, parallel: int) -> None:
     runs = study_of({str(lr): ["done:60:60"] for lr in (1, 2, 3, 4)})

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from megafp8.analysis import stability_faults
-from megafp8.cli.stability import main
-from megafp8.errors import ConfigError
+from megafp8.cli.stability import main, run_suite
+from megafp8.errors import ConfigError, NumericsError
+from megafp8.launch import stability, study_execution
 from megafp8.launch.stability import (
     FAULTS,
     KNOWN_BAD,
@@ -90,7 +92,16 @@ def test_a_divergence_is_a_result(tmp_path: Path, exit_status: int, finished: bo
     ("fields", "text"),
     [
         ({"recipes": ("bf16",)}, "in every suite"), ({"num_seeds": 1}, "at least 2"),
-        ({"flags": (*DATA, "--seed", "3")}, "--seed: set by the suite"), ({"recipes": ("fp3",)}, "fp3"),
+        ({"flags": (*DATA, "--seed", "3")}, "--seed: set by the suite; remove it, and give the number of seeds with"),
+        ({"recipes": ("fp3",)}, "--recipes fp3: unknown; choose from tensorwise(?!.*--variant)"),
+        ({"recipes": ("nvfp4-e5m2",)}, "--recipes nvfp4-e5m2: unknown"), ({"recipes": ()}, "--recipes names no recipe"),
+        ({"flags": (*DATA, "--eval-iters", "0")}, "--eval-iters 0: verdicts are on the last validation"),
+        ({"flags": (*DATA, "--planted-fault", "inflated-qk")}, "--planted-fault: set by the suite; .* name the part"),
+        ({"flags": (*DATA, "--fp8-format", "e4m3")}, "--fp8-format: set by the suite; .* --recipes"),
+        ({"flags": (*DATA, "--precision", "output_layer=tensorwise")}, "quantize, which would apply to bf16, too"),
+        ({"flags": (*DATA, "--save", "x")}, "--save: set by the suite; .* --output-dir"),
+        ({"flags": (*DATA, "--micro-batch-size", "auto")}, "auto: each run could find a different size"),
+        ({"num_sweep_seeds": 1}, "--sweep-seeds 1: intervals"),
     ],
 )  # fmt: skip
 def test_wrong_suites_are_refused(tmp_path: Path, fields: dict, text: str) -> None:
@@ -104,6 +115,18 @@ def test_wrong_suites_are_refused(tmp_path: Path, fields: dict, text: str) -> No
         (["--parts", "pears"], "choose from pairs"), (["--parts", "continuation"], "--checkpoint FOLDER"),
         (["--parts", "pairs", "--checkpoint", "x"], "name it in --parts"), (["--job", "time=1"], "is for --slurm"),
         (["--parallel", "0"], "at least 1"), (["--parts", ","], "names no part"),
+        (["--recipes", ""], "--recipes names no recipe"),
+        (["--parts", "sweep", "--seeds", "7"], "--seeds 7: has no effect without pairs or controls or continuation"),
+        (["--parts", "pairs", "--sweep-seeds", "3"], "--sweep-seeds 3: has no effect without sweep"),
+        (["--parts", "pairs", "--fault-seeds", "3"], "--fault-seeds 3: has no effect without faults"),
+        (["--fault-seeds", "0"], "--fault-seeds 0: must be at least 1"),
+        (["--parts", "continuation", "--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
+        (["--parts", "continuation", "--checkpoint", "."], "--checkpoint .: has no complete checkpoint"),
+        (["--parts", "pairs", "--slurm"], "(--job sbatch.mem=64G); or use --job exclusive=true"),
+        (["--parts", "pairs", "--slurm", "--job", "bogus=1"], "--job: bogus: no such field"),
+        (["--slurm", "--job", "sbatch={mem:64G}"], "give its keys one by one, as in --job sbatch.KEY=VALUE"),
+        (["--slurm", "--job", "time.x=1"], "--job time.x=1: time has no keys"),
+        (["--slurm", "--job", "time"], "--job time: must be KEY=VALUE"),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_refused(tmp_path: Path, capsys, words: list[str], text: str) -> None:
@@ -134,6 +157,98 @@ def test_faults_have_a_clean_run_and_the_repairs_that_a_recipe_supports(tmp_path
             assert 2**25 < training.planted_fault_growth**steps < 2**40
     assert json.loads(write_suite_file(suite, runs).read_text())["fault_step"] == fault_step(300) == 75
     assert (CLEAN, REPAIR) == (stability_faults.CLEAN, stability_faults.REPAIR)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--fp8-guard", "off"),
+        ("--spike-policy", "skip", "--max-skipped-steps", "2"),
+        ("--transformer-impl", "emulated"),
+    ],
+)
+def test_what_the_arms_of_the_faults_set_is_refused_in_that_part_only(tmp_path: Path, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"{words[0]}: set by the part faults; remove it, or leave the part out"):
+        build_study(suite_of(tmp_path, FAULTS, flags=(*DATA, *words)))
+    if words[0] != "--fp8-guard":
+        part_runs(build_study(suite_of(tmp_path, PAIRS, flags=(*DATA, *words))))
+
+
+def test_runs_without_a_repair_skip_no_step(tmp_path: Path) -> None:
+    for run in part_runs(build_study(suite_of(tmp_path, FAULTS, num_fault_seeds=1))):
+        training, name = run.run.config.training, run.choice["fault"]
+        assert (training.max_skipped_steps > 0) == (name == CLEAN or REPAIR in name), name
+        assert (training.spike_policy == "skip") == (name == CLEAN or REPAIR in name), name
+
+
+def rates_of(runs, part: str) -> set[tuple[float, float]]:
+    return {(run.run.config.optimizer.lr, run.run.config.optimizer.min_lr) for run in runs if run.part == part}
+
+
+def test_a_given_learning_rate_is_that_of_all_parts_and_its_minimum_follows(tmp_path: Path) -> None:
+    parts, flags = (PAIRS, SWEEP, FAULTS), (*DATA, "--lr", "1e-3")
+    runs = part_runs(build_study(suite_of(tmp_path, *parts, flags=flags)))
+    assert rates_of(runs, PAIRS) == rates_of(runs, FAULTS) == {(1e-3, 1e-4)}
+    assert sorted(lr for lr, _ in rates_of(runs, SWEEP)) == pytest.approx([1e-3 * n for n in SIZES["tiny"].factors])
+    assert all(minimum == pytest.approx(lr / 10) for lr, minimum in rates_of(runs, SWEEP))
+    runs = part_runs(build_study(suite_of(tmp_path, *parts, flags=(*DATA, "--min-lr", "1e-5"))))
+    assert {minimum for part in parts for _, minimum in rates_of(runs, part)} == {1e-5}
+    assert {lr for lr, _ in rates_of(runs, FAULTS)} == {1.5e-3} and SIZES["tiny"].lr in dict(rates_of(runs, PAIRS))
+
+
+def test_the_seeds_of_the_sweep_are_those_of_the_size_or_given(tmp_path: Path) -> None:
+    for given, expected in ((None, SIZES["tiny"].sweep_seeds), (4, 4)):
+        runs = part_runs(build_study(suite_of(tmp_path, SWEEP, num_sweep_seeds=given)))
+        assert len({run.choice["seed"] for run in runs}) == expected
+
+
+def test_job_fields_with_keys_reach_the_script(tmp_path: Path, capsys) -> None:
+    words = ["--job", "gpus_per_node=0", "--job", "cpus_per_node=2", "--job", "sbatch.mem=64G"]
+    assert main(["--output-dir", str(tmp_path), "--parts", "pairs", "--slurm", "--dry-run", *words]) == 0
+    assert "#SBATCH --mem=64G" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_a_report_alone_reads_the_suite_and_changes_nothing(tmp_path: Path, capsys) -> None:
+    suite = suite_of(tmp_path, PAIRS)
+    path = write_suite_file(suite, part_runs(build_study(suite)))
+    before = path.read_text()
+    assert main(["--output-dir", str(suite.folder), "--report-only"]) == 0
+    assert path.read_text() == before and "pairs: tensorwise seed3: not started" in capsys.readouterr().out
+
+
+def test_a_report_alone_refuses_a_folder_without_a_suite_and_flags_that_it_ignores(tmp_path: Path, capsys) -> None:
+    words = [
+        "--output-dir",
+        str(tmp_path / "no"),
+        "--report-only",
+        "--seeds",
+        "3",
+        "--recipes",
+        "mxfp8",
+        "--",
+        "--bf16",
+    ]
+    assert main(words) == 64
+    told = capsys.readouterr().err
+    assert "ignores --recipes, --seeds, flags after --: remove them" in told and "has no stability.json" in told
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "is_finished_afterwards", "expected"),
+    [(64, False, 64), (0, True, 0), (0, False, 75), (75, True, 75)],
+)
+def test_the_status_is_that_of_the_first_run_that_failed(
+    tmp_path: Path, monkeypatch, exit_status: int, is_finished_afterwards: bool, expected: int
+) -> None:
+    def run_here(*_, results: Collection[int]) -> int:
+        assert NumericsError.exit_status in results
+        return exit_status
+
+    monkeypatch.setattr(study_execution, "run_here", run_here)
+    monkeypatch.setattr(stability, "is_finished", lambda _: is_finished_afterwards)
+    runs = expand(build_study(suite_of(tmp_path, PAIRS)))
+    assert run_suite(runs, runs, None) == expected
 
 
 def test_given_lengths_are_kept_and_short_ones_refused(tmp_path: Path) -> None:
