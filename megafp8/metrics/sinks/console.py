@@ -19,8 +19,9 @@ class ConsoleSink:
     """Prints ` step 120/400 | loss 3.1234 | grad norm 1.23 | lr 3.00e-04 | 410 ms | 12.3k tok/s | ... | ETA 1:23`.
 
     A line is printed at the first step of the process, at every multiple of `log_interval` and at the last step. Loss,
-    time and rates are means over the steps since the previous line; gradient norm and learning rate are those of the
-    last step. The ETA uses wall-clock time, so evaluations and checkpoints count.
+    time and rates are means over the steps since the previous line, the loss over those with an update if there are
+    any; gradient norm and learning rate are those of the last step. The ETA uses wall-clock time, so evaluations and
+    checkpoints count.
     """
 
     def __init__(
@@ -148,10 +149,11 @@ def describe_steps(records: list[StepRecord], *, show_throughput: bool) -> str:
 
     tokens_per_second, tflops = mean_rate("tokens_per_second"), mean_rate("model_tflops_per_device")
     mfu_fraction = mean_rate("mfu_fraction")
+    trained = [record for record in records if not record.is_skipped] or records  # the loss of a skipped one may be NaN
     num_skipped = sum(record.is_skipped for record in records)
     parts = [
-        f"loss {sum(record.loss for record in records) / len(records):.4f}",
-        f"mtp loss {mean_losses(records)}" if last.mtp_losses else "",
+        f"loss {sum(record.loss for record in trained) / len(trained):.4f}",
+        f"mtp loss {mean_losses(trained)}" if last.mtp_losses else "",
         "" if last.grad_norm is None else f"grad norm {last.grad_norm:.3g}",
         f"lr {last.learning_rate:.2e}",
         "" if last.loss_scale is None else f"loss scale {last.loss_scale:g}",

@@ -78,6 +78,14 @@ def test_a_loss_that_is_not_a_number_is_shown(make_step) -> None:
     assert "1 skipped" in stream.getvalue()
 
 
+def test_the_mean_loss_leaves_out_skipped_steps(make_step) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(total_steps=9, log_interval=3, stream=stream)
+    for step, loss in enumerate((9.0, 2.0, math.nan, 3.0), start=1):
+        sink.write(make_step(step + 2, loss=loss, is_skipped=math.isnan(loss)))
+    assert "loss 2.5000" in stream.getvalue() and "1 skipped" in stream.getvalue()
+
+
 def test_the_eta_counts_time_between_steps(make_step) -> None:
     """Steps of 100 ms that occur every 2 s, with evaluations between them: 2 s per remaining step."""
     stream = io.StringIO()
