@@ -75,7 +75,7 @@ def level_notice(config: RunConfig) -> Optional[str]:
 
 
 def with_origins(problems: Iterable[str], config: RunConfig) -> list[str]:
-    """The problems; those that name a flag of the configuration's level also say so, and what replaces it."""
+    """The problems; those of a flag that the configuration's level sets also say so, and what turns it off."""
     level, settings = config.precision.fp8_lm_level, settings_by_name()
     origins = {
         settings[name].as_flag(value): _origin(level, settings[name], settings[name].as_flag(value))
@@ -83,13 +83,17 @@ def with_origins(problems: Iterable[str], config: RunConfig) -> list[str]:
         if value_of(config, name) == value != settings[name].default
     }
     return [
-        "; ".join([text, *(origin for flag, origin in origins.items() if re.search(rf"{flag}(?![\w-])", text))])
-        for text in problems
+        "; ".join([text, *(origin for flag, origin in origins.items() if is_blamed(flag, text))]) for text in problems
     ]
 
 
+def is_blamed(flag: str, problem: str) -> bool:
+    """Whether a problem is of a flag. What it needs or recommends stands after `needs`, a colon or a semicolon."""
+    return bool(re.search(rf"{flag}(?![\w-])", re.split(r"[:;]| needs? ", problem)[0]))
+
+
 def _origin(level: Optional[str], setting: Setting, flag: str) -> str:
-    """That a flag is of a level, and what to give so that it is not."""
+    """That a level sets a flag, and what to give so that it does not."""
     names = list(_ADDED)
     lower = names.index(next(name for name in names if setting.name in _ADDED[name])) - 1
     fixes = [f"give {setting.off[0]}"] if setting.off else []
@@ -97,4 +101,4 @@ def _origin(level: Optional[str], setting: Setting, flag: str) -> str:
         fixes = [f"give {setting.as_flag(setting.default or 'none')}"]
     if lower >= 0:
         fixes.append(f"use --fp8-lm-level {names[lower]}")
-    return f"{flag} is of --fp8-lm-level {level}: to remove it, {' or '.join(fixes) or 'remove the level'}"
+    return f"--fp8-lm-level {level} sets {flag}: to turn it off, {' or '.join(fixes) or 'remove the level'}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.config import flags, rules
+from megafp8.config import flags, fp8_lm, rules
 from megafp8.config.fp8_lm import level_values
 from megafp8.config.settings import value_of
 from megafp8.device import capability
@@ -103,29 +103,29 @@ def test_a_switch_in_a_file_can_be_turned_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags_given", "ranks", "origin", "fixes"),
     [
-        ("O1", 1, "--grad-reduce-in-fp8 is of --fp8-lm-level O1", ["O1 --no-grad-reduce-in-fp8"]),
+        ("O1", 1, "--fp8-lm-level O1 sets --grad-reduce-in-fp8", ["O1 --no-grad-reduce-in-fp8"]),
         (
             "O3 --no-use-distributed-optimizer --no-use-precision-aware-optimizer",
             2,
-            "--fp8-param-gather is of --fp8-lm-level O3",
+            "--fp8-lm-level O3 sets --fp8-param-gather",
             ["O3 --no-use-distributed-optimizer --no-use-precision-aware-optimizer --no-fp8-param-gather"],
         ),
         (
             "O3 --no-use-distributed-optimizer --no-fp8-param-gather",
             2,
-            "--use-precision-aware-optimizer is of --fp8-lm-level O3",
+            "--fp8-lm-level O3 sets --use-precision-aware-optimizer",
             ["O1 --no-use-distributed-optimizer"],
         ),
         (
             "O2 --optimizer sgd --no-use-precision-aware-optimizer",
             2,
-            "--use-distributed-optimizer is of --fp8-lm-level O2",
+            "--fp8-lm-level O2 sets --use-distributed-optimizer",
             [
                 "O1 --optimizer sgd",
                 "O2 --optimizer sgd --no-use-distributed-optimizer --no-use-precision-aware-optimizer",
             ],
         ),
-        ("O1 --fp4-format e2m1", 2, "--fp8-format hybrid is of", ["O1 --fp4-format e2m1 --fp8-format none"]),
+        ("O1 --fp4-format e2m1", 2, "sets --fp8-format hybrid", ["O1 --fp4-format e2m1 --fp8-format none"]),
     ],
 )
 def test_errors_name_the_level_and_fixes_that_work(flags_given: str, ranks: int, origin: str, fixes: list[str]) -> None:
@@ -133,6 +133,19 @@ def test_errors_name_the_level_and_fixes_that_work(flags_given: str, ranks: int,
     assert origin in problem
     for fix in fixes:
         assert rules.problems(parse(f"--fp8-lm-level {fix}").config, ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        ("--fp8-param-gather needs --use-distributed-optimizer", False),
+        ("--muon-x is not tested; use --use-distributed-optimizer", False),
+        ("--use-distributed-optimizer-x: not known", False),
+        ("--optimizer sgd with --use-distributed-optimizer: remove one", True),
+    ],
+)
+def test_a_flag_that_a_message_recommends_is_not_blamed(problem: str, expected: bool) -> None:
+    assert fp8_lm.is_blamed("--use-distributed-optimizer", problem) is expected
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])

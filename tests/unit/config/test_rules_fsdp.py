@@ -54,7 +54,7 @@ def test_sums_in_another_dtype_are_those_of_replicas() -> None:
 def test_state_in_low_precision_is_refused_with_its_reason() -> None:
     level = problems(f"--fp8-lm-level O2 {FSDP}")
     assert [each.split()[0] for each in level] == ["--use-precision-aware-optimizer", "--use-distributed-optimizer"]
-    assert all("is of --fp8-lm-level O2" in each and "use --fp8-lm-level O1" in each for each in level)
+    assert all("--fp8-lm-level O2 sets" in each and "use --fp8-lm-level O1" in each for each in level)
     off = "--no-use-precision-aware-optimizer --no-use-distributed-optimizer"
     assert problems(f"--fp8-lm-level O2 {off} {FSDP}") == []
     (state,) = problems(f"--bf16 --use-precision-aware-optimizer {FSDP} --no-use-distributed-optimizer")
