@@ -109,12 +109,15 @@ def unchecked_patterns(config: RunConfig) -> list[str]:
 
 
 def fault_problems(config: RunConfig, implementation: str) -> list[str]:
-    """Problem of a planned fault at a number that the run does not have: it would never fire."""
-    plan = fault_injection.read_plan(os.environ.get(fault_injection.FAULTS_VARIABLE, ""))
+    """Problems of the plan of faults, and of a fault at a number that the run does not have: it would never fire."""
+    try:
+        plan = fault_injection.read_plan(os.environ.get(fault_injection.FAULTS_VARIABLE, ""))
+    except ConfigError as error:
+        return error.problems
     has_amaxes = implementation == "emulated" and derived.is_stateful(config.precision)
     if has_amaxes or all(fault.at != "step.amax" for fault in plan):
         return []
-    known = " or ".join(recipe.flag for recipe in registry.recipes() if recipe.is_stateful)
+    known = " or ".join(recipe.flag for recipe in registry.stateful())
     return [
         f"{fault_injection.FAULTS_VARIABLE}: at=step.amax is in the histories of emulated layers with {known}, which "
         "this run does not have; choose another place, or give these flags and --transformer-impl emulated"

@@ -245,6 +245,14 @@ def test_a_fault_at_a_number_that_the_run_does_not_have_is_refused(monkeypatch: 
     assert checked(f"{DELAYED} --transformer-impl emulated").implementation == "emulated"
 
 
+def test_a_bad_plan_of_faults_hides_no_other_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAFP8_FAULTS", "kill:at=lunch")
+    with pytest.raises(ConfigError) as caught:
+        checked("--num-layers 0")
+    assert any("at=lunch" in each for each in caught.value.problems)
+    assert any("--num-layers 0" in each for each in caught.value.problems)
+
+
 def test_a_dry_run_says_that_it_does_not_compare_patterns() -> None:
     def unchecked(extra: str) -> bool:
         return any("a dry run does not check this" in text for text in checked(extra, world_size=2).notices)
