@@ -20,8 +20,6 @@ from torch import Tensor
 from megafp8.models.experts import padded_positions
 
 FUNCTIONS = ("fused_dispatch", "fused_combine", "set_deepep_num_sms", "hybrid_ep_dispatch", "hybrid_ep_combine")
-sms: list[int] = []
-"""The numbers of SMs that DeepEP was given."""
 
 
 def install() -> None:
@@ -105,8 +103,7 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(num_sms: int) -> None:
-        """Keep the number, for tests."""
-        sms.append(num_sms)
+        """Do nothing: ranks of a CPU have no SMs."""
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, **events: Any) -> tuple[Any, ...]:
         """Counts by rank, by node and by expert, and which ranks get a token; only the number of experts is read."""
@@ -163,7 +160,7 @@ class HybridEPBuffer:
     """HybridEP's."""
 
     def __init__(self, group: dist.ProcessGroup, num_local_experts: int, **sizes: Any):
-        self.group, self.num_local_experts, self.sizes = group, num_local_experts, sizes
+        self.group, self.num_local_experts = group, num_local_experts
 
     def dispatch_with_permute(
         self,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 RECIPES = registry.names()
 DEFAULT_RECIPES = tuple(recipe.name for recipe in registry.stateless() if recipe.family == "fp8")
-STATEFUL_RECIPES = tuple(recipe.name for recipe in registry.recipes() if recipe.is_stateful)
+STATEFUL_RECIPES = tuple(recipe.name for recipe in registry.stateful())
 STOCHASTIC_RECIPES = tuple(recipe.name for recipe in registry.recipes() if recipe.is_stochastic({}))
 FORMATS = ("e4m3", "e5m2")
 OPERANDS = ("input", "weight", "grad_output")

@@ -1,4 +1,4 @@
-"""Values of settings from all sources other than flags, in the order in which they override each other.
+"""Values of settings from all sources, in the order in which they override each other.
 
     default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --fp8-lm-level  <  --config file
              <  --precision-map file  <  flag
@@ -33,7 +33,7 @@ def merge(
 
     Args:
         base: the defaults, or the settings of a checkpoint.
-        values: of flags, by setting.
+        values: of flags, by setting; entries of the --precision-map file and of lists are added to them.
         path: the --config file.
         map_path: the --precision-map file.
         notices: to which what overrides what is added.

@@ -14,7 +14,7 @@ def fp16_master_problems(config: RunConfig) -> list[str]:
     is_used = precision.fp8_param_gather and precision.fp8_format is not None
     if dtype == "fp32" or not is_used or derived.is_stateful(precision):
         return []
-    known = " or ".join(recipe.flag for recipe in registry.recipes() if recipe.is_stateful)
+    known = " or ".join(recipe.flag for recipe in registry.stateful())
     return [
         f"--main-params-dtype {dtype} with --fp8-param-gather and --fp8-recipe {precision.fp8_recipe}: Transformer "
         "Engine's Adam, which keeps such master weights, writes FP8 weights of delayed scaling only; remove "

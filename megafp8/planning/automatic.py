@@ -144,7 +144,7 @@ def _is_allowed(config: RunConfig, values: Values, target: Target, world_size: i
 def _distributed_optimizer(
     config: RunConfig, target: Target, is_saved_sharded: Callable[[RunConfig], Optional[bool]]
 ) -> tuple[Values, list[Choice]]:
-    """On GPUs it has the one-pass update and shards the state. A checkpoint decides on every device."""
+    """On GPUs: one-pass update, sharded state. A resumed run keeps its checkpoint's form, to continue to the bit."""
     if config.parallel.use_distributed_optimizer is not None:
         return {}, []
     if config.parallel.use_torch_fsdp2:

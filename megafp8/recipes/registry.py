@@ -46,6 +46,11 @@ def recipes(family: Optional[str] = None) -> tuple[Recipe, ...]:
     return tuple(each for each in _recipes().values() if family in (None, each.family))
 
 
+def stateful() -> tuple[Recipe, ...]:
+    """Recipes with state from earlier steps: delayed scaling."""
+    return tuple(each for each in recipes() if each.is_stateful)
+
+
 def stateless() -> tuple[Recipe, ...]:
     """Recipes without state from earlier steps: all but delayed scaling."""
     return tuple(each for each in recipes() if not each.is_stateful)

@@ -54,7 +54,7 @@ def expert_groups_divide(config: RunConfig, world_size: int) -> Iterator[str]:
     if experts % groups:
         yield (
             f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}: use "
-            f"{' or '.join(map(str, _divisors_beside(experts, groups)))} groups"
+            f"{' or '.join(map(str, _divisors_beside(experts, groups))) or 'no'} groups"
         )
     elif selected > groups:
         yield f"--moe-router-group-topk {selected} is more than --moe-router-num-groups {groups}: use at most {groups}"

@@ -321,7 +321,7 @@ def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[st
 
 
 def planted_fault_shows(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A planted fault begins within the run, and neither its growth nor its factor is without effect."""
+    """A planted fault begins within the run, its growth has an effect, and normalization does not undo it."""
     training, model = config.training, config.model
     fault, first, growth = training.planted_fault, training.planted_fault_step, training.planted_fault_growth
     if fault == "none":

@@ -47,6 +47,10 @@ MIXTURE = {"model.num_experts": 4, "model.num_layers": 2}
     [
         ({"model.moe_router_num_groups": 3, "model.moe_router_group_topk": 1}, "use 2 or 4 groups"),
         ({"model.moe_router_num_groups": 9, "model.moe_router_group_topk": 1}, "use 4 groups"),
+        (
+            {"model.num_experts": 1, "model.moe_router_num_groups": 2, "model.moe_router_group_topk": 1},
+            "use no groups",
+        ),
         ({"model.moe_expert_capacity_factor": 0.0}, "above 0, or leave it out"),
         ({"model.moe_router_load_balancing_type": ("sinkhorn",), "model.moe_aux_loss_coeff": (0.1,)}, "coeff 0"),
         ({"model.moe_layer_freq": "[0,2]"}, "such as ([0]*1+[1]*3)"),
