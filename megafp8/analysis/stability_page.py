@@ -237,7 +237,7 @@ def sweep_cells(row: SweepRow) -> tuple[str, ...]:
     if row.octaves is not None and row.octaves.low is not None and row.octaves.high is not None:
         interval = f"{ratio_text(row.octaves.low)} to {ratio_text(row.octaves.high)}"
     open_end = " (end of the sweep)" if row.is_open else ""
-    return row.name, row.verdict or "baseline", shown + open_end, ratio, interval, str(len(row.edges))
+    return row.name, row.verdict or "baseline", shown + open_end or "-", ratio, interval, str(len(row.edges))
 
 
 def ratio_text(octaves: float) -> str:
