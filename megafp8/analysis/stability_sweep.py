@@ -6,8 +6,8 @@ of a run that learned too slowly, and ends no range. Two ranges can lie outside 
     no rate is stable         the range ends below the first rate: it counts as one step below it, its upper limit
     no rate diverges          the range is open: it counts as the last rate, its lower limit
 
-Limits decide only in the direction in which they hold, over the seeds that are compared. A recipe without a stable rate in some seed is never `wider` or
-`as wide`, and one whose range is open in some seed is never `narrower`.
+Limits decide only in the direction in which they hold, over the seeds that are compared. A recipe without a stable
+rate in some seed is never `wider` or `as wide`, and one whose range is open in some seed is never `narrower`.
 """
 
 from __future__ import annotations

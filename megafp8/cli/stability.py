@@ -220,7 +220,7 @@ def read_suite(options: argparse.Namespace):
 
 
 def seed_problems(options: argparse.Namespace, parts: Sequence[str]) -> list[str]:
-    """Numbers of seeds that are too small, or that no part uses."""
+    """Numbers of seeds that no part uses."""
     from megafp8.launch.stability import FAULTS, PAIRED, SWEEP
 
     problems = []
@@ -228,8 +228,6 @@ def seed_problems(options: argparse.Namespace, parts: Sequence[str]) -> list[str
         ("--seeds", options.seeds, PAIRED), ("--sweep-seeds", options.sweep_seeds, (SWEEP,)),
         ("--fault-seeds", options.fault_seeds, (FAULTS,)),
     ):  # fmt: skip
-        if number is not None and number < 1:
-            problems.append(f"{flag} {number}: must be at least 1")
         if number is not None and parts and not set(users) & set(parts):
             problems.append(f"{flag} {number}: has no effect without {' or '.join(users)} in --parts; remove it")
     return problems

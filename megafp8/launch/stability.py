@@ -129,7 +129,7 @@ class PartRun:
 
 
 def build_study(suite: Suite) -> Study:
-    """The study of a suite: one grid, or two, for each part.
+    """The study of a suite: one grid for each part, or one for each recipe of it.
 
     Raises:
         ConfigError: an unknown part, recipe or size, or flags that the suite sets itself.
@@ -156,6 +156,8 @@ def suite_problems(suite: Suite) -> list[str]:
         problems.append(f"--seeds {suite.num_seeds}: intervals over seeds need at least 2")
     if suite.num_sweep_seeds is not None and suite.num_sweep_seeds < 2:
         problems.append(f"--sweep-seeds {suite.num_sweep_seeds}: intervals over seeds need at least 2")
+    if suite.num_fault_seeds < 1:
+        problems.append(f"--fault-seeds {suite.num_fault_seeds}: must be at least 1")
     if BASELINE in suite.recipes or CONTROL in suite.recipes:
         problems.append(f"--recipes: {BASELINE} and {CONTROL} are in every suite; remove them")
     if not suite.recipes:

@@ -120,6 +120,8 @@ def test_wrong_suites_are_refused(tmp_path: Path, fields: dict, text: str) -> No
         (["--parts", "pairs", "--sweep-seeds", "3"], "--sweep-seeds 3: has no effect without sweep"),
         (["--parts", "pairs", "--fault-seeds", "3"], "--fault-seeds 3: has no effect without faults"),
         (["--fault-seeds", "0"], "--fault-seeds 0: must be at least 1"),
+        (["--seeds", "0"], "--seeds 0: intervals over seeds need at least 2"),
+        (["--sweep-seeds", "0"], "--sweep-seeds 0: intervals over seeds need at least 2"),
         (["--parts", "continuation", "--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
         (["--parts", "continuation", "--checkpoint", "."], "--checkpoint .: has no complete checkpoint"),
         (["--parts", "pairs", "--slurm"], "(--job sbatch.mem=64G); or use --job exclusive=true"),
