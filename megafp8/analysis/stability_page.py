@@ -36,8 +36,9 @@ from megafp8.analysis.stability_faults import (
 )
 from megafp8.analysis.stability_faults import WORSE as LOSS_WORSE
 from megafp8.analysis.stability_gaps import WORSE, SuiteGap
-from megafp8.analysis.stability_runs import BASELINE, losses_by_seed, names_of
+from megafp8.analysis.stability_runs import losses_by_seed, names_of
 from megafp8.analysis.stability_sweep import AS_WIDE, NARROWER, WIDER, SweepRow, divergence_limit
+from megafp8.config.variants import BASELINE
 from megafp8.utils.formatting import text_table
 from megafp8.utils.strict_json import to_strict_json
 

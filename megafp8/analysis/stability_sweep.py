@@ -20,7 +20,8 @@ from typing import Optional
 
 from megafp8.analysis import stability_statistics
 from megafp8.analysis.seed_statistics import UNDECIDED, Interval
-from megafp8.analysis.stability_runs import BASELINE, SuiteRun, names_of
+from megafp8.analysis.stability_runs import SuiteRun, names_of
+from megafp8.config.variants import BASELINE
 
 AS_WIDE, NARROWER, WIDER = "as wide", "narrower", "wider"
 # Of what the best run learned, from which on a finite run counts as diverged. Runs that fall back to the frequencies of

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.analysis import stability_faults
+from megafp8.analysis import stability_faults, stability_runs
 from megafp8.cli.stability import main, run_suite
 from megafp8.errors import ConfigError, NumericsError
-from megafp8.launch import stability, study_execution
+from megafp8.launch import process_pool, stability, study_execution
 from megafp8.launch.stability import (
     FAULTS,
     KNOWN_BAD,
@@ -158,7 +158,12 @@ def test_faults_have_a_clean_run_and_the_repairs_that_a_recipe_supports(tmp_path
             steps = training.train_iters - training.planted_fault_step
             assert 2**25 < training.planted_fault_growth**steps < 2**40
     assert json.loads(write_suite_file(suite, runs).read_text())["fault_step"] == fault_step(300) == 75
+
+
+def test_the_report_reads_the_names_that_the_suite_writes() -> None:
     assert (CLEAN, REPAIR) == (stability_faults.CLEAN, stability_faults.REPAIR)
+    assert stability.SUITE_FILE == stability_runs.SUITE_FILE
+    assert process_pool.OUTPUT_FILE == stability_runs.OUTPUT_FILE
 
 
 @pytest.mark.parametrize(
