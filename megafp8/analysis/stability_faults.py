@@ -19,6 +19,7 @@ from typing import Optional
 
 from megafp8.analysis.percent import signed_interval
 from megafp8.analysis.seed_statistics import UNDECIDED, Interval, mean_interval
+from megafp8.config.planted_faults import SPIKE_BATCH, SUDDEN_FAULTS
 from megafp8.metrics.records import EventRecord
 
 CLEAN, REPAIR = "clean", "_with_"
@@ -31,8 +32,7 @@ WINDOW, LAST = 10, 20
 WORSE_FRACTION, RECOVERED = 0.05, 0.01
 LEAD = 50
 """Steps before the loss is worse by WORSE_FRACTION in which a gradual fault should be noticed."""
-SUDDEN = ("spike-batch", "infinite-activation")
-UNWATCHED = ("spike-batch",)
+UNWATCHED = (SPIKE_BATCH,)
 """Faults that nothing looks for in the runs without a repair, which show what the fault costs."""
 NO_ALARM, ALARM = "no alarm", "false alarm"
 IN_TIME, LATE, MISSED, NOT_WATCHED = "in time", "late", "missed", "not watched"
@@ -81,7 +81,7 @@ def fault_cost(
         repair: of the run; empty without one.
     """
     losses = [*losses, *[math.inf] * (len(clean) - len(losses))]
-    if fault in SUDDEN and fault_step <= len(clean):
+    if fault in SUDDEN_FAULTS and fault_step <= len(clean):
         losses[fault_step - 1] = clean[fault_step - 1]
     own = [event for event in events if event.name in EVENTS and event.step >= fault_step]
     repairs = [event.step - fault_step for event in own if event.name == REPAIR_EVENTS.get(repair)]
@@ -112,7 +112,7 @@ def detection_verdict(fault: str, repair: str, costs: Sequence[FaultCost]) -> st
         return NOT_WATCHED
     if any(cost.noticed is None for cost in costs):
         return MISSED
-    if fault in SUDDEN:
+    if fault in SUDDEN_FAULTS:
         return IN_TIME if all(cost.noticed == 0 for cost in costs) else LATE
     leads = [cost.worse - cost.noticed for cost in costs if cost.worse is not None and cost.noticed is not None]
     return IN_TIME if all(lead >= LEAD for lead in leads) else LATE

@@ -12,6 +12,7 @@ import pytest
 
 from megafp8.analysis import stability_faults, stability_runs
 from megafp8.cli.stability import main, run_suite
+from megafp8.config.planted_faults import GRADUAL_FAULTS
 from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch import process_pool, stability, study_execution
 from megafp8.launch.stability import (
@@ -27,7 +28,7 @@ from megafp8.launch.stability import (
     unique_runs,
     write_suite_file,
 )
-from megafp8.launch.stability_faults import ARMS, CLEAN, GRADUAL, REPAIR, fault_step
+from megafp8.launch.stability_faults import ARMS, CLEAN, REPAIR, fault_step
 from megafp8.launch.study import expand
 from megafp8.launch.study_execution import StudyProgress, build_jobs
 
@@ -154,7 +155,7 @@ def test_faults_have_a_clean_run_and_the_repairs_that_a_recipe_supports(tmp_path
             "none" if run.choice["fault"] == "clean" else run.choice["fault"].split("_")[0]
         )
         assert training.train_iters == 300
-        if run.choice["fault"] in GRADUAL:
+        if run.choice["fault"] in GRADUAL_FAULTS:
             steps = training.train_iters - training.planted_fault_step
             assert 2**25 < training.planted_fault_growth**steps < 2**40
     assert json.loads(write_suite_file(suite, runs).read_text())["fault_step"] == fault_step(300) == 75
