@@ -29,8 +29,9 @@ from benchmarks.in_process import end_runs, start_run
 from megafp8.analysis.stability_faults import CLEAN, HEADER, REPAIR, fault_rows, row_cells
 from megafp8.checkpoint.progress import Progress
 from megafp8.cli import corpus, preprocess
+from megafp8.config.planted_faults import GRADUAL_FAULTS
 from megafp8.errors import NumericsError
-from megafp8.launch.stability_faults import ARMS, GRADUAL
+from megafp8.launch.stability_faults import ARMS
 from megafp8.metrics.records import EventRecord, StepRecord
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions.guard import LayerGuard
@@ -108,7 +109,7 @@ def flags_of(arm: Arm, options: argparse.Namespace, data: Path) -> str:
     """The command line of a run."""
     fault = arm.name.partition(REPAIR)[0]
     planted = "" if fault == CLEAN else f"--planted-fault {fault} --planted-fault-step {options.fault_step}"
-    growth = f"--planted-fault-growth {options.growth}" if fault in GRADUAL else ""
+    growth = f"--planted-fault-growth {options.growth}" if fault in GRADUAL_FAULTS else ""
     text = f"--tokenizer-type ByteLevelTokenizer --data-path {data}_text_document --split 90,10,0"
     return (
         f"{MODEL} {TRAINING} {RECIPES[arm.recipe]} --train-iters {options.steps} --seed {arm.seed} "

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Optional
+
+from megafp8.analysis.seed_statistics import Interval
 
 # Percentages have two decimals: 0.01% is the smallest difference of a loss that the reports show.
 DECIMALS = 4
@@ -16,6 +19,13 @@ def percent(fraction: float) -> str:
 def signed(fraction: float) -> str:
     """0.00512 -> +0.51%; no minus sign for zero."""
     return f"{round(fraction, DECIMALS) + 0.0:+.2%}"
+
+
+def signed_interval(interval: Optional[Interval]) -> str:
+    """-0.10% to +0.30%; - without an interval, and for one that is not finite."""
+    if interval is None or interval.low is None or interval.high is None or not math.isfinite(interval.mean):
+        return "-"
+    return f"{signed(interval.low)} to {signed(interval.high)}"
 
 
 def rounded(fraction: float) -> str:

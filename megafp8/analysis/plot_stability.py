@@ -25,8 +25,9 @@ from megafp8.analysis.plot_comparison import (
 )
 from megafp8.analysis.plotting import GRAY, new_figure
 from megafp8.analysis.stability_gaps import SuiteGap
-from megafp8.analysis.stability_runs import BASELINE, SuiteRun
+from megafp8.analysis.stability_runs import SuiteRun
 from megafp8.analysis.stability_sweep import SweepRow
+from megafp8.config.variants import BASELINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

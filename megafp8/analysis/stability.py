@@ -17,8 +17,9 @@ from typing import Any, Optional
 from megafp8.analysis import stability_statistics
 from megafp8.analysis.stability_faults import FaultRow, fault_rows
 from megafp8.analysis.stability_gaps import SuiteGap, control_row, spread_row
-from megafp8.analysis.stability_runs import BASELINE, SuiteRun, load_suite, losses_by_seed, names_of
+from megafp8.analysis.stability_runs import SuiteRun, load_suite, losses_by_seed, names_of
 from megafp8.analysis.stability_sweep import SweepRow, sweep_rows
+from megafp8.config.variants import BASELINE
 
 
 @dataclass(frozen=True, kw_only=True)

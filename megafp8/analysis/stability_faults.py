@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from megafp8.analysis.percent import signed
+from megafp8.analysis.percent import signed_interval
 from megafp8.analysis.seed_statistics import UNDECIDED, Interval, mean_interval
+from megafp8.config.planted_faults import SPIKE_BATCH, SUDDEN_FAULTS
 from megafp8.metrics.records import EventRecord
 
 CLEAN, REPAIR = "clean", "_with_"
@@ -28,11 +29,10 @@ REPAIR_EVENTS = {
 """Repair to the event that records it."""
 EVENTS = ("guard", "non-finite operands", "amax history cleared", "bad numbers", *REPAIR_EVENTS.values())
 WINDOW, LAST = 10, 20
-WORSE, RECOVERED = 0.05, 0.01
+WORSE_FRACTION, RECOVERED = 0.05, 0.01
 LEAD = 50
-"""Steps before the loss is WORSE in which a gradual fault should be noticed."""
-SUDDEN = ("spike-batch", "infinite-activation")
-UNWATCHED = ("spike-batch",)
+"""Steps before the loss is worse by WORSE_FRACTION in which a gradual fault should be noticed."""
+UNWATCHED = (SPIKE_BATCH,)
 """Faults that nothing looks for in the runs without a repair, which show what the fault costs."""
 NO_ALARM, ALARM = "no alarm", "false alarm"
 IN_TIME, LATE, MISSED, NOT_WATCHED = "in time", "late", "missed", "not watched"
@@ -46,7 +46,7 @@ class FaultCost:
     Attributes:
         noticed: until the first event.
         repaired: until the event of the repair.
-        worse: until the loss is WORSE than the clean run's.
+        worse: until the loss is worse than the clean run's by WORSE_FRACTION.
         recovered: until the loss stays within RECOVERED of the clean run's; 0 if it always did.
         lost_fraction: mean loss of the LAST steps against the clean run's; infinite if the run stopped.
         event: the first event.
@@ -61,7 +61,7 @@ class FaultCost:
 
     @property
     def is_harmed(self) -> bool:
-        """Whether the loss was ever WORSE, or ended outside RECOVERED."""
+        """Whether the loss was ever worse by WORSE_FRACTION, or ended outside RECOVERED."""
         return self.worse is not None or not self.lost_fraction <= RECOVERED
 
 
@@ -81,12 +81,12 @@ def fault_cost(
         repair: of the run; empty without one.
     """
     losses = [*losses, *[math.inf] * (len(clean) - len(losses))]
-    if fault in SUDDEN and fault_step <= len(clean):
+    if fault in SUDDEN_FAULTS and fault_step <= len(clean):
         losses[fault_step - 1] = clean[fault_step - 1]
     own = [event for event in events if event.name in EVENTS and event.step >= fault_step]
     repairs = [event.step - fault_step for event in own if event.name == REPAIR_EVENTS.get(repair)]
     gaps = smoothed_gaps(losses, clean)[fault_step - 1 :]
-    worse = next((index for index, gap in enumerate(gaps) if not gap <= WORSE), None)
+    worse = next((index for index, gap in enumerate(gaps) if not gap <= WORSE_FRACTION), None)
     outside = [index for index, gap in enumerate(gaps) if not gap <= RECOVERED]
     recovered = outside[-1] + 1 if outside else 0
     return FaultCost(
@@ -112,7 +112,7 @@ def detection_verdict(fault: str, repair: str, costs: Sequence[FaultCost]) -> st
         return NOT_WATCHED
     if any(cost.noticed is None for cost in costs):
         return MISSED
-    if fault in SUDDEN:
+    if fault in SUDDEN_FAULTS:
         return IN_TIME if all(cost.noticed == 0 for cost in costs) else LATE
     leads = [cost.worse - cost.noticed for cost in costs if cost.worse is not None and cost.noticed is not None]
     return IN_TIME if all(lead >= LEAD for lead in leads) else LATE
@@ -209,13 +209,6 @@ def range_text(values: Sequence[Optional[float]], form: str = "{:.0f}", missing:
     return ", ".join([" to ".join(texts)] * bool(texts) + [missing] * (None in values))
 
 
-def interval_text(interval: Optional[Interval]) -> str:
-    """-0.10% to +0.30%; - without an interval."""
-    if interval is None or interval.low is None or interval.high is None:
-        return "-"
-    return f"{signed(interval.low)} to {signed(interval.high)}"
-
-
 HEADER = (
     "fault",
     "verdict",
@@ -223,7 +216,7 @@ HEADER = (
     "repair",
     "noticed after",
     "repair after",
-    "5% worse after",
+    f"{WORSE_FRACTION:.0%} worse after",
     "recovered after",
     "loss lost",
     "95% interval",
@@ -242,5 +235,5 @@ def row_cells(row: FaultRow) -> tuple[str, ...]:
         row.fault, row.verdict, row.recipe, row.repair or "-", noticed,
         range_text([cost.repaired for cost in costs]) if row.repair else "-",
         range_text([cost.worse for cost in costs]), range_text([cost.recovered for cost in costs]), fractions,
-        interval_text(row.lost), str(row.num_runs),
+        signed_interval(row.lost), str(row.num_runs),
     )  # fmt: skip

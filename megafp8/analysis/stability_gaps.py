@@ -29,7 +29,8 @@ from megafp8.analysis.seed_statistics import (
     gap_verdict,
     mean_interval,
 )
-from megafp8.analysis.stability_runs import BASELINE, SuiteRun, losses_by_seed
+from megafp8.analysis.stability_runs import SuiteRun, losses_by_seed
+from megafp8.config.variants import BASELINE
 
 WORSE, BETTER, INDISTINCT = "worse", "better at this size", "not distinguishable at this size"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Optional
 from megafp8.analysis import plot_comparison, plot_stability
 from megafp8.analysis.comparison_page import cautions, facts
 from megafp8.analysis.html import render, to_svg
-from megafp8.analysis.percent import rounded, signed
+from megafp8.analysis.percent import rounded, signed, signed_interval
 from megafp8.analysis.plot_faults import plot_faults
 from megafp8.analysis.plot_stability import drawn_recipes
 from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, WITHIN
@@ -30,14 +30,14 @@ from megafp8.analysis.stability_faults import (
     RECOVERED,
     REPAIRED,
     WINDOW,
+    WORSE_FRACTION,
     FaultRow,
-    interval_text,
     row_cells,
 )
-from megafp8.analysis.stability_faults import WORSE as LOSS_WORSE
 from megafp8.analysis.stability_gaps import WORSE, SuiteGap
-from megafp8.analysis.stability_runs import BASELINE, losses_by_seed, names_of
+from megafp8.analysis.stability_runs import losses_by_seed, names_of
 from megafp8.analysis.stability_sweep import AS_WIDE, NARROWER, WIDER, SweepRow, divergence_limit
+from megafp8.config.variants import BASELINE
 from megafp8.utils.formatting import text_table
 from megafp8.utils.strict_json import to_strict_json
 
@@ -195,7 +195,7 @@ def pairs_section(report: SuiteReport, has_figures: bool) -> Section:
         "only if the recipe does in more seeds, by a sign test.",
         header=("recipe", "verdict", "gap", "95% interval", "gap minus spread", "pairs"),
         rows=tuple(
-            (row.name, row.verdict, gap_text(row), interval_text(row.gap), interval_text(row.excess),
+            (row.name, row.verdict, gap_text(row), signed_interval(row.gap), signed_interval(row.excess),
              str(len(row.gaps_fraction)))
             for row in report.pairs
         ),
@@ -237,7 +237,7 @@ def sweep_cells(row: SweepRow) -> tuple[str, ...]:
     if row.octaves is not None and row.octaves.low is not None and row.octaves.high is not None:
         interval = f"{ratio_text(row.octaves.low)} to {ratio_text(row.octaves.high)}"
     open_end = " (end of the sweep)" if row.is_open else ""
-    return row.name, row.verdict or "baseline", shown + open_end, ratio, interval, str(len(row.edges))
+    return row.name, row.verdict or "baseline", shown + open_end or "-", ratio, interval, str(len(row.edges))
 
 
 def ratio_text(octaves: float) -> str:
@@ -261,10 +261,11 @@ def faults_section(report: SuiteReport, has_figures: bool) -> Section:
         name="faults", title="Planted faults",
         text=f"Faults planted from step {step} on, against the clean run of the same seed. A gradual fault is noticed "
         f"in time if the first event is at least {LEAD} steps before the loss, a mean of {WINDOW} steps, is "
-        f"{LOSS_WORSE:.0%} worse; a sudden one in its own step, whose own loss is left out. With a repair a second "
-        f"verdict follows: repaired, if in every seed in which the fault did harm without it (a loss {LOSS_WORSE:.0%} "
-        f"worse, or {RECOVERED:.0%} at the end) the repair was made and the mean of the last {LAST} losses is within "
-        f"{RECOVERED:.0%}; no harm, if the fault did none. The interval is that of the mean loss lost over seeds. "
+        f"{WORSE_FRACTION:.0%} worse; a sudden one in its own step, whose own loss is left out. With a repair a second "
+        "verdict follows: repaired, if in every seed in which the fault did harm without it (a loss "
+        f"{WORSE_FRACTION:.0%} worse, or {RECOVERED:.0%} at the end) the repair was made and the mean of the last "
+        f"{LAST} losses is within {RECOVERED:.0%}; no harm, if the fault did none. "
+        "The interval is that of the mean loss lost over seeds. "
         "Steps are counted from the fault.",
         header=HEADER, rows=tuple(row_cells(row) for row in report.faults), figures=tuple(filter(None, figures)),
     )  # fmt: skip
@@ -287,7 +288,7 @@ def controls_section(report: SuiteReport, has_figures: bool) -> Section:
         "decides.",
         header=("control", "verdict", "good form", "gap", "95% interval", "seeds needed", "smallest gap", "pairs"),
         rows=tuple(
-            (row.name, row.verdict, row.reference, gap_text(row), interval_text(row.gap), needed_text(row),
+            (row.name, row.verdict, row.reference, gap_text(row), signed_interval(row.gap), needed_text(row),
              "-" if row.detectable_fraction is None else rounded(row.detectable_fraction), str(len(row.gaps_fraction)))
             for row in report.controls
         ),
@@ -310,7 +311,7 @@ def continuation_section(report: SuiteReport, has_figures: bool) -> Section:
         "schedule of the suite; verdicts as for the paired runs.",
         header=("recipe", "verdict", "gap", "95% interval", "gap minus spread", "pairs"),
         rows=tuple(
-            (row.name, row.verdict, gap_text(row), interval_text(row.gap), interval_text(row.excess),
+            (row.name, row.verdict, gap_text(row), signed_interval(row.gap), signed_interval(row.excess),
              str(len(row.gaps_fraction)))
             for row in report.continuation
         ),

@@ -18,7 +18,6 @@ from megafp8.utils.strict_json import parse_json
 
 SUITE_FILE = "stability.json"  # of launch/stability.py
 OUTPUT_FILE = "output.log"  # of launch/process_pool.py
-BASELINE = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ of a run that learned too slowly, and ends no range. Two ranges can lie outside 
     no rate is stable         the range ends below the first rate: it counts as one step below it, its upper limit
     no rate diverges          the range is open: it counts as the last rate, its lower limit
 
-Limits decide only in the direction in which they hold. A recipe without a stable rate in some seed is never `wider` or
-`as wide`, and one whose range is open in some seed is never `narrower`.
+Limits decide only in the direction in which they hold, over the seeds that are compared. A recipe without a stable
+rate in some seed is never `wider` or `as wide`, and one whose range is open in some seed is never `narrower`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Optional
 
 from megafp8.analysis import stability_statistics
 from megafp8.analysis.seed_statistics import UNDECIDED, Interval
-from megafp8.analysis.stability_runs import BASELINE, SuiteRun, names_of
+from megafp8.analysis.stability_runs import SuiteRun, names_of
+from megafp8.config.variants import BASELINE
 
 AS_WIDE, NARROWER, WIDER = "as wide", "narrower", "wider"
 # Of what the best run learned, from which on a finite run counts as diverged. Runs that fall back to the frequencies of
@@ -88,14 +89,14 @@ def sweep_row(runs: Sequence[SuiteRun], name: str, limit: float) -> SweepRow:
     for seed in dict.fromkeys(run.seed for run in runs):
         by_rate = {rate_of(run): run.final_loss for run in runs if run.seed == seed}
         losses[seed] = tuple(by_rate.get(rate) for rate in rates)
-        start = first_stable(losses[seed], limit)
+        start = range_start(losses[seed], limit)
         end = next(
             (index for index in range(start, len(rates)) if not is_stable(losses[seed][index], limit)), len(rates)
         )
         if end < len(rates) and losses[seed][end] is None:
-            continue  # the run that may end the range has no result yet
+            continue  # the run that may begin or end the range has no result yet
         edges[seed] = rates[end - 1] if end > start else None
-        is_open |= end == len(rates)
+        is_open |= start < end == len(rates)
     return SweepRow(name=name, rates=rates, losses=losses, edges=edges, is_open=is_open)
 
 
@@ -104,17 +105,13 @@ def is_stable(loss: Optional[float], limit: float) -> bool:
     return loss is not None and math.isfinite(loss) and loss <= limit
 
 
-def first_stable(losses: Sequence[Optional[float]], limit: float) -> int:
-    """Index of the rate at which a range begins: the first, or the first stable one after runs that learned too slowly.
+def range_start(losses: Sequence[Optional[float]], limit: float) -> int:
+    """Index of the first rate whose run did not learn too slowly, that is, end with a finite loss above the limit.
 
-    These ended with finite losses above the limit.
+    If it is stable, the range begins there. It is the number of rates if all runs learned too slowly.
     """
-    for index, loss in enumerate(losses):
-        if is_stable(loss, limit):
-            return index
-        if loss is None or not math.isfinite(loss):
-            break
-    return 0
+    are_slow = (loss is not None and limit < loss < math.inf for loss in losses)
+    return next((index for index, slow in enumerate(are_slow) if not slow), len(losses))
 
 
 def rate_of(run: SuiteRun) -> float:
@@ -123,7 +120,7 @@ def rate_of(run: SuiteRun) -> float:
 
 
 def compared_sweep(row: SweepRow, base: SweepRow) -> SweepRow:
-    """A stable range against the baseline's, over the seeds of both."""
+    """A stable range against the baseline's, over the seeds in which all runs of both have a result."""
     seeds = [
         seed for seed in row.edges
         if seed in base.edges and None not in (*row.losses[seed], *base.losses[seed])
@@ -132,6 +129,12 @@ def compared_sweep(row: SweepRow, base: SweepRow) -> SweepRow:
     if len(seeds) < 2 or has_no_edge:
         return dataclasses.replace(row, verdict=UNDECIDED)
 
+    def is_open(each: SweepRow) -> bool:
+        return any(each.edges[seed] == each.rates[-1] for seed in seeds)
+
+    def is_unstable(each: SweepRow) -> bool:
+        return any(each.edges[seed] is None for seed in seeds)
+
     def edge_octave(edge: Optional[float]) -> float:
         return math.log2(row.rates[0]) - row.step if edge is None else math.log2(edge)
 
@@ -139,10 +142,10 @@ def compared_sweep(row: SweepRow, base: SweepRow) -> SweepRow:
     octaves = stability_statistics.edge_interval(ratios, row.step)
     assert octaves.low is not None and octaves.high is not None
     verdict = UNDECIDED
-    if octaves.high < 0 and not (row.is_open or base.num_unstable):
+    if octaves.high < 0 and not (is_open(row) or is_unstable(base)):
         verdict = NARROWER
-    elif octaves.low > 0 and not (base.is_open or row.num_unstable):
+    elif octaves.low > 0 and not (is_open(base) or is_unstable(row)):
         verdict = WIDER
-    elif max(-octaves.low, octaves.high) <= row.step and not (row.is_open and base.is_open):
+    elif max(-octaves.low, octaves.high) <= row.step and not (is_open(row) and is_open(base)):
         verdict = AS_WIDE  # no seed is without an edge: the edges are the same in all of them
     return dataclasses.replace(row, verdict=verdict, octaves=octaves)

@@ -9,7 +9,7 @@ from typing import Optional, Union
 
 from megafp8.analysis.compare import Comparison, ComparisonRow, RecipeRow
 from megafp8.analysis.findings import headline
-from megafp8.analysis.percent import percent, signed
+from megafp8.analysis.percent import percent, signed, signed_interval
 from megafp8.analysis.seed_statistics import CONTROL, Interval
 from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, text_table
 from megafp8.utils.strict_json import to_strict_json
@@ -145,11 +145,7 @@ def shown_training_gap(row: RecipeRow, baseline: str) -> str:
 
 def shown_interval(row: RecipeRow, baseline: str) -> str:
     """-0.10% to +0.30%; - for the baseline and without an interval."""
-    if row.name == baseline or row.gap is None or row.gap.low is None or row.gap.high is None:
-        return "-"
-    if not math.isfinite(row.gap.mean):
-        return "-"
-    return f"{signed(row.gap.low)} to {signed(row.gap.high)}"
+    return "-" if row.name == baseline else signed_interval(row.gap)
 
 
 def shown_ratio(ratio: Optional[Interval]) -> str:

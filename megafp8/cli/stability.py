@@ -28,6 +28,7 @@ from megafp8.utils.files import path_argument, path_text
 
 if TYPE_CHECKING:
     from megafp8.launch.job import Job
+    from megafp8.launch.stability import Suite
     from megafp8.launch.study import Study, StudyRun
 
 log = partial(print, flush=True)
@@ -122,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
     stability.write_suite_file(suite, parts)
-    prepare_data(suite, options.flags)
+    prepare_data(suite)
     log(f"{len(runs)} runs, {len(due)} to start; folder {study.folder}")
     if options.slurm:
         for line in study_execution.submit(study, due):
@@ -185,7 +186,7 @@ def run_suite(runs: Sequence[StudyRun], due: Sequence[StudyRun], parallel: Optio
     return status or (0 if is_complete else PREEMPTED)
 
 
-def read_suite(options: argparse.Namespace):
+def read_suite(options: argparse.Namespace) -> Suite:
     """The suite that the flags ask for.
 
     Raises:
@@ -220,7 +221,7 @@ def read_suite(options: argparse.Namespace):
 
 
 def seed_problems(options: argparse.Namespace, parts: Sequence[str]) -> list[str]:
-    """Numbers of seeds that are too small, or that no part uses."""
+    """Numbers of seeds that no part uses."""
     from megafp8.launch.stability import FAULTS, PAIRED, SWEEP
 
     problems = []
@@ -228,8 +229,6 @@ def seed_problems(options: argparse.Namespace, parts: Sequence[str]) -> list[str
         ("--seeds", options.seeds, PAIRED), ("--sweep-seeds", options.sweep_seeds, (SWEEP,)),
         ("--fault-seeds", options.fault_seeds, (FAULTS,)),
     ):  # fmt: skip
-        if number is not None and number < 1:
-            problems.append(f"{flag} {number}: must be at least 1")
         if number is not None and parts and not set(users) & set(parts):
             problems.append(f"{flag} {number}: has no effect without {' or '.join(users)} in --parts; remove it")
     return problems
@@ -275,21 +274,16 @@ def words_of(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def names_data(flags: Sequence[str]) -> bool:
-    """Whether the flags name their own data."""
-    from megafp8.config.flags import parse_with_problems
-
-    invocation, _ = parse_with_problems(list(flags))
-    return not invocation.given.isdisjoint(DATA_SETTINGS)
-
-
 def data_flags(options: argparse.Namespace) -> tuple[str, ...]:
     """Flags of the data that the suite prepares; none if the flags name data."""
-    if names_data(options.flags):
+    from megafp8.config.flags import parse_with_problems
+
+    invocation, _ = parse_with_problems(options.flags)
+    if not invocation.given.isdisjoint(DATA_SETTINGS):
         return ()
     prefix = data_prefix(options.output_dir)
     return (
-        "--tokenizer-type", "ByteLevelTokenizer", "--data-path", f"{prefix}_text_document", "--split", "90,10,0",
+        "--tokenizer-type", "ByteLevelTokenizer", "--data-path", shard_path(prefix), "--split", "90,10,0",
         "--data-cache-path", str(prefix.parent / "cache"),
     )  # fmt: skip
 
@@ -299,18 +293,23 @@ def data_prefix(folder: Path) -> Path:
     return folder / "data" / "bytes"
 
 
-def prepare_data(suite, flags: Sequence[str]) -> None:
-    """Write the bytes of Python's standard library as shards, unless they exist or the flags name data.
+def shard_path(prefix: Path) -> str:
+    """The --data-path of the shards that the suite prepares."""
+    return f"{prefix}_text_document"
+
+
+def prepare_data(suite: Suite) -> None:
+    """Write the bytes of Python's standard library as shards, unless they exist or the flags name other data.
 
     Raises:
         ConfigError: the corpus or the shards cannot be written.
     """
-    if names_data(flags):
+    prefix = data_prefix(suite.folder)
+    if suite.invocation.config.data.data_path != (shard_path(prefix),):
         return
     from megafp8.cli import corpus, preprocess
     from megafp8.launch.stability import SIZES
 
-    prefix = data_prefix(suite.folder)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     text = prefix.with_suffix(".jsonl")
     steps = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megafp8.config import derived, precision_map
 from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config.planted_faults import EMULATED_FAULTS, INFINITE_ACTIVATION
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 
@@ -63,13 +64,13 @@ def quantizer_problems(config: RunConfig) -> list[str]:
 def planted_fault_problems(config: RunConfig) -> list[str]:
     """Faults that need to see inside Transformer Engine's linears and its fused MLP."""
     training, found = config.training, []
-    if training.planted_fault in ("outlier-channel", "aligned-swiglu"):
+    if training.planted_fault in EMULATED_FAULTS:
         found.append(
             f"--planted-fault {training.planted_fault}: Transformer Engine's layers do not support it: they compute "
             "the norm inside linear_fc1 and SwiGLU inside a fused MLP; use --planted-fault inflated-qk, or "
             "--transformer-impl emulated"
         )
-    if training.planted_fault == "infinite-activation" and uses_op_fuser(config):
+    if training.planted_fault == INFINITE_ACTIVATION and uses_op_fuser(config):
         found.append(
             "--planted-fault infinite-activation: Transformer Engine's fused MLP calls no linear_fc2; use "
             "--no-use-transformer-engine-op-fuser"

@@ -11,12 +11,13 @@ import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.config import flags as config_flags
 from megafp8.config import precision_map, variants
-from megafp8.config.schema import AUTO
+from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
@@ -114,6 +115,27 @@ class Suite:
     gpus: int = 1
     slurm: Mapping[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def invocation(self) -> config_flags.Invocation:
+        """The flags of all runs, without those of the size; without its problems."""
+        return config_flags.parse_with_problems(self.flags)[0]
+
+    @property
+    def size_flags(self) -> tuple[str, ...]:
+        """The flags of all runs that the size gives."""
+        return tuple(f"{COMMON} {SIZES[self.size].flags}".split())
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the settings among the flags of all runs."""
+        return self.invocation.given
+
+    @property
+    def base_rate(self) -> float:
+        """The learning rate of all runs but those of the sweep: as given, else that of the size."""
+        rate = self.invocation.config.optimizer.lr if "optimizer.lr" in self.given else None
+        return SIZES[self.size].lr if rate is None else rate
+
 
 @dataclass(frozen=True)
 class PartRun:
@@ -129,22 +151,24 @@ class PartRun:
 
 
 def build_study(suite: Suite) -> Study:
-    """The study of a suite: one grid, or two, for each part.
+    """The study of a suite: one grid for each part, or one for each recipe of it.
 
     Raises:
         ConfigError: an unknown part, recipe or size, or flags that the suite sets itself.
     """
     if problems := suite_problems(suite):
         raise ConfigError(problems)
-    size = SIZES[suite.size]
-    words = tuple(f"{COMMON} {size.flags}".split())
-    given, rate = given_settings(suite), base_rate(suite)
-    common = Option(flags=(*words, *rate_flags(rate, given), *suite.flags), sizes={"gpus": float(suite.gpus)})
+    shared, problems = config_flags.parse_with_problems((*suite.size_flags, *suite.flags))
+    if problems:
+        raise ConfigError(problems)
+    rates = rate_flags(suite.base_rate, suite.given)
+    common = Option(flags=(*suite.size_flags, *rates, *suite.flags), sizes={"gpus": float(suite.gpus)})
     study = Study(
         path=suite.folder / SUITE_FILE, name="stability", folder=suite.folder, common=common, grids=(),
         slurm=suite.slurm, slurm_flag="--job",
     )  # fmt: skip
-    return dataclasses.replace(study, grids=tuple(grid for part in suite.parts for grid in part_grids(suite, part)))
+    grids = tuple(grid for part in suite.parts for grid in part_grids(suite, part, shared.config))
+    return dataclasses.replace(study, grids=grids)
 
 
 def suite_problems(suite: Suite) -> list[str]:
@@ -156,6 +180,8 @@ def suite_problems(suite: Suite) -> list[str]:
         problems.append(f"--seeds {suite.num_seeds}: intervals over seeds need at least 2")
     if suite.num_sweep_seeds is not None and suite.num_sweep_seeds < 2:
         problems.append(f"--sweep-seeds {suite.num_sweep_seeds}: intervals over seeds need at least 2")
+    if suite.num_fault_seeds < 1:
+        problems.append(f"--fault-seeds {suite.num_fault_seeds}: must be at least 1")
     if BASELINE in suite.recipes or CONTROL in suite.recipes:
         problems.append(f"--recipes: {BASELINE} and {CONTROL} are in every suite; remove them")
     if not suite.recipes:
@@ -181,8 +207,7 @@ SET_BY_PART = {FAULTS: FAULT_SETTINGS, CONTROLS: ("precision.transformer_impl",)
 
 def flag_problems(suite: Suite) -> list[str]:
     """Flags of all runs that the suite sets itself, or with which it has no verdict."""
-    invocation, _ = config_flags.parse_with_problems(list(suite.flags))
-    config, given = invocation.config, invocation.given
+    config, given = suite.invocation.config, suite.given
     found = {name: f"set by the suite; remove it, and {text}" for name, text in SET_BY_SUITE.items() if name in given}
     for part in suite.parts:
         for name in given.intersection(SET_BY_PART.get(part, ())):
@@ -197,29 +222,16 @@ def flag_problems(suite: Suite) -> list[str]:
     return problems
 
 
-def given_settings(suite: Suite) -> frozenset[str]:
-    """Names of the settings among the flags of all runs."""
-    return config_flags.parse_with_problems(list(suite.flags))[0].given
+def part_grids(suite: Suite, part: str, shared: RunConfig) -> list[Grid]:
+    """The grids of a part: one, or one for each recipe. Each has the axes `part`, `recipe` and `seed`.
 
-
-def base_rate(suite: Suite) -> float:
-    """The learning rate of all runs but those of the sweep: as given, else that of the size."""
-    invocation, _ = config_flags.parse_with_problems(list(suite.flags))
-    given = invocation.config.optimizer.lr if "optimizer.lr" in invocation.given else None
-    return SIZES[suite.size].lr if given is None else given
-
-
-def part_grids(suite: Suite, part: str) -> list[Grid]:
-    """The grids of a part: one, or one for each recipe. Each has the axes `part`, `recipe` and `seed`."""
-    size = SIZES[suite.size]
-    words = [*f"{COMMON} {size.flags}".split(), *suite.flags]
-    shared, problems = config_flags.parse_with_problems(words)
-    given = given_settings(suite)
-    if problems:
-        raise ConfigError(problems)
+    Args:
+        shared: settings of all runs.
+    """
+    size, given = SIZES[suite.size], suite.given
 
     def recipes(*names: str) -> tuple[Option, ...]:
-        built = (variants.build_variant(name, shared.config, suite.gpus) for name in names)
+        built = (variants.build_variant(name, shared, suite.gpus) for name in names)
         return tuple(Option(name=variant.name, flags=variant.flags) for variant in built)
 
     def grid(recipes: tuple[Option, ...], num_seeds: int, **axes: tuple[Option, ...]) -> Grid:
@@ -229,7 +241,7 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
     if part == PAIRS:
         return [grid(recipes(BASELINE, CONTROL, *suite.recipes), suite.num_seeds)]
     if part == SWEEP:
-        rates = [base_rate(suite) * factor for factor in size.factors]
+        rates = [suite.base_rate * factor for factor in size.factors]
         lrs = tuple(Option(name=f"lr{rate:.3g}", flags=rate_flags(rate, given)) for rate in rates)
         return [grid(recipes(BASELINE, *suite.recipes), suite.num_sweep_seeds or size.sweep_seeds, lr=lrs)]
     if part == FAULTS:
@@ -237,7 +249,7 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
         grids = []
         for recipe in recipes(*suite.recipes):
             recipe = dataclasses.replace(recipe, flags=(*recipe.flags, *length))
-            config = config_flags.parse_with_problems([*words, *recipe.flags])[0].config
+            config = config_flags.parse_with_problems((*suite.size_flags, *suite.flags, *recipe.flags))[0].config
             if problems := length_problems(config):
                 raise ConfigError(problems)
             grids.append(grid((recipe,), suite.num_fault_seeds, fault=fault_arms(config)))
@@ -284,7 +296,7 @@ def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
     """Write the runs of every part to the suite's folder, for the report."""
     content = {
         "size": suite.size, "parts": list(suite.parts), "recipes": list(suite.recipes), "seeds": suite.num_seeds,
-        "lr": base_rate(suite),
+        "lr": suite.base_rate,
         "fault_step": next((each.run.config.training.planted_fault_step for each in runs if each.part == FAULTS
                             and each.run.config.training.planted_fault != "none"), None),
         "known_bad": {name: good for name, (good, _) in KNOWN_BAD.items()},

@@ -10,6 +10,14 @@ from collections.abc import Collection
 
 from megafp8.config import derived
 from megafp8.config import flags as config_flags
+from megafp8.config.planted_faults import (
+    ALIGNED_SWIGLU,
+    GRADUAL_FAULTS,
+    INFINITE_ACTIVATION,
+    INFLATED_QK,
+    OUTLIER_CHANNEL,
+    SPIKE_BATCH,
+)
 from megafp8.config.schema import RunConfig
 from megafp8.launch.study import Option
 
@@ -20,20 +28,19 @@ LARGEST_FACTOR = 27  # octaves by which a channel has grown at the end of the ru
 MAX_GROWTH = 0.14  # octaves in a step
 WARN = "--fp8-guard warn"
 SPIKES = "--spike-policy skip --max-skipped-steps 3"
-GRADUAL = ("outlier-channel", "aligned-swiglu", "inflated-qk")
 ARMS = {
     CLEAN: f"{SPIKES} {WARN}",
-    "outlier-channel": WARN,
-    f"outlier-channel{REPAIR}bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
-    "aligned-swiglu": WARN,
-    f"aligned-swiglu{REPAIR}bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
-    f"aligned-swiglu{REPAIR}smooth-swiglu": f"{SPIKES} --fp8-guard smooth-swiglu",
-    "inflated-qk": WARN,
-    "spike-batch": WARN,
-    f"spike-batch{REPAIR}skip": f"{SPIKES} {WARN}",
-    "infinite-activation": WARN,
-    f"infinite-activation{REPAIR}skip": f"{SPIKES} {WARN} --on-nonfinite-activation skip",
-    f"infinite-activation{REPAIR}bf16": f"{SPIKES} {WARN} --on-nonfinite-activation bf16",
+    OUTLIER_CHANNEL: WARN,
+    f"{OUTLIER_CHANNEL}{REPAIR}bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
+    ALIGNED_SWIGLU: WARN,
+    f"{ALIGNED_SWIGLU}{REPAIR}bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
+    f"{ALIGNED_SWIGLU}{REPAIR}smooth-swiglu": f"{SPIKES} --fp8-guard smooth-swiglu",
+    INFLATED_QK: WARN,
+    SPIKE_BATCH: WARN,
+    f"{SPIKE_BATCH}{REPAIR}skip": f"{SPIKES} {WARN}",
+    INFINITE_ACTIVATION: WARN,
+    f"{INFINITE_ACTIVATION}{REPAIR}skip": f"{SPIKES} {WARN} --on-nonfinite-activation skip",
+    f"{INFINITE_ACTIVATION}{REPAIR}bf16": f"{SPIKES} {WARN} --on-nonfinite-activation bf16",
 }
 """Name of an arm to its flags, but for those of the fault. Without a repair no step is skipped: a skip is a repair."""
 FAULT_SETTINGS = (
@@ -66,7 +73,7 @@ def fault_arms(config: RunConfig) -> tuple[Option, ...]:
         words = ["--transformer-impl", "emulated", *flags.split(), "--fp8-guard-interval", "10"]
         if fault != CLEAN:
             words += ["--planted-fault", fault, "--planted-fault-step", str(first)]
-        if fault in GRADUAL:
+        if fault in GRADUAL_FAULTS:
             words += ["--planted-fault-growth", f"{2**octaves:.5g}"]
         arms.append(Option(name=name, flags=tuple(words)))
     return tuple(arms)

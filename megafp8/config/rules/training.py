@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Optional
 
 from megafp8.config import derived, latent_attention, precision_map
+from megafp8.config.planted_faults import HIGH_PRECISION_FAULTS, SUDDEN_FAULTS
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, no_effect_without
 from megafp8.config.schema import AUTO, RunConfig, TrainingConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -214,8 +215,6 @@ def profile_ends_after_it_starts(config: RunConfig, world_size: int) -> Iterator
 
 RANGE_RULES: tuple[Rule, ...] = (numbers_are_in_range, profiled_ranks_exist, profile_ends_after_it_starts)
 SPIKE_SETTINGS = ("spike_window", "spike_sigma", "spike_min_steps", "spike_norm_factor")
-SUDDEN_FAULTS = ("spike-batch", "infinite-activation")
-HIGH_PRECISION_FAULTS = ("spike-batch", "inflated-qk")  # they do not depend on quantization
 ROLLBACK_SETTINGS = ("spike_rollback_steps", "spike_skip_batches", "max_rollbacks")
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Optional
 
+from megafp8.config.planted_faults import GRADUAL_FAULTS, SUDDEN_FAULTS
 from megafp8.config.schema.setting import setting
 
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
@@ -149,7 +150,7 @@ class TrainingConfig:
         "to test --fp8-guard and other policies: a fault that the run plants into its layers; outlier-channel, "
         "aligned-swiglu (both: emulated layers only) and inflated-qk grow in every step, spike-batch and "
         "infinite-activation last one step",
-        choices=("none", "outlier-channel", "aligned-swiglu", "inflated-qk", "spike-batch", "infinite-activation"),
+        choices=("none", *GRADUAL_FAULTS, *SUDDEN_FAULTS),
     )
     planted_fault_step: int = setting(1, "first step of --planted-fault")
     planted_fault_growth: float = setting(1.05, "factor above 1 by which a gradual --planted-fault grows in a step")

@@ -25,6 +25,14 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from megafp8.config.planted_faults import (
+    ALIGNED_SWIGLU,
+    EMULATED_FAULTS,
+    INFINITE_ACTIVATION,
+    INFLATED_QK,
+    OUTLIER_CHANNEL,
+    SPIKE_BATCH,
+)
 from megafp8.config.precision_map import linears_with_statistics
 from megafp8.config.schema import ModelConfig
 from megafp8.errors import NumericsError
@@ -33,8 +41,6 @@ from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
-OUTLIER_CHANNEL, ALIGNED_SWIGLU, INFLATED_QK = "outlier-channel", "aligned-swiglu", "inflated-qk"
-SPIKE_BATCH, INFINITE_ACTIVATION = "spike-batch", "infinite-activation"
 LINEARS = {
     OUTLIER_CHANNEL: "linear_fc1", ALIGNED_SWIGLU: "linear_fc2", INFLATED_QK: "linear_qkv",
     INFINITE_ACTIVATION: "linear_fc2",
@@ -107,7 +113,7 @@ class LayerFault:
         num_steps = max(0, step - self.first_step + 1)
         self.is_active = step == self.first_step
         self.factor = self.growth**num_steps
-        if self.kind not in (OUTLIER_CHANNEL, ALIGNED_SWIGLU) or not num_steps:
+        if self.kind not in EMULATED_FAULTS or not num_steps:
             return
         self.factor = 2.0 ** math.floor(math.log2(self.factor))
         for linear in self.linears:

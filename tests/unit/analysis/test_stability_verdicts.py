@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from typing import Optional
 
 import numpy as np
 import pytest
@@ -22,9 +23,12 @@ BAD = math.inf  # a run that diverged
 FINE = (3.00, 3.06, 2.97, 3.03, 2.94)
 
 
-def suite_run(recipe: str, seed: int, loss: float, lr: float = 0.001) -> SuiteRun:
-    records = SimpleNamespace(steps=[SimpleNamespace(loss=5.5)], last_validation=SimpleNamespace(loss=loss))
+def suite_run(recipe: str, seed: int, loss: Optional[float], lr: float = 0.001) -> SuiteRun:
+    """A run with a final loss; None without a result."""
     choice = {"recipe": recipe, "seed": f"seed{seed}", "lr": f"lr{lr}"}
+    if loss is None:
+        return SuiteRun(part="part", choice=choice, run=None, problem="not started")
+    records = SimpleNamespace(steps=[SimpleNamespace(loss=5.5)], last_validation=SimpleNamespace(loss=loss))
     return SuiteRun(part="part", choice=choice, run=records, is_diverged=math.isinf(loss))  # type: ignore[arg-type]
 
 
@@ -88,7 +92,7 @@ def test_equal_forms_that_diverge_are_told_apart_no_more_often_than_the_confiden
 RATES = (0.001, 0.002, 0.004, 0.008)
 
 
-def sweep_of(table: Mapping[str, Sequence[Sequence[float]]]) -> SweepRow:
+def sweep_of(table: Mapping[str, Sequence[Sequence[Optional[float]]]]) -> SweepRow:
     """The row of `fp8`, from the losses by seed of `fp8` and `bf16`."""
     runs = [
         suite_run(recipe, seed, loss, lr)
@@ -99,6 +103,7 @@ def sweep_of(table: Mapping[str, Sequence[Sequence[float]]]) -> SweepRow:
 
 
 BASE, NEVER, OPEN = (3, 3, 3, BAD), (BAD,) * 4, (3,) * 4
+NARROW, SLOW = (3, BAD, BAD, BAD), 3.3  # a loss above the limit, 3.25
 
 
 @pytest.mark.parametrize(
@@ -109,11 +114,20 @@ BASE, NEVER, OPEN = (3, 3, 3, BAD), (BAD,) * 4, (3,) * 4
         ([NEVER] * 2, [BASE] * 2, WIDER, "0.004"),
         ([NEVER] * 2, [NEVER] * 2, "not decided", "none in 2 of 2 seeds"),
         ([BASE] * 2, [BASE] * 2, AS_WIDE, "0.004"),
-        ([OPEN] * 2, [(3, BAD, BAD, BAD)] * 2, NARROWER, "0.001"),
+        ([OPEN] * 2, [NARROW] * 2, NARROWER, "0.001"),
         ([OPEN] * 2, [OPEN] * 2, "not decided", "0.008 (end of the sweep)"),
-        ([(3, BAD, BAD, BAD)] * 2, [NEVER] * 2, "not decided", "none in 2 of 2 seeds"),  # a step apart
-        ([(3.2, 3, 3, BAD)] * 2, [(3.3, 3, 3, BAD)] * 2, AS_WIDE, "0.004"),  # too slow at the first rate, limit 3.25
+        ([NARROW] * 2, [NEVER] * 2, "not decided", "none in 2 of 2 seeds"),  # a step apart
+        ([(3.2, 3, 3, BAD)] * 2, [(SLOW, 3, 3, BAD)] * 2, AS_WIDE, "0.004"),
+        ([BASE] * 2, [(SLOW,) * 4] * 2, NARROWER, "none in 2 of 2 seeds"),
         ([BASE] * 2, [(BAD, 3, 3, BAD)] * 2, NARROWER, "none in 2 of 2 seeds"),
+        # without some results: the range of the third seed is not known, or it is and not compared
+        ([BASE] * 3, [BASE, BASE, (SLOW, None, 3, BAD)], AS_WIDE, "0.004"),
+        ([BASE] * 3, [NARROW, NARROW, (3, 3, None, 3)], NARROWER, "0.001"),
+        ([BASE] * 2, [(SLOW, None, 3, BAD)] * 2, "not decided", "-"),
+        ([NARROW] * 3, [BASE, BASE, (BAD, None, 3, 3)], WIDER, "0.004, none in 1 of 3 seeds"),
+        ([BASE, BASE, (BAD, None, 3, 3)], [NARROW] * 3, NARROWER, "0.001"),
+        ([BASE, BASE, OPEN], [NARROW, NARROW, (BAD, None, None, None)], NARROWER, "0.001, none in 1 of 3 seeds"),
+        ([NARROW, NARROW, OPEN], [BASE, BASE, (3, BAD, None, BAD)], WIDER, "0.001 to 0.004"),
     ],
 )  # fmt: skip
 def test_a_recipe_without_a_stable_rate_is_not_passed_over(base, own, verdict: str, edge: str) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.analysis import stability_faults
+from megafp8.analysis import stability_faults, stability_runs
 from megafp8.cli.stability import main, run_suite
+from megafp8.config.planted_faults import GRADUAL_FAULTS
 from megafp8.errors import ConfigError, NumericsError
-from megafp8.launch import stability, study_execution
+from megafp8.launch import process_pool, stability, study_execution
 from megafp8.launch.stability import (
     FAULTS,
     KNOWN_BAD,
@@ -27,7 +28,7 @@ from megafp8.launch.stability import (
     unique_runs,
     write_suite_file,
 )
-from megafp8.launch.stability_faults import ARMS, CLEAN, GRADUAL, REPAIR, fault_step
+from megafp8.launch.stability_faults import ARMS, CLEAN, REPAIR, fault_step
 from megafp8.launch.study import expand
 from megafp8.launch.study_execution import StudyProgress, build_jobs
 
@@ -120,6 +121,8 @@ def test_wrong_suites_are_refused(tmp_path: Path, fields: dict, text: str) -> No
         (["--parts", "pairs", "--sweep-seeds", "3"], "--sweep-seeds 3: has no effect without sweep"),
         (["--parts", "pairs", "--fault-seeds", "3"], "--fault-seeds 3: has no effect without faults"),
         (["--fault-seeds", "0"], "--fault-seeds 0: must be at least 1"),
+        (["--seeds", "0"], "--seeds 0: intervals over seeds need at least 2"),
+        (["--sweep-seeds", "0"], "--sweep-seeds 0: intervals over seeds need at least 2"),
         (["--parts", "continuation", "--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
         (["--parts", "continuation", "--checkpoint", "."], "--checkpoint .: has no complete checkpoint"),
         (["--parts", "pairs", "--slurm"], "(--job sbatch.mem=64G); or use --job exclusive=true"),
@@ -152,11 +155,16 @@ def test_faults_have_a_clean_run_and_the_repairs_that_a_recipe_supports(tmp_path
             "none" if run.choice["fault"] == "clean" else run.choice["fault"].split("_")[0]
         )
         assert training.train_iters == 300
-        if run.choice["fault"] in GRADUAL:
+        if run.choice["fault"] in GRADUAL_FAULTS:
             steps = training.train_iters - training.planted_fault_step
             assert 2**25 < training.planted_fault_growth**steps < 2**40
     assert json.loads(write_suite_file(suite, runs).read_text())["fault_step"] == fault_step(300) == 75
+
+
+def test_the_report_reads_the_names_that_the_suite_writes() -> None:
     assert (CLEAN, REPAIR) == (stability_faults.CLEAN, stability_faults.REPAIR)
+    assert stability.SUITE_FILE == stability_runs.SUITE_FILE
+    assert process_pool.OUTPUT_FILE == stability_runs.OUTPUT_FILE
 
 
 @pytest.mark.parametrize(
