@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from load_records import train_with_loads
 from ranks import run_ranks
-from small_run import Curve, build_run, fingerprint, small_config, statistics_record_of, train, weights
-
-from megafp8.training.extensions.expert_load import ExpertLoads
+from small_run import Curve, build_run, fingerprint, small_config, statistics_record_of, weights
 
 EXPERTS = (
     "--num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
@@ -30,17 +28,8 @@ STEPS = 2
 def trained(flags: str, world_size: int) -> tuple[Curve, str, list[int]]:
     """The curve, a hash of the weights, and the bytes that arrived in the last step, by layer."""
     run = build_run(small_config("llama", f"{EXPERTS} {flags}", world_size))
-    written: list[Any] = []
-    state: Any = SimpleNamespace(
-        run=run, step=0, first_step=1, total_steps=STEPS, sinks=SimpleNamespace(write=written.append)
-    )
-    extension = ExpertLoads()
-    extension.open(state)
-    extension.before_step(state)
-    curve = train(run, STEPS)
-    extension.after_step(state, None)  # type: ignore[arg-type]  # not read
-    received = [layer.dispatch_bytes for layer in written[0].layers.values()]
-    return curve, fingerprint(weights(run)), received
+    curve, loads = train_with_loads(run, STEPS)
+    return curve, fingerprint(weights(run)), [layer.dispatch_bytes for layer in loads.values()]
 
 
 @pytest.mark.parametrize(

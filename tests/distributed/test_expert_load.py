@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from load_records import train_with_loads
 from ranks import run_ranks
-from small_run import build_run, small_config, train
+from small_run import build_run, small_config
 
 from megafp8.metrics.expert_load import LayerLoad
 from megafp8.models.experts import PaddedExperts
-from megafp8.training.extensions.expert_load import ExpertLoads
 
 MICRO, TOPK, EXPERTS = 2, 2, 4
 MODEL = (
@@ -31,13 +30,6 @@ TOKENS = 8 * 32  # of a global batch
 def record_of(flags: str, world_size: int) -> tuple[dict[str, LayerLoad], list[int], float]:
     """The record of one step, the tokens of each expert of this rank, and the rows that they multiplied."""
     run = build_run(small_config("llama", f"{MODEL} {flags}", world_size))
-    written: list[Any] = []
-    state: Any = SimpleNamespace(
-        run=run, step=0, first_step=1, total_steps=1, sinks=SimpleNamespace(write=written.append)
-    )
-    extension = ExpertLoads()
-    extension.open(state)
-    extension.before_step(state)
     counts, rows = torch.zeros(EXPERTS), 0.0
     (experts,) = [each for chunk in run.trainee.chunks for each in chunk.modules() if isinstance(each, PaddedExperts)]
     first = experts.ep_group.rank() * experts.num_local_experts
@@ -49,10 +41,8 @@ def record_of(flags: str, world_size: int) -> tuple[dict[str, LayerLoad], list[i
             counts[first + index] += len(inputs[0])
 
         expert.register_forward_hook(count)
-    train(run, 1)
-    state.step = 1
-    extension.after_step(state, None)  # type: ignore[arg-type]  # not read
-    return written[0].layers, counts.tolist(), rows
+    _, loads = train_with_loads(run, 1)
+    return loads, counts.tolist(), rows
 
 
 @pytest.mark.parametrize(

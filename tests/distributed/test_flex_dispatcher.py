@@ -6,19 +6,18 @@ NOT RUN with the real libraries, which need GPUs.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import standin_deep_ep
+from load_records import train_with_loads
 from ranks import run_ranks
-from small_run import PLAIN, Curve, build_run, small_config, train
+from small_run import PLAIN, Curve, build_run, small_config
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.config.settings import with_values
 from megafp8.mcore.config import build_transformer_config
 from megafp8.metrics.expert_load import LayerLoad
-from megafp8.training.extensions.expert_load import ExpertLoads
 
 NUM_STEPS = 3
 EXPERTS = (
@@ -40,16 +39,7 @@ def trained(flags: str, world_size: int, flex: dict[str, Any]) -> tuple[Curve, d
     if flex:
         standin_deep_ep.install()
     run = build_run(config)
-    written: list[Any] = []
-    state: Any = SimpleNamespace(
-        run=run, step=0, first_step=1, total_steps=1, sinks=SimpleNamespace(write=written.append)
-    )
-    extension = ExpertLoads()
-    extension.open(state)
-    extension.before_step(state)
-    curve = train(run, NUM_STEPS)
-    extension.after_step(state, None)  # type: ignore[arg-type]  # not read
-    return curve, written[0].layers
+    return train_with_loads(run, NUM_STEPS)
 
 
 @pytest.mark.parametrize(
