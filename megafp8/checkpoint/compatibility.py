@@ -191,8 +191,8 @@ def check_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_optimi
         )
     elif not all(map(has_flat_shards, (saved, config))) and (dtypes[0] == "fp32") != (dtypes[1] == "fp32"):
         problem = (
-            f"has {dtypes[0]} weights, but this run has {dtypes[1]}, and without --use-distributed-optimizer their "
-            "optimizer states are incompatible"
+            f"has {dtypes[0]} weights, but this run has {dtypes[1]}, and unless both have --use-distributed-optimizer "
+            "their optimizer states are incompatible"
         )
     else:
         return
