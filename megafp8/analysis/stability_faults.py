@@ -5,7 +5,7 @@ means of `WINDOW` steps; those that are not finite are worse than any other, and
 never had. The step of a sudden fault is left out of them: its loss is that of a bad batch or operand, and not harm to
 the model.
 
-Runs with a repair have two verdicts, judged seed by seed. One is on the detection, as in runs without a repair. The
+Runs with a repair have two verdicts, decided for each seed. One is on the detection, as in runs without a repair. The
 other is on the repair: a seed counts as repaired if the fault did harm in the run without a repair, the event of the
 repair is in the records, and the loss at the end is within RECOVERED. A row is not repaired if one seed is not.
 """

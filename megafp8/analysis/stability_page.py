@@ -143,10 +143,10 @@ def baseline_divergences(report: SuiteReport) -> Optional[str]:
 
 def faults_sentence(rows: Sequence[FaultRow]) -> str:
     """How many rows of planted faults are good, which are not, and how many faults did no harm."""
-    judged = [row for row in rows if verdict_class(row.verdict) != NOT_DECIDED]
-    good = sum(verdict_class(row.verdict) == "within" for row in judged)
+    decided = [row for row in rows if verdict_class(row.verdict) != NOT_DECIDED]
+    good = sum(verdict_class(row.verdict) == "within" for row in decided)
     harmless = sum(row.verdict.endswith(NO_HARM) for row in rows)
-    text = f"{good} of {len(judged)} rows of planted faults with a verdict are as they should be"
+    text = f"{good} of {len(decided)} rows of planted faults with a verdict are as they should be"
     return f"{text}; in {harmless} more there was no harm to repair." if harmless else f"{text}."
 
 

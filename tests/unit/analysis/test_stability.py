@@ -162,8 +162,8 @@ def test_a_run_that_ended_before_it_started_is_told_from_one_that_was_not(suite,
         suite("pairs", "bf16", seed, 3.0)
         (tmp_path / f"pairs-bf16-seed{seed}" / "records.jsonl").unlink()
     (tmp_path / "pairs-bf16-seed2" / "output.log").write_text("flags: 1 problem")
-    told, other = build_report(tmp_path).problems
-    assert told == "pairs: bf16 seed1: not started"
+    first, other = build_report(tmp_path).problems
+    assert first == "pairs: bf16 seed1: not started"
     assert other.startswith("pairs: bf16 seed2: ended before it started, see ") and other.endswith("output.log")
 
 

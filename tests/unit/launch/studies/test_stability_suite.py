@@ -237,8 +237,8 @@ def test_a_report_alone_refuses_a_folder_without_a_suite_and_flags_that_it_ignor
         "--bf16",
     ]
     assert main(words) == 64
-    told = capsys.readouterr().err
-    assert "ignores --recipes, --seeds, flags after --: remove them" in told and "has no stability.json" in told
+    errors = capsys.readouterr().err
+    assert "ignores --recipes, --seeds, flags after --: remove them" in errors and "has no stability.json" in errors
     assert not (tmp_path / "no").exists()
 
 
