@@ -5,7 +5,7 @@
 #   bash examples/loss_report_h200.sh data                  text, tokenizer and shards; once
 #   bash examples/loss_report_h200.sh small bf16 1          50M parameters, 6,200 steps of 65,536 tokens: 406M tokens
 #   bash examples/loss_report_h200.sh large delayed 2       374M parameters, 1,500 steps of 65,536 tokens
-#   bash examples/loss_report_h200.sh mixture delayed 2     16 experts, 303M of 907M parameters for a token, 600 steps of
+#   bash examples/loss_report_h200.sh mixture delayed 2     16 experts, 303M of 907M parameters for a token, 240 steps of
 #                                                           65,536 tokens; FP8 in E4M3
 #   bash examples/loss_report_h200.sh queue small "bf16 delayed" "1 2"   runs that are not done, seed by seed, for
 #                                                           QUEUE_MINUTES (9); the last one saves and ends with status
@@ -97,10 +97,11 @@ fi
 
 recipe=${2:?a recipe}
 seed=${3:?a seed}
+warmup=0.05
 case $what in
   small) steps=6200 rate=1.2e-3 sizes=(--num-layers 8 --hidden-size 576 --num-attention-heads 9 --ffn-hidden-size 1536) ;;
   large) steps=1500 rate=6e-4 sizes=(--num-layers 25 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 3072) ;;
-  mixture) steps=600 rate=8e-4 sizes=(--num-layers 16 --hidden-size 1024 --num-attention-heads 16) ;;
+  mixture) steps=240 rate=4e-4 warmup=0.2 sizes=(--num-layers 16 --hidden-size 1024 --num-attention-heads 16) ;;
   explain) steps=800 rate=1.2e-3 sizes=(--num-layers 8 --hidden-size 576 --num-attention-heads 9 --ffn-hidden-size 1536) ;;
   *) echo "$what: choose from data, small, large, mixture, explain, queue, records and report" >&2; exit 64 ;;
 esac
@@ -144,7 +145,7 @@ timeout --preserve-status "${SECONDS_LEFT:-0}" "$PYTHON" "${ranks[@]}" pretrain_
   --position-embedding-type rope --normalization RMSNorm --swiglu --qk-layernorm --disable-bias-linear \
   --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
   --micro-batch-size "$micro" --global-batch-size "$batch" --train-iters "$steps" --seed "$seed" \
-  --lr "$rate" --min-lr 0 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
+  --lr "$rate" --min-lr 0 --lr-decay-style cosine --lr-warmup-fraction "$warmup" \
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --eval-interval "$interval" --eval-iters "$eval_iters" \
   --log-interval 50 --exit-duration-in-mins "${MINUTES:-8}" "${tokenizer[@]}" \
   --data-path "$data/packages_text_document" --split 97,3,0 --data-cache-path "$data/cache" \
