@@ -17,7 +17,7 @@ again. On a GPU the counts are sums on the device, without a wait. Saturation is
 and where torch operations quantize: with a margin below 0, E8M0 scales that are rounded down, four-over-six scales and
 EDEN. It is not counted beside a non-finite value, and not where Triton kernels make two-level scales (nvfp4): it would
 take one more pass for amaxes and one for products, which is not cheap. Statistics (`--fp8-log-interval`) have the
-saturated fraction of nvfp4. The counts on a GPU are NOT RUN.
+saturated fraction of nvfp4.
 """
 
 from __future__ import annotations
