@@ -9,7 +9,8 @@
     finish_product_kernel      factor x product + bias, rounded once
 
 "Values" are what a GEMM multiplies: decoded codes times the scales of their blocks. Where they are written, codes need
-not be. A result that is not wanted is passed as None: Triton compiles a kernel without its stores. Ragged edges are
+not be. A result that is not wanted is passed as None: Triton compiles a kernel without its stores. Saturated values
+are counted on the way. Ragged edges are
 masked: masked elements load as 0, which changes no amax, and are not stored. `quantization/triton_quantize.py` launches
 the kernels.
 """
@@ -21,6 +22,7 @@ import triton.language as tl
 
 from megafp8.kernels.rounding import (
     FP32_MAX,
+    INFINITY,
     TOP,
     bits_of,
     e8m0_scales,
@@ -59,9 +61,19 @@ def amax_kernel(x_ptr, amax_bits_ptr, count, PART: tl.constexpr):
 
 
 @triton.jit
+def count_saturated(saturated_ptr, x, scaled, SATURATES_FROM: tl.constexpr):
+    """Add the number of finite values whose product with the scale rounds beyond the format."""
+    is_beyond = (tl.abs(scaled) >= SATURATES_FROM) & (tl.abs(x) < INFINITY)
+    number = tl.sum(is_beyond.to(tl.int32))
+    if number > 0:
+        tl.atomic_add(saturated_ptr, number.to(tl.int64))
+
+
+@triton.jit
 def quantize_tensor_kernel(
-    x_ptr, scale_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, count,
-    POWER_OF_TWO: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, PART: tl.constexpr,
+    x_ptr, scale_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, saturated_ptr, count,
+    POWER_OF_TWO: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SATURATES_FROM: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Quantize with one scale; a program has PART elements.
 
@@ -78,6 +90,8 @@ def quantize_tensor_kernel(
     if recorded_amax_ptr is not None:
         store_amax(recorded_amax_ptr, x)
     scaled = x * scale
+    if saturated_ptr is not None:
+        count_saturated(saturated_ptr, x, scaled, SATURATES_FROM)
     if codes_ptr is not None:
         tl.store(codes_ptr + at, round_to_code(scaled, None, GRID).to(tl.uint8), mask=at < count)
     if values_ptr is not None:
@@ -142,10 +156,11 @@ def transformed_amax_kernel(
 @triton.jit
 def quantize_blocks_kernel(
     x_ptr, matrix_ptr, num_rows, num_columns, on_overflow,
-    row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr,
+    row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr, row_saturated_ptr,
     column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr, column_factor_ptr,
-    IS_SQUARE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr, SIDE: tl.constexpr,
-    TILES: tl.constexpr,
+    column_saturated_ptr,
+    IS_SQUARE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
+    SATURATES_FROM: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile in row blocks 1 x SIDE (SIDE x SIDE if IS_SQUARE) and in column blocks SIDE x 1, from one read.
 
@@ -169,7 +184,7 @@ def quantize_blocks_kernel(
         store_blocks(
             x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, across * SIDE, on_overflow,
             row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr,
-            RULE, GRID, SCALE_GRID, SIDE,
+            row_saturated_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
         )  # fmt: skip
     if column_codes_ptr is not None or column_values_ptr is not None:
         if matrix_ptr is not None:
@@ -180,15 +195,15 @@ def quantize_blocks_kernel(
             x, largest, block_row * num_columns + columns, columns < num_columns,
             block_row, squares, num_rows, num_columns, num_columns, on_overflow,
             column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr,
-            column_factor_ptr, RULE, GRID, SCALE_GRID, SIDE,
+            column_factor_ptr, column_saturated_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
         )  # fmt: skip
 
 
 @triton.jit
 def store_blocks(
     x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, noise_width, on_overflow,
-    amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr,
-    RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr, SIDE: tl.constexpr,
+    amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr, saturated_ptr,
+    RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr, SATURATES_FROM: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Scale, round and store a tile whose blocks have the amaxes `largest`, which broadcast to the tile."""
     largest = without_nan(largest)
@@ -204,6 +219,9 @@ def store_blocks(
         dequant = tl.div_rn(1.0, quant)
         scale_codes = dequant
     scaled = x.to(tl.float32) * quant
+    if saturated_ptr is not None:
+        # A two-level scale that underflowed, FP32_MAX here, makes zeros of its block.
+        count_saturated(saturated_ptr, x.to(tl.float32), tl.where(quant < FP32_MAX, scaled, 0.0), SATURATES_FROM)
     first_row = block_row * SIDE
     at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE)
     noise = None

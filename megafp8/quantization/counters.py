@@ -13,11 +13,9 @@ Finite values saturate under delayed scaling, with a margin below 0, under E8M0 
 two-level scale is subnormal, and beside a non-finite value of their block or tensor, whose scale is 1.
 
 On a CPU the amax that a quantizer needs anyway shows whether there is anything to count. Only then the tensor is read
-again. On a GPU the counts are sums on the device, without a wait. Saturation is counted there under delayed scaling,
-and where torch operations quantize: with a margin below 0, E8M0 scales that are rounded down, four-over-six scales and
-EDEN. It is not counted beside a non-finite value, and not where Triton kernels make two-level scales (nvfp4): it would
-take one more pass for amaxes and one for products, which is not cheap. Statistics (`--fp8-log-interval`) have the
-saturated fraction of nvfp4.
+again. On a GPU the counts are sums on the device, without a wait: the Triton kernels that cast count saturated values
+on their way. Torch operations, which cast there with a margin below 0, E8M0 scales that are rounded down, four-over-six
+scales and EDEN, take a pass of their own. Beside a non-finite value, neither they nor the rowwise kernels count.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megafp8.quantization.quantized_tensor import Use
 from megafp8.quantization.scaling import FP32_MAX, Scales, can_saturate
 from megafp8.recipes.base import OPERANDS_OF, Gemm, Operand, OperandRule, ScaleRule
 from megafp8.recipes.formats import E4M3, Format
@@ -173,23 +170,11 @@ def _count_from(tensor: Tensor, smallest: int) -> int:
     return int(torch.count_nonzero(bits >= smallest)) - num_infinite
 
 
-def count_on_device(
-    tensor: Tensor, uses: Sequence[Use], delayed_scale: Tensor | None, counts: Sequence[Tensor]
-) -> None:
-    """`count_values` on a GPU, without a wait of the host; saturated values under delayed scaling only, others are
-    counted by `count_saturated_on_device`.
-
-    Args:
-        uses: of the tensor, one for each of `counts`.
-        delayed_scale: FP32 scalar; None without delayed scaling.
-    """
-    is_finite = torch.isfinite(tensor)
-    num_non_finite = tensor.numel() - torch.count_nonzero(is_finite)
-    for use, count in zip(uses, counts, strict=True):
+def count_non_finite_on_device(tensor: Tensor, counts: Sequence[Tensor]) -> None:
+    """Add the non-finite values of a tensor on a GPU to counts, int64 [2] each, without a wait of the host."""
+    num_non_finite = tensor.numel() - torch.count_nonzero(torch.isfinite(tensor))
+    for count in counts:
         count[NON_FINITE] += num_non_finite
-        if delayed_scale is not None and use.rule.scale_rule is ScaleRule.DELAYED:
-            is_beyond = (tensor.float() * delayed_scale).abs() >= saturation_threshold(use.rule.format)
-            count[SATURATED] += torch.count_nonzero(is_beyond & is_finite)
 
 
 def count_saturated_on_device(blocks: Tensor, quant_scale: Tensor, rule: OperandRule, counts: Sequence[Tensor]) -> None:
@@ -200,7 +185,7 @@ def count_saturated_on_device(blocks: Tensor, quant_scale: Tensor, rule: Operand
         quant_scale: of the cast, FP32 scalar or [R, C].
         counts: int64 [2] each.
     """
-    if not can_saturate(rule) or rule.scale_rule is ScaleRule.DELAYED:
+    if not can_saturate(rule):
         return
     is_counted = torch.isfinite(blocks)
     if quant_scale.ndim:

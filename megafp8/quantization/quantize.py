@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.quantization.counters import count_on_device, count_saturated_on_device, count_values
+from megafp8.quantization.counters import count_non_finite_on_device, count_saturated_on_device, count_values
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.nvfp4 import random_bytes
 from megafp8.quantization.nvfp4_variants import draw_signs, eden_quantize, four_over_six_scales, transformed
@@ -107,11 +107,11 @@ def quantize_for(
         from megafp8.quantization import triton_quantize  # needs Triton
 
         if counts:
-            count_on_device(tensor, uses, None if delayed is None else delayed.quant_scale, counts)
+            count_non_finite_on_device(tensor, counts)
         if all(triton_quantize.has_row_scales(tensor, use.rule) for use in uses):
             quantized = triton_quantize.quantize_rowwise(tensor, [use.rule for use in uses])
         elif all(triton_quantize.can_quantize(tensor, use.rule) for use in uses):
-            return triton_quantize.quantize_for(tensor, uses, group, delayed, generators)
+            return triton_quantize.quantize_for(tensor, uses, group, delayed, generators, counts)
     results: dict[Use, Union[Quantized, Decoded]] = {}
     for use, generator in zip(uses, generators, strict=True):
         if use.rule not in quantized:
@@ -136,8 +136,7 @@ def quantize_by_torch(
 
     Args:
         signs: as for `quantize_for`.
-        counts: to which non-finite and saturated values are added; where there are Triton kernels, saturated ones that
-            `count_on_device` has not counted.
+        counts: to which non-finite and saturated values are added; where there are Triton kernels, saturated ones only.
     """
     source = tensor.detach()
     rows = source.reshape(matrix_shape(source))

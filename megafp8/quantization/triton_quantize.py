@@ -28,6 +28,7 @@ from megafp8.kernels.quantize import (
 )
 from megafp8.kernels.rounding import grid_of
 from megafp8.kernels.tiles import has_complete_tiles
+from megafp8.quantization.counters import SATURATED, saturation_threshold
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.nvfp4 import HADAMARD_SIZE, check_hadamard_rows, hadamard_matrix, random_bytes
 from megafp8.quantization.quantized_tensor import Decoded, Quantized, Use, matrix_shape, sized_block
@@ -94,6 +95,7 @@ class RuleOutputs:
         values: decoded codes.
         factor: FP32 scalar: the dequantization scale of the tensor, or the tensor scale of two-level scaling.
         noise: random bytes, one an element, with ragged blocks padded.
+        saturated: int64 scalar, to which the number of saturated values is added.
     """
 
     rule: OperandRule
@@ -102,6 +104,7 @@ class RuleOutputs:
     values: Optional[Tensor] = None
     factor: Optional[Tensor] = None
     noise: Optional[Tensor] = None
+    saturated: Optional[Tensor] = None
 
     def of_use(self, use: Use) -> Union[Quantized, Decoded]:
         """The result for one use."""
@@ -120,13 +123,16 @@ def quantize_for(
     group: Optional[dist.ProcessGroup] = None,
     delayed: Optional[DelayedScale] = None,
     generators: Sequence[Optional[torch.Generator]] = (),
+    counts: Sequence[Tensor] = (),
 ) -> list[Union[Quantized, Decoded]]:
-    """`quantize.quantize_for`, for rules that all `can_quantize`."""
+    """`quantize.quantize_for`, for rules that all `can_quantize`; of the counts, saturated values are added."""
     source = tensor.detach().contiguous()
     outputs: dict[OperandRule, RuleOutputs] = {}
     for index, use in enumerate(uses):
         of_rule = outputs.setdefault(use.rule, RuleOutputs(use.rule))
         _allocate(of_rule, source, use, generators[index] if generators else None)
+        if counts and of_rule.saturated is None:
+            of_rule.saturated = torch.zeros((), dtype=torch.int64, device=source.device)
     for of_rule in outputs.values():
         if of_rule.rule.block is None:
             _quantize_tensor(source, of_rule, group, delayed)
@@ -138,6 +144,8 @@ def quantize_for(
         for of_rule in with_blocks:
             is_column = _has_column_blocks(of_rule.rule)
             _quantize_blocks(source, None if is_column else of_rule, of_rule if is_column else None, group)
+    for use, count in zip(uses, counts, strict=False):  # without counts, none
+        count[SATURATED] += outputs[use.rule].saturated
     return [outputs[use.rule].of_use(use) for use in uses]
 
 
@@ -203,9 +211,9 @@ def _quantize_tensor(
     else:
         scale_or_amax = reduce_amax(_amax(source), group)
     quantize_tensor_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
-        source, scale_or_amax, outputs.codes, outputs.values, outputs.factor, recorded_amax, count,
+        source, scale_or_amax, outputs.codes, outputs.values, outputs.factor, recorded_amax, outputs.saturated, count,
         POWER_OF_TWO=rule.scale_rule is ScaleRule.POWER_OF_TWO, IS_DELAYED=is_delayed, GRID=grid_of(rule.format),
-        PART=CHUNK_ELEMENTS, enable_fp_fusion=False,
+        SATURATES_FROM=saturation_threshold(rule.format), PART=CHUNK_ELEMENTS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -240,10 +248,11 @@ def _quantize_blocks(
     row, column = row or RuleOutputs(rule), column or RuleOutputs(rule)
     quantize_blocks_kernel[(num_programs,)](
         source, matrix, num_rows, num_columns, min(torch.finfo(source.dtype).max, FP32_MAX),
-        row_amax, row.noise, row.codes, _raw(row.scales), row.values, row.factor,
-        column_amax, column.noise, column.codes, _raw(column.scales), column.values, column.factor,
+        row_amax, row.noise, row.codes, _raw(row.scales), row.values, row.factor, row.saturated,
+        column_amax, column.noise, column.codes, _raw(column.scales), column.values, column.factor, column.saturated,
         IS_SQUARE=min(sized_block(row.rule)) > 1, RULE=RULE_NAMES[rule.scale_rule], GRID=grid_of(rule.format),
-        SCALE_GRID=grid_of(E4M3), SIDE=side, TILES=tiles, num_warps=num_warps, enable_fp_fusion=False,
+        SCALE_GRID=grid_of(E4M3), SATURATES_FROM=saturation_threshold(rule.format), SIDE=side, TILES=tiles,
+        num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 

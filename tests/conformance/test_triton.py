@@ -15,6 +15,7 @@ from interpreter import DEVICE, IS_INTERPRETED
 from torch import Tensor
 
 from megafp8.quantization import quantize, scaled_gemm
+from megafp8.quantization.counters import SATURATED, count_saturated_on_device
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import LinearPlan
@@ -138,14 +139,24 @@ def check_bits(ours: Optional[Tensor], theirs: Optional[Tensor], what: str = "")
         pytest.fail(f"{what}: {len(wrong)} of {ours.numel()} differ, first at {place}: {ours[place]}, {theirs[place]}")
 
 
-def check_uses(x: Tensor, uses: list[Use], generators: Optional[list[torch.Generator]] = None) -> None:
-    """All uses together equal each one computed by torch operations."""
+def check_uses(x: Tensor, uses: list[Use], generators: Optional[list[torch.Generator]] = None) -> int:
+    """All uses together equal each one computed by torch operations, and count as these do on a CPU.
+
+    Returns:
+        the number of saturated values, all uses together.
+    """
     seeds = [None if generators is None else generator.initial_seed() for generator in generators or uses]
-    results = triton_quantize.quantize_for(x, uses, generators=generators or ())
-    for use, seed, result in zip(uses, seeds, results, strict=True):
+    counts = torch.zeros(len(uses), 2, dtype=torch.int64, device=DEVICE)
+    results = triton_quantize.quantize_for(x, uses, generators=generators or (), counts=counts.unbind())
+    for use, seed, result, count in zip(uses, seeds, results, counts.cpu(), strict=True):
         generator = None if seed is None else torch.Generator(DEVICE).manual_seed(seed)
         theirs = quantize_by_torch(x, use.rule, generator=generator)
         name = f"{use.rule}, {tuple(x.shape)}"
+        if IS_INTERPRETED or not use.rule.is_transformed:  # else sums are in another order than on the CPU
+            on_cpu = torch.zeros(2, dtype=torch.int64)
+            generator = None if seed is None else torch.Generator().manual_seed(seed)
+            quantize_by_torch(x.cpu(), use.rule, generator=generator, counts=[on_cpu])
+            assert count[SATURATED] == on_cpu[SATURATED], name
         check_bits(result.factor, theirs.factor, f"factor, {name}")
         if use.dtype is not None:
             check_bits(result.values, decode_values_by_torch(theirs, use.dtype), f"values, {name}")
@@ -154,6 +165,7 @@ def check_uses(x: Tensor, uses: list[Use], generators: Optional[list[torch.Gener
         check_bits(result.dequant_scale, theirs.dequant_scale, f"scales, {name}")
         decoded = triton_quantize.decode(theirs, gemm_dtype(use.rule))
         check_bits(decoded, decode_values_by_torch(theirs, gemm_dtype(use.rule)), f"decoded, {name}")
+    return int(counts[:, SATURATED].sum())
 
 
 def gemm_dtype(rule: OperandRule) -> torch.dtype:
@@ -186,9 +198,12 @@ def test_one_scale(rule: OperandRule, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rules", BLOCK_RULES, ids=lambda rules: " and ".join(map(str, rules)))
 def test_blocks(rules: list[OperandRule], dtype: torch.dtype) -> None:
+    num_saturated = 0
     for x in inputs(dtype):
-        check_uses(x, [Use(rule) for rule in rules])
-        check_uses(x, [Use(rule, gemm_dtype(rule)) for rule in rules])
+        of_codes = check_uses(x, [Use(rule) for rule in rules])
+        assert check_uses(x, [Use(rule, gemm_dtype(rule)) for rule in rules]) == of_codes
+        num_saturated += of_codes
+    assert num_saturated or not rules[0].scale_rule.is_two_level
 
 
 def test_one_or_two_kernel_reads_give_equal_codes() -> None:
@@ -210,7 +225,7 @@ def test_one_or_two_kernel_reads_give_equal_codes() -> None:
 
 
 def test_delayed() -> None:
-    rule = OperandRule(format=E5M2, scale_rule=ScaleRule.DELAYED)
+    rule, num_saturated = OperandRule(format=E5M2, scale_rule=ScaleRule.DELAYED), 0
     for x in inputs(torch.bfloat16):
         quant = torch.tensor([3.7, 1e3], device=DEVICE)
         ours, theirs = (DelayedScale(quant[1], torch.tensor([0.0, 0.5], device=DEVICE)[1]) for _ in range(2))
@@ -220,8 +235,13 @@ def test_delayed() -> None:
         check_bits(result.factor, expected.factor)
         check_bits(numbers.values, decode_values_by_torch(expected, torch.bfloat16))
         check_bits(ours.amax, theirs.amax)
-        untouched = DelayedScale(quant[1], None)
-        check_bits(triton_quantize.quantize_for(x, [Use(rule)], delayed=untouched)[0].codes, expected.codes)
+        untouched, counts = DelayedScale(quant[1], None), torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
+        (again,) = triton_quantize.quantize_for(x, [Use(rule)], delayed=untouched, counts=[counts[0]])
+        check_bits(again.codes, expected.codes)
+        count_saturated_on_device(x[:, None, None], untouched.quant_scale, rule, [counts[1]])
+        assert torch.equal(counts[0], counts[1])
+        num_saturated += int(counts[0, SATURATED])
+    assert num_saturated
 
 
 @pytest.mark.parametrize("transforms", [False, True])

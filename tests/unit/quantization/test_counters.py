@@ -12,7 +12,8 @@ from megafp8.quantization import quantize as quantize_module
 from megafp8.quantization.counters import (
     QUANTIZERS,
     QuantizerCounters,
-    count_on_device,
+    count_non_finite_on_device,
+    count_saturated_on_device,
     has_exact_block_scales,
     saturation_threshold,
 )
@@ -154,8 +155,10 @@ def test_counts_do_not_change_the_codes() -> None:
 
 def test_sums_on_a_device_are_the_same() -> None:
     tensor = torch.tensor([[463.0, -500.0, 1e6, torch.inf, torch.nan]])
-    uses, counts = [Use(DELAYED), Use(TENSOR)], torch.zeros(2, 2, dtype=torch.int64)
-    count_on_device(tensor, uses, torch.tensor(1.0), counts.unbind())
+    counts = torch.zeros(2, 2, dtype=torch.int64)
+    count_non_finite_on_device(tensor, counts.unbind())
+    for rule, count in zip((DELAYED, TENSOR), counts, strict=True):
+        count_saturated_on_device(tensor[:, None, None], torch.tensor(1.0), rule, [count])
     assert counts.tolist() == [[2, 2], [2, 0]]
 
 
