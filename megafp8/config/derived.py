@@ -22,6 +22,7 @@ from megafp8.config.schema import (
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.recipes.base import Recipe
+from megafp8.utils.integers import round_up
 
 DEFAULT_SPLIT = "969,30,1"
 ELEMENTS_PER_THREAD = 2**16
@@ -283,11 +284,6 @@ def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
     """Rows of the embedding and of the output layer: `vocab_size` and padding, or --padded-vocab-size."""
     return config.model.padded_vocab_size or round_up(vocab_size, vocab_multiple(config))
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
-    return -(-value // multiple) * multiple
 
 
 def vocab_multiple(config: RunConfig) -> int:

@@ -9,6 +9,7 @@ from megafp8.config import derived
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, has_whole_replicas, read_batch_schedule
 from megafp8.config.schema import AUTO, RunConfig
+from megafp8.utils.integers import round_up
 
 
 def one_batch_schedule(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -82,7 +83,7 @@ def eval_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
         pipeline = " x pipeline-parallel size, for the interleaved schedule" if stages > 1 else ""
         yield (
             f"--eval-global-batch-size {batch} is not a multiple of --micro-batch-size x data-parallel size{pipeline} "
-            f"= {factors} = {sequences * stages}: use {derived.round_up(batch, sequences * stages)}"
+            f"= {factors} = {sequences * stages}: use {round_up(batch, sequences * stages)}"
         )
 
 

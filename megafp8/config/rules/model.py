@@ -17,6 +17,7 @@ from megafp8.config.rules.base import (
 )
 from megafp8.config.schema import AUTO, ModelConfig, RunConfig
 from megafp8.recipes import registry
+from megafp8.utils.integers import round_up
 
 
 def shape_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -42,7 +43,7 @@ def heads_divide_hidden_size(config: RunConfig, world_size: int) -> Iterator[str
     if hidden % heads:
         yield (
             f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: use --hidden-size "
-            f"{derived.round_up(hidden, heads)}, or set the channels per head with --kv-channels"
+            f"{round_up(hidden, heads)}, or set the channels per head with --kv-channels"
         )
 
 
@@ -163,7 +164,7 @@ def world_size_divides(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"world size {world_size} is not a multiple of tensor x pipeline x context parallel size = "
             f"{tp} x {pp} x {cp} = {ranks} ({world_size} / {ranks} = {world_size / ranks:.3g}): "
-            f"start {derived.round_up(world_size, ranks)} ranks, or change --tensor-model-parallel-size, "
+            f"start {round_up(world_size, ranks)} ranks, or change --tensor-model-parallel-size, "
             "--pipeline-model-parallel-size or --context-parallel-size"
         )
 
@@ -183,7 +184,7 @@ def tensor_ranks_divide_the_model(config: RunConfig, world_size: int) -> Iterato
         if size % tp:
             yield (
                 f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp} ({size} / {tp} = "
-                f"{size / tp:.4g}): use {flag} {derived.round_up(size, tp)}, or fewer tensor-parallel ranks"
+                f"{size / tp:.4g}): use {flag} {round_up(size, tp)}, or fewer tensor-parallel ranks"
             )
 
 
@@ -196,7 +197,7 @@ def padded_rows_are_divisible(config: RunConfig, world_size: int) -> Iterator[st
     if rows % multiple:
         yield (
             f"--padded-vocab-size {rows} is not a multiple of {multiple}, which --tensor-model-parallel-size {tp} and "
-            f"the recipe's GEMMs need: use {derived.round_up(rows, multiple)}"
+            f"the recipe's GEMMs need: use {round_up(rows, multiple)}"
         )
     num_ids = (config.model.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
     if rows < num_ids:
@@ -212,12 +213,12 @@ def sequence_divides(config: RunConfig, world_size: int) -> Iterator[str]:
     if cp > 1 and seq % (2 * cp):
         yield (
             f"--seq-length {seq} is not a multiple of 2 x --context-parallel-size = 2 x {cp} = {2 * cp}: "
-            f"use --seq-length {derived.round_up(seq, 2 * cp)}"
+            f"use --seq-length {round_up(seq, 2 * cp)}"
         )
     elif parallel.sequence_parallel and (seq // cp) % tp:
         yield (
             f"--sequence-parallel: {seq} / {cp} = {seq // cp} tokens are not divisible by --tensor-model-parallel-size "
-            f"{tp}: use --seq-length {derived.round_up(seq, 2 * cp * tp if cp > 1 else tp)}"
+            f"{tp}: use --seq-length {round_up(seq, 2 * cp * tp if cp > 1 else tp)}"
         )
 
 

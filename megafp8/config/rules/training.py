@@ -14,6 +14,7 @@ from megafp8.config.rules.base import Rule, all_positive, batch_schedule, no_eff
 from megafp8.config.schema import AUTO, RunConfig, TrainingConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.errors import ConfigError
+from megafp8.utils.integers import round_up
 
 
 def batch_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -40,7 +41,7 @@ def global_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"--global-batch-size {batch} is not a multiple of --micro-batch-size x data-parallel size = {micro} x "
             f"{ranks} = {micro * ranks} ({batch} / {micro * ranks} = {batch / (micro * ranks):.4g}): "
-            f"use --global-batch-size {derived.round_up(batch, micro * ranks)}"
+            f"use --global-batch-size {round_up(batch, micro * ranks)}"
         )
 
 
