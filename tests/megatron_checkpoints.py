@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import unwrap_model
 
-from megafp8.config import derived, stages
+from megafp8.config import derived, stages, topology
 from megafp8.config.schema import RunConfig
 from megafp8.training.run import Run
 
@@ -49,7 +49,7 @@ def arguments(config: RunConfig, iteration: int, **changes: Any) -> argparse.Nam
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size, "context_parallel_size": 1,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size, "expert_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": stages.virtual_pipeline_size(config), "world_size": world_size,
-        "data_parallel_size": world_size // derived.model_parallel_size(config), "sequence_parallel": False,
+        "data_parallel_size": world_size // topology.model_parallel_size(config), "sequence_parallel": False,
         "use_distributed_optimizer": bool(parallel.use_distributed_optimizer), "bf16": is_bf16, "fp16": False,
         "params_dtype": torch.bfloat16 if is_bf16 else torch.float32, "attention_backend": AttnBackend.unfused,
         "micro_batch_size": 4, "global_batch_size": 8, "train_iters": 100, "seed": config.training.seed, "lr": 1e-3,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
-from megafp8.config import derived, flags, lr_schedule, rules
+from megafp8.config import derived, flags, lr_schedule, rules, topology
 from megafp8.config.rules import batch, training
 from megafp8.config.rules import optimizer as schedule
 from megafp8.config.rules.notices import warmup_notices
@@ -49,7 +49,7 @@ def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:
         ConfigError: flags that cannot be read, or a schedule, batch or length that a run would refuse.
     """
     invocation, problems = flags.parse_with_problems(words)
-    ranks = invocation.world_size or derived.model_parallel_size(invocation.config)
+    ranks = invocation.world_size or topology.model_parallel_size(invocation.config)
     checks = (*training.RANGE_RULES, *training.BATCH_RULES, *batch.RULES, *schedule.RULES)
     found = rules.found_by(checks, invocation.config, ranks)
     # A schedule counts samples, not tokens: the sequence length may be left out.

@@ -10,7 +10,7 @@ import re
 from typing import Optional
 
 from megafp8.config import batch_schedule as batches
-from megafp8.config import precision_map
+from megafp8.config import precision_map, topology
 from megafp8.config.schema import (
     DataConfig,
     LoggingConfig,
@@ -26,30 +26,6 @@ from megafp8.utils.integers import round_up
 
 DEFAULT_SPLIT = "969,30,1"
 ELEMENTS_PER_THREAD = 2**16
-# ---- layout -------------------------------------------------------------------------------------------------------
-
-
-def model_parallel_size(config: RunConfig) -> int:
-    """Ranks per model replica: tensor x pipeline x context."""
-    sizes = config.parallel
-    return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
-
-
-def data_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Model replicas: world size / (tensor x pipeline x context).
-
-    Raises:
-        ConfigError: the world size is not a multiple of the ranks per replica.
-    """
-    ranks = model_parallel_size(config)
-    if world_size < 1 or ranks < 1 or world_size % ranks:
-        raise ConfigError(
-            f"world size {world_size} is not a multiple of tensor x pipeline x context parallel size "
-            f"= {config.parallel.tensor_model_parallel_size} x {config.parallel.pipeline_model_parallel_size} x "
-            f"{config.parallel.context_parallel_size} = {ranks}"
-        )
-    return world_size // ranks
-
 
 # ---- batch and length ---------------------------------------------------------------------------------------------
 
@@ -78,7 +54,7 @@ def batch_schedule(config: RunConfig, world_size: int) -> batches.BatchSchedule:
 def microbatch_sequences(config: RunConfig, world_size: int) -> int:
     """Sequences of one microbatch over all data-parallel ranks."""
     assert config.training.micro_batch_size is not None
-    return config.training.micro_batch_size * data_parallel_size(config, world_size)
+    return config.training.micro_batch_size * topology.data_parallel_size(config, world_size)
 
 
 def global_batch_size(config: RunConfig, world_size: int) -> int:
@@ -121,7 +97,7 @@ def num_microbatches(config: RunConfig, world_size: int, batch_size: Optional[in
     if batch % sequences:
         raise ConfigError(
             f"global batch {batch} is not a multiple of micro batch x data-parallel size = "
-            f"{config.training.micro_batch_size} x {data_parallel_size(config, world_size)} = {sequences}"
+            f"{config.training.micro_batch_size} x {topology.data_parallel_size(config, world_size)} = {sequences}"
         )
     return batch // sequences
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from megafp8.config.schema import RunConfig
 from megafp8.config.stages import Stages, virtual_pipeline_size
+from megafp8.errors import ConfigError
 
 Groups = tuple[tuple[int, ...], ...]
 """A partition of all ranks into groups."""
@@ -156,6 +157,28 @@ class ParallelLayout:
         layers = as_ranges([layer for chunk in stages[stage] for layer in chunk])
         modules = ["embedding"] * (stage == 0) + ([f"layers {layers}"] if layers else [])
         return " + ".join(modules + ["output"] * (stage == self.pipeline - 1)) or "no layers"
+
+
+def model_parallel_size(config: RunConfig) -> int:
+    """Ranks per model replica: tensor x pipeline x context."""
+    sizes = config.parallel
+    return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+
+
+def data_parallel_size(config: RunConfig, world_size: int) -> int:
+    """Model replicas: world size / (tensor x pipeline x context).
+
+    Raises:
+        ConfigError: the world size is not a multiple of the ranks per replica.
+    """
+    ranks = model_parallel_size(config)
+    if world_size < 1 or ranks < 1 or world_size % ranks:
+        raise ConfigError(
+            f"world size {world_size} is not a multiple of tensor x pipeline x context parallel size "
+            f"= {config.parallel.tensor_model_parallel_size} x {config.parallel.pipeline_model_parallel_size} x "
+            f"{config.parallel.context_parallel_size} = {ranks}"
+        )
+    return world_size // ranks
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megafp8.config import derived, precision_map, settings
+from megafp8.config import derived, precision_map, settings, topology
 from megafp8.config import flags as config_flags
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
@@ -138,7 +138,7 @@ def control_micro_batch_size(config: RunConfig, world_size: int) -> int:
         ConfigError: it does not divide the global batch.
     """
     micro = config.training.micro_batch_size or 0
-    per_rank = derived.global_batch_size(config, world_size) // derived.data_parallel_size(config, world_size)
+    per_rank = derived.global_batch_size(config, world_size) // topology.data_parallel_size(config, world_size)
     other = micro // 2 if micro % 2 == 0 else 2 * micro
     if not other or per_rank % other:
         raise ConfigError(

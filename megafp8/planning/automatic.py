@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
-from megafp8.config import derived, precision_map, rules
+from megafp8.config import derived, precision_map, rules, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.muon import has_flat_shards
@@ -183,7 +183,7 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
 
 def _ranks_that_share(config: RunConfig, world_size: int) -> int:
     """The data- and context-parallel ranks that have the same weights; also for sizes that rules refuse."""
-    return world_size // max(1, derived.model_parallel_size(config) // max(1, config.parallel.context_parallel_size))
+    return world_size // max(1, topology.model_parallel_size(config) // max(1, config.parallel.context_parallel_size))
 
 
 def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:

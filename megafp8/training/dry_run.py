@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 
 from megafp8 import __version__
-from megafp8.config import derived, model_shapes, multi_token, precision_map
+from megafp8.config import derived, model_shapes, multi_token, precision_map, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
@@ -150,7 +150,7 @@ def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
         f"{count.total:,} parameters ({vocab_size:,} rows of embedding)"
         + (f", of which a token passes {count.active:,}" if is_mixture(config.model) else ""),
         f"{tokens:,} tokens a step = {derived.num_microbatches(config, world_size)} microbatches x "
-        f"{config.training.micro_batch_size} sequences x {derived.data_parallel_size(config, world_size)} "
+        f"{config.training.micro_batch_size} sequences x {topology.data_parallel_size(config, world_size)} "
         f"data-parallel ranks x {config.data.seq_length} tokens",
         *batch_schedule_lines(config, world_size),
         f"{steps:,} steps = {samples * config.data.seq_length:,} tokens; {flops / 1e9:,.3f} GFLOP a token, "

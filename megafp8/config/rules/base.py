@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
-from megafp8.config import derived
+from megafp8.config import derived, topology
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -42,7 +42,7 @@ def has_shape(config: RunConfig) -> bool:
 def has_whole_replicas(config: RunConfig, world_size: int) -> bool:
     """Whether the ranks divide into model replicas."""
     try:
-        derived.data_parallel_size(config, world_size)
+        topology.data_parallel_size(config, world_size)
     except ConfigError:
         return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megafp8.config import derived
+from megafp8.config import derived, topology
 from megafp8.config.activations import is_gated
 from megafp8.config.rules.base import (
     Rule,
@@ -273,7 +273,7 @@ def registered_buffers_have_ranks(config: RunConfig, world_size: int) -> Iterato
     parallel = config.parallel
     if not parallel.use_nccl_ub or parallel.use_torch_fsdp2 or not has_whole_replicas(config, world_size):
         return
-    if derived.data_parallel_size(config, world_size) * parallel.context_parallel_size == 1:
+    if topology.data_parallel_size(config, world_size) * parallel.context_parallel_size == 1:
         yield (
             f"--use-nccl-ub with one data- x context-parallel rank of {world_size}: no other rank has the same weights "
             "and gradients; remove it, or use more ranks"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, stages
+from megafp8.config import derived, stages, topology
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, microbatches, no_effect_without
 from megafp8.config.schema import ParallelConfig, RunConfig
 from megafp8.errors import ConfigError
@@ -220,7 +220,7 @@ def _incomplete_group(config: RunConfig, world_size: int, count: int, size: int)
     """The message for a number of microbatches that does not fill groups of a size."""
     pp, micro = config.parallel.pipeline_model_parallel_size, config.training.micro_batch_size
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    dp = derived.data_parallel_size(config, world_size)
+    dp = topology.data_parallel_size(config, world_size)
     assert micro is not None
     multiple = f"--pipeline-model-parallel-size {pp}" if group is None else (
         f"--microbatch-group-size-per-virtual-pipeline-stage {size}, or {pp} or more above one"

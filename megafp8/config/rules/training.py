@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Optional
 
-from megafp8.config import derived, latent_attention, precision_map
+from megafp8.config import derived, latent_attention, precision_map, topology
 from megafp8.config.planted_faults import HIGH_PRECISION_FAULTS, SUDDEN_FAULTS
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, no_effect_without
 from megafp8.config.schema import AUTO, RunConfig, TrainingConfig
@@ -34,7 +34,7 @@ def global_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
     if not all_positive(micro, batch) or micro is None or batch is None:
         return
     try:
-        ranks = derived.data_parallel_size(config, world_size)
+        ranks = topology.data_parallel_size(config, world_size)
     except ConfigError:
         return
     if batch % (micro * ranks) and not config.training.decrease_batch_size_if_needed:

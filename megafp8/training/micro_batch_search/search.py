@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.config import derived
+from megafp8.config import derived, topology
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -244,7 +244,7 @@ def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: i
     assert batch is not None
     source = "--global-batch-size" if config.training.global_batch_size else "the last global batch of"
     tried = (
-        f"micro-batch size: auto tries divisors of the {batch // derived.data_parallel_size(config, ranks)} sequences "
+        f"micro-batch size: auto tries divisors of the {batch // topology.data_parallel_size(config, ranks)} sequences "
         f"per data-parallel rank of {source} {batch} ({', '.join(map(str, sizes))}) within "
         f"{gib(limit_bytes)} GiB per rank, starting with {first}"
     )

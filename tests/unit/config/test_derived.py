@@ -20,13 +20,6 @@ def test_tokenizer_of_gpt2_files():
     assert derived.tokenizer_type(config.data) == "NullTokenizer"
 
 
-def test_data_parallel_size_and_its_error():
-    config = config_of(parallel__tensor_model_parallel_size=2, parallel__context_parallel_size=2)
-    assert derived.data_parallel_size(config, 16) == 4
-    with pytest.raises(ConfigError, match="2 x 1 x 2 = 4"):
-        derived.data_parallel_size(config, 6)
-
-
 def test_batch():
     config = config_of(training__micro_batch_size=2, data__seq_length=8)
     assert derived.global_batch_size(config, 4) == 8
