@@ -7,7 +7,7 @@ as many as the forward and backward passes of 5 m tokens through it. The router 
 
 from __future__ import annotations
 
-from megafp8.config import derived, mixture, model_shapes, multi_token, stages, topology
+from megafp8.config import derived, mixture, model_shapes, multi_token, topology
 from megafp8.config.activations import is_gated
 from megafp8.config.muon import is_layer_wise, is_muon
 from megafp8.config.schema import RunConfig
@@ -59,7 +59,7 @@ def matrices_on_rank(config: RunConfig, stage: int) -> list[tuple[Shape, int, in
     """(shape, how many, tensor-parallel size) of the matrices on one rank of a stage; shapes are complete."""
     model, parallel = config.model, config.parallel
     attention, mlp = split_matrices(config)
-    num_layers = stages.num_layers_on(config, stage) + multi_token.depths_on(config, stage)
+    num_layers = multi_token.num_layers_with_mtp(config, stage)
     with_experts = expert_layers_on_stage(config, stage)
     tensor = parallel.tensor_model_parallel_size
     found = [(shape, num_layers, tensor) for shape in attention]

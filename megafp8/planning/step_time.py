@@ -23,7 +23,7 @@ from typing import Optional
 
 from megafp8.config import derived, mixture, model_shapes, multi_token, precision_map, stages
 from megafp8.planning import communication, compute
-from megafp8.planning.memory import num_layers_on, parameters_on_stage
+from megafp8.planning.memory import parameters_on_stage
 from megafp8.planning.mixture_memory import expert_layers_on_stage
 from megafp8.planning.mixture_time import exchanged_bytes, experts_time
 from megafp8.planning.optimizer_time import optimizer_s
@@ -179,7 +179,7 @@ def multi_token_recipe(run: PlannedRun) -> str:
 
 def layers_of_stage(run: PlannedRun, stage: int) -> tuple[int, int]:
     """Layers of a stage, and those of them with experts, both with those of multi-token prediction."""
-    return num_layers_on(run.config, stage), expert_layers_on_stage(run.config, stage)
+    return multi_token.num_layers_with_mtp(run.config, stage), expert_layers_on_stage(run.config, stage)
 
 
 def layer_times(run: PlannedRun, num_layers: int, num_expert_layers: int = 0) -> LayerTimes:
@@ -340,7 +340,7 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
     quantizable, _ = parameters_on_stage(run.config, run.padded_vocab, stage)
     # FP8 parameters only need the transposed codes: the optimizer writes the codes.
     num_elements = quantizable / (2 if run.config.precision.fp8_param_gather else 1)
-    num_elements /= max(1, num_layers_on(run.config, stage))
+    num_elements /= max(1, multi_token.num_layers_with_mtp(run.config, stage))
     counts = layer_counts(run, stage, FORWARD_GEMMS)
     num_layers, num_expert_layers = layers_of_stage(run, stage)
     num_tensors = float(len(model_shapes.gemm_dimensions(run.config)))
@@ -358,7 +358,7 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
 def bytes_by_group(run: PlannedRun) -> dict[str, float]:
     """Bytes that a rank of the first pipeline stage sends in one step, by process group."""
     num_microbatches = derived.num_microbatches(run.config, run.world_size)
-    num_layer_passes = num_layers_on(run.config, 0) * num_microbatches
+    num_layer_passes = multi_token.num_layers_with_mtp(run.config, 0) * num_microbatches
     num_layers, num_expert_layers = layers_of_stage(run, 0)
     traffic = [
         count * num_microbatches * communication.tensor_parallel_traffic(run, run.recipe, has_experts).bytes
