@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.config import derived, model_shapes, rules
+from megafp8.config import derived, iterations, model_shapes, rules
 from megafp8.config import flags as config_flags
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
@@ -232,7 +232,7 @@ class StudyRun:
         """Number of training tokens."""
         config = self.config
         assert config.data.seq_length is not None
-        return derived.trained_samples(config, self.world_size) * config.data.seq_length
+        return iterations.trained_samples(config, self.world_size) * config.data.seq_length
 
     @property
     def padded_vocab(self) -> Optional[int]:
@@ -296,11 +296,11 @@ def build_run(study: Study, grid: Grid, options: Sequence[Option]) -> tuple[Stud
     config = with_save_folder(config, study.folder / label)
     if budget is not None and not problems:
         # Check the rules first, for any length, because the number of steps can only be computed from valid settings.
-        unit = "samples" if derived.has_batch_schedule(config.training) else "iters"
+        unit = "samples" if iterations.has_batch_schedule(config.training) else "iters"
         problems += rules.setting_problems(with_values(config, {f"training.train_{unit}": MANY_STEPS}), world_size)
         if not problems:
             steps = budget_steps(config, world_size, *budget)
-            length = derived.batch_schedule(config, world_size).advance(steps) if unit == "samples" else steps
+            length = iterations.batch_schedule(config, world_size).advance(steps) if unit == "samples" else steps
             words += [f"--train-{unit}", str(length)]
             config = with_values(config, {f"training.train_{unit}": length})
     if not problems:
@@ -351,7 +351,7 @@ def budget_steps(config: RunConfig, world_size: int, kind: str, amount: float) -
         rows = derived.padded_vocab_size(config, vocabulary_size(config) or 0)
         amount *= model_shapes.count_parameters(config.model, rows).total
     assert config.data.seq_length is not None
-    return math.ceil(derived.batch_schedule(config, world_size).steps_until(amount / config.data.seq_length))
+    return math.ceil(iterations.batch_schedule(config, world_size).steps_until(amount / config.data.seq_length))
 
 
 def vocabulary_size(config: RunConfig) -> Optional[int]:

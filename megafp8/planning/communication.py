@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from megafp8.config import derived, latent_attention, mixture
+from megafp8.config import derived, iterations, latent_attention, mixture
 from megafp8.config.model_shapes import count_parameters
 from megafp8.config.muon import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
@@ -303,7 +303,7 @@ def _group_traffic(run: PlannedRun, stage: int, group: RankGroup, quantizable: i
     num_buckets, num_microbatches = -(-parameters // bucket_size), 1
     if config.parallel.use_torch_fsdp2:
         assert config.model.num_layers is not None
-        num_microbatches = derived.num_microbatches(config, run.world_size)
+        num_microbatches = iterations.num_microbatches(config, run.world_size)
         num_gathers = 2 if config.parallel.torch_fsdp2_reshard_after_forward else 1
         parameter_bytes *= num_microbatches * num_gathers
         num_buckets = num_microbatches * (config.model.num_layers + 1)

@@ -31,7 +31,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import activations, derived, latent_attention, mixture, model_shapes, multi_token, stages
+from megafp8.config import derived, iterations, latent_attention, mixture, model_shapes, multi_token, stages
+from megafp8.config.activations import is_gated
 from megafp8.config.multi_token import num_layers_with_mtp
 from megafp8.config.muon import is_muon
 from megafp8.config.saved_activations import ACTIVATION, NORM
@@ -307,7 +308,7 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
         norm_outputs=int(2 * input_bytes * residual),
         attention=attention,
         core_attention=core,
-        mlp=int(saved_itemsize(precision, ACTIVATION, act_bytes) * ffn * (2 if activations.is_gated(model) else 1))
+        mlp=int(saved_itemsize(precision, ACTIVATION, act_bytes) * ffn * (2 if is_gated(model) else 1))
         + int(input_bytes * (ffn + routed)),
         layer_input=act_bytes * residual // (tp if config.training.distribute_saved_activations else 1),
     )
@@ -321,7 +322,7 @@ def layers_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
     stages, --microbatch-group-size-per-virtual-pipeline-stage if it is given.
     """
     num_stages = config.parallel.pipeline_model_parallel_size
-    num_microbatches = derived.num_microbatches(config, world_size)
+    num_microbatches = iterations.num_microbatches(config, world_size)
     layers, num_chunks = num_layers_with_mtp(config, stage), stages.virtual_pipeline_size(config)
     num_later = num_stages - stage - 1
     if num_chunks is None:

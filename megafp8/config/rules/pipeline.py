@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, stages, topology
+from megafp8.config import iterations, stages, topology
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, microbatches, no_effect_without
 from megafp8.config.schema import ParallelConfig, RunConfig
 from megafp8.errors import ConfigError
@@ -225,7 +225,7 @@ def _incomplete_group(config: RunConfig, world_size: int, count: int, size: int)
     multiple = f"--pipeline-model-parallel-size {pp}" if group is None else (
         f"--microbatch-group-size-per-virtual-pipeline-stage {size}, or {pp} or more above one"
     )  # fmt: skip
-    flag = "a global batch of" if derived.has_batch_schedule(config.training) else "--global-batch-size"
+    flag = "a global batch of" if iterations.has_batch_schedule(config.training) else "--global-batch-size"
     return (
         f"the interleaved schedule needs a number of microbatches per step that is a multiple of {multiple}, "
         f"not {count * micro * dp} / ({micro} x {dp}) = {count}: use {flag} "

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Optional
 
-from megafp8.config import derived, latent_attention, precision_map, topology
+from megafp8.config import derived, iterations, latent_attention, precision_map, topology
 from megafp8.config.planted_faults import HIGH_PRECISION_FAULTS, SUDDEN_FAULTS
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, no_effect_without
 from megafp8.config.schema import AUTO, RunConfig, TrainingConfig
@@ -328,7 +328,7 @@ def planted_fault_shows(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     num_steps, schedule = training.train_iters, batch_schedule(config, world_size)
     if num_steps is None and schedule is not None and all_positive(training.train_samples):
-        num_steps = derived.train_iters(config, world_size)
+        num_steps = iterations.train_iters(config, world_size)
     if num_steps is not None and first > num_steps:
         yield (
             f"--planted-fault-step {first} is after the last step of the run, {num_steps}: nothing would be planted; "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.config import derived, topology
+from megafp8.config import derived, iterations, topology
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -218,7 +218,7 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
         trials=(*trials.values(), *skipped),
     )  # fmt: skip
     if is_verbose:
-        num_microbatches = derived.num_microbatches(micro_batch.with_size(config, size), ranks)
+        num_microbatches = iterations.num_microbatches(micro_batch.with_size(config, size), ranks)
         report(f"micro-batch size: {size}, {num_microbatches} microbatches per step")
     return choice
 

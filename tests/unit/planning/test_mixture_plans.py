@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.config import derived, flags
+from megafp8.config import derived, flags, iterations
 from megafp8.config.settings import with_values
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
@@ -61,7 +61,7 @@ def test_expert_gemms_and_exchange_of_qwen3() -> None:
     flex = run_of("qwen3-30b-a3b", ALLTOALL | {"parallel.moe_token_dispatcher_type": "flex"})
     assert exchanged_bytes(flex.config) == pytest.approx(4 * 4096 * 7 * (1 - 0.33257) * 2048 * 2, rel=1e-4)
     assert 0 < exchange_s(flex) < exchange_s(run)
-    microbatches = derived.num_microbatches(run.config, 64)
+    microbatches = iterations.num_microbatches(run.config, 64)
     assert bytes_by_group(run)["expert parallel"] == 48 * microbatches * 4 * 28_672 * 2048 * 2
 
 
