@@ -1,12 +1,12 @@
 """Values derived from the settings: pure functions of a `RunConfig` or of its sections.
 
-They follow Megatron-LM's `validate_args`. The settings that they read must have passed the rules in `config/rules`.
-What depends on the number of ranks is in `topology` and `iterations`.
+What depends on the number of ranks is in `topology` and `iterations`, and the model's dimensions are in `dimensions`.
+The functions follow Megatron-LM's `validate_args`. The settings that they read must have passed the rules in
+`config/rules`.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Optional
 
@@ -19,15 +19,20 @@ from megafp8.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.recipes.base import Recipe
-from megafp8.utils.integers import round_up
 
 DEFAULT_SPLIT = "969,30,1"
 ELEMENTS_PER_THREAD = 2**16
 
-# ---- data ------------------------------------------------------------------------------------------------------------
+# ---- data ---------------------------------------------------------------------------------------------------------
+
+
+def tokenizer_type(data: DataConfig) -> Optional[str]:
+    """The tokenizer. Megatron-LM's GPT scripts give the files of GPT-2's tokenizer without its type."""
+    if data.tokenizer_type is None and (data.vocab_file is not None or data.merge_file is not None):
+        return "GPT2BPETokenizer"
+    return data.tokenizer_type
 
 
 def split(config: RunConfig) -> Optional[str]:
@@ -51,47 +56,7 @@ def split_shares(text: str) -> tuple[float, ...]:
     return shares
 
 
-# ---- model --------------------------------------------------------------------------------------------------------
-
-
-def ffn_hidden_size(model: ModelConfig) -> int:
-    """Width of the MLP: by default 4 x hidden size; with SwiGLU 2/3 of that, rounded down to a multiple of 64."""
-    if model.ffn_hidden_size is not None:
-        return model.ffn_hidden_size
-    assert model.hidden_size is not None
-    if model.swiglu:
-        return int((4 * model.hidden_size * 2 / 3) / 64) * 64
-    return 4 * model.hidden_size
-
-
-def kv_channels(model: ModelConfig) -> int:
-    """Width of one attention head."""
-    if model.kv_channels is not None:
-        return model.kv_channels
-    assert model.hidden_size is not None and model.num_attention_heads is not None
-    return model.hidden_size // model.num_attention_heads
-
-
-def num_query_groups(model: ModelConfig) -> int:
-    """Key/value heads: one per query head without grouped-query attention."""
-    assert model.num_attention_heads is not None
-    return model.num_query_groups if model.group_query_attention else model.num_attention_heads
-
-
-def query_projection_size(model: ModelConfig) -> int:
-    """Channels of all query heads, which is the width of the output of attention."""
-    assert model.num_attention_heads is not None
-    return kv_channels(model) * model.num_attention_heads
-
-
-def kv_projection_size(model: ModelConfig) -> int:
-    """Channels of all key heads, which is also that of all value heads."""
-    return kv_channels(model) * num_query_groups(model)
-
-
-def gemm_alignment(precision: PrecisionConfig) -> int:
-    """Every dimension of a quantized GEMM must be a multiple of this; 1 in high precision."""
-    return max((recipe.gemm_alignment for recipe in used_recipes(precision)), default=1)
+# ---- recipes ------------------------------------------------------------------------------------------------------
 
 
 def used_recipes(precision: PrecisionConfig) -> tuple[Recipe, ...]:
@@ -99,14 +64,31 @@ def used_recipes(precision: PrecisionConfig) -> tuple[Recipe, ...]:
     return tuple(registry.get(name) for name in precision_map.used_recipes(precision))
 
 
+def quantization_recipe(precision: PrecisionConfig) -> Optional[str]:
+    """Name of the recipe of the linears of layers without a precision map; None in high precision."""
+    return precision_map.base_choice(precision).fprop.recipe
+
+
+def recipe_flag(precision: PrecisionConfig) -> str:
+    """The flag of `quantization_recipe`, for example `--fp8-recipe mxfp8`. For runs that have a recipe."""
+    return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {quantization_recipe(precision)}"
+
+
+def gemm_alignment(precision: PrecisionConfig) -> int:
+    """Every dimension of a quantized GEMM must be a multiple of this; 1 in high precision."""
+    return max((recipe.gemm_alignment for recipe in used_recipes(precision)), default=1)
+
+
 def is_stateful(precision: PrecisionConfig) -> bool:
     """Whether any recipe of the run keeps an amax history (delayed scaling)."""
     return any(recipe.is_stateful for recipe in used_recipes(precision))
 
 
-def quantization_recipe(precision: PrecisionConfig) -> Optional[str]:
-    """Name of the recipe of the linears of layers without a precision map; None in high precision."""
-    return precision_map.base_choice(precision).fprop.recipe
+def moves_linears(training: TrainingConfig) -> Optional[str]:
+    """The flag with which a run may move linears to high precision; None without one."""
+    if training.on_nonfinite_activation == "bf16":
+        return "--on-nonfinite-activation bf16"
+    return "--fp8-guard bf16-layer" if training.fp8_guard == "bf16-layer" else None
 
 
 def log_layer_patterns(logging: LoggingConfig) -> tuple[str, ...]:
@@ -117,52 +99,6 @@ def log_layer_patterns(logging: LoggingConfig) -> tuple[str, ...]:
 def what_if_recipes(logging: LoggingConfig) -> tuple[str, ...]:
     """Recipes for which quantization statistics are simulated (--fp8-what-if)."""
     return tuple(part.strip() for part in (logging.fp8_what_if or "").split(",") if part.strip())
-
-
-def recipe_flag(precision: PrecisionConfig) -> str:
-    """The flag of `quantization_recipe`, for example `--fp8-recipe mxfp8`. For runs that have a recipe."""
-    return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {quantization_recipe(precision)}"
-
-
-def tokenizer_type(data: DataConfig) -> Optional[str]:
-    """The tokenizer. Megatron-LM's GPT scripts give the files of GPT-2's tokenizer without its type."""
-    if data.tokenizer_type is None and (data.vocab_file is not None or data.merge_file is not None):
-        return "GPT2BPETokenizer"
-    return data.tokenizer_type
-
-
-def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:
-    """Size of the vocabulary before padding: `--vocab-size` if given, otherwise the tokenizer's.
-
-    NullTokenizer adds its end-of-document id after the `--vocab-size` ids, as Megatron-LM's does.
-
-    Raises:
-        ConfigError: the tokenizer has more ids than `--vocab-size`.
-    """
-    requested = config.model.vocab_size
-    if requested is None or config.data.tokenizer_type == "NullTokenizer":
-        return tokenizer_size
-    if tokenizer_size > requested:
-        raise ConfigError(
-            f"--vocab-size {requested} (from the flag or the preset) is less than the tokenizer's {tokenizer_size} "
-            f"ids; use --vocab-size {tokenizer_size}"
-        )
-    return requested
-
-
-def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """Rows of the embedding and of the output layer: `vocab_size` and padding, or --padded-vocab-size."""
-    return config.model.padded_vocab_size or round_up(vocab_size, vocab_multiple(config))
-
-
-def vocab_multiple(config: RunConfig) -> int:
-    """The vocabulary is padded to a multiple of this.
-
-    As in Megatron-LM it is a multiple of --make-vocab-size-divisible-by x tensor-parallel size. In addition, the rows
-    of each rank are a multiple of the recipe's GEMM alignment, so that the output layer can be quantized.
-    """
-    per_rank = math.lcm(config.model.make_vocab_size_divisible_by, gemm_alignment(config.precision))
-    return per_rank * config.parallel.tensor_model_parallel_size
 
 
 # ---- number formats -----------------------------------------------------------------------------------------------
@@ -228,7 +164,7 @@ def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
     return next((text for is_there, text in obstacles if is_there), None)
 
 
-# ---- CUDA graphs --------------------------------------------------------------------------------------------------
+# ---- execution ----------------------------------------------------------------------------------------------------
 
 
 def uses_cuda_graph(config: RunConfig) -> bool:
@@ -239,16 +175,6 @@ def uses_cuda_graph(config: RunConfig) -> bool:
 def has_dropout(model: ModelConfig) -> bool:
     """Whether training steps draw random numbers for dropout."""
     return model.attention_dropout > 0 or model.hidden_dropout > 0
-
-
-def moves_linears(training: TrainingConfig) -> Optional[str]:
-    """The flag with which a run may move linears to high precision; None without one."""
-    if training.on_nonfinite_activation == "bf16":
-        return "--on-nonfinite-activation bf16"
-    return "--fp8-guard bf16-layer" if training.fp8_guard == "bf16-layer" else None
-
-
-# ---- recomputation ------------------------------------------------------------------------------------------------
 
 
 def recompute_granularity(training: TrainingConfig) -> Optional[str]:
@@ -263,9 +189,6 @@ def recompute_modules(training: TrainingConfig) -> tuple[str, ...]:
         return ()
     chosen = training.recompute_modules or ("core_attn",)
     return (*chosen, *(("moe",) if training.moe_layer_recompute and "moe" not in chosen else ()))
-
-
-# ---- CPU threads -----------------------------------------------------------------------------------------------------
 
 
 def useful_threads(config: RunConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megafp8.config import derived, latent_attention, precision_map
+from megafp8.config import dimensions, latent_attention, precision_map
 from megafp8.config.model_shapes import GemmDimensions, gemm_dimensions, rows_per_rank, sequence_shards
 from megafp8.config.precision_map import MLP_LINEARS, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
@@ -33,12 +33,12 @@ def gemm_alignment_problems(config: RunConfig) -> Iterator[str]:
         proj = attention[-1]
         yield (
             f"linear_qkv has {qkv.out_features} output and linear_proj {proj.in_features} input channels per rank "
-            f"(heads of {derived.kv_channels(model)}, tensor-parallel size {tp}): {rule}; use --kv-channels "
-            f"{round_up(derived.kv_channels(model), align)}"
+            f"(heads of {dimensions.kv_channels(model)}, tensor-parallel size {tp}): {rule}; use --kv-channels "
+            f"{round_up(dimensions.kv_channels(model), align)}"
         )
     align, rule = _required_alignment(config, MLP_LINEARS)
     if fc2.in_features % align:
-        ffn = derived.ffn_hidden_size(model)
+        ffn = dimensions.ffn_hidden_size(model)
         yield (
             f"linear_fc2 has {ffn} / {tp} = {fc2.in_features} input channels per rank: {rule}; use --ffn-hidden-size "
             f"{round_up(ffn, align * tp)}"

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.config import derived, iterations, model_shapes, rules
+from megafp8.config import derived, dimensions, iterations, model_shapes, rules
 from megafp8.config import flags as config_flags
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
@@ -238,7 +238,7 @@ class StudyRun:
     def padded_vocab(self) -> Optional[int]:
         """Vocabulary size after padding; None if only the tokenizer's files have it."""
         known = vocabulary_size(self.config)
-        return None if known is None else derived.padded_vocab_size(self.config, known)
+        return None if known is None else dimensions.padded_vocab_size(self.config, known)
 
     @property
     def parameters(self) -> Optional[int]:
@@ -348,7 +348,7 @@ def study_problems(invocation: Invocation, gpus: float, budget: Optional[tuple[s
 def budget_steps(config: RunConfig, world_size: int, kind: str, amount: float) -> int:
     """Number of steps for at least `amount` tokens, or tokens per parameter (embeddings included)."""
     if kind == "tokens_per_parameter":
-        rows = derived.padded_vocab_size(config, vocabulary_size(config) or 0)
+        rows = dimensions.padded_vocab_size(config, vocabulary_size(config) or 0)
         amount *= model_shapes.count_parameters(config.model, rows).total
     assert config.data.seq_length is not None
     return math.ceil(iterations.batch_schedule(config, world_size).steps_until(amount / config.data.seq_length))

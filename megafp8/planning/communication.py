@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from megafp8.config import derived, iterations, latent_attention, mixture
+from megafp8.config import derived, dimensions, iterations, latent_attention, mixture
 from megafp8.config.model_shapes import count_parameters
 from megafp8.config.muon import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
@@ -173,7 +173,7 @@ def context_parallel_traffic(run: PlannedRun) -> tuple[float, float, float]:
     model, group = run.config.model, RankGroup(run.context, run.tensor)
     if group.size == 1:
         return 0.0, 0.0, 0.0
-    query, kv = derived.query_projection_size(model), derived.kv_projection_size(model)
+    query, kv = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
     if latent_attention.is_latent(model):  # the mean of keys and values
         query = kv = int(latent_attention.mean_channels(model))
     comm_type = run.config.parallel.cp_comm_type

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import derived, iterations, latent_attention, mixture, model_shapes, multi_token, stages
+from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, model_shapes, multi_token, stages
 from megafp8.config.activations import is_gated
 from megafp8.config.multi_token import num_layers_with_mtp
 from megafp8.config.muon import is_muon
@@ -97,7 +97,7 @@ def estimate_memory(
 
     Args:
         config: a configuration that violates no rule.
-        padded_vocab: vocabulary size after padding (`derived.padded_vocab_size`).
+        padded_vocab: vocabulary size after padding (`dimensions.padded_vocab_size`).
         implementation: the resolved layer implementation, `transformer_engine`, `emulated` or `local`.
     """
     quantizable, other = parameters_on_stage(config, padded_vocab, stage)
@@ -249,7 +249,7 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
         gradients = 0 if derived.grad_dtype(precision) == "fp32" else BYTES["fp32"]
     if is_muon(config):
         has_table = stage == 0 or _is_last(config, stage)
-        channels = padded_vocab if has_table else derived.ffn_hidden_size(config.model)
+        channels = padded_vocab if has_table else dimensions.ffn_hidden_size(config.model)
         assert config.model.hidden_size is not None
         largest = channels * config.model.hidden_size // config.parallel.tensor_model_parallel_size
         return muon_cost.state_bytes(
@@ -286,8 +286,8 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
         input_bytes += (act_bytes - input_bytes) * num_high / model.num_layers
 
     residual = _residual_elements(config)
-    query = tokens * derived.query_projection_size(model) // tp
-    kv = tokens * derived.kv_projection_size(model) // tp
+    query = tokens * dimensions.query_projection_size(model) // tp
+    kv = tokens * dimensions.kv_projection_size(model) // tp
     ffn, routed = mlp_channels(config, tokens, residual)
     masks = 2 * residual * DROPOUT_MASK_BYTES if model.hidden_dropout > 0 else 0
     attention = act_bytes * (query + 2 * kv) + int(input_bytes * query)

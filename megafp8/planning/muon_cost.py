@@ -7,7 +7,7 @@ as many as the forward and backward passes of 5 m tokens through it. The router 
 
 from __future__ import annotations
 
-from megafp8.config import derived, mixture, model_shapes, multi_token, topology
+from megafp8.config import dimensions, mixture, model_shapes, multi_token, topology
 from megafp8.config.activations import is_gated
 from megafp8.config.muon import is_layer_wise, is_muon
 from megafp8.config.schema import RunConfig
@@ -37,8 +37,8 @@ def split_matrices(config: RunConfig) -> tuple[list[Shape], list[Shape]]:
     for linear in model_shapes.gemm_dimensions(whole):
         outputs, inputs = linear.out_features, linear.in_features
         if linear.name == "linear_qkv" and config.optimizer.muon_split_qkv:
-            kv = derived.kv_projection_size(model)
-            attention += [(derived.query_projection_size(model), inputs), (kv, inputs), (kv, inputs)]
+            kv = dimensions.kv_projection_size(model)
+            attention += [(dimensions.query_projection_size(model), inputs), (kv, inputs), (kv, inputs)]
         elif linear.name == "linear_fc1":
             mlp.append((outputs, inputs))
         elif linear.name == "linear_fc2":

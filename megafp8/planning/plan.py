@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from megafp8.config import derived, iterations
+from megafp8.config import dimensions, iterations
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.flags import Invocation
 from megafp8.config.muon import is_muon
@@ -80,7 +80,7 @@ def make_plan(
         raise ConfigError(problems)
 
     def padded_vocab(candidate: RunConfig) -> int:
-        return derived.padded_vocab_size(candidate, vocabulary_size(candidate) or 0)
+        return dimensions.padded_vocab_size(candidate, vocabulary_size(candidate) or 0)
 
     given = invocation.given - {MICRO} if is_auto(config) else invocation.given
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 
 from megafp8 import __version__
-from megafp8.config import derived, iterations, model_shapes, multi_token, precision_map, topology
+from megafp8.config import derived, dimensions, iterations, model_shapes, multi_token, precision_map, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
@@ -65,7 +65,7 @@ def describe_run(checked: Checked) -> str:
     build_ddp_config(config)
     if not config.optimizer.use_precision_aware_optimizer or has_transformer_engine:
         build_optimizer_config(config, implementation)
-    vocab_size = derived.padded_vocab_size(config, vocabulary_size(config))
+    vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     chosen = format_chosen([*chosen_settings(config, target, implementation), *checked.choices])
     automatic = []
     if micro_batch.is_auto(config):
@@ -97,7 +97,7 @@ def vocabulary_size(config: RunConfig) -> int:
     """The vocabulary size before padding. The tokenizer is read only if needed: it may be on another machine."""
     if config.model.vocab_size is not None and config.data.tokenizer_type != "NullTokenizer":
         return config.model.vocab_size
-    return derived.vocabulary_size(config, build_tokenizer(config.data, config.model.vocab_size).vocab_size)
+    return dimensions.vocabulary_size(config, build_tokenizer(config.data, config.model.vocab_size).vocab_size)
 
 
 def settings_text(invocation: Invocation) -> str:
@@ -114,12 +114,12 @@ def model_text(config: RunConfig) -> str:
     """The shape of the model."""
     model = config.model
     preset = f"{model.model_preset}, " if model.model_preset else ""
-    heads = f"{model.num_attention_heads} heads ({derived.num_query_groups(model)} of keys and values)"
+    heads = f"{model.num_attention_heads} heads ({dimensions.num_query_groups(model)} of keys and values)"
     depths = multi_token.num_depths(model)
     more = f" + {depths} of multi-token prediction" if depths else ""
     return (
         f"model: {preset}{model.num_layers} layers{more}, hidden size {model.hidden_size}, FFN size "
-        f"{derived.ffn_hidden_size(model)}, {heads}, sequences of {config.data.seq_length} tokens"
+        f"{dimensions.ffn_hidden_size(model)}, {heads}, sequences of {config.data.seq_length} tokens"
     )
 
 

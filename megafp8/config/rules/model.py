@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megafp8.config import derived, topology
+from megafp8.config import derived, dimensions, topology
 from megafp8.config.activations import is_gated
 from megafp8.config.rules.base import (
     Rule,
@@ -89,7 +89,7 @@ def one_activation(config: RunConfig, world_size: int) -> Iterator[str]:
 def mlp_has_width(config: RunConfig, world_size: int) -> Iterator[str]:
     """The default width with SwiGLU is rounded down to a multiple of 64, which is 0 for very small models."""
     hidden = config.model.hidden_size
-    if all_positive(hidden) and derived.ffn_hidden_size(config.model) == 0:
+    if all_positive(hidden) and dimensions.ffn_hidden_size(config.model) == 0:
         yield f"--hidden-size {hidden} with --swiglu results in an MLP of hidden size 0: give --ffn-hidden-size"
 
 
@@ -128,7 +128,7 @@ def rotated_channels_are_pairs(config: RunConfig, world_size: int) -> Iterator[s
         return
     if model.kv_channels is None and not all_positive(model.hidden_size, model.num_attention_heads):
         return
-    channels = derived.kv_channels(model)
+    channels = dimensions.kv_channels(model)
     rotated = int(channels * model.rotary_percent)
     if channels > 0 and (rotated < 2 or rotated % 2):
         yield (
@@ -176,8 +176,8 @@ def tensor_ranks_divide_the_model(config: RunConfig, world_size: int) -> Iterato
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     parts = {
         "--num-attention-heads": model.num_attention_heads,
-        "--num-query-groups": derived.num_query_groups(model) if model.group_query_attention else tp,
-        "--ffn-hidden-size": derived.ffn_hidden_size(model),
+        "--num-query-groups": dimensions.num_query_groups(model) if model.group_query_attention else tp,
+        "--ffn-hidden-size": dimensions.ffn_hidden_size(model),
     }
     for flag, size in parts.items():
         assert size is not None
@@ -230,7 +230,7 @@ def context_exchange_divides_heads(config: RunConfig, world_size: int) -> Iterat
         return
     if parallel.cp_comm_type == "a2a+p2p":
         ranks = max((1, *parallel.hierarchical_context_parallel_sizes[:1]))
-    groups = derived.num_query_groups(config.model)
+    groups = dimensions.num_query_groups(config.model)
     if groups % (tp * ranks):
         yield (
             f"--cp-comm-type {parallel.cp_comm_type} distributes key-value heads over tensor x context ranks, but "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, gemm_alignment, model_shapes, precision_map, topology
+from megafp8.config import derived, dimensions, gemm_alignment, model_shapes, precision_map, topology
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, has_shape, no_effect_without
@@ -179,10 +179,10 @@ def split_rope_obstacles(config: RunConfig) -> Iterator[str]:
         )
     if model.no_rope_freq is not None:
         yield f"{flag} rotates in all layers, but --no-rope-freq {model.no_rope_freq} excludes some: remove one"
-    if has_shape(config) and (size := derived.kv_channels(model)) & (size - 1):
+    if has_shape(config) and (size := dimensions.kv_channels(model)) & (size - 1):
         yield f"{flag} needs a power of two as the channels per head, not {size}"
-    groups, tp = derived.num_query_groups(model) if has_shape(config) else 0, config.parallel.tensor_model_parallel_size
-    if 0 < groups < tp:
+    tp = config.parallel.tensor_model_parallel_size
+    if has_shape(config) and (groups := dimensions.num_query_groups(model)) < tp:
         yield f"{flag} with {groups} query groups over {tp} tensor-parallel ranks: every rank needs at least one group"
 
 
@@ -372,9 +372,9 @@ def has_gemm_dimensions(config: RunConfig) -> bool:
     if not has_shape(config) or not all_positive(config.data.seq_length, config.training.micro_batch_size):
         return False
     assert model.num_attention_heads is not None
-    sizes = (model.num_attention_heads, derived.num_query_groups(model), derived.ffn_hidden_size(model))
+    sizes = (model.num_attention_heads, dimensions.num_query_groups(model), dimensions.ffn_hidden_size(model))
     divides = not any(size % tp for size in sizes)
-    return divides and min(derived.kv_channels(model), derived.ffn_hidden_size(model)) >= 1
+    return divides and min(dimensions.kv_channels(model), dimensions.ffn_hidden_size(model)) >= 1
 
 
 RULES: tuple[Rule, ...] = (

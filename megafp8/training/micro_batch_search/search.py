@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.config import derived, iterations, topology
+from megafp8.config import dimensions, iterations, topology
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -182,7 +182,7 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
     limit_bytes = min(call_on_all_ranks(lambda: memory_limit(config, platform)))
     sizes, ranks = micro_batch.possible_sizes(config, world_size()), world_size()
     vocab_size = build_tokenizer(config.data, config.model.vocab_size).vocab_size
-    padded_vocab = derived.padded_vocab_size(config, derived.vocabulary_size(config, vocab_size))
+    padded_vocab = dimensions.padded_vocab_size(config, dimensions.vocabulary_size(config, vocab_size))
     predicted = {size: micro_batch.predicted_bytes(config, size, ranks, padded_vocab, implementation) for size in sizes}
     outside = non_torch_bytes(config, ranks) if platform.kind == "cuda" else max(call_on_all_ranks(resident_bytes))
     needed = {size: each + outside for size, each in predicted.items()}

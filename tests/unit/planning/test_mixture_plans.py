@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.config import derived, flags, iterations
+from megafp8.config import dimensions, flags, iterations
 from megafp8.config.settings import with_values
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
@@ -42,7 +42,7 @@ def run_of(preset: str, changes: dict[str, Any], *, gpus: int = 64, text: str = 
     invocation = flags.parse(f"--model-preset {preset} {text}".split())
     values = assumptions(invocation, gpus) | {"training.micro_batch_size": 1} | changes
     config = with_values(invocation.config, values)
-    padded = derived.padded_vocab_size(config, config.model.vocab_size or 0)
+    padded = dimensions.padded_vocab_size(config, config.model.vocab_size or 0)
     return PlannedRun(config=config, gpu=GPUS["h100"], world_size=gpus, padded_vocab=padded)
 
 
