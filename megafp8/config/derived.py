@@ -130,40 +130,6 @@ def softmax_in_fp32(model: ModelConfig) -> bool:
     return model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
 
 
-# ---- optimizer ----------------------------------------------------------------------------------------------------
-
-
-def _has_expert_groups(config: RunConfig) -> bool:
-    parallel, size = config.parallel, config.parallel.expert_tensor_parallel_size
-    has_own_size = size is not None and size != parallel.tensor_model_parallel_size
-    return bool(config.model.num_experts) and (parallel.expert_model_parallel_size > 1 or has_own_size)
-
-
-def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
-    """The setting that prevents the one-pass optimizer; None if it can be used."""
-    settings, precision = config.optimizer, config.precision
-    obstacles = (
-        (not settings.one_pass_optimizer, "--no-one-pass-optimizer"),
-        (settings.optimizer != "adam", f"--optimizer {settings.optimizer}"),
-        (
-            not config.parallel.use_distributed_optimizer and not config.parallel.use_torch_fsdp2,
-            "no --use-distributed-optimizer",
-        ),
-        (_has_expert_groups(config), "experts with data-parallel ranks of their own"),
-        (precision.fp16, "--fp16"),
-        (settings.loss_scale is not None, f"--loss-scale {settings.loss_scale}"),
-        (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),
-        (
-            settings.use_precision_aware_optimizer
-            and precision.fp8_param_gather
-            and registry.get(precision.fp8_recipe).is_stateful,
-            "--use-precision-aware-optimizer with --fp8-param-gather under delayed scaling, which keeps no FP32 "
-            "master weights",
-        ),
-    )
-    return next((text for is_there, text in obstacles if is_there), None)
-
-
 # ---- execution ----------------------------------------------------------------------------------------------------
 
 
