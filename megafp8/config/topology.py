@@ -165,8 +165,12 @@ def model_parallel_size(config: RunConfig) -> int:
     return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
 
 
-def data_parallel_size(config: RunConfig, world_size: int) -> int:
+def data_parallel_size(config: RunConfig, world_size: int, *, with_context_parallel: bool = False) -> int:
     """Model replicas: world size / (tensor x pipeline x context).
+
+    Args:
+        with_context_parallel: count data- x context-parallel ranks instead, over which gradients are reduced. The
+            functions of megatron-core's `parallel_state` have the same argument.
 
     Raises:
         ConfigError: the world size is not a multiple of the ranks per replica.
@@ -178,7 +182,8 @@ def data_parallel_size(config: RunConfig, world_size: int) -> int:
             f"= {config.parallel.tensor_model_parallel_size} x {config.parallel.pipeline_model_parallel_size} x "
             f"{config.parallel.context_parallel_size} = {ranks}"
         )
-    return world_size // ranks
+    replicas = world_size // ranks
+    return replicas * config.parallel.context_parallel_size if with_context_parallel else replicas
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:

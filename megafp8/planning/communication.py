@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from megafp8.config import derived, dimensions, iterations, latent_attention, mixture
+from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, topology
 from megafp8.config.model_shapes import count_parameters
 from megafp8.config.muon import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
@@ -49,7 +49,8 @@ def data_group(run: PlannedRun) -> RankGroup:
     stands for both, that of the blocks where there is more than one.
     """
     is_apart = run.config.parallel.use_tp_pp_dp_mapping and run.data > 1
-    return RankGroup(run.data * run.context, run.tensor * (run.pipeline if is_apart else 1))
+    size = topology.data_parallel_size(run.config, run.world_size, with_context_parallel=True)
+    return RankGroup(size, run.tensor * (run.pipeline if is_apart else 1))
 
 
 def expert_data_group(run: PlannedRun) -> RankGroup:

@@ -111,7 +111,7 @@ def muon_lines(config: RunConfig, world_size: int) -> list[str]:
     if not is_muon(config):
         return []
     num_matrices = sum(count for _, count, _ in matrices_on_rank(config, 0))
-    ranks = topology.data_parallel_size(config, world_size) * config.parallel.context_parallel_size
+    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
     each = f"divided by {ranks} ranks" if is_layer_wise(config) else "on each rank"
     return [
         f"muon: {num_matrices:,} matrices on the first stage, {newton_schulz_flops(config, 0) / 1e12:,.3f} TFLOP of "
@@ -134,7 +134,7 @@ def state_bytes(
     of_matrix, of_other = itemsize + FP32_BYTES, itemsize + 2 * FP32_BYTES
     if not is_layer_wise(config):
         return matrices * of_matrix + others * of_other
-    ranks = topology.data_parallel_size(config, world_size) * config.parallel.context_parallel_size
+    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
     expert_ranks = mixture.expert_data_size(config, world_size) if experts else 1
     dense = max((matrices - experts) * of_matrix + others * of_other, ranks * largest * of_other)
     return -(-dense // ranks) + -(-experts * of_matrix // expert_ranks)

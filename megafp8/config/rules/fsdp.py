@@ -78,7 +78,7 @@ def fsdp_replicas_have_ranks(config: RunConfig, world_size: int) -> Iterator[str
     parallel, replicas = config.parallel, config.parallel.num_distributed_optimizer_instances
     flag = f"--num-distributed-optimizer-instances {replicas}"
     if parallel.use_torch_fsdp2 and replicas > 1 and has_whole_replicas(config, world_size):
-        ranks = topology.data_parallel_size(config, world_size) * parallel.context_parallel_size
+        ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
         if ranks % replicas or ranks == replicas:
             yield (
                 f"{flag}: {ranks} data- x context-parallel ranks are not {replicas} replicas of the same number of "
@@ -92,7 +92,7 @@ def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[s
     if not parallel.use_torch_fsdp2 or not has_shape(config) or not has_whole_replicas(config, world_size):
         return
     tensor = parallel.tensor_model_parallel_size
-    ranks = topology.data_parallel_size(config, world_size) * parallel.context_parallel_size
+    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
     ranks //= max(1, parallel.num_distributed_optimizer_instances)
     if ranks <= 1:
         if parallel.num_distributed_optimizer_instances == 1:

@@ -273,7 +273,7 @@ def registered_buffers_have_ranks(config: RunConfig, world_size: int) -> Iterato
     parallel = config.parallel
     if not parallel.use_nccl_ub or parallel.use_torch_fsdp2 or not has_whole_replicas(config, world_size):
         return
-    if topology.data_parallel_size(config, world_size) * parallel.context_parallel_size == 1:
+    if topology.data_parallel_size(config, world_size, with_context_parallel=True) == 1:
         yield (
             f"--use-nccl-ub with one data- x context-parallel rank of {world_size}: no other rank has the same weights "
             "and gradients; remove it, or use more ranks"

@@ -120,5 +120,6 @@ def test_layout_of_a_configuration():
 def test_data_parallel_size_and_its_error():
     config = with_values(RunConfig(), {"parallel.tensor_model_parallel_size": 2, "parallel.context_parallel_size": 2})
     assert data_parallel_size(config, 16) == 4
+    assert data_parallel_size(config, 16, with_context_parallel=True) == 8
     with pytest.raises(ConfigError, match="2 x 1 x 2 = 4"):
         data_parallel_size(config, 6)
