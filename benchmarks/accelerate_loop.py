@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from benchmarks.gpu_train import SHAPES
 from megafp8.checkpoint.convert.families import family_of_run
-from megafp8.config import derived, flags, model_shapes
+from megafp8.config import dimensions, flags, model_shapes
 from megafp8.config.schema import RunConfig
 from megafp8.device.energy import energy_counter, has_library
 
@@ -46,7 +46,7 @@ def run_of(shape: str) -> RunConfig:
 def build_model(config: RunConfig) -> Any:
     """The transformers model of a run, with initial weights in FP32."""
     family, _ = family_of_run(config)
-    vocabulary = derived.padded_vocab_size(config, int(config.model.vocab_size or 0) + 1)
+    vocabulary = dimensions.padded_vocab_size(config, int(config.model.vocab_size or 0) + 1)
     fields = family.to_hf_config(config) | {"vocab_size": vocabulary}
     model_type = fields.pop("model_type", family.model_type)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), attn_implementation="sdpa")

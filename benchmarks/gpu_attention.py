@@ -33,7 +33,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.gpu_gemm import FLUSHED_BYTES, Model, model_of, parse_models
-from megafp8.config import derived
+from megafp8.config import dimensions
 from megafp8.device.gpus import GPUS, find_gpu
 
 SDPA = "sdpa"
@@ -77,7 +77,7 @@ def shape_of(model: Model) -> Shape:
     assert heads is not None and config.training.micro_batch_size is not None and config.data.seq_length is not None
     return Shape(
         model.name, config.data.seq_length, config.training.micro_batch_size, heads // ranks,
-        derived.num_query_groups(config.model) // ranks, derived.kv_channels(config.model),
+        dimensions.num_query_groups(config.model) // ranks, dimensions.kv_channels(config.model),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import timing
 from benchmarks.gpu_train import SHAPES
-from megafp8.config import derived, flags, model_shapes, stages
+from megafp8.config import dimensions, flags, iterations, model_shapes, stages, topology
 from megafp8.config.precision_map import GEMMS, OUTPUT_LAYER
 from megafp8.device.gpus import GPUS, Gpu, find_gpu
 from megafp8.errors import ConfigError
@@ -113,7 +113,7 @@ def model_of(name: str, text: Sequence[str], gpu: Gpu) -> Model:
         ConfigError: they cannot be read, or say too little.
     """
     invocation, problems = flags.parse_with_problems([*text])
-    world_size = invocation.world_size or derived.model_parallel_size(invocation.config)
+    world_size = invocation.world_size or topology.model_parallel_size(invocation.config)
     vocabulary = plan.vocabulary_size(invocation.config)
     if vocabulary is None:
         problems.append("give --vocab-size, or a preset that has one")
@@ -124,9 +124,9 @@ def model_of(name: str, text: Sequence[str], gpu: Gpu) -> Model:
     if problems:
         raise ConfigError(problems)
     config = invocation.config
-    padded = derived.padded_vocab_size(config, vocabulary or 0)
+    padded = dimensions.padded_vocab_size(config, vocabulary or 0)
     run = PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=padded)
-    return Model(name, run, stages.num_layers_on(config, 0), derived.num_microbatches(config, world_size))
+    return Model(name, run, stages.num_layers_on(config, 0), iterations.num_microbatches(config, world_size))
 
 
 # ---- what the times come to ---------------------------------------------------------------------------------------

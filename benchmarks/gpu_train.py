@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import timing
 from megafp8.analysis.runs import load_run
-from megafp8.config import derived, model_shapes
+from megafp8.config import dimensions, model_shapes
 from megafp8.config import flags as config_flags
 from megafp8.device.energy import has_library
 
@@ -188,7 +188,7 @@ def run_peer(options: argparse.Namespace, mode: str, number: int) -> Process:
     config = config_flags.parse(shlex.split(f"{SHAPES[options.shape]} {COMMON}")).config
     length, batch = config.data.seq_length, config.training.global_batch_size
     assert length is not None and batch is not None and config.model.vocab_size is not None
-    padded = derived.padded_vocab_size(config, config.model.vocab_size + 1)  # the null tokenizer's end of a document
+    padded = dimensions.padded_vocab_size(config, config.model.vocab_size + 1)  # the null tokenizer's end of a document
     tokens_per_second = 1e3 * length * batch / timed["step_ms"]
     return Process(
         mode=mode, round=number, step_ms=timed["step_ms"], spread_fraction=None, tokens_per_second=tokens_per_second,

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from megafp8.config import derived
+from megafp8.config import dimensions
 from megafp8.config import flags as config_flags
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -97,7 +97,7 @@ class Measurement:
 def run_of(config: RunConfig, gpu: str, num_gpus: int, calibration: Calibration = CALIBRATION) -> PlannedRun:
     """A run for a configuration whose vocabulary is given."""
     assert config.model.vocab_size is not None
-    padded = derived.padded_vocab_size(config, config.model.vocab_size)
+    padded = dimensions.padded_vocab_size(config, config.model.vocab_size)
     return PlannedRun(config=config, gpu=GPUS[gpu], world_size=num_gpus, padded_vocab=padded, calibration=calibration)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from benchmarks.planner_measurements import FIT, HELD_OUT, RECIPES
-from megafp8.config import derived, flags
+from megafp8.config import dimensions, flags
 from megafp8.config.flags import Invocation
 from megafp8.device.gpus import GPUS
 from megafp8.planning.layouts import LayoutSearch, find_layouts
@@ -77,7 +77,7 @@ class Published:
         invocation = self.invocation
         config = with_values(invocation.config, assumptions(invocation, self.num_gpus))
         return find_layouts(
-            config, GPUS[self.gpu], self.num_gpus, lambda found: derived.padded_vocab_size(found, 128_256),
+            config, GPUS[self.gpu], self.num_gpus, lambda found: dimensions.padded_vocab_size(found, 128_256),
             invocation.given, NO_HOST if self.source.startswith(("TT", "AO")) else CALIBRATION,
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import unwrap_model
 
-from megafp8.config import derived, stages
+from megafp8.config import dimensions, stages, topology
 from megafp8.config.schema import RunConfig
 from megafp8.training.run import Run
 
@@ -31,8 +31,8 @@ def arguments(config: RunConfig, iteration: int, **changes: Any) -> argparse.Nam
     is_bf16 = config.precision.bf16
     values = {
         "num_layers": model.num_layers, "encoder_num_layers": model.num_layers, "hidden_size": model.hidden_size,
-        "ffn_hidden_size": derived.ffn_hidden_size(model), "num_attention_heads": model.num_attention_heads,
-        "kv_channels": derived.kv_channels(model), "group_query_attention": model.group_query_attention,
+        "ffn_hidden_size": dimensions.ffn_hidden_size(model), "num_attention_heads": model.num_attention_heads,
+        "kv_channels": dimensions.kv_channels(model), "group_query_attention": model.group_query_attention,
         "num_query_groups": model.num_query_groups, "max_position_embeddings": config.data.seq_length,
         "position_embedding_type": model.position_embedding_type, "add_position_embedding": True,
         "rotary_base": 10000, "rotary_percent": 1.0, "rotary_interleaved": False, "use_rope_scaling": False,
@@ -49,7 +49,7 @@ def arguments(config: RunConfig, iteration: int, **changes: Any) -> argparse.Nam
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size, "context_parallel_size": 1,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size, "expert_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": stages.virtual_pipeline_size(config), "world_size": world_size,
-        "data_parallel_size": world_size // derived.model_parallel_size(config), "sequence_parallel": False,
+        "data_parallel_size": world_size // topology.model_parallel_size(config), "sequence_parallel": False,
         "use_distributed_optimizer": bool(parallel.use_distributed_optimizer), "bf16": is_bf16, "fp16": False,
         "params_dtype": torch.bfloat16 if is_bf16 else torch.float32, "attention_backend": AttnBackend.unfused,
         "micro_batch_size": 4, "global_batch_size": 8, "train_iters": 100, "seed": config.training.seed, "lr": 1e-3,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megafp8.config import derived, flags
+from megafp8.config import dimensions, flags
 from megafp8.config.schema import RunConfig
 from megafp8.mcore import cpu_patches
 
@@ -44,7 +44,7 @@ def build_initial(config: RunConfig) -> TrainingState:
     build_process_groups(config)
     world_size = dist.get_world_size()
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    vocab_size = derived.padded_vocab_size(config, tokenizer.vocab_size)
+    vocab_size = dimensions.padded_vocab_size(config, tokenizer.vocab_size)
     transformer_config = build_transformer_config(config, "emulated", on_cuda=False)
     model = build_model(config, transformer_config, "emulated", vocab_size)
     chunks = add_gradient_buffers(config, transformer_config, model)

@@ -19,7 +19,7 @@ import torch
 
 from megafp8.checkpoint.manifest import summarize
 from megafp8.checkpoint.metadata import embedding_rows, load_common_state, read_config
-from megafp8.config import derived, precision_map, settings
+from megafp8.config import derived, dimensions, precision_map, settings
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
@@ -94,9 +94,9 @@ def with_explicit_sizes(config: RunConfig) -> RunConfig:
     return settings.with_values(
         config,
         {
-            "model.ffn_hidden_size": derived.ffn_hidden_size(model),
-            "model.kv_channels": derived.kv_channels(model),
-            "model.num_query_groups": derived.num_query_groups(model),
+            "model.ffn_hidden_size": dimensions.ffn_hidden_size(model),
+            "model.kv_channels": dimensions.kv_channels(model),
+            "model.num_query_groups": dimensions.num_query_groups(model),
             "model.max_position_embeddings": model.max_position_embeddings if is_learned else None,
         },
     )
@@ -123,7 +123,7 @@ def check_vocabulary(path: Path, config: RunConfig, num_rows: int) -> None:
     """
     saved_rows, saved = embedding_rows(path), read_config(path)
     # Padding adds less than one multiple, so each vocabulary is larger than its rows minus its multiple.
-    lower_bound = max(num_rows - derived.vocab_multiple(config), saved_rows - derived.vocab_multiple(saved))
+    lower_bound = max(num_rows - dimensions.vocab_multiple(config), saved_rows - dimensions.vocab_multiple(saved))
     if lower_bound >= min(num_rows, saved_rows):
         saved_size, is_null = saved.model.vocab_size, saved.data.tokenizer_type == NULL_TOKENIZER
         num_ids = saved_rows if saved_size is None else saved_size + is_null

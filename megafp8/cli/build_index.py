@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
-from megafp8.config import derived, flags
+from megafp8.config import flags, iterations
 from megafp8.config.rules import batch, data, training
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name
@@ -74,7 +74,7 @@ def build(config: RunConfig, world_size: int) -> None:
     from megafp8.data.tokenizers.build import build_tokenizer
 
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, world_size), on_progress=log)
+    datasets = build_datasets(config, tokenizer, iterations.dataset_samples(config, world_size), on_progress=log)
     built = {split: dataset for split, dataset in zip(SPLITS, datasets, strict=True) if dataset is not None}
     for split, dataset in built.items():
         shards = f"{len(dataset.sources)} shard{'s' if len(dataset.sources) > 1 else ''}"

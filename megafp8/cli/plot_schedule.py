@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
-from megafp8.config import derived, flags, lr_schedule, rules
+from megafp8.config import flags, iterations, lr_schedule, rules, topology
 from megafp8.config.rules import batch, training
 from megafp8.config.rules import optimizer as schedule
 from megafp8.config.rules.notices import warmup_notices
@@ -49,7 +49,7 @@ def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:
         ConfigError: flags that cannot be read, or a schedule, batch or length that a run would refuse.
     """
     invocation, problems = flags.parse_with_problems(words)
-    ranks = invocation.world_size or derived.model_parallel_size(invocation.config)
+    ranks = invocation.world_size or topology.model_parallel_size(invocation.config)
     checks = (*training.RANGE_RULES, *training.BATCH_RULES, *batch.RULES, *schedule.RULES)
     found = rules.found_by(checks, invocation.config, ranks)
     # A schedule counts samples, not tokens: the sequence length may be left out.
@@ -61,7 +61,7 @@ def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:
 
 def marks_of(config: RunConfig, ranks: int) -> dict[str, float]:
     """Return the steps within the run at which a phase begins or ends, by its label."""
-    batches, last = derived.batch_schedule(config, ranks), derived.train_iters(config, ranks)
+    batches, last = iterations.batch_schedule(config, ranks), iterations.train_iters(config, ranks)
     end = lr_schedule.lr_decay_samples(config, ranks)
     samples = {"warm-up ends": lr_schedule.lr_warmup_samples(config, ranks), "decay ends": end}
     decay_samples = lr_schedule.lr_wsd_decay_samples(config, ranks)
@@ -76,7 +76,7 @@ def marks_of(config: RunConfig, ranks: int) -> dict[str, float]:
 
 def rows_of(config: RunConfig, ranks: int, marks: dict[str, float]) -> list[int]:
     """Return the steps of the table: the first, the last, tenths of the run, the marks, and changes of the batch."""
-    last = derived.train_iters(config, ranks)
+    last = iterations.train_iters(config, ranks)
     tenths = (1 + round(index * (last - 1) / NUM_ROWS) for index in range(NUM_ROWS + 1))
     changes = batch_changes(config, ranks)
     return sorted({*tenths, *(min(last, round(step)) for step in marks.values()), *changes[:NUM_ROWS]})
@@ -84,8 +84,8 @@ def rows_of(config: RunConfig, ranks: int, marks: dict[str, float]) -> list[int]
 
 def batch_changes(config: RunConfig, ranks: int) -> list[int]:
     """Return the first step of each further batch size."""
-    step, last, found = 1, derived.train_iters(config, ranks), []
-    for _, _, num_steps in derived.batch_schedule(config, ranks).segments():
+    step, last, found = 1, iterations.train_iters(config, ranks), []
+    for _, _, num_steps in iterations.batch_schedule(config, ranks).segments():
         if 1 < step <= last:
             found.append(step)
         step += num_steps or 0
@@ -94,7 +94,7 @@ def batch_changes(config: RunConfig, ranks: int) -> list[int]:
 
 def table(found: Sequence[ScheduledStep], marks: dict[str, float], config: RunConfig, ranks: int) -> str:
     """Return a row for each step, with its marks."""
-    length, is_constant = config.data.seq_length, derived.batch_schedule(config, ranks).is_constant
+    length, is_constant = config.data.seq_length, iterations.batch_schedule(config, ranks).is_constant
     header = [
         "step", "samples before", "tokens before", "batch", "learning rate", "embedding and output", "weight decay", "",
     ]  # fmt: skip
@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
 
     for notice in warmup_notices(config, ranks):
         print(f"notice: {notice}", file=sys.stderr)
-    marks, last = marks_of(config, ranks), derived.train_iters(config, ranks)
+    marks, last = marks_of(config, ranks), iterations.train_iters(config, ranks)
     found = preview_schedule(config, ranks, rows_of(config, ranks, marks))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))

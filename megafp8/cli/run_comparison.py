@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
-from megafp8.config import derived, flags, rules, settings, variants
+from megafp8.config import flags, iterations, rules, settings, variants
 from megafp8.config.schema import RunConfig
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
@@ -206,7 +206,7 @@ def train(runs: Sequence[PooledRun], parallel: int, gpus: Sequence[str], shared:
     if shared.checkpoint.no_save_optim or shared.checkpoint.no_save_rng:
         for run in waiting:
             discard_partial_checkpoints(run)
-    display = Display(len(waiting), derived.train_iters(shared, ranks))
+    display = Display(len(waiting), iterations.train_iters(shared, ranks))
     batch = ProcessPool(parallel, gpus, on_start=display.started, on_end=display.ended, on_steps=display.stepped)
     try:
         outcomes = batch.run(waiting)

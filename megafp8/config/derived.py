@@ -1,15 +1,15 @@
-"""Values derived from the settings: pure functions of a `RunConfig` and a world size.
+"""Values derived from the settings: pure functions of a `RunConfig` or of its sections.
 
-They follow Megatron-LM's `validate_args`. The settings that they read must have passed the rules in `config/rules`.
+What depends on the number of ranks is in `topology` and `iterations`, and the model's dimensions are in `dimensions`.
+The functions follow Megatron-LM's `validate_args`. The settings that they read must have passed the rules in
+`config/rules`.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Optional
 
-from megafp8.config import batch_schedule as batches
 from megafp8.config import precision_map
 from megafp8.config.schema import (
     DataConfig,
@@ -19,145 +19,20 @@ from megafp8.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.recipes.base import Recipe
 
 DEFAULT_SPLIT = "969,30,1"
 ELEMENTS_PER_THREAD = 2**16
-# ---- layout -------------------------------------------------------------------------------------------------------
+
+# ---- data ---------------------------------------------------------------------------------------------------------
 
 
-def model_parallel_size(config: RunConfig) -> int:
-    """Ranks per model replica: tensor x pipeline x context."""
-    sizes = config.parallel
-    return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
-
-
-def data_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Model replicas: world size / (tensor x pipeline x context).
-
-    Raises:
-        ConfigError: the world size is not a multiple of the ranks per replica.
-    """
-    ranks = model_parallel_size(config)
-    if world_size < 1 or ranks < 1 or world_size % ranks:
-        raise ConfigError(
-            f"world size {world_size} is not a multiple of tensor x pipeline x context parallel size "
-            f"= {config.parallel.tensor_model_parallel_size} x {config.parallel.pipeline_model_parallel_size} x "
-            f"{config.parallel.context_parallel_size} = {ranks}"
-        )
-    return world_size // ranks
-
-
-# ---- batch and length ---------------------------------------------------------------------------------------------
-
-
-def batch_schedule(config: RunConfig, world_size: int) -> batches.BatchSchedule:
-    """The global batch size of each step.
-
-    Without a flag it is one micro-batch on each data-parallel rank.
-
-    Raises:
-        ConfigError: the flags of the schedule are wrong.
-    """
-    training, seq_length = config.training, config.data.seq_length
-    if training.step_batch_size_schedule:
-        if not seq_length or seq_length < 1:
-            raise ConfigError("--step-batch-size-schedule counts tokens: --seq-length is missing")
-        return batches.step_schedule(" ".join(training.step_batch_size_schedule), seq_length)
-    size = training.global_batch_size or microbatch_sequences(config, world_size)
-    ramp = training.rampup_batch_size
-    schedule = batches.ramp_up(ramp, size) if ramp else batches.constant(size)
-    if training.decrease_batch_size_if_needed:
-        return schedule.rounded_down(microbatch_sequences(config, world_size))
-    return schedule
-
-
-def microbatch_sequences(config: RunConfig, world_size: int) -> int:
-    """Sequences of one microbatch over all data-parallel ranks."""
-    assert config.training.micro_batch_size is not None
-    return config.training.micro_batch_size * data_parallel_size(config, world_size)
-
-
-def global_batch_size(config: RunConfig, world_size: int) -> int:
-    """Sequences per optimizer step; under a batch schedule those of its last phase, the most."""
-    return batch_schedule(config, world_size).last_batch_size
-
-
-def eval_batch_size(config: RunConfig, world_size: int) -> int:
-    """Sequences per global batch of an evaluation."""
-    return config.training.eval_global_batch_size or global_batch_size(config, world_size)
-
-
-def useful_threads(config: RunConfig) -> int:
-    """The largest useful number of CPU threads per rank: one per 2^16 elements of an activation [T, H].
-
-    torch splits an elementwise operation into chunks of at least 2^15 elements. With fewer than two chunks per thread,
-    an additional thread saves no time but uses as much CPU time, because it waits by spinning.
-    """
-    parallel = config.parallel
-    length = config.data.seq_length or config.model.max_position_embeddings or 1  # a converted model has no batch
-    num_tokens = (config.training.micro_batch_size or 1) * length // parallel.context_parallel_size
-    assert config.model.hidden_size is not None
-    num_elements = num_tokens * config.model.hidden_size // parallel.tensor_model_parallel_size
-    return max(1, num_elements // ELEMENTS_PER_THREAD)
-
-
-def has_batch_schedule(training: TrainingConfig) -> bool:
-    """Whether the global batch size changes during the run."""
-    return bool(training.rampup_batch_size or training.step_batch_size_schedule)
-
-
-def num_microbatches(config: RunConfig, world_size: int, batch_size: Optional[int] = None) -> int:
-    """Microbatches of one data-parallel rank in a global batch, by default that of `global_batch_size`.
-
-    Raises:
-        ConfigError: the global batch is not a multiple of micro batch x data-parallel size.
-    """
-    sequences = microbatch_sequences(config, world_size)
-    batch = global_batch_size(config, world_size) if batch_size is None else batch_size
-    if batch % sequences:
-        raise ConfigError(
-            f"global batch {batch} is not a multiple of micro batch x data-parallel size = "
-            f"{config.training.micro_batch_size} x {data_parallel_size(config, world_size)} = {sequences}"
-        )
-    return batch // sequences
-
-
-def tokens_per_step(config: RunConfig, world_size: int) -> int:
-    """Tokens per optimizer step over all ranks; under a batch schedule those of its last phase."""
-    assert config.data.seq_length is not None
-    return global_batch_size(config, world_size) * config.data.seq_length
-
-
-def train_iters(config: RunConfig, world_size: int) -> int:
-    """Optimizer steps of the run; with --train-samples, the number of full global batches."""
-    if config.training.train_iters is not None:
-        return config.training.train_iters
-    assert config.training.train_samples is not None
-    return batch_schedule(config, world_size).num_steps(config.training.train_samples)
-
-
-def train_samples(config: RunConfig, world_size: int) -> int:
-    """Sequences of the run; with --train-samples that number, even if the last batch is not full."""
-    if config.training.train_iters is None and config.training.train_samples is not None:
-        return config.training.train_samples
-    return trained_samples(config, world_size)
-
-
-def trained_samples(config: RunConfig, world_size: int) -> int:
-    """Sequences of all steps of the run, without an incomplete last batch."""
-    return batch_schedule(config, world_size).advance(train_iters(config, world_size))
-
-
-def dataset_samples(config: RunConfig, world_size: int) -> tuple[int, int, int]:
-    """Sequences that the run reads for (training, validation, test).
-
-    Every validation reads the same samples, so that losses are comparable within a run and between runs.
-    """
-    held_out = config.training.eval_iters * eval_batch_size(config, world_size)
-    return train_samples(config, world_size), held_out, held_out
+def tokenizer_type(data: DataConfig) -> Optional[str]:
+    """The tokenizer. Megatron-LM's GPT scripts give the files of GPT-2's tokenizer without its type."""
+    if data.tokenizer_type is None and (data.vocab_file is not None or data.merge_file is not None):
+        return "GPT2BPETokenizer"
+    return data.tokenizer_type
 
 
 def split(config: RunConfig) -> Optional[str]:
@@ -181,47 +56,7 @@ def split_shares(text: str) -> tuple[float, ...]:
     return shares
 
 
-# ---- model --------------------------------------------------------------------------------------------------------
-
-
-def ffn_hidden_size(model: ModelConfig) -> int:
-    """Width of the MLP: by default 4 x hidden size; with SwiGLU 2/3 of that, rounded down to a multiple of 64."""
-    if model.ffn_hidden_size is not None:
-        return model.ffn_hidden_size
-    assert model.hidden_size is not None
-    if model.swiglu:
-        return int((4 * model.hidden_size * 2 / 3) / 64) * 64
-    return 4 * model.hidden_size
-
-
-def kv_channels(model: ModelConfig) -> int:
-    """Width of one attention head."""
-    if model.kv_channels is not None:
-        return model.kv_channels
-    assert model.hidden_size is not None and model.num_attention_heads is not None
-    return model.hidden_size // model.num_attention_heads
-
-
-def num_query_groups(model: ModelConfig) -> int:
-    """Key/value heads: one per query head without grouped-query attention."""
-    assert model.num_attention_heads is not None
-    return model.num_query_groups if model.group_query_attention else model.num_attention_heads
-
-
-def query_projection_size(model: ModelConfig) -> int:
-    """Channels of all query heads, which is the width of the output of attention."""
-    assert model.num_attention_heads is not None
-    return kv_channels(model) * model.num_attention_heads
-
-
-def kv_projection_size(model: ModelConfig) -> int:
-    """Channels of all key heads, which is also that of all value heads."""
-    return kv_channels(model) * num_query_groups(model)
-
-
-def gemm_alignment(precision: PrecisionConfig) -> int:
-    """Every dimension of a quantized GEMM must be a multiple of this; 1 in high precision."""
-    return max((recipe.gemm_alignment for recipe in used_recipes(precision)), default=1)
+# ---- recipes ------------------------------------------------------------------------------------------------------
 
 
 def used_recipes(precision: PrecisionConfig) -> tuple[Recipe, ...]:
@@ -229,14 +64,31 @@ def used_recipes(precision: PrecisionConfig) -> tuple[Recipe, ...]:
     return tuple(registry.get(name) for name in precision_map.used_recipes(precision))
 
 
+def quantization_recipe(precision: PrecisionConfig) -> Optional[str]:
+    """Name of the recipe of the linears of layers without a precision map; None in high precision."""
+    return precision_map.base_choice(precision).fprop.recipe
+
+
+def recipe_flag(precision: PrecisionConfig) -> str:
+    """The flag of `quantization_recipe`, for example `--fp8-recipe mxfp8`. For runs that have a recipe."""
+    return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {quantization_recipe(precision)}"
+
+
+def gemm_alignment(precision: PrecisionConfig) -> int:
+    """Every dimension of a quantized GEMM must be a multiple of this; 1 in high precision."""
+    return max((recipe.gemm_alignment for recipe in used_recipes(precision)), default=1)
+
+
 def is_stateful(precision: PrecisionConfig) -> bool:
     """Whether any recipe of the run keeps an amax history (delayed scaling)."""
     return any(recipe.is_stateful for recipe in used_recipes(precision))
 
 
-def quantization_recipe(precision: PrecisionConfig) -> Optional[str]:
-    """Name of the recipe of the linears of layers without a precision map; None in high precision."""
-    return precision_map.base_choice(precision).fprop.recipe
+def moves_linears(training: TrainingConfig) -> Optional[str]:
+    """The flag with which a run may move linears to high precision; None without one."""
+    if training.on_nonfinite_activation == "bf16":
+        return "--on-nonfinite-activation bf16"
+    return "--fp8-guard bf16-layer" if training.fp8_guard == "bf16-layer" else None
 
 
 def log_layer_patterns(logging: LoggingConfig) -> tuple[str, ...]:
@@ -247,57 +99,6 @@ def log_layer_patterns(logging: LoggingConfig) -> tuple[str, ...]:
 def what_if_recipes(logging: LoggingConfig) -> tuple[str, ...]:
     """Recipes for which quantization statistics are simulated (--fp8-what-if)."""
     return tuple(part.strip() for part in (logging.fp8_what_if or "").split(",") if part.strip())
-
-
-def recipe_flag(precision: PrecisionConfig) -> str:
-    """The flag of `quantization_recipe`, for example `--fp8-recipe mxfp8`. For runs that have a recipe."""
-    return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {quantization_recipe(precision)}"
-
-
-def tokenizer_type(data: DataConfig) -> Optional[str]:
-    """The tokenizer. Megatron-LM's GPT scripts give the files of GPT-2's tokenizer without its type."""
-    if data.tokenizer_type is None and (data.vocab_file is not None or data.merge_file is not None):
-        return "GPT2BPETokenizer"
-    return data.tokenizer_type
-
-
-def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:
-    """Size of the vocabulary before padding: `--vocab-size` if given, otherwise the tokenizer's.
-
-    NullTokenizer adds its end-of-document id after the `--vocab-size` ids, as Megatron-LM's does.
-
-    Raises:
-        ConfigError: the tokenizer has more ids than `--vocab-size`.
-    """
-    requested = config.model.vocab_size
-    if requested is None or config.data.tokenizer_type == "NullTokenizer":
-        return tokenizer_size
-    if tokenizer_size > requested:
-        raise ConfigError(
-            f"--vocab-size {requested} (from the flag or the preset) is less than the tokenizer's {tokenizer_size} "
-            f"ids; use --vocab-size {tokenizer_size}"
-        )
-    return requested
-
-
-def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """Rows of the embedding and of the output layer: `vocab_size` and padding, or --padded-vocab-size."""
-    return config.model.padded_vocab_size or round_up(vocab_size, vocab_multiple(config))
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
-    return -(-value // multiple) * multiple
-
-
-def vocab_multiple(config: RunConfig) -> int:
-    """The vocabulary is padded to a multiple of this.
-
-    As in Megatron-LM it is a multiple of --make-vocab-size-divisible-by x tensor-parallel size. In addition, the rows
-    of each rank are a multiple of the recipe's GEMM alignment, so that the output layer can be quantized.
-    """
-    per_rank = math.lcm(config.model.make_vocab_size_divisible_by, gemm_alignment(config.precision))
-    return per_rank * config.parallel.tensor_model_parallel_size
 
 
 # ---- number formats -----------------------------------------------------------------------------------------------
@@ -329,41 +130,7 @@ def softmax_in_fp32(model: ModelConfig) -> bool:
     return model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
 
 
-# ---- optimizer ----------------------------------------------------------------------------------------------------
-
-
-def _has_expert_groups(config: RunConfig) -> bool:
-    parallel, size = config.parallel, config.parallel.expert_tensor_parallel_size
-    has_own_size = size is not None and size != parallel.tensor_model_parallel_size
-    return bool(config.model.num_experts) and (parallel.expert_model_parallel_size > 1 or has_own_size)
-
-
-def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
-    """The setting that prevents the one-pass optimizer; None if it can be used."""
-    settings, precision = config.optimizer, config.precision
-    obstacles = (
-        (not settings.one_pass_optimizer, "--no-one-pass-optimizer"),
-        (settings.optimizer != "adam", f"--optimizer {settings.optimizer}"),
-        (
-            not config.parallel.use_distributed_optimizer and not config.parallel.use_torch_fsdp2,
-            "no --use-distributed-optimizer",
-        ),
-        (_has_expert_groups(config), "experts with data-parallel ranks of their own"),
-        (precision.fp16, "--fp16"),
-        (settings.loss_scale is not None, f"--loss-scale {settings.loss_scale}"),
-        (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),
-        (
-            settings.use_precision_aware_optimizer
-            and precision.fp8_param_gather
-            and registry.get(precision.fp8_recipe).is_stateful,
-            "--use-precision-aware-optimizer with --fp8-param-gather under delayed scaling, which keeps no FP32 "
-            "master weights",
-        ),
-    )
-    return next((text for is_there, text in obstacles if is_there), None)
-
-
-# ---- CUDA graphs --------------------------------------------------------------------------------------------------
+# ---- execution ----------------------------------------------------------------------------------------------------
 
 
 def uses_cuda_graph(config: RunConfig) -> bool:
@@ -374,16 +141,6 @@ def uses_cuda_graph(config: RunConfig) -> bool:
 def has_dropout(model: ModelConfig) -> bool:
     """Whether training steps draw random numbers for dropout."""
     return model.attention_dropout > 0 or model.hidden_dropout > 0
-
-
-def moves_linears(training: TrainingConfig) -> Optional[str]:
-    """The flag with which a run may move linears to high precision; None without one."""
-    if training.on_nonfinite_activation == "bf16":
-        return "--on-nonfinite-activation bf16"
-    return "--fp8-guard bf16-layer" if training.fp8_guard == "bf16-layer" else None
-
-
-# ---- recomputation ------------------------------------------------------------------------------------------------
 
 
 def recompute_granularity(training: TrainingConfig) -> Optional[str]:
@@ -398,3 +155,17 @@ def recompute_modules(training: TrainingConfig) -> tuple[str, ...]:
         return ()
     chosen = training.recompute_modules or ("core_attn",)
     return (*chosen, *(("moe",) if training.moe_layer_recompute and "moe" not in chosen else ()))
+
+
+def useful_threads(config: RunConfig) -> int:
+    """The largest useful number of CPU threads per rank: one per 2^16 elements of an activation [T, H].
+
+    torch splits an elementwise operation into chunks of at least 2^15 elements. With fewer than two chunks per thread,
+    an additional thread saves no time but uses as much CPU time, because it waits by spinning.
+    """
+    parallel = config.parallel
+    length = config.data.seq_length or config.model.max_position_embeddings or 1  # a converted model has no batch
+    num_tokens = (config.training.micro_batch_size or 1) * length // parallel.context_parallel_size
+    assert config.model.hidden_size is not None
+    num_elements = num_tokens * config.model.hidden_size // parallel.tensor_model_parallel_size
+    return max(1, num_elements // ELEMENTS_PER_THREAD)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megafp8.config import derived, latent_attention, precision_map
+from megafp8.config import dimensions, latent_attention, precision_map
 from megafp8.config.model_shapes import GemmDimensions, gemm_dimensions, rows_per_rank, sequence_shards
 from megafp8.config.precision_map import MLP_LINEARS, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
+from megafp8.utils.integers import round_up
 
 
 def gemm_alignment_problems(config: RunConfig) -> Iterator[str]:
@@ -23,7 +24,7 @@ def gemm_alignment_problems(config: RunConfig) -> Iterator[str]:
     assert model.hidden_size is not None and model.num_attention_heads is not None
     *attention, _, fc2 = gemm_dimensions(config)
     if model.hidden_size % align:
-        padded = derived.round_up(model.hidden_size, math.lcm(align, model.num_attention_heads))
+        padded = round_up(model.hidden_size, math.lcm(align, model.num_attention_heads))
         yield f"hidden size {model.hidden_size} is a dimension of every linear: {rule}; use --hidden-size {padded}"
     align, rule = _required_alignment(config, precision_map.ATTENTION_LINEARS)
     if latent_attention.is_latent(model):
@@ -32,15 +33,15 @@ def gemm_alignment_problems(config: RunConfig) -> Iterator[str]:
         proj = attention[-1]
         yield (
             f"linear_qkv has {qkv.out_features} output and linear_proj {proj.in_features} input channels per rank "
-            f"(heads of {derived.kv_channels(model)}, tensor-parallel size {tp}): {rule}; use --kv-channels "
-            f"{derived.round_up(derived.kv_channels(model), align)}"
+            f"(heads of {dimensions.kv_channels(model)}, tensor-parallel size {tp}): {rule}; use --kv-channels "
+            f"{round_up(dimensions.kv_channels(model), align)}"
         )
     align, rule = _required_alignment(config, MLP_LINEARS)
     if fc2.in_features % align:
-        ffn = derived.ffn_hidden_size(model)
+        ffn = dimensions.ffn_hidden_size(model)
         yield (
             f"linear_fc2 has {ffn} / {tp} = {fc2.in_features} input channels per rank: {rule}; use --ffn-hidden-size "
-            f"{derived.round_up(ffn, align * tp)}"
+            f"{round_up(ffn, align * tp)}"
         )
     align, rule = _required_alignment(config, all_linears)
     if rows_per_rank(config) % align:
@@ -71,8 +72,8 @@ def _rows_problem(config: RunConfig, align: int, rule: str) -> str:
     assert micro is not None and seq is not None
     shards = sequence_shards(config)
     unit = align * shards
-    padded_seq = derived.round_up(seq, unit // math.gcd(unit, micro))
-    padded_micro = derived.round_up(micro, unit // math.gcd(unit, seq))
+    padded_seq = round_up(seq, unit // math.gcd(unit, micro))
+    padded_micro = round_up(micro, unit // math.gcd(unit, seq))
     return (
         f"a microbatch has {micro} x {seq} / {shards} = {rows_per_rank(config)} rows per rank: {rule}; use "
         f"--seq-length {padded_seq} or --micro-batch-size {padded_micro}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-from megafp8.config import derived
+from megafp8.config import iterations
 from megafp8.config.schema import OptimizerConfig, RunConfig
 
 
@@ -17,9 +17,9 @@ def lr_decay_samples(config: RunConfig, world_size: int) -> int:
     """Samples at which the schedule ends; by default the end of the run."""
     optimizer = config.optimizer
     if config.training.train_iters is None:
-        return optimizer.lr_decay_samples or derived.train_samples(config, world_size)
+        return optimizer.lr_decay_samples or iterations.train_samples(config, world_size)
     steps = optimizer.lr_decay_iters if optimizer.lr_decay_iters is not None else config.training.train_iters
-    return steps * derived.global_batch_size(config, world_size)
+    return steps * iterations.global_batch_size(config, world_size)
 
 
 def lr_warmup_samples(config: RunConfig, world_size: int) -> float:
@@ -29,7 +29,7 @@ def lr_warmup_samples(config: RunConfig, world_size: int) -> float:
         return optimizer.lr_warmup_fraction * lr_decay_samples(config, world_size)
     if config.training.train_iters is None:
         return optimizer.lr_warmup_samples
-    return optimizer.lr_warmup_iters * derived.global_batch_size(config, world_size)
+    return optimizer.lr_warmup_iters * iterations.global_batch_size(config, world_size)
 
 
 def lr_wsd_decay_samples(config: RunConfig, world_size: int) -> Optional[int]:
@@ -37,14 +37,14 @@ def lr_wsd_decay_samples(config: RunConfig, world_size: int) -> Optional[int]:
     if config.training.train_iters is None:
         return config.optimizer.lr_wsd_decay_samples
     steps = config.optimizer.lr_wsd_decay_iters
-    return None if steps is None else steps * derived.global_batch_size(config, world_size)
+    return None if steps is None else steps * iterations.global_batch_size(config, world_size)
 
 
 def weight_decay_samples(config: RunConfig, world_size: int) -> int:
     """Samples over which weight decay changes from its start to its end value: those of the run."""
     if config.training.train_iters is None:
-        return derived.train_samples(config, world_size)
-    return config.training.train_iters * derived.global_batch_size(config, world_size)
+        return iterations.train_samples(config, world_size)
+    return config.training.train_iters * iterations.global_batch_size(config, world_size)
 
 
 def weight_decay_range(optimizer: OptimizerConfig) -> tuple[float, float]:

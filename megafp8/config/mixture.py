@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Optional, Union
 
-from megafp8.config import derived
+from megafp8.config import dimensions
 from megafp8.config.expert_layers import expert_layers, has_capacity, is_mixture, layer_frequency, num_expert_layers
 from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megafp8.errors import ConfigError
@@ -15,7 +15,7 @@ AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 def moe_ffn_hidden_size(model: ModelConfig) -> int:
     """Hidden size of one expert: by default that of dense layers."""
-    return derived.ffn_hidden_size(model) if model.moe_ffn_hidden_size is None else model.moe_ffn_hidden_size
+    return dimensions.ffn_hidden_size(model) if model.moe_ffn_hidden_size is None else model.moe_ffn_hidden_size
 
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megafp8.config import attention_layers, derived, latent_attention, mixture, multi_token
+from megafp8.config import attention_layers, dimensions, latent_attention, mixture, multi_token
 from megafp8.config.activations import is_gated
 from megafp8.config.deepseek import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from megafp8.config.schema import ModelConfig, RunConfig
@@ -198,11 +198,11 @@ def count_parameters(model: ModelConfig, padded_vocab: int) -> ParameterCount:
         padded_vocab: rows of the embedding.
     """
     assert model.num_layers is not None and model.hidden_size is not None
-    hidden, ffn = model.hidden_size, derived.ffn_hidden_size(model)
-    query, kv = derived.query_projection_size(model), derived.kv_projection_size(model)
+    hidden, ffn = model.hidden_size, dimensions.ffn_hidden_size(model)
+    query, kv = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
     ffn_in = 2 * ffn if is_gated(model) else ffn
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
-    qk_widths = query + kv if model.qk_layernorm_across_heads else 2 * derived.kv_channels(model)
+    qk_widths = query + kv if model.qk_layernorm_across_heads else 2 * dimensions.kv_channels(model)
     attention = hidden * (query + 2 * kv) + query * hidden
     if is_latent := latent_attention.is_latent(model):
         attention, qk_widths = latent_attention.num_weights(model), latent_attention.num_norm_channels(model)
@@ -285,7 +285,7 @@ def flops_per_token(model: ModelConfig, padded_vocab: int, seq_length: int) -> f
     parameters = count.active + count.num_depths * count.word_embeddings
     keys = attention_layers.mean_keys(model, seq_length)
     is_latent = latent_attention.is_latent(model)
-    channels = latent_attention.mean_channels(model) if is_latent else derived.query_projection_size(model)
+    channels = latent_attention.mean_channels(model) if is_latent else dimensions.query_projection_size(model)
     attention_forward = (model.num_layers + count.num_depths) * 2 * 2 * channels * keys
     return FORWARD_AND_BACKWARD * (2 * parameters + attention_forward)
 
@@ -323,8 +323,8 @@ def gemm_dimensions(config: RunConfig) -> list[GemmDimensions]:
     model, ranks = config.model, config.parallel.tensor_model_parallel_size
     assert model.hidden_size is not None
     hidden, rows = model.hidden_size, rows_per_rank(config)
-    query, kv = derived.query_projection_size(model), derived.kv_projection_size(model)
-    ffn = derived.ffn_hidden_size(model)
+    query, kv = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
+    ffn = dimensions.ffn_hidden_size(model)
     gathered = rows * ranks if config.parallel.sequence_parallel else rows
     attention = [
         GemmDimensions("linear_qkv", (query + 2 * kv) // ranks, hidden, rows),

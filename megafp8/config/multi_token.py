@@ -15,6 +15,7 @@ Their linears have the recipe of --fp8-format and --fp8-recipe (`precision_map.m
 
 from __future__ import annotations
 
+from megafp8.config import stages
 from megafp8.config.expert_layers import expert_layers, is_mixture
 from megafp8.config.schema import ModelConfig, RunConfig
 
@@ -30,6 +31,11 @@ def num_depths(model: ModelConfig) -> int:
 def depths_on(config: RunConfig, stage: int) -> int:
     """Modules of multi-token prediction on a pipeline stage: all on the last one."""
     return num_depths(config.model) if stage == config.parallel.pipeline_model_parallel_size - 1 else 0
+
+
+def num_layers_with_mtp(config: RunConfig, stage: int) -> int:
+    """Transformer layers of a stage, with those of multi-token prediction."""
+    return stages.num_layers_on(config, stage) + depths_on(config, stage)
 
 
 def has_experts(model: ModelConfig) -> bool:

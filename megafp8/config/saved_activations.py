@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megafp8.config import derived
+from megafp8.config import dimensions
 from megafp8.config.schema import RunConfig
 
 NORM, ACTIVATION = "norm", "activation"
@@ -22,5 +22,5 @@ def grouped_channels(config: RunConfig) -> dict[str, int]:
     assert model.hidden_size is not None
     return {
         NORM: model.hidden_size,
-        ACTIVATION: derived.ffn_hidden_size(model) // parallel.tensor_model_parallel_size,
+        ACTIVATION: dimensions.ffn_hidden_size(model) // parallel.tensor_model_parallel_size,
     }

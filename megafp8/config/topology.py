@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from megafp8.config.schema import RunConfig
 from megafp8.config.stages import Stages, virtual_pipeline_size
+from megafp8.errors import ConfigError
 
 Groups = tuple[tuple[int, ...], ...]
 """A partition of all ranks into groups."""
@@ -156,6 +157,33 @@ class ParallelLayout:
         layers = as_ranges([layer for chunk in stages[stage] for layer in chunk])
         modules = ["embedding"] * (stage == 0) + ([f"layers {layers}"] if layers else [])
         return " + ".join(modules + ["output"] * (stage == self.pipeline - 1)) or "no layers"
+
+
+def model_parallel_size(config: RunConfig) -> int:
+    """Ranks per model replica: tensor x pipeline x context."""
+    sizes = config.parallel
+    return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+
+
+def data_parallel_size(config: RunConfig, world_size: int, *, with_context_parallel: bool = False) -> int:
+    """Model replicas: world size / (tensor x pipeline x context).
+
+    Args:
+        with_context_parallel: count data- x context-parallel ranks instead, over which gradients are reduced. The
+            functions of megatron-core's `parallel_state` have the same argument.
+
+    Raises:
+        ConfigError: the world size is not a multiple of the ranks per replica.
+    """
+    ranks = model_parallel_size(config)
+    if world_size < 1 or ranks < 1 or world_size % ranks:
+        raise ConfigError(
+            f"world size {world_size} is not a multiple of tensor x pipeline x context parallel size "
+            f"= {config.parallel.tensor_model_parallel_size} x {config.parallel.pipeline_model_parallel_size} x "
+            f"{config.parallel.context_parallel_size} = {ranks}"
+        )
+    replicas = world_size // ranks
+    return replicas * config.parallel.context_parallel_size if with_context_parallel else replicas
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megafp8.config import derived, fp8_lm, mixture, precision_map
+from megafp8.config import derived, dimensions, fp8_lm, mixture, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.fp8_weights import fp16_master_problems, fsdp_codes_problems
@@ -335,7 +335,7 @@ def fp8_attention_problems(config: RunConfig, target: Target) -> list[str]:
     if capability[0] != 9:
         has = f"{target.name} has {capability_text(capability)}"
         return [f"{flag}: only compute capability 9.0 is supported, {has}; remove it"]
-    if model.hidden_size and model.num_attention_heads and (channels := derived.kv_channels(model)) != 128:
+    if model.hidden_size and model.num_attention_heads and (channels := dimensions.kv_channels(model)) != 128:
         return [
             f"{flag}: on {target.name} only 128 channels per head are supported, not {channels}; use --kv-channels 128"
         ]

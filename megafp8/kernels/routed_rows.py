@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megafp8.utils.integers import round_up
+
 ALIGNMENT = 16
 """Rows of an expert are a multiple of this: wgrad sums over them, and an FP8 GEMM loads 16 bytes at a time."""
 TILE = 128
@@ -37,7 +39,7 @@ class RoutedRows(NamedTuple):
 def num_rows(num_tokens: int, num_experts: int, top_k: int) -> int:
     """Rows for the worst case, in complete tiles."""
     largest = num_tokens * top_k + num_experts * (ALIGNMENT - 1)
-    return -(-largest // TILE) * TILE
+    return round_up(largest, TILE)
 
 
 def route(routing_map: Tensor, top_k: int) -> RoutedRows:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Collection
 
 from megafp8.config import derived
-from megafp8.config import flags as config_flags
 from megafp8.config.planted_faults import (
     ALIGNED_SWIGLU,
     GRADUAL_FAULTS,
@@ -19,6 +18,7 @@ from megafp8.config.planted_faults import (
     SPIKE_BATCH,
 )
 from megafp8.config.schema import RunConfig
+from megafp8.config.settings import all_settings
 from megafp8.launch.study import Option
 
 CLEAN, REPAIR = "clean", "_with_"
@@ -92,11 +92,8 @@ def without_given(flags: str, given: Collection[str]) -> tuple[str, ...]:
 
     The minimum of the learning rate goes with a learning rate that was given: it was a tenth of another one.
     """
-    words = flags.split()
-    kept = []
     given = {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given
-    for flag, value in zip(words[::2], words[1::2], strict=True):
-        invocation, _ = config_flags.parse_with_problems([flag, value])
-        if invocation.given.isdisjoint(given):
-            kept += [flag, value]
-    return tuple(kept)
+    names = {flag: setting.name for setting in all_settings() for flag in setting.flags}
+    words = flags.split()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return tuple(word for flag, value in pairs if names[flag] not in given for word in (flag, value))

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.config import derived, model_shapes, rules
+from megafp8.config import derived, dimensions, iterations, model_shapes, rules
 from megafp8.config import flags as config_flags
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
@@ -232,13 +232,13 @@ class StudyRun:
         """Number of training tokens."""
         config = self.config
         assert config.data.seq_length is not None
-        return derived.trained_samples(config, self.world_size) * config.data.seq_length
+        return iterations.trained_samples(config, self.world_size) * config.data.seq_length
 
     @property
     def padded_vocab(self) -> Optional[int]:
         """Vocabulary size after padding; None if only the tokenizer's files have it."""
         known = vocabulary_size(self.config)
-        return None if known is None else derived.padded_vocab_size(self.config, known)
+        return None if known is None else dimensions.padded_vocab_size(self.config, known)
 
     @property
     def parameters(self) -> Optional[int]:
@@ -296,11 +296,11 @@ def build_run(study: Study, grid: Grid, options: Sequence[Option]) -> tuple[Stud
     config = with_save_folder(config, study.folder / label)
     if budget is not None and not problems:
         # Check the rules first, for any length, because the number of steps can only be computed from valid settings.
-        unit = "samples" if derived.has_batch_schedule(config.training) else "iters"
+        unit = "samples" if iterations.has_batch_schedule(config.training) else "iters"
         problems += rules.setting_problems(with_values(config, {f"training.train_{unit}": MANY_STEPS}), world_size)
         if not problems:
             steps = budget_steps(config, world_size, *budget)
-            length = derived.batch_schedule(config, world_size).advance(steps) if unit == "samples" else steps
+            length = iterations.batch_schedule(config, world_size).advance(steps) if unit == "samples" else steps
             words += [f"--train-{unit}", str(length)]
             config = with_values(config, {f"training.train_{unit}": length})
     if not problems:
@@ -348,10 +348,10 @@ def study_problems(invocation: Invocation, gpus: float, budget: Optional[tuple[s
 def budget_steps(config: RunConfig, world_size: int, kind: str, amount: float) -> int:
     """Number of steps for at least `amount` tokens, or tokens per parameter (embeddings included)."""
     if kind == "tokens_per_parameter":
-        rows = derived.padded_vocab_size(config, vocabulary_size(config) or 0)
+        rows = dimensions.padded_vocab_size(config, vocabulary_size(config) or 0)
         amount *= model_shapes.count_parameters(config.model, rows).total
     assert config.data.seq_length is not None
-    return math.ceil(derived.batch_schedule(config, world_size).steps_until(amount / config.data.seq_length))
+    return math.ceil(iterations.batch_schedule(config, world_size).steps_until(amount / config.data.seq_length))
 
 
 def vocabulary_size(config: RunConfig) -> Optional[int]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.config import derived
+from megafp8.config import iterations
 from megafp8.device.gpus import Gpu
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
 from megafp8.launch import slurm
@@ -260,7 +260,7 @@ class StudyProgress:
     @property
     def steps(self) -> int:
         """Number of steps of the complete run."""
-        return derived.train_iters(self.run.config, self.run.world_size)
+        return iterations.train_iters(self.run.config, self.run.world_size)
 
     @property
     def seconds(self) -> Optional[float]:
@@ -303,7 +303,7 @@ def predicted_seconds(run: StudyRun, finished: Sequence[StudyProgress], gpu: Opt
         config = with_choices(run.config, gpu, run.world_size)
         planned = PlannedRun(config=config, gpu=gpu, world_size=run.world_size, padded_vocab=run.padded_vocab)
         # Of a batch schedule the planner predicts the last size: a smaller step takes its share of that time.
-        num_steps = derived.trained_samples(run.config, run.world_size) / derived.global_batch_size(
+        num_steps = iterations.trained_samples(run.config, run.world_size) / iterations.global_batch_size(
             run.config, run.world_size
         )
         return step_time(planned).seconds * num_steps

@@ -19,7 +19,7 @@ from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megafp8.config import derived
+from megafp8.config import derived, dimensions
 from megafp8.config.activations import is_gated, is_plain_swiglu
 from megafp8.config.muon import has_flat_shards, is_muon
 from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
@@ -109,10 +109,10 @@ def shape_fields(config: RunConfig) -> dict[str, Any]:
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
-        "ffn_hidden_size": derived.ffn_hidden_size(model),
+        "ffn_hidden_size": dimensions.ffn_hidden_size(model),
         "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": derived.num_query_groups(model),
-        "kv_channels": derived.kv_channels(model),
+        "num_query_groups": dimensions.num_query_groups(model),
+        "kv_channels": dimensions.kv_channels(model),
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,

@@ -23,7 +23,6 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megafp8.config.derived import round_up
 from megafp8.config.grouped_experts import shares_input_codes
 from megafp8.config.precision_map import EXPERTS, SHARED_EXPERTS
 from megafp8.mcore.mixture_patches import define_router_gemm
@@ -32,6 +31,7 @@ from megafp8.models.router import Router
 from megafp8.quantization.nvfp4 import RoundingNoise
 from megafp8.quantization.received import ReceivedScale
 from megafp8.recipes.base import Gemm, Operand, OperandRule, ScaleRule
+from megafp8.utils.integers import round_up
 
 Linear = Union[type, ModuleSpec]
 

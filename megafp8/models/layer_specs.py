@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megafp8.config import attention_layers, derived, latent_attention, multi_token, precision_map
+from megafp8.config import attention_layers, derived, dimensions, latent_attention, multi_token, precision_map
 from megafp8.config.expert_layers import expert_layers
 from megafp8.config.grouped_experts import expert_choices, grouped_expert_obstacles
 from megafp8.config.precision_map import EXPERTS, LINEARS, MLP_LINEARS, build_linear_recipe
@@ -289,7 +289,7 @@ def across_heads_norms(model: ModelConfig) -> Optional[tuple[ModuleSpec, ModuleS
         return None
     query, key = (
         ModuleSpec(AcrossHeadsNorm, {"num_heads": num_heads})
-        for num_heads in (model.num_attention_heads, derived.num_query_groups(model))
+        for num_heads in (model.num_attention_heads, dimensions.num_query_groups(model))
     )
     return query, key
 

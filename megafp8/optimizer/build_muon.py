@@ -17,7 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, g
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamWithNamePredicate
 from torch import Tensor
 
-from megafp8.config import derived
+from megafp8.config import dimensions
 from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
@@ -100,8 +100,8 @@ def trainable_only(chunks: Sequence[Any], ownerships: Sequence[Ownership]) -> It
 def find_matrices(config: RunConfig, chunks: Sequence[Any]) -> dict[Tensor, Matrix]:
     """How each weight of Muon is a matrix, by the tensor that the optimizer updates."""
     model = config.model
-    heads = derived.query_projection_size(model) // derived.num_query_groups(model)
-    channels = derived.kv_channels(model)
+    heads = dimensions.query_projection_size(model) // dimensions.num_query_groups(model)
+    channels = dimensions.kv_channels(model)
     found = {}
     for name, weight in named_weights(chunks):
         if is_matrix(weight, name):

@@ -42,7 +42,7 @@ class ReducedGradientMonitor:
             bad += ~is_finite(gradient)
         return bad
 
-    def find_local_bad_gradients(self) -> Optional[set[tuple[int, str]]]:
+    def find_bad_gradients_in_modules(self) -> Optional[set[tuple[int, str]]]:
         """(chunk, name) of this rank's non-finite gradients before they were reduced; None if no rank knows of any.
 
         They are those parameters of its bad modules whose sums are not finite. Collective.

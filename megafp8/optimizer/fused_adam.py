@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from megafp8.config import derived
+from megafp8.config.fused_adam import fused_adam_obstacle
 from megafp8.config.schema import RunConfig
 from megafp8.optimizer.tensor_table import ParameterRow, build_rows
 
@@ -45,7 +45,7 @@ def obstacle(config: RunConfig, on_cuda: bool) -> Optional[str]:
         ),
         (on_cuda and not distrib_optimizer.USING_TE_OPTIMIZER, "no Transformer Engine, whose Adam keeps the state"),
     )
-    of_config = derived.fused_adam_obstacle(config)
+    of_config = fused_adam_obstacle(config)
     if of_config is not None:
         return of_config
     return next((reason for applies, reason in device_obstacles if applies), None)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megafp8.optimizer.gradient_pieces import ROW, Shard
 from megafp8.recipes.formats import Format
+from megafp8.utils.integers import round_up
 
 
 class FusedRows:
@@ -53,7 +54,7 @@ class FusedRows:
             self.sizes.append(size + -size % alignment)
             first_row += shard.num_rows
         sums = list(self._parts(self.own))
-        rows = [(row * ROW, row * ROW + -(-(stop - start) // ROW) * ROW, row, of) for start, stop, row, of in sums]
+        rows = [(row * ROW, row * ROW + round_up(stop - start, ROW), row, of) for start, stop, row, of in sums]
         places = [place for each in table for place in each[:3]]
         self._alignment = gradient_rows.alignment_of(places, exact_itemsize)
         self._table, self._sums_table, self._rows_table = (

@@ -326,7 +326,7 @@ class GradientShard(NamedTuple):
     owner: int
 
 
-def find_local_bad_gradients(chunks: Sequence[Any]) -> set[tuple[int, str]]:
+def find_bad_gradients_in_buckets(chunks: Sequence[Any]) -> set[tuple[int, str]]:
     """(chunk, name) of the parameters for which this rank's local gradients are not finite.
 
     Collective over the data-parallel groups, after a reduce-scatter. If another rank has non-finite local values in
@@ -346,7 +346,7 @@ ChunkGroups = tuple[int, Any, Sequence[Any]]
 
 
 def find_bad_shards(chunk_groups: Sequence[ChunkGroups], group: dist.ProcessGroup) -> set[tuple[int, str]]:
-    """`find_local_bad_gradients` of buckets that one process group reduces. Collective over it."""
+    """`find_bad_gradients_in_buckets` of buckets that one process group reduces. Collective over it."""
     shards = gradient_shards(chunk_groups, group.size())
     local = {shard for shard, gradient in shards if not bool(is_finite(gradient))}
     gathered: list[set[GradientShard]] = [set()] * group.size()

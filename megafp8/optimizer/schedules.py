@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
-from megafp8.config import derived, lr_schedule
+from megafp8.config import iterations, lr_schedule
 from megafp8.config.schema import OptimizerConfig, RunConfig
 
 
@@ -101,7 +101,7 @@ def preview_schedule(config: RunConfig, world_size: int, steps: Sequence[int]) -
             groups[1]["min_lr"] = settings.decoupled_min_lr
     optimizer: Any = SimpleNamespace(param_groups=groups)
     schedule = build_schedule(config, optimizer, world_size)
-    batches, found = derived.batch_schedule(config, world_size), []
+    batches, found = iterations.batch_schedule(config, world_size), []
     for step in steps:
         schedule.step(increment=batches.advance(step - 1) - schedule.num_steps)
         found.append(

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
-from megafp8.config import derived, precision_map, rules
+from megafp8.config import derived, dimensions, precision_map, rules, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.muon import has_flat_shards
@@ -183,7 +183,7 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
 
 def _ranks_that_share(config: RunConfig, world_size: int) -> int:
     """The data- and context-parallel ranks that have the same weights; also for sizes that rules refuse."""
-    return world_size // max(1, derived.model_parallel_size(config) // max(1, config.parallel.context_parallel_size))
+    return world_size // max(1, topology.model_parallel_size(config) // max(1, config.parallel.context_parallel_size))
 
 
 def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
@@ -255,7 +255,7 @@ def _memory_shortage(config: RunConfig, target: Target, world_size: int) -> str:
     gpu = find_gpu(target.name)
     if gpu is None or rules.setting_problems(config, world_size):
         return ""
-    vocab_size = derived.padded_vocab_size(config, config.model.vocab_size or 1)
+    vocab_size = dimensions.padded_vocab_size(config, config.model.vocab_size or 1)
     estimate = max(estimate_stages(config, world_size, vocab_size), key=lambda each: each.total_bytes)
     graph_bytes = cuda_graph_memory_bytes(config, estimate)
     if is_mixture(config.model):

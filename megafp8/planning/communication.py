@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from megafp8.config import derived, latent_attention, mixture
+from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, topology
 from megafp8.config.model_shapes import count_parameters
 from megafp8.config.muon import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
@@ -49,7 +49,8 @@ def data_group(run: PlannedRun) -> RankGroup:
     stands for both, that of the blocks where there is more than one.
     """
     is_apart = run.config.parallel.use_tp_pp_dp_mapping and run.data > 1
-    return RankGroup(run.data * run.context, run.tensor * (run.pipeline if is_apart else 1))
+    size = topology.data_parallel_size(run.config, run.world_size, with_context_parallel=True)
+    return RankGroup(size, run.tensor * (run.pipeline if is_apart else 1))
 
 
 def expert_data_group(run: PlannedRun) -> RankGroup:
@@ -173,7 +174,7 @@ def context_parallel_traffic(run: PlannedRun) -> tuple[float, float, float]:
     model, group = run.config.model, RankGroup(run.context, run.tensor)
     if group.size == 1:
         return 0.0, 0.0, 0.0
-    query, kv = derived.query_projection_size(model), derived.kv_projection_size(model)
+    query, kv = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
     if latent_attention.is_latent(model):  # the mean of keys and values
         query = kv = int(latent_attention.mean_channels(model))
     comm_type = run.config.parallel.cp_comm_type
@@ -303,7 +304,7 @@ def _group_traffic(run: PlannedRun, stage: int, group: RankGroup, quantizable: i
     num_buckets, num_microbatches = -(-parameters // bucket_size), 1
     if config.parallel.use_torch_fsdp2:
         assert config.model.num_layers is not None
-        num_microbatches = derived.num_microbatches(config, run.world_size)
+        num_microbatches = iterations.num_microbatches(config, run.world_size)
         num_gathers = 2 if config.parallel.torch_fsdp2_reshard_after_forward else 1
         parameter_bytes *= num_microbatches * num_gathers
         num_buckets = num_microbatches * (config.model.num_layers + 1)

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import astuple, dataclass
 from typing import Optional
 
-from megafp8.config import attention_layers, derived, latent_attention, model_shapes
+from megafp8.config import attention_layers, derived, dimensions, latent_attention, model_shapes
 from megafp8.config.activations import is_gated
 from megafp8.config.rules.precision import uses_op_fuser, uses_split_rope_kernel
 from megafp8.config.saved_activations import ACTIVATION, NORM, PACKED_BYTES
@@ -218,7 +218,7 @@ def attention_s(run: PlannedRun) -> float:
     model, calibration, seq = run.config.model, run.calibration, run.config.data.seq_length
     assert seq is not None
     is_latent = latent_attention.is_latent(model)
-    num_channels = latent_attention.mean_channels(model) if is_latent else derived.query_projection_size(model)
+    num_channels = latent_attention.mean_channels(model) if is_latent else dimensions.query_projection_size(model)
     channels = num_channels / run.tensor
 
     def seconds(window: int) -> float:
@@ -257,10 +257,10 @@ def _num_activations(run: PlannedRun, has_experts: bool) -> tuple[int, int, int]
     """
     model = run.config.model
     has_rope = model.position_embedding_type in ("rope", "yarn")
-    qkv_size = derived.query_projection_size(model) + 2 * derived.kv_projection_size(model) if has_rope else 0
+    qkv_size = dimensions.query_projection_size(model) + 2 * dimensions.kv_projection_size(model) if has_rope else 0
     if latent_attention.is_latent(model):  # rotated channels are concatenated with the others
         qkv_size = int(3 * latent_attention.mean_channels(model))
-    width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else derived.ffn_hidden_size(model)
+    width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else dimensions.ffn_hidden_size(model)
     return (
         run.sharded_tokens * run.hidden_size,
         run.tokens * qkv_size // run.tensor,

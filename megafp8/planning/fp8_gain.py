@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megafp8.config import derived, mixture, model_shapes
+from megafp8.config import derived, iterations, mixture, model_shapes
 from megafp8.config.precision_map import GEMMS
 from megafp8.config.rules import cuda_graph
 from megafp8.config.settings import with_values
@@ -62,7 +62,7 @@ def linear_gains(run: PlannedRun) -> list[LinearGain]:
 
 def linear_casts_s(run: PlannedRun, recipe: str, linear: model_shapes.GemmDimensions) -> float:
     """Seconds of quantizing a linear's operands for one microbatch, with a share of the weight's cast."""
-    weight_share = 1 / derived.num_microbatches(run.config, run.world_size)
+    weight_share = 1 / iterations.num_microbatches(run.config, run.world_size)
     num_activations = linear.rows * linear.in_features + grad_output_rows(run, linear) * linear.out_features
     num_elements = num_activations + weight_share * linear.in_features * linear.out_features
     return cast_s(run, recipe, num_elements, 2 + weight_share)

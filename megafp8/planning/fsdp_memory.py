@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megafp8.config import derived
+from megafp8.config import topology
 from megafp8.config.schema import RunConfig
 
 NUM_GATHERED_LAYERS = 2
@@ -22,7 +22,7 @@ ROW_BYTES = 2  # of a parameter, in BF16 or FP16
 
 def num_shards(config: RunConfig, world_size: int) -> int:
     """Ranks over which optimizer state is sharded, and with FSDP2 weights and gradients: those of a replica."""
-    ranks = derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size
+    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
     return ranks // config.parallel.num_distributed_optimizer_instances if config.parallel.use_torch_fsdp2 else ranks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import activations, derived, latent_attention
+from megafp8.config import activations, dimensions, latent_attention
 from megafp8.config.saved_activations import ACTIVATION, PACKED_BYTES
 from megafp8.config.schema import PrecisionConfig, RunConfig
 
@@ -82,4 +82,4 @@ def backward_bytes(config: RunConfig, tokens: int, act_bytes: int) -> int:
     num_fc1_outputs = 2 if activations.is_gated(model) else 1
     is_unpacked = ACTIVATION in config.precision.fp8_saved_activations
     num_ffn = num_fc1_outputs + 1 + num_fc1_outputs * is_unpacked
-    return act_bytes * tokens * (2 * model.hidden_size + num_ffn * derived.ffn_hidden_size(model) // tp)
+    return act_bytes * tokens * (2 * model.hidden_size + num_ffn * dimensions.ffn_hidden_size(model) // tp)

@@ -31,7 +31,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import activations, derived, latent_attention, mixture, model_shapes, multi_token, stages
+from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, model_shapes, multi_token, stages
+from megafp8.config.activations import is_gated
+from megafp8.config.multi_token import num_layers_with_mtp
 from megafp8.config.muon import is_muon
 from megafp8.config.saved_activations import ACTIVATION, NORM
 from megafp8.config.schema import PrecisionConfig, RunConfig
@@ -95,7 +97,7 @@ def estimate_memory(
 
     Args:
         config: a configuration that violates no rule.
-        padded_vocab: vocabulary size after padding (`derived.padded_vocab_size`).
+        padded_vocab: vocabulary size after padding (`dimensions.padded_vocab_size`).
         implementation: the resolved layer implementation, `transformer_engine`, `emulated` or `local`.
     """
     quantizable, other = parameters_on_stage(config, padded_vocab, stage)
@@ -179,7 +181,7 @@ def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tup
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     count = model_shapes.count_parameters(model, padded_vocab)
-    layers, depths = num_layers_on(config, stage), multi_token.depths_on(config, stage)
+    layers, depths = num_layers_with_mtp(config, stage), multi_token.depths_on(config, stage)
     assert model.hidden_size is not None
     replicated_biases = 2 * model.hidden_size if model.add_bias_linear else 0
     sharded_biases = count.biases_per_layer - replicated_biases
@@ -198,11 +200,6 @@ def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tup
         if (model.share_embeddings_and_output_weights or depths) and stage > 0:
             other += count.word_embeddings // tp
     return quantizable, other
-
-
-def num_layers_on(config: RunConfig, stage: int) -> int:
-    """Transformer layers of a stage, with those of multi-token prediction."""
-    return stages.num_layers_on(config, stage) + multi_token.depths_on(config, stage)
 
 
 def _output_copy_bytes(config: RunConfig, padded_vocab: int, implementation: str) -> int:
@@ -252,7 +249,7 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
         gradients = 0 if derived.grad_dtype(precision) == "fp32" else BYTES["fp32"]
     if is_muon(config):
         has_table = stage == 0 or _is_last(config, stage)
-        channels = padded_vocab if has_table else derived.ffn_hidden_size(config.model)
+        channels = padded_vocab if has_table else dimensions.ffn_hidden_size(config.model)
         assert config.model.hidden_size is not None
         largest = channels * config.model.hidden_size // config.parallel.tensor_model_parallel_size
         return muon_cost.state_bytes(
@@ -289,8 +286,8 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
         input_bytes += (act_bytes - input_bytes) * num_high / model.num_layers
 
     residual = _residual_elements(config)
-    query = tokens * derived.query_projection_size(model) // tp
-    kv = tokens * derived.kv_projection_size(model) // tp
+    query = tokens * dimensions.query_projection_size(model) // tp
+    kv = tokens * dimensions.kv_projection_size(model) // tp
     ffn, routed = mlp_channels(config, tokens, residual)
     masks = 2 * residual * DROPOUT_MASK_BYTES if model.hidden_dropout > 0 else 0
     attention = act_bytes * (query + 2 * kv) + int(input_bytes * query)
@@ -311,7 +308,7 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
         norm_outputs=int(2 * input_bytes * residual),
         attention=attention,
         core_attention=core,
-        mlp=int(saved_itemsize(precision, ACTIVATION, act_bytes) * ffn * (2 if activations.is_gated(model) else 1))
+        mlp=int(saved_itemsize(precision, ACTIVATION, act_bytes) * ffn * (2 if is_gated(model) else 1))
         + int(input_bytes * (ffn + routed)),
         layer_input=act_bytes * residual // (tp if config.training.distribute_saved_activations else 1),
     )
@@ -325,8 +322,8 @@ def layers_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
     stages, --microbatch-group-size-per-virtual-pipeline-stage if it is given.
     """
     num_stages = config.parallel.pipeline_model_parallel_size
-    num_microbatches = derived.num_microbatches(config, world_size)
-    layers, num_chunks = num_layers_on(config, stage), stages.virtual_pipeline_size(config)
+    num_microbatches = iterations.num_microbatches(config, world_size)
+    layers, num_chunks = num_layers_with_mtp(config, stage), stages.virtual_pipeline_size(config)
     num_later = num_stages - stage - 1
     if num_chunks is None:
         return layers * min(num_later + 1, num_microbatches)
@@ -338,7 +335,7 @@ def layers_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
 def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementation: str) -> int:
     layer = layer_activations(config, implementation=implementation)
     in_flight = layers_in_flight(config, world_size, stage)
-    num_layers = num_layers_on(config, stage)
+    num_layers = num_layers_with_mtp(config, stage)
     embedding = 0.0
     if stage == 0 and config.model.hidden_dropout > 0 and num_layers:  # the dropout mask after the embedding
         embedding = _residual_elements(config) * DROPOUT_MASK_BYTES * in_flight / num_layers

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from megafp8.config import derived, rules
+from megafp8.config import iterations, rules, topology
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
@@ -143,7 +143,7 @@ def last_batch_size(config: RunConfig) -> Optional[int]:
     if not training.step_batch_size_schedule:
         return training.global_batch_size
     try:
-        return derived.batch_schedule(config, derived.model_parallel_size(config)).last_batch_size
+        return iterations.batch_schedule(config, topology.model_parallel_size(config)).last_batch_size
     except ConfigError:
         return None
 
@@ -164,7 +164,7 @@ def refused_sizes(config: RunConfig, world_size: int) -> list[str]:
 def _problems_by_size(config: RunConfig, world_size: int) -> dict[int, list[str]]:
     batch = last_batch_size(config)
     try:
-        ranks = derived.data_parallel_size(config, world_size)
+        ranks = topology.data_parallel_size(config, world_size)
     except ConfigError:
         return {}
     if batch is None or batch < 1 or batch % ranks:

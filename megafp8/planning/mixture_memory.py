@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megafp8.config import derived, mixture, model_shapes, multi_token, stages
+from megafp8.config import dimensions, mixture, model_shapes, multi_token, stages
 from megafp8.config.schema import RunConfig
 
 
@@ -32,7 +32,7 @@ def mlp_channels(config: RunConfig, tokens: int, residual: int) -> tuple[int, in
         residual: elements of the residual stream of a microbatch on one rank.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    dense = tokens * derived.ffn_hidden_size(model) // tp
+    dense = tokens * dimensions.ffn_hidden_size(model) // tp
     if not mixture.is_mixture(model):
         return dense, 0
     assert model.num_layers is not None

@@ -7,7 +7,7 @@ as many as the forward and backward passes of 5 m tokens through it. The router 
 
 from __future__ import annotations
 
-from megafp8.config import derived, mixture, model_shapes, multi_token, stages
+from megafp8.config import dimensions, mixture, model_shapes, multi_token, topology
 from megafp8.config.activations import is_gated
 from megafp8.config.muon import is_layer_wise, is_muon
 from megafp8.config.schema import RunConfig
@@ -37,8 +37,8 @@ def split_matrices(config: RunConfig) -> tuple[list[Shape], list[Shape]]:
     for linear in model_shapes.gemm_dimensions(whole):
         outputs, inputs = linear.out_features, linear.in_features
         if linear.name == "linear_qkv" and config.optimizer.muon_split_qkv:
-            kv = derived.kv_projection_size(model)
-            attention += [(derived.query_projection_size(model), inputs), (kv, inputs), (kv, inputs)]
+            kv = dimensions.kv_projection_size(model)
+            attention += [(dimensions.query_projection_size(model), inputs), (kv, inputs), (kv, inputs)]
         elif linear.name == "linear_fc1":
             mlp.append((outputs, inputs))
         elif linear.name == "linear_fc2":
@@ -59,7 +59,7 @@ def matrices_on_rank(config: RunConfig, stage: int) -> list[tuple[Shape, int, in
     """(shape, how many, tensor-parallel size) of the matrices on one rank of a stage; shapes are complete."""
     model, parallel = config.model, config.parallel
     attention, mlp = split_matrices(config)
-    num_layers = stages.num_layers_on(config, stage) + multi_token.depths_on(config, stage)
+    num_layers = multi_token.num_layers_with_mtp(config, stage)
     with_experts = expert_layers_on_stage(config, stage)
     tensor = parallel.tensor_model_parallel_size
     found = [(shape, num_layers, tensor) for shape in attention]
@@ -111,7 +111,7 @@ def muon_lines(config: RunConfig, world_size: int) -> list[str]:
     if not is_muon(config):
         return []
     num_matrices = sum(count for _, count, _ in matrices_on_rank(config, 0))
-    ranks = derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size
+    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
     each = f"divided by {ranks} ranks" if is_layer_wise(config) else "on each rank"
     return [
         f"muon: {num_matrices:,} matrices on the first stage, {newton_schulz_flops(config, 0) / 1e12:,.3f} TFLOP of "
@@ -134,7 +134,7 @@ def state_bytes(
     of_matrix, of_other = itemsize + FP32_BYTES, itemsize + 2 * FP32_BYTES
     if not is_layer_wise(config):
         return matrices * of_matrix + others * of_other
-    ranks = derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size
+    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
     expert_ranks = mixture.expert_data_size(config, world_size) if experts else 1
     dense = max((matrices - experts) * of_matrix + others * of_other, ranks * largest * of_other)
     return -(-dense // ranks) + -(-experts * of_matrix // expert_ranks)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from megafp8.config import derived
+from megafp8.config import dimensions, iterations
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.flags import Invocation
 from megafp8.config.muon import is_muon
@@ -80,7 +80,7 @@ def make_plan(
         raise ConfigError(problems)
 
     def padded_vocab(candidate: RunConfig) -> int:
-        return derived.padded_vocab_size(candidate, vocabulary_size(candidate) or 0)
+        return dimensions.padded_vocab_size(candidate, vocabulary_size(candidate) or 0)
 
     given = invocation.given - {MICRO} if is_auto(config) else invocation.given
 
@@ -148,7 +148,7 @@ def assumptions(invocation: Invocation, world_size: int) -> dict[str, Any]:
     }
     if "precision.fp8_recipe" in given and "precision.fp8_format" not in given:
         values["precision.fp8_format"] = registry.get(config.precision.fp8_recipe).default_format
-    has_schedule = derived.has_batch_schedule(config.training)
+    has_schedule = iterations.has_batch_schedule(config.training)
     if config.training.train_samples is None and not has_schedule:
         values["training.train_iters"] = 1000
     if not any((config.data.data_path, config.data.train_data_path, config.data.mock_data)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from megafp8.config import derived, model_shapes, precision_map, stages
+from megafp8.config import derived, model_shapes, precision_map, stages, topology
 from megafp8.config.latent_attention import DOWN_PROJECTIONS
 from megafp8.config.precision_map import GEMMS, MLP_LINEARS, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
@@ -99,7 +99,7 @@ class PlannedRun:
     @property
     def data(self) -> int:
         """Data-parallel size."""
-        return derived.data_parallel_size(self.config, self.world_size)
+        return topology.data_parallel_size(self.config, self.world_size)
 
     @property
     def chunks(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megafp8.config import derived, mixture
+from megafp8.config import mixture, topology
 from megafp8.config.schema import RunConfig
 
 CONTEXT_BYTES = int(7.7 * 2**30)
@@ -19,6 +19,6 @@ def non_torch_bytes(config: RunConfig, world_size: int) -> int:
     groups += (
         parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,
-        derived.data_parallel_size(config, world_size) * parallel.context_parallel_size, world_size,
+        topology.data_parallel_size(config, world_size, with_context_parallel=True), world_size,
     )  # fmt: skip
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in groups)

@@ -9,6 +9,7 @@ from megafp8.config.expert_layers import is_mixture
 from megafp8.config.schema import RunConfig
 from megafp8.device.gpus import Gpu
 from megafp8.planning.layouts import LayoutSearch
+from megafp8.utils.integers import round_up
 
 GPUS_PER_NODE, GPUS_PER_NODE_GROUP = 8, 64
 NEARBY_FRACTION = 1 / 4
@@ -25,7 +26,7 @@ def nearby_counts(world_size: int) -> list[int]:
     counts = {
         count
         for size in (unit // 2, unit)
-        for count in (world_size // size * size, -(-world_size // size) * size)
+        for count in (world_size // size * size, round_up(world_size, size))
     }  # fmt: skip
     return sorted(
         count for count in counts - {0, world_size} if abs(count - world_size) <= NEARBY_FRACTION * world_size

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from megafp8.config import derived, flags
+from megafp8.config import flags, iterations
 from megafp8.config.settings import settings_by_name
 from megafp8.planning.communication import NETWORK_FRACTION
 from megafp8.planning.layouts import FREE_MEMORY_FRACTION, PlannedLayout
@@ -102,7 +102,7 @@ def scaling_sections(plan: Plan) -> list[str]:
         for limit in scaling_limits(plan.scaling)
     ] or ["speed per GPU stays above 90% of the best at every number of GPUs"]
     batches = {
-        derived.global_batch_size(layout.run.config, layout.run.world_size)
+        iterations.global_batch_size(layout.run.config, layout.run.world_size)
         for layout in plan.scaling.values()
         if layout
     }

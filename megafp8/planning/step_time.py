@@ -21,9 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from megafp8.config import derived, mixture, model_shapes, multi_token, precision_map, stages
+from megafp8.config import derived, iterations, mixture, model_shapes, multi_token, precision_map, stages
 from megafp8.planning import communication, compute
-from megafp8.planning.memory import num_layers_on, parameters_on_stage
+from megafp8.planning.memory import parameters_on_stage
 from megafp8.planning.mixture_memory import expert_layers_on_stage
 from megafp8.planning.mixture_time import exchanged_bytes, experts_time
 from megafp8.planning.optimizer_time import optimizer_s
@@ -109,7 +109,7 @@ def step_time(run: PlannedRun) -> StepTime:
     layers = {size: layer_times(run, *size) for size in set(sizes.values())}
     times = {stage: stage_time(run, stage, layers[sizes[stage]]) for stage in counts}
     slowest = max(times, key=lambda stage: times[stage].seconds)
-    num_microbatches = derived.num_microbatches(run.config, run.world_size)
+    num_microbatches = iterations.num_microbatches(run.config, run.world_size)
     parts = {name: num_microbatches * seconds for name, seconds in times[slowest].parts.items()}
     all_stages_s = sum(count * times[stage].seconds for stage, count in counts.items())
     parts |= pipeline_parts(run, all_stages_s - times[slowest].seconds, num_microbatches)
@@ -119,7 +119,7 @@ def step_time(run: PlannedRun) -> StepTime:
     assert run.config.data.seq_length is not None
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
-        tokens=derived.tokens_per_step(run.config, run.world_size),
+        tokens=iterations.tokens_per_step(run.config, run.world_size),
         num_gpus=run.world_size,
         flops_per_token=model_shapes.flops_per_token(run.config.model, run.padded_vocab, run.config.data.seq_length),
         peak_flops=run.gpu.peak.flops[peak_dtype(run.recipe)],
@@ -179,7 +179,7 @@ def multi_token_recipe(run: PlannedRun) -> str:
 
 def layers_of_stage(run: PlannedRun, stage: int) -> tuple[int, int]:
     """Layers of a stage, and those of them with experts, both with those of multi-token prediction."""
-    return num_layers_on(run.config, stage), expert_layers_on_stage(run.config, stage)
+    return multi_token.num_layers_with_mtp(run.config, stage), expert_layers_on_stage(run.config, stage)
 
 
 def layer_times(run: PlannedRun, num_layers: int, num_expert_layers: int = 0) -> LayerTimes:
@@ -325,7 +325,7 @@ def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> flo
     traffic, parallel = communication.data_parallel_traffic(run, stage), run.config.parallel
     reduce_s, gather_s = traffic.reduce_s, traffic.gather_s
     if parallel.use_torch_fsdp2:
-        step_s = time.seconds * derived.num_microbatches(run.config, run.world_size)
+        step_s = time.seconds * iterations.num_microbatches(run.config, run.world_size)
         total_s = reduce_s + gather_s
         return max(total_s / traffic.num_buckets, exposed_s(total_s, step_s))
     if parallel.overlap_grad_reduce:
@@ -340,7 +340,7 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
     quantizable, _ = parameters_on_stage(run.config, run.padded_vocab, stage)
     # FP8 parameters only need the transposed codes: the optimizer writes the codes.
     num_elements = quantizable / (2 if run.config.precision.fp8_param_gather else 1)
-    num_elements /= max(1, num_layers_on(run.config, stage))
+    num_elements /= max(1, multi_token.num_layers_with_mtp(run.config, stage))
     counts = layer_counts(run, stage, FORWARD_GEMMS)
     num_layers, num_expert_layers = layers_of_stage(run, stage)
     num_tensors = float(len(model_shapes.gemm_dimensions(run.config)))
@@ -357,8 +357,8 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
 
 def bytes_by_group(run: PlannedRun) -> dict[str, float]:
     """Bytes that a rank of the first pipeline stage sends in one step, by process group."""
-    num_microbatches = derived.num_microbatches(run.config, run.world_size)
-    num_layer_passes = num_layers_on(run.config, 0) * num_microbatches
+    num_microbatches = iterations.num_microbatches(run.config, run.world_size)
+    num_layer_passes = multi_token.num_layers_with_mtp(run.config, 0) * num_microbatches
     num_layers, num_expert_layers = layers_of_stage(run, 0)
     traffic = [
         count * num_microbatches * communication.tensor_parallel_traffic(run, run.recipe, has_experts).bytes

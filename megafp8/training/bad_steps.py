@@ -161,9 +161,9 @@ def find_local_bad_gradients(run: Run) -> Optional[set[tuple[int, str]]]:
     """
     monitor = run.gradient_monitor
     if isinstance(monitor, ReducedGradientMonitor):
-        return monitor.find_local_bad_gradients()
+        return monitor.find_bad_gradients_in_modules()
     if monitor is None and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
-        return gradient_checks.find_local_bad_gradients(run.trainee.chunks)
+        return gradient_checks.find_bad_gradients_in_buckets(run.trainee.chunks)
     return None
 
 

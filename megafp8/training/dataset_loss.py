@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.metadata import read_config
-from megafp8.config import derived
+from megafp8.config import iterations, topology
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.data.loader import stack_samples
@@ -126,4 +126,4 @@ def validation_samples(saved: RunConfig) -> int:
         raise ConfigError(
             "the size of the run's validations depends on its number of ranks, which is unknown here: give --tokens"
         )
-    return training.eval_iters * derived.eval_batch_size(saved, derived.model_parallel_size(saved))
+    return training.eval_iters * iterations.eval_batch_size(saved, topology.model_parallel_size(saved))

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 
 from megafp8 import __version__
-from megafp8.config import derived, model_shapes, multi_token, precision_map
+from megafp8.config import derived, dimensions, iterations, model_shapes, multi_token, precision_map, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
@@ -65,7 +65,7 @@ def describe_run(checked: Checked) -> str:
     build_ddp_config(config)
     if not config.optimizer.use_precision_aware_optimizer or has_transformer_engine:
         build_optimizer_config(config, implementation)
-    vocab_size = derived.padded_vocab_size(config, vocabulary_size(config))
+    vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     chosen = format_chosen([*chosen_settings(config, target, implementation), *checked.choices])
     automatic = []
     if micro_batch.is_auto(config):
@@ -97,7 +97,7 @@ def vocabulary_size(config: RunConfig) -> int:
     """The vocabulary size before padding. The tokenizer is read only if needed: it may be on another machine."""
     if config.model.vocab_size is not None and config.data.tokenizer_type != "NullTokenizer":
         return config.model.vocab_size
-    return derived.vocabulary_size(config, build_tokenizer(config.data, config.model.vocab_size).vocab_size)
+    return dimensions.vocabulary_size(config, build_tokenizer(config.data, config.model.vocab_size).vocab_size)
 
 
 def settings_text(invocation: Invocation) -> str:
@@ -114,12 +114,12 @@ def model_text(config: RunConfig) -> str:
     """The shape of the model."""
     model = config.model
     preset = f"{model.model_preset}, " if model.model_preset else ""
-    heads = f"{model.num_attention_heads} heads ({derived.num_query_groups(model)} of keys and values)"
+    heads = f"{model.num_attention_heads} heads ({dimensions.num_query_groups(model)} of keys and values)"
     depths = multi_token.num_depths(model)
     more = f" + {depths} of multi-token prediction" if depths else ""
     return (
         f"model: {preset}{model.num_layers} layers{more}, hidden size {model.hidden_size}, FFN size "
-        f"{derived.ffn_hidden_size(model)}, {heads}, sequences of {config.data.seq_length} tokens"
+        f"{dimensions.ffn_hidden_size(model)}, {heads}, sequences of {config.data.seq_length} tokens"
     )
 
 
@@ -143,14 +143,14 @@ def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
     """Numbers of parameters, tokens and FLOPs."""
     count = model_shapes.count_parameters(config.model, vocab_size)
     assert config.data.seq_length is not None
-    tokens = derived.tokens_per_step(config, world_size)
+    tokens = iterations.tokens_per_step(config, world_size)
     flops = model_shapes.flops_per_token(config.model, vocab_size, config.data.seq_length)
-    steps, samples = derived.train_iters(config, world_size), derived.trained_samples(config, world_size)
+    steps, samples = iterations.train_iters(config, world_size), iterations.trained_samples(config, world_size)
     lines = (
         f"{count.total:,} parameters ({vocab_size:,} rows of embedding)"
         + (f", of which a token passes {count.active:,}" if is_mixture(config.model) else ""),
-        f"{tokens:,} tokens a step = {derived.num_microbatches(config, world_size)} microbatches x "
-        f"{config.training.micro_batch_size} sequences x {derived.data_parallel_size(config, world_size)} "
+        f"{tokens:,} tokens a step = {iterations.num_microbatches(config, world_size)} microbatches x "
+        f"{config.training.micro_batch_size} sequences x {topology.data_parallel_size(config, world_size)} "
         f"data-parallel ranks x {config.data.seq_length} tokens",
         *batch_schedule_lines(config, world_size),
         f"{steps:,} steps = {samples * config.data.seq_length:,} tokens; {flops / 1e9:,.3f} GFLOP a token, "
@@ -161,16 +161,16 @@ def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
 
 def batch_schedule_lines(config: RunConfig, world_size: int) -> list[str]:
     """The sizes of a batch schedule; none if the batch size is constant."""
-    schedule, lines = derived.batch_schedule(config, world_size), []
+    schedule, lines = iterations.batch_schedule(config, world_size), []
     if schedule.is_constant:
         return []
-    step, total = 1, derived.train_iters(config, world_size)
+    step, total = 1, iterations.train_iters(config, world_size)
     for first, batch_size, num_steps in schedule.segments():
         left = total + 1 - step
         count = left if num_steps is None else min(num_steps, left)
         if count < 1:
             break
-        microbatches = derived.num_microbatches(config, world_size, batch_size)
+        microbatches = iterations.num_microbatches(config, world_size, batch_size)
         lines.append(
             f"batch {batch_size:,} sequences ({microbatches} microbatches): {count:,} steps from step {step:,}, sample "
             f"{first:,}"
@@ -236,7 +236,7 @@ def speed_text(config: RunConfig, target: Target, implementation: str, vocab_siz
     if gpu is None or obstacle is not None:
         return f"speed: not predicted ({obstacle})"
     step = step_time(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
-    num_steps = derived.trained_samples(config, world_size) / derived.global_batch_size(config, world_size)
+    num_steps = iterations.trained_samples(config, world_size) / iterations.global_batch_size(config, world_size)
     hours = num_steps * step.seconds / 3600
     return (
         f"speed, predicted: {step.seconds:.3f} s a step, {step.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU "

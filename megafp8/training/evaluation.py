@@ -12,7 +12,7 @@ import torch
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import finish_param_gather
-from megafp8.config import derived
+from megafp8.config import iterations
 from megafp8.config.batch_schedule import BatchSchedule, constant
 from megafp8.data.loader import build_loader
 from megafp8.metrics.records import EvalRecord
@@ -41,7 +41,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     # No loader processes: starting them would take longer than reading these few batches.
     num_samples, schedule = num_batches * run.eval_batch_size, constant(run.eval_batch_size)
     batches = build_batches(run, dataset, 0, num_samples, num_workers=0, batch_schedule=schedule)
-    num_microbatches = derived.num_microbatches(run.config, run.place.world_size, run.eval_batch_size)
+    num_microbatches = iterations.num_microbatches(run.config, run.place.world_size, run.eval_batch_size)
     total = torch.zeros(2, dtype=torch.float64, device=device)
     with evaluation_mode(run), run.precision_at(step):
         fault_injection.point("evaluation.begin")

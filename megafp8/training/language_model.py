@@ -19,7 +19,7 @@ from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_weights
 from megafp8.checkpoint.manifest import check_complete
 from megafp8.checkpoint.metadata import embedding_rows, read_config
-from megafp8.config import derived, precision_map
+from megafp8.config import derived, dimensions, precision_map
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.data.tokenizers.build import Tokenizer, build_tokenizer
@@ -217,7 +217,8 @@ def check_vocabulary(path: Path, saved: RunConfig, tokenizer: Tokenizer, vocab_s
     Raises:
         DataError: the padded vocabulary size is not that of the embedding.
     """
-    is_other = saved.model.vocab_size is None and derived.padded_vocab_size(saved, tokenizer.vocab_size) != vocab_size
+    padded = dimensions.padded_vocab_size(saved, tokenizer.vocab_size)
+    is_other = saved.model.vocab_size is None and padded != vocab_size
     if is_other or tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the embedding in {path} {vocab_size} rows: it was "

@@ -15,7 +15,7 @@ from typing import Optional, Union
 
 from megafp8 import __version__
 from megafp8.checkpoint.progress import Progress
-from megafp8.config import derived, settings
+from megafp8.config import iterations, settings
 from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.device.platform import detect_platform, init_distributed, rank, shutdown_distributed, world_size
@@ -234,7 +234,7 @@ def claim_run(config: RunConfig, guard: Watchdog) -> None:
         lock = lock_or_error if rank() == 0 else None
         if lock is not None and lock.taken_over:
             print(f"notice: {lock.taken_over}", flush=True)
-        last_step = derived.train_iters(config, world_size())
+        last_step = iterations.train_iters(config, world_size())
         finished, state = call_on_rank_0(lambda: (finished_state(folder), first_state(folder, world_size(), last_step)))
         journal = RunStateWriter(folder, state, is_writer=rank() == 0, finished=finished)
         journal.begin()

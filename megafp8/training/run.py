@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.directory import NON_PERSISTENT
 from megafp8.checkpoint.progress import MovedLinear, Progress, TrainingState
-from megafp8.config import derived
+from megafp8.config import iterations
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
@@ -97,7 +97,7 @@ class Run:
     @cached_property
     def batch_schedule(self) -> BatchSchedule:
         """The global batch size of each step."""
-        return derived.batch_schedule(self.config, self.place.world_size)
+        return iterations.batch_schedule(self.config, self.place.world_size)
 
     @property
     def global_batch_size(self) -> int:
@@ -107,7 +107,7 @@ class Run:
     @property
     def num_microbatches(self) -> int:
         """Microbatches of this rank in a step of `global_batch_size`."""
-        return derived.num_microbatches(self.config, self.place.world_size, self.global_batch_size)
+        return iterations.num_microbatches(self.config, self.place.world_size, self.global_batch_size)
 
     def batch_size_at(self, consumed_samples: int) -> int:
         """Sequences in the step after so many samples."""
@@ -115,12 +115,12 @@ class Run:
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
         """Microbatches of this rank in the step after so many samples."""
-        return derived.num_microbatches(self.config, self.place.world_size, self.batch_size_at(consumed_samples))
+        return iterations.num_microbatches(self.config, self.place.world_size, self.batch_size_at(consumed_samples))
 
     @property
     def eval_batch_size(self) -> int:
         """Sequences in one global batch of an evaluation."""
-        return derived.eval_batch_size(self.config, self.place.world_size)
+        return iterations.eval_batch_size(self.config, self.place.world_size)
 
     def last_step(self, progress: Progress) -> int:
         """The last step of the run.

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.checkpoint.state_dict import chained_optimizers
-from megafp8.config import derived, multi_token
+from megafp8.config import derived, dimensions, iterations, multi_token
 from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
@@ -59,11 +59,11 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
     init_distributed(platform, config.parallel)
     place = build_process_groups(config)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    num_ids = derived.vocabulary_size(config, tokenizer.vocab_size)
-    vocab_size = derived.padded_vocab_size(config, num_ids)
+    num_ids = dimensions.vocabulary_size(config, tokenizer.vocab_size)
+    vocab_size = dimensions.padded_vocab_size(config, num_ids)
     if vocab_size < num_ids:
         raise ConfigError(f"--padded-vocab-size {vocab_size} is less than the {num_ids} ids of the tokenizer")
-    num_samples = derived.dataset_samples(config, place.world_size)
+    num_samples = iterations.dataset_samples(config, place.world_size)
     datasets: tuple[Any, Any, Any] = (None, None, None)
     if has_data:
         report = print_at_intervals(0.0 if config.logging.verbose else REPORT_INTERVAL_S)

@@ -22,7 +22,7 @@ from megafp8.checkpoint.convert.tensor_mapping import (
     TensorMapping,
     Transposed,
 )
-from megafp8.config import attention_layers, derived, latent_attention, mixture
+from megafp8.config import attention_layers, dimensions, latent_attention, mixture
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.settings import Setting, all_settings, value_of, with_values
 
@@ -143,7 +143,7 @@ class HFFamily:
         if tensor.module in ("embedding.word_embeddings", OUTPUT_LAYER):
             layout = vocab
         elif tensor.module.endswith(".linear_qkv"):
-            layout = self.qkv(GroupedQKV(derived.num_query_groups(model), derived.kv_channels(model)))
+            layout = self.qkv(GroupedQKV(dimensions.num_query_groups(model), dimensions.kv_channels(model)))
         elif len(names) == 2:
             layout = GatedPair()
         elif self.has_conv1d and tensor.is_linear:
@@ -171,13 +171,13 @@ def expert_mapping(tensor: ModelTensor, modules: tuple[str, ...], num_experts: i
 def with_explicit_values(config: RunConfig) -> RunConfig:
     """Return the settings with the values that the defaults of the model stand for."""
     model = config.model
-    groups, channels = derived.num_query_groups(model), derived.kv_channels(model)
+    groups, channels = dimensions.num_query_groups(model), dimensions.kv_channels(model)
     windowed, without_rope = attention_layers.windowed_layers(model), attention_layers.layers_without_rope(model)
     window = attention_layers.window_size(model) if any(windowed) else None
     is_same_base = model.rotary_base_local == model.rotary_base
     explicit = replace(
         model,
-        ffn_hidden_size=derived.ffn_hidden_size(model),
+        ffn_hidden_size=dimensions.ffn_hidden_size(model),
         kv_channels=channels,
         group_query_attention=groups != model.num_attention_heads,
         num_query_groups=groups,
@@ -229,7 +229,7 @@ def comparable(config: RunConfig) -> RunConfig:
     These are a scale of Q*K that follows from the width of a head, and the width of dense layers where none is dense.
     """
     explicit = with_explicit_values(config)
-    if explicit.model.softmax_scale == derived.kv_channels(config.model) ** -0.5:
+    if explicit.model.softmax_scale == dimensions.kv_channels(config.model) ** -0.5:
         explicit = with_values(explicit, {"model.softmax_scale": None})
     if all(mixture.expert_layers(config.model)):
         explicit = with_values(explicit, {"model.ffn_hidden_size": None})

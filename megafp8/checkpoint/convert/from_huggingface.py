@@ -31,7 +31,7 @@ from megafp8.checkpoint.convert.safetensors_files import (
 from megafp8.checkpoint.convert.tensor_mapping import StackedExperts, TensorMapping
 from megafp8.checkpoint.convert.tokenizer import FoundTokenizer, find_tokenizer
 from megafp8.checkpoint.standalone import LazyTensor, save_weights
-from megafp8.config import derived
+from megafp8.config import dimensions
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, settings_by_name, to_dict, value_of, with_values
 from megafp8.errors import CheckpointError
@@ -151,7 +151,7 @@ def plan_import(
         "data.seq_length": seq_length, "checkpoint.no_save_optim": True, "checkpoint.no_save_rng": True,
     })  # fmt: skip
     num_tokens = model_settings["model.vocab_size"]
-    num_rows = derived.padded_vocab_size(config, num_tokens)
+    num_rows = dimensions.padded_vocab_size(config, num_tokens)
     table = family.tensor_table(config.model, num_tokens, num_rows, family.has_stacked_experts(stored))
     reader = WeightReader(files, stored, hf_config.section("quantization_config").fields.get("weight_block_size"))
     check_problems(folder, hf_config.problems + reader.problems + tensor_problems(table, stored, family, config))

@@ -13,7 +13,7 @@ from typing import Optional
 from torch import Tensor
 
 from megafp8.checkpoint.state_dict import EMBEDDING, OUTPUT_LAYER
-from megafp8.config import derived
+from megafp8.config import dimensions
 from megafp8.config.schema import ModelConfig
 
 POSITIONS = "embedding.position_embeddings.weight"
@@ -70,8 +70,8 @@ def gpt_weights(model: ModelConfig, num_rows: int, has_fused_norms: bool = True)
 def layer_weights(model: ModelConfig, has_fused_norms: bool) -> Iterator[Weight]:
     """Yield the weights of one layer, named without the layer's prefix."""
     assert model.hidden_size is not None
-    hidden, ffn = model.hidden_size, derived.ffn_hidden_size(model)
-    query, key = derived.query_projection_size(model), derived.kv_projection_size(model)
+    hidden, ffn = model.hidden_size, dimensions.ffn_hidden_size(model)
+    query, key = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
     input_norm = norm(model, "self_attention.linear_qkv.layer_norm_", hidden)
     mlp_norm = norm(model, "mlp.linear_fc1.layer_norm_", hidden)
     has_qkv_bias = model.add_bias_linear or model.add_qkv_bias
@@ -82,7 +82,7 @@ def layer_weights(model: ModelConfig, has_fused_norms: bool) -> Iterator[Weight]
         yield from input_norm
     yield from linear("self_attention.linear_qkv", (query + 2 * key, hidden), 0, has_qkv_bias)
     if model.qk_layernorm:
-        channels = derived.kv_channels(model)
+        channels = dimensions.kv_channels(model)
         yield from norm(model, "self_attention.q_layernorm.", channels)
         yield from norm(model, "self_attention.k_layernorm.", channels)
     yield from mlp_norm

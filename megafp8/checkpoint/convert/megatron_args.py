@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megafp8.checkpoint.convert.megatron_unread import unread_arguments
-from megafp8.config import attention_layers, derived, stages
+from megafp8.config import attention_layers, dimensions, stages
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import read_settings, settings_by_name, value_of
 from megafp8.errors import ConfigError
@@ -217,8 +217,8 @@ def args_of_settings(config: RunConfig, values: Mapping[str, Any]) -> argparse.N
         "rampup_batch_size": list(config.training.rampup_batch_size) or None,
         "rotary_base": int(model.rotary_base) if model.rotary_base == int(model.rotary_base) else model.rotary_base,
         "window_size": attention_layers.window_size(model),
-        "ffn_hidden_size": derived.ffn_hidden_size(model),
-        "kv_channels": derived.kv_channels(model),
+        "ffn_hidden_size": dimensions.ffn_hidden_size(model),
+        "kv_channels": dimensions.kv_channels(model),
         "encoder_num_layers": model.num_layers,
         "encoder_seq_length": config.data.seq_length,
         "add_position_embedding": True,  # also with rotary embeddings: False only with --no-position-embedding

@@ -21,8 +21,8 @@ from megafp8.checkpoint.convert.gpt_weights import FINAL_NORM, POSITIONS, Weight
 from megafp8.checkpoint.optimizer_state import NAMES
 from megafp8.checkpoint.standalone import LAYER_PATTERN, CheckpointTensors, LazyTensor
 from megafp8.checkpoint.state_dict import EMBEDDING, OUTPUT_LAYER
-from megafp8.config.derived import round_up
 from megafp8.errors import CheckpointError
+from megafp8.utils.integers import round_up
 
 PARAMETER_ALIGNMENT = 64
 MASTER = NAMES[0]

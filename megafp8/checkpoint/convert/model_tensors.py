@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megafp8.config import derived, latent_attention, mixture
+from megafp8.config import dimensions, latent_attention, mixture
 from megafp8.config.activations import is_gated
 from megafp8.config.schema import ModelConfig
 
@@ -68,7 +68,7 @@ def _layer_tensors(model: ModelConfig, layer: int) -> Iterator[ModelTensor]:
     else:
         if has_pre_norms:
             yield from _norm(model, mlp + "linear_fc1.layer_norm", hidden, layer)
-        ffn = derived.ffn_hidden_size(model)
+        ffn = dimensions.ffn_hidden_size(model)
         fc1_rows = 2 * ffn if is_gated(model) else ffn
         yield from _linear(mlp + "linear_fc1", (fc1_rows, hidden), model.add_bias_linear, layer)
         yield from _linear(mlp + "linear_fc2", (hidden, ffn), model.add_bias_linear, layer)
@@ -80,10 +80,10 @@ def _attention_tensors(model: ModelConfig, layer: int) -> Iterator[ModelTensor]:
     """Yield the tensors of attention, with its norms."""
     assert model.hidden_size is not None
     attention, hidden = "decoder.layers.{}.self_attention.", model.hidden_size
-    query, key = derived.query_projection_size(model), derived.kv_projection_size(model)
+    query, key = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
     has_qkv_bias = model.add_bias_linear or model.add_qkv_bias
     has_pre_norms, has_post_norms = model.norm_placement != "post", model.norm_placement != "pre"
-    channels = derived.kv_channels(model)
+    channels = dimensions.kv_channels(model)
     norm_widths = (query, key) if model.qk_layernorm_across_heads else (channels, channels)
     if has_pre_norms:
         yield from _norm(model, attention + "linear_qkv.layer_norm", hidden, layer)

@@ -26,7 +26,7 @@ from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, read_config
 from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.checkpoint.state_dict import EMBEDDING
 from megafp8.checkpoint.writer import to_cpu
-from megafp8.config import derived, mixture, multi_token, precision_map
+from megafp8.config import derived, dimensions, mixture, multi_token, precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.data.tokenizers.build import Tokenizer
@@ -134,7 +134,7 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
     tensors = CheckpointTensors(path)
     tokenizer = open_tokenizer(config.data, config.model.vocab_size)
     num_tokens, num_rows = num_model_tokens(config, tokenizer), tensors.locations[EMBEDDING].shape[0]
-    if derived.padded_vocab_size(config, num_tokens) != num_rows:
+    if dimensions.padded_vocab_size(config, num_tokens) != num_rows:
         raise CheckpointError(
             f"the embedding in {path} has {num_rows} rows, which are no {num_tokens} tokens and their padding: "
             "--tokenizer-model names the tokenizer that it was trained with"
@@ -186,7 +186,7 @@ def resolved_config(saved: RunConfig, tokenizer_files: Mapping[str, str]) -> Run
 def num_model_tokens(config: RunConfig, tokenizer: Optional[Tokenizer]) -> int:
     """Return the vocabulary size without padding."""
     if tokenizer is not None:
-        return derived.vocabulary_size(config, tokenizer.vocab_size)
+        return dimensions.vocabulary_size(config, tokenizer.vocab_size)
     if config.model.vocab_size is None:
         raise CheckpointError("the run has neither a tokenizer nor --vocab-size, so its padding is not known")
     return config.model.vocab_size

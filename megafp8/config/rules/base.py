@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
-from megafp8.config import derived
+from megafp8.config import iterations, topology
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -42,7 +42,7 @@ def has_shape(config: RunConfig) -> bool:
 def has_whole_replicas(config: RunConfig, world_size: int) -> bool:
     """Whether the ranks divide into model replicas."""
     try:
-        derived.data_parallel_size(config, world_size)
+        topology.data_parallel_size(config, world_size)
     except ConfigError:
         return False
     return True
@@ -62,7 +62,7 @@ def read_batch_schedule(config: RunConfig, world_size: int) -> Union[BatchSchedu
     if not all_positive(*needed):
         return None
     try:
-        return derived.batch_schedule(config, world_size)
+        return iterations.batch_schedule(config, world_size)
     except ConfigError as error:
         return error.problems[0]
 
@@ -85,7 +85,7 @@ def microbatches(config: RunConfig, world_size: int) -> tuple[int, ...]:
     if not all_positive(config.training.micro_batch_size) or schedule is None:
         return ()
     try:
-        return tuple(derived.num_microbatches(config, world_size, each.batch_size) for each in schedule.phases)
+        return tuple(iterations.num_microbatches(config, world_size, each.batch_size) for each in schedule.phases)
     except ConfigError:
         return ()
 

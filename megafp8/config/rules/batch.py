@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional
 
-from megafp8.config import derived
+from megafp8.config import iterations
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, has_whole_replicas, read_batch_schedule
 from megafp8.config.schema import AUTO, RunConfig
+from megafp8.utils.integers import round_up
 
 
 def one_batch_schedule(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -56,7 +57,7 @@ def scheduled_batches_divide(config: RunConfig, world_size: int) -> Iterator[str
     schedule, micro = varying_schedule(config, world_size), config.training.micro_batch_size
     if schedule is None or micro is None or not all_positive(micro) or not has_whole_replicas(config, world_size):
         return
-    sequences = derived.microbatch_sequences(config, world_size)
+    sequences = iterations.microbatch_sequences(config, world_size)
     bad = [phase for phase in schedule.phases if phase.batch_size % sequences]
     if bad:
         sizes = ", ".join(f"{phase.batch_size} (from sample {phase.start_sample})" for phase in bad[:3])
@@ -73,7 +74,7 @@ def eval_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
     micro, batch = config.training.micro_batch_size, config.training.eval_global_batch_size
     if batch is None or micro is None or not all_positive(micro, batch) or not has_whole_replicas(config, world_size):
         return
-    sequences = derived.microbatch_sequences(config, world_size)
+    sequences = iterations.microbatch_sequences(config, world_size)
     parallel = config.parallel
     is_interleaved = parallel.num_layers_per_virtual_pipeline_stage or parallel.num_virtual_stages_per_pipeline_rank
     stages = max(1, parallel.pipeline_model_parallel_size) if is_interleaved else 1
@@ -82,13 +83,13 @@ def eval_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
         pipeline = " x pipeline-parallel size, for the interleaved schedule" if stages > 1 else ""
         yield (
             f"--eval-global-batch-size {batch} is not a multiple of --micro-batch-size x data-parallel size{pipeline} "
-            f"= {factors} = {sequences * stages}: use {derived.round_up(batch, sequences * stages)}"
+            f"= {factors} = {sequences * stages}: use {round_up(batch, sequences * stages)}"
         )
 
 
 def varying_schedule(config: RunConfig, world_size: int) -> Optional[BatchSchedule]:
     """The schedule of a run with --rampup-batch-size or --step-batch-size-schedule; None if its flags are wrong."""
-    return batch_schedule(config, world_size) if derived.has_batch_schedule(config.training) else None
+    return batch_schedule(config, world_size) if iterations.has_batch_schedule(config.training) else None
 
 
 def schedule_flag(config: RunConfig) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from megafp8.config import derived
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
 from megafp8.config.schema import RunConfig
+from megafp8.utils.integers import round_up
 
 
 def saving_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -34,7 +34,7 @@ def retained_steps_are_saved(config: RunConfig, world_size: int) -> Iterator[str
     elif all_positive(retained, saved) and retained % saved:
         yield (
             f"--save-retain-interval {retained} is not a multiple of --save-interval {saved}, so most of them have "
-            f"no checkpoint: use --save-retain-interval {derived.round_up(retained, saved)}"
+            f"no checkpoint: use --save-retain-interval {round_up(retained, saved)}"
         )
 
 

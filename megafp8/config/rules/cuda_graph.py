@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, multi_token
 from megafp8.config.expert_layers import is_mixture
+from megafp8.config.fused_adam import fused_adam_obstacle
 from megafp8.config.rules.base import Rule
 from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
@@ -100,7 +101,7 @@ def _kernel_obstacles(config: RunConfig) -> Checks:
 def _host_obstacles(config: RunConfig) -> Checks:
     """Waits of the host, and shapes or numbers of microbatches that change."""
     training = config.training
-    optimizer = derived.fused_adam_obstacle(config)
+    optimizer = fused_adam_obstacle(config)
     yield (
         optimizer is not None,
         str(optimizer),

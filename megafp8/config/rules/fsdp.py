@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived
+from megafp8.config import dimensions, topology
 from megafp8.config.activations import is_gated
 from megafp8.config.rules.base import Rule, has_shape, has_whole_replicas, no_effect_without
 from megafp8.config.schema import RunConfig
@@ -78,7 +78,7 @@ def fsdp_replicas_have_ranks(config: RunConfig, world_size: int) -> Iterator[str
     parallel, replicas = config.parallel, config.parallel.num_distributed_optimizer_instances
     flag = f"--num-distributed-optimizer-instances {replicas}"
     if parallel.use_torch_fsdp2 and replicas > 1 and has_whole_replicas(config, world_size):
-        ranks = derived.data_parallel_size(config, world_size) * parallel.context_parallel_size
+        ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
         if ranks % replicas or ranks == replicas:
             yield (
                 f"{flag}: {ranks} data- x context-parallel ranks are not {replicas} replicas of the same number of "
@@ -92,15 +92,15 @@ def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[s
     if not parallel.use_torch_fsdp2 or not has_shape(config) or not has_whole_replicas(config, world_size):
         return
     tensor = parallel.tensor_model_parallel_size
-    ranks = derived.data_parallel_size(config, world_size) * parallel.context_parallel_size
+    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
     ranks //= max(1, parallel.num_distributed_optimizer_instances)
     if ranks <= 1:
         if parallel.num_distributed_optimizer_instances == 1:
             yield f"{FSDP} with one data-parallel rank has nothing to shard: remove it, or use more ranks"
         return
     assert model.hidden_size is not None
-    queries, keys = derived.query_projection_size(model), derived.kv_projection_size(model)
-    ffn = derived.ffn_hidden_size(model) * (2 if is_gated(model) else 1)
+    queries, keys = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
+    ffn = dimensions.ffn_hidden_size(model) * (2 if is_gated(model) else 1)
     rows = {
         "hidden size": model.hidden_size,
         "query, key and value rows per tensor-parallel rank": (queries + 2 * keys) // tensor,
@@ -109,12 +109,12 @@ def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[s
     if model.padded_vocab_size:
         rows["--padded-vocab-size per tensor-parallel rank"] = model.padded_vocab_size // tensor
     else:
-        rows["vocabulary multiple (--make-vocab-size-divisible-by)"] = derived.vocab_multiple(config) // tensor
+        rows["vocabulary multiple (--make-vocab-size-divisible-by)"] = dimensions.vocab_multiple(config) // tensor
     if model.position_embedding_type == "learned_absolute":
         rows["positions"] = model.max_position_embeddings or config.data.seq_length or ranks
     if model.qk_layernorm:
         widths = (
-            (queries // tensor, keys // tensor) if model.qk_layernorm_across_heads else (derived.kv_channels(model),)
+            (queries // tensor, keys // tensor) if model.qk_layernorm_across_heads else (dimensions.kv_channels(model),)
         )
         rows |= {f"weights of a query or key norm ({width})": width for width in widths}
     if model.softmax_type == "learnable" and model.num_attention_heads:

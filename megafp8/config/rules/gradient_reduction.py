@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived
+from megafp8.config import derived, topology
 from megafp8.config.rules.base import Rule, flags_without_effect, has_whole_replicas
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT
@@ -37,7 +37,7 @@ def fp8_gradients_have_ranks(config: RunConfig, world_size: int) -> Iterator[str
     """Gradients are sent between data- and context-parallel ranks."""
     if not config.precision.grad_reduce_in_fp8 or not has_whole_replicas(config, world_size):
         return
-    if derived.data_parallel_size(config, world_size) * config.parallel.context_parallel_size == 1:
+    if topology.data_parallel_size(config, world_size, with_context_parallel=True) == 1:
         yield f"{FLAG} with one data-parallel rank has nothing to send: remove it, or use more ranks"
 
 

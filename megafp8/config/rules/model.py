@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megafp8.config import derived
+from megafp8.config import derived, dimensions, topology
 from megafp8.config.activations import is_gated
 from megafp8.config.rules.base import (
     Rule,
@@ -17,6 +17,7 @@ from megafp8.config.rules.base import (
 )
 from megafp8.config.schema import AUTO, ModelConfig, RunConfig
 from megafp8.recipes import registry
+from megafp8.utils.integers import round_up
 
 
 def shape_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -42,7 +43,7 @@ def heads_divide_hidden_size(config: RunConfig, world_size: int) -> Iterator[str
     if hidden % heads:
         yield (
             f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: use --hidden-size "
-            f"{derived.round_up(hidden, heads)}, or set the channels per head with --kv-channels"
+            f"{round_up(hidden, heads)}, or set the channels per head with --kv-channels"
         )
 
 
@@ -88,7 +89,7 @@ def one_activation(config: RunConfig, world_size: int) -> Iterator[str]:
 def mlp_has_width(config: RunConfig, world_size: int) -> Iterator[str]:
     """The default width with SwiGLU is rounded down to a multiple of 64, which is 0 for very small models."""
     hidden = config.model.hidden_size
-    if all_positive(hidden) and derived.ffn_hidden_size(config.model) == 0:
+    if all_positive(hidden) and dimensions.ffn_hidden_size(config.model) == 0:
         yield f"--hidden-size {hidden} with --swiglu results in an MLP of hidden size 0: give --ffn-hidden-size"
 
 
@@ -127,7 +128,7 @@ def rotated_channels_are_pairs(config: RunConfig, world_size: int) -> Iterator[s
         return
     if model.kv_channels is None and not all_positive(model.hidden_size, model.num_attention_heads):
         return
-    channels = derived.kv_channels(model)
+    channels = dimensions.kv_channels(model)
     rotated = int(channels * model.rotary_percent)
     if channels > 0 and (rotated < 2 or rotated % 2):
         yield (
@@ -163,7 +164,7 @@ def world_size_divides(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"world size {world_size} is not a multiple of tensor x pipeline x context parallel size = "
             f"{tp} x {pp} x {cp} = {ranks} ({world_size} / {ranks} = {world_size / ranks:.3g}): "
-            f"start {derived.round_up(world_size, ranks)} ranks, or change --tensor-model-parallel-size, "
+            f"start {round_up(world_size, ranks)} ranks, or change --tensor-model-parallel-size, "
             "--pipeline-model-parallel-size or --context-parallel-size"
         )
 
@@ -175,15 +176,15 @@ def tensor_ranks_divide_the_model(config: RunConfig, world_size: int) -> Iterato
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     parts = {
         "--num-attention-heads": model.num_attention_heads,
-        "--num-query-groups": derived.num_query_groups(model) if model.group_query_attention else tp,
-        "--ffn-hidden-size": derived.ffn_hidden_size(model),
+        "--num-query-groups": dimensions.num_query_groups(model) if model.group_query_attention else tp,
+        "--ffn-hidden-size": dimensions.ffn_hidden_size(model),
     }
     for flag, size in parts.items():
         assert size is not None
         if size % tp:
             yield (
                 f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp} ({size} / {tp} = "
-                f"{size / tp:.4g}): use {flag} {derived.round_up(size, tp)}, or fewer tensor-parallel ranks"
+                f"{size / tp:.4g}): use {flag} {round_up(size, tp)}, or fewer tensor-parallel ranks"
             )
 
 
@@ -196,7 +197,7 @@ def padded_rows_are_divisible(config: RunConfig, world_size: int) -> Iterator[st
     if rows % multiple:
         yield (
             f"--padded-vocab-size {rows} is not a multiple of {multiple}, which --tensor-model-parallel-size {tp} and "
-            f"the recipe's GEMMs need: use {derived.round_up(rows, multiple)}"
+            f"the recipe's GEMMs need: use {round_up(rows, multiple)}"
         )
     num_ids = (config.model.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
     if rows < num_ids:
@@ -212,12 +213,12 @@ def sequence_divides(config: RunConfig, world_size: int) -> Iterator[str]:
     if cp > 1 and seq % (2 * cp):
         yield (
             f"--seq-length {seq} is not a multiple of 2 x --context-parallel-size = 2 x {cp} = {2 * cp}: "
-            f"use --seq-length {derived.round_up(seq, 2 * cp)}"
+            f"use --seq-length {round_up(seq, 2 * cp)}"
         )
     elif parallel.sequence_parallel and (seq // cp) % tp:
         yield (
             f"--sequence-parallel: {seq} / {cp} = {seq // cp} tokens are not divisible by --tensor-model-parallel-size "
-            f"{tp}: use --seq-length {derived.round_up(seq, 2 * cp * tp if cp > 1 else tp)}"
+            f"{tp}: use --seq-length {round_up(seq, 2 * cp * tp if cp > 1 else tp)}"
         )
 
 
@@ -229,7 +230,7 @@ def context_exchange_divides_heads(config: RunConfig, world_size: int) -> Iterat
         return
     if parallel.cp_comm_type == "a2a+p2p":
         ranks = max((1, *parallel.hierarchical_context_parallel_sizes[:1]))
-    groups = derived.num_query_groups(config.model)
+    groups = dimensions.num_query_groups(config.model)
     if groups % (tp * ranks):
         yield (
             f"--cp-comm-type {parallel.cp_comm_type} distributes key-value heads over tensor x context ranks, but "
@@ -272,7 +273,7 @@ def registered_buffers_have_ranks(config: RunConfig, world_size: int) -> Iterato
     parallel = config.parallel
     if not parallel.use_nccl_ub or parallel.use_torch_fsdp2 or not has_whole_replicas(config, world_size):
         return
-    if derived.data_parallel_size(config, world_size) * parallel.context_parallel_size == 1:
+    if topology.data_parallel_size(config, world_size, with_context_parallel=True) == 1:
         yield (
             f"--use-nccl-ub with one data- x context-parallel rank of {world_size}: no other rank has the same weights "
             "and gradients; remove it, or use more ranks"

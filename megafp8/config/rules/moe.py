@@ -10,6 +10,7 @@ from megafp8.config.grouped_experts import fc1_choices, grouped_expert_obstacles
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.recipes import registry
+from megafp8.utils.integers import round_up
 
 PADDING = "--moe-router-padding-for-quantization (or --moe-router-padding-for-fp8)"
 
@@ -163,7 +164,7 @@ def shared_experts_have_their_parts(config: RunConfig, world_size: int) -> Itera
         tp = parallel.tensor_model_parallel_size
         yield (
             f"--moe-shared-expert-intermediate-size {size} is not divisible by --tensor-model-parallel-size {tp}: use "
-            f"{derived.round_up(size, tp)}"
+            f"{round_up(size, tp)}"
         )
     if parallel.moe_shared_expert_overlap and parallel.moe_token_dispatcher_type != "alltoall":
         yield (
@@ -199,7 +200,7 @@ def expert_ranks_divide_the_experts(config: RunConfig, world_size: int) -> Itera
         yield (
             f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ranks} ({experts} / {ranks} = "
             f"{experts / ranks:.4g}): use --expert-model-parallel-size {math.gcd(experts, ranks)}, or "
-            f"{derived.round_up(experts, ranks)} experts"
+            f"{round_up(experts, ranks)} experts"
         )
 
 
@@ -214,7 +215,7 @@ def expert_ranks_divide_the_world(config: RunConfig, world_size: int) -> Iterato
     if world_size % (etp * ep * pp):
         yield (
             f"world size {world_size} is not a multiple of expert tensor x expert x pipeline parallel size = {etp} x "
-            f"{ep} x {pp} = {etp * ep * pp}: start {derived.round_up(world_size, etp * ep * pp)} ranks, or change "
+            f"{ep} x {pp} = {etp * ep * pp}: start {round_up(world_size, etp * ep * pp)} ranks, or change "
             "--expert-model-parallel-size or --expert-tensor-parallel-size"
         )
 
@@ -238,7 +239,7 @@ def expert_tensor_ranks_divide_the_experts(config: RunConfig, world_size: int) -
     if width % ranks:
         yield (
             f"--moe-ffn-hidden-size {width} is not divisible by {ranks} expert tensor-parallel ranks: use "
-            f"{derived.round_up(width, ranks)}, or --expert-tensor-parallel-size {math.gcd(width, ranks)}"
+            f"{round_up(width, ranks)}, or --expert-tensor-parallel-size {math.gcd(width, ranks)}"
         )
     if model.add_bias_linear and ranks > 1:
         yield (
@@ -272,7 +273,7 @@ def expert_sizes_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator
         if all_positive(size, ranks) and size % ranks == 0 and size // ranks % align:
             yield (
                 f"{flag} {size} / {ranks} = {size // ranks} channels per rank: {strictest.name} needs multiples of "
-                f"{align}; use {flag} {derived.round_up(size, align * ranks)}"
+                f"{align}; use {flag} {round_up(size, align * ranks)}"
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, lr_schedule, precision_map
+from megafp8.config import derived, iterations, lr_schedule, precision_map, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.rules import cuda_graph
 from megafp8.config.rules.batch import batch_schedule_notices
@@ -47,7 +47,7 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
 
 def _cuda_graph_notices(config: RunConfig, implementation: str, world_size: int) -> Iterator[str]:
     if derived.uses_cuda_graph(config):
-        if world_size > derived.model_parallel_size(config):
+        if world_size > topology.model_parallel_size(config):
             yield (
                 f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks cannot be identified, because times "
                 "within a graph cannot be measured"
@@ -113,10 +113,10 @@ def warmup_notices(config: RunConfig, world_size: int) -> Iterator[str]:
     schedule, peak = schedule_samples(config, world_size), config.optimizer.lr
     if schedule is None or peak is None:
         return
-    length, batches = derived.train_samples(config, world_size), derived.batch_schedule(config, world_size)
+    length, batches = iterations.train_samples(config, world_size), iterations.batch_schedule(config, world_size)
     warmup, start = lr_schedule.lr_warmup_samples(config, world_size), config.optimizer.lr_warmup_init
     if length <= warmup < schedule:
-        last = start + (peak - start) * batches.advance(derived.train_iters(config, world_size) - 1) / warmup
+        last = start + (peak - start) * batches.advance(iterations.train_iters(config, world_size) - 1) / warmup
         yield (
             f"the warmup of {batches.steps_until(warmup):g} steps is not shorter than the run of "
             f"{batches.steps_until(length):g} steps: the learning rate only reaches {last:.3g}, below --lr {peak:g}; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional
 
-from megafp8.config import derived, lr_schedule
+from megafp8.config import derived, iterations, lr_schedule
 from megafp8.config.muon import is_muon, steps_problem
 from megafp8.config.rules.base import Rule, all_positive, batch_size, flags_without_effect
 from megafp8.config.schema import RunConfig
@@ -73,7 +73,7 @@ def warmup_ends_within_the_schedule(config: RunConfig, world_size: int) -> Itera
         return
     warmup = lr_schedule.lr_warmup_samples(config, world_size)
     if warmup >= steps:
-        batches = derived.batch_schedule(config, world_size)
+        batches = iterations.batch_schedule(config, world_size)
         yield (
             f"the warmup of {warmup:g} samples ({batches.steps_until(warmup):g} steps) is not shorter than the "
             f"schedule of {steps} samples ({batches.steps_until(steps):g} steps): lower --lr-warmup-iters, "

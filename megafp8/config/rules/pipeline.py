@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, stages
+from megafp8.config import iterations, stages, topology
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, microbatches, no_effect_without
 from megafp8.config.schema import ParallelConfig, RunConfig
 from megafp8.errors import ConfigError
+from megafp8.utils.integers import round_up
 
 SPLIT_FLAGS = "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split"
 END_FLAGS = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
@@ -64,7 +65,7 @@ def stages_divide_the_layers(config: RunConfig, world_size: int) -> Iterator[str
         counted = f"--num-layers {layers}" + (f" with {total - layers} for embedding or loss" if total > layers else "")
         yield (
             f"{counted} is not divisible by --pipeline-model-parallel-size {pp} ({total} / {pp} = {total / pp:.4g}): "
-            f"use {derived.round_up(total, pp) - total + layers} layers, another number of stages, or uneven stages "
+            f"use {round_up(total, pp) - total + layers} layers, another number of stages, or uneven stages "
             "(--decoder-first-pipeline-num-layers, --pipeline-model-parallel-layout)"
         )
 
@@ -101,7 +102,7 @@ def layout_string_has_every_layer(config: RunConfig, world_size: int) -> Iterato
     if len(contents) % pp:
         yield (
             f"{flag} has {len(contents)} stages, not a multiple of --pipeline-model-parallel-size {pp}: separate "
-            f"{derived.round_up(len(contents), pp)} stages by |"
+            f"{round_up(len(contents), pp)} stages by |"
         )
     if whole.count(stages.EMBEDDING) != 1 or whole[0] != stages.EMBEDDING:
         yield f"{flag}: E, the embedding, must be there once, at the beginning"
@@ -219,16 +220,16 @@ def _incomplete_group(config: RunConfig, world_size: int, count: int, size: int)
     """The message for a number of microbatches that does not fill groups of a size."""
     pp, micro = config.parallel.pipeline_model_parallel_size, config.training.micro_batch_size
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    dp = derived.data_parallel_size(config, world_size)
+    dp = topology.data_parallel_size(config, world_size)
     assert micro is not None
     multiple = f"--pipeline-model-parallel-size {pp}" if group is None else (
         f"--microbatch-group-size-per-virtual-pipeline-stage {size}, or {pp} or more above one"
     )  # fmt: skip
-    flag = "a global batch of" if derived.has_batch_schedule(config.training) else "--global-batch-size"
+    flag = "a global batch of" if iterations.has_batch_schedule(config.training) else "--global-batch-size"
     return (
         f"the interleaved schedule needs a number of microbatches per step that is a multiple of {multiple}, "
         f"not {count * micro * dp} / ({micro} x {dp}) = {count}: use {flag} "
-        f"{derived.round_up(count, size) * micro * dp}"
+        f"{round_up(count, size) * micro * dp}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, gemm_alignment, model_shapes, precision_map
+from megafp8.config import derived, dimensions, gemm_alignment, model_shapes, precision_map, topology
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, has_shape, no_effect_without
@@ -179,10 +179,10 @@ def split_rope_obstacles(config: RunConfig) -> Iterator[str]:
         )
     if model.no_rope_freq is not None:
         yield f"{flag} rotates in all layers, but --no-rope-freq {model.no_rope_freq} excludes some: remove one"
-    if has_shape(config) and (size := derived.kv_channels(model)) & (size - 1):
+    if has_shape(config) and (size := dimensions.kv_channels(model)) & (size - 1):
         yield f"{flag} needs a power of two as the channels per head, not {size}"
-    groups, tp = derived.num_query_groups(model) if has_shape(config) else 0, config.parallel.tensor_model_parallel_size
-    if 0 < groups < tp:
+    tp = config.parallel.tensor_model_parallel_size
+    if has_shape(config) and (groups := dimensions.num_query_groups(model)) < tp:
         yield f"{flag} with {groups} query groups over {tp} tensor-parallel ranks: every rank needs at least one group"
 
 
@@ -296,7 +296,7 @@ def uses_op_fuser(config: RunConfig) -> bool:
     is_plain = is_plain_swiglu(model) and not model.add_bias_linear and precision.bf16 and not is_mixture(model)
     name = derived.quantization_recipe(precision)
     is_supported = name is None or registry.get(name).supports_op_fuser
-    is_split = derived.model_parallel_size(config) > 1
+    is_split = topology.model_parallel_size(config) > 1
     has_layers = model.num_layers is not None
     is_mapped = precision_map.changes_mlps(model, precision) if has_layers else precision.precision_map
     needs_layers = (
@@ -335,7 +335,7 @@ def layout_independent_scales_need_complete_blocks(config: RunConfig, world_size
     if precision.fp8_amax_reduction == "te" or not has_gemm_dimensions(config):
         return
     recipes = derived.used_recipes(precision)
-    is_split = derived.model_parallel_size(config) > 1
+    is_split = topology.model_parallel_size(config) > 1
     for recipe in (recipe for recipe in recipes if recipe.has_whole_dimensions and is_split):
         yield (
             f"--fp8-amax-reduction all: {precision_map.recipe_source(precision, recipe.name)} has one scale per row or "
@@ -372,9 +372,9 @@ def has_gemm_dimensions(config: RunConfig) -> bool:
     if not has_shape(config) or not all_positive(config.data.seq_length, config.training.micro_batch_size):
         return False
     assert model.num_attention_heads is not None
-    sizes = (model.num_attention_heads, derived.num_query_groups(model), derived.ffn_hidden_size(model))
+    sizes = (model.num_attention_heads, dimensions.num_query_groups(model), dimensions.ffn_hidden_size(model))
     divides = not any(size % tp for size in sizes)
-    return divides and min(derived.kv_channels(model), derived.ffn_hidden_size(model)) >= 1
+    return divides and min(dimensions.kv_channels(model), dimensions.ffn_hidden_size(model)) >= 1
 
 
 RULES: tuple[Rule, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, precision_map, precision_options
+from megafp8.config import derived, iterations, precision_map, precision_options
 from megafp8.config.rules.base import Rule, all_positive, batch_size, no_effect_without
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
@@ -80,7 +80,7 @@ def schedule_ends_within_the_run(config: RunConfig, world_size: int) -> Iterator
     training = config.training
     if training.train_iters is None and (training.train_samples is None or batch_size(config, world_size) is None):
         return
-    num_steps = derived.train_iters(config, world_size)
+    num_steps = iterations.train_iters(config, world_size)
     for phase in precision_schedule(config)[:-1]:
         if phase.last_step is not None and phase.last_step >= num_steps:
             yield (

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Optional
 
-from megafp8.config import derived, latent_attention, precision_map
+from megafp8.config import derived, iterations, latent_attention, precision_map, topology
 from megafp8.config.planted_faults import HIGH_PRECISION_FAULTS, SUDDEN_FAULTS
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, no_effect_without
 from megafp8.config.schema import AUTO, RunConfig, TrainingConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.errors import ConfigError
+from megafp8.utils.integers import round_up
 
 
 def batch_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -33,14 +34,14 @@ def global_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
     if not all_positive(micro, batch) or micro is None or batch is None:
         return
     try:
-        ranks = derived.data_parallel_size(config, world_size)
+        ranks = topology.data_parallel_size(config, world_size)
     except ConfigError:
         return
     if batch % (micro * ranks) and not config.training.decrease_batch_size_if_needed:
         yield (
             f"--global-batch-size {batch} is not a multiple of --micro-batch-size x data-parallel size = {micro} x "
             f"{ranks} = {micro * ranks} ({batch} / {micro * ranks} = {batch / (micro * ranks):.4g}): "
-            f"use --global-batch-size {derived.round_up(batch, micro * ranks)}"
+            f"use --global-batch-size {round_up(batch, micro * ranks)}"
         )
 
 
@@ -327,7 +328,7 @@ def planted_fault_shows(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     num_steps, schedule = training.train_iters, batch_schedule(config, world_size)
     if num_steps is None and schedule is not None and all_positive(training.train_samples):
-        num_steps = derived.train_iters(config, world_size)
+        num_steps = iterations.train_iters(config, world_size)
     if num_steps is not None and first > num_steps:
         yield (
             f"--planted-fault-step {first} is after the last step of the run, {num_steps}: nothing would be planted; "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.config import derived
+from megafp8.config import dimensions, iterations, topology
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -182,7 +182,7 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
     limit_bytes = min(call_on_all_ranks(lambda: memory_limit(config, platform)))
     sizes, ranks = micro_batch.possible_sizes(config, world_size()), world_size()
     vocab_size = build_tokenizer(config.data, config.model.vocab_size).vocab_size
-    padded_vocab = derived.padded_vocab_size(config, derived.vocabulary_size(config, vocab_size))
+    padded_vocab = dimensions.padded_vocab_size(config, dimensions.vocabulary_size(config, vocab_size))
     predicted = {size: micro_batch.predicted_bytes(config, size, ranks, padded_vocab, implementation) for size in sizes}
     outside = non_torch_bytes(config, ranks) if platform.kind == "cuda" else max(call_on_all_ranks(resident_bytes))
     needed = {size: each + outside for size, each in predicted.items()}
@@ -218,7 +218,7 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
         trials=(*trials.values(), *skipped),
     )  # fmt: skip
     if is_verbose:
-        num_microbatches = derived.num_microbatches(micro_batch.with_size(config, size), ranks)
+        num_microbatches = iterations.num_microbatches(micro_batch.with_size(config, size), ranks)
         report(f"micro-batch size: {size}, {num_microbatches} microbatches per step")
     return choice
 
@@ -244,7 +244,7 @@ def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: i
     assert batch is not None
     source = "--global-batch-size" if config.training.global_batch_size else "the last global batch of"
     tried = (
-        f"micro-batch size: auto tries divisors of the {batch // derived.data_parallel_size(config, ranks)} sequences "
+        f"micro-batch size: auto tries divisors of the {batch // topology.data_parallel_size(config, ranks)} sequences "
         f"per data-parallel rank of {source} {batch} ({', '.join(map(str, sizes))}) within "
         f"{gib(limit_bytes)} GiB per rank, starting with {first}"
     )

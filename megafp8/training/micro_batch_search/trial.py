@@ -16,7 +16,7 @@ from typing import NoReturn, Optional
 import torch
 import torch.distributed as dist
 
-from megafp8.config import derived
+from megafp8.config import iterations
 from megafp8.config.precision_options import parse_schedule
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -181,7 +181,7 @@ def step_kinds(config: RunConfig, world_size: int) -> list[int]:
         return [1]
     first_of: dict[bool, int] = {}
     lengths: Counter[bool] = Counter()
-    first, steps = 1, derived.train_iters(config, world_size)
+    first, steps = 1, iterations.train_iters(config, world_size)
     for phase in parse_schedule(config.precision.fp8_schedule):
         last = phase.last_step or max(first, steps)
         first_of.setdefault(phase.is_quantized, first)

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import gpu_steps, gpu_train, megatron_loop
-from megafp8.config import derived, flags, model_shapes, rules
+from megafp8.config import derived, dimensions, flags, model_shapes, rules
 
 
 def process(mode: str, number: int, step_ms: float) -> gpu_train.Process:
@@ -57,7 +57,7 @@ def test_whole_models_are_those_of_the_peer(shape: str) -> None:
     assert rotary == peers
     kind = options.get("position_embedding_type", "rope"), peer.get("normalization", "RMSNorm")
     assert kind == (model.position_embedding_type, model.normalization)
-    assert options.get("vocab_size", 50_304) == derived.padded_vocab_size(config, (model.vocab_size or 0) + 1)
+    assert options.get("vocab_size", 50_304) == dimensions.padded_vocab_size(config, (model.vocab_size or 0) + 1)
 
 
 @pytest.mark.parametrize(("shape", "parameters"), [("A", 1_439_270_912), ("B", 2_156_990_464)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megafp8.config import batch_schedule, derived, flags, lr_schedule, rules
+from megafp8.config import batch_schedule, flags, iterations, lr_schedule, rules
 from megafp8.config.batch_schedule import BatchSchedule, constant, ramp_up, step_schedule
 from megafp8.config.rules.batch import batch_schedule_notices
 from megafp8.config.schema import RunConfig
@@ -130,17 +130,17 @@ def test_lengths_of_a_run_under_a_schedule() -> None:
     config = config_of("--global-batch-size 16 --rampup-batch-size 4 4 30 --train-samples 205 --eval-iters 3")
     assert not rules.setting_problems(config, 2)
     # Three batches of 4, one of 8 and one of 12 reach sample 32, and ten of 16 sample 192.
-    assert starts(derived.batch_schedule(config, 2)) == [(0, 4), (10, 8), (20, 12), (30, 16)]
-    assert derived.train_iters(config, 2) == 15
-    assert derived.trained_samples(config, 2) == 192
-    assert derived.train_samples(config, 2) == 205
-    assert derived.global_batch_size(config, 2) == 16
-    assert derived.dataset_samples(config, 2) == (205, 48, 48)
+    assert starts(iterations.batch_schedule(config, 2)) == [(0, 4), (10, 8), (20, 12), (30, 16)]
+    assert iterations.train_iters(config, 2) == 15
+    assert iterations.trained_samples(config, 2) == 192
+    assert iterations.train_samples(config, 2) == 205
+    assert iterations.global_batch_size(config, 2) == 16
+    assert iterations.dataset_samples(config, 2) == (205, 48, 48)
 
 
 def test_evaluation_batch() -> None:
     config = config_of("--global-batch-size 16 --train-iters 5 --eval-global-batch-size 4 --eval-iters 3")
-    assert derived.dataset_samples(config, 2) == (80, 12, 12)
+    assert iterations.dataset_samples(config, 2) == (80, 12, 12)
 
 
 def test_interleaved_schedule_needs_its_multiple_in_every_phase_and_evaluation() -> None:
@@ -154,10 +154,10 @@ def test_interleaved_schedule_needs_its_multiple_in_every_phase_and_evaluation()
 def test_decreased_batch() -> None:
     config = config_of("--global-batch-size 16 --train-samples 100 --decrease-batch-size-if-needed")
     assert not rules.setting_problems(config, 3)
-    assert derived.global_batch_size(config, 3) == 12
-    assert derived.num_microbatches(config, 3) == 2
-    assert derived.train_iters(config, 3) == 8
-    assert derived.global_batch_size(config, 2) == 16
+    assert iterations.global_batch_size(config, 3) == 12
+    assert iterations.num_microbatches(config, 3) == 2
+    assert iterations.train_iters(config, 3) == 8
+    assert iterations.global_batch_size(config, 2) == 16
     assert "has less than --micro-batch-size x data-parallel size = 18" in str(rules.setting_problems(config, 9))
 
 
@@ -171,8 +171,8 @@ def test_a_step_schedule_may_count_steps_as_megatron_lm_does() -> None:
     """The run has the given steps; in the schedules of learning rate and weight decay each counts as a last batch."""
     config = config_of("--step-batch-size-schedule 0:4,320:8,640:12 --train-iters 15 --lr-warmup-iters 2")
     assert not rules.setting_problems(config, 2)
-    assert derived.train_iters(config, 2) == 15
-    assert derived.trained_samples(config, 2) == 3 * 4 + 8 + 11 * 12
+    assert iterations.train_iters(config, 2) == 15
+    assert iterations.trained_samples(config, 2) == 3 * 4 + 8 + 11 * 12
     assert lr_schedule.lr_decay_samples(config, 2) == lr_schedule.weight_decay_samples(config, 2) == 15 * 12
     assert lr_schedule.lr_warmup_samples(config, 2) == 2 * 12
     (notice,) = batch_schedule_notices(config, 2)

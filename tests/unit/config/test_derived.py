@@ -2,10 +2,9 @@
 
 import pytest
 
-from megafp8.config import derived, lr_schedule, stages
+from megafp8.config import derived
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
-from megafp8.errors import ConfigError
 
 
 def config_of(**changes):
@@ -20,128 +19,11 @@ def test_tokenizer_of_gpt2_files():
     assert derived.tokenizer_type(config.data) == "NullTokenizer"
 
 
-def test_data_parallel_size_and_its_error():
-    config = config_of(parallel__tensor_model_parallel_size=2, parallel__context_parallel_size=2)
-    assert derived.data_parallel_size(config, 16) == 4
-    with pytest.raises(ConfigError, match="2 x 1 x 2 = 4"):
-        derived.data_parallel_size(config, 6)
-
-
-def test_batch():
-    config = config_of(training__micro_batch_size=2, data__seq_length=8)
-    assert derived.global_batch_size(config, 4) == 8
-    assert derived.num_microbatches(config, 4) == 1
-    config = with_values(config, {"training.global_batch_size": 32})
-    assert derived.num_microbatches(config, 4) == 4
-    assert derived.tokens_per_step(config, 4) == 256
-    with pytest.raises(ConfigError, match="global batch 32"):
-        derived.num_microbatches(config, 5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "chunks"),
-    [
-        ({}, None),
-        ({"parallel__num_layers_per_virtual_pipeline_stage": 2}, 3),
-        ({"parallel__num_layers_per_virtual_pipeline_stage": 6}, None),
-        ({"parallel__num_virtual_stages_per_pipeline_rank": 2}, 2),
-        ({"parallel__num_virtual_stages_per_pipeline_rank": 1}, None),
-    ],
-)
-def test_virtual_stages(changes, chunks):
-    config = config_of(model__num_layers=12, parallel__pipeline_model_parallel_size=2, **changes)
-    assert stages.virtual_pipeline_size(config) == chunks
-
-
-def test_mlp_width_is_megatrons():
-    assert derived.ffn_hidden_size(config_of(model__hidden_size=768).model) == 3072
-    assert derived.ffn_hidden_size(config_of(model__hidden_size=768, model__swiglu=True).model) == 2048
-    assert derived.ffn_hidden_size(config_of(model__hidden_size=2048, model__swiglu=True).model) == 5440
-    assert derived.ffn_hidden_size(config_of(model__hidden_size=8, model__ffn_hidden_size=5).model) == 5
-
-
-def test_attention_heads():
-    model = config_of(model__hidden_size=64, model__num_attention_heads=4, model__num_query_groups=2).model
-    assert derived.num_query_groups(model) == 4  # not grouped without the switch
-    grouped = config_of(
-        model__hidden_size=64,
-        model__num_attention_heads=4,
-        model__num_query_groups=2,
-        model__group_query_attention=True,
-    ).model
-    assert (derived.num_query_groups(grouped), derived.kv_projection_size(grouped)) == (2, 32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "vocab", "padded"),
-    [
-        ({}, 50_257, 50_304),
-        ({}, 50_304, 50_304),
-        ({"parallel__tensor_model_parallel_size": 8}, 50_257, 51_200),
-        ({"model__make_vocab_size_divisible_by": 1}, 257, 257),
-        ({"model__make_vocab_size_divisible_by": 1, "precision__fp8_format": "e4m3"}, 257, 272),
-        (
-            {
-                "model__make_vocab_size_divisible_by": 3,
-                "precision__fp8_format": "e4m3",
-                "precision__fp8_recipe": "mxfp8",
-                "parallel__tensor_model_parallel_size": 2,
-            },
-            100,
-            192,
-        ),
-    ],
-)
-def test_padded_vocabulary(changes, vocab, padded):
-    config = config_of(**changes)
-    assert derived.padded_vocab_size(config, vocab) == padded
-    assert padded % config.parallel.tensor_model_parallel_size == 0
-
-
 def test_dimensions_are_multiples_for_the_strictest_recipe():
     recipes = {"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
     assert derived.gemm_alignment(PrecisionConfig()) == 1
     assert derived.gemm_alignment(PrecisionConfig(**recipes)) == 16
     assert derived.gemm_alignment(PrecisionConfig(**recipes, precision_map=("output_layer=mxfp8",))) == 32
-
-
-def test_schedule_in_steps():
-    config = config_of(
-        training__train_iters=100,
-        training__global_batch_size=8,
-        optimizer__lr_warmup_iters=10,
-        optimizer__lr_wsd_decay_iters=20,
-    )
-    assert derived.train_samples(config, 1) == 800
-    assert lr_schedule.lr_decay_samples(config, 1) == 800
-    assert lr_schedule.lr_warmup_samples(config, 1) == 80
-    assert lr_schedule.lr_wsd_decay_samples(config, 1) == 160
-    shorter = with_values(config, {"optimizer.lr_decay_iters": 50, "optimizer.lr_warmup_fraction": 0.1})
-    assert lr_schedule.lr_decay_samples(shorter, 1) == 400
-    assert lr_schedule.lr_warmup_samples(shorter, 1) == 40
-    assert lr_schedule.weight_decay_samples(shorter, 1) == 800
-
-
-def test_schedule_in_samples():
-    config = config_of(
-        training__train_samples=805,
-        training__global_batch_size=8,
-        optimizer__lr_warmup_samples=13,
-        optimizer__lr_wsd_decay_samples=100,
-    )
-    assert derived.train_iters(config, 1) == 100
-    assert derived.train_samples(config, 1) == 805
-    assert lr_schedule.lr_decay_samples(config, 1) == 805
-    assert lr_schedule.lr_warmup_samples(config, 1) == 13
-    assert lr_schedule.lr_wsd_decay_samples(config, 1) == 100
-
-
-def test_samples_of_the_three_datasets():
-    config = config_of(training__train_iters=100, training__global_batch_size=4, training__eval_iters=5)
-    assert derived.dataset_samples(config, 1) == (400, 20, 20)
-    # Every validation reads the same samples.
-    config = with_values(config, {"training.eval_interval": 25})
-    assert derived.dataset_samples(config, 1) == (400, 20, 20)
 
 
 def test_split():
@@ -191,14 +73,6 @@ def test_recompute():
     assert derived.recompute_modules(training) == ("core_attn",)
     assert derived.recompute_modules(config_of(training__recompute_granularity="full").training) == ()
     assert derived.recompute_granularity(config_of().training) is None
-
-
-def test_weight_decay_range():
-    assert lr_schedule.weight_decay_range(config_of(optimizer__weight_decay=0.1).optimizer) == (0.1, 0.1)
-    changing = config_of(
-        optimizer__weight_decay_incr_style="linear", optimizer__start_weight_decay=0.0, optimizer__end_weight_decay=0.2
-    )
-    assert lr_schedule.weight_decay_range(changing.optimizer) == (0.0, 0.2)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megafp8.config import derived, model_shapes
+from megafp8.config import dimensions, model_shapes
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -15,7 +15,7 @@ def config_of(preset, **changes):
 
 def count(preset, **changes):
     config = config_of(preset, **changes)
-    padded = derived.padded_vocab_size(config, config.model.vocab_size or 0)
+    padded = dimensions.padded_vocab_size(config, config.model.vocab_size or 0)
     return model_shapes.count_parameters(config.model, padded)
 
 

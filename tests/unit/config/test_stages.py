@@ -57,6 +57,14 @@ def config_of(layers: int, pipeline: int, settings: dict[str, Any]) -> RunConfig
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "chunks"),
+    [({}, None), ({PER_CHUNK: 2}, 3), ({PER_CHUNK: 6}, None), ({CHUNKS: 2}, 2), ({CHUNKS: 1}, None)],
+)
+def test_virtual_pipeline_size(settings, chunks):
+    assert stages.virtual_pipeline_size(config_of(12, 2, settings)) == chunks
+
+
 @pytest.fixture
 def no_groups() -> Iterator[None]:
     """megatron-core asks its global state whether there are virtual stages."""

@@ -4,7 +4,8 @@ import pytest
 
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.config.topology import ParallelLayout, RankCoordinates, layout_of
+from megafp8.config.topology import ParallelLayout, RankCoordinates, data_parallel_size, layout_of
+from megafp8.errors import ConfigError
 
 LAYOUTS = [
     ParallelLayout(1),
@@ -114,3 +115,11 @@ def test_layout_of_a_configuration():
         },
     )
     assert layout_of(config, 8) == ParallelLayout(8, tensor=2, pipeline=2, virtual=2, data_is_last=True)
+
+
+def test_data_parallel_size_and_its_error():
+    config = with_values(RunConfig(), {"parallel.tensor_model_parallel_size": 2, "parallel.context_parallel_size": 2})
+    assert data_parallel_size(config, 16) == 4
+    assert data_parallel_size(config, 16, with_context_parallel=True) == 8
+    with pytest.raises(ConfigError, match="2 x 1 x 2 = 4"):
+        data_parallel_size(config, 6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megafp8.config import derived
+from megafp8.config import dimensions
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -41,5 +41,5 @@ def config_of(changes: "dict[str, Any] | None" = None) -> RunConfig:
 def run_of(changes: "dict[str, Any] | None" = None, *, gpus: int = 8, gpu: str = "h200") -> PlannedRun:
     """The same on this number of GPUs."""
     config = config_of(changes)
-    padded = derived.padded_vocab_size(config, config.model.vocab_size or 0)
+    padded = dimensions.padded_vocab_size(config, config.model.vocab_size or 0)
     return PlannedRun(config=config, gpu=GPUS[gpu], world_size=gpus, padded_vocab=padded)

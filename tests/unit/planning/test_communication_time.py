@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from plans import FP8, PIPELINE, TENSOR, run_of
 
-from megafp8.config import derived
+from megafp8.config import iterations
 from megafp8.planning import communication, compute
 from megafp8.planning.communication import COLLECTIVE_START_S, RankGroup, ring_collective_s
 from megafp8.planning.memory import parameters_on_stage
@@ -105,7 +105,7 @@ def test_hybrid_sharding_stays_within_a_replica():
     ):
         run = run_of(replicas | more, gpus=16)
         found = communication.data_parallel_traffic(run, 0)
-        parameters, microbatches = 8_030_261_248, derived.num_microbatches(run.config, 16)
+        parameters, microbatches = 8_030_261_248, iterations.num_microbatches(run.config, 16)
         assert microbatches > 1
         assert found.reduce_bytes == pytest.approx(parameters * (within * microbatches * 7 / 8 + between / 8 / 2))
         assert found.gather_bytes == pytest.approx(2 * 2 * parameters * microbatches * 7 / 8)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megafp8.config import derived, model_shapes
+from megafp8.config import dimensions, model_shapes
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -239,7 +239,7 @@ def test_measured_peaks(shape, fp8, measured_gib):
         "precision.cross_entropy_fusion_impl": "te",
     }
     config = with_values(RunConfig(), PRESETS["llama-1b"] | shape | common | fp8)
-    estimate = estimate_memory(config, 1, derived.padded_vocab_size(config, 50_304))
+    estimate = estimate_memory(config, 1, dimensions.padded_vocab_size(config, 50_304))
     assert estimate.total_bytes / GIB == pytest.approx(measured_gib, rel=0.005)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.config import derived, flags
+from megafp8.config import dimensions, flags, iterations
 from megafp8.config.settings import with_values
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
@@ -42,7 +42,7 @@ def run_of(preset: str, changes: dict[str, Any], *, gpus: int = 64, text: str = 
     invocation = flags.parse(f"--model-preset {preset} {text}".split())
     values = assumptions(invocation, gpus) | {"training.micro_batch_size": 1} | changes
     config = with_values(invocation.config, values)
-    padded = derived.padded_vocab_size(config, config.model.vocab_size or 0)
+    padded = dimensions.padded_vocab_size(config, config.model.vocab_size or 0)
     return PlannedRun(config=config, gpu=GPUS["h100"], world_size=gpus, padded_vocab=padded)
 
 
@@ -61,7 +61,7 @@ def test_expert_gemms_and_exchange_of_qwen3() -> None:
     flex = run_of("qwen3-30b-a3b", ALLTOALL | {"parallel.moe_token_dispatcher_type": "flex"})
     assert exchanged_bytes(flex.config) == pytest.approx(4 * 4096 * 7 * (1 - 0.33257) * 2048 * 2, rel=1e-4)
     assert 0 < exchange_s(flex) < exchange_s(run)
-    microbatches = derived.num_microbatches(run.config, 64)
+    microbatches = iterations.num_microbatches(run.config, 64)
     assert bytes_by_group(run)["expert parallel"] == 48 * microbatches * 4 * 28_672 * 2048 * 2
 
 

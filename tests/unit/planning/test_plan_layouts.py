@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plans import FP8, config_of
 
-from megafp8.config import derived, flags, rules
+from megafp8.config import dimensions, flags, rules
 from megafp8.config.settings import settings_by_name
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
@@ -18,7 +18,7 @@ from megafp8.planning.step_time import MODEL_GEMM_PARTS
 
 
 def search(changes=None, *, gpus=8, gpu="h200", given=()):
-    return find_layouts(config_of(changes), GPUS[gpu], gpus, lambda c: derived.padded_vocab_size(c, 128_256), given)
+    return find_layouts(config_of(changes), GPUS[gpu], gpus, lambda c: dimensions.padded_vocab_size(c, 128_256), given)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from plans import FP8, PIPELINE, TENSOR, run_of
 
-from megafp8.config import derived
+from megafp8.config import iterations
 from megafp8.device.gpus import GPUS
 from megafp8.planning import communication, compute
 from megafp8.planning.optimizer_time import optimizer_bytes_per_parameter, optimizer_s
@@ -191,7 +191,7 @@ def test_the_loss_reads_and_writes_logits_twice():
 
 def test_the_slowest_stage_determines_the_step():
     parts = step_time(run_of(PIPELINE)).parts
-    microbatches = derived.num_microbatches(run_of(PIPELINE).config, 8)
+    microbatches = iterations.num_microbatches(run_of(PIPELINE).config, 8)
     output = sum(compute.output_layer_s(run_of(PIPELINE))[:2])
     assert parts["output layer"] == pytest.approx(microbatches * output)
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megafp8.config import derived, flags, model_shapes
+from megafp8.config import flags, iterations, model_shapes
 from megafp8.errors import ConfigError
 from megafp8.launch.study import expand
 
@@ -45,11 +45,11 @@ def test_a_batch_schedule_counts_samples(write_study) -> None:
     """2,000 tokens are 62.5 samples: steps of 4 until sample 20, of 8 until 44, and of 12 until 68."""
     batch = "batch: {r: --global-batch-size 12 --rampup-batch-size 4 4 40}"
     (run,) = expand(write_study(f"tokens: 2000\ngrid: {{hidden_size: [32], lr: [1], {batch}}}"))
-    schedule = derived.batch_schedule(run.config, 1)
+    schedule = iterations.batch_schedule(run.config, 1)
     assert run.config.training.train_iters is None
     assert run.config.training.train_samples == 68 == run.tokens / 32
-    assert schedule.num_steps(68) == derived.train_iters(run.config, 1)
-    assert schedule.advance(derived.train_iters(run.config, 1) - 1) * 32 < 2000
+    assert schedule.num_steps(68) == iterations.train_iters(run.config, 1)
+    assert schedule.advance(iterations.train_iters(run.config, 1) - 1) * 32 < 2000
 
 
 def test_tokens_follow_the_parameters(write_study) -> None:
