@@ -147,7 +147,8 @@ class Stalls:
             begin: starts a save to a folder; what it returns ends a finished save and says whether it has.
         """
         self.run, self.folder, self.begin = run, folder, begin
-        self.batches = build_batches(run, run.datasets[0], 0, 10**6, num_workers=0)
+        samples = run.datasets[0]
+        self.batches = build_batches(run, samples, 0, len(samples), num_workers=0)
         self.stall_ms: list[float] = []
         self.stall_cpu_ms: list[float] = []
         self.slowed_ms: list[float] = []
