@@ -31,7 +31,7 @@ from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.cuda_graph import StepGraph
-from megafp8.training.operand_faults import AmaxMonitor, OperandMonitor, move_linears
+from megafp8.training.operand_faults import OperandMonitor, move_linears
 from megafp8.training.precision import DelayedScalingSnapshot, high_precision
 
 
@@ -74,7 +74,7 @@ class Run:
     delayed_snapshot: Optional[DelayedScalingSnapshot]
     bias_snapshot: Optional[ExpertBiasSnapshot]
     gradient_monitor: Union[NonFiniteGradientMonitor, ReducedGradientMonitor, None]
-    operand_monitor: Union[OperandMonitor, AmaxMonitor, None]
+    operand_monitor: Optional[OperandMonitor]
     parameter_traffic: Optional[ReceivedBytes]
     gradient_traffic: Optional[ReceivedBytes]
     fp8_reduction: Optional[Fp8Reduction]
