@@ -45,12 +45,8 @@ def interval_text(goodput: Goodput) -> str:
     if goodput.save_interval is None:
         return "never saved"
     origin = "given" if goodput.inputs.save_interval else "best"
-    return f"a save every {steps_text(goodput.save_interval, goodput.inputs)} ({origin})"
-
-
-def steps_text(steps: int, inputs: GoodputInputs) -> str:
-    """An interval in steps and in time."""
-    return f"{steps:,} steps, {time_text(steps * inputs.step_s)}"
+    interval = time_text(goodput.save_interval * goodput.inputs.step_s)
+    return f"a save every {goodput.save_interval:,} steps, {interval} ({origin})"
 
 
 def time_text(seconds: float) -> str:
