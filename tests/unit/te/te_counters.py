@@ -12,7 +12,7 @@ import te_without_cuda  # noqa: F401  (first)
 import torch
 import transformer_engine.pytorch as te
 from megatron.core import parallel_state
-from small_te_mlp import small_mlp
+from small_te_mlp import operations_of, small_mlp
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
@@ -39,15 +39,6 @@ def monitor_of(mlp: fused_mlp.SwiGLUFusedMLP) -> OperandMonitor:
     """The monitor of one layer."""
     counters.named_linears = lambda chunk: zip(NAMES, (mlp.linear_fc1, mlp.linear_fc2), strict=True)
     return OperandMonitor(counters.AmaxCounters(NAMES, [mlp], torch.device("cpu")), [mlp])
-
-
-def operations_of(mlp: fused_mlp.SwiGLUFusedMLP, recipe: object) -> list[te.ops.BasicLinear]:
-    """The operations in place of its linears, with quantizers, as after the first forward pass."""
-    mlp._fused_impl = (mlp._make_fused_impl(),)
-    operations = [operation for operation in mlp._fused_impl[0] if isinstance(operation, te.ops.BasicLinear)]
-    for operation in operations:
-        operation.reset_recipe_state(recipe=recipe)
-    return operations
 
 
 def totals_of(monitor: OperandMonitor) -> StepTotals:
