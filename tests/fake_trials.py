@@ -16,7 +16,8 @@ FITS = 8
 def serve(setup: TrialSetup, pipe: Connection) -> None:
     """Sizes up to `FITS` x (rank + 1) succeed. Beyond, rank 0 ends in one of several ways, and others wait for it."""
     rank = int(os.environ["RANK"])
-    while (size := pipe.recv()) is not None:
+    while True:
+        size = pipe.recv()
         if size <= FITS:
             pipe.send(Measured(1000 * size + rank, 10.0 / size + rank))
         elif rank > 0 and setup.implementation == "breaks":

@@ -37,6 +37,7 @@ from megafp8.checkpoint.save import finish_param_gather, save_checkpoint
 from megafp8.data.gpt_dataset import ShardSource
 from megafp8.metrics.records import QuantizationRecord, Record
 from megafp8.training.evaluation import build_batches
+from megafp8.training.extensions.replica_check import check_replicas
 from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.run import Run
 from megafp8.training.setup import build_training_run
@@ -177,6 +178,14 @@ def statistics_step(
 def curve_of(config: RunConfig, num_steps: int, is_masked: bool = False) -> Curve:
     """Build and train: one rank's results of a complete run."""
     return train(build_run(config), num_steps, is_masked=is_masked)
+
+
+def curve_of_equal_replicas(config: RunConfig, num_steps: int) -> Curve:
+    """The same, where ranks that hold the same weights have the same bits in the end."""
+    run = build_run(config)
+    curve = train(run, num_steps)
+    check_replicas(run, num_steps)
+    return curve
 
 
 @torch.no_grad()

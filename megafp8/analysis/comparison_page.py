@@ -260,7 +260,7 @@ def publish_comparison(
     folder.mkdir(parents=True, exist_ok=True)
     recipes = drawn_recipes(comparison, runs)
     first_seed = [recipe.runs[0] for recipe in recipes]
-    picture = plot_loss_curves(first_seed, folder / "loss_curves.png", title=title)
+    picture = plot_loss_curves(first_seed, folder / "loss_curves.png", title)
     written = {
         folder / "report.html": render_page(comparison, runs, title=title),
         folder / "comparison.md": tables.to_markdown(comparison),

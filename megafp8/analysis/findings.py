@@ -40,7 +40,7 @@ def headline(comparison: Comparison) -> str:
     rows = [row for row in others if row.verdict != CONTROL] or others
     if not rows:
         return f"There is no baseline: {base.name} is the only recipe."
-    sentences = [_diverged(row) for row in rows if row.num_diverged]
+    sentences = [f"{row.name} diverged{_share_of_runs(row.num_diverged, row)}." for row in rows if row.num_diverged]
     rows = [row for row in rows if not row.num_diverged]
     if rows and (base.num_diverged or base.num_unfinished):
         return " ".join([*sentences, _without_baseline(base, rows)])
@@ -96,10 +96,6 @@ def _difference(row: RecipeRow) -> Difference:
     assert row.gap is not None and math.isfinite(row.gap.mean)
     sample = f"with {len(row.gaps_fraction)} seeds"
     return Difference(name=row.name, mean=row.gap.mean, low=row.gap.low, high=row.gap.high, sample=sample)
-
-
-def _diverged(row: RecipeRow) -> str:
-    return f"{row.name} diverged{_share_of_runs(row.num_diverged, row)}."
 
 
 def _without_baseline(base: RecipeRow, rows: Sequence[RecipeRow]) -> str:

@@ -107,7 +107,7 @@ def plot_validation(recipes: Sequence[DrawnRecipe], *, confidence: float) -> Opt
     band = seed_statistics.interval_band(confidence)
     gaps = _curves(recipes, lambda pair: seed_statistics.validation_gap(pair.base, pair.run), band)
     losses = _run_curves(recipes, seed_statistics.validation_losses)
-    figure = _plot_with_gaps(losses, gaps, "validation loss (nats)", "gap (%)", marker="o")
+    figure = _plot_with_gaps(losses, gaps, "validation loss (nats)", marker="o")
     if figure is not None:
         _add_perplexity(figure.axes[0])
     return figure
@@ -133,7 +133,7 @@ def plot_training(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     None if no run has steps.
     """
     losses = _run_curves(recipes, partial(seed_statistics.smoothed_field, field="loss"))
-    return _plot_with_gaps(losses, _curves(recipes, seed_statistics.smoothed_gap), "training loss (nats)", "gap (%)")
+    return _plot_with_gaps(losses, _curves(recipes, seed_statistics.smoothed_gap), "training loss (nats)")
 
 
 def plot_grad_norms(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
@@ -194,9 +194,7 @@ def style_panel(axes: Axes) -> None:
         label.set(color=INK, size=FONT)
 
 
-def _plot_with_gaps(
-    losses: Curves, gaps: Curves, loss_label: str, gap_label: str, marker: str = ""
-) -> Optional[Figure]:
+def _plot_with_gaps(losses: Curves, gaps: Curves, loss_label: str, marker: str = "") -> Optional[Figure]:
     """Losses, and below them the gaps if there are any; None without losses."""
     if not losses:
         return None
@@ -208,7 +206,7 @@ def _plot_with_gaps(
     for below in rest:
         _draw(below, [(recipe, _percent(curve)) for recipe, curve in gaps], marker=marker)
         _limit_gaps(below)
-        below.set_ylabel(gap_label)
+        below.set_ylabel("gap (%)")
     _token_axis(rest[0] if rest else above)
     add_legend(above)
     return figure

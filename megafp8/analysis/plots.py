@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
@@ -27,36 +27,26 @@ STEEP_FRACTION = 1 / 25
 FIRST_COLOR, SECOND_COLOR = "#1971c2", "#e8590c"
 
 
-def plot_loss_curves(
-    runs: Sequence[LoadedRun], output: Union[str, Path], *, baseline: Optional[str] = None, title: str = "Training loss"
-) -> Path:
+def plot_loss_curves(runs: Sequence[LoadedRun], output: Path, title: str) -> Path:
     """Write a PNG of the runs' losses over training tokens.
 
     Thin lines are the losses of the steps, thick lines their running means over a twenty-fifth of the run, markers the
-    validation losses. The lower panel shows the gap of each run to the baseline at the same step in percent. The steep
+    validation losses. The lower panel shows the gap of each run to the first at the same step in percent. The steep
     first twenty-fifth of a run may exceed the upper limit of the loss axis.
 
-    Args:
-        baseline: name of the run that the lower panel is relative to; default the first.
-
     Raises:
-        DataError: a run has no step records, or the baseline is unknown.
+        DataError: a run has no step records.
     """
     for run in runs:
         if not run.steps:
             raise DataError(f"run {run.name} ({run.folder}) has no step records: there is no curve to draw")
-    base = next((run for run in runs if run.name == baseline), None) if baseline else runs[0]
-    if base is None:
-        raise DataError(f"baseline {baseline!r} is none of the runs; they are {', '.join(run.name for run in runs)}")
-    ordered = [base, *(run for run in runs if run is not base)]
-
     figure = new_figure(WIDTH_PIXELS / 100, HEIGHT_PIXELS / 100)
-    if len(ordered) > 1:
+    if len(runs) > 1:
         loss_axes, gap_axes = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
-        _draw_gaps(gap_axes, ordered)
+        _draw_gaps(gap_axes, runs)
     else:
         loss_axes = gap_axes = figure.subplots()
-    _draw_losses(loss_axes, ordered)
+    _draw_losses(loss_axes, runs)
     loss_axes.set_title(title, loc="left", fontsize=16, fontweight="bold", pad=12)
     gap_axes.set_xlabel("training tokens", fontsize=13)
     gap_axes.set_xlim(0, 1.01 * max(run.steps[-1].consumed_tokens for run in runs))

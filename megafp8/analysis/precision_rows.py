@@ -92,16 +92,11 @@ def with_sizes(row: PrecisionRow, run: LoadedRun, sizes: Any) -> PrecisionRow:
         speed = config["data"]["seq_length"] * 1000 / fitting[fastest]
         return dataclasses.replace(
             row, recipe=row.recipe or run.info.recipe, largest_size=max(fitting),
-            is_capped=max(fitting) * data_ranks(run) >= config["training"]["global_batch_size"],
+            is_capped=max(fitting) * run.info.layout["data"] >= config["training"]["global_batch_size"],
             fastest_size=fastest, fastest_tokens_per_second=speed,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{run.folder / SIZES_FILE}: not the result of a search: {error!r}") from None
-
-
-def data_ranks(run: LoadedRun) -> int:
-    """Data-parallel ranks."""
-    return run.info.layout["data"]
 
 
 def table_markdown(rows: Sequence[PrecisionRow], title: str, facts: Sequence[str]) -> str:

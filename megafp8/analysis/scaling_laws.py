@@ -241,7 +241,7 @@ class Axis:
 
 
 def fit_axis(
-    name: str, best: Sequence[CellRow], recipes: Sequence[str], notes: list[str], replicates: int, seed: int
+    name: str, best: Sequence[CellRow], recipes: Sequence[str], notes: list[str], replicates: int
 ) -> Optional[Axis]:
     """The laws over an axis; None, with a note, if the cells do not identify them."""
     cells = list(best)
@@ -260,7 +260,7 @@ def fit_axis(
         )
         for rows in by_recipe.values()
     ]
-    fits = fit_all(every, replicates=replicates, seed=seed)
+    fits = fit_all(every, replicates=replicates)
     if not all(cells_of_recipe.has_spread for cells_of_recipe in every):
         notes.append(f"no intervals for the laws over {name}: they come from seeds, and a cell has one only")
     laws = tuple(law_row(recipe, every[number], fits, number) for number, recipe in enumerate(recipes))

@@ -58,14 +58,12 @@ class ScalingReport:
         return to_strict_json(plain, indent=1)
 
 
-def analyse(
-    study: StudyPoints, *, baseline: Optional[str] = None, replicates: int = REPLICATES, seed: int = 0
-) -> ScalingReport:
+def analyse(study: StudyPoints, *, baseline: Optional[str] = None, replicates: int = REPLICATES) -> ScalingReport:
     """Analyse a study.
 
     Args:
         baseline: recipe to compare with; default `bf16` if there is one, else the first.
-        replicates, seed: of the bootstrap.
+        replicates: of the bootstrap.
 
     Raises:
         DataError: the baseline is none of the study's recipes.
@@ -78,7 +76,7 @@ def analyse(
     cells = scaling_laws.cell_rows(study.points)
     best = [cell for cell in cells if cell.is_best]
     notes = scaling_laws.skipped_cells_note(cells)
-    axes = [scaling_laws.fit_axis(name, best, recipes, notes, replicates, seed) for name in (COMPUTE, PARAMETERS, BOTH)]
+    axes = [scaling_laws.fit_axis(name, best, recipes, notes, replicates) for name in (COMPUTE, PARAMETERS, BOTH)]
     gaps, agreements = scaling_laws.gap_rows(best, recipes)
     drawn = max((len(axis.fits.replicates[0]) for axis in axes if axis is not None), default=0)
     return ScalingReport(

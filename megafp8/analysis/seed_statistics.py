@@ -31,11 +31,6 @@ class Interval:
     high: Optional[float] = None
     spread: Optional[float] = None
 
-    @property
-    def half_width(self) -> Optional[float]:
-        """Half of the interval's width."""
-        return None if self.high is None else self.high - self.mean
-
 
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
     """Student's t interval of the mean: mean +- t((1 + confidence) / 2, n - 1) s / sqrt(n).

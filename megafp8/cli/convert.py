@@ -183,8 +183,7 @@ def to_hf(options: argparse.Namespace) -> None:
             checked = checked_logits(options, export.path, folder, export.fields["vocab_size"])
         size = f"{export.num_bytes / 1e9:.3f} GB, {memory}"
         print(f"{export.path} is now {options.output}: {export.fields['model_type']}, {size}{checked}")
-    for note in export.notes:
-        print(f"note: {note}")
+    print_notes(export.notes)
 
 
 def from_hf(options: argparse.Namespace) -> None:
@@ -206,8 +205,7 @@ def from_hf(options: argparse.Namespace) -> None:
         print(f"{options.source} ({plan.model_type}) is now {options.output}: {size}{checked}")
         print(f"to train from it: --config {options.output / 'config.json'} --pretrained-checkpoint {options.output}")
     print(f"the model as flags: {shlex.join(to_argv(described))}")
-    for note in plan.notes:
-        print(f"note: {note}")
+    print_notes(plan.notes)
 
 
 def to_megatron(options: argparse.Namespace) -> None:
@@ -216,7 +214,7 @@ def to_megatron(options: argparse.Namespace) -> None:
     plan = plan_megatron_export(options.source, options.ckpt_step, not options.no_load_optim)
     write_plan(plan, options)
     print(f"to train from it with Megatron-LM: --ckpt-format torch_dist --load {options.output}")
-    print_notes(plan)
+    print_notes(plan.notes)
 
 
 def from_megatron(options: argparse.Namespace) -> None:
@@ -225,7 +223,7 @@ def from_megatron(options: argparse.Namespace) -> None:
     plan = plan_megatron_import(options.source, options.ckpt_step, not options.no_load_optim)
     write_plan(plan, options)
     print(f"to train from it: --config {options.output / 'config.json'} --load {options.output}")
-    print_notes(plan)
+    print_notes(plan.notes)
 
 
 def write_plan(plan: MegatronImport | MegatronExport, options: argparse.Namespace) -> None:
@@ -241,9 +239,9 @@ def write_plan(plan: MegatronImport | MegatronExport, options: argparse.Namespac
     print(f"{options.source} is now {options.output}: {plan.num_bytes / 1e9:.3f} GB")
 
 
-def print_notes(plan: MegatronImport | MegatronExport) -> None:
+def print_notes(notes: Sequence[str]) -> None:
     """Print the notes of a conversion."""
-    for note in plan.notes:
+    for note in notes:
         print(f"note: {note}")
 
 

@@ -16,16 +16,15 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status, stderr_log
-from megafp8.cli.run_comparison import discard_partial_checkpoints
-from megafp8.config import flags, rules, settings, variants
+from megafp8.cli.run_comparison import discard_partial_checkpoints, run_problems
+from megafp8.config import variants
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.recipes import registry
 from megafp8.resilience.run_state import finished_state
-from megafp8.utils.files import UnreadableFile, atomic_write, atomic_write_json, path_argument, read_text
+from megafp8.utils.files import atomic_write, atomic_write_json, path_argument
 
 FP32 = "fp32"
 TRAINING, SEARCH = "training", "largest"
@@ -98,29 +97,13 @@ def plan_runs(options: argparse.Namespace, names: Sequence[str]) -> list[PooledR
         for part, more in ((TRAINING, ()), (SEARCH, search))[: 1 + bool(options.search_batch)]:
             folder = options.output_dir / name / part
             words = [*options.flags, *own, *more, "--save", str(folder), "--load", str(folder)]
-            problems += [f"{name}, {part}: {text}" for text in problems_of(words, folder)]
+            trained = folder if part == TRAINING else None  # a search records the size that it found
+            problems += [f"{name}, {part}: {text}" for text in run_problems(words, 1, trained)]
             command = (sys.executable, str(TRAINING_SCRIPT), *words)
             runs.append(PooledRun(name=f"{name}/{part}", command=command, folder=folder, gpus=1))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return runs
-
-
-def problems_of(words: Sequence[str], folder: Path) -> list[str]:
-    """What is wrong with the flags of one run, and with the run that its folder holds."""
-    invocation, problems = flags.parse_with_problems(words)
-    problems += rules.problems(invocation.config, 1)
-    path, advice = folder / "config.json", "take another --output-dir, or remove it"
-    if problems or not path.exists() or folder.name == SEARCH:  # a search records the size that it found
-        return problems
-    try:
-        before = settings.from_json(read_text(path))
-    except (UnreadableFile, ConfigError) as error:
-        return [f"{path} cannot be read: {error}: {advice}"]
-    from megafp8.planning.automatic import with_recorded
-
-    lines = variants.differences(before, with_recorded(invocation.config, before))
-    return [f"{folder} holds a run with other settings ({'; '.join(lines)}): {advice}"] if lines else []
 
 
 def run_all(runs: Sequence[PooledRun]) -> tuple[list[RunOutcome], bool]:

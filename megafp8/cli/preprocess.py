@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     work.add_argument(
         "--workers",
         type=int,
-        default=_num_cores(),
+        default=len(os.sched_getaffinity(0)),
         help="number of tokenizing processes (default: cores, here %(default)s)",
     )
     work.add_argument("--encoder", choices=ENCODERS, default=AUTO, help="encoder (default %(default)s)")
@@ -186,11 +186,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _is_given(options: argparse.Namespace, flag: str) -> bool:
     return getattr(options, flag[2:].replace("-", "_")) is not None
-
-
-def _num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _unescape(text: str) -> str:

@@ -23,6 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Optional
 
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
 from megafp8.config import flags, iterations, rules, settings, variants
@@ -93,7 +94,7 @@ def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple
             folder = options.output_dir / variant.name / f"seed{seed}"
             own = (*variant.flags, "--seed", str(seed), "--save", str(folder), "--load", str(folder))
             words = [*device_flags, *options.flags, *own]
-            problems += [f"{variant.name}: {text}" for text in problems_of(words, folder, ranks)]
+            problems += [f"{variant.name}: {text}" for text in run_problems(words, ranks, folder)]
             command = (sys.executable, *launcher, str(TRAINING_SCRIPT), *words)
             runs.append(PooledRun(name=f"{variant.name}/seed{seed}", command=command, folder=folder, gpus=ranks))
     if problems:
@@ -118,24 +119,23 @@ def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[variants
     return chosen
 
 
-def problems_of(words: Sequence[str], folder: Path, ranks: int) -> list[str]:
+def run_problems(words: Sequence[str], ranks: int, folder: Optional[Path]) -> list[str]:
     """Return what is wrong with the flags of one run, and with the run that its folder holds.
 
-    Raises:
-        ConfigError: the settings of that run cannot be read.
+    Args:
+        folder: None if what it holds need not have the same settings.
     """
     invocation, problems = flags.parse_with_problems(words)
     problems += rules.problems(invocation.config, ranks)
-    path, advice = folder / "config.json", "take another --output-dir, or remove it"
-    if problems or not path.exists():
+    if problems or folder is None or not (path := folder / "config.json").exists():
         return problems
+    advice = "take another --output-dir, or remove it"
     try:
         before = settings.from_json(read_text(path))
     except (UnreadableFile, ConfigError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}: {advice}") from error
-    if lines := variants.differences(before, with_recorded(invocation.config, before)):
-        problems.append(f"{folder} holds a run with other settings ({'; '.join(lines)}): {advice}")
-    return problems
+        return [f"{path} cannot be read: {error}: {advice}"]
+    lines = variants.differences(before, with_recorded(invocation.config, before))
+    return [f"{folder} holds a run with other settings ({'; '.join(lines)}): {advice}"] if lines else []
 
 
 def share_devices(parallel: int, ranks: int, num_gpus: int) -> tuple[list[str], list[str]]:

@@ -49,7 +49,9 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
     if len(choices) > 1 or not all(is_supported(choice) for choice in choices):
         formats = [f"{name} {fmt}" for name in registry.names() for fmt in registry.get(name).grouped_gemm_formats]
         yield f"experts in another precision than BF16 or {', '.join(formats)}"
-    elif parallel.moe_expert_kernels is None and any(is_emulated_only(choice) for choice in choices):
+    elif parallel.moe_expert_kernels is None and any(
+        registry.get(name).te_recipe_class is None for choice in choices for name in choice.recipes
+    ):
         yield "emulated experts, unless --moe-expert-kernels triton is given"
 
 
@@ -90,11 +92,6 @@ def shares_input_codes(recipe: LinearRecipe) -> bool:
     """Whether fprop and wgrad read the same codes of the input, which have one scale."""
     rule = recipe.rule(Operand.INPUT, Gemm.FPROP)
     return rule is not None and rule.block is None and rule == recipe.rule(Operand.INPUT, Gemm.WGRAD)
-
-
-def is_emulated_only(choice: LinearChoice) -> bool:
-    """Whether Transformer Engine does not have the recipe of a linear, so that its layers are emulated."""
-    return any(registry.get(name).te_recipe_class is None for name in choice.recipes)
 
 
 def is_supported(choice: LinearChoice) -> bool:

@@ -169,11 +169,6 @@ class ParameterCount:
         return self.word_embeddings + self.position_embeddings + self.output_layer
 
     @property
-    def quantizable(self) -> int:
-        """Weights of the linears of all dense layers, which a recipe quantizes."""
-        return self.num_layers * (self.attention_weights_per_layer + self.mlp_weights_per_layer)
-
-    @property
     def total(self) -> int:
         return self._with_experts(self.experts_per_layer)
 

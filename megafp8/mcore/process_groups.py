@@ -35,7 +35,6 @@ class RankPosition:
     world_size: int
     tensor_rank: int
     pipeline_rank: int
-    context_rank: int
     data_rank: int
     data_size: int
     is_first_stage: bool
@@ -77,7 +76,6 @@ def build_process_groups(config: RunConfig) -> RankPosition:
         world_size=dist.get_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),

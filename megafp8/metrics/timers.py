@@ -14,25 +14,13 @@ class StepTimer:
     Each `start` begins a new step and clears the parts. If a part is entered several times in a step, for example once
     per microbatch, its times add up.
 
-    CUDA runs asynchronously. `synchronize` is called before the clock is read at both ends of a step, so that the step
-    time is that of the device. Around parts it is called only with `synchronize_spans`, since that slows the step down.
-    Without it, parts have host times, and queued work counts in a later part.
+    All times are of the host: work that is queued on a GPU counts where the host waits for it.
+
+    Args:
+        clock: monotonic, in seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        synchronize: Optional[Callable[[], None]] = None,
-        synchronize_spans: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        """
-        Args:
-            synchronize: waits for the device; None without an asynchronous device.
-            clock: monotonic, in seconds.
-        """
-        self._synchronize = synchronize
-        self._synchronize_spans = synchronize_spans
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
         self._started: Optional[float] = None
         self._spans_ms: dict[str, float] = {}
@@ -40,31 +28,26 @@ class StepTimer:
     def start(self) -> None:
         """Start a step."""
         self._spans_ms = {}
-        self._started = self._read(self._synchronize is not None)
+        self._started = self._clock()
 
     def stop(self) -> float:
         """Stop the step and return its time in milliseconds."""
         assert self._started is not None, "StepTimer.stop without start"
-        elapsed_ms = (self._read(self._synchronize is not None) - self._started) * 1000
+        elapsed_ms = (self._clock() - self._started) * 1000
         self._started = None
         return elapsed_ms
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time the block as part `name` of the current step, also if it raises."""
-        started = self._read(self._synchronize_spans)
+        started = self._clock()
         try:
             yield
         finally:
-            elapsed_ms = (self._read(self._synchronize_spans) - started) * 1000
+            elapsed_ms = (self._clock() - started) * 1000
             self._spans_ms[name] = self._spans_ms.get(name, 0.0) + elapsed_ms
 
     @property
     def spans_ms(self) -> dict[str, float]:
         """Milliseconds of each part of the current or last step, in order of first use."""
         return dict(self._spans_ms)
-
-    def _read(self, synchronize: bool) -> float:
-        if synchronize and self._synchronize is not None:
-            self._synchronize()
-        return self._clock()

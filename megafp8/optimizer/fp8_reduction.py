@@ -70,7 +70,7 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
                 nodes = None if node_groups is None else node_groups.of(ranks)
                 reductions = [bucket_reduction(bucket, exact, ranks, settings, step, nodes) for bucket in group.buckets]
                 replace_reduction(group, partial(start_all, reductions))
-    check_patterns(config, patterns, matched)
+    check_patterns(patterns, matched)
     return step
 
 
@@ -106,7 +106,7 @@ def excluded_patterns(config: RunConfig) -> tuple[str, ...]:
     return () if patterns == (NO_PATTERN,) else patterns
 
 
-def check_patterns(config: RunConfig, patterns: Sequence[str], matched: set[str]) -> None:
+def check_patterns(patterns: Sequence[str], matched: set[str]) -> None:
     """Check that each given pattern matches a parameter of some rank; those of the default may match none.
 
     Raises:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from megafp8.mcore.fsdp_groups import GradientSums, fsdp_modules, parameter_group
+from megafp8.optimizer.received_bytes import ReceivedBytes
 
 
 class HookedReduceScatter(DefaultReduceScatter):
@@ -36,7 +37,7 @@ def add_reduction_hook(module: Any, hook: Callable[[Tensor], None]) -> None:
     module.set_custom_reduce_scatter(HookedReduceScatter(parameter_group(module)._reduce_scatter_comm, hook))
 
 
-class CountedGather(DefaultAllGather):
+class CountedGather(ReceivedBytes, DefaultAllGather):
     """An all-gather that counts the bytes that this rank receives.
 
     Args:
@@ -44,7 +45,6 @@ class CountedGather(DefaultAllGather):
     """
 
     def __init__(self, chunks: Sequence[Any]):
-        self.received_bytes = 0
         for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
             module.set_custom_all_gather(self)
         for codes, _ in (each for chunk in chunks for each in chunk.quantized_weights):
@@ -64,13 +64,8 @@ class CountedGather(DefaultAllGather):
 
         return counted
 
-    def take(self) -> int:
-        """Return the bytes received since the last call."""
-        received, self.received_bytes = self.received_bytes, 0
-        return received
 
-
-class CountedReduction(DefaultReduceScatter):
+class CountedReduction(ReceivedBytes, DefaultReduceScatter):
     """A reduce-scatter that counts the bytes that this rank receives, as a ring sends them.
 
     It also counts both phases of the all-reduces between replicas.
@@ -80,7 +75,6 @@ class CountedReduction(DefaultReduceScatter):
     """
 
     def __init__(self, chunks: Sequence[Any]):
-        self.received_bytes = 0
         for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
             module.set_custom_reduce_scatter(self)
         for replicas in (chunk.replicas for chunk in chunks if chunk.replicas is not None):
@@ -99,8 +93,3 @@ class CountedReduction(DefaultReduceScatter):
             start(sums)
 
         return counted
-
-    def take(self) -> int:
-        """Return the bytes received since the last call."""
-        received, self.received_bytes = self.received_bytes, 0
-        return received

@@ -21,6 +21,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.mcore.grad_reduction import reduction_group
 from megafp8.mcore.process_groups import bucket_groups
 from megafp8.optimizer.fsdp_traffic import CountedGather, CountedReduction, add_reduction_hook
+from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.quantization.fp8_parameter import quantized_parameters
 from megafp8.resilience import fault_injection
 
@@ -105,7 +106,7 @@ def set_overwrite(weight: Any, is_overwritten: bool) -> None:
     weight.overwrite_main_grad = weight.main_grad.is_overwritten = is_overwritten
 
 
-class ParameterTraffic(TorchDispatchMode):
+class ParameterTraffic(ReceivedBytes, TorchDispatchMode):
     """Counts the bytes of updated weights, and of their amaxes, that a rank receives from other ranks.
 
     An all-gather counts its output less its input, an all-reduce its tensor. Padding is included.
@@ -116,7 +117,6 @@ class ParameterTraffic(TorchDispatchMode):
 
     def __init__(self, chunks: list[Any]) -> None:
         super().__init__()
-        self.received_bytes = 0
         for group in (group for chunk in chunks for group in bucket_groups(chunk)):
             group.start_param_sync = self._counted(group.start_param_sync)
         for weight in quantized_parameters(chunks):
@@ -140,13 +140,8 @@ class ParameterTraffic(TorchDispatchMode):
 
         return counted
 
-    def take(self) -> int:
-        """Return the bytes received since the last call."""
-        received, self.received_bytes = self.received_bytes, 0
-        return received
 
-
-def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ParameterTraffic | CountedGather]:
+def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ReceivedBytes]:
     """Build the counter of a run; None where every rank has all weights, or if gathers are in a CUDA graph."""
     if config.parallel.use_torch_fsdp2:
         return None if derived.uses_cuda_graph(config) else CountedGather(chunks)
@@ -154,7 +149,7 @@ def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ParameterTra
     return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer and not is_in_graph else None
 
 
-class GradientTraffic:
+class GradientTraffic(ReceivedBytes):
     """Counts the bytes of gradients that a rank receives from other ranks, as a ring sends them.
 
     A reduce-scatter of n bytes over d ranks counts (d - 1) / d n, an all-reduce twice that. Padding is included.
@@ -164,7 +159,6 @@ class GradientTraffic:
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        self.received_bytes = 0
         for group in (group for chunk in chunks for group in bucket_groups(chunk)):
             ranks = reduction_group(group)
             if ranks is not None:
@@ -176,13 +170,8 @@ class GradientTraffic:
             reduced = sum(bucket.grad_data.nbytes for bucket in group.buckets)
             self.received_bytes += num_phases * reduced * (num_ranks - 1) // num_ranks
 
-    def take(self) -> int:
-        """Return the bytes received since the last call."""
-        received, self.received_bytes = self.received_bytes, 0
-        return received
 
-
-def build_gradient_traffic(config: RunConfig, chunks: list[Any]) -> Optional[GradientTraffic | CountedReduction]:
+def build_gradient_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ReceivedBytes]:
     """Build the counter of a run; None where nothing is reduced, or the reduction is counted elsewhere."""
     if config.precision.grad_reduce_in_fp8 or derived.uses_cuda_graph(config):
         return None

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 
 
@@ -71,7 +72,7 @@ class Ownership:
         return received
 
 
-class LayerWiseOptimizer(SkipUpdateOptimizer):
+class LayerWiseOptimizer(ReceivedBytes, SkipUpdateOptimizer):
     """megatron-core's chained optimizer on the weights that this rank owns, which then shares the updated weights.
 
     Args:
@@ -82,7 +83,6 @@ class LayerWiseOptimizer(SkipUpdateOptimizer):
     def __init__(self, optimizer: MegatronOptimizer, ownerships: Sequence[Ownership]):
         super().__init__(optimizer)
         self.ownerships = tuple(ownerships)
-        self.received_bytes = 0
 
     def step_with_ready_grads(self) -> bool:
         """Update the weights of this rank and get those of the other ranks, unless the update is skipped."""
@@ -90,8 +90,3 @@ class LayerWiseOptimizer(SkipUpdateOptimizer):
         if is_updated:
             self.received_bytes += sum(each.share() for each in self.ownerships if each.group.size() > 1)
         return is_updated
-
-    def take(self) -> int:
-        """Return the bytes of weights received since the last call."""
-        received, self.received_bytes = self.received_bytes, 0
-        return received

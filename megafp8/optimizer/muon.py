@@ -165,7 +165,7 @@ def orthogonalize_one(direction: Tensor, matrix: Matrix, settings: MuonSettings)
         update = newton_schulz(direction, settings.steps, settings.precision)
     elif settings.tp_mode == "distributed":
         update = newton_schulz(direction, settings.steps, settings.precision, sharded_dim=sharded_dim, group=group)
-        rows, columns = complete_shape(rows, columns, sharded_dim, group.size())
+        rows, columns = (rows * group.size(), columns) if sharded_dim == 0 else (rows, columns * group.size())
     else:
         parts = [torch.empty_like(direction) for _ in range(group.size())]
         dist.all_gather(parts, direction.contiguous(), group=group)
@@ -174,11 +174,6 @@ def orthogonalize_one(direction: Tensor, matrix: Matrix, settings: MuonSettings)
         update = complete.chunk(group.size(), dim=dim)[group.rank()]
         rows, columns = complete.shape[-2:]
     return update * (shape_scale(rows, columns, settings.scale_mode) * settings.extra_scale_factor)
-
-
-def complete_shape(rows: int, columns: int, sharded_dim: int, num_ranks: int) -> tuple[int, int]:
-    """The shape of the matrix of which a rank has [rows, columns]."""
-    return (rows * num_ranks, columns) if sharded_dim == 0 else (rows, columns * num_ranks)
 
 
 def shape_scale(rows: int, columns: int, mode: str) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from megafp8.planning.goodput import Goodput, RunRange
+from megafp8.planning.goodput import Goodput
 from megafp8.planning.goodput_inputs import DAY_S, GoodputInputs
 from megafp8.planning.goodput_simulation import PARTS, USEFUL
 from megafp8.planning.save_interval import daly_interval_s, young_interval_s
@@ -45,12 +45,8 @@ def interval_text(goodput: Goodput) -> str:
     if goodput.save_interval is None:
         return "never saved"
     origin = "given" if goodput.inputs.save_interval else "best"
-    return f"a save every {steps_text(goodput.save_interval, goodput.inputs)} ({origin})"
-
-
-def steps_text(steps: int, inputs: GoodputInputs) -> str:
-    """An interval in steps and in time."""
-    return f"{steps:,} steps, {time_text(steps * inputs.step_s)}"
+    interval = time_text(goodput.save_interval * goodput.inputs.step_s)
+    return f"a save every {goodput.save_interval:,} steps, {interval} ({origin})"
 
 
 def time_text(seconds: float) -> str:
@@ -74,7 +70,8 @@ def summary_text(goodput: Goodput) -> str:
     interval, full = goodput.interval, goodput.full_speed_tokens_per_day
     rows = [
         (
-            "effective training time", f"{goodput.effective_fraction:.1%}", range_text(interval, "{:.1%}", 1),
+            "effective training time", f"{goodput.effective_fraction:.1%}",
+            f"{interval.low:.1%} to {interval.high:.1%}",
             f"standard error of the mean {goodput.standard_error * 100:.2f} percentage points",
         ),
         (
@@ -91,11 +88,6 @@ def summary_text(goodput: Goodput) -> str:
     if goodput.num_failures < FEW_FAILURES:
         table += "\nfew failures: runs differ by chance more than by their settings"
     return table
-
-
-def range_text(interval: RunRange, pattern: str, factor: float) -> str:
-    """The range of single runs."""
-    return f"{pattern.format(interval.low * factor)} to {pattern.format(interval.high * factor)}"
 
 
 def mtbf_text(inputs: GoodputInputs) -> str:

@@ -59,11 +59,9 @@ class QuantizerCounters:
         """Set all counts to zero, before a step."""
         self.table.zero_()
 
-    def totals(self, operands: Sequence[Operand] = tuple(Operand)) -> Tensor:
-        """This rank's non-finite and saturated values of some operands, int64 [2]. A value counts once for each GEMM
-        that reads it."""
-        columns = [index for index, (operand, _) in enumerate(QUANTIZERS) if operand in operands]
-        return self.table[:, columns].sum(dim=(0, 1))
+    def totals(self) -> Tensor:
+        """This rank's non-finite and saturated values, int64 [2]. A value counts once for each GEMM that reads it."""
+        return self.table.sum(dim=(0, 1))
 
 
 def saturation_threshold(fmt: Format) -> float:

@@ -20,9 +20,9 @@ from megafp8.checkpoint.load import load_weights
 from megafp8.checkpoint.manifest import check_complete
 from megafp8.checkpoint.metadata import embedding_rows, read_config
 from megafp8.config import derived, dimensions, precision_map
-from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.data.tokenizers.build import Tokenizer, build_tokenizer
+from megafp8.data.tokenizers.build import Tokenizer, build_trained_tokenizer
 from megafp8.device import capability
 from megafp8.device.platform import Platform, detect_platform, init_distributed, set_num_threads
 from megafp8.errors import CapabilityError, CheckpointError, DataError
@@ -125,7 +125,7 @@ def load_language_model(
     chosen = generation_config(trained, precision, uses_cache, platform.has_bf16_units())
     config, implementation = single_device_config(chosen, capability.detect_target(), uses_cache)
     config = with_values(config, {f"data.{name}": value for name, value in (tokenizer_files or {}).items()})
-    tokenizer = load_tokenizer(config.data, saved.model.vocab_size)
+    tokenizer = build_trained_tokenizer(config.data, saved.model.vocab_size)
     vocab_size = embedding_rows(path)
     check_vocabulary(path, saved, tokenizer, vocab_size)
 
@@ -200,15 +200,6 @@ def single_device_config(
     is_quantized = precision_map.is_quantized(precision)
     fix = ["--precision high generates without quantization, as a key-value cache does"] if is_quantized else []
     raise CapabilityError(problems + fix)
-
-
-def load_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Tokenizer:
-    """The tokenizer of the run, whose files may have moved."""
-    try:
-        return build_tokenizer(data, vocab_size)
-    except DataError as error:
-        flags = "--vocab-file and --merge-file" if data.vocab_file else "--tokenizer-model"
-        raise DataError(f"{error} The run was trained with it; {flags} says where it is now.") from error
 
 
 def check_vocabulary(path: Path, saved: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:

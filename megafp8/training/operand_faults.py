@@ -12,9 +12,9 @@ step as a bad one (`bad_steps.py`), and `bf16` also computes the linears in high
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -81,8 +81,8 @@ class OperandFaults:
         return "; ".join(parts[:max_named]) + (f"; and {more} more" if more > 0 else "")
 
 
-class OperandMonitor:
-    """Counts the faults of this rank's emulated linears and experts in one launch, and names those of all ranks.
+class EmulatedCounters:
+    """The counts of this rank's emulated linears, with the methods of `te/counters.py`.
 
     Args:
         linears: names of all quantized linears of the model, the same on all ranks.
@@ -90,41 +90,30 @@ class OperandMonitor:
     """
 
     def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
-        self.counters = QuantizerCounters(linears, device)
-        self.experts = ExpertAmaxes(linears, unwrap_model(list(chunks)))
+        self.values = QuantizerCounters(linears, device)
+        self.linears, self.reset = self.values.linears, self.values.reset
         self.windows: dict[str, DelayedState] = {}
         for name, linear in emulated_linears_by_name(chunks):
-            if name not in self.counters.linears:
+            if name not in self.linears:
                 continue
-            linear.counts = self.counters.of_linear(name)
+            linear.counts = self.values.of_linear(name)
             state = getattr(linear, "quantizer_state", None)
             if isinstance(state, DelayedState) and keeps_amaxes(state.options):
                 self.windows[name] = state
 
-    def reset(self) -> None:
-        """Clear the counts before a step."""
-        self.counters.reset()
-        self.experts.reset()
-
-    def local_totals(self) -> Tensor:
-        """This rank's part of the step's totals, int64 [3]; see `StepTotals`."""
-        totals = self.counters.totals()
+    def totals(self) -> Tensor:
+        """This rank's non-finite and saturated values, and infinite amaxes that a history would keep, int64 [3]."""
+        totals = self.values.totals()
         histories = [state.infinite_amaxes.any() for state in self.windows.values()]
         num_infinite = torch.stack(histories).sum() if histories else torch.zeros_like(totals[0])
-        return self.experts.add_to(torch.cat([totals, num_infinite[None]]))
+        return torch.cat([totals, num_infinite[None]])
 
-    def faults(self, totals: StepTotals) -> OperandFaults:
-        """The faults of a step, and clear infinite amaxes. Collective, with communication only if there are any."""
-        counters, experts = self.counters, self.experts
-        return gather_faults(
-            totals,
-            counters.linears,
-            lambda: experts.add_to_table(counters.table.clone()),
-            lambda: self._clear_windows() + experts.clear_infinite_amaxes(),
-        )
+    def table(self) -> Tensor:
+        """A copy of the counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]."""
+        return self.values.table.clone()
 
-    def _clear_windows(self) -> list[str]:
-        """Clear infinite amaxes; returns the names of their operands."""
+    def clear_infinite_amaxes(self) -> list[str]:
+        """Remove infinite amaxes from histories; names of the operands that had one."""
         names = []
         for name, state in self.windows.items():
             is_infinite = state.infinite_amaxes.tolist()
@@ -133,19 +122,17 @@ class OperandMonitor:
         return names
 
 
-class AmaxMonitor:
-    """The same for Transformer Engine's linears and for experts in one launch, whose amaxes are checked: counts are
-    those of `te/counters.py` and `expert_amaxes.py`.
+class OperandMonitor:
+    """Counts the faults of this rank's linears and of experts in one launch, and names those of all ranks.
 
     Args:
-        linears, chunks: as above.
+        counters: of the linears: `EmulatedCounters`, or `AmaxCounters` of `te/counters.py`.
+        chunks: the model.
     """
 
-    def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
-        from megafp8.te.counters import AmaxCounters  # needs Transformer Engine
-
-        self.counters = AmaxCounters(linears, unwrap_model(list(chunks)), device)
-        self.experts = ExpertAmaxes(linears, unwrap_model(list(chunks)))
+    def __init__(self, counters: Any, chunks: Sequence[Any]):
+        self.counters = counters
+        self.experts = ExpertAmaxes(counters.linears, unwrap_model(list(chunks)))
 
     def reset(self) -> None:
         """Clear the counts before a step."""
@@ -157,40 +144,25 @@ class AmaxMonitor:
         return self.experts.add_to(self.counters.totals())
 
     def faults(self, totals: StepTotals) -> OperandFaults:
-        """The faults of a step, and clear infinite amaxes. Collective, with communication only if there are any."""
-        counters, experts = self.counters, self.experts
-        return gather_faults(
-            totals,
-            counters.linears,
-            lambda: experts.add_to_table(counters.table()),
-            lambda: counters.clear_infinite_amaxes() + experts.clear_infinite_amaxes(),
-        )
+        """The faults of a step over all ranks, and clear infinite amaxes.
 
-
-def gather_faults(
-    totals: StepTotals, linears: Sequence[str], table: Callable[[], Tensor], clear: Callable[[], list[str]]
-) -> OperandFaults:
-    """The faults of a step over all ranks. Collective, with communication only if there are any.
-
-    Args:
-        linears: names of the rows of the table.
-        table: counts of this rank, int64 [linears, QUANTIZERS, 2]; not changed afterwards.
-        clear: removes infinite amaxes from the histories of this rank, and returns the names of their operands.
-    """
-    if not (totals.num_non_finite or totals.num_saturated or totals.num_infinite_amaxes):
-        return OperandFaults()
-    counts = table()
-    dist.all_reduce(counts)
-    names: tuple[str, ...] = ()
-    if totals.num_infinite_amaxes:
-        gathered: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, clear())
-        everywhere = {name for each in gathered for name in each}
-        order = {f"{linear}.{operand.value}": (row, place) for row, linear in enumerate(linears)
-                 for place, operand in enumerate(OPERANDS)}  # fmt: skip
-        names = tuple(sorted(everywhere, key=order.__getitem__))
-    named = tuple(named_counts(linears, counts.cpu()))
-    return OperandFaults(int(totals.num_non_finite), int(totals.num_saturated), named, names)
+        Collective, with communication only if there are any.
+        """
+        if not (totals.num_non_finite or totals.num_saturated or totals.num_infinite_amaxes):
+            return OperandFaults()
+        linears, counts = self.counters.linears, self.experts.add_to_table(self.counters.table())
+        dist.all_reduce(counts)
+        names: tuple[str, ...] = ()
+        if totals.num_infinite_amaxes:
+            gathered: list[list[str]] = [[]] * dist.get_world_size()
+            cleared = self.counters.clear_infinite_amaxes() + self.experts.clear_infinite_amaxes()
+            dist.all_gather_object(gathered, cleared)
+            everywhere = {name for each in gathered for name in each}
+            order = {f"{linear}.{operand.value}": (row, place) for row, linear in enumerate(linears)
+                     for place, operand in enumerate(OPERANDS)}  # fmt: skip
+            names = tuple(sorted(everywhere, key=order.__getitem__))
+        named = tuple(named_counts(linears, counts.cpu()))
+        return OperandFaults(int(totals.num_non_finite), int(totals.num_saturated), named, names)
 
 
 def named_counts(linears: Sequence[str], table: Tensor) -> Iterator[tuple[str, OperandCounts]]:
@@ -214,27 +186,30 @@ def emulated_linears_by_name(chunks: Sequence[Any]) -> Iterator[tuple[str, Emula
 
 def build_operand_monitor(
     config: RunConfig, chunks: Sequence[Any], implementation: str, device: torch.device
-) -> Union[OperandMonitor, AmaxMonitor, None]:
+) -> Optional[OperandMonitor]:
     """The monitor of a run; None without linears that quantize."""
     if not precision_map.is_quantized(config.precision):
         return None
-    monitor = OperandMonitor if implementation == "emulated" else AmaxMonitor
-    return monitor(precision_map.linears_with_statistics(config.model, config.precision), chunks, device)
+    linears = precision_map.linears_with_statistics(config.model, config.precision)
+    if implementation == "emulated":
+        return OperandMonitor(EmulatedCounters(linears, chunks, device), chunks)
+    from megafp8.te.counters import AmaxCounters  # needs Transformer Engine
+
+    return OperandMonitor(AmaxCounters(linears, unwrap_model(list(chunks)), device), chunks)
 
 
 def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implementation: str) -> None:
     """Compute linears in high precision, or with a scale per channel, from now on; those of this rank."""
+    names = [linear.name for linear in linears if linear.form == HIGH_PRECISION]
+    move_grouped_experts(chunks, names)
     if implementation == "transformer_engine":
         from megafp8.te.moved_linears import move_to_high_precision  # need Transformer Engine
         from megafp8.te.smoothing import smooth_inputs
 
         model = unwrap_model(list(chunks))
-        names = [linear.name for linear in linears if linear.form == HIGH_PRECISION]
         move_to_high_precision(model, names)
         smooth_inputs(model, [linear.name for linear in linears if linear.form == SMOOTHED])
-        move_grouped_experts(chunks, names)
         return
-    move_grouped_experts(chunks, [linear.name for linear in linears if linear.form == HIGH_PRECISION])
     forms = [(linear.name, linear.form) for linear in linears]
     for name, linear in emulated_linears_by_name(chunks):
         for form in [form for moved, form in forms if moved == name]:

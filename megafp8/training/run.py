@@ -25,13 +25,13 @@ from megafp8.metrics.timers import StepTimer
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer.fp8_gradients import Fp8Reduction
 from megafp8.optimizer.fsdp_checks import ReducedGradientMonitor
-from megafp8.optimizer.fsdp_traffic import CountedGather, CountedReduction
 from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
-from megafp8.optimizer.gradient_communication import GradientTraffic, ParameterTraffic, WgradOverwrite
+from megafp8.optimizer.gradient_communication import WgradOverwrite
+from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.cuda_graph import StepGraph
-from megafp8.training.operand_faults import AmaxMonitor, OperandMonitor, move_linears
+from megafp8.training.operand_faults import OperandMonitor, move_linears
 from megafp8.training.precision import DelayedScalingSnapshot, high_precision
 
 
@@ -74,9 +74,9 @@ class Run:
     delayed_snapshot: Optional[DelayedScalingSnapshot]
     bias_snapshot: Optional[ExpertBiasSnapshot]
     gradient_monitor: Union[NonFiniteGradientMonitor, ReducedGradientMonitor, None]
-    operand_monitor: Union[OperandMonitor, AmaxMonitor, None]
-    parameter_traffic: Union[ParameterTraffic, CountedGather, None]
-    gradient_traffic: Union[GradientTraffic, CountedReduction, None]
+    operand_monitor: Optional[OperandMonitor]
+    parameter_traffic: Optional[ReceivedBytes]
+    gradient_traffic: Optional[ReceivedBytes]
     fp8_reduction: Optional[Fp8Reduction]
     graph: Optional[StepGraph]
     timer: StepTimer

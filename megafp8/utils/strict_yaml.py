@@ -42,13 +42,13 @@ def parse_yaml(text: str, path: Optional[AnyPath] = None, *, as_written: bool = 
     return _parse(text, path, as_written, has_values=True)
 
 
-def compose_yaml(text: str, path: Optional[AnyPath] = None) -> Any:
+def compose_yaml(text: str) -> Any:
     """The tree of PyYAML nodes, which have line numbers; None for an empty text.
 
     Raises:
         UnreadableFile: as `parse_yaml`; its cause is a `yaml.YAMLError` for a syntax error.
     """
-    return _parse(text, path, as_written=False, has_values=False)
+    return _parse(text, None, as_written=False, has_values=False)
 
 
 def _parse(text: str, path: Optional[AnyPath], as_written: bool, has_values: bool) -> Any:

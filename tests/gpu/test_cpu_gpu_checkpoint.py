@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 from gpu_sizes import RECIPES, SIZES
+from requirements import require_transformer_engine
 from side_by_side import Launch, run_all, run_folder
 
 from megafp8.analysis.runs import load_run
 
 pytestmark = pytest.mark.gpu
-if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+require_transformer_engine()
 
 TO_GPU, TO_CPU, LAST = 4, 6, 8
 RUN = f"{SIZES} --bf16 --train-iters {LAST} --save-interval 2 --eval-iters 0 --log-interval 1"

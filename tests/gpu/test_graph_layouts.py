@@ -7,11 +7,10 @@ once, concurrently (`side_by_side.py`); with `-k` only those that the chosen tes
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from gpu_sizes import RECIPES, SIZES
+from requirements import require_transformer_engine
 from side_by_side import Launch, run_all, run_folder
 
 from megafp8.analysis.runs import load_run
@@ -19,8 +18,7 @@ from megafp8.resilience.watchdog import STACKS_FOLDER
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu
-if importlib.util.find_spec("transformer_engine") is None or NUM_GPUS < 2:
-    pytest.skip("needs Transformer Engine and two GPUs", allow_module_level=True)
+require_transformer_engine(num_gpus=2)
 
 STEPS = 8
 # A step that hangs ends its run, and every rank writes its stacks. The first step has five times as long.

@@ -6,16 +6,15 @@ Those of the rowwise recipe are on emulated layers, and are compared with emulat
 from __future__ import annotations
 
 import functools
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from requirements import require_transformer_engine
 
 pytestmark = pytest.mark.gpu
-if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+require_transformer_engine()
 
 from gpu_runs import gap, gpu_curve, gpu_run, unbroken_and_resumed
 from megatron.core.transformer.moe.moe_layer import MoELayer

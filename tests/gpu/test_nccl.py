@@ -6,7 +6,6 @@ start is the command itself, `pretrain_gpt.py`. One more start under torchrun sh
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_sizes import FP8_RECIPES, RECIPES, SIZES
+from requirements import require_transformer_engine
 from side_by_side import End, Launch, run_all, run_folder
 
 from megafp8.analysis.runs import load_run
@@ -25,8 +25,7 @@ from megafp8.resilience.watchdog import STACKS_FOLDER
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu
-if importlib.util.find_spec("transformer_engine") is None or NUM_GPUS < 2:
-    pytest.skip("needs Transformer Engine and two GPUs", allow_module_level=True)
+require_transformer_engine(num_gpus=2)
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6

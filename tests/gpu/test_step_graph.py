@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from requirements import require_transformer_engine
 
 pytestmark = pytest.mark.gpu
-if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+require_transformer_engine()
 
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, unbroken_and_resumed
 from small_run import SourceSamples, statistics_step, train, weights

@@ -4,16 +4,15 @@ Moving, and the counts of Transformer Engine's own casts, were not run on a GPU.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from requirements import require_transformer_engine
 
-pytestmark = [pytest.mark.gpu]
-if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+require_transformer_engine()
 
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run
 from small_run import SourceSamples, train, weights

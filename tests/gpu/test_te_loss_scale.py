@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
+from requirements import require_transformer_engine
 
-pytestmark = [pytest.mark.gpu]
-if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+require_transformer_engine()
 
 from gpu_runs import RECIPES, gpu_run
 from small_run import Curve, train, weights

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from requirements import require_transformer_engine
 
-if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+require_transformer_engine()
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.optimizers import FusedAdam

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import pytest
-import torch
+from requirements import require_transformer_engine
 
 pytestmark = pytest.mark.gpu
-if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+require_transformer_engine()
 
 from gpu_runs import RECIPES, gpu_curve
 from tolerances import FP8_LM_LOSS

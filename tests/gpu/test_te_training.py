@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from requirements import require_transformer_engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
-        reason="needs Transformer Engine and a GPU",
-    ),
-]
-if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+require_transformer_engine()
 
 import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
 import transformer_engine_torch as tex

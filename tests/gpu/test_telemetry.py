@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from requirements import require_transformer_engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
-        reason="needs Transformer Engine and a GPU",
-    ),
-]
-if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+require_transformer_engine()
 
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run
 from small_run import statistics_record_of, train

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import run_ranks
-from small_run import PLAIN, Curve, build_run, curve_of, fingerprint, small_config, train, weights
+from small_run import (
+    PLAIN,
+    Curve,
+    build_run,
+    curve_of,
+    curve_of_equal_replicas,
+    fingerprint,
+    small_config,
+    train,
+    weights,
+)
+from test_layouts import assert_follows
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import checkpoint_path
@@ -15,7 +25,6 @@ from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config.schema import RunConfig
-from megafp8.training.extensions.replica_check import check_replicas
 
 NUM_STEPS, STEPS_BEFORE_SAVE = 4, 2
 LATENT = (
@@ -55,22 +64,13 @@ def one_rank(model: str) -> Curve:
     return reference[model]
 
 
-def train_and_compare_replicas(config: Any) -> Curve:
-    run = build_run(config)
-    curve = train(run, NUM_STEPS)
-    check_replicas(run, NUM_STEPS)
-    return curve
-
-
 @pytest.mark.parametrize(("model", "world_size", "flags"), CASES)
 def test_latent_attention_follows_one_rank(model: str, world_size: int, flags: str) -> None:
     config = latent_config(f"{PLAIN} {MODELS[model]} {flags}", world_size)
-    curves = run_ranks(world_size, train_and_compare_replicas, config)
+    curves = run_ranks(world_size, curve_of_equal_replicas, config, NUM_STEPS)
     expected = one_rank(model)
     assert all(curve == curves[0] for curve in curves)
-    assert max(abs(a - b) for a, b in zip(curves[0].losses, expected.losses, strict=True)) <= LAYOUT_LOSS
-    norms = [abs(a / b - 1) for a, b in zip(curves[0].grad_norms, expected.grad_norms, strict=True)]
-    assert max(norms) <= LAYOUT_GRAD_NORM["llama"], norms
+    assert_follows(curves[0], expected, LAYOUT_GRAD_NORM["llama"])
 
 
 def test_recomputed_projections_train_the_same() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from ranks import run_ranks
-from small_run import PLAIN, Curve, build_run, curve_of, small_config, train
+from small_run import PLAIN, Curve, curve_of, curve_of_equal_replicas, small_config
+from test_layouts import assert_follows
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
-
-from megafp8.training.extensions.replica_check import check_replicas
 
 NUM_STEPS = 4
 EXPERTS = (
@@ -66,22 +63,13 @@ def one_rank(model: str) -> Curve:
     return reference[model]
 
 
-def train_and_compare_replicas(config: Any) -> Curve:
-    run = build_run(config)
-    curve = train(run, NUM_STEPS)
-    check_replicas(run, NUM_STEPS)
-    return curve
-
-
 @pytest.mark.parametrize(("model", "world_size", "flags"), CASES)
 def test_a_mixture_follows_one_rank(model: str, world_size: int, flags: str) -> None:
     config = small_config("llama", f"{EXPERTS} {MODELS[model]} {flags}", world_size)
-    curves = run_ranks(world_size, train_and_compare_replicas, config)
+    curves = run_ranks(world_size, curve_of_equal_replicas, config, NUM_STEPS)
     expected = one_rank(model)
     assert all(curve == curves[0] for curve in curves)
-    assert max(abs(a - b) for a, b in zip(curves[0].losses, expected.losses, strict=True)) <= LAYOUT_LOSS
-    norms = [abs(a / b - 1) for a, b in zip(curves[0].grad_norms, expected.grad_norms, strict=True)]
-    assert max(norms) <= LAYOUT_GRAD_NORM["llama"], norms
+    assert_follows(curves[0], expected, LAYOUT_GRAD_NORM["llama"])
 
 
 def test_the_losses_change_the_training() -> None:

@@ -10,6 +10,7 @@ import pytest
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from small_run import FOUR_LAYERS, FP8, PLAIN, Curve, build_run, curve_of, small_config, train
+from test_layouts import assert_follows
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import checkpoint_path
@@ -85,10 +86,7 @@ def test_uneven_stages_follow_one_rank(style: str, layout: str, one_rank: CurveO
         world_size, curve_of, small_config(style, f"{PLAIN} {FOUR_LAYERS} {flags}", world_size), STEPS
     )
     for curve in curves:
-        losses = [abs(a - b) for a, b in zip(curve.losses, reference.losses, strict=True)]
-        assert max(losses) <= LAYOUT_LOSS, losses
-        norms = [abs(a / b - 1) for a, b in zip(curve.grad_norms, reference.grad_norms, strict=True)]
-        assert max(norms) <= LAYOUT_GRAD_NORM[style], norms
+        assert_follows(curve, reference, LAYOUT_GRAD_NORM[style])
 
 
 RESHARDED = {

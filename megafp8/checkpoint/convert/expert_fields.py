@@ -40,14 +40,12 @@ class ExpertCount:
 class ExpertWidth:
     """Hidden size of an expert in the field of an MLP's, in families without dense layers."""
 
-    field: str = "intermediate_size"
-
     def read(self, hf_config: HFConfig) -> dict[str, Any]:
-        width = hf_config.positive_int(self.field)
+        width = hf_config.positive_int("intermediate_size")
         return {"model.ffn_hidden_size": width, "model.moe_ffn_hidden_size": width}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        return {self.field: config.model.moe_ffn_hidden_size}
+        return {"intermediate_size": config.model.moe_ffn_hidden_size}
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,11 @@ class NormalizedScores:
     experts' logits, megatron-core's default. Without the division it is that of --moe-router-pre-softmax.
     """
 
-    field: str = "norm_topk_prob"
-    default: bool = False
-
     def read(self, hf_config: HFConfig) -> dict[str, Any]:
-        return {"model.moe_router_pre_softmax": not hf_config.flag(self.field, self.default)}
+        return {"model.moe_router_pre_softmax": not hf_config.flag("norm_topk_prob", False)}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        return {self.field: not config.model.moe_router_pre_softmax}
+        return {"norm_topk_prob": not config.model.moe_router_pre_softmax}
 
 
 @dataclass(frozen=True)
@@ -75,22 +70,20 @@ class ExpertLayers:
     The last of each N layers has experts. With `--moe-layer-freq N` it is the first, so a list is used here.
     """
 
-    step_field: str = "decoder_sparse_step"
-    dense_field: str = "mlp_only_layers"
-
     def read(self, hf_config: HFConfig) -> dict[str, Any]:
-        num_layers, step = read_num_layers(hf_config), hf_config.positive_int(self.step_field, 1)
-        dense = hf_config.fields.get(self.dense_field) or []
+        num_layers, step = read_num_layers(hf_config), hf_config.positive_int("decoder_sparse_step", 1)
+        dense = hf_config.fields.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(each) is int for each in dense):
-            hf_config.problems.append(f"config.json: {self.dense_field} is {dense!r} and no list of layers")
+            hf_config.problems.append(f"config.json: mlp_only_layers is {dense!r} and no list of layers")
             dense = []
         chosen = [int((layer + 1) % step == 0 and layer not in dense) for layer in range(num_layers)]
         if not any(chosen):
             hf_config.problems.append(
-                f"config.json: {self.step_field} {step} and {self.dense_field} {dense!r} leave no layer with experts"
+                f"config.json: decoder_sparse_step {step} and mlp_only_layers {dense!r} leave no layer with experts"
             )
         return {"model.moe_layer_freq": "1" if all(chosen) else str(chosen)}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
         has_experts = expert_layers.expert_layers(config.model)
-        return {self.step_field: 1, self.dense_field: [layer for layer, each in enumerate(has_experts) if not each]}
+        dense = [layer for layer, each in enumerate(has_experts) if not each]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}

@@ -105,7 +105,8 @@ class HFFamily:
             f"{as_text(setting, value_of(ours, setting.name))}: a {self.architecture} has "
             f"{as_text(setting, value_of(theirs, setting.name))}"
             for setting in all_settings()
-            if describes_function(setting.name)
+            if setting.section == "model"
+            and setting.name not in NOT_OF_THE_FUNCTION
             and not setting.name.startswith(no_more)
             and value_of(ours, setting.name) != value_of(theirs, setting.name)
         ]
@@ -234,11 +235,6 @@ def comparable(config: RunConfig) -> RunConfig:
     if all(mixture.expert_layers(config.model)):
         explicit = with_values(explicit, {"model.ffn_hidden_size": None})
     return explicit
-
-
-def describes_function(name: str) -> bool:
-    """Return whether a setting, by `section.field`, changes what a model computes."""
-    return name.startswith("model.") and name not in NOT_OF_THE_FUNCTION
 
 
 def as_text(setting: Setting, value: Any) -> str:

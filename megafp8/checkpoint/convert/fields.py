@@ -76,21 +76,19 @@ class Fixed:
 
     Attributes:
         values: that mean the same; the first is written.
-        is_default: whether transformers takes the value where the field is absent.
         is_written: write the field; False for one that older versions of transformers do not know.
         is_read: refuse other values; False for one of parts that weights show.
     """
 
     field: str
     values: tuple[Any, ...]
-    is_default: bool = True
     is_written: bool = True
     is_read: bool = True
 
     def read(self, hf_config: HFConfig) -> dict[str, Any]:
         if not self.is_read:
             return {}
-        hf_config.require(self.field, *self.values, default=self.values[0] if self.is_default else None)
+        hf_config.require(self.field, *self.values, default=self.values[0])
         return {}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
@@ -140,17 +138,16 @@ class Heads:
 class SameBiases:
     """Fields that give biases to different linears, which are the same here: all linears have biases or none has."""
 
-    fields: tuple[str, ...] = ("attention_bias", "mlp_bias")
-
     def read(self, hf_config: HFConfig) -> dict[str, Any]:
-        flags = [hf_config.flag(field, False) for field in self.fields]
-        if len(set(flags)) > 1:
-            named = " and ".join(f"{field} {flag}" for field, flag in zip(self.fields, flags, strict=True))
-            hf_config.problems.append(f"config.json: {named}; here all linears have biases or none has")
-        return {"model.add_bias_linear": flags[0]}
+        attention, mlp = hf_config.flag("attention_bias", False), hf_config.flag("mlp_bias", False)
+        if attention != mlp:
+            hf_config.problems.append(
+                f"config.json: attention_bias {attention} and mlp_bias {mlp}; here all linears have biases or none has"
+            )
+        return {"model.add_bias_linear": attention}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        return dict.fromkeys(self.fields, config.model.add_bias_linear)
+        return dict.fromkeys(("attention_bias", "mlp_bias"), config.model.add_bias_linear)
 
 
 @dataclass(frozen=True)
@@ -170,6 +167,9 @@ class SameDropout:
         return dict.fromkeys(self.fields, config.model.hidden_dropout)
 
 
+EXACT_GELU = "gelu"
+
+
 @dataclass(frozen=True)
 class Gelu:
     """The GELU of an MLP with biases. GELU fused with its bias is the tanh approximation.
@@ -182,14 +182,13 @@ class Gelu:
     field: str
     tanh: tuple[str, ...]
     default: str
-    exact: str = "gelu"
 
     def read(self, hf_config: HFConfig) -> dict[str, Any]:
-        name = hf_config.require(self.field, *self.tanh, self.exact, default=self.default)
-        return {"precision.bias_gelu_fusion": name != self.exact}
+        name = hf_config.require(self.field, *self.tanh, EXACT_GELU, default=self.default)
+        return {"precision.bias_gelu_fusion": name != EXACT_GELU}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        return {self.field: self.tanh[0] if config.precision.bias_gelu_fusion else self.exact}
+        return {self.field: self.tanh[0] if config.precision.bias_gelu_fusion else EXACT_GELU}
 
 
 # Constants of megatron-core's RoPE scaling; no flag changes them.
@@ -288,3 +287,25 @@ def yarn_settings(scaling: HFConfig) -> dict[str, Any]:
             "both are above 0, and here they are taken as given"
         )
     return values
+
+
+def shape_fields(
+    activation: Field, norm: Field, *, positions: int, is_tied: bool = False, init_std: float = 0.02
+) -> tuple[Field, ...]:
+    """Return the fields that have the same names in most families.
+
+    Args:
+        activation, norm: activation function of the MLP and epsilon of norms.
+        positions, is_tied, init_std: defaults of transformers that differ.
+    """
+    return (
+        Value("hidden_size", "hidden_size"),
+        Value("intermediate_size", "ffn_hidden_size"),
+        Value("num_hidden_layers", "num_layers"),
+        activation,
+        Value("max_position_embeddings", "max_position_embeddings", positions),
+        Value("initializer_range", "init_method_std", init_std),
+        norm,
+        Value("tie_word_embeddings", "share_embeddings_and_output_weights", is_tied),
+        Value("attention_dropout", "attention_dropout", 0.0),
+    )

@@ -83,13 +83,11 @@ class Window:
 class LayersWithoutRope:
     """Layers without rotary embedding (SmolLM3). `no_rope_layers` has 1 for a layer that has one."""
 
-    interval: int = 4
-
     def read(self, hf_config: HFConfig) -> dict[str, Any]:
         num_layers = read_num_layers(hf_config)
         flags = hf_config.fields.get("no_rope_layers")
         if flags is None:
-            every = hf_config.positive_int("no_rope_layer_interval", self.interval)
+            every = hf_config.positive_int("no_rope_layer_interval", 4)
             flags = [int((layer + 1) % every != 0) for layer in range(num_layers)]
         if not isinstance(flags, list) or len(flags) != num_layers or not all(each in (0, 1) for each in flags):
             hf_config.problems.append(

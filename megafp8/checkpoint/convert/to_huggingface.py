@@ -19,7 +19,7 @@ from megafp8.checkpoint.convert.family import HFFamily
 from megafp8.checkpoint.convert.safetensors_files import TensorSpec, WeightForm, write_json
 from megafp8.checkpoint.convert.safetensors_writer import TensorBatch, write_batches
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
-from megafp8.checkpoint.convert.tokenizer import open_tokenizer, tokenizer_notes, write_tokenizer
+from megafp8.checkpoint.convert.tokenizer import tokenizer_notes, write_tokenizer
 from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.manifest import FOLDER_NAME, check_complete
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, read_config
@@ -29,7 +29,7 @@ from megafp8.checkpoint.writer import to_cpu
 from megafp8.config import derived, dimensions, mixture, multi_token, precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.data.tokenizers.build import Tokenizer
+from megafp8.data.tokenizers.build import Tokenizer, build_trained_tokenizer
 from megafp8.errors import CheckpointError
 from megafp8.mcore.overrides import DTYPES
 from megafp8.recipes import registry
@@ -132,7 +132,8 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(f"{path} cannot be expressed as a model of type {family.model_type}:\n{lines}")
     tensors = CheckpointTensors(path)
-    tokenizer = open_tokenizer(config.data, config.model.vocab_size)
+    has_tokenizer = derived.tokenizer_type(config.data) is not None
+    tokenizer = build_trained_tokenizer(config.data, config.model.vocab_size) if has_tokenizer else None
     num_tokens, num_rows = num_model_tokens(config, tokenizer), tensors.locations[EMBEDDING].shape[0]
     if dimensions.padded_vocab_size(config, num_tokens) != num_rows:
         raise CheckpointError(

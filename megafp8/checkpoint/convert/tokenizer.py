@@ -31,21 +31,6 @@ FILES_BY_TYPE = {
 COMPANION_FILES = (SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
-def open_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Optional[Tokenizer]:
-    """Build the run's tokenizer; None if its settings name none.
-
-    Raises:
-        DataError: its files are not at their recorded paths.
-    """
-    if derived.tokenizer_type(data) is None:
-        return None
-    try:
-        return build_tokenizer(data, vocab_size)
-    except DataError as error:
-        flags = "--vocab-file and --merge-file" if data.vocab_file else "--tokenizer-model"
-        raise DataError(f"{error} The run was trained with it; {flags} says where it is now.") from error
-
-
 def tokenizer_notes(data: DataConfig) -> list[str]:
     """Return what transformers handles differently in the tokenizer's files, as text."""
     kind = derived.tokenizer_type(data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 # Flags, or prefixes of flags that end with a dash, and the flags of which at least one gives them an effect.
 IDLE_WITHOUT: tuple[tuple[str, str], ...] = (
@@ -95,14 +95,10 @@ def missing_main_flags(flag: str, given: Set[str]) -> str:
     Args:
         given: all flags of the command line.
     """
-    for mains in _mains_of(flag):
-        if flag not in mains.split() and not given & set(mains.split()):
+    for flags, mains in IDLE_WITHOUT:
+        if _names(flags, flag) and flag not in mains.split() and not given & set(mains.split()):
             return " or ".join(mains.split())
     return ""
-
-
-def _mains_of(flag: str) -> Iterator[str]:
-    return (mains for flags, mains in IDLE_WITHOUT if _names(flags, flag))
 
 
 def _names(flags: str, flag: str) -> bool:

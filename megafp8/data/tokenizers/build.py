@@ -26,7 +26,7 @@ from megafp8.data.tokenizers.libraries import (
     SentencePieceTokenizer,
     TikTokenizer,
 )
-from megafp8.errors import ConfigError
+from megafp8.errors import ConfigError, DataError
 
 # Values of --encoder.
 AUTO, GIGATOKEN, LIBRARY = "auto", "gigatoken", "library"
@@ -98,6 +98,19 @@ def build_tokenizer(data: DataConfig, vocab_size: Optional[int] = None) -> Token
     if kind == "NullTokenizer":
         return NullTokenizer(required("--vocab-size", vocab_size))
     raise ConfigError(f"--tokenizer-type {kind} is unknown.")
+
+
+def build_trained_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Tokenizer:
+    """`build_tokenizer` by the settings of an earlier run, whose files may have moved.
+
+    Raises:
+        DataError: also says which flags name the present paths.
+    """
+    try:
+        return build_tokenizer(data, vocab_size)
+    except DataError as error:
+        flags = "--vocab-file and --merge-file" if data.vocab_file else "--tokenizer-model"
+        raise DataError(f"{error} The run was trained with it; {flags} says where it is now.") from error
 
 
 def tokenizer_settings(data: DataConfig, vocab_size: Optional[int] = None) -> dict[str, Any]:

@@ -51,11 +51,11 @@ def torch_facts() -> dict[str, Any]:
     return facts
 
 
-def loaded_folders(library: str) -> list[str]:
-    """Folders from which this process has loaded a library, according to /proc/self/maps."""
+def cudnn_folders() -> list[str]:
+    """Folders from which this process has loaded cuDNN, according to /proc/self/maps."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as lines:
-            return sorted(set(re.findall(rf"(/\S*)/{library}\S*\.so", lines.read())))
+            return sorted(set(re.findall(r"(/\S*)/libcudnn\S*\.so", lines.read())))
     except OSError:
         return []
 
@@ -70,7 +70,7 @@ def main() -> None:
                 report(module="CUDA", error=None)
             except Exception as error:
                 report(module="CUDA", error=f"{type(error).__name__}: {error}")
-    report(loaded_cudnn=loaded_folders("libcudnn"))
+    report(loaded_cudnn=cudnn_folders())
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class TensorBoardSink:
         first_step = (record.resumed_from_step or 0) + 1
         session = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
         self._add_event(first_step, is_header=True, session_log=session)
-        self._add_text("config", f"```\n{json.dumps(record.config, indent=2, default=str)}\n```", first_step)
+        self._add_text(f"```\n{json.dumps(record.config, indent=2, default=str)}\n```", first_step)
 
     def _add_scalars(self, values: dict[str, float], step: int) -> None:
         items = [self._summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -114,7 +114,7 @@ class TensorBoardSink:
             items.append(self._summary_pb2.Summary.Value(tag=f"fp8/exponents/{name}", histo=histogram))
         self._add_event(record.step, summary=self._summary_pb2.Summary(value=items))
 
-    def _add_text(self, tag: str, text: str, step: int) -> None:
+    def _add_text(self, text: str, step: int) -> None:
         summary_pb2, shape_pb2 = self._summary_pb2, self._tensor_shape_pb2
         plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
         tensor = self._tensor_pb2.TensorProto(
@@ -123,7 +123,7 @@ class TensorBoardSink:
             tensor_shape=shape_pb2.TensorShapeProto(dim=[shape_pb2.TensorShapeProto.Dim(size=1)]),
         )
         metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
-        value = summary_pb2.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+        value = summary_pb2.Summary.Value(tag="config/text_summary", metadata=metadata, tensor=tensor)
         self._add_event(step, is_header=True, summary=summary_pb2.Summary(value=[value]))
 
     def _add_event(self, step: int, *, is_header: bool = False, **content: Any) -> None:

@@ -72,7 +72,7 @@ def needs_calibration(run: Run) -> bool:
     # A checkpoint of a run with BF16 attention has only the scales of linears, and one of a run with other experts none
     # of experts in one launch.
     lacks_some = lacks_attention_scales(run.trainee.chunks, run.implementation) or any(
-        not (state.quant_scale != 1).any() for state in stacked_states(run)
+        state.num_linears is not None and not (state.quant_scale != 1).any() for state in delayed_states(run)
     )
     has_scales = torch.tensor(float(needs_none or (has_some and not lacks_some)), device=run.platform.device)
     dist.all_reduce(has_scales, op=dist.ReduceOp.MIN)
@@ -90,14 +90,9 @@ def delayed_scales(run: Run) -> list[Tensor]:
 
 
 def delayed_states(run: Run) -> list[DelayedState]:
-    """The states of this rank's emulated linears and of experts in one launch."""
+    """The states of this rank's emulated linears, and of experts in one launch, which have `num_linears`."""
     modules = (module for chunk in run.trainee.chunks for module in chunk.modules())
     return [module for module in modules if isinstance(module, DelayedState)]
-
-
-def stacked_states(run: Run) -> list[DelayedState]:
-    """Of these, those of experts in one launch."""
-    return [state for state in delayed_states(run) if state.num_linears is not None]
 
 
 def calibrate(run: Run, progress: Progress) -> EventRecord:

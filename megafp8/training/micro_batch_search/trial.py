@@ -44,14 +44,15 @@ OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_
 
 
 def serve(setup: TrialSetup, pipe: Connection) -> NoReturn:
-    """Measure each size that comes through the pipe until None does, or until one does not fit or fails."""
+    """Measure each size that comes through the pipe, until one does not fit or fails or the rank is gone."""
     set_worker_death_signal(signal.SIGKILL)  # if the rank ended during the imports of this process
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the ranks handle stop signals
     result: Optional[TrialResult] = None
     try:
         trial_run: Optional[TrialRun] = None
-        while not isinstance(result, (TooLarge, Failed)) and (size := pipe.recv()) is not None:
+        while not isinstance(result, (TooLarge, Failed)):
+            size = pipe.recv()
             trial_run = trial_run or TrialRun(setup, size)
             result = trial_run.measure(size)
             pipe.send(result)

@@ -14,7 +14,7 @@ def test_png_size(write_run, tmp_path, num_runs: int) -> None:
         write_run(f"run{i}", np.linspace(9, 3 + i, 60).tolist(), validations={30: 6.0, 60: 3.0 + i})
         for i in range(num_runs)
     ]
-    path = plot_loss_curves(load_runs(folders), tmp_path / "new" / "curves.png", title="A title")
+    path = plot_loss_curves(load_runs(folders), tmp_path / "new" / "curves.png", "A title")
     content = path.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", content[16:24]) == (WIDTH_PIXELS, HEIGHT_PIXELS)
@@ -23,13 +23,11 @@ def test_png_size(write_run, tmp_path, num_runs: int) -> None:
 @pytest.mark.parametrize("losses", [[3.0], [float("nan")] * 5, [3.0, float("inf"), 2.0]])
 def test_unusual_runs_are_drawn(write_run, tmp_path, losses, recwarn) -> None:
     runs = load_runs([write_run("a", losses), write_run("b", losses[:1])])
-    assert plot_loss_curves(runs, tmp_path / "curves.png").exists()
+    assert plot_loss_curves(runs, tmp_path / "curves.png", "A title").exists()
     assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_nothing_to_draw_is_an_error(write_run, tmp_path) -> None:
     runs = load_runs([write_run("a", [1.0]), write_run("b")])
     with pytest.raises(DataError, match="run b .* no step records"):
-        plot_loss_curves(runs, tmp_path / "curves.png")
-    with pytest.raises(DataError, match="baseline 'x'"):
-        plot_loss_curves(runs[:1], tmp_path / "curves.png", baseline="x")
+        plot_loss_curves(runs, tmp_path / "curves.png", "A title")

@@ -43,15 +43,16 @@ def test_interval_half_widths_match_printed_tables(count: int, confidence: float
     interval = mean_interval(values.tolist(), confidence)
     assert interval.mean == pytest.approx(values.mean())
     expected = TABLE[count, confidence] * values.std(ddof=1) / math.sqrt(count)
-    assert interval.half_width == pytest.approx(expected, rel=2e-4)
-    assert interval.mean - interval.low == pytest.approx(interval.half_width)
+    assert interval.high - interval.mean == pytest.approx(expected, rel=2e-4)
+    assert interval.mean - interval.low == pytest.approx(interval.high - interval.mean)
 
 
 @pytest.mark.parametrize(("count", "confidence"), [(3, 0.95), (4, 0.8), (8, 0.99)])
 def test_quantiles_match_a_slow_reference(count: int, confidence: float) -> None:
     values = [float(index**2) for index in range(count)]
     expected = slow_quantile(count - 1, (1 + confidence) / 2) * np.std(values, ddof=1) / math.sqrt(count)
-    assert mean_interval(values, confidence).half_width == pytest.approx(expected, rel=1e-5)
+    interval = mean_interval(values, confidence)
+    assert interval.high - interval.mean == pytest.approx(expected, rel=1e-5)
 
 
 def test_intervals_have_their_stated_coverage() -> None:
@@ -73,7 +74,6 @@ def test_a_gap_equal_to_the_bound_is_rarely_decided() -> None:
 def test_one_value_has_no_interval() -> None:
     interval = mean_interval([0.1])
     assert interval == Interval(mean=0.1)
-    assert interval.half_width is None
     assert gap_verdict(interval, 0.5) == UNDECIDED
 
 

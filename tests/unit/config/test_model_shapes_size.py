@@ -51,7 +51,6 @@ def test_parts_add_up():
     parts = count("llama3-8b")
     assert parts.total == parts.num_layers * parts.per_layer + parts.final_norm + parts.embeddings
     assert parts.output_layer == parts.word_embeddings
-    assert parts.quantizable < parts.total - parts.embeddings
 
 
 def test_switches_change_the_expected_counts():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import interpreter
 import pytest
 import torch
-from interpreter import DEVICE, IS_INTERPRETED
+from interpreter import DEVICE
 from swiglu_reference import swiglu_with_gradient
 from torch import Tensor
 
@@ -26,14 +26,11 @@ from megafp8.quantization.rounding import CODE_DTYPES
 from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E4M3, E5M2, Format
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 TOKENS, WIDTH = 256, 384
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 SCALES = pytest.mark.parametrize("is_power_of_two", [True, False], ids=["pow2", "fp32"])
-
-
-@pytest.fixture(autouse=IS_INTERPRETED)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
 
 
 def drawn(tokens: int, width: int, seed: int) -> Tensor:

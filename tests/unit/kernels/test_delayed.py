@@ -8,7 +8,7 @@ from __future__ import annotations
 import interpreter
 import pytest
 import torch
-from interpreter import DEVICE, IS_INTERPRETED
+from interpreter import DEVICE
 from swiglu_reference import swiglu_with_gradient
 from torch import Tensor
 
@@ -20,14 +20,11 @@ from megafp8.kernels.rounding import grid_of
 from megafp8.quantization.rounding import cast
 from megafp8.recipes.formats import E4M3, E5M2, Format
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 TOKENS, WIDTH = 128, 256
 SCALE = 48.0  # of which the largest results saturate
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-
-
-@pytest.fixture(autouse=IS_INTERPRETED)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
 
 
 def drawn(tokens: int, width: int, seed: int = 0) -> Tensor:

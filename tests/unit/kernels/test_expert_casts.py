@@ -11,7 +11,7 @@ from typing import Any
 import interpreter
 import pytest
 import torch
-from interpreter import DEVICE, IS_INTERPRETED
+from interpreter import DEVICE
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -28,15 +28,11 @@ from megafp8.quantization.scaling import quant_scale_of
 from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E4M3
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 TOKENS, EXPERTS, TOP_K, WIDTH = 48, 4, 2, 128
 GRID = grid_of(E4M3)
 ROUTINGS = ("spread", "an expert without tokens", "all tokens to two experts")
-
-
-@pytest.fixture(autouse=IS_INTERPRETED)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
-    interpreter.constants_before_tensors(monkeypatch)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import interpreter
 import pytest
 import torch
-from interpreter import DEVICE, IS_INTERPRETED
+from interpreter import DEVICE
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -36,13 +36,9 @@ from megafp8.quantization.quantize import quantize_by_torch
 from megafp8.recipes import registry
 from megafp8.recipes.base import Gemm, Operand
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 RULES = registry.get("rowwise").rules("e4m3")
-
-
-@pytest.fixture(autouse=IS_INTERPRETED)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
-    interpreter.constants_before_tensors(monkeypatch)
 
 
 def expected(values: Sequence[Tensor], operand: Operand, gemm: Gemm) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,7 +11,7 @@ from typing import Any
 import interpreter
 import pytest
 import torch
-from interpreter import DEVICE, IS_INTERPRETED
+from interpreter import DEVICE
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -24,6 +24,8 @@ from megafp8.optimizer.fused_gradient_rows import FusedRows
 from megafp8.optimizer.gradient_pieces import ROW, split_bucket
 from megafp8.recipes.formats import E4M3, E5M2, Format
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 # Ends of parameters within rows, a parameter of more than one program, and one that is not coded.
 RANGES = [(0, 200), (256, 700), (704, 705), (768, 900), (900, 900 + 2 * PART * ROW + 77)]
 # The same with all places multiples of 16 bytes, as in megatron-core's buffers.
@@ -31,12 +33,6 @@ ALIGNED_RANGES = [(0, 200), (256, 704), (704, 720), (768, 912), (912, 912 + 2 * 
 NUM_ELEMENTS = ALIGNED_RANGES[-1][1]  # of both, with shards of a multiple of 16 bytes
 IS_EXACT = [False, False, True, True, False]
 RANKS = 3
-
-
-@pytest.fixture(autouse=IS_INTERPRETED)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
-    interpreter.constants_before_tensors(monkeypatch)
 
 
 def gradients_of(rank: int, dtype: torch.dtype) -> Tensor:

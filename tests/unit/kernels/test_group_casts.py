@@ -8,7 +8,7 @@ from __future__ import annotations
 import interpreter
 import pytest
 import torch
-from interpreter import DEVICE, IS_INTERPRETED
+from interpreter import DEVICE
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -19,11 +19,7 @@ from megafp8.quantization.quantize import decode_values_by_torch, quantize_by_to
 from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E4M3, E5M2, Format
 
-
-@pytest.fixture(autouse=IS_INTERPRETED)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
-    interpreter.constants_before_tensors(monkeypatch)
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 def drawn(dtype: torch.dtype, width: int) -> Tensor:

@@ -7,18 +7,15 @@ from typing import Any
 import interpreter
 import pytest
 import torch
-from interpreter import DEVICE, IS_INTERPRETED
+from interpreter import DEVICE
 
 interpreter.skip_without_kernels()
 
 from megafp8.kernels.infinities import flag_where_scale_is_one
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 ROWS, WIDTH = 200, 144  # no complete tiles
-
-
-@pytest.fixture(autouse=IS_INTERPRETED)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
 
 
 def is_flagged(values: torch.Tensor, scale_inv: torch.Tensor, **options: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import interpreter
 import pytest
 import torch
-from interpreter import DEVICE, IS_INTERPRETED
+from interpreter import DEVICE
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -101,16 +101,10 @@ def both_gradients(length: int, part: int, kind: str) -> tuple[Tensor, Tensor]:
 KINDS = pytest.mark.parametrize("kind", ["numbers", "zeros", "nan", "inf"])
 
 
-@pytest.fixture
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    if IS_INTERPRETED:
-        interpreter.exact_bf16(monkeypatch)
-
-
 @KINDS
 @pytest.mark.parametrize("part", range(3), ids=["queries", "keys", "values"])
 @pytest.mark.parametrize("length", [5, 8, 19])
-@pytest.mark.usefixtures("_exact")
+@pytest.mark.usefixtures("exact")
 def test_the_gradient_has_its_amax_recorded(length: int, part: int, kind: str) -> None:
     """Of the rounded numbers, none of which is NaN. The gradient equals that without the annotation."""
     plain, noting = both_gradients(length, part, kind)
@@ -121,7 +115,7 @@ def test_the_gradient_has_its_amax_recorded(length: int, part: int, kind: str) -
 
 
 @KINDS
-@pytest.mark.usefixtures("_exact")
+@pytest.mark.usefixtures("exact")
 def test_the_recorded_amax_gives_the_codes_of_a_separate_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes, plain_amaxes = [], tensorwise._amaxes
     monkeypatch.setattr(tensorwise, "PROGRAMS", 4)

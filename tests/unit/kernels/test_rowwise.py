@@ -8,7 +8,7 @@ from __future__ import annotations
 import interpreter
 import pytest
 import torch
-from interpreter import DEVICE, IS_INTERPRETED
+from interpreter import DEVICE
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -19,12 +19,9 @@ from megafp8.quantization.quantize import quantize_by_torch
 from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E4M3, E5M2, Format
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 TOKENS, WIDTH = 256, 384
-
-
-@pytest.fixture(autouse=IS_INTERPRETED)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
 
 
 def drawn(dtype: torch.dtype) -> Tensor:

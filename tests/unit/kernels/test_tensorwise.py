@@ -27,6 +27,8 @@ from megafp8.quantization.scaling import compute_amax, quant_scale_of
 from megafp8.recipes.base import ScaleRule
 from megafp8.recipes.formats import E4M3, E5M2, Format
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 TOKENS, WIDTH = 128, 256
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 KINDS = {
@@ -44,11 +46,6 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few enough that each has several tiles."""
     monkeypatch.setattr(tensorwise, "PROGRAMS", 4)
     monkeypatch.setattr(tensorwise, "GRADIENTS_PROGRAMS", 4)
-
-
-@pytest.fixture(autouse=IS_INTERPRETED)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
 
 
 def drawn(tokens: int, width: int, seed: int = 0, kind: str = "many sizes") -> Tensor:

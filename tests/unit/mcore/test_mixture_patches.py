@@ -14,6 +14,7 @@ OF_0_16 = (
     *mixture_patches.GATHER_EVIDENCE,
     *modules.EXPERT_RANKS_EVIDENCE,
 )
+OF_0_19 = (*mixture_patches.GATHER_EVIDENCE_OF_0_19, *modules.QUERY_KEY_NORMS_EVIDENCE)
 
 
 def is_there(file: str, text: str) -> bool:
@@ -30,8 +31,8 @@ def test_the_faults_are_those_of_0_16(file: str, text: str) -> None:
     assert is_there(file, text) == patches.is_installed("<0.19")
 
 
-@pytest.mark.parametrize(("file", "text"), mixture_patches.GATHER_EVIDENCE_OF_0_19)
-def test_the_fault_of_0_19_is_still_there(file: str, text: str) -> None:
+@pytest.mark.parametrize(("file", "text"), OF_0_19)
+def test_the_faults_of_0_19_are_still_there(file: str, text: str) -> None:
     assert is_there(file, text) == patches.is_installed(">=0.19")
 
 

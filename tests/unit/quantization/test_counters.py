@@ -25,7 +25,7 @@ from megafp8.quantization.nvfp4_variants import draw_signs, transformed
 from megafp8.quantization.quantize import as_blocks, quantize, quantize_by_torch, quantize_for
 from megafp8.quantization.quantized_tensor import Use
 from megafp8.quantization.scaling import inspect_block_amax, two_level_scales
-from megafp8.recipes.base import Operand, OperandRule, ScaleRule
+from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 TENSOR = OperandRule(format=E4M3)
@@ -220,6 +220,5 @@ def test_every_quantizer_of_a_linear_is_counted(recipe: str) -> None:
     assert counters.table[0].sum() == 0
     assert counters.table[1, :, 0].tolist() == [1] * len(QUANTIZERS), "one for each use of each operand"
     assert counters.totals()[0] == 6
-    assert counters.totals((Operand.INPUT,))[0] == 2
     counters.reset()
     assert counters.totals().tolist() == [0, 0]

@@ -12,7 +12,7 @@ import te_without_cuda  # noqa: F401  (first)
 import torch
 import transformer_engine.pytorch as te
 from megatron.core import parallel_state
-from small_te_mlp import small_mlp
+from small_te_mlp import operations_of, small_mlp
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
@@ -20,7 +20,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.te import counters, fused_mlp, patches, quantizers
 from megafp8.training import operand_faults
-from megafp8.training.operand_faults import AmaxMonitor
+from megafp8.training.operand_faults import OperandMonitor
 
 RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID, amax_compute_algo="max", reduce_amax=False)
 NAMES = ("layers.0.linear_fc1", "layers.0.linear_fc2")
@@ -35,22 +35,13 @@ operand_faults.dist = SimpleNamespace(
 )
 
 
-def monitor_of(mlp: fused_mlp.SwiGLUFusedMLP) -> AmaxMonitor:
+def monitor_of(mlp: fused_mlp.SwiGLUFusedMLP) -> OperandMonitor:
     """The monitor of one layer."""
     counters.named_linears = lambda chunk: zip(NAMES, (mlp.linear_fc1, mlp.linear_fc2), strict=True)
-    return AmaxMonitor(NAMES, [mlp], torch.device("cpu"))
+    return OperandMonitor(counters.AmaxCounters(NAMES, [mlp], torch.device("cpu")), [mlp])
 
 
-def operations_of(mlp: fused_mlp.SwiGLUFusedMLP, recipe: object) -> list[te.ops.BasicLinear]:
-    """The operations in place of its linears, with quantizers, as after the first forward pass."""
-    mlp._fused_impl = (mlp._make_fused_impl(),)
-    operations = [operation for operation in mlp._fused_impl[0] if isinstance(operation, te.ops.BasicLinear)]
-    for operation in operations:
-        operation.reset_recipe_state(recipe=recipe)
-    return operations
-
-
-def totals_of(monitor: AmaxMonitor) -> StepTotals:
+def totals_of(monitor: OperandMonitor) -> StepTotals:
     """As the step reduces them, on one rank."""
     non_finite, saturated, infinite = map(float, monitor.local_totals())
     return StepTotals(1.0, 1.0, 0.0, num_non_finite=non_finite, num_saturated=saturated, num_infinite_amaxes=infinite)

@@ -15,13 +15,13 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from small_te_mlp import small_mlp
+from small_te_mlp import operations_of, small_mlp
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.models.grouped_moe import GroupedExperts
-from megafp8.te import counters, fused_mlp, layers, patches, quantizers
+from megafp8.te import counters, layers, patches, quantizers
 from megafp8.te.counters import AmaxCounters
 from megafp8.te.moved_linears import move_to_high_precision
 from megafp8.te.recipes import OutputLayer, wrap_with_recipe
@@ -104,15 +104,6 @@ class Layer(nn.Module):
         assert bias is None and [linear for linear, _ in ran] == self.linears
         output.sum().backward()
         return [is_quantizing for _, is_quantizing in ran]
-
-
-def operations_of(mlp: fused_mlp.FusedMLP, recipe: object) -> list[te.ops.BasicLinear]:
-    """The operations in place of its linears, as the first forward pass makes them."""
-    mlp._fused_impl = (mlp._make_fused_impl(),)
-    operations = [operation for operation in mlp._fused_impl[0] if isinstance(operation, te.ops.BasicLinear)]
-    for operation in operations:
-        operation.reset_recipe_state(recipe=recipe)
-    return operations
 
 
 def listed() -> list[int]:

@@ -11,7 +11,7 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from small_te_mlp import EPS, HIDDEN, small_mlp
+from small_te_mlp import HIDDEN, backward, normalize, small_mlp
 from transformer_engine.pytorch import utils
 from transformer_engine.pytorch.ops.basic import rmsnorm
 
@@ -20,17 +20,6 @@ from megafp8.te import fused_mlp, patches
 patches.install()
 parallel_state.set_tensor_model_parallel_world_size(1)
 called: list[str] = []
-
-
-def normalize(x, weight):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
-
-
-def backward(function, gradient, *inputs):
-    """Gradients of a function's result with respect to its inputs."""
-    with torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-        return torch.autograd.grad(function(*inputs), inputs, gradient)
 
 
 def normalize_backward_add(gradient, x, add, _, weight, *others):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from megatron.core import parallel_state
-from small_te_mlp import EPS, FFN, HIDDEN, small_mlp
+from small_te_mlp import FFN, HIDDEN, backward, normalize, small_mlp
 from transformer_engine.pytorch import utils
 from transformer_engine.pytorch.ops.basic import rmsnorm
 
@@ -20,17 +20,6 @@ from megafp8.te import patches
 patches.install()
 parallel_state.set_tensor_model_parallel_world_size(1)
 TOKENS = 16
-
-
-def normalize(x, weight):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
-
-
-def backward(function, gradient, *inputs):
-    """Gradients of a function's result with respect to its inputs."""
-    with torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-        return torch.autograd.grad(function(*inputs), inputs, gradient)
 
 
 def swiglu(x):

@@ -17,7 +17,7 @@ from megafp8.checkpoint.convert.deepseek_fields import (
 from megafp8.checkpoint.convert.expert_fields import ExpertCount
 from megafp8.checkpoint.convert.families import llama, mixtral, qwen3_moe
 from megafp8.checkpoint.convert.family import HFFamily
-from megafp8.checkpoint.convert.fields import Field, Fixed, Value
+from megafp8.checkpoint.convert.fields import Field, Fixed, shape_fields
 
 ATTENTION = f"{llama.LAYER}self_attn."
 SHARED = f"{llama.LAYER}mlp.shared_experts."
@@ -45,15 +45,7 @@ SETTINGS = llama.SETTINGS | {"multi_latent_attention": True, "qk_layernorm": Tru
 def common_fields(*, positions: int) -> tuple[Field, ...]:
     """Return the fields that DeepSeek-V2 has as well."""
     return (
-        Value("hidden_size", "hidden_size"),
-        Value("intermediate_size", "ffn_hidden_size"),
-        Value("num_hidden_layers", "num_layers"),
-        Fixed("hidden_act", ("silu",)),
-        Value("max_position_embeddings", "max_position_embeddings", positions),
-        Value("initializer_range", "init_method_std", 0.02),
-        Fixed("rms_norm_eps", (EPSILON,)),
-        Value("tie_word_embeddings", "share_embeddings_and_output_weights", False),
-        Value("attention_dropout", "attention_dropout", 0.0),
+        *shape_fields(Fixed("hidden_act", ("silu",)), Fixed("rms_norm_eps", (EPSILON,)), positions=positions),
         Fixed("attention_bias", (False,)),
         Fixed("moe_layer_freq", (1,)),
         LatentRotary(),

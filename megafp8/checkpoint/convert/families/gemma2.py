@@ -11,7 +11,7 @@ from typing import Any
 
 from megafp8.checkpoint.convert.families import llama
 from megafp8.checkpoint.convert.family import HFFamily
-from megafp8.checkpoint.convert.fields import Field, Fixed, Heads, OptionalNumber, Rotary, Value
+from megafp8.checkpoint.convert.fields import Field, Fixed, Heads, OptionalNumber, Rotary, Value, shape_fields
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.checkpoint.convert.layer_fields import Window
 from megafp8.config.schema import RunConfig
@@ -45,16 +45,9 @@ class EmbeddingAndQueryScale:
 
 def common_fields(positions: int) -> tuple[Field, ...]:
     """Return the fields that Gemma 2 and 3 have."""
+    activation = Fixed("hidden_activation", ("gelu_pytorch_tanh",))
     return (
-        Value("hidden_size", "hidden_size"),
-        Value("intermediate_size", "ffn_hidden_size"),
-        Value("num_hidden_layers", "num_layers"),
-        Fixed("hidden_activation", ("gelu_pytorch_tanh",)),
-        Value("max_position_embeddings", "max_position_embeddings", positions),
-        Value("initializer_range", "init_method_std", 0.02),
-        Value("rms_norm_eps", "norm_epsilon", 1e-6),
-        Value("tie_word_embeddings", "share_embeddings_and_output_weights", True),
-        Value("attention_dropout", "attention_dropout", 0.0),
+        *shape_fields(activation, Value("rms_norm_eps", "norm_epsilon", 1e-6), positions=positions, is_tied=True),
         Heads(groups=4, width=256),
         EmbeddingAndQueryScale(),
         Fixed("attention_bias", (False,)),

@@ -17,6 +17,8 @@ NAMES = gemma2.NAMES | {
     f"{llama.ATTENTION}k_layernorm": (f"{llama.LAYER}self_attn.k_norm",),
 }
 
+LOCAL_BASE = 10_000  # where config.json has none
+
 
 @dataclass(frozen=True)
 class TwoRotaries(Rotary):
@@ -25,8 +27,6 @@ class TwoRotaries(Rotary):
     transformers 5 has both in `rope_parameters`, by the kind of layer.
     """
 
-    local_base: int = 10_000
-
     def read(self, hf_config: HFConfig) -> dict[str, Any]:
         parameters = hf_config.section("rope_parameters")
         full, local = parameters.section(FULL), parameters.section(SLIDING)
@@ -34,7 +34,7 @@ class TwoRotaries(Rotary):
         of_full.problems = hf_config.problems
         local.require("rope_type", "default", default="default")
         holder, field = (local, "rope_theta") if "rope_theta" in local.fields else (hf_config, "rope_local_base_freq")
-        return super().read(of_full) | {"model.rotary_base_local": holder.positive_int(field, self.local_base)}
+        return super().read(of_full) | {"model.rotary_base_local": holder.positive_int(field, LOCAL_BASE)}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
         model = config.model

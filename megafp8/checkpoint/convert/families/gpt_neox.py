@@ -9,7 +9,7 @@ import re
 
 from megafp8.checkpoint.convert.families.llama import ATTENTION, MLP
 from megafp8.checkpoint.convert.family import HFFamily
-from megafp8.checkpoint.convert.fields import Fixed, Gelu, Heads, Rotary, Value
+from megafp8.checkpoint.convert.fields import Fixed, Gelu, Heads, Rotary, Value, shape_fields
 from megafp8.checkpoint.convert.tensor_mapping import Identity
 
 LAYER = "gpt_neox.layers.{}."
@@ -31,15 +31,11 @@ FAMILY = HFFamily(
     architecture="GPTNeoXForCausalLM",
     names=NAMES,
     fields=(
-        Value("hidden_size", "hidden_size"),
-        Value("intermediate_size", "ffn_hidden_size"),
-        Value("num_hidden_layers", "num_layers"),
-        Gelu("hidden_act", tanh=("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), default="gelu"),
-        Value("max_position_embeddings", "max_position_embeddings", 2048),
-        Value("initializer_range", "init_method_std", 0.02),
-        Value("layer_norm_eps", "norm_epsilon", 1e-5),
-        Value("tie_word_embeddings", "share_embeddings_and_output_weights", False),
-        Value("attention_dropout", "attention_dropout", 0.0),
+        *shape_fields(
+            Gelu("hidden_act", tanh=("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), default="gelu"),
+            Value("layer_norm_eps", "norm_epsilon", 1e-5),
+            positions=2048,
+        ),
         Value("hidden_dropout", "hidden_dropout", 0.0),
         Value("use_parallel_residual", "parallel_residual", True),
         Heads(has_width=False, has_groups=False),

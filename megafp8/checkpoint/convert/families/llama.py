@@ -7,7 +7,7 @@ and key weights need no permutation.
 from __future__ import annotations
 
 from megafp8.checkpoint.convert.family import HFFamily
-from megafp8.checkpoint.convert.fields import Field, Fixed, Heads, Rotary, SameBiases, Value
+from megafp8.checkpoint.convert.fields import Field, Fixed, Heads, Rotary, SameBiases, Value, shape_fields
 
 ATTENTION, MLP = "decoder.layers.{}.self_attention.", "decoder.layers.{}.mlp."
 LAYER = "model.layers.{}."
@@ -28,17 +28,8 @@ SETTINGS = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swig
 
 def common_fields(*, positions: int, norm_epsilon: float, is_tied: bool = False) -> tuple[Field, ...]:
     """Return the fields that all families like Llama have, given the defaults that differ."""
-    return (
-        Value("hidden_size", "hidden_size"),
-        Value("intermediate_size", "ffn_hidden_size"),
-        Value("num_hidden_layers", "num_layers"),
-        Fixed("hidden_act", ("silu",)),
-        Value("max_position_embeddings", "max_position_embeddings", positions),
-        Value("initializer_range", "init_method_std", 0.02),
-        Value("rms_norm_eps", "norm_epsilon", norm_epsilon),
-        Value("tie_word_embeddings", "share_embeddings_and_output_weights", is_tied),
-        Value("attention_dropout", "attention_dropout", 0.0),
-    )
+    norm = Value("rms_norm_eps", "norm_epsilon", norm_epsilon)
+    return shape_fields(Fixed("hidden_act", ("silu",)), norm, positions=positions, is_tied=is_tied)
 
 
 FAMILY = HFFamily(
