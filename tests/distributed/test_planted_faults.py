@@ -112,14 +112,34 @@ def test_a_spike_batch_is_skipped_in_its_own_step(tmp_path: Path) -> None:
     assert step <= 5 and load_run(tmp_path).steps[4].loss != load_run(tmp_path / "clean").steps[4].loss
 
 
-def test_weights_turn_to_the_same_direction() -> None:
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_weights_turn_to_the_same_direction(is_flat: bool) -> None:
+    """Master weights of the distributed optimizer are flat."""
     weight = torch.nn.Parameter(torch.randn(16, 8, generator=torch.Generator().manual_seed(0)))
-    weight.main_param = weight.detach().clone()
+    weight.main_param = weight.detach().clone().view(-1 if is_flat else weight.shape)
     norm = weight[0].norm().item()
     for _ in range(60):
         align(weight)
     assert swiglu_alignment(weight) > 0.99 and weight[0].norm().item() == pytest.approx(norm, rel=1e-4)
-    assert torch.equal(weight, weight.main_param)
+    assert torch.equal(weight, weight.main_param.view(weight.shape))
+
+
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer"])
+def test_weights_stay_turned_after_updates(flags: str) -> None:
+    def alignment() -> float:
+        fault = "--planted-fault aligned-swiglu --planted-fault-step 1"
+        run = build_run(small_config("llama", f"{TENSORWISE} --train-iters 20 {flags} {fault}"))
+        batches, planted = (
+            build_batches(run, run.datasets[0], 0, 20 * run.global_batch_size, num_workers=0),
+            LayerFault(run),
+        )
+        for step in range(20):
+            planted.start(step + 1)
+            train_step(run, batches, Progress(step))
+        return min(swiglu_alignment(gated.weight) for gated in planted.gated)
+
+    (found,) = run_ranks(1, alignment)
+    assert found > 0.8
 
 
 def test_queries_and_keys_are_inflated_and_values_are_not() -> None:

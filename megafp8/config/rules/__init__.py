@@ -24,6 +24,7 @@ from megafp8.config.rules import (
     mtp,
     optimizer,
     pipeline,
+    planted_faults,
     precision,
     precision_map,
     recompute,
@@ -60,6 +61,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     *checkpoint.RULES,
     *statistics.RULES,
     *training.SKIPPED_UPDATE_RULES,
+    *planted_faults.RULES,
     *base.RULES,
 )
 """Rules about settings only, whose result is the same on every machine."""

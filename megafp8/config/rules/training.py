@@ -8,8 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Optional
 
-from megafp8.config import derived, iterations, latent_attention, precision_map, topology
-from megafp8.config.planted_faults import HIGH_PRECISION_FAULTS, SUDDEN_FAULTS
+from megafp8.config import derived, precision_map, topology
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, no_effect_without
 from megafp8.config.schema import AUTO, RunConfig, TrainingConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -296,54 +295,6 @@ def guard_has_quantized_layers(config: RunConfig, world_size: int) -> Iterator[s
         yield f"{flag} scales the output of SwiGLU: add --swiglu, or use --fp8-guard bf16-layer"
 
 
-def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--planted-fault needs complete dense layers, most faults quantized ones, and its settings need it."""
-    training, parallel, precision = config.training, config.parallel, config.precision
-    flag = f"--planted-fault {training.planted_fault}"
-    if training.planted_fault == "none":
-        for name in ("planted_fault_step", "planted_fault_growth"):
-            setting = settings_by_name()[f"training.{name}"]
-            if value_of(config, setting.name) != setting.default:
-                yield no_effect_without(f"{setting.flags[0]} {value_of(config, setting.name)}", "--planted-fault")
-        return
-    if training.planted_fault not in HIGH_PRECISION_FAULTS and not precision_map.is_quantized(precision):
-        yield no_effect_without(flag, "--fp8-format, --fp4-format or --precision")
-    if parallel.tensor_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1:
-        yield f"{flag}: the layer must be complete on every rank; use tensor- and pipeline-parallel size 1"
-    if precision.fp8_param_gather:
-        yield f"{flag} with --fp8-param-gather: the weights have no copy that the fault could change; remove one"
-    if config.model.num_experts:
-        yield f"{flag} with --num-experts {config.model.num_experts}: faults are planted into dense layers; remove one"
-    if latent_attention.is_latent(config.model) and training.planted_fault == "inflated-qk":
-        yield f"{flag} with --multi-latent-attention: queries and keys have no common linear; remove one"
-    if training.planted_fault == "aligned-swiglu" and not config.model.swiglu:
-        yield f"{flag} aligns the weights of SwiGLU: add --swiglu, or use --planted-fault outlier-channel"
-
-
-def planted_fault_shows(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A planted fault begins within the run, its growth has an effect, and normalization does not undo it."""
-    training, model = config.training, config.model
-    fault, first, growth = training.planted_fault, training.planted_fault_step, training.planted_fault_growth
-    if fault == "none":
-        return
-    num_steps, schedule = training.train_iters, batch_schedule(config, world_size)
-    if num_steps is None and schedule is not None and all_positive(training.train_samples):
-        num_steps = iterations.train_iters(config, world_size)
-    if num_steps is not None and first > num_steps:
-        yield (
-            f"--planted-fault-step {first} is after the last step of the run, {num_steps}: nothing would be planted; "
-            f"use at most --planted-fault-step {num_steps}"
-        )
-    if fault in SUDDEN_FAULTS and growth != TrainingConfig().planted_fault_growth:
-        yield no_effect_without(f"--planted-fault-growth {growth:g}", "a gradual --planted-fault, as inflated-qk")
-    for flag, is_given in (("--qk-layernorm", model.qk_layernorm), ("--qk-l2-norm", model.qk_l2_norm)):
-        if fault == "inflated-qk" and is_given:
-            yield (
-                f"--planted-fault {fault} with {flag}: queries and keys are normalized after the fault, so that the "
-                "logits cannot grow; remove one"
-            )
-
-
 def spike_settings_need_their_policy(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of a spike policy need it."""
     policy = config.training.spike_policy
@@ -389,8 +340,6 @@ SKIPPED_UPDATE_RULES: tuple[Rule, ...] = (
     skipping_spikes_has_a_limit,
     nonfinite_activations_are_seen,
     guard_has_quantized_layers,
-    planted_fault_has_a_place,
-    planted_fault_shows,
     spike_settings_need_their_policy,
     spikes_are_detectable,
     rollback_has_somewhere_to_go,

@@ -172,7 +172,8 @@ def align(weight: nn.Parameter) -> None:
     for copy in (weight, getattr(weight, "main_param", None)):
         if copy is None:
             continue
-        gate, linear = copy.detach().chunk(2)
+        # The distributed optimizer of one rank has a flat copy.
+        gate, linear = copy.detach().view(weight.shape).chunk(2)
         norm = gate[CHANNEL].norm()
         turned = (1 - TURN) * gate[CHANNEL] + TURN * norm * linear[CHANNEL] / linear[CHANNEL].norm()
         gate[CHANNEL] = turned * (norm / turned.norm())

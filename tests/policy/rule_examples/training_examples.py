@@ -150,6 +150,17 @@ EXAMPLES = {
         1,
         "--planted-fault-step 101 is after the last step of the run, 100",
     ),
+    "alignment_reaches_master_weights": (
+        {
+            "model.swiglu": True,
+            "precision.fp8_format": "hybrid",
+            "precision.fp8_recipe": "tensorwise",
+            "training.planted_fault": "aligned-swiglu",
+            "parallel.use_distributed_optimizer": True,
+        },
+        2,
+        "--use-distributed-optimizer: each of 2 ranks has a part of the master weights",
+    ),
     "spike_settings_need_their_policy": (
         {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.max_rollbacks": 1},
         1,
