@@ -24,6 +24,7 @@ from megafp8.config import derived, dimensions, precision_map, rules, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.muon import has_flat_shards
+from megafp8.config.planted_faults import ALIGNED_SWIGLU
 from megafp8.config.rules.cuda_graph import default_graph_obstacles
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
@@ -73,7 +74,7 @@ def choose(
     Returns:
         The configuration, and the choices in their order.
     """
-    values, made = _distributed_optimizer(config, target, is_saved_sharded)
+    values, made = _distributed_optimizer(config, target, world_size, is_saved_sharded)
     config = with_values(config, values)
     for chooser in (_performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _expert_kernels):
         values, choices = chooser(config, target, world_size)
@@ -142,13 +143,16 @@ def _is_allowed(config: RunConfig, values: Values, target: Target, world_size: i
 
 
 def _distributed_optimizer(
-    config: RunConfig, target: Target, is_saved_sharded: Callable[[RunConfig], Optional[bool]]
+    config: RunConfig, target: Target, world_size: int, is_saved_sharded: Callable[[RunConfig], Optional[bool]]
 ) -> tuple[Values, list[Choice]]:
     """On GPUs: one-pass update, sharded state. A resumed run keeps its checkpoint's form, to continue to the bit."""
     if config.parallel.use_distributed_optimizer is not None:
         return {}, []
     if config.parallel.use_torch_fsdp2:
         return {"parallel.use_distributed_optimizer": False}, []
+    if config.training.planted_fault == ALIGNED_SWIGLU and _ranks_that_share(config, world_size) > 1:
+        reason = f"--planted-fault {ALIGNED_SWIGLU} turns complete master weights"
+        return {"parallel.use_distributed_optimizer": False}, [Choice("--use-distributed-optimizer", "off", reason)]
     saved = is_saved_sharded(config)
     if saved is not None:
         is_sharded, reason = saved, "as the checkpoint"
