@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status, stderr_log
-from megafp8.cli.run_comparison import discard_partial_checkpoints, run_problems
 from megafp8.config import variants
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError
+from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.recipes import registry
 from megafp8.resilience.run_state import finished_state

@@ -18,22 +18,19 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Optional
 
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
-from megafp8.config import flags, iterations, rules, settings, variants
+from megafp8.config import iterations, rules, variants
 from megafp8.config.schema import RunConfig
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
+from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
-from megafp8.planning.automatic import with_recorded
 from megafp8.resilience.run_state import current_state, finished_state
 from megafp8.utils.best_effort import best_effort
-from megafp8.utils.files import UnreadableFile, path_argument, read_text
+from megafp8.utils.files import path_argument
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -119,25 +116,6 @@ def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[variants
     return chosen
 
 
-def run_problems(words: Sequence[str], ranks: int, folder: Optional[Path]) -> list[str]:
-    """Return what is wrong with the flags of one run, and with the run that its folder holds.
-
-    Args:
-        folder: None if what it holds need not have the same settings.
-    """
-    invocation, problems = flags.parse_with_problems(words)
-    problems += rules.problems(invocation.config, ranks)
-    if problems or folder is None or not (path := folder / "config.json").exists():
-        return problems
-    advice = "take another --output-dir, or remove it"
-    try:
-        before = settings.from_json(read_text(path))
-    except (UnreadableFile, ConfigError) as error:
-        return [f"{path} cannot be read: {error}: {advice}"]
-    lines = variants.differences(before, with_recorded(invocation.config, before))
-    return [f"{folder} holds a run with other settings ({'; '.join(lines)}): {advice}"] if lines else []
-
-
 def share_devices(parallel: int, ranks: int, num_gpus: int) -> tuple[list[str], list[str]]:
     """Return the GPUs for the concurrent runs, and the flags of every run: without GPUs a share of the cores.
 
@@ -219,18 +197,6 @@ def train(runs: Sequence[PooledRun], parallel: int, gpus: Sequence[str], shared:
     if failed:
         print(f"run_comparison: {len(failed)} of {len(runs)} runs are not done: {', '.join(failed)}", file=sys.stderr)
     return INTERNAL if failed else 0
-
-
-def discard_partial_checkpoints(run: PooledRun) -> None:
-    """Remove the checkpoints of an interrupted run that lack a part of its state: the run restarts."""
-    from megafp8.checkpoint.directory import POINTER
-
-    checkpoints = list(run.folder.glob("iter_*"))
-    for checkpoint in checkpoints:
-        shutil.rmtree(checkpoint)
-    if checkpoints:
-        (run.folder / POINTER).unlink(missing_ok=True)
-        print(f"{run.name} restarts: what it saved lacks the state to resume (--no-save-optim)", file=sys.stderr)
 
 
 def report(runs: Sequence[PooledRun], options: argparse.Namespace) -> None:

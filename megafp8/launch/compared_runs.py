@@ -1,0 +1,46 @@
+"""Runs of a comparison before they start: what is wrong with them, and what earlier ones left in their folders."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from megafp8.config import flags, rules, settings, variants
+from megafp8.errors import ConfigError
+from megafp8.launch.process_pool import PooledRun
+from megafp8.planning.automatic import with_recorded
+from megafp8.utils.files import UnreadableFile, read_text
+
+
+def run_problems(words: Sequence[str], ranks: int, folder: Optional[Path]) -> list[str]:
+    """Return what is wrong with the flags of one run, and with the run that its folder holds.
+
+    Args:
+        folder: None if what it holds need not have the same settings.
+    """
+    invocation, problems = flags.parse_with_problems(words)
+    problems += rules.problems(invocation.config, ranks)
+    if problems or folder is None or not (path := folder / "config.json").exists():
+        return problems
+    advice = "take another --output-dir, or remove it"
+    try:
+        before = settings.from_json(read_text(path))
+    except (UnreadableFile, ConfigError) as error:
+        return [f"{path} cannot be read: {error}: {advice}"]
+    lines = variants.differences(before, with_recorded(invocation.config, before))
+    return [f"{folder} holds a run with other settings ({'; '.join(lines)}): {advice}"] if lines else []
+
+
+def discard_partial_checkpoints(run: PooledRun) -> None:
+    """Remove the checkpoints of an interrupted run that lack a part of its state: the run restarts."""
+    from megafp8.checkpoint.directory import POINTER
+
+    checkpoints = list(run.folder.glob("iter_*"))
+    for checkpoint in checkpoints:
+        shutil.rmtree(checkpoint)
+    if checkpoints:
+        (run.folder / POINTER).unlink(missing_ok=True)
+        print(f"{run.name} restarts: what it saved lacks the state to resume (--no-save-optim)", file=sys.stderr)
