@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,8 +81,30 @@ class OperandFaults:
         return "; ".join(parts[:max_named]) + (f"; and {more} more" if more > 0 else "")
 
 
+class LinearCounters(Protocol):
+    """The counts of this rank's linears in a step: `EmulatedCounters`, or `AmaxCounters` of `te/counters.py`.
+
+    Attributes:
+        linears: names of all quantized linears of the model, the same on all ranks.
+    """
+
+    linears: tuple[str, ...]
+
+    def reset(self) -> None:
+        """Clear the counts before a step."""
+
+    def totals(self) -> Tensor:
+        """This rank's non-finite and saturated values, and infinite amaxes that a history would keep, int64 [3]."""
+
+    def table(self) -> Tensor:
+        """A copy of the counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]."""
+
+    def clear_infinite_amaxes(self) -> list[str]:
+        """Remove infinite amaxes from histories; names of the operands that had one."""
+
+
 class EmulatedCounters:
-    """The counts of this rank's emulated linears, with the methods of `te/counters.py`.
+    """`LinearCounters` of emulated linears.
 
     Args:
         linears: names of all quantized linears of the model, the same on all ranks.
@@ -91,7 +113,7 @@ class EmulatedCounters:
 
     def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
         self.values = QuantizerCounters(linears, device)
-        self.linears, self.reset = self.values.linears, self.values.reset
+        self.linears = self.values.linears
         self.windows: dict[str, DelayedState] = {}
         for name, linear in emulated_linears_by_name(chunks):
             if name not in self.linears:
@@ -101,19 +123,23 @@ class EmulatedCounters:
             if isinstance(state, DelayedState) and keeps_amaxes(state.options):
                 self.windows[name] = state
 
+    def reset(self) -> None:
+        """Clear the counts before a step."""
+        self.values.reset()
+
     def totals(self) -> Tensor:
-        """This rank's non-finite and saturated values, and infinite amaxes that a history would keep, int64 [3]."""
+        """As in `LinearCounters`."""
         totals = self.values.totals()
         histories = [state.infinite_amaxes.any() for state in self.windows.values()]
         num_infinite = torch.stack(histories).sum() if histories else torch.zeros_like(totals[0])
         return torch.cat([totals, num_infinite[None]])
 
     def table(self) -> Tensor:
-        """A copy of the counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]."""
+        """As in `LinearCounters`."""
         return self.values.table.clone()
 
     def clear_infinite_amaxes(self) -> list[str]:
-        """Remove infinite amaxes from histories; names of the operands that had one."""
+        """As in `LinearCounters`."""
         names = []
         for name, state in self.windows.items():
             is_infinite = state.infinite_amaxes.tolist()
@@ -126,11 +152,11 @@ class OperandMonitor:
     """Counts the faults of this rank's linears and of experts in one launch, and names those of all ranks.
 
     Args:
-        counters: of the linears: `EmulatedCounters`, or `AmaxCounters` of `te/counters.py`.
+        counters: of the linears.
         chunks: the model.
     """
 
-    def __init__(self, counters: Any, chunks: Sequence[Any]):
+    def __init__(self, counters: LinearCounters, chunks: Sequence[Any]):
         self.counters = counters
         self.experts = ExpertAmaxes(counters.linears, unwrap_model(list(chunks)))
 
