@@ -9,10 +9,9 @@
     finish_product_kernel      factor x product + bias, rounded once
 
 "Values" are what a GEMM multiplies: decoded codes times the scales of their blocks. Where they are written, codes need
-not be. A result that is not wanted is passed as None: Triton compiles a kernel without its stores. Saturated values
-are counted on the way. Ragged edges are
-masked: masked elements load as 0, which changes no amax, and are not stored. `quantization/triton_quantize.py` launches
-the kernels.
+not be. A result that is not wanted is passed as None: Triton compiles a kernel without its stores. Saturated values are
+counted in the same pass. Ragged edges are masked: masked elements load as 0, which changes no amax, and are not stored.
+`quantization/triton_quantize.py` launches the kernels.
 """
 
 from __future__ import annotations

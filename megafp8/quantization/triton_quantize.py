@@ -144,8 +144,9 @@ def quantize_for(
         for of_rule in with_blocks:
             is_column = _has_column_blocks(of_rule.rule)
             _quantize_blocks(source, None if is_column else of_rule, of_rule if is_column else None, group)
-    for use, count in zip(uses, counts, strict=False):  # without counts, none
-        count[SATURATED] += outputs[use.rule].saturated
+    if counts:
+        for use, count in zip(uses, counts, strict=True):
+            count[SATURATED] += outputs[use.rule].saturated
     return [outputs[use.rule].of_use(use) for use in uses]
 
 

@@ -82,7 +82,8 @@ SATURATING_RULES = [
 @pytest.mark.parametrize("rule", SATURATING_RULES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_counts_of_saturated_values(rule: OperandRule, dtype: torch.dtype) -> None:
-    """EDEN is left out: its amaxes are of transformed values, whose sums have another order."""
+    """Not run for delayed scaling and nvfp4. EDEN is left out: its amaxes are of transformed values, whose sums have
+    another order."""
     x = (1000 * torch.randn(64, 256) * torch.logspace(-7, 0, 64)[:, None]).to(dtype)
     found = []
     for device in ("cpu", "cuda"):

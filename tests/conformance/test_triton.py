@@ -39,8 +39,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 @pytest.fixture(autouse=IS_INTERPRETED)
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
-    interpreter.constants_before_tensors(monkeypatch)
+    interpreter.make_exact(monkeypatch)
 
 
 TENSOR_RULES = [
