@@ -24,6 +24,12 @@ def skip_without_kernels() -> None:
         pytest.skip(NO_KERNELS, allow_module_level=True)
 
 
+def make_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let interpreted kernels compute as a GPU does."""
+    exact_bf16(monkeypatch)
+    constants_before_tensors(monkeypatch)
+
+
 def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter truncates FP32 where a GPU rounds it to BF16, loses BF16's subnormals, and treats BF16 as
     integers in products."""
@@ -69,8 +75,7 @@ def constants_before_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_experts_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give experts in one launch exact kernels and FP8 grouped GEMMs on a CPU."""
-    exact_bf16(monkeypatch)
-    constants_before_tensors(monkeypatch)
+    make_exact(monkeypatch)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
 
 

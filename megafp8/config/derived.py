@@ -84,6 +84,9 @@ def is_stateful(precision: PrecisionConfig) -> bool:
     return any(recipe.is_stateful for recipe in used_recipes(precision))
 
 
+# ---- training and logging -----------------------------------------------------------------------------------------
+
+
 def moves_linears(training: TrainingConfig) -> Optional[str]:
     """The flag with which a run may move linears to high precision; None without one."""
     if training.on_nonfinite_activation == "bf16":

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafp8.config import flags as config_flags
-from megafp8.config import precision_map, settings, topology
-from megafp8.config.iterations import batch_schedule, global_batch_size
+from megafp8.config import iterations, precision_map, settings, topology
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
@@ -56,7 +55,7 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
     if name == BASELINE:
         return Variant(name=name, flags=("--bf16",))
     if name == CONTROL:
-        batch, micro = global_batch_size(shared, world_size), control_micro_batch_size(shared, world_size)
+        batch, micro = iterations.global_batch_size(shared, world_size), control_micro_batch_size(shared, world_size)
         # A step schedule gives the batch already.
         given = () if shared.training.step_batch_size_schedule else ("--global-batch-size", str(batch))
         return Variant(name=name, flags=("--bf16", "--micro-batch-size", str(micro), *given))
@@ -139,7 +138,7 @@ def control_micro_batch_size(config: RunConfig, world_size: int) -> int:
         ConfigError: it does not divide the global batch.
     """
     micro = config.training.micro_batch_size or 0
-    per_rank = global_batch_size(config, world_size) // topology.data_parallel_size(config, world_size)
+    per_rank = iterations.global_batch_size(config, world_size) // topology.data_parallel_size(config, world_size)
     other = micro // 2 if micro % 2 == 0 else 2 * micro
     if not other or per_rank % other:
         raise ConfigError(
@@ -148,7 +147,8 @@ def control_micro_batch_size(config: RunConfig, world_size: int) -> int:
         )
     other_config = with_values(config, {"training.micro_batch_size": other})
     is_rounded = config.training.decrease_batch_size_if_needed
-    if is_rounded and batch_schedule(other_config, world_size) != batch_schedule(config, world_size):
+    schedule, other_schedule = (iterations.batch_schedule(each, world_size) for each in (config, other_config))
+    if is_rounded and schedule != other_schedule:
         raise ConfigError(
             f"{CONTROL}: --decrease-batch-size-if-needed gives other global batches with --micro-batch-size {other} "
             f"than with {micro}: give global batches that both divide, or leave the control out"

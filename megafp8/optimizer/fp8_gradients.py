@@ -47,6 +47,7 @@ from megafp8.quantization.rounding import CODE_DTYPES, cast, decode
 from megafp8.quantization.scaling import FP32_MAX, block_amax, quant_scale_of, reduce_amax
 from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import Format
+from megafp8.utils.integers import round_up
 
 MESSAGE_ALIGNMENT = 16  # bytes; FP32 gradients in a received message are read in place
 PART_ROWS, MAX_PARTS = 8192, 4  # of a bucket: a million codes or more each, so that a message is not latency
@@ -300,7 +301,7 @@ class BucketReduction:
         num_ranks = self.group.size()
         parts = [exact.to(gradients.dtype).view(torch.uint8), rows.bfloat16().view(-1).view(torch.uint8)]
         sizes = [shard.num_exact * self.exact_itemsize + 2 * shard.num_rows * ROW for shard in self.shards]
-        padded = [size + -size % MESSAGE_ALIGNMENT for size in sizes]
+        padded = [round_up(size, MESSAGE_ALIGNMENT) for size in sizes]
         own, own_padded = sizes[self.group.rank()], padded[self.group.rank()]
         message = torch.cat([*parts, parts[0].new_zeros(own_padded - own)]).repeat(num_ranks)
         received = message.new_empty(sum(padded))

@@ -51,7 +51,7 @@ class FusedRows:
                 for start, stop, row, parameter in self._parts(shard)
             ]
             size = scales - self._begins[-1] + (shard.num_rows if is_blockwise else 0)
-            self.sizes.append(size + -size % alignment)
+            self.sizes.append(round_up(size, alignment))
             first_row += shard.num_rows
         sums = list(self._parts(self.own))
         rows = [(row * ROW, row * ROW + round_up(stop - start, ROW), row, of) for start, stop, row, of in sums]

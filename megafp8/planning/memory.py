@@ -33,7 +33,6 @@ from dataclasses import dataclass
 
 from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, model_shapes, multi_token, stages
 from megafp8.config.activations import is_gated
-from megafp8.config.multi_token import num_layers_with_mtp
 from megafp8.config.muon import is_muon
 from megafp8.config.saved_activations import ACTIVATION, NORM
 from megafp8.config.schema import PrecisionConfig, RunConfig
@@ -181,7 +180,7 @@ def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tup
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     count = model_shapes.count_parameters(model, padded_vocab)
-    layers, depths = num_layers_with_mtp(config, stage), multi_token.depths_on(config, stage)
+    layers, depths = multi_token.num_layers_with_mtp(config, stage), multi_token.depths_on(config, stage)
     assert model.hidden_size is not None
     replicated_biases = 2 * model.hidden_size if model.add_bias_linear else 0
     sharded_biases = count.biases_per_layer - replicated_biases
@@ -323,7 +322,7 @@ def layers_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
     """
     num_stages = config.parallel.pipeline_model_parallel_size
     num_microbatches = iterations.num_microbatches(config, world_size)
-    layers, num_chunks = num_layers_with_mtp(config, stage), stages.virtual_pipeline_size(config)
+    layers, num_chunks = multi_token.num_layers_with_mtp(config, stage), stages.virtual_pipeline_size(config)
     num_later = num_stages - stage - 1
     if num_chunks is None:
         return layers * min(num_later + 1, num_microbatches)
@@ -335,7 +334,7 @@ def layers_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
 def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementation: str) -> int:
     layer = layer_activations(config, implementation=implementation)
     in_flight = layers_in_flight(config, world_size, stage)
-    num_layers = num_layers_with_mtp(config, stage)
+    num_layers = multi_token.num_layers_with_mtp(config, stage)
     embedding = 0.0
     if stage == 0 and config.model.hidden_dropout > 0 and num_layers:  # the dropout mask after the embedding
         embedding = _residual_elements(config) * DROPOUT_MASK_BYTES * in_flight / num_layers

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
+from requirements import require_transformer_engine
+
+pytestmark = pytest.mark.gpu
+require_transformer_engine()
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
-        reason="needs Transformer Engine and a GPU",
-    ),
-]
 
 
 def test_this_gpu_agrees_with_the_emulation(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ started once, concurrently (`side_by_side.py`), and the tests inspect their resu
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from gpu_sizes import RECIPES, SIZES
+from requirements import require_transformer_engine
 from side_by_side import End, Launch, run_all, run_folder
 
 from megafp8.analysis.runs import load_run
@@ -102,8 +102,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    if importlib.util.find_spec("transformer_engine") is None or NUM_GPUS < 2:
-        pytest.skip("needs Transformer Engine and two GPUs")
+    require_transformer_engine(num_gpus=2)
     folder = tmp_path_factory.mktemp("fp8_lm")
     ends = run_all(folder, launches(folder), NUM_GPUS)
     print("\n" + "\n".join(f"{name}: {end.statuses} in {end.seconds:.1f} s" for name, end in ends.items()))

@@ -32,8 +32,7 @@ COUNTS = [[5, 0, 20], [0, 0, 0], [0, 0, 7]]
 
 @pytest.fixture(autouse=IS_INTERPRETED)
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.exact_bf16(monkeypatch)
-    interpreter.constants_before_tensors(monkeypatch)
+    interpreter.make_exact(monkeypatch)
 
 
 def build(num_experts: int) -> ExchangedExperts:
