@@ -43,6 +43,7 @@ RECIPES = {
 }
 STAGES = "--pipeline-model-parallel-size 2"
 NUM_STEPS = 4
+NUM_NUDGES = 8  # which of them flip a code depends on the kernels of the CPU, and with two or four none may
 
 Nudged = tuple[Curve, list[Curve]]
 
@@ -64,7 +65,7 @@ def fp8_on_one_rank() -> Callable[..., Nudged]:
     """By style and flags only."""
     curves: dict[tuple[str, str], Nudged] = {}
 
-    def nudged(style: str, flags: str = FP8, num_nudges: int = 4) -> Nudged:
+    def nudged(style: str, flags: str = FP8, num_nudges: int = NUM_NUDGES) -> Nudged:
         if (style, flags) not in curves:
             curves[style, flags] = nudged_curves(small_config(style, flags), NUM_STEPS, num_nudges)
         return curves[style, flags]
@@ -117,7 +118,7 @@ def test_layouts_without_split_matrices_follow_one_rank(
 ) -> None:
     """The first loss is equal up to the summation order of tokens, the gradients up to their summation order."""
     layers = layers_of(flags)
-    reference, _ = fp8_on_one_rank(style, f"{FP8} {layers}".strip(), num_nudges=0 if layers else 4)
+    reference, _ = fp8_on_one_rank(style, f"{FP8} {layers}".strip(), num_nudges=0 if layers else NUM_NUDGES)
     curve = run_ranks(2, curve_of, small_config(style, f"{FP8} {flags}", 2), NUM_STEPS)[0]
     assert abs(curve.losses[0] - reference.losses[0]) <= SUMMED_ELSEWHERE
     assert distance(curve, reference) <= FP8_LAYOUT_LOSS["tensorwise"]
@@ -172,7 +173,7 @@ def layout_free(recipe: str) -> str:
 def test_other_recipes_bounds_match_the_sensitivity_of_the_model(
     recipe: str, fp8_on_one_rank: Callable[..., Nudged]
 ) -> None:
-    curve, nudged = fp8_on_one_rank("llama", layout_free(recipe), num_nudges=2)
+    curve, nudged = fp8_on_one_rank("llama", layout_free(recipe))
     sensitivity = max(distance(other, curve) for other in nudged)
     assert FP8_LAYOUT_LOSS[recipe] / 10 < sensitivity < FP8_LAYOUT_LOSS[recipe]
 
@@ -181,7 +182,7 @@ def test_other_recipes_bounds_match_the_sensitivity_of_the_model(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_other_recipes_follow_one_rank(recipe: str, flags: str, fp8_on_one_rank: Callable[..., Nudged]) -> None:
     """The forward pass of the first step rounds as on one rank: its scales are equal, and few sums differ."""
-    reference, _ = fp8_on_one_rank("llama", layout_free(recipe), num_nudges=2)
+    reference, _ = fp8_on_one_rank("llama", layout_free(recipe))
     curve = run_ranks(2, curve_of, small_config("llama", f"{layout_free(recipe)} {flags}", 2), NUM_STEPS)[0]
     assert distance(curve, reference) <= FP8_LAYOUT_LOSS[recipe]
 
