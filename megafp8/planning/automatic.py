@@ -150,15 +150,16 @@ def _distributed_optimizer(
         return {}, []
     if config.parallel.use_torch_fsdp2:
         return {"parallel.use_distributed_optimizer": False}, []
-    if config.training.planted_fault == ALIGNED_SWIGLU and _ranks_that_share(config, world_size) > 1:
-        reason = f"--planted-fault {ALIGNED_SWIGLU} turns complete master weights"
-        return {"parallel.use_distributed_optimizer": False}, [Choice("--use-distributed-optimizer", "off", reason)]
     saved = is_saved_sharded(config)
     if saved is not None:
         is_sharded, reason = saved, "as the checkpoint"
     else:
         is_sharded = target.kind == "cuda" and config.optimizer.optimizer == "adam"
         reason = "one-pass update, sharded state"
+        is_turned = config.training.planted_fault == ALIGNED_SWIGLU
+        if is_sharded and is_turned and _ranks_that_share(config, world_size) > 1:
+            reason = f"--planted-fault {ALIGNED_SWIGLU} turns complete master weights"
+            return {"parallel.use_distributed_optimizer": False}, [Choice("--use-distributed-optimizer", "off", reason)]
     choice = [Choice("--use-distributed-optimizer", "on", reason)] if is_sharded else []
     return {"parallel.use_distributed_optimizer": is_sharded}, choice
 
