@@ -14,6 +14,8 @@ from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 
+EXACT_GELU = "gelu"
+
 
 class Field(Protocol):
     """One or more fields of config.json."""
@@ -165,9 +167,6 @@ class SameDropout:
 
     def write(self, config: RunConfig) -> dict[str, Any]:
         return dict.fromkeys(self.fields, config.model.hidden_dropout)
-
-
-EXACT_GELU = "gelu"
 
 
 @dataclass(frozen=True)
