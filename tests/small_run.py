@@ -19,6 +19,7 @@ from typing import Optional
 
 import numpy as np
 import torch
+from tolerances import LAYOUT_LOSS
 from torch import Tensor
 
 from megafp8.config import flags, rules
@@ -216,3 +217,11 @@ def fingerprint(tensors: dict[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def assert_follows(ours: Curve, reference: Curve, grad_norm_tolerance: float) -> None:
+    """Losses and gradient norms are those of another layout, but for the order of sums."""
+    losses = [abs(a - b) for a, b in zip(ours.losses, reference.losses, strict=True)]
+    assert max(losses) <= LAYOUT_LOSS, losses
+    norms = [abs(a / b - 1) for a, b in zip(ours.grad_norms, reference.grad_norms, strict=True)]
+    assert max(norms) <= grad_norm_tolerance, norms

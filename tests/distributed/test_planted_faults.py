@@ -129,10 +129,8 @@ def test_weights_stay_turned_after_updates(flags: str) -> None:
     def alignment() -> float:
         fault = "--planted-fault aligned-swiglu --planted-fault-step 1"
         run = build_run(small_config("llama", f"{TENSORWISE} --train-iters 20 {flags} {fault}"))
-        batches, planted = (
-            build_batches(run, run.datasets[0], 0, 20 * run.global_batch_size, num_workers=0),
-            LayerFault(run),
-        )
+        batches = build_batches(run, run.datasets[0], 0, 20 * run.global_batch_size, num_workers=0)
+        planted = LayerFault(run)
         for step in range(20):
             planted.start(step + 1)
             train_step(run, batches, Progress(step))

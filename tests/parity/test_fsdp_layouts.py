@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import test_layouts
 import test_resharding
 import torch
 from ranks import run_ranks
-from small_run import FP8, PLAIN, Curve, build_run, curve_of, small_config, train
+from small_run import FP8, PLAIN, Curve, assert_follows, build_run, curve_of, small_config, train
 from test_layouts import CONTEXT, SEQUENCE, TENSOR
 from tolerances import FP8_LAYOUT_LOSS, LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
@@ -68,7 +67,7 @@ def test_follows_one_rank(style: str, world_size: int, flags: str, one_rank: Cal
     assert all(curve == curves[0] for curve in curves), "ranks report different numbers"
     reference = one_rank(style, PLAIN)
     assert max(reference.grad_norms) > 1, "nothing would be clipped"
-    test_layouts.assert_follows(curves[0], reference, LAYOUT_GRAD_NORM[style])
+    assert_follows(curves[0], reference, LAYOUT_GRAD_NORM[style])
 
 
 def test_fp8_follows_one_rank(one_rank: Callable[[str, str], Curve]) -> None:

@@ -9,6 +9,7 @@ from ranks import run_ranks
 from small_run import (
     PLAIN,
     Curve,
+    assert_follows,
     build_run,
     curve_of,
     curve_of_equal_replicas,
@@ -17,7 +18,6 @@ from small_run import (
     train,
     weights,
 )
-from test_layouts import assert_follows
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import checkpoint_path

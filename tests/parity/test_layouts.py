@@ -15,6 +15,7 @@ from small_run import (
     STYLES,
     VIRTUAL,
     Curve,
+    assert_follows,
     build_run,
     curve_of,
     fingerprint,
@@ -123,13 +124,6 @@ def test_layout_follows_one_rank(style: str, world_size: int, flags: str, one_ra
         assert report.curve == reports[0].curve, "ranks report different numbers"
     assert_follows(reports[0].curve, one_rank(style, layers_of(flags)), LAYOUT_GRAD_NORM[style])
     assert_ranks_hold_the_same(reports)
-
-
-def assert_follows(ours: Curve, reference: Curve, grad_norm_tolerance: float) -> None:
-    losses = [abs(a - b) for a, b in zip(ours.losses, reference.losses, strict=True)]
-    assert max(losses) <= LAYOUT_LOSS, losses
-    norms = [abs(a / b - 1) for a, b in zip(ours.grad_norms, reference.grad_norms, strict=True)]
-    assert max(norms) <= grad_norm_tolerance, norms
 
 
 def assert_ranks_hold_the_same(reports: list[Report]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from small_run import PLAIN, Curve, curve_of, curve_of_equal_replicas, small_config
-from test_layouts import assert_follows
+from small_run import PLAIN, Curve, assert_follows, curve_of, curve_of_equal_replicas, small_config
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 NUM_STEPS = 4

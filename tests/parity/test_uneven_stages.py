@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
-from small_run import FOUR_LAYERS, FP8, PLAIN, Curve, build_run, curve_of, small_config, train
-from test_layouts import assert_follows
+from small_run import FOUR_LAYERS, FP8, PLAIN, Curve, assert_follows, build_run, curve_of, small_config, train
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import checkpoint_path
