@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from megafp8.kernels import expert_casts, expert_rowwise
+from megafp8.kernels import expert_casts, expert_rowwise, expert_wgrad
 from megafp8.kernels.expert_scales import ColumnCodes, CurrentScale
+from megafp8.kernels.expert_wgrad import Operand
 from megafp8.kernels.rounding import Grid
 from megafp8.kernels.routed_rows import RoutedRows, values_of_rows
 from megafp8.quantization import grouped_linear
@@ -99,9 +100,25 @@ def experts(
     return function.apply(inputs, values_of_rows(probs, rows), fc1, fc2, routing_map, rows, codes, received, scales)
 
 
-def add_wgrad(weight: Tensor, wgrad: Tensor) -> Optional[Tensor]:
-    """Add to `main_grad`, or overwrite it, and return what autograd gets: no values if there was a `main_grad`."""
+def add_wgrad(
+    weight: Tensor, grad_output: Operand, inputs: Operand, rows: RoutedRows, is_fast: bool = True
+) -> Optional[Tensor]:
+    """Add wgrad to `main_grad`, or overwrite it, and return what autograd gets: no values if there was a `main_grad`.
+
+    Args:
+        grad_output: BF16 [R, N], or codes [N, R].
+        inputs: BF16 [R, W], or codes [W, R].
+        is_fast: FP8 products may be added with fewer bits.
+    """
     main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None and is_fast:
+        is_overwritten = getattr(main_grad, "is_overwritten", False)
+        expert_wgrad.add_wgrad(main_grad, grad_output, inputs, rows, is_overwritten=is_overwritten)
+        return main_grad_stand_in(weight)
+    if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
+        wgrad = grouped_linear.fp8_wgrad(grad_output, inputs, rows, is_fast)
+    else:
+        wgrad = grouped_linear.wgrad(grad_output, inputs, rows)
     if main_grad is None:
         return wgrad
     if getattr(main_grad, "is_overwritten", False):
@@ -129,9 +146,9 @@ class _BF16Experts(torch.autograd.Function):
         (x, h, y, probs), (fc1, fc2), rows = ctx.saved_tensors, ctx.weights, ctx.rows
         dz = expert_casts.gather(grad.contiguous(), rows)
         dy = grouped_linear.dgrad(dz, fc2, rows)
-        dfc2 = add_wgrad(fc2, grouped_linear.wgrad(dz, y, rows))
+        dfc2 = add_wgrad(fc2, dz, y, rows)
         dh, dprobs = expert_casts.swiglu_backward(dy, h, probs, rows)
-        dfc1 = add_wgrad(fc1, grouped_linear.wgrad(dh, x, rows))
+        dfc1 = add_wgrad(fc1, dh, x, rows)
         dx = expert_casts.sum_rows(grouped_linear.dgrad(dh, fc1, rows), rows)
         return dx, dprobs, dfc1, dfc2, None, None, None, None, None
 
@@ -163,9 +180,9 @@ class _FP8Experts(torch.autograd.Function):
         casts, is_fast = casts_of(codes.is_rowwise), not codes.is_rowwise
         dz = casts.gather_codes(grad.contiguous(), rows, routing_map, codes.grid, scale=scales.fc2_grad_output)
         dy = grouped_linear.fp8_dgrad(dz, codes.fc2, rows, is_fast)
-        dfc2 = add_wgrad(fc2, grouped_linear.fp8_wgrad(dz.transposed, y, rows, is_fast))
+        dfc2 = add_wgrad(fc2, dz.transposed, y, rows, is_fast)
         dh, dprobs = casts.swiglu_backward_codes(dy, h, probs, rows, codes.grid, scales.fc1_grad_output)
-        dfc1 = add_wgrad(fc1, grouped_linear.fp8_wgrad(dh.transposed, x, rows, is_fast))
+        dfc1 = add_wgrad(fc1, dh.transposed, x, rows, is_fast)
         dx = expert_casts.sum_rows(grouped_linear.fp8_dgrad(dh, codes.fc1, rows, is_fast), rows)
         if scales.after_backward is not None:
             scales.after_backward()

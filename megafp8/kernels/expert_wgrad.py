@@ -1,0 +1,105 @@
+"""Weight gradients of all experts in one launch, added to FP32 in the GEMM.
+
+PyTorch's grouped GEMMs write them in BF16, and a second kernel reads and adds them: 12 bytes for each weight and
+microbatch. Here they are added as they leave the GEMM, in FP32: 8 bytes. Sizes stay on the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Union
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megafp8.kernels.expert_scales import ColumnCodes
+from megafp8.kernels.routed_rows import RoutedRows
+
+
+class Tile(NamedTuple):
+    """What a program computes: `down` x `across` weight gradients, `depth` rows at a time."""
+
+    down: int
+    across: int
+    depth: int
+    warps: int
+    stages: int
+
+
+BF16_TILE = Tile(128, 256, 64, 8, 3)
+FP8_TILE = Tile(128, 256, 128, 8, 3)
+ROWS_IN_GROUP = 8
+"""Tiles of so many rows of a weight follow each other for each tile of columns, so that the L2 cache keeps them."""
+
+
+@triton.jit
+def _wgrad_kernel(
+    grad_output, inputs, grad_output_scale, inputs_scale, ends, main_grad, N, W, EXPERTS,
+    IS_FP8: tl.constexpr, IS_OVERWRITTEN: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    down, across = tl.cdiv(N, DOWN), tl.cdiv(W, ACROSS)
+    expert, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
+    first = tile // (GROUP * across) * GROUP
+    in_group = min(down - first, GROUP)
+    n = (first + tile % (GROUP * across) % in_group) * DOWN
+    w = tile % (GROUP * across) // in_group * ACROSS
+    start, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+    whole = start + (end - start) // DEPTH * DEPTH
+    total = tl.zeros([DOWN, ACROSS], tl.float32)
+    for row in tl.range(start, whole, DEPTH):
+        if IS_FP8:
+            total = tl.dot(grad_output.load([n, row]), inputs.load([w, row]).T, total)
+        else:
+            total = tl.dot(grad_output.load([row, n]).T, inputs.load([row, w]), total)
+    if whole < end:  # the rows of the next expert count as zeros, whatever they are
+        live = whole + tl.arange(0, DEPTH) < end
+        if IS_FP8:
+            a = tl.where(live[None, :], grad_output.load([n, whole]).to(tl.uint8, bitcast=True), 0)
+            b = tl.where(live[None, :], inputs.load([w, whole]).to(tl.uint8, bitcast=True), 0)
+            total = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True).T, total)
+        else:
+            a = tl.where(live[:, None], grad_output.load([whole, n]), 0.0).to(tl.bfloat16)
+            b = tl.where(live[:, None], inputs.load([whole, w]), 0.0).to(tl.bfloat16)
+            total = tl.dot(a.T, b, total)
+    if IS_FP8:
+        total *= tl.load(grad_output_scale + expert) * tl.load(inputs_scale + expert)
+    rows, columns = n + tl.arange(0, DOWN), w + tl.arange(0, ACROSS)
+    is_inside = (rows < N)[:, None] & (columns < W)[None, :]
+    target = main_grad + expert.to(tl.int64) * N * W + rows[:, None] * W + columns[None, :]
+    if not IS_OVERWRITTEN:
+        total += tl.load(target, mask=is_inside, other=0.0)
+    tl.store(target, total, mask=is_inside)
+
+
+Operand = Union[Tensor, ColumnCodes]
+
+
+def add_wgrad(
+    main_grad: Tensor, grad_output: Operand, inputs: Operand, rows: RoutedRows, *, is_overwritten: bool
+) -> None:
+    """Add grad_output transposed times inputs, of each expert's rows, or overwrite main_grad with it.
+
+    Args:
+        main_grad: [E, N, W], contiguous, FP32 or BF16; sums are in FP32.
+        grad_output: BF16 [R, N], or E4M3 codes [N, R] with a scale for each expert.
+        inputs: BF16 [R, W], or codes [W, R].
+        rows: of the experts.
+        is_overwritten: main_grad holds nothing yet.
+    """
+    num_experts, n, w = main_grad.shape
+    if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
+        (a, a_scale), (b, b_scale), is_fp8, tile = grad_output, inputs, True, FP8_TILE
+        a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
+        blocks = [tile.down, tile.depth], [tile.across, tile.depth]
+    else:
+        a, b, a_scale, b_scale, is_fp8, tile = grad_output, inputs, None, None, False, BF16_TILE
+        blocks = [tile.depth, tile.down], [tile.depth, tile.across]
+    grid = (triton.cdiv(n, tile.down) * triton.cdiv(w, tile.across) * num_experts,)
+    _wgrad_kernel[grid](
+        TensorDescriptor.from_tensor(a, blocks[0]), TensorDescriptor.from_tensor(b, blocks[1]), a_scale, b_scale,
+        rows.ends, main_grad, n, w, num_experts, IS_FP8=is_fp8, IS_OVERWRITTEN=is_overwritten, DOWN=tile.down,
+        ACROSS=tile.across, DEPTH=tile.depth, GROUP=ROWS_IN_GROUP, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
