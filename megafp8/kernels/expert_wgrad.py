@@ -28,8 +28,12 @@ class Tile(NamedTuple):
     stages: int
 
 
-BF16_TILE = Tile(128, 256, 64, 8, 3)
-FP8_TILE = Tile(128, 256, 128, 8, 3)
+MANY_ROWS = 4096
+"""From so many rows of an expert on, large tiles pay. With fewer, reading and writing FP32 takes a larger part of the
+time, and two small programs of a multiprocessor hide it from each other."""
+BF16_TILES = Tile(128, 128, 32, 4, 4), Tile(128, 256, 64, 8, 3)
+FP8_TILES = Tile(128, 128, 128, 4, 3), Tile(128, 256, 128, 8, 4)
+"""For few and for many rows. The fastest of 14 to 17 for each shape of `benchmarks/gpu_experts.py` on an H200."""
 ROWS_IN_GROUP = 8
 """Tiles of so many rows of a weight follow each other for each tile of columns, so that the L2 cache keeps them."""
 
@@ -90,12 +94,13 @@ def add_wgrad(
         is_overwritten: main_grad holds nothing yet.
     """
     num_experts, n, w = main_grad.shape
+    has_many = rows.token_of_row.numel() >= MANY_ROWS * num_experts
     if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
-        (a, a_scale), (b, b_scale), is_fp8, tile = grad_output, inputs, True, FP8_TILE
+        (a, a_scale), (b, b_scale), is_fp8, tile = grad_output, inputs, True, FP8_TILES[has_many]
         a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
         blocks = [tile.down, tile.depth], [tile.across, tile.depth]
     else:
-        a, b, a_scale, b_scale, is_fp8, tile = grad_output, inputs, None, None, False, BF16_TILE
+        a, b, a_scale, b_scale, is_fp8, tile = grad_output, inputs, None, None, False, BF16_TILES[has_many]
         blocks = [tile.depth, tile.down], [tile.depth, tile.across]
     grid = (triton.cdiv(n, tile.down) * triton.cdiv(w, tile.across) * num_experts,)
     _wgrad_kernel[grid](
