@@ -348,7 +348,7 @@ def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerC
     }
     if implementation == "transformer_engine":  # else `optimizer.emulated_state` rounds the state
         fields |= {
-            "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
+            "use_precision_aware_optimizer": bool(optimizer.use_precision_aware_optimizer),
             "main_grads_dtype": DTYPES[optimizer.main_grads_dtype],
             "main_params_dtype": DTYPES[optimizer.main_params_dtype],
             "exp_avg_dtype": DTYPES[optimizer.exp_avg_dtype],

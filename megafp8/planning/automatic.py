@@ -9,7 +9,10 @@
 
 On a CPU only a checkpoint that was saved with the distributed optimizer turns one of them on. They change no numerics
 beyond the order of sums. What does change numerics is chosen only by `--performance max`, with Transformer Engine's
-layers: `--precision output_layer=RECIPE`, the output layer in FP8, where the recipe of the layers names one for it.
+layers:
+
+    --precision output_layer=RECIPE  the output layer in FP8, where the recipe of the layers names one for it
+    --use-precision-aware-optimizer  with both moments of Adam in BF16, where the one-pass update has them
 
 A flag always wins. The configuration that a run records has the values that were chosen.
 """
@@ -17,11 +20,13 @@ A flag always wins. The configuration that a run records has the values that wer
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Optional
 
 from megafp8.config import derived, dimensions, precision_map, rules, topology
 from megafp8.config.expert_layers import is_mixture
+from megafp8.config.fused_adam import fused_adam_obstacle
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.planted_faults import ALIGNED_SWIGLU
@@ -50,11 +55,23 @@ class Choice(NamedTuple):
 
 Values = dict[str, Any]
 """Values of settings by name."""
+BF16_MOMENTS: Values = {
+    "optimizer.use_precision_aware_optimizer": True,
+    "optimizer.exp_avg_dtype": "bf16",
+    "optimizer.exp_avg_sq_dtype": "bf16",
+}
+MAX_BETA2_IN_BF16 = 0.98
+"""The second moment moves by 1 - beta2 of its distance to the squared gradient. BF16 rounds a change below 0.2% to 0.4%
+away: at 0.98 a distance below 10% to 20%, at 0.999 one below 200% to 400%."""
 MIXTURE_ERROR = 0.08
 """Of the predicted memory of a mixture. Measured peaks were up to 6.6% above it, where fragments of tokens count."""
 
 
-def no_checkpoint(config: RunConfig) -> Optional[bool]:
+Saved = Callable[[RunConfig], Optional[RunConfig]]
+"""The configuration in the checkpoint whose optimizer state a run resumes; None without one."""
+
+
+def no_checkpoint(config: RunConfig) -> Optional[RunConfig]:
     """The answer for a run that starts from step 0."""
     return None
 
@@ -63,20 +80,22 @@ def choose(
     config: RunConfig,
     target: Target,
     world_size: int,
-    is_saved_sharded: Callable[[RunConfig], Optional[bool]] = no_checkpoint,
+    saved_config: Saved = no_checkpoint,
+    given: Collection[str] = (),
 ) -> tuple[RunConfig, tuple[Choice, ...]]:
     """Replace automatic settings by values; each choice depends on those before it.
 
     Args:
-        is_saved_sharded: whether the checkpoint that a run resumes has the distributed optimizer's state; None without
-            a checkpoint. Called only where that decides.
+        saved_config: called only where it decides.
+        given: names of the settings given by flags.
 
     Returns:
         The configuration, and the choices in their order.
     """
-    values, made = _distributed_optimizer(config, target, world_size, is_saved_sharded)
+    values, made = _distributed_optimizer(config, target, world_size, saved_config)
     config = with_values(config, values)
-    for chooser in (_performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _expert_kernels):
+    performance = partial(_performance, saved_config=saved_config, given=given)
+    for chooser in (performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _expert_kernels):
         values, choices = chooser(config, target, world_size)
         config, made = with_values(config, values), made + choices
     return config, tuple(made)
@@ -101,9 +120,11 @@ def with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
         recorded: the configuration of that run, which has values for the automatic settings.
     """
     names = [name for name in AUTOMATIC if value_of(config, name) in (None, "auto")]
-    has_added = recorded.precision.precision_map[:-1] == config.precision.precision_map
-    if config.training.performance == recorded.training.performance == "max" and has_added:
-        names.append("precision.precision_map")  # `_performance` adds the last entry
+    if config.training.performance == recorded.training.performance == "max":
+        if recorded.precision.precision_map[:-1] == config.precision.precision_map:
+            names.append("precision.precision_map")  # `_output_layer` adds the last entry
+        if config.optimizer.use_precision_aware_optimizer is None:
+            names += BF16_MOMENTS
     return with_values(config, {name: value_of(recorded, name) for name in names})
 
 
@@ -117,20 +138,52 @@ def _has_te_layers(config: RunConfig, target: Target) -> bool:
     return target.kind == "cuda" and capability.resolve_implementation(config, target) == "transformer_engine"
 
 
-def _performance(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
-    """`--performance max`: the output layer in FP8, where the run allows it."""
+def _performance(
+    config: RunConfig, target: Target, world_size: int, *, saved_config: Saved, given: Collection[str]
+) -> tuple[Values, list[Choice]]:
+    """`--performance max`: what changes numerics a little, each part where the run allows it."""
     if config.training.performance != "max":
         return {}, []
     if not _has_te_layers(config, target):
         return {}, [Choice("--performance", "max", "adds nothing: needs Transformer Engine's layers")]
+    added, choices = Values(), list[Choice]()
+    for values, choice in (*_output_layer(config), *_bf16_moments(config, saved_config, given)):
+        if _is_allowed(config, added | values, target, world_size):
+            added, choices = added | values, [*choices, choice]
+    if not added:
+        choices.append(Choice("--performance", "max", "adds nothing to these settings"))
+    return added, choices
+
+
+def _output_layer(config: RunConfig) -> Iterator[tuple[Values, Choice]]:
+    """In FP8, unless a map names the output layer."""
     name = derived.quantization_recipe(config.precision)
     recipe = registry.get(name).output_layer_recipe if name is not None else None
     entries = precision_map.entries(config.precision)
     is_mapped = any(precision_map.matches_pattern(precision_map.OUTPUT_LAYER, entry.pattern) for entry in entries)
-    values: Values = {"precision.precision_map": (*config.precision.precision_map, f"output_layer={recipe}")}
-    if recipe is None or is_mapped or not _is_allowed(config, values, target, world_size):
-        return {}, [Choice("--performance", "max", "adds nothing to these settings")]
-    return values, [Choice("--precision", f"output_layer={recipe}", "--performance max")]
+    if recipe is not None and not is_mapped:
+        entry = f"output_layer={recipe}"
+        values = {"precision.precision_map": (*config.precision.precision_map, entry)}
+        yield values, Choice("--precision", entry, "--performance max")
+
+
+def _bf16_moments(config: RunConfig, saved_config: Saved, given: Collection[str]) -> Iterator[tuple[Values, Choice]]:
+    """In the one-pass update, which then moves two thirds of the bytes. A resumed run keeps its checkpoint's dtypes."""
+    settings, flag = config.optimizer, "--use-precision-aware-optimizer"
+    is_decided = settings.use_precision_aware_optimizer is not None or any(name in given for name in BF16_MOMENTS)
+    if is_decided or fused_adam_obstacle(with_values(config, BF16_MOMENTS)):
+        return
+    saved = saved_config(config)
+    if saved is not None and not saved.optimizer.use_precision_aware_optimizer:
+        yield {}, Choice(flag, "off", "as the checkpoint")
+    elif saved is None and settings.adam_beta2 > MAX_BETA2_IN_BF16:
+        reason = f"--adam-beta2 {settings.adam_beta2:g}: BF16 would lose most changes of the second moment"
+        yield {}, Choice(flag, "off", reason)
+    else:
+        yield (
+            BF16_MOMENTS,
+            Choice(flag, "moments in BF16", "--performance max" if saved is None else "as the checkpoint"),
+        )
 
 
 def _is_allowed(config: RunConfig, values: Values, target: Target, world_size: int) -> bool:
@@ -143,16 +196,16 @@ def _is_allowed(config: RunConfig, values: Values, target: Target, world_size: i
 
 
 def _distributed_optimizer(
-    config: RunConfig, target: Target, world_size: int, is_saved_sharded: Callable[[RunConfig], Optional[bool]]
+    config: RunConfig, target: Target, world_size: int, saved_config: Saved
 ) -> tuple[Values, list[Choice]]:
     """On GPUs: one-pass update, sharded state. A resumed run keeps its checkpoint's form, to continue to the bit."""
     if config.parallel.use_distributed_optimizer is not None:
         return {}, []
     if config.parallel.use_torch_fsdp2:
         return {"parallel.use_distributed_optimizer": False}, []
-    saved = is_saved_sharded(config)
+    saved = saved_config(config)
     if saved is not None:
-        is_sharded, reason = saved, "as the checkpoint"
+        is_sharded, reason = bool(saved.parallel.use_distributed_optimizer), "as the checkpoint"
     else:
         is_sharded = target.kind == "cuda" and config.optimizer.optimizer == "adam"
         reason = "one-pass update, sharded state"

@@ -62,7 +62,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     if config.precision.deterministic_mode:
         enable_determinism()
     target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
-    config, choices = choose(config, target, ranks, is_saved_sharded)
+    config, choices = choose(config, target, ranks, saved_config, invocation.given)
     invocation = dataclasses.replace(invocation, config=config)
     found = micro_batch.setting_problems(config, ranks)
     found += capability.capability_problems(config, target)
@@ -124,8 +124,8 @@ def fault_problems(config: RunConfig, implementation: str) -> list[str]:
     ]
 
 
-def is_saved_sharded(config: RunConfig) -> Optional[bool]:
-    """Whether the checkpoint that the run resumes has the distributed optimizer's state; None if there is none."""
+def saved_config(config: RunConfig) -> Optional[RunConfig]:
+    """The configuration in the checkpoint whose optimizer state the run resumes; None if there is none."""
     checkpoint = config.checkpoint
     if checkpoint.load is None or checkpoint.finetune or checkpoint.no_load_optim:
         return None
@@ -136,7 +136,7 @@ def is_saved_sharded(config: RunConfig) -> Optional[bool]:
 
     try:
         found = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
-        return None if found is None else bool(read_config(found[1]).parallel.use_distributed_optimizer)
+        return None if found is None else read_config(found[1])
     except CheckpointError:
         return None  # the resume reports it
 

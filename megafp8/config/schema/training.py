@@ -298,9 +298,9 @@ class OptimizerConfig:
         1000, "consecutive steps without overflow after which the dynamic loss scale is doubled"
     )
     hysteresis: int = setting(2, "overflows since the last doubling after which the dynamic loss scale is halved")
-    use_precision_aware_optimizer: bool = setting(
-        False,
-        "allow low-precision optimizer state (enables the four dtype flags below)",
+    use_precision_aware_optimizer: Optional[bool] = setting(
+        None,
+        "allow low-precision optimizer state (enables the four dtype flags below); default: with --performance max",
         flags=("--use-precision-aware-optimizer",),
         off=("--no-use-precision-aware-optimizer",),
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import tarfile
 from pathlib import Path
+from typing import Optional
 
 import pytest
 
 from megafp8.config import flags, settings
+from megafp8.device import capability
 from megafp8.errors import ConfigError
 from megafp8.planning import automatic
 from megafp8.training import checks
@@ -19,6 +21,7 @@ MODEL = (
     "--lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50303 --dry-run"
 )
 DELAYED = "--fp8-format hybrid --fp8-recipe delayed"
+BETA2 = "--adam-beta2 0.95"
 MIXTURE = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall "
     "--moe-grouped-gemm --eval-iters 0"
@@ -191,6 +194,34 @@ def test_maximum_performance_adds_compatible_settings() -> None:
     assert found["--precision"] == "output_layer=tensorwise"
     config = checked(f"{DELAYED} --performance max").invocation.config
     assert config.precision.precision_map == ("output_layer=tensorwise",)
+    assert config.optimizer.use_precision_aware_optimizer is None
+    choices = checked(f"{DELAYED} --performance max").choices
+    (kept,) = (each for each in choices if each.flag == "--use-precision-aware-optimizer")
+    assert kept.value == "off" and "--adam-beta2 0.999" in kept.reason
+
+
+@pytest.mark.parametrize("recipe", ["", DELAYED])
+def test_maximum_performance_has_moments_in_bf16(recipe: str) -> None:
+    settings = checked(f"{recipe} {BETA2} --performance max").invocation.config.optimizer
+    assert settings.use_precision_aware_optimizer
+    assert (settings.exp_avg_dtype, settings.exp_avg_sq_dtype, settings.main_params_dtype) == ("bf16", "bf16", "fp32")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--no-use-precision-aware-optimizer",
+        "--no-use-distributed-optimizer",
+        "--no-one-pass-optimizer",
+        "--optimizer sgd",
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
+        "--exp-avg-dtype fp32",
+        f"{DELAYED} --fp8-param-gather",  # without FP32 master weights the one-pass update has no such moments
+    ],
+)
+def test_maximum_performance_keeps_moments_in_fp32(extra: str) -> None:
+    config = checked(f"{BETA2} --performance max {extra}", world_size=2).invocation.config
+    assert not config.optimizer.use_precision_aware_optimizer and config.optimizer.exp_avg_dtype == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -225,9 +256,23 @@ def test_optimizer_state_of_a_checkpoint_is_loaded_in_its_form(is_sharded: bool,
     run = checked(DELAYED, target)
     parallel = dataclasses.replace(run.invocation.config.parallel, use_distributed_optimizer=None)
     config = dataclasses.replace(run.invocation.config, parallel=parallel)
-    found, choices = automatic.choose(config, run.target, 1, lambda _: is_sharded)
+    saved = settings.with_values(config, {"parallel.use_distributed_optimizer": is_sharded})
+    found, choices = automatic.choose(config, run.target, 1, lambda _: saved)
     assert found.parallel.use_distributed_optimizer is is_sharded
     assert [choice.reason for choice in choices if "distributed" in choice.flag] == ["as the checkpoint"] * is_sharded
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("is_saved", [None, True])
+def test_moments_of_a_checkpoint_keep_their_dtype(is_saved: Optional[bool], beta2: float) -> None:
+    config = flags.parse(f"{MODEL} --performance max --adam-beta2 {beta2}".split()).config
+    saved = settings.with_values(config, {"optimizer.use_precision_aware_optimizer": is_saved})
+    saved = settings.with_values(saved, {"parallel.use_distributed_optimizer": True})
+    found, choices = automatic.choose(config, capability.TARGETS["h200"], 1, lambda _: saved)
+    assert found.optimizer.use_precision_aware_optimizer is is_saved
+    assert found.optimizer.exp_avg_sq_dtype == ("bf16" if is_saved else "fp32")
+    (reason,) = (each.reason for each in choices if each.flag == "--use-precision-aware-optimizer")
+    assert reason == "as the checkpoint"
 
 
 def test_a_checkpoint_decides_the_form_of_the_optimizer_state(tmp_path: Path) -> None:
@@ -240,7 +285,7 @@ def test_a_checkpoint_decides_the_form_of_the_optimizer_state(tmp_path: Path) ->
     for harmless in ("--no-load-optim", "--finetune"):
         config = checked(f"{DELAYED} --load {tmp_path / 'run'} {harmless}").invocation.config
         assert config.parallel.use_distributed_optimizer is True
-    assert checks.is_saved_sharded(checked(f"{DELAYED} --load {tmp_path / 'empty'}").invocation.config) is None
+    assert checks.saved_config(checked(f"{DELAYED} --load {tmp_path / 'empty'}").invocation.config) is None
 
 
 def test_a_fault_at_a_number_that_the_run_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,13 +318,15 @@ def test_wrong_settings_are_still_refused() -> None:
 
 
 def test_a_recorded_run_is_the_same_run(tmp_path: Path) -> None:
-    words = f"{MODEL} {DELAYED} --performance max --target h200 --world-size 2".split()
+    words = f"{MODEL} {DELAYED} {BETA2} --performance max --target h200 --world-size 2".split()
     asked, recorded = flags.parse(words).config, check(*flags.parse_with_problems(words)).invocation.config
     assert asked != recorded and automatic.with_recorded(asked, recorded) == recorded
     other = flags.parse([*words, "--no-overlap-grad-reduce"]).config
     assert automatic.with_recorded(other, recorded) != recorded
     mapped = flags.parse([*words, "--precision", "*.linear_fc2=bf16"]).config
     assert automatic.with_recorded(mapped, recorded) != recorded
+    wide = flags.parse([*words, "--no-use-precision-aware-optimizer"]).config
+    assert automatic.with_recorded(wide, recorded) != recorded
 
 
 def test_every_automatic_setting_is_listed() -> None:
