@@ -3,7 +3,7 @@
     rows        tokens of a rank x experts of a token x expert tensor-parallel ranks: the load counts as balanced
     GEMMs       of each expert of the rank, with rows / experts rows. Experts fill the SMs together: all of them in one
                 launch (`config/grouped_experts.py`), else 4, the streams of Transformer Engine's grouped linear
-    gradients   in one launch, wgrad is written in BF16, and a second kernel adds it to FP32
+    gradients   in one launch, wgrad is added to FP32 as it leaves the GEMM, which hides little of it
     permutation reads and writes of hidden states, in order of experts and back; twice with several expert-parallel
                 ranks, because rows arrive in the order of ranks
     exchange    alltoall: hidden states of every expert of a token to its rank and back; allgather: all tokens to all
@@ -102,9 +102,9 @@ def experts_gemm_s(run: PlannedRun, recipe: str, gemm: LinearGemm) -> float:
 
 
 def addition_s(run: PlannedRun) -> float:
-    """Seconds in which the weight gradients of a layer's experts are added to FP32; 0 where the GEMM adds them."""
+    """Seconds in which one launch reads and writes the FP32 gradients of a layer's experts; 0 for other kernels."""
     num_weights = sum(gemm.m * gemm.n for gemm in expert_gemms(run) if gemm.kind == "wgrad")
-    num_bytes = BF16_BYTES + 2 * BYTES["fp32"] if is_one_launch(run.config) else 0
+    num_bytes = 2 * BYTES["fp32"] if is_one_launch(run.config) else 0
     return run.memory_s(num_bytes * num_weights * mixture.experts_per_rank(run.config))
 
 

@@ -98,10 +98,10 @@ def test_one_launch_spares_the_host() -> None:
     assert experts_time(te, "bf16").forward.fprop > experts_time(one_rank, "bf16").forward.fprop
 
 
-def test_one_launch_adds_weight_gradients_separately() -> None:
-    """BF16 is read, FP32 read and written."""
+def test_one_launch_reads_and_writes_weight_gradients() -> None:
+    """In FP32."""
     one_rank = run_of("qwen3-30b-a3b", {})
-    assert addition_s(one_rank) == pytest.approx(one_rank.memory_s(10 * 128 * 3 * 2048 * 768))
+    assert addition_s(one_rank) == pytest.approx(one_rank.memory_s(8 * 128 * 3 * 2048 * 768))
     assert addition_s(run_of("qwen3-30b-a3b", {"parallel.moe_expert_kernels": "te"})) == 0
 
 
