@@ -5,7 +5,7 @@ rotary embedding, overlapped reductions, FP32 gradients accumulated in the GEMM.
 whole model. Mixtures (M1 to M3) have its grouped GEMM, its permute and router kernels, tokens padded in the router for
 FP8, and no fused operations, which are for dense layers. Several ranks divide the work by a `Division`: with tensor
 parallelism the sequence too, experts over ranks that are also data-parallel, optimizer state over all data-parallel
-ranks. Whole models are NOT RUN on a GPU.
+ranks.
 """
 
 from __future__ import annotations

