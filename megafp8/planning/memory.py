@@ -8,7 +8,8 @@
                   one moment for the matrices of the layers
     activations   microbatches in flight x layers x bytes per layer
     logits        tokens x vocabulary / tensor-parallel size x (format + 4 + format), on the last stage
-    buffers       gradients of the layer that runs backward, on stages without logits
+    buffers       gradients of the layer that runs backward, on stages without logits; or FP32 copies of the state
+                  (`optimizer_memory.py`), as far as they are larger than activations and logits
 
 P: parameters on this rank. Q: the part of them that is quantized, which is the linears of quantized layers, and the
 output layer if a precision map quantizes it. --fp8-param-gather does not replace the output layer's weight. Gradients
@@ -36,7 +37,7 @@ from megafp8.config.activations import is_gated
 from megafp8.config.muon import is_muon
 from megafp8.config.saved_activations import ACTIVATION, NORM
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.planning import fsdp_memory, muon_cost
+from megafp8.planning import fsdp_memory, muon_cost, optimizer_memory
 from megafp8.planning.attention_memory import explicit_score_bytes
 from megafp8.planning.layer_activations import (
     LayerActivations,
@@ -45,10 +46,10 @@ from megafp8.planning.layer_activations import (
     saved_itemsize,
 )
 from megafp8.planning.mixture_memory import expert_layers_on_stage, expert_parameters_on_stage, mlp_channels
+from megafp8.planning.optimizer_memory import BYTES
 from megafp8.planning.planned_run import BF16, layers_by_recipe, output_layer_recipes, quantized_fraction
 from megafp8.recipes import registry
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 DROPOUT_MASK_BYTES = 1
 LOG_SUM_EXP_BYTES = 4
 """Flash attention keeps one FP32 log-sum-exp per query and head."""
@@ -106,7 +107,9 @@ def estimate_memory(
     if _is_last(config, stage):
         fp8_copies_bytes += _output_copy_bytes(config, padded_vocab, implementation)
     logits_bytes = _logit_bytes(config, padded_vocab) if _is_last(config, stage) else 0
+    activations_bytes = _activation_bytes(config, world_size, stage, implementation)
     gradient_bytes = backward_bytes(config, _tokens(config), BYTES[derived.params_dtype(config.precision)])
+    copies_bytes = optimizer_memory.update_bytes(config) * _updated_parameters(config, world_size, padded_vocab, stage)
     estimate = MemoryEstimate(
         stage=stage,
         parameters=parameters,
@@ -114,9 +117,9 @@ def estimate_memory(
         fp8_copies_bytes=fp8_copies_bytes,
         gradients_bytes=parameters * _gradient_itemsize(config.precision),
         optimizer_bytes=_optimizer_bytes(config, world_size, padded_vocab, stage),
-        activations_bytes=_activation_bytes(config, world_size, stage, implementation),
+        activations_bytes=activations_bytes,
         logits_bytes=logits_bytes,
-        buffers_bytes=max(0, gradient_bytes - logits_bytes),
+        buffers_bytes=max(0, gradient_bytes - logits_bytes, copies_bytes - activations_bytes - logits_bytes),
     )
     return fsdp_memory.shard(config, world_size, estimate, quantizable)  # type: ignore[no-any-return]
 
@@ -233,34 +236,31 @@ def _code_bytes(precision: PrecisionConfig) -> float:
 
 def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stage: int) -> int:
     """Bytes of master weights, moments, and FP32 gradients converted from low-precision ones."""
-    optimizer, precision = config.optimizer, config.precision
-    quantizable, other = parameters_on_stage(config, padded_vocab, stage)
-    parameters, experts = quantizable + other, expert_parameters_on_stage(config, stage)
-    params_dtype = derived.params_dtype(precision)
-    if optimizer.use_precision_aware_optimizer:
-        is_remainder = params_dtype == "bf16" and not precision.fp8_param_gather  # the 16 bits that BF16 weights lack
-        master = BYTES["bf16" if is_remainder else optimizer.main_params_dtype]
-        moments = BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype]
-        gradients = 0
-    else:
-        master = 0 if params_dtype == "fp32" else BYTES["fp32"]
-        moments = (2 if optimizer.optimizer == "adam" else 1) * BYTES["fp32"]
-        gradients = 0 if derived.grad_dtype(precision) == "fp32" else BYTES["fp32"]
+    master, moments, gradients = optimizer_memory.state_bytes(config)
     if is_muon(config):
+        quantizable, other = parameters_on_stage(config, padded_vocab, stage)
         has_table = stage == 0 or _is_last(config, stage)
         channels = padded_vocab if has_table else dimensions.ffn_hidden_size(config.model)
         assert config.model.hidden_size is not None
         largest = channels * config.model.hidden_size // config.parallel.tensor_model_parallel_size
         return muon_cost.state_bytes(
-            config, world_size, matrices=quantizable, others=other, experts=experts, largest=largest,
-            itemsize=master + gradients,
+            config, world_size, matrices=quantizable, others=other, experts=expert_parameters_on_stage(config, stage),
+            largest=largest, itemsize=master + gradients,
         )  # fmt: skip
+    return _updated_parameters(config, world_size, padded_vocab, stage) * (master + moments + gradients)
+
+
+def _updated_parameters(config: RunConfig, world_size: int, padded_vocab: int, stage: int) -> int:
+    """Parameters whose state the rank has."""
+    parameters, experts = (
+        sum(parameters_on_stage(config, padded_vocab, stage)),
+        expert_parameters_on_stage(config, stage),
+    )
     shards = expert_shards = 1
     if config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2:
         shards = fsdp_memory.num_shards(config, world_size)
         expert_shards = mixture.expert_data_size(config, world_size) if experts else 1
-    sharded = -(-(parameters - experts) // shards) + -(-experts // expert_shards)
-    return sharded * (master + moments + gradients)
+    return -(-(parameters - experts) // shards) + -(-experts // expert_shards)
 
 
 # ---- activations --------------------------------------------------------------------------------------------------
