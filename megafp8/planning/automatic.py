@@ -7,7 +7,8 @@
     --cuda-graph-impl                local where a step can be captured and memory allows it
     --moe-expert-kernels             all experts in one launch, with Transformer Engine's layers and these settings
 
-On a CPU only a checkpoint that was saved with the distributed optimizer turns one of them on. They change no numerics
+With FSDP2 gradients are never added in the wgrad GEMM: there is no buffer for it. On a CPU only a checkpoint that was
+saved with the distributed optimizer turns one of the settings on. They change no numerics
 beyond the order of sums. What does change numerics is chosen only by `--performance max`, with Transformer Engine's
 layers:
 
@@ -95,7 +96,7 @@ def choose(
     values, made = _distributed_optimizer(config, target, world_size, saved_config)
     config = with_values(config, values)
     performance = partial(_performance, saved_config=saved_config, given=given)
-    for chooser in (performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _expert_kernels):
+    for chooser in (_accumulation, performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _expert_kernels):
         values, choices = chooser(config, target, world_size)
         config, made = with_values(config, values), made + choices
     return config, tuple(made)
@@ -120,6 +121,8 @@ def with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
         recorded: the configuration of that run, which has values for the automatic settings.
     """
     names = [name for name in AUTOMATIC if value_of(config, name) in (None, "auto")]
+    if config.parallel.use_torch_fsdp2:
+        names.append("precision.gradient_accumulation_fusion")
     if config.training.performance == recorded.training.performance == "max":
         if recorded.precision.precision_map[:-1] == config.precision.precision_map:
             names.append("precision.precision_map")  # `_output_layer` adds the last entry
@@ -136,6 +139,11 @@ def with_choices(config: RunConfig, gpu: Gpu, world_size: int) -> RunConfig:
 
 def _has_te_layers(config: RunConfig, target: Target) -> bool:
     return target.kind == "cuda" and capability.resolve_implementation(config, target) == "transformer_engine"
+
+
+def _accumulation(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
+    """Off with FSDP2: there is no buffer with complete gradients to which linears could add."""
+    return {"precision.gradient_accumulation_fusion": False} if config.parallel.use_torch_fsdp2 else {}, []
 
 
 def _performance(

@@ -55,11 +55,6 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
     for is_given, flag, reason in excluded:
         if is_given:
             yield f"{flag} is not supported with {FSDP}: {reason}; remove one of them"
-    if precision.gradient_accumulation_fusion:
-        yield (
-            f"{FSDP} needs --no-gradient-accumulation-fusion: there is no buffer with complete gradients to which "
-            "linear layers could add"
-        )
 
 
 def low_precision_state_is_the_distributed_optimizers(config: RunConfig) -> Iterator[str]:

@@ -152,7 +152,7 @@ class PrecisionConfig:
     )
     gradient_accumulation_fusion: bool = setting(
         True,
-        "accumulate weight gradients in the wgrad GEMM where the layer supports it",
+        "accumulate weight gradients in the wgrad GEMM where the layer supports it; never with --use-torch-fsdp2",
         off=("--no-gradient-accumulation-fusion",),
     )
     gradient_overwrite: bool = setting(

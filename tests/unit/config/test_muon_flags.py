@@ -64,7 +64,7 @@ def test_flags_of_speed_change_nothing(flags: str, text: str) -> None:
     [
         ("--muon-scalar-optimizer lion", "weights that Muon does not train are AdamW's"),
         ("--muon-fp32-matmul-prec low", "torch has no such precision"),
-        ("--use-torch-fsdp2 --no-gradient-accumulation-fusion", "ranks have rows of a matrix"),
+        ("--use-torch-fsdp2", "ranks have rows of a matrix"),
         ("--fp8-format hybrid --fp8-param-gather --use-distributed-optimizer", "FP8 weights are cast from flat shards"),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "are sent by their owners"),
         ("--use-precision-aware-optimizer --use-distributed-optimizer", "supports only --optimizer adam, not muon"),

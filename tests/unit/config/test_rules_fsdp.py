@@ -7,7 +7,7 @@ from megafp8.config import flags, rules
 RUN = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--vocab-size 255 --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --mock-data "
-    "--micro-batch-size 1 --global-batch-size 24 --train-iters 10 --lr 1e-3 --no-gradient-accumulation-fusion"
+    "--micro-batch-size 1 --global-batch-size 24 --train-iters 10 --lr 1e-3"
 )
 FSDP = "--use-torch-fsdp2"
 
@@ -72,10 +72,8 @@ def test_replicas_divide_the_ranks() -> None:
     assert problems("--num-distributed-optimizer-instances 2", 4) == []
 
 
-def test_fused_accumulation_and_flags_without_effect() -> None:
+def test_number_formats_and_a_flag_without_effect() -> None:
     assert not problems(FSDP) and not problems(f"{FSDP} --fp16") and not problems(f"{FSDP} --bf16 --loss-scale 8")
-    words = f"{RUN} {FSDP}".replace(" --no-gradient-accumulation-fusion", "").split()
-    assert "needs --no-gradient-accumulation-fusion" in rules.problems(flags.parse(words).config, 2)[0]
     assert "has no effect" in problems("--torch-fsdp2-no-reshard-after-forward")[0]
 
 

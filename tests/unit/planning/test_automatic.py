@@ -60,6 +60,14 @@ def test_several_gpus_overlap_their_communication() -> None:
     assert "--overlap-grad-reduce" not in chosen(f"{DELAYED} --tensor-model-parallel-size 8", world_size=8)
 
 
+@pytest.mark.parametrize("target", ["h200", "cpu"])
+def test_fsdp_adds_no_gradients_in_the_wgrad_gemm(target: str) -> None:
+    config = checked("--use-torch-fsdp2", target, world_size=2).invocation.config
+    assert not config.precision.gradient_accumulation_fusion
+    asked = flags.parse([*MODEL.split(), "--use-torch-fsdp2"]).config
+    assert automatic.with_recorded(asked, config).precision == config.precision
+
+
 def test_weights_that_are_gathered_beside_the_forward_pass_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(DELAYED, world_size=8)["--use-nccl-ub"] == "on"
     assert "--use-nccl-ub" not in chosen(f"{DELAYED} --no-overlap-param-gather", world_size=8)
@@ -71,7 +79,7 @@ def test_weights_that_are_gathered_beside_the_forward_pass_are_registered(monkey
 def test_fsdp_chooses_nothing_that_it_excludes() -> None:
     """Also where it is refused with the distributed optimizer of a level."""
     with pytest.raises(ConfigError) as refused:
-        checked("--use-torch-fsdp2 --no-gradient-accumulation-fusion --fp8-lm-level O2", world_size=2)
+        checked("--use-torch-fsdp2 --fp8-lm-level O2", world_size=2)
     assert [problem.split()[0] for problem in refused.value.problems] == [
         "--use-precision-aware-optimizer",
         "--use-distributed-optimizer",
@@ -214,7 +222,7 @@ def test_maximum_performance_has_moments_in_bf16(recipe: str) -> None:
         "--no-use-distributed-optimizer",
         "--no-one-pass-optimizer",
         "--optimizer sgd",
-        "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
+        "--use-torch-fsdp2",
         "--exp-avg-dtype fp32",
         f"{DELAYED} --fp8-param-gather",  # without FP32 master weights the one-pass update has no such moments
     ],
