@@ -67,7 +67,9 @@ class Setting:
     def as_flag(self, value: Any) -> str:
         """The flag that gives a value, as messages show it."""
         flag = (self.off if value is False and self.off else self.flags)[0]
-        return flag if isinstance(value, bool) else f"{flag} {value}"
+        if isinstance(value, bool):
+            return flag
+        return " ".join([flag, *map(str, value)]) if isinstance(value, tuple) else f"{flag} {value}"
 
     def written(self, value: Any) -> Any:
         """A value as JSON and messages show it: `AUTO` is "auto"."""

@@ -24,6 +24,7 @@ from megafp8.device.gpus import find_gpu
 from megafp8.device.platform import detect_platform
 from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
 from megafp8.planning import micro_batch
+from megafp8.planning.fit import memory_warnings
 from megafp8.planning.fp8_gain import fp8_warnings
 from megafp8.planning.layouts import FREE_MEMORY_FRACTION
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
@@ -88,7 +89,7 @@ def describe_run(checked: Checked) -> str:
         precision_text(config, implementation),
         *filter(None, [chosen]),
         *notice_lines(checked),
-        *fp8_text(config, target, implementation, vocab_size, world_size),
+        *warning_text(config, target, implementation, vocab_size, world_size),
     ]
     return ("\n\n" if is_verbose else "\n").join(sections)
 
@@ -286,18 +287,19 @@ def notice_lines(checked: Checked) -> list[str]:
     return shortened([f"notice: {notice}" for notice in short_notices(checked.notices)])
 
 
-def fp8_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> list[str]:
-    """A warning if quantized linears will not be faster than BF16, for a GPU that the planner knows."""
+def warning_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> list[str]:
+    """Warnings if the run does not fit, or will not be faster than BF16; for a GPU that the planner knows."""
     gpu, precision = find_gpu(target.name), config.precision
+    if gpu is None or implementation != "transformer_engine":
+        return []
+    run = PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size)
     is_planned = (
         not (is_mixture(config.model) and precision.precision_map)
         and precision_map.is_quantized(precision)
         and precision.fp8_schedule is None  # plans have one precision
     )
-    if gpu is None or not is_planned or implementation != "transformer_engine":
-        return []
-    warnings = fp8_warnings(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
-    return ["warning: " + "\n".join(warnings)] if warnings else []
+    warnings = [memory_warnings(run), fp8_warnings(run) if is_planned else []]
+    return ["warning: " + "\n".join(lines) for lines in warnings if lines]
 
 
 def shortened(lines: list[str]) -> list[str]:

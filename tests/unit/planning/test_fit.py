@@ -1,0 +1,50 @@
+"""The warning of a dry run that does not fit, and its remedies."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.config import flags
+from megafp8.training.checks import check
+from megafp8.training.dry_run import describe_run
+
+RUN = (
+    "--train-iters 10 --lr 1e-4 --bf16 --fp8-format hybrid --fp8-recipe delayed --mock-data "
+    "--tokenizer-type NullTokenizer --target h200 --dry-run"
+)
+LLAMA = "--model-preset llama-1b --vocab-size 50303 --seq-length 2048 --micro-batch-size"
+WHOLE_8B = "--model-preset llama3-8b --vocab-size 128255 --seq-length 8192 --micro-batch-size 1 --global-batch-size 8"
+RECOMPUTED = "--recompute-granularity selective --recompute-modules mlp"
+MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+
+
+def warning(words: str, world_size: int = 1) -> str:
+    text = describe_run(check(*flags.parse_with_problems(f"{words} {RUN} --world-size {world_size}".split())))
+    return text.partition("warning: the estimate does not fit into h200")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (f"{LLAMA} 64 --global-batch-size 64", "--micro-batch-size 16"),
+        (WHOLE_8B, f"{RECOMPUTED} {MOMENTS}"),
+        (
+            WHOLE_8B.replace("--micro-batch-size 1 ", "--micro-batch-size 4 "),
+            f"--micro-batch-size 1 {RECOMPUTED} {MOMENTS}",
+        ),
+    ],
+)
+def test_a_remedy_fits(words: str, remedy: str) -> None:
+    assert warning(words).splitlines()[1] == f"it fits with {remedy}"
+    assert not warning(f"{words} {remedy}")
+
+
+def test_runs_that_fit_have_no_warning() -> None:
+    assert not warning(f"{LLAMA} 8 --global-batch-size 64")
+    assert not warning(WHOLE_8B, 8)
+
+
+def test_the_planner_is_named_where_nothing_suffices() -> None:
+    assert "megafp8 plan finds other layouts" in warning(
+        f"{LLAMA} 1 --global-batch-size 8 --num-layers 96 --hidden-size 4096"
+    )
