@@ -9,7 +9,7 @@ from megafp8.config import rules
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
 from megafp8.planning import micro_batch
-from megafp8.planning.automatic import BF16_MOMENTS, Values
+from megafp8.planning.automatic import BF16_MOMENTS, MAX_BETA2_IN_BF16, Values
 from megafp8.planning.layouts import FREE_MEMORY_FRACTION, MICRO, recomputations
 from megafp8.planning.memory import estimate_stages
 from megafp8.planning.micro_batch import gib
@@ -34,7 +34,10 @@ def memory_warnings(run: PlannedRun) -> list[str]:
             named = settings_by_name()
             flags = " ".join(named[name].as_flag(value) for name, value in values.items())
             return [*lines, f"it fits with {flags}"]
-    return [*lines, "no smaller micro batch, recomputation or BF16 moments suffice: megafp8 plan finds other layouts"]
+    return [
+        *lines,
+        "no smaller micro batch, recomputation or moments in 16 bits suffice: megafp8 plan finds other layouts",
+    ]
 
 
 def needed_bytes(run: PlannedRun, config: RunConfig) -> int:
@@ -44,13 +47,15 @@ def needed_bytes(run: PlannedRun, config: RunConfig) -> int:
 
 
 def remedies(run: PlannedRun) -> Iterator[Values]:
-    """Settings to try: smaller micro batches, then these with recomputation, then all of it with BF16 moments."""
+    """Settings to try: smaller micro batches, then these with recomputation, then all of it with moments in 16 bits."""
     config = run.config
     size, is_recomputed = config.training.micro_batch_size, config.training.recompute_granularity is not None
     assert isinstance(size, int)
     smaller = [each for each in micro_batch.possible_sizes(config, run.world_size) if each < size]
     sizes: list[Values] = [{}, *({MICRO: each} for each in reversed(smaller))]
     recomputed: Sequence[Values] = [{}] if is_recomputed else recomputations(config)
-    moments: list[Values] = [{}] if config.optimizer.use_precision_aware_optimizer else [{}, BF16_MOMENTS]
+    second = "bf16" if config.optimizer.adam_beta2 <= MAX_BETA2_IN_BF16 else "fp16"  # FP16 has a scale, and more bits
+    low: Values = {**BF16_MOMENTS, "optimizer.exp_avg_sq_dtype": second}
+    moments: list[Values] = [{}] if config.optimizer.use_precision_aware_optimizer else [{}, low]
     for with_moments, with_recomputation, with_size in itertools.product(moments, recomputed, sizes):
         yield {**with_size, **with_recomputation, **with_moments}

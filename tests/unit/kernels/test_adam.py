@@ -132,6 +132,7 @@ MOMENTS = [
     (torch.uint8, torch.uint8),
     (torch.uint8, torch.bfloat16),
     (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float16),
 ]
 
 

@@ -15,7 +15,7 @@ RUN = (
 LLAMA = "--model-preset llama-1b --vocab-size 50303 --seq-length 2048 --micro-batch-size"
 WHOLE_8B = "--model-preset llama3-8b --vocab-size 128255 --seq-length 8192 --micro-batch-size 1 --global-batch-size 8"
 RECOMPUTED = "--recompute-granularity selective --recompute-modules mlp"
-MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype"
 
 
 def warning(words: str, world_size: int = 1) -> str:
@@ -27,10 +27,11 @@ def warning(words: str, world_size: int = 1) -> str:
     ("words", "remedy"),
     [
         (f"{LLAMA} 64 --global-batch-size 64", "--micro-batch-size 16"),
-        (WHOLE_8B, f"{RECOMPUTED} {MOMENTS}"),
+        (WHOLE_8B, f"{RECOMPUTED} {MOMENTS} fp16"),
+        (f"{WHOLE_8B} --adam-beta2 0.95", f"{RECOMPUTED} {MOMENTS} bf16"),
         (
             WHOLE_8B.replace("--micro-batch-size 1 ", "--micro-batch-size 4 "),
-            f"--micro-batch-size 1 {RECOMPUTED} {MOMENTS}",
+            f"--micro-batch-size 1 {RECOMPUTED} {MOMENTS} fp16",
         ),
     ],
 )
