@@ -57,6 +57,18 @@ def level_values(level: Optional[str], own: Mapping[str, Any] = MappingProxyType
     return {name: value for name, value in values.items() if name not in unused}
 
 
+def kept_values(from_file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a `--config` file without those that flags take back.
+
+    These are the values of its level, if flags name another one, and the options of a switch that flags turn off.
+    """
+    dropped = {option for switch, options in _OPTIONS.items() if flags.get(switch) is False for option in options}
+    if LEVEL in flags and flags[LEVEL] != from_file.get(LEVEL):
+        level = level_values(from_file.get(LEVEL))
+        dropped |= {name for name, value in level.items() if from_file.get(name) == value}
+    return {name: value for name, value in from_file.items() if name not in dropped}
+
+
 def level_notice(config: RunConfig) -> Optional[str]:
     """What the level of a configuration stands for, and what other settings changed of it; None without a level."""
     level = config.precision.fp8_lm_level

@@ -51,6 +51,7 @@ def merge(
         problems.append(f"--model-preset {preset}: unknown preset; presets: {', '.join(PRESETS)}")
         preset = None
     config = with_values(base, PRESETS[preset]) if preset is not None else base
+    from_file = fp8_lm.kept_values(from_file, values)
     # The level of a checkpoint is already in its other settings.
     level = values.get(fp8_lm.LEVEL, from_file.get(fp8_lm.LEVEL))
     config = with_values(config, fp8_lm.level_values(level, from_file | values) | from_file)

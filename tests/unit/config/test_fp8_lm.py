@@ -9,7 +9,7 @@ import pytest
 
 from megafp8.config import flags, fp8_lm, rules
 from megafp8.config.fp8_lm import level_values
-from megafp8.config.settings import value_of
+from megafp8.config.settings import to_json, value_of
 from megafp8.device import capability
 
 MODEL = (
@@ -98,6 +98,24 @@ def test_a_switch_in_a_file_can_be_turned_off(tmp_path: Path) -> None:
     assert config.precision.grad_reduce_fp8_scaling == "block" and rules.problems(config, 1) == []
     (problem,) = rules.problems(parse(f"--config {file} --grad-reduce-fp8-scaling tensor").config, 2)
     assert "tensor has no effect without --grad-reduce-in-fp8" in problem  # asked for, so not dropped
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "none"])
+def test_a_flag_replaces_the_level_of_a_recorded_run(level: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(to_json(parse("--fp8-lm-level O3 --weight-decay 0.3").config))
+    again = parse(f"--config {file} --fp8-lm-level {level}").config
+    assert again == parse(f"--weight-decay 0.3 --fp8-lm-level {level}").config
+    kept = parse(f"--config {file} --fp8-lm-level O3").config
+    assert kept == parse("--fp8-lm-level O3 --weight-decay 0.3").config
+
+
+@pytest.mark.parametrize("off", ["--no-grad-reduce-in-fp8", "--no-use-precision-aware-optimizer"])
+def test_a_switch_that_is_turned_off_takes_options_of_a_file_along(off: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(to_json(parse("--fp8-lm-level O3").config))
+    config = parse(f"--config {file} {off}").config
+    assert config == parse(f"--fp8-lm-level O3 {off}").config and rules.problems(config, 2) == []
 
 
 @pytest.mark.parametrize(
