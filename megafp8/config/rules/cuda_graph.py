@@ -146,7 +146,7 @@ def _rank_obstacles(config: RunConfig) -> Checks:
         )
     yield (
         is_interleaved(config) and parallel.overlap_p2p_comm,
-        "--num-virtual-stages-per-pipeline-rank",
+        "--num-virtual-stages-per-pipeline-rank" if parallel.num_virtual_stages_per_pipeline_rank else "virtual stages",
         "a graph with messages beside the layers of other virtual stages hung on two H100s; use "
         "--no-overlap-p2p-communication",
     )
@@ -200,7 +200,10 @@ def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) ->
     }
     for flag, is_given in flags.items():
         if is_given:
-            yield f"--cuda-graph-evaluation with {flag}: not supported; remove the former"
+            yield (
+                f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, and "
+                "without FSDP2; remove the former"
+            )
 
 
 RULES: tuple[Rule, ...] = (
