@@ -73,3 +73,13 @@ def test_sums_over_the_rows_of_each_expert(dtype: torch.dtype, routing: str, is_
     assert (main_grad - wanted).norm() <= bound * wanted.norm()
     empty = [expert for expert, tokens in enumerate(TOKENS[routing]) if tokens == 0]
     assert (main_grad[empty] == (0.0 if is_overwritten else 3.0)).all()
+
+
+def test_gradients_in_bf16_are_added_in_fp32() -> None:
+    rows = routed(TOKENS["spread"])
+    num_rows = len(rows.token_of_row)
+    grad_output, inputs = (drawn(num_rows, width, rows, seed).bfloat16() for seed, width in enumerate((OUTPUTS, WIDTH)))
+    main_grad = torch.full((EXPERTS, OUTPUTS, WIDTH), 3.0, dtype=torch.bfloat16, device=DEVICE)
+    add_wgrad(main_grad, grad_output, inputs, rows, is_overwritten=False)
+    wanted = (expected(grad_output.float(), inputs.float(), rows) + 3.0).bfloat16()
+    assert (main_grad.float() - wanted.float()).norm() <= 1e-4 * wanted.float().norm()
