@@ -112,10 +112,11 @@ class StepRecord:
     """Peak memory so far of any device of the job."""
     param_gather_bytes: Optional[int] = None
     """Bytes that rank 0 received in the distributed optimizer's parameter all-gather, with scales and padding. With
-    overlapped gathers these are the weights that the previous step updated. Gathers in a CUDA graph are not counted."""
+    overlapped gathers these are the weights that the previous step updated. A step replayed from a CUDA graph has the
+    bytes of the capture. A validation's gathers count to the step after it."""
     grad_reduce_bytes: Optional[int] = None
     """Bytes that rank 0 received in the data-parallel reduction of gradients, with scales and padding; an all-reduce
-    counts both phases of a ring. Reductions in a CUDA graph are not counted."""
+    counts both phases of a ring. A step replayed from a CUDA graph has the bytes of the capture."""
     grad_intra_node_bytes: Optional[int] = None
     """Of `grad_reduce_bytes`, those from ranks of the same node, with --grad-reduce-fp8-intra-node bf16 or fp32, or of
     the same replica, with --grad-reduce-in-fp8 and replicas of FSDP2. The others came from other nodes or replicas."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.grad_reduction import reduction_group
 from megafp8.mcore.process_groups import bucket_groups
@@ -142,11 +141,10 @@ class ParameterTraffic(ReceivedBytes, TorchDispatchMode):
 
 
 def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ReceivedBytes]:
-    """Build the counter of a run; None where every rank has all weights, or if gathers are in a CUDA graph."""
+    """Build the counter of a run; None where every rank has all weights."""
     if config.parallel.use_torch_fsdp2:
-        return None if derived.uses_cuda_graph(config) else CountedGather(chunks)
-    is_in_graph = config.parallel.overlap_param_gather and derived.uses_cuda_graph(config)
-    return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer and not is_in_graph else None
+        return CountedGather(chunks)
+    return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer else None
 
 
 class GradientTraffic(ReceivedBytes):
@@ -173,7 +171,7 @@ class GradientTraffic(ReceivedBytes):
 
 def build_gradient_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ReceivedBytes]:
     """Build the counter of a run; None where nothing is reduced, or the reduction is counted elsewhere."""
-    if config.precision.grad_reduce_in_fp8 or derived.uses_cuda_graph(config):
+    if config.precision.grad_reduce_in_fp8:
         return None
     if config.parallel.use_torch_fsdp2:
         return CountedReduction(chunks)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Optional
 
@@ -34,6 +34,7 @@ from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.models.grouped_moe import GroupedExperts
+from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.resilience import fault_injection
 
 RANDOM_STATE_MODULES = ("megatron.core.tensor_parallel.random", "transformer_engine.pytorch.distributed")
@@ -48,14 +49,17 @@ class PassGraph:
 
     Args:
         chunks: the model.
+        counters: of the bytes that the passes receive. They count in Python, which a replay does not run.
 
     Attributes:
         graph: None before the capture.
+        received_bytes: of a replay, by counter.
     """
 
-    def __init__(self, chunks: list[Any], device: torch.device):
-        self.chunks, self.device = chunks, device
+    def __init__(self, chunks: list[Any], device: torch.device, counters: Sequence[ReceivedBytes] = ()):
+        self.chunks, self.device, self.counters = chunks, device, counters
         self.graph: Optional[torch.cuda.CUDAGraph] = None
+        self.received_bytes: list[int] = []
         self.inputs: list[Batch] = []
         self.reports: list[dict[str, Tensor]] = []
 
@@ -70,7 +74,10 @@ class PassGraph:
         if batches is not None:
             self.copy_inputs(batches, num_microbatches)
         if self.graph is None:
-            self.capture(passes, batches is not None, pool)
+            self.capture(passes, batches is not None, pool)  # counts for the first replay
+        else:
+            for counter, received in zip(self.counters, self.received_bytes, strict=True):
+                counter.received_bytes += received
         assert self.graph is not None
         self.graph.replay()
         return self.reports
@@ -97,8 +104,12 @@ class PassGraph:
             graph.register_generator_state(state)
         # Not "global": other threads use the device meanwhile. Loaders pin memory, and NCCL's watchdog queries events.
         captured = torch.cuda.graph(graph, pool=pool, stream=capture_stream(), capture_error_mode="thread_local")
+        before = [counter.received_bytes for counter in self.counters]
         with nullcontext() if draws else fixed_random_states(), captured:
             self.reports = passes(iter(self.inputs) if reads_batches else None)
+        self.received_bytes = [
+            counter.received_bytes - start for counter, start in zip(self.counters, before, strict=True)
+        ]
         self.graph = graph
 
 
@@ -110,17 +121,25 @@ class StepGraph:
         warm_up_steps: steps before the capture, in which kernels are compiled, communicators are created and delayed
             scaling gets its scales.
         has_evaluation: whether evaluations have a graph, too.
+        counters: of the bytes that the passes receive.
     """
 
-    def __init__(self, chunks: list[Any], warm_up_steps: int, device: torch.device, has_evaluation: bool = False):
-        self.chunks, self.device = chunks, device
+    def __init__(
+        self,
+        chunks: list[Any],
+        warm_up_steps: int,
+        device: torch.device,
+        has_evaluation: bool = False,
+        counters: Sequence[ReceivedBytes] = (),
+    ):
+        self.chunks, self.device, self.counters = chunks, device, counters
         self.warm_up_steps, self.has_evaluation = warm_up_steps, has_evaluation
         self.reset()
 
     def reset(self) -> None:
         """Drop the graphs, since tensors may be replaced. The next steps warm up again."""
         self.steps_left, self.is_evaluation_warm = self.warm_up_steps, False
-        self.step, self.evaluation = PassGraph(self.chunks, self.device), PassGraph(self.chunks, self.device)
+        self.step, self.evaluation = (PassGraph(self.chunks, self.device, self.counters) for _ in range(2))
 
     @property
     def is_captured(self) -> bool:
@@ -158,12 +177,19 @@ class StepGraph:
         return self.evaluation.run(forward, batches, num_microbatches, self.step.graph.pool())
 
 
-def build_step_graph(config: RunConfig, chunks: list[Any], device: torch.device) -> Optional[StepGraph]:
-    """The CUDA graphs of a run; None where kernels are launched one by one."""
+def build_step_graph(
+    config: RunConfig, chunks: list[Any], device: torch.device, counters: Iterable[Optional[ReceivedBytes]]
+) -> Optional[StepGraph]:
+    """The CUDA graphs of a run; None where kernels are launched one by one.
+
+    Args:
+        counters: of the bytes that a step receives; None where nothing is counted.
+    """
     if not derived.uses_cuda_graph(config):
         return None
     training = config.training
-    return StepGraph(chunks, training.cuda_graph_warmup_steps, device, training.cuda_graph_evaluation)
+    counting = [counter for counter in counters if counter is not None]
+    return StepGraph(chunks, training.cuda_graph_warmup_steps, device, training.cuda_graph_evaluation, counting)
 
 
 def check_graph_optimizer(config: RunConfig, obstacle: Optional[str]) -> None:

@@ -73,6 +73,7 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
     fp8_reduction = build_fp8_reduction(config, trainee.chunks, platform.device)
     if fp8_reduction is not None:
         trainee.gradient_residuals.extend(fp8_reduction.residuals)
+    parameter_traffic = trainee.optimizer if is_layer_wise(config) else build_traffic(config, trainee.chunks)
     gradient_traffic = build_gradient_traffic(config, trainee.chunks)
     gradient_monitor = build_gradient_monitor(config, trainee, platform.device)  # its checks come before the reduction
     # After the monitor, which is then called on gradients with the injected faults.
@@ -95,10 +96,10 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
         bias_snapshot=ExpertBiasSnapshot(trainee.chunks) if config.model.moe_router_enable_expert_bias else None,
         gradient_monitor=gradient_monitor,
         operand_monitor=build_operand_monitor(config, trainee.chunks, implementation, platform.device),
-        parameter_traffic=(trainee.optimizer if is_layer_wise(config) else build_traffic(config, trainee.chunks)),
+        parameter_traffic=parameter_traffic,
         gradient_traffic=gradient_traffic,
         fp8_reduction=fp8_reduction,
-        graph=build_step_graph(config, trainee.chunks, platform.device),
+        graph=build_step_graph(config, trainee.chunks, platform.device, (parameter_traffic, gradient_traffic)),
         timer=StepTimer(),
     )
 

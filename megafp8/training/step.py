@@ -41,7 +41,7 @@ class StepResult:
         bad_step: why it was skipped; None where a dynamic loss scale overflowed, which is no bad step.
         loss_scale: factor of the loss; None without a loss scale.
         param_gather_bytes: bytes of updated weights that this rank received during the step; None where nothing is
-            gathered, or inside a CUDA graph.
+            gathered.
         grad_reduce_bytes: the same of gradients.
         grad_intra_node_bytes: of them, those from ranks of the same node or FSDP2's replica; None without two levels of
             FP8 gradients.

@@ -17,6 +17,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.models.grouped_moe import GroupedExperts
+from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.training import cuda_graph
 from megafp8.training import step as training_step
 from megafp8.training.cuda_graph import StepGraph
@@ -166,6 +167,40 @@ def test_an_evaluation_is_eager_unless_its_graph_is_asked_for(device: Device) ->
     for _ in range(3):
         trainer.evaluate()
     assert len(device.graphs) == 1
+
+
+def test_a_replay_counts_the_bytes_of_its_capture(device: Device) -> None:
+    """Also after a reset, and where passes between the replays are launched without the graph."""
+    counter = ReceivedBytes()
+    graph = StepGraph([], WARM_UP, torch.device("cpu"), has_evaluation=True, counters=[counter])
+    trainer = Trainer(device, graph)
+    received = {"step": 100, "evaluation": 7}
+
+    def counted(kind: str) -> int:
+        def passes(batches: Iterator[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+            counter.received_bytes += received[kind]  # in Python, as what starts a collective
+            return Trainer.passes(trainer, batches)
+
+        trainer.passes = passes
+        trainer.step() if kind == "step" else trainer.evaluate()
+        return counter.take()
+
+    kinds = ["step"] * (WARM_UP + 3) + ["evaluation"] * 4 + ["step"] * 2
+    assert [counted(kind) for kind in kinds] == [received[kind] for kind in kinds]
+    assert [graph.num_replays for graph in device.graphs] == [5, 3]
+    graph.reset()
+    received["step"] = 60
+    assert [counted("step") for _ in range(WARM_UP + 3)] == [60] * (WARM_UP + 3)
+
+
+def test_bytes_of_before_a_capture_are_not_of_its_replays(device: Device) -> None:
+    """For example of weights that a validation gathered."""
+    counter = ReceivedBytes()
+    trainer = Trainer(device, StepGraph([], 0, torch.device("cpu"), counters=[counter]))
+    counter.received_bytes = 5
+    trainer.step()
+    trainer.step()
+    assert counter.take() == 5
 
 
 def test_hooks_run_on_the_stream_of_the_captures(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
