@@ -10,7 +10,7 @@ from megafp8.device.gpus import GPUS, find_gpu
 from megafp8.planning import compute
 from megafp8.planning.fp8_gain import fp8_warnings, in_high_precision, linear_gains
 from megafp8.planning.step_time import step_time
-from megafp8.training.dry_run import fp8_text
+from megafp8.training.dry_run import warning_text
 
 NARROW = FP8 | {
     "model.num_layers": 4, "model.hidden_size": 256, "model.ffn_hidden_size": 704, "model.num_attention_heads": 4,
@@ -70,20 +70,21 @@ def test_high_precision_variant_is_otherwise_the_same_run() -> None:
     [("h200", "transformer_engine", True), ("h200", "emulated", False), ("cpu", "transformer_engine", False)],
 )
 def test_a_dry_run_warns_where_the_gain_is_known(target: str, implementation: str, is_warned: bool) -> None:
-    text = fp8_text(config_of(NARROW), TARGETS[target], implementation, 4096, 1)
+    text = warning_text(config_of(NARROW), TARGETS[target], implementation, 4096, 1)
     assert [line.startswith("warning: --fp8-recipe tensorwise") for line in text] == [True] * is_warned
-    assert fp8_text(config_of(), TARGETS[target], implementation, 4096, 1) == []
+    text = warning_text(config_of(), TARGETS[target], implementation, 4096, 1)
+    assert not any("faster than BF16" in line for line in text)
 
 
 @pytest.mark.parametrize("base", [{}, {"precision.fp8_format": None}])
 def test_a_precision_map_is_planned_and_gives_a_warning(base: dict[str, None]) -> None:
     mapped = NARROW | base | {"precision.precision_map": ("*.linear_fc2=tensorwise/hybrid",)}
-    (text,) = fp8_text(config_of(mapped), TARGETS["h200"], "transformer_engine", 4096, 1)
+    (text,) = warning_text(config_of(mapped), TARGETS["h200"], "transformer_engine", 4096, 1)
     assert (
         text.startswith("warning: the precision map is not expected to be faster than BF16") and "too small" not in text
     )
     scheduled = config_of(mapped | {"precision.fp8_schedule": "bf16:9,fp8"})
-    assert fp8_text(scheduled, TARGETS["h200"], "transformer_engine", 4096, 1) == []
+    assert warning_text(scheduled, TARGETS["h200"], "transformer_engine", 4096, 1) == []
 
 
 @pytest.mark.parametrize(("name", "gpu"), [("NVIDIA H200", "h200"), ("h100", "h100"), ("NVIDIA GB200", "gb200")])
