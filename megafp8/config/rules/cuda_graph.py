@@ -11,6 +11,7 @@ from megafp8.config.rules.base import Rule
 from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
+from megafp8.config.settings import settings_by_name, value_of
 
 
 def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -146,7 +147,7 @@ def _rank_obstacles(config: RunConfig) -> Checks:
         )
     yield (
         is_interleaved(config) and parallel.overlap_p2p_comm,
-        "--num-virtual-stages-per-pipeline-rank" if parallel.num_virtual_stages_per_pipeline_rank else "virtual stages",
+        _virtual_stages_flag(config),
         "a graph with messages beside the layers of other virtual stages hung on two H100s; use "
         "--no-overlap-p2p-communication",
     )
@@ -170,6 +171,17 @@ def _rank_obstacles(config: RunConfig) -> Checks:
         "--distributed-backend gloo",
         "Gloo collectives run on the host; remove it",
     )
+
+
+def _virtual_stages_flag(config: RunConfig) -> str:
+    """The flag that gives the virtual stages of an interleaved pipeline, with its value."""
+    names = (
+        "parallel.pipeline_model_parallel_layout",
+        "parallel.num_layers_per_virtual_pipeline_stage",
+        "parallel.num_virtual_stages_per_pipeline_rank",
+    )
+    given = (settings_by_name()[name].as_flag(value) for name in names if (value := value_of(config, name)) is not None)
+    return next(given, "virtual stages")
 
 
 def cuda_graph_steps_are_identical(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -111,3 +111,16 @@ def test_graphs_need_transformer_engine_layers() -> None:
     config = flags.parse(f"{ASKED} --transformer-impl emulated".split()).config
     found = capability.capability_problems(config, capability.TARGETS["h200"])
     assert any(text.startswith("--cuda-graph-impl local: needs --transformer-impl") for text in found)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        "--num-layers-per-virtual-pipeline-stage 3",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-model-parallel-layout Et|t|t|tL",
+    ],
+)
+def test_virtual_stages_are_refused_with_the_flag_that_gives_them(stages: str) -> None:
+    (problem,) = problems(f"{ASKED} --num-layers 12 --pipeline-model-parallel-size 2 {stages}")
+    assert problem.startswith(f"{stages} with --cuda-graph-impl local: ")
