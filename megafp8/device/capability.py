@@ -228,8 +228,13 @@ def te_only_options(config: RunConfig, target: Target, implementation: str) -> l
         "--fp8-dot-product-attention": precision.fp8_dot_product_attention,
         f"--cuda-graph-impl {config.training.cuda_graph_impl}": derived.uses_cuda_graph(config),
     }
+    need = f"needs --transformer-impl transformer_engine, but this run uses {implementation}"
+    reasons = {
+        "--use-precision-aware-optimizer": "; Transformer Engine's Adam stores the state in low precision, and other "
+        "layers round it and keep it in FP32, which saves no memory"
+    }
     return [
-        f"{flag}: needs --transformer-impl transformer_engine, but this run uses {implementation}"
+        f"{flag}: {need}{reasons.get(flag, '')}"
         for flag, is_requested in options.items() if is_requested
     ]  # fmt: skip
 

@@ -166,6 +166,15 @@ def test_a_flag_that_a_message_recommends_is_not_blamed(problem: str, expected: 
     assert fp8_lm.is_blamed("--use-distributed-optimizer", problem) is expected
 
 
+@pytest.mark.parametrize("implementation", ["emulated", "local"])
+def test_state_of_a_level_needs_layers_of_transformer_engine_on_a_gpu(implementation: str) -> None:
+    problem = next(
+        text for text in gpu_problems(f"O2 --transformer-impl {implementation}") if "--use-precision-aware" in text
+    )
+    assert "other layers round it and keep it in FP32, which saves no memory" in problem
+    assert "or use --fp8-lm-level O1" in problem
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_master_weights_of_a_level_that_a_recipe_excludes(recipe: str) -> None:
     (problem,) = gpu_problems(f"O3 --fp8-recipe {recipe}")

@@ -49,6 +49,12 @@ def test_incompatible_settings_are_refused(text: str) -> None:
     assert problem.startswith(f"--fp8-dot-product-attention with {text}: ")
 
 
+@pytest.mark.parametrize("text", ["--context-parallel-size 2", "--attention-dropout 0.1", "--window-size 128"])
+def test_what_was_not_run_says_so(text: str) -> None:
+    (problem,) = found(f"{ASKED} {text}")
+    assert "no run has compared its losses with those of BF16 attention" in problem
+
+
 def test_recomputing_attention_alone_is_refused() -> None:
     (problem,) = found(f"{ASKED} --recompute-granularity selective")
     assert "with --recompute-modules core_attn: " in problem
