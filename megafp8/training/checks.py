@@ -74,7 +74,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     notices += rules.notices(config, implementation, ranks) + capability.emulation_notices(config, target)
     notices += capability.environment_notices(config.precision, implementation)
     if invocation.dry_run:
-        notices += unchecked_patterns(config)
+        notices += unchecked_settings(config)
     if invocation.world_size is None and invocation.target is None:
         found += local_problems
     elif not invocation.dry_run:
@@ -96,16 +96,28 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     return Checked(invocation, target, implementation, ranks, tuple(notices), choices)
 
 
-def unchecked_patterns(config: RunConfig) -> list[str]:
-    """The notice that a dry run, which has no parameters, does not compare patterns with their names."""
-    precision = config.precision
-    patterns = [each for each in precision.grad_reduce_fp8_exclude if each not in (*EXCLUDED_BY_DEFAULT, NO_PATTERN)]
-    if not precision.grad_reduce_in_fp8 or not patterns:
+def unchecked_settings(config: RunConfig) -> list[str]:
+    """Notices of what a dry run, which has neither parameters nor nodes, does not check."""
+    precision, found = config.precision, []
+    if not precision.grad_reduce_in_fp8:
         return []
-    return [
-        f"--grad-reduce-fp8-exclude {' '.join(patterns)}: a run, which has the parameters' names, is refused if a "
-        "pattern matches none; a dry run does not check this"
-    ]
+    patterns = [each for each in precision.grad_reduce_fp8_exclude if each not in (*EXCLUDED_BY_DEFAULT, NO_PATTERN)]
+    if patterns:
+        found.append(
+            f"--grad-reduce-fp8-exclude {' '.join(patterns)}: a run, which has the parameters' names, is refused if a "
+            "pattern matches none; a dry run does not check this"
+        )
+    if (intra_node := precision.grad_reduce_fp8_intra_node) != "fp8":
+        needed = (
+            "all ranks of a replica are on one node"
+            if config.parallel.use_torch_fsdp2
+            else "each of several nodes has two or more of the ranks that share gradients, and as many as others"
+        )
+        found.append(
+            f"--grad-reduce-fp8-intra-node {intra_node}: a run, which has nodes, is refused unless {needed}; a dry run "
+            "does not check this"
+        )
+    return found
 
 
 def fault_problems(config: RunConfig, implementation: str) -> list[str]:
