@@ -7,10 +7,13 @@
     --cuda-graph-impl                local where a step can be captured and memory allows it
     --moe-expert-kernels             all experts in one launch, with Transformer Engine's layers and these settings
 
-With FSDP2 gradients are never added in the wgrad GEMM: there is no buffer for it. On a CPU only a checkpoint that was
-saved with the distributed optimizer turns one of the settings on. They change no numerics
-beyond the order of sums. What does change numerics is chosen only by `--performance max`, with Transformer Engine's
-layers:
+On a CPU only a checkpoint that was saved with the distributed optimizer turns one of them on. On every device:
+
+    --grad-reduce-in-fp8               off where a level of FP8-LM set it, and no other rank has the same weights
+    --no-gradient-accumulation-fusion  with FSDP2, which has no buffer with complete gradients
+
+All these change no numerics beyond the order of sums. What does change numerics is chosen only by `--performance max`,
+with Transformer Engine's layers:
 
     --precision output_layer=RECIPE  the output layer in FP8, where the recipe of the layers names one for it
     --use-precision-aware-optimizer  with both moments of Adam in BF16, where the one-pass update has them
@@ -143,7 +146,10 @@ def _has_te_layers(config: RunConfig, target: Target) -> bool:
 
 def _accumulation(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
     """Off with FSDP2: there is no buffer with complete gradients to which linears could add."""
-    return {"precision.gradient_accumulation_fusion": False} if config.parallel.use_torch_fsdp2 else {}, []
+    if not config.parallel.use_torch_fsdp2 or not config.precision.gradient_accumulation_fusion:
+        return {}, []
+    choice = Choice("--no-gradient-accumulation-fusion", "on", "FSDP2 has no buffer with complete gradients")
+    return {"precision.gradient_accumulation_fusion": False}, [choice]
 
 
 def _performance(

@@ -64,6 +64,9 @@ def test_several_gpus_overlap_their_communication() -> None:
 def test_fsdp_adds_no_gradients_in_the_wgrad_gemm(target: str) -> None:
     config = checked("--use-torch-fsdp2", target, world_size=2).invocation.config
     assert not config.precision.gradient_accumulation_fusion
+    flag = "--no-gradient-accumulation-fusion"
+    assert chosen("--use-torch-fsdp2", target, world_size=2)[flag] == "on"
+    assert flag not in chosen(f"--use-torch-fsdp2 {flag}", target, world_size=2)
     asked = flags.parse([*MODEL.split(), "--use-torch-fsdp2"]).config
     assert automatic.with_recorded(asked, config).precision == config.precision
 
