@@ -66,7 +66,7 @@ def start_lines(output: str) -> list[str]:
 def test_the_start_of_a_run_is_short_and_from_rank_0(ranks: int, flags: str, tmp_path: Path) -> None:
     flags = flags.replace("QUICKSTART", quickstart_flags())
     ended = run_forked(ranks, f"{flags} --save {tmp_path}/run --load {tmp_path}/run", timeout_s=120)
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     lines = start_lines(ended.output[0])
     assert len(lines) <= MAX_START_LINES, "\n".join(lines)
     assert set(ended.output[1:]) <= {""}
