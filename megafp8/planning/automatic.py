@@ -9,7 +9,6 @@
 
 On a CPU only a checkpoint that was saved with the distributed optimizer turns one of them on. On every device:
 
-    --grad-reduce-in-fp8               off where a level of FP8-LM set it, and no other rank has the same weights
     --no-gradient-accumulation-fusion  with FSDP2, which has no buffer with complete gradients
 
 All these change no numerics beyond the order of sums. What does change numerics is chosen only by `--performance max`,
