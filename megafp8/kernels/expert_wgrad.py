@@ -40,7 +40,7 @@ ROWS_IN_GROUP = 8
 
 @triton.jit
 def _wgrad_kernel(
-    grad_output, inputs, grad_output_scale, inputs_scale, ends, main_grad, N, W, EXPERTS,
+    grad_output, inputs, grad_output_scale, inputs_scale, ends, main_grad, N, W,
     IS_FP8: tl.constexpr, IS_OVERWRITTEN: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -105,6 +105,6 @@ def add_wgrad(
     grid = (triton.cdiv(n, tile.down) * triton.cdiv(w, tile.across) * num_experts,)
     _wgrad_kernel[grid](
         TensorDescriptor.from_tensor(a, blocks[0]), TensorDescriptor.from_tensor(b, blocks[1]), a_scale, b_scale,
-        rows.ends, main_grad, n, w, num_experts, IS_FP8=is_fp8, IS_OVERWRITTEN=is_overwritten, DOWN=tile.down,
+        rows.ends, main_grad, n, w, IS_FP8=is_fp8, IS_OVERWRITTEN=is_overwritten, DOWN=tile.down,
         ACROSS=tile.across, DEPTH=tile.depth, GROUP=ROWS_IN_GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
