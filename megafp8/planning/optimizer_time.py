@@ -8,9 +8,8 @@ from megafp8.planning import communication
 from megafp8.planning.memory import parameters_on_stage
 from megafp8.planning.mixture_memory import expert_parameters_on_stage
 from megafp8.planning.muon_cost import newton_schulz_s
+from megafp8.planning.optimizer_memory import BYTES, SCALED
 from megafp8.planning.planned_run import PlannedRun
-
-SCALED_MOMENTS = ("fp16", "fp8")
 
 
 def optimizer_s(run: PlannedRun, stage: int) -> float:
@@ -42,7 +41,7 @@ def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[int, int]:
     optimizer, training, precision = run.config.optimizer, run.config.training, run.config.precision
     state = {"fp32": 8, "fp16": 4, "bf16": 4, "fp8": 2}
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
-    scaled = [state[dtype] // 2 for dtype in moments if dtype in SCALED_MOMENTS]
+    scaled = [BYTES[dtype] for dtype in moments if dtype in SCALED]
     scale_bytes = 4 + sum(scaled) if scaled else 0
     saved_bytes = 0
     if optimizer.use_precision_aware_optimizer:
