@@ -41,6 +41,7 @@ from megafp8.mcore.grad_reduction import Reduction
 from megafp8.optimizer.fused_gradient_rows import FusedRows
 from megafp8.optimizer.gradient_checks import CodeCounts
 from megafp8.optimizer.gradient_pieces import ROW, Shard, gather_rows, scatter_exact, scatter_rows, split_shards
+from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.optimizer.reduction_works import BucketWork, BucketWorks, PartialWork
 from megafp8.quantization.quantize import has_kernels, quantize
 from megafp8.quantization.rounding import CODE_DTYPES, cast, decode
@@ -71,34 +72,34 @@ class GradientCodes:
     has_feedback: bool
 
 
-class Fp8Reduction:
-    """What the reductions of all buckets share in a step.
+class Fp8Reduction(ReceivedBytes):
+    """What the reductions of all buckets share in a step. It counts the bytes received from other ranks.
 
     Attributes:
-        factor: automatic factor of the scales of parameters.
+        factor: automatic factor of the scales of parameters; FP32 scalar on the device, where a CUDA graph reads it.
         counts: FP64 [3], of a sample of this rank's rows of codes: values that are not 0, those that became 0, those
             that saturated.
-        received_bytes: received from other ranks.
-        intra_node_bytes: of them, those from ranks of the same node that are not codes (`node_reduction`), or all from
+        within_node: counts the bytes from ranks of the same node that are not codes (`node_reduction`), or all from
             ranks of the same replica (`fsdp_gradients`).
         residuals: errors of the last codes, with error feedback.
     """
 
     def __init__(self, device: torch.device):
-        self.factor = 1.0
+        self.factor = torch.ones((), device=device)
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
-        self.received_bytes = self.intra_node_bytes = 0
+        self.within_node = ReceivedBytes()
         self.residuals: list[Tensor] = []
 
     def begin_step(self, factor: float) -> None:
         """Set the factor of a step, and count from 0."""
-        self.factor, self.received_bytes, self.intra_node_bytes = factor, 0, 0
+        self.factor.fill_(factor)
         self.counts.zero_()
+        self.received_bytes = self.within_node.received_bytes = 0
 
     def count_within_node(self, num_bytes: int) -> None:
         """Count bytes that came from ranks of the same node."""
         self.received_bytes += num_bytes
-        self.intra_node_bytes += num_bytes
+        self.within_node.received_bytes += num_bytes
 
     def clear_residuals(self) -> None:
         """Drop the errors of gradients that were reduced without an update."""

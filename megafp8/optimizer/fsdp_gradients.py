@@ -67,7 +67,7 @@ class Fp8ReduceScatter(DefaultReduceScatter):
         received_before = self.step.received_bytes
         self._reduction.start(Reduction(input_tensor, is_complete=False, is_average=False)).wait()
         if self.is_level:
-            self.step.intra_node_bytes += self.step.received_bytes - received_before
+            self.step.within_node.received_bytes += self.step.received_bytes - received_before
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Optional
 
@@ -178,18 +178,17 @@ class StepGraph:
 
 
 def build_step_graph(
-    config: RunConfig, chunks: list[Any], device: torch.device, counters: Iterable[Optional[ReceivedBytes]]
+    config: RunConfig, chunks: list[Any], device: torch.device, counters: Sequence[ReceivedBytes]
 ) -> Optional[StepGraph]:
     """The CUDA graphs of a run; None where kernels are launched one by one.
 
     Args:
-        counters: of the bytes that a step receives; None where nothing is counted.
+        counters: of the bytes that a step receives.
     """
     if not derived.uses_cuda_graph(config):
         return None
     training = config.training
-    counting = [counter for counter in counters if counter is not None]
-    return StepGraph(chunks, training.cuda_graph_warmup_steps, device, training.cuda_graph_evaluation, counting)
+    return StepGraph(chunks, training.cuda_graph_warmup_steps, device, training.cuda_graph_evaluation, counters)
 
 
 def check_graph_optimizer(config: RunConfig, obstacle: Optional[str]) -> None:

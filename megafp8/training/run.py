@@ -51,7 +51,7 @@ class Run:
         bias_snapshot: saves and restores the biases of experts; None without them.
         gradient_monitor: finds non-finite local gradients; None where the check is off or the gradient norm is enough.
         operand_monitor: counts non-finite and saturated values of quantized operands; None if nothing quantizes.
-        parameter_traffic: counts the bytes of parameter gathers; None without them, or inside a CUDA graph.
+        parameter_traffic: counts the bytes of parameter gathers; None without them.
         gradient_traffic: the same of gradient reductions that are not in FP8.
         fp8_reduction: state of the gradient reduction in FP8; None without it.
         graph: the CUDA graph of forward-backward; None where kernels are launched one by one.
@@ -81,6 +81,12 @@ class Run:
     graph: Optional[StepGraph]
     timer: StepTimer
     guard: Watchdog = field(default_factory=Watchdog)
+
+    @property
+    def byte_counters(self) -> list[ReceivedBytes]:
+        """Counters of what this rank receives in a step."""
+        codes = () if self.fp8_reduction is None else (self.fp8_reduction, self.fp8_reduction.within_node)
+        return [each for each in (self.parameter_traffic, self.gradient_traffic, *codes) if each is not None]
 
     @property
     def seq_length(self) -> int:

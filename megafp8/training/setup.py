@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -79,7 +80,7 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
     # After the monitor, which is then called on gradients with the injected faults.
     inject_gradient_faults(trainee.chunks)
     is_delayed = derived.is_stateful(config.precision)
-    return Run(
+    run = Run(
         config=config,
         platform=platform,
         place=place,
@@ -99,9 +100,11 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
         parameter_traffic=parameter_traffic,
         gradient_traffic=gradient_traffic,
         fp8_reduction=fp8_reduction,
-        graph=build_step_graph(config, trainee.chunks, platform.device, (parameter_traffic, gradient_traffic)),
+        graph=None,
         timer=StepTimer(),
     )
+    graph = build_step_graph(config, trainee.chunks, platform.device, run.byte_counters)
+    return dataclasses.replace(run, graph=graph)
 
 
 def print_at_intervals(interval_s: float) -> Callable[[str], None]:

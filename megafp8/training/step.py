@@ -131,7 +131,7 @@ def train_step(
         next_grad_factor=next_factor(progress.grad_factor, totals.grad_codes) if is_adapted else progress.grad_factor,
         operand_faults=faults,
         mtp_losses=totals.mtp_losses or None,
-        grad_intra_node_bytes=None if run.fp8_reduction is None else run.fp8_reduction.intra_node_bytes or None,
+        grad_intra_node_bytes=reduced_within_node(run),
     )
 
 
@@ -171,6 +171,11 @@ def reduced_bytes(run: Run) -> Optional[int]:
     if run.fp8_reduction is not None:
         return run.fp8_reduction.received_bytes
     return None if run.gradient_traffic is None else run.gradient_traffic.take()
+
+
+def reduced_within_node(run: Run) -> Optional[int]:
+    """Of them, those from ranks of the same node; None without two levels of ranks."""
+    return None if run.fp8_reduction is None else run.fp8_reduction.within_node.received_bytes or None
 
 
 def update(

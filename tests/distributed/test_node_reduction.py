@@ -53,7 +53,7 @@ def reduced(is_complete: bool, is_average: bool) -> tuple[Tensor, Tensor, int, i
     own = [SHARDS[nodes.shard_index(each)] for each in range(SIZE // PER_NODE)]
     plain = BucketReduction(sums, own, len(RANGES), nodes.inter, CODES, Fp8Reduction(torch.device("cpu")))
     plain.start(Reduction(sums, is_complete, is_average)).wait()
-    return gradients, sums, step.received_bytes, step.intra_node_bytes
+    return gradients, sums, step.received_bytes, step.within_node.received_bytes
 
 
 @pytest.mark.parametrize("is_average", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
@@ -15,7 +16,6 @@ from small_run import FP8, SourceSamples, build_run, small_config
 from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.optimizer.gradient_communication import build_gradient_traffic, build_traffic
 from megafp8.training import cuda_graph
 from megafp8.training.cuda_graph import Batch, Passes, build_step_graph
 from megafp8.training.evaluation import build_batches, evaluate
@@ -24,6 +24,7 @@ from megafp8.training.step import train_step
 
 SHARDED = "--use-distributed-optimizer --ddp-bucket-size 20000"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+TENSOR = "--grad-reduce-fp8-scaling tensor --grad-reduce-fp8-error-feedback"
 FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
 LAYOUTS = [
     pytest.param(2, SHARDED, id="dp2"),
@@ -31,6 +32,9 @@ LAYOUTS = [
     pytest.param(2, f"{OVERLAP} --fp8-param-gather", id="dp2-overlap-codes"),
     pytest.param(2, "--ddp-bucket-size 20000", id="dp2-replicas"),
     pytest.param(2, FSDP, id="fsdp2"),
+    pytest.param(2, f"{OVERLAP} --grad-reduce-in-fp8", id="dp2-grad-codes"),
+    pytest.param(2, f"{OVERLAP} --grad-reduce-in-fp8 {TENSOR}", id="dp2-tensor-scales"),
+    pytest.param(4, f"{SHARDED} --grad-reduce-in-fp8 --grad-reduce-fp8-intra-node bf16", id="two-nodes"),
 ]
 NUM_STEPS, LAUNCHED, VALIDATED = 8, 6, (2, 5)
 """Steps, the one that is launched among replays as a statistics step is, and those before a validation."""
@@ -42,7 +46,7 @@ class Replays:
     """A graph as the host sees it: the capture runs its passes, and a replay runs them again, unseen by counters."""
 
     def __init__(self, run: Run):
-        self.graph, self.counters = run.graph, (run.parameter_traffic, run.gradient_traffic)
+        self.graph, self.counters = run.graph, run.byte_counters
         self.passes: Optional[Passes] = None
         self.num_replays = 0
 
@@ -60,13 +64,12 @@ class Replays:
         if self.is_fresh:  # the capture has run the passes
             self.is_fresh = False
             return
-        counted = [counter and counter.received_bytes for counter in self.counters]
+        counted = [counter.received_bytes for counter in self.counters]
         for old, new in zip(self.graph.step.reports, self.passes(iter(self.graph.step.inputs)), strict=True):
             for name, tensor in old.items():
                 tensor.copy_(new[name])
         for counter, received in zip(self.counters, counted, strict=True):
-            if counter is not None:
-                counter.received_bytes = received
+            counter.received_bytes = received
 
     def run(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, torch.Tensor]]:
         self.passes = passes
@@ -77,15 +80,15 @@ class Replays:
 
 
 def with_graph(run: Run) -> Run:
-    """The run with the counters and the graph that `--cuda-graph-impl local` gives it."""
-    config, chunks = with_values(run.config, LOCAL), run.trainee.chunks
-    traffic = build_traffic(config, chunks), build_gradient_traffic(config, chunks)
-    graph = build_step_graph(config, chunks, torch.device("cpu"), traffic)
-    return dataclasses.replace(run, parameter_traffic=traffic[0], gradient_traffic=traffic[1], graph=graph)
+    """The run with the graph that `--cuda-graph-impl local` gives it."""
+    graph = build_step_graph(with_values(run.config, LOCAL), run.trainee.chunks, torch.device("cpu"), run.byte_counters)
+    return dataclasses.replace(run, graph=graph)
 
 
-def bytes_of_steps(config: RunConfig, has_graph: bool) -> list[tuple[Optional[int], Optional[int], float]]:
-    """Of weights and gradients, and the loss, of each step."""
+def bytes_of_steps(config: RunConfig, has_graph: bool) -> list[tuple[Optional[int], ...]]:
+    """Of weights, gradients, and gradients within a node, and the loss, of each step."""
+    if config.precision.grad_reduce_fp8_intra_node is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
     run = build_run(config)
     with pytest.MonkeyPatch.context() as patch:
         if has_graph:
@@ -101,7 +104,8 @@ def bytes_of_steps(config: RunConfig, has_graph: bool) -> list[tuple[Optional[in
         for step in range(1, NUM_STEPS + 1):
             progress = Progress(step - 1, (step - 1) * size)
             result = train_step(run, batches, progress, is_eager=step == LAUNCHED)
-            found.append((result.param_gather_bytes, result.grad_reduce_bytes, result.loss))
+            received = result.param_gather_bytes, result.grad_reduce_bytes, result.grad_intra_node_bytes
+            found.append((*received, result.loss))
             if step in VALIDATED:
                 evaluate(run, "valid", samples, step, 0)
         if has_graph:
@@ -122,5 +126,5 @@ def test_replayed_steps_record_the_bytes_of_launched_ones(world_size: int, flags
             for step, (gathered, *others) in enumerate(rank_eager, start=1)
         ]
         assert rank_replayed == expected
-    (gathered, reduced, _) = eager[0][-1]
-    assert reduced and bool(gathered) == ("--use-" in flags)
+    gathered, reduced, within_node, _ = eager[0][-1]
+    assert reduced and bool(gathered) == ("--use-" in flags) and bool(within_node) == ("intra-node" in flags)

@@ -43,6 +43,7 @@ def _settings_without_default_graph(config: RunConfig, world_size: int) -> Itera
             f"--context-parallel-size {parts} of {world_size} ranks with --cp-comm-type {parallel.cp_comm_type}",
         ),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2"),
+        (config.precision.grad_reduce_in_fp8, "--grad-reduce-in-fp8"),
     )
     for is_there, flag in checks:
         if is_there:
@@ -150,11 +151,6 @@ def _rank_obstacles(config: RunConfig) -> Checks:
         _virtual_stages_flag(config),
         "a graph with messages beside the layers of other virtual stages hung on two H100s; use "
         "--no-overlap-p2p-communication",
-    )
-    yield (
-        config.precision.grad_reduce_in_fp8,
-        "--grad-reduce-in-fp8",
-        "a graph of the reduction in FP8 has not been run; use --cuda-graph-impl none",
     )
     yield (
         parallel.use_torch_fsdp2 and not parallel.torch_fsdp2_reshard_after_forward,

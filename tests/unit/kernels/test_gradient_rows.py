@@ -93,7 +93,7 @@ def test_messages_counts_and_sums(
     assert isinstance(fused[0].fused, FusedRows) and plain[0].fused is None
     assert fused[0].fused._alignment == (1 if ranges is RANGES else 16 // dtype.itemsize)
     for step in [each.step for each in (*fused, *plain)]:
-        step.factor = 64.0  # so that some values saturate
+        step.begin_step(64.0)  # so that some values saturate
     sent: dict[bool, list[list[Tensor]]] = {}
     scales: dict[bool, list[Any]] = {}
     for is_fused, of_ranks in ((True, fused), (False, plain)):
