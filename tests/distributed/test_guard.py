@@ -102,6 +102,25 @@ def test_warning_changes_nothing(tmp_path: Path) -> None:
     assert any(detail.startswith("outlier share of layers.1.linear_fc2.input is ") for *_, detail in found)
 
 
+def test_weights_in_parts_have_the_alignment_of_complete_ones() -> None:
+    """FSDP2's ranks hold rows of a weight."""
+
+    def alignments(flags: str) -> list[dict[str, float]]:
+        config = small_config("llama", f"{RECIPES['tensorwise']} --fp8-guard warn {flags}", 2)
+
+        def find() -> dict[str, float]:
+            run = build_run(config)
+            values = statistics_of(run, build_batches(run, run.datasets[0], 0, 8, num_workers=0))
+            return {layer: value for (name, layer), value in values.items() if name == "SwiGLU alignment"}
+
+        return run_ranks(2, find)
+
+    complete = alignments("--no-use-distributed-optimizer")
+    assert min(complete[0].values()) > 0
+    for gather in ("", "--fp8-param-gather"):
+        assert alignments(f"--use-torch-fsdp2 --no-gradient-accumulation-fusion {gather}") == complete
+
+
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
 def test_layer_moves_on_all_ranks(layout: str, tmp_path: Path) -> None:
     flags = f"{RECIPES['delayed']} {layout} {EVERY_SECOND_STEP} bf16-layer --train-iters 6"

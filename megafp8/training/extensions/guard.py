@@ -20,6 +20,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megafp8.checkpoint.progress import SMOOTHED, MovedLinear
 from megafp8.config import precision_map
@@ -213,7 +214,9 @@ class LayerStatistics:
                 self._once(called, lambda _, args, record=record: record(args[0]), is_before=True)
             is_gated = is_swiglu and name.endswith(".linear_fc1") and name.count(".") == 2
             if is_gated and not isinstance(linear.weight, QuantizedParameter) and not is_float8tensor(linear.weight):
-                self._record("SwiGLU alignment", ".".join(name.split(".")[:2]), swiglu_alignment(linear.weight))
+                weight = linear.weight.detach()
+                weight = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks of FSDP2 come here
+                self._record("SwiGLU alignment", ".".join(name.split(".")[:2]), swiglu_alignment(weight))
         for layer in (m for chunk in unwrap_model(chunks) for m in chunk.modules() if isinstance(m, TransformerLayer)):
             name = f"layers.{layer.layer_number - 1}"
             if ("residual", name) not in self.keys:  # layers of multi-token prediction come after the model's
