@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.guard_calibration import FAULTS, planted, statistics_of
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.progress import SMOOTHED, Progress
-from megafp8.metrics.layer_statistics import LIMITS
+from megafp8.metrics.layer_statistics import GROWTH, LIMITS
 from megafp8.training import pretrain
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.guard import Key, findings, updated_trends
@@ -55,10 +55,14 @@ def add_outlier_channel(run: Any, name: str, first_bad_step: int) -> None:
 
 
 def run_loop(
-    folder: Path, flags: str, world_size: int = 1, first_bad_steps: Mapping[str, int] = OUTLIERS
+    folder: Path,
+    flags: str,
+    world_size: int = 1,
+    first_bad_steps: Mapping[str, int] = OUTLIERS,
+    style: str = "llama",
 ) -> list[tuple[Progress, str]]:
     """The training loop with the guard, and with an outlier channel in the inputs of linears from these steps on."""
-    config = small_config("llama", f"{LOOP} --save {folder} --load {folder} {flags}", world_size)
+    config = small_config(style, f"{LOOP} --save {folder} --load {folder} {flags}", world_size)
 
     def start() -> tuple[Progress, str]:
         run = build_run(config)
@@ -123,6 +127,16 @@ def test_weights_in_parts_have_the_alignment_of_complete_ones() -> None:
     assert min(complete[0].values()) > 0
     for gather in ("", "--fp8-param-gather"):
         assert alignments(f"--use-torch-fsdp2 --no-gradient-accumulation-fusion {gather}") == complete
+
+
+def test_run_in_bf16_is_warned(tmp_path: Path) -> None:
+    """Of what does not depend on quantization."""
+    fault = "--planted-fault inflated-qk --planted-fault-step 2 --planted-fault-growth 8"
+    flags = f"--bf16 {EVERY_SECOND_STEP} warn {fault} --train-iters 6"
+    ((progress, _),) = run_loop(tmp_path, flags, first_bad_steps={}, style="gpt2")
+    found = events(tmp_path)
+    assert found and all(detail.startswith("attention logits of layers.") for *_, detail in found)
+    assert {statistic for statistic, *_ in progress.history.layer_trends} == set(GROWTH)
 
 
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])

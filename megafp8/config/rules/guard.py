@@ -12,14 +12,14 @@ from megafp8.config.schema import RunConfig, TrainingConfig
 
 
 def guard_has_quantized_layers(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--fp8-guard needs linears that quantize, and its interval needs it."""
+    """--fp8-guard changes linears that quantize in a way that the run has, and its interval needs it."""
     training, precision = config.training, config.precision
     flag = f"--fp8-guard {training.fp8_guard}"
     if training.fp8_guard == "off":
         if training.fp8_guard_interval != TrainingConfig().fp8_guard_interval:
             yield no_effect_without(f"--fp8-guard-interval {training.fp8_guard_interval}", "--fp8-guard warn")
         return
-    if not precision_map.is_quantized(precision):
+    if training.fp8_guard != "warn" and not precision_map.is_quantized(precision):
         yield no_effect_without(flag, "--fp8-format, --fp4-format or --precision")
     if training.fp8_guard != "warn" and precision.fp8_param_gather:
         yield (

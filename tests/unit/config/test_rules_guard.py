@@ -68,6 +68,14 @@ def test_what_may_change_a_layer_is_allowed(words: str) -> None:
     assert problems(f"--fp8-guard {words}") == []
 
 
+def test_runs_in_high_precision_have_warnings_only() -> None:
+    (notice,) = notices("--fp8-guard warn")
+    assert notice.startswith("--fp8-guard warn watches no linear")
+    for guard in ("bf16-layer", "smooth-swiglu"):
+        (problem,) = problems(f"--fp8-guard {guard}")
+        assert problem.startswith(f"--fp8-guard {guard} has no effect without --fp8-format")
+
+
 def test_routed_experts_are_named_as_not_watched() -> None:
     (notice,) = notices(f"--fp8-guard bf16-layer {FP8} {MIXTURE}")
     assert notice.startswith("--fp8-guard bf16-layer does not watch the routed experts of 2 layers")
