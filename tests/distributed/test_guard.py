@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,6 +74,17 @@ def run_loop(
     return run_ranks(world_size, start)
 
 
+def one_step(flags: str) -> dict[Key, float]:
+    """The statistics of a step of one rank."""
+    config = small_config("llama", flags)
+
+    def find() -> dict[Key, float]:
+        run = build_run(config)
+        return statistics_of(run, build_batches(run, run.datasets[0], 0, 8, num_workers=0))
+
+    return run_ranks(1, find)[0]
+
+
 def events(folder: Path) -> list[tuple[int, str, str]]:
     names = ("guard", "layer moved", "layer smoothed")
     return [(e.step, e.name, e.detail) for e in load_run(folder).events if e.name in names]
@@ -129,6 +141,16 @@ def test_weights_in_parts_have_the_alignment_of_complete_ones() -> None:
         assert alignments(f"--use-torch-fsdp2 --no-gradient-accumulation-fusion {gather}") == complete
 
 
+def test_logits_are_those_of_the_scale_and_cap_of_the_run() -> None:
+    def bound(flags: str) -> float:
+        return one_step(f"{RECIPES['tensorwise']} --fp8-guard warn {flags}")["attention logits", "layers.0"]
+
+    scaled = 4 * bound("")  # 16 channels per head
+    assert bound("--softmax-scale 1") == pytest.approx(scaled)
+    capped = bound("--softmax-scale 1 --attention-logit-softcapping 20")
+    assert capped == pytest.approx(20 * math.tanh(scaled / 20)) and capped < scaled
+
+
 def test_run_in_bf16_is_warned(tmp_path: Path) -> None:
     """Of what does not depend on quantization."""
     fault = "--planted-fault inflated-qk --planted-fault-step 2 --planted-fault-growth 8"
@@ -163,13 +185,7 @@ def test_inputs_of_a_moved_layer_give_no_warning(tmp_path: Path) -> None:
 def test_linears_in_high_precision_are_not_watched() -> None:
     entries = "layers.0.linear_fc1=bf16 layers.1.linear_fc2=bf16 layers.*.linear_qkv:fprop,wgrad=bf16"
     precision = " ".join(f"--precision {entry}" for entry in entries.split())
-    config = small_config("llama", f"{RECIPES['tensorwise']} --fp8-guard warn {precision}")
-
-    def find() -> dict[Key, float]:
-        run = build_run(config)
-        return statistics_of(run, build_batches(run, run.datasets[0], 0, 8, num_workers=0))
-
-    (values,) = run_ranks(1, find)
+    values = one_step(f"{RECIPES['tensorwise']} --fp8-guard warn {precision}")
     inputs = {name for statistic, name in values if statistic == "kurtosis"}
     watched = "layers.0.linear_proj layers.0.linear_fc2 layers.1.linear_proj layers.1.linear_fc1"
     assert inputs == {f"{name}.input" for name in watched.split()}

@@ -5,33 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
-from small_run import build_run, small_config
-from test_guard import EVERY_SECOND_STEP, RECIPES, events, run_loop, statistics_of
+from test_guard import EVERY_SECOND_STEP, RECIPES, events, one_step, run_loop
 
 from megafp8.checkpoint.progress import SMOOTHED
 from megafp8.metrics.layer_statistics import INPUT_STATISTICS
-from megafp8.training.evaluation import build_batches
-from megafp8.training.extensions.guard import Key
 
 MIXTURE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-layer-freq [0,1]"
 SHARED = "--moe-shared-expert-intermediate-size 64"
 
 
-def one_step(flags: str) -> dict[Key, float]:
-    """The statistics of a step of one rank."""
-    config = small_config("llama", f"{RECIPES['tensorwise']} {MIXTURE} {flags}")
-
-    def find() -> dict[Key, float]:
-        run = build_run(config)
-        return statistics_of(run, build_batches(run, run.datasets[0], 0, 8, num_workers=0))
-
-    return run_ranks(1, find)[0]
-
-
 @pytest.mark.parametrize("shared", ["", SHARED], ids=["routed-only", "shared"])
 def test_what_is_watched(shared: str) -> None:
-    values = one_step(f"--fp8-guard warn {shared}")
+    values = one_step(f"{RECIPES['tensorwise']} {MIXTURE} --fp8-guard warn {shared}")
     watched = [f"layers.{layer}.linear_{kind}" for layer in (0, 1) for kind in ("qkv", "proj")]
     watched += [f"layers.0.linear_{kind}" for kind in ("fc1", "fc2")]
     watched += [f"layers.1.shared_experts.linear_{kind}" for kind in ("fc1", "fc2")] if shared else []

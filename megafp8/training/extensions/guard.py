@@ -34,7 +34,7 @@ from megafp8.metrics.layer_statistics import (
     LAYER_STATISTICS,
     LIMITS,
     NUM_REMEMBERED,
-    SMOOTH_REMEDY,
+    advice,
     attention_logit_bound,
     input_statistics,
     root_mean_square,
@@ -100,9 +100,7 @@ class LayerGuard(Extension):
         if key not in history.warnings:
             history = dataclasses.replace(history, warnings=(*history.warnings, key))
             state.progress = dataclasses.replace(state.progress, history=history)
-            # What this run does already is no advice.
-            advice = limit.remedy.removeprefix(f"{SMOOTH_REMEDY}; ") if guard == "smooth-swiglu" else limit.remedy
-            detail += "" if moves or smooths else f"; try: {advice}"
+            detail += "" if moves or smooths else f"; try: {advice(statistic, state.run.config)}"
             state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
         if moves:
             move_layer(state, layer, f"{statistic} of {name}")
@@ -225,7 +223,7 @@ class LayerStatistics:
             self._once(layer, lambda _, args, output, name=name: self._record_residual(name, output))
             attention = getattr(layer.self_attention, "core_attention", None)
             if attention is not None:
-                self._once(attention, lambda _, args, name=name: self._record_logits(name, args), is_before=True)
+                self._once(attention, functools.partial(self._record_logits, name), is_before=True)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -284,6 +282,8 @@ class LayerStatistics:
         self._record("residual", name, root_mean_square(hidden))
 
     @torch.no_grad()
-    def _record_logits(self, name: str, args: tuple[Any, ...]) -> None:
+    def _record_logits(self, name: str, attention: Any, args: tuple[Any, ...]) -> None:
         if len(args) >= 2 and isinstance(args[0], Tensor) and args[0].ndim == args[1].ndim == 4:
-            self._record("attention logits", name, attention_logit_bound(args[0], args[1]))
+            cap = self.run.config.model.attention_logit_softcapping
+            bound = attention_logit_bound(args[0], args[1], attention.softmax_scale, cap)
+            self._record("attention logits", name, bound)
