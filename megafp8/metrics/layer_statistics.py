@@ -4,7 +4,7 @@
     outlier share     of a linear's input: the part of the sum of x^2 that lies in the largest channel
     subnormal share   of a linear's input: nonzero values that one scale for the tensor puts below E4M3's normal numbers
     SwiGLU alignment  of a layer: the largest |cosine| of the two weights of one channel (arXiv:2409.12517)
-    attention logits  of a layer: the largest |q| |k| / sqrt(d) of one head, a bound of its logits
+    attention logits  of a layer: the largest |q| |k| of one head times the scale of its softmax, a bound of its logits
     residual          of a layer: root mean square of its output
     gradient SNR      of a layer: signal-to-noise ratio of its gradients (`optimizer/gradient_snr.py`)
 
@@ -22,11 +22,13 @@ calibrated on large models.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
+from megafp8.config.precision_map import is_quantized
+from megafp8.config.schema import RunConfig
 from megafp8.recipes.formats import E4M3
 
 SMALLEST_NORMAL = E4M3.min_normal / E4M3.max  # of a tensor whose amax is 1
@@ -38,12 +40,12 @@ class Limit(NamedTuple):
     Attributes:
         value: larger ones are findings.
         moves_layer: whether the layer in high precision helps. If not, the cause is not the quantization.
-        remedy: what to try.
+        remedies: what to try.
     """
 
     value: float
     moves_layer: bool
-    remedy: str
+    remedies: tuple[str, ...]
 
 
 class Growth(NamedTuple):
@@ -60,18 +62,19 @@ class Growth(NamedTuple):
     num_intervals: int
 
 
-HIGH_PRECISION_REMEDY = "--fp8-guard bf16-layer, or the layer in high precision with --precision"
-SMOOTH_REMEDY = "--fp8-guard smooth-swiglu"
+SMOOTH_REMEDY, MOVE_REMEDY = "--fp8-guard smooth-swiglu", "--fp8-guard bf16-layer"
+PRECISION_REMEDY = "the layer in high precision with --precision"
+NORM_REMEDY, CAP_REMEDY = "--qk-layernorm in a new run", "--attention-logit-softcapping in a new run"
+QUANTIZATION_REMEDIES = (MOVE_REMEDY, PRECISION_REMEDY)
+LOWER_LR = "a lower --lr"
 LIMITS = {
-    "kurtosis": Limit(1000.0, True, HIGH_PRECISION_REMEDY),
-    "outlier share": Limit(0.8, True, HIGH_PRECISION_REMEDY),
-    "subnormal share": Limit(0.5, True, HIGH_PRECISION_REMEDY),
-    "SwiGLU alignment": Limit(0.98, True, f"{SMOOTH_REMEDY}; {HIGH_PRECISION_REMEDY}; a larger --weight-decay"),
-    "attention logits": Limit(
-        500.0, False, "--qk-layernorm or --attention-logit-softcapping in a new run, a lower --lr"
-    ),
-    "residual": Limit(1000.0, False, "a lower --lr"),
-    "gradient SNR": Limit(math.inf, False, "a lower --lr, or the layer in high precision with --precision"),
+    "kurtosis": Limit(1000.0, True, QUANTIZATION_REMEDIES),
+    "outlier share": Limit(0.8, True, QUANTIZATION_REMEDIES),
+    "subnormal share": Limit(0.5, True, QUANTIZATION_REMEDIES),
+    "SwiGLU alignment": Limit(0.98, True, (SMOOTH_REMEDY, *QUANTIZATION_REMEDIES, "a larger --weight-decay")),
+    "attention logits": Limit(500.0, False, (NORM_REMEDY, CAP_REMEDY, LOWER_LR)),
+    "residual": Limit(1000.0, False, (LOWER_LR,)),
+    "gradient SNR": Limit(math.inf, False, (LOWER_LR, PRECISION_REMEDY)),
 }
 NUM_REMEMBERED = 5
 """Observations that are kept: with the default interval those of 100 steps."""
@@ -83,6 +86,18 @@ GROWTH = {
 INPUT_STATISTICS = ("kurtosis", "outlier share", "subnormal share")
 LAYER_STATISTICS = ("SwiGLU alignment", "attention logits", "residual")
 GRADIENT_SNR = "gradient SNR"
+
+
+def advice(statistic: str, config: RunConfig) -> str:
+    """The remedies of a statistic that the run does not use yet."""
+    model = config.model
+    is_used = {
+        SMOOTH_REMEDY: config.training.fp8_guard == "smooth-swiglu",
+        PRECISION_REMEDY: not is_quantized(config.precision),
+        NORM_REMEDY: model.qk_layernorm or model.qk_l2_norm,
+        CAP_REMEDY: model.attention_logit_softcapping is not None,
+    }
+    return "; ".join(remedy for remedy in LIMITS[statistic].remedies if not is_used.get(remedy))
 
 
 def input_statistics(values: Tensor) -> Tensor:
@@ -109,19 +124,22 @@ def swiglu_alignment(weight: Tensor) -> Tensor:
     return finite_or_infinity(torch.nn.functional.cosine_similarity(gate, linear, dim=1).abs().amax())
 
 
-def attention_logit_bound(query: Tensor, key: Tensor) -> Tensor:
-    """The largest |q| |k| / sqrt(d) of any head, FP32 scalar.
+def attention_logit_bound(query: Tensor, key: Tensor, softmax_scale: float, cap: Optional[float] = None) -> Tensor:
+    """The largest |q| |k| times the scale of the softmax, of any head, FP32 scalar.
 
     Args:
         query: [s, b, heads, d].
         key: [s, b, groups, d]; every group serves as many heads.
+        softmax_scale: of the products, 1 / sqrt(d) by default in attention.
+        cap: C, if logits are C tanh(x / C). Where x is not finite, nor is the bound.
     """
     longest_query, longest_key = (
         torch.linalg.vector_norm(tensor.detach().float(), dim=-1).flatten(0, 1).amax(dim=0) for tensor in (query, key)
     )
     heads_per_group = len(longest_query) // len(longest_key)
     products = longest_query * longest_key.repeat_interleave(heads_per_group)
-    return finite_or_infinity(products.amax() / math.sqrt(query.shape[-1]))
+    bound = finite_or_infinity(products.amax() * softmax_scale)
+    return bound if cap is None else torch.where(bound.isfinite(), cap * torch.tanh(bound / cap), bound)
 
 
 def root_mean_square(values: Tensor) -> Tensor:

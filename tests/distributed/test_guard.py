@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.guard_calibration import FAULTS, planted, statistics_of
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.progress import SMOOTHED, Progress
-from megafp8.metrics.layer_statistics import LIMITS
+from megafp8.metrics.layer_statistics import GROWTH, LIMITS
 from megafp8.training import pretrain
 from megafp8.training.evaluation import build_batches
-from megafp8.training.extensions.guard import findings, updated_trends
+from megafp8.training.extensions.guard import Key, findings, updated_trends
 from megafp8.training.operand_faults import emulated_linears_by_name
 
 RECIPES = {
@@ -32,13 +35,13 @@ RECIPES = {
 }
 LOOP = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100"
 EVERY_SECOND_STEP = "--fp8-guard-interval 2 --fp8-guard"
-FIRST_BAD_STEP = 3
+OUTLIERS = MappingProxyType({"layers.1.linear_fc2": 3})
 
 
-def add_outlier_channel(run: Any, first_bad_step: int) -> None:
-    """One channel of the input of layer 1's linear_fc2 is 1000 times as large from a step of this process on."""
+def add_outlier_channel(run: Any, name: str, first_bad_step: int) -> None:
+    """One channel of the input of a linear is 1000 times as large from a step of this process on."""
     linears, num_passes = dict(emulated_linears_by_name(run.trainee.chunks)), [0]
-    if "layers.1.linear_fc2" not in linears:
+    if name not in linears:
         return
 
     def spoil(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -49,20 +52,37 @@ def add_outlier_channel(run: Any, first_bad_step: int) -> None:
         spoiled[..., 0] *= 1e3
         return (spoiled, *args[1:])
 
-    linears["layers.1.linear_fc2"].register_forward_pre_hook(spoil)
+    linears[name].register_forward_pre_hook(spoil)
 
 
-def run_loop(folder: Path, flags: str, world_size: int = 1, is_spoiled: bool = True) -> list[tuple[Progress, str]]:
-    """The training loop with the guard; from the start with an outlier channel if `is_spoiled`."""
-    config = small_config("llama", f"{LOOP} --save {folder} --load {folder} {flags}", world_size)
+def run_loop(
+    folder: Path,
+    flags: str,
+    world_size: int = 1,
+    first_bad_steps: Mapping[str, int] = OUTLIERS,
+    style: str = "llama",
+) -> list[tuple[Progress, str]]:
+    """The training loop with the guard, and with an outlier channel in the inputs of linears from these steps on."""
+    config = small_config(style, f"{LOOP} --save {folder} --load {folder} {flags}", world_size)
 
     def start() -> tuple[Progress, str]:
         run = build_run(config)
-        if is_spoiled:
-            add_outlier_channel(run, 1 if list(folder.glob("iter_*")) else FIRST_BAD_STEP)
+        for name, step in first_bad_steps.items():
+            add_outlier_channel(run, name, 1 if list(folder.glob("iter_*")) else step)
         return pretrain.train(run), fingerprint(weights(run))
 
     return run_ranks(world_size, start)
+
+
+def one_step(flags: str) -> dict[Key, float]:
+    """The statistics of a step of one rank."""
+    config = small_config("llama", flags)
+
+    def find() -> dict[Key, float]:
+        run = build_run(config)
+        return statistics_of(run, build_batches(run, run.datasets[0], 0, 8, num_workers=0))
+
+    return run_ranks(1, find)[0]
 
 
 def events(folder: Path) -> list[tuple[int, str, str]]:
@@ -72,7 +92,7 @@ def events(folder: Path) -> list[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_clean_runs_raise_no_alarm(recipe: str, tmp_path: Path) -> None:
-    run_loop(tmp_path, f"{recipe} {EVERY_SECOND_STEP} bf16-layer --train-iters 6", is_spoiled=False)
+    run_loop(tmp_path, f"{recipe} {EVERY_SECOND_STEP} bf16-layer --train-iters 6", first_bad_steps={})
     assert events(tmp_path) == []
 
 
@@ -102,6 +122,45 @@ def test_warning_changes_nothing(tmp_path: Path) -> None:
     assert any(detail.startswith("outlier share of layers.1.linear_fc2.input is ") for *_, detail in found)
 
 
+def test_weights_in_parts_have_the_alignment_of_complete_ones() -> None:
+    """FSDP2's ranks hold rows of a weight."""
+
+    def alignments(flags: str) -> list[dict[str, float]]:
+        config = small_config("llama", f"{RECIPES['tensorwise']} --fp8-guard warn {flags}", 2)
+
+        def find() -> dict[str, float]:
+            run = build_run(config)
+            values = statistics_of(run, build_batches(run, run.datasets[0], 0, 8, num_workers=0))
+            return {layer: value for (name, layer), value in values.items() if name == "SwiGLU alignment"}
+
+        return run_ranks(2, find)
+
+    complete = alignments("--no-use-distributed-optimizer")
+    assert min(complete[0].values()) > 0
+    for gather in ("", "--fp8-param-gather"):
+        assert alignments(f"--use-torch-fsdp2 --no-gradient-accumulation-fusion {gather}") == complete
+
+
+def test_logits_are_those_of_the_scale_and_cap_of_the_run() -> None:
+    def bound(flags: str) -> float:
+        return one_step(f"{RECIPES['tensorwise']} --fp8-guard warn {flags}")["attention logits", "layers.0"]
+
+    scaled = 4 * bound("")  # 16 channels per head
+    assert bound("--softmax-scale 1") == pytest.approx(scaled)
+    capped = bound("--softmax-scale 1 --attention-logit-softcapping 20")
+    assert capped == pytest.approx(20 * math.tanh(scaled / 20)) and capped < scaled
+
+
+def test_run_in_bf16_is_warned(tmp_path: Path) -> None:
+    """Of what does not depend on quantization."""
+    fault = "--planted-fault inflated-qk --planted-fault-step 2 --planted-fault-growth 8"
+    flags = f"--bf16 {EVERY_SECOND_STEP} warn {fault} --train-iters 6"
+    ((progress, _),) = run_loop(tmp_path, flags, first_bad_steps={}, style="gpt2")
+    found = events(tmp_path)
+    assert found and all(detail.startswith("attention logits of layers.") for *_, detail in found)
+    assert {statistic for statistic, *_ in progress.history.layer_trends} == set(GROWTH)
+
+
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
 def test_layer_moves_on_all_ranks(layout: str, tmp_path: Path) -> None:
     flags = f"{RECIPES['delayed']} {layout} {EVERY_SECOND_STEP} bf16-layer --train-iters 6"
@@ -111,6 +170,27 @@ def test_layer_moves_on_all_ranks(layout: str, tmp_path: Path) -> None:
     assert linears == [names, names]
     (moved,) = [event for event in events(tmp_path) if event[1] == "layer moved"]
     assert moved[0] == 4 and moved[2].startswith("layers.1 is in high precision from step 5 on: ")
+
+
+def test_inputs_of_a_moved_layer_give_no_warning(tmp_path: Path) -> None:
+    flags = f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} bf16-layer --train-iters 6"
+    late = {f"layers.{layer}.linear_proj": 5 for layer in (0, 1)}
+    run_loop(tmp_path, flags, first_bad_steps=OUTLIERS | late)
+    details = {step: [detail for at, _, detail in events(tmp_path) if at == step] for step in (4, 6)}
+    assert any("layers.1.linear_fc2.input" in detail for detail in details[4])
+    assert any("layers.0.linear_proj.input" in detail for detail in details[6])
+    assert not any("layers.1" in detail for detail in details[6])
+
+
+def test_linears_in_high_precision_are_not_watched() -> None:
+    entries = "layers.0.linear_fc1=bf16 layers.1.linear_fc2=bf16 layers.*.linear_qkv:fprop,wgrad=bf16"
+    precision = " ".join(f"--precision {entry}" for entry in entries.split())
+    values = one_step(f"{RECIPES['tensorwise']} --fp8-guard warn {precision}")
+    inputs = {name for statistic, name in values if statistic == "kurtosis"}
+    watched = "layers.0.linear_proj layers.0.linear_fc2 layers.1.linear_proj layers.1.linear_fc1"
+    assert inputs == {f"{name}.input" for name in watched.split()}
+    assert values["SwiGLU alignment", "layers.0"] > 0, "its output is quantized"
+    assert values["SwiGLU alignment", "layers.1"] == -1
 
 
 def test_moved_layer_is_resumed(tmp_path: Path) -> None:

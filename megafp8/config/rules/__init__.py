@@ -17,6 +17,7 @@ from megafp8.config.rules import (
     data,
     fsdp,
     gradient_reduction,
+    guard,
     layers,
     mla,
     model,
@@ -61,6 +62,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     *checkpoint.RULES,
     *statistics.RULES,
     *training.SKIPPED_UPDATE_RULES,
+    *guard.RULES,
     *planted_faults.RULES,
     *base.RULES,
 )

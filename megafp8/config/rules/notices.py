@@ -13,6 +13,7 @@ from megafp8.config import derived, iterations, lr_schedule, precision_map, topo
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.rules import cuda_graph
 from megafp8.config.rules.batch import batch_schedule_notices
+from megafp8.config.rules.guard import guard_notices
 from megafp8.config.rules.idle import idle_setting_notices
 from megafp8.config.rules.optimizer import schedule_samples
 from megafp8.config.rules.precision import uses_op_fuser
@@ -40,6 +41,7 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
         *_instance_notices(config),
         *warmup_notices(config, world_size),
         *batch_schedule_notices(config, world_size),
+        *guard_notices(config),
         *_op_fuser_notices(config, implementation),
         *_cuda_graph_notices(config, implementation, world_size),
     ]

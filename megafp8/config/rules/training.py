@@ -10,7 +10,7 @@ from typing import Optional
 
 from megafp8.config import derived, precision_map, topology
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, no_effect_without
-from megafp8.config.schema import AUTO, RunConfig, TrainingConfig
+from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.errors import ConfigError
 from megafp8.utils.integers import round_up
@@ -271,30 +271,6 @@ def nonfinite_activations_are_seen(config: RunConfig, world_size: int) -> Iterat
         )
 
 
-def guard_has_quantized_layers(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--fp8-guard needs linears that quantize, and its interval needs it."""
-    training, precision = config.training, config.precision
-    flag = f"--fp8-guard {training.fp8_guard}"
-    if training.fp8_guard == "off":
-        if training.fp8_guard_interval != TrainingConfig().fp8_guard_interval:
-            yield no_effect_without(f"--fp8-guard-interval {training.fp8_guard_interval}", "--fp8-guard warn")
-        return
-    if not precision_map.is_quantized(precision):
-        yield no_effect_without(flag, "--fp8-format, --fp4-format or --precision")
-    if training.fp8_guard != "warn" and precision.fp8_param_gather:
-        yield (
-            f"{flag} with --fp8-param-gather: the weights have no copy in high precision; remove one, or use "
-            "--fp8-guard warn"
-        )
-    if training.fp8_guard == "smooth-swiglu" and derived.is_stateful(precision):
-        yield (
-            f"{flag} with delayed scaling: the amaxes of its history are those before the scales of the channels; use "
-            "--fp8-guard bf16-layer, or a recipe without amax history"
-        )
-    if training.fp8_guard == "smooth-swiglu" and not config.model.swiglu:
-        yield f"{flag} scales the output of SwiGLU: add --swiglu, or use --fp8-guard bf16-layer"
-
-
 def spike_settings_need_their_policy(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of a spike policy need it."""
     policy = config.training.spike_policy
@@ -339,7 +315,6 @@ SKIPPED_UPDATE_RULES: tuple[Rule, ...] = (
     skipping_needs_the_check,
     skipping_spikes_has_a_limit,
     nonfinite_activations_are_seen,
-    guard_has_quantized_layers,
     spike_settings_need_their_policy,
     spikes_are_detectable,
     rollback_has_somewhere_to_go,

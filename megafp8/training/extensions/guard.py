@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Optional
 
 import torch
@@ -20,9 +20,11 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from megafp8.checkpoint.progress import SMOOTHED, MovedLinear
+from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear
 from megafp8.config import precision_map
+from megafp8.config.guarded_linears import SWIGLU_OUTPUT, watched_linears
 from megafp8.errors import NumericsError
 from megafp8.mcore.modules import named_linears
 from megafp8.metrics.layer_statistics import (
@@ -32,7 +34,7 @@ from megafp8.metrics.layer_statistics import (
     LAYER_STATISTICS,
     LIMITS,
     NUM_REMEMBERED,
-    SMOOTH_REMEDY,
+    advice,
     attention_logit_bound,
     input_statistics,
     root_mean_square,
@@ -43,12 +45,10 @@ from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.extensions.statistics_hooks import linear_input
-from megafp8.training.operand_faults import emulated_linears_by_name
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
 EVENT = "guard"
-SWIGLU_OUTPUT = "linear_fc2"
 LARGEST_REMEMBERED = 3e38  # files hold no infinity
 Key = tuple[str, str]
 """A statistic and the layer or linear that it is of."""
@@ -63,7 +63,9 @@ class LayerGuard(Extension):
     def before_step(self, state: LoopState) -> None:
         training = state.run.config.training
         if training.fp8_guard != "off" and is_multiple(state.step + 1, training.fp8_guard_interval):
-            self.collector = LayerStatistics(state.run)
+            changed = state.progress.history.moved_linears
+            moved = [linear.name for linear in changed if linear.form == HIGH_PRECISION]
+            self.collector = LayerStatistics(state.run, moved)
             self.collector.attach()
             state.needs_eager_step = True
 
@@ -98,9 +100,7 @@ class LayerGuard(Extension):
         if key not in history.warnings:
             history = dataclasses.replace(history, warnings=(*history.warnings, key))
             state.progress = dataclasses.replace(state.progress, history=history)
-            # What this run does already is no advice.
-            advice = limit.remedy.removeprefix(f"{SMOOTH_REMEDY}; ") if guard == "smooth-swiglu" else limit.remedy
-            detail += "" if moves or smooths else f"; try: {advice}"
+            detail += "" if moves or smooths else f"; try: {advice(statistic, state.run.config)}"
             state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
         if moves:
             move_layer(state, layer, f"{statistic} of {name}")
@@ -162,9 +162,13 @@ def move_layer(state: LoopState, layer: str, reason: str) -> None:
 
 def smooth_layer(state: LoopState, layer: str, reason: str) -> None:
     """Give the input of a layer's linear_fc2 a scale per channel from the next step on; all ranks call it."""
-    names = [name for name in quantized_linears(state.run, layer) if name == f"{layer}.{SWIGLU_OUTPUT}"]
-    linears = [MovedLinear(name, state.step, reason, SMOOTHED) for name in names]
-    detail = f"{layer}.{SWIGLU_OUTPUT} has a scale per channel from step {state.step + 1} on: {reason}"
+    linears = [
+        MovedLinear(name, state.step, reason, SMOOTHED)
+        for name in watched_linears(state.run.config.model, state.run.config.precision)
+        if name.startswith(f"{layer}.") and name.endswith(f".{SWIGLU_OUTPUT}")
+    ]
+    names = ", ".join(linear.name for linear in linears)
+    detail = f"{names} has a scale per channel from step {state.step + 1} on: {reason}"
     change_linears(state, linears, "layer smoothed", detail)
 
 
@@ -189,13 +193,13 @@ class LayerStatistics:
 
     Args:
         run: whose layers are watched.
+        moved: names of linears that the run moved to high precision, which are not watched any more.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, moved: Collection[str] = ()):
         model, precision = run.config.model, run.config.precision
         assert model.num_layers is not None
-        linears = precision_map.linears_with_statistics(model, precision)
-        names = [name for name in linears if name != precision_map.OUTPUT_LAYER and precision_map.EXPERTS not in name]
+        names = [name for name in watched_linears(model, precision) if name not in moved]
         keys = [(statistic, f"{name}.input") for name in names for statistic in INPUT_STATISTICS]
         keys += [(statistic, f"layers.{layer}") for layer in range(model.num_layers) for statistic in LAYER_STATISTICS]
         self.run, self.keys = run, {key: index for index, key in enumerate(keys)}
@@ -204,24 +208,22 @@ class LayerStatistics:
 
     def attach(self) -> None:
         """Attach the hooks; each runs once."""
-        chunks, is_swiglu = self.run.trainee.chunks, self.run.config.model.swiglu
         for name, linear, called in self._linears():
-            if (INPUT_STATISTICS[0], f"{name}.input") not in self.keys:
-                continue
-            if called is not None:
+            if called is not None and self._watches(name):
                 record = functools.partial(self._record_input, name, linear)
                 self._once(called, lambda _, args, record=record: record(args[0]), is_before=True)
-            is_gated = is_swiglu and name.endswith(".linear_fc1") and name.count(".") == 2
-            if is_gated and not isinstance(linear.weight, QuantizedParameter) and not is_float8tensor(linear.weight):
-                self._record("SwiGLU alignment", ".".join(name.split(".")[:2]), swiglu_alignment(linear.weight))
-        for layer in (m for chunk in unwrap_model(chunks) for m in chunk.modules() if isinstance(m, TransformerLayer)):
+            mlp, _, kind = name.rpartition(".")
+            if kind == "linear_fc1" and self._watches(f"{mlp}.{SWIGLU_OUTPUT}") and self.run.config.model.swiglu:
+                self._record_alignment(".".join(name.split(".")[:2]), linear.weight)
+        chunks = unwrap_model(self.run.trainee.chunks)
+        for layer in (m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)):
             name = f"layers.{layer.layer_number - 1}"
             if ("residual", name) not in self.keys:  # layers of multi-token prediction come after the model's
                 continue
             self._once(layer, lambda _, args, output, name=name: self._record_residual(name, output))
             attention = getattr(layer.self_attention, "core_attention", None)
             if attention is not None:
-                self._once(attention, lambda _, args, name=name: self._record_logits(name, args), is_before=True)
+                self._once(attention, functools.partial(self._record_logits, name), is_before=True)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -239,17 +241,14 @@ class LayerStatistics:
 
         In Transformer Engine's fused MLP no module is called with the input of linear_fc2.
         """
-        chunks = self.run.trainee.chunks
-        if self.run.implementation == "emulated":
-            for name, linear in emulated_linears_by_name(chunks):
-                assert isinstance(linear, torch.nn.Module)
-                yield name, linear, linear
-            return
-        for chunk in unwrap_model(chunks):
+        for chunk in unwrap_model(self.run.trainee.chunks):
             fused = [module for module in chunk.modules() if hasattr(module, "_make_fused_impl")]
             mlps = [mlp for mlp in fused if not mlp.is_split]
             called = {mlp.linear_fc1: mlp for mlp in mlps} | {mlp.linear_fc2: None for mlp in mlps}
             yield from ((name, linear, called.get(linear, linear)) for name, linear in named_linears(chunk))
+
+    def _watches(self, linear: str) -> bool:
+        return (INPUT_STATISTICS[0], f"{linear}.input") in self.keys
 
     def _once(self, module: torch.nn.Module, record: Callable[..., None], is_before: bool = False) -> None:
         """Call a function at the next forward pass of a module."""
@@ -265,6 +264,13 @@ class LayerStatistics:
         self.table[self.keys[statistic, name]] = value
 
     @torch.no_grad()
+    def _record_alignment(self, layer: str, weight: Tensor) -> None:
+        if isinstance(weight, QuantizedParameter) or is_float8tensor(weight):
+            return
+        complete = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks of FSDP2 come here
+        self._record("SwiGLU alignment", layer, swiglu_alignment(complete))
+
+    @torch.no_grad()
     def _record_input(self, name: str, linear: torch.nn.Module, values: Tensor) -> None:
         found = input_statistics(linear_input(linear, values))
         for statistic, value in zip(INPUT_STATISTICS, found.unbind(), strict=True):
@@ -276,6 +282,8 @@ class LayerStatistics:
         self._record("residual", name, root_mean_square(hidden))
 
     @torch.no_grad()
-    def _record_logits(self, name: str, args: tuple[Any, ...]) -> None:
+    def _record_logits(self, name: str, attention: Any, args: tuple[Any, ...]) -> None:
         if len(args) >= 2 and isinstance(args[0], Tensor) and args[0].ndim == args[1].ndim == 4:
-            self._record("attention logits", name, attention_logit_bound(args[0], args[1]))
+            cap = self.run.config.model.attention_logit_softcapping
+            bound = attention_logit_bound(args[0], args[1], attention.softmax_scale, cap)
+            self._record("attention logits", name, bound)

@@ -1,6 +1,7 @@
 """Examples of rules on training: batches, optimizer, recomputation, CUDA graphs and reactions.
 
-They break the rules in `megafp8/config/rules/`: batch.py, optimizer.py, recompute.py, cuda_graph.py, training.py.
+They break the rules in `megafp8/config/rules/`: batch.py, optimizer.py, recompute.py, cuda_graph.py, training.py,
+guard.py.
 """
 
 EXAMPLES = {
@@ -139,6 +140,15 @@ EXAMPLES = {
         {"training.fp8_guard_interval": 5},
         1,
         "--fp8-guard-interval 5 has no effect without --fp8-guard",
+    ),
+    "guard_can_change_a_layer": (
+        {
+            "model.swiglu": True,
+            "training.fp8_guard": "smooth-swiglu",
+            "precision.precision_map": ("*.linear_fc2=bf16",),
+        },
+        1,
+        "--fp8-guard smooth-swiglu: the inputs of linear_fc2 in all layers are in high precision",
     ),
     "planted_fault_has_a_place": (
         {"training.planted_fault_step": 5},
