@@ -22,6 +22,21 @@ CASES = (
         "emulated",
         "--moe-aux-loss-coeff 0.01 has no effect with",
     ),
+    (
+        {"model.num_experts": 4, "model.moe_router_enable_expert_bias": True, "model.moe_expert_capacity_factor": 1.25},
+        "emulated",
+        "--moe-router-enable-expert-bias with --moe-expert-capacity-factor 1.25: ",
+    ),
+    (
+        {
+            "model.num_experts": 4,
+            "model.moe_router_enable_expert_bias": True,
+            "model.moe_expert_capacity_factor": 1.25,
+            "model.moe_pad_expert_input_to_capacity": True,
+        },
+        "emulated",
+        "--moe-router-enable-expert-bias has no effect with --moe-pad-expert-input-to-capacity: ",
+    ),
     ({"checkpoint.save_interval": 10}, "emulated", "--save-interval 10"),
     ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "NullTokenizer"}, "emulated", "--tiktoken-pattern v2"),
     (
