@@ -9,21 +9,22 @@ from megafp8.config.expert_layers import is_mixture
 from megafp8.config.fused_adam import fused_adam_obstacle
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.rules.base import Rule
+from megafp8.config.rules.gradient_reduction import has_idle_reduction
 from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
 from megafp8.config.settings import settings_by_name, value_of
 
 
-def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
+def cuda_graph_obstacles(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
     """The settings with which forward-backward cannot be captured in a CUDA graph: the flag, and why with the fix."""
-    checks = (*_kernel_obstacles(config), *_host_obstacles(config), *_rank_obstacles(config))
+    checks = (*_kernel_obstacles(config), *_host_obstacles(config), *_rank_obstacles(config, world_size))
     yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
 
 
 def default_graph_obstacles(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
     """What keeps `--cuda-graph-impl auto` from a graph: the flag, and why."""
-    yield from cuda_graph_obstacles(config)
+    yield from cuda_graph_obstacles(config, world_size)
     yield from _settings_without_default_graph(config, world_size)
     if is_mixture(config.model):
         if config.parallel.expert_model_parallel_size > 1:
@@ -140,7 +141,7 @@ def _host_obstacles(config: RunConfig) -> Checks:
     )
 
 
-def _rank_obstacles(config: RunConfig) -> Checks:
+def _rank_obstacles(config: RunConfig, world_size: int) -> Checks:
     """Communication between ranks."""
     parallel, tensor = config.parallel, config.parallel.tensor_model_parallel_size
     is_ring = parallel.context_parallel_size > 2 and "p2p" in parallel.cp_comm_type
@@ -161,7 +162,7 @@ def _rank_obstacles(config: RunConfig) -> Checks:
         "--no-overlap-p2p-communication",
     )
     yield (
-        config.precision.grad_reduce_in_fp8,
+        config.precision.grad_reduce_in_fp8 and not has_idle_reduction(config, world_size),
         "--grad-reduce-in-fp8",
         "a graph of the reduction in FP8 has not been run; use --cuda-graph-impl none",
     )
@@ -196,7 +197,7 @@ def _virtual_stages_flag(config: RunConfig) -> str:
 def cuda_graph_steps_are_identical(config: RunConfig, world_size: int) -> Iterator[str]:
     """A CUDA graph replays the same kernels: no host decisions, random numbers or waits inside forward-backward."""
     if derived.uses_cuda_graph(config):
-        for flag, reason in cuda_graph_obstacles(config):
+        for flag, reason in cuda_graph_obstacles(config, world_size):
             yield f"{flag} with --cuda-graph-impl {config.training.cuda_graph_impl}: {reason}"
 
 

@@ -13,6 +13,7 @@ from megafp8.config import derived, iterations, lr_schedule, precision_map, topo
 from megafp8.config.expert_layers import has_capacity, is_mixture
 from megafp8.config.rules import cuda_graph
 from megafp8.config.rules.batch import batch_schedule_notices
+from megafp8.config.rules.gradient_reduction import idle_reduction_notices
 from megafp8.config.rules.idle import idle_setting_notices
 from megafp8.config.rules.optimizer import schedule_samples
 from megafp8.config.rules.precision import uses_op_fuser
@@ -37,6 +38,7 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
         *idle_setting_notices(config),
         *_unused_setting_notices(config, implementation),
         *_mixture_notices(config),
+        *idle_reduction_notices(config, world_size),
         *_recipe_notices(config),
         *_instance_notices(config),
         *warmup_notices(config, world_size),
