@@ -38,7 +38,7 @@ class LayerLoad:
     """Of the rows that experts multiply, those without an assigned token; None on Transformer Engine's experts."""
     dispatch_bytes: Optional[int] = None
     """Bytes of tokens that all ranks together received from other expert-parallel ranks in the forward passes; None
-    where no alltoall dispatcher of emulated or plain layers sends any."""
+    where no alltoall dispatcher sends any, and with Transformer Engine's experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
