@@ -16,6 +16,7 @@ from megafp8.training.run import Run
 
 LEVELS = ("O1", "O2", "O3")
 LAYOUTS = {
+    "dp1": (1, "--micro-batch-size 2"),
     "dp2": (2, "--micro-batch-size 2"),
     "dp4": (4, "--micro-batch-size 2"),
     "tp2-dp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2"),

@@ -14,7 +14,10 @@ NUM_LASTING = 2  # records in a row
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
-    """How a step's tokens were assigned to the experts of one layer, over all ranks."""
+    """How a step's tokens were assigned to the experts of one layer, over all ranks.
+
+    Loads are those that the router chose, before a capacity drops assignments.
+    """
 
     max_to_mean: float
     """Tokens of the expert with the most, over the mean; 1 is balanced."""
@@ -35,7 +38,7 @@ class LayerLoad:
     """Of the rows that experts multiply, those without an assigned token; None on Transformer Engine's experts."""
     dispatch_bytes: Optional[int] = None
     """Bytes of tokens that all ranks together received from other expert-parallel ranks in the forward passes; None
-    where no alltoall dispatcher of emulated or plain layers sends any."""
+    where no alltoall dispatcher sends any, and with Transformer Engine's experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +53,17 @@ class ExpertRecord:
 
 
 def layer_load(
-    counts: Sequence[float], num_tokens: float, entropy_sum: float, topk: int, bias: Optional[tuple[float, float]],
+    counts: Sequence[float], num_tokens: float, entropy_sum: float, num_kept: float,
+    bias: Optional[tuple[float, float]],
     num_rows: Optional[float] = None, dispatch_bytes: Optional[int] = None,
 ) -> LayerLoad:  # fmt: skip
     """The load of one layer.
 
     Args:
-        counts: tokens of each expert.
+        counts: tokens that the router chose for each expert.
         num_tokens: tokens that were routed.
         entropy_sum: of their softmax, in nats.
+        num_kept: assignments that no capacity dropped.
         bias: smallest and largest bias.
         num_rows: that experts multiplied, padding included; None if they are not counted.
         dispatch_bytes: of tokens that arrived.
@@ -71,12 +76,12 @@ def layer_load(
         max_to_mean=max(counts) / mean if mean else 0.0,
         variation=deviation / mean if mean else 0.0,
         num_idle=sum(count == 0 for count in counts),
-        dropped_fraction=1 - assigned / (num_tokens * topk) if num_tokens else 0.0,
+        dropped_fraction=1 - num_kept / assigned if assigned else 0.0,
         entropy_fraction=entropy_sum / largest_entropy if largest_entropy else 0.0,
         bias_min=None if bias is None else bias[0],
         bias_max=None if bias is None else bias[1],
         busiest_expert=max(range(num_experts), key=lambda expert: counts[expert]),
-        padded_fraction=None if not num_rows else 1 - assigned / num_rows,
+        padded_fraction=None if not num_rows else 1 - num_kept / num_rows,
         dispatch_bytes=dispatch_bytes,
     )
 

@@ -10,7 +10,12 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import torch
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker, z_loss_func
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    save_to_aux_losses_tracker,
+    topk_routing_with_score_function,
+    z_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -35,8 +40,30 @@ class Router(TopKRouter):
         """Scores and map of the tokens; what a token's score is multiplied with is 0 for dropped tokens."""
         probs, routing_map = super().routing(logits, padding_mask)
         if self.load is not None and torch.is_grad_enabled():
-            self.load.add(logits.detach().view(-1, logits.shape[-1]), probs.detach(), routing_map)
+            flat = logits.detach().view(-1, logits.shape[-1])
+            has_capacity = self.config.moe_expert_capacity_factor is not None
+            self.load.add(flat, self.chosen_experts(flat) if has_capacity else routing_map, routing_map)
         return probs, routing_map
+
+    def chosen_experts(self, logits: Tensor) -> Tensor:
+        """The selection before a capacity drops tokens, which megatron-core does not return.
+
+        Args:
+            logits: [tokens, experts], without gradient.
+
+        Returns:
+            Bool [tokens, experts].
+        """
+        return topk_routing_with_score_function(
+            logits,
+            self.topk,
+            use_pre_softmax=self.config.moe_router_pre_softmax,
+            num_groups=self.config.moe_router_num_groups,
+            group_topk=self.config.moe_router_group_topk,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            fused=self.config.moe_router_fusion,
+        )[1]
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *args: Any, **kwargs: Any

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
@@ -28,7 +29,8 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.device) -> Optional[Fp8Reduction]:
-    """Reduce the gradients of all chunks in FP8; None without the flag.
+    """Reduce the gradients of all chunks in FP8; None without the flag, or where no other rank has gradients of these
+    weights.
 
     All ranks call it, before hooks are added to the reductions.
 
@@ -37,7 +39,8 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
             do not fit `--grad-reduce-fp8-intra-node`: see `node_reduction`.
     """
     precision = config.precision
-    if not precision.grad_reduce_in_fp8:
+    num_ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    if not precision.grad_reduce_in_fp8 or num_ranks == 1:
         return None
     patterns = excluded_patterns(config)
     settings = GradientCodes(

@@ -297,11 +297,6 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
         return none, [Choice("--cuda-graph-impl", "none", f"{fault_injection.FAULTS_VARIABLE} acts between kernels")]
     if obstacle := next(default_graph_obstacles(config, world_size), None):
         return none, [Choice("--cuda-graph-impl", "none", ": ".join(obstacle))]
-    if is_mixture(config.model):
-        has_ranks = config.parallel.expert_model_parallel_size > 1
-        waits = "the host reads how many tokens expert-parallel ranks exchange" if has_ranks else None
-        if unfit := next(grouped_expert_obstacles(config), waits):
-            return none, [Choice("--cuda-graph-impl", "none", unfit)]
     local = {"training.cuda_graph_impl": "local"}
     if shortage := _memory_shortage(with_values(config, local), target, world_size):
         return none, [Choice("--cuda-graph-impl", "none", shortage)]

@@ -21,7 +21,8 @@ MODEL = (
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 PLAIN = "--transformer-impl local"
 FP8 = "--bf16 --transformer-impl emulated --fp8-format e4m3 --fp8-recipe mxfp8"
-CAPACITY = f"{PLAIN} --moe-expert-capacity-factor 0.75 --moe-pad-expert-input-to-capacity"
+DROPS = f"{PLAIN} --moe-expert-capacity-factor 0.75"
+CAPACITY = f"{DROPS} --moe-pad-expert-input-to-capacity"
 EP2 = "--expert-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TOKENS = 8 * 32  # of a global batch
@@ -85,6 +86,17 @@ def test_dropped_and_padded_tokens_of_a_capacity_are_counted() -> None:
     assert counts == [capacity * microbatches] * EXPERTS
     assert 0.25 <= load.dropped_fraction < 0.6
     assert load.padded_fraction == pytest.approx(1 - (1 - load.dropped_fraction) * TOKENS * TOPK / rows)
+
+
+@pytest.mark.parametrize("capacity", [DROPS, CAPACITY])
+@pytest.mark.parametrize("options", ["", BIAS, "--moe-router-num-groups 2 --moe-router-group-topk 1"])
+def test_a_capacity_does_not_hide_the_load_that_the_router_chose(capacity: str, options: str) -> None:
+    """The only layer with experts has the same router and tokens in the first step with a capacity and without."""
+    chosen = run_ranks(1, record_of, f"{PLAIN} {options}", 1)[0][0]["1"]
+    load = run_ranks(1, record_of, f"{capacity} {options}", 1)[0][0]["1"]
+    assert chosen.max_to_mean > 1 and chosen.dropped_fraction == 0 < load.dropped_fraction
+    kept = {name: getattr(load, name) for name in ("max_to_mean", "variation", "num_idle", "busiest_expert")}
+    assert kept == {name: getattr(chosen, name) for name in kept}
 
 
 def test_the_bias_of_experts_has_a_range() -> None:

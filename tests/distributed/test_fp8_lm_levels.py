@@ -8,7 +8,7 @@ import pytest
 import torch
 from level_runs import LAYOUTS, LEVELS, SAVED, calibrated, config_of, resume, save_in_the_middle
 from ranks import run_ranks
-from small_run import Curve, small_config, train
+from small_run import Curve, fingerprint, small_config, step_results, train, weights
 from tolerances import FP8_LM_LOSS, FP8_LM_NORM
 
 from megafp8.checkpoint.state_dict import chained_optimizers
@@ -84,6 +84,36 @@ def test_a_checkpoint_resumes_bitwise_and_in_other_layouts(level: str, tmp_path:
     plain = small_config("llama", f"--num-layers 2 --micro-batch-size 2 --bf16 {state}", 2)
     resumed, _ = run_ranks(2, resume, plain, tmp_path)[0]
     assert max(abs(a - b) for a, b in zip(resumed, unbroken[0][0][SAVED:], strict=True)) < FP8_LM_LOSS
+
+
+def unreduced(config: RunConfig) -> tuple[list[float], set[float], str]:
+    """Losses of a run without FP8 gradients, their unused factors, and a hash of the weights at the end."""
+    run = calibrated(config)
+    assert run.fp8_reduction is None
+    results = step_results(run, STEPS)
+    factors = {factor for each in results for factor in (each.grad_factor, each.next_grad_factor)}
+    assert all(each.grad_codes is None and each.grad_reduce_bytes is None for each in results)
+    return [each.loss for each in results], factors, fingerprint(weights(run))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_rank_has_the_level_without_the_reduction(level: str) -> None:
+    """The run is the one with the reduction turned off to the bit; nothing else of the level goes with it."""
+    ((losses, factors, final),) = run_ranks(1, unreduced, config_of(level, "dp1"))
+    assert factors == {1.0}
+    expected = config_of(level, "dp1", "--no-grad-reduce-in-fp8")
+    assert run_ranks(1, unreduced, expected) == [(losses, factors, final)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_rank_resumes_bitwise_and_with_more_ranks(level: str, tmp_path: Path) -> None:
+    for layout, other in (("dp1", "dp2"), ("dp2", "dp1")):
+        ranks, more = LAYOUTS[layout][0], LAYOUTS[other][0]
+        losses, final = run_ranks(ranks, save_in_the_middle, config_of(level, layout), tmp_path / layout)[0]
+        resumed = run_ranks(ranks, resume, config_of(level, layout), tmp_path / layout)[0]
+        assert resumed == (losses[SAVED:], final)
+        moved, _ = run_ranks(more, resume, config_of(level, other), tmp_path / layout)[0]
+        assert max(abs(a - b) for a, b in zip(moved, losses[SAVED:], strict=True)) < FP8_LM_LOSS
 
 
 @pytest.mark.parametrize("level", ["O1", "O3"])

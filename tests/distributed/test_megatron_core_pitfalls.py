@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from ranks import run_ranks
 from small_run import PLAIN, VIRTUAL, build_run, curve_of, fingerprint, small_config, train, weights
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
@@ -95,3 +96,22 @@ def test_weight_gathers_are_pending_after_an_overlapped_update() -> None:
     (early0, late0), (early1, late1) = run_ranks(2, read)
     assert early0 != early1
     assert late0 == late1
+
+
+@pytest.mark.parametrize("padding", ["", "--moe-pad-expert-input-to-capacity"])
+def test_experts_padded_to_their_capacity_keep_their_bias(padding: str) -> None:
+    """The bias is updated from what the capacity leaves, and then every expert has as many tokens."""
+    mixture = (
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-expert-capacity-factor 1.5"
+    )
+    config = small_config("llama", f"{PLAIN} {mixture} {padding}")
+
+    def changes() -> bool:
+        run = build_run(config)
+        train(run, 2)
+        biases = [each for chunk in run.trainee.chunks for name, each in chunk.named_buffers() if "expert_bias" in name]
+        assert len(biases) == 2
+        return any(bool(bias.any()) for bias in biases)
+
+    assert run_ranks(1, changes)[0] == (not padding)

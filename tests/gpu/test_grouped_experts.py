@@ -6,6 +6,8 @@ Those of the rowwise recipe are on emulated layers, and are compared with emulat
 from __future__ import annotations
 
 import functools
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,31 @@ def test_a_cuda_graph_equals_launched_kernels(recipe: str) -> None:
     (plain, plain_weights), (captured, captured_weights) = found
     assert captured == plain
     assert all(torch.equal(plain_weights[name], captured_weights[name]) for name in plain_weights)
+
+
+def waits_of_step(extra: str) -> Counter[str]:
+    """The lines at which the host waits for the device in the fifth step, as far as torch's own calls do."""
+    with gpu_run(extra) as run:
+        train(run, 4)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                train(run, 1, first_step=5)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return Counter(f"{each.filename}:{each.lineno}" for each in caught if "synchronizing CUDA" in str(each.message))
+
+
+@pytest.mark.parametrize("graph", ["", GRAPH])
+@each_recipe
+def test_the_host_waits_only_where_a_dense_model_lets_it(recipe: str, graph: str) -> None:
+    """Both read loss and checks of a step. Transformer Engine's experts read the numbers of their tokens, too."""
+    dense = waits_of_step(f"{RECIPES[recipe]} --transformer-impl transformer_engine {graph}")
+    assert dense
+    assert not waits_of_step(f"{flags_of(recipe)} {graph}") - dense
+    if not graph:
+        assert waits_of_step(flags_of(recipe, "te")) - dense
 
 
 @pytest.mark.parametrize(

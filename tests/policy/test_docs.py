@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from test_import_levels import LEVELS
 from megafp8.cli.main import SUBCOMMANDS
 from megafp8.config import flags, megatron_flags, rules
 from megafp8.config.model_shapes import PRESETS
+from megafp8.config.schema import moe as schema
 from megafp8.config.settings import settings_by_name
 from megafp8.mcore.cpu_patches import PATCHES
 from megafp8.recipes import registry
@@ -155,6 +157,15 @@ def test_the_recipe_table_agrees_with_the_code() -> None:
 def test_getting_started_names_every_preset() -> None:
     text = (ROOT / "docs/getting_started.md").read_text(encoding="utf-8")
     assert [name for name in PRESETS if name not in text and not name.startswith("tiny")] == []
+
+
+def test_the_page_of_mixtures_names_every_flag_of_theirs() -> None:
+    text = (ROOT / "docs/mixture_of_experts.md").read_text(encoding="utf-8")
+    sections = (schema.MixtureModelConfig, schema.MixtureParallelConfig)
+    names = {field.name for section in sections for field in dataclasses.fields(section)}
+    known = [setting for setting in settings_by_name().values() if setting.name.split(".")[-1] in names]
+    assert len(known) == len(names)
+    assert {flag for setting in known for flag in setting.flags} <= set(FLAG.findall(text))
 
 
 def test_the_architecture_lists_levels_and_patches() -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from megafp8.config import derived, multi_token
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.fused_adam import fused_adam_obstacle
+from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.rules.base import Rule
+from megafp8.config.rules.gradient_reduction import has_idle_reduction
 from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
@@ -24,6 +26,14 @@ def default_graph_obstacles(config: RunConfig, world_size: int) -> Iterator[tupl
     """What keeps `--cuda-graph-impl auto` from a graph: the flag, and why."""
     yield from cuda_graph_obstacles(config)
     yield from _settings_without_default_graph(config, world_size)
+    if is_mixture(config.model):
+        if config.parallel.expert_model_parallel_size > 1:
+            yield (
+                f"--expert-model-parallel-size {config.parallel.expert_model_parallel_size}",
+                "the host reads how many tokens expert-parallel ranks exchange",
+            )
+        for obstacle in grouped_expert_obstacles(config):
+            yield obstacle, "without all experts in one launch, the host reads how many tokens an expert has"
 
 
 def _settings_without_default_graph(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
@@ -43,7 +53,10 @@ def _settings_without_default_graph(config: RunConfig, world_size: int) -> Itera
             f"--context-parallel-size {parts} of {world_size} ranks with --cp-comm-type {parallel.cp_comm_type}",
         ),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2"),
-        (config.precision.grad_reduce_in_fp8, "--grad-reduce-in-fp8"),
+        (
+            config.precision.grad_reduce_in_fp8 and not has_idle_reduction(config, world_size),
+            "--grad-reduce-in-fp8",
+        ),
     )
     for is_there, flag in checks:
         if is_there:

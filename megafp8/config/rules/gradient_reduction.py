@@ -34,11 +34,25 @@ def fp8_gradient_options_need_their_switch(config: RunConfig, world_size: int) -
 
 
 def fp8_gradients_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Gradients are sent between data- and context-parallel ranks."""
-    if not config.precision.grad_reduce_in_fp8 or not has_whole_replicas(config, world_size):
-        return
-    if topology.data_parallel_size(config, world_size, with_context_parallel=True) == 1:
+    """Gradients are sent between data- and context-parallel ranks. A level leaves the reduction out without them."""
+    if has_idle_reduction(config, world_size) and config.precision.fp8_lm_level is None:
         yield f"{FLAG} with one data-parallel rank has nothing to send: remove it, or use more ranks"
+
+
+def idle_reduction_notices(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A level on one data-parallel rank."""
+    if has_idle_reduction(config, world_size) and config.precision.fp8_lm_level is not None:
+        yield (
+            f"--fp8-lm-level {config.precision.fp8_lm_level} with one data-parallel rank: {FLAG} and its options have "
+            "no effect, since no other rank has gradients of the same weights"
+        )
+
+
+def has_idle_reduction(config: RunConfig, world_size: int) -> bool:
+    """Whether gradients would be reduced in FP8, but only one rank has them."""
+    if not config.precision.grad_reduce_in_fp8 or not has_whole_replicas(config, world_size):
+        return False
+    return topology.data_parallel_size(config, world_size, with_context_parallel=True) == 1
 
 
 def fp8_gradients_exclude_other_reductions(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived, iterations, lr_schedule, precision_map, topology
-from megafp8.config.expert_layers import is_mixture
+from megafp8.config.expert_layers import has_capacity, is_mixture
 from megafp8.config.rules import cuda_graph
 from megafp8.config.rules.batch import batch_schedule_notices
+from megafp8.config.rules.gradient_reduction import idle_reduction_notices
 from megafp8.config.rules.guard import guard_notices
 from megafp8.config.rules.idle import idle_setting_notices
 from megafp8.config.rules.optimizer import schedule_samples
@@ -37,6 +38,8 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
     return [
         *idle_setting_notices(config),
         *_unused_setting_notices(config, implementation),
+        *_mixture_notices(config),
+        *idle_reduction_notices(config, world_size),
         *_recipe_notices(config),
         *_instance_notices(config),
         *warmup_notices(config, world_size),
@@ -126,6 +129,28 @@ def warmup_notices(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
+def _mixture_notices(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not is_mixture(model):
+        return
+    if model.moe_router_load_balancing_type == ("none",) and any(model.moe_aux_loss_coeff):
+        numbers = " ".join(f"{each:g}" for each in model.moe_aux_loss_coeff)
+        yield f"--moe-aux-loss-coeff {numbers} has no effect with --moe-router-load-balancing-type none"
+    if not model.moe_router_enable_expert_bias or not has_capacity(model):
+        return
+    if model.moe_pad_expert_input_to_capacity:
+        yield (
+            "--moe-router-enable-expert-bias has no effect with --moe-pad-expert-input-to-capacity: megatron-core "
+            "updates the bias from the tokens that experts multiply, which are as many for every expert"
+        )
+    else:
+        yield (
+            f"--moe-router-enable-expert-bias with --moe-expert-capacity-factor {model.moe_expert_capacity_factor:g}: "
+            "megatron-core updates the bias from the tokens that the capacity leaves: an expert far above the capacity "
+            "counts as one just at it"
+        )
+
+
 def _unused_setting_notices(config: RunConfig, implementation: str) -> Iterator[str]:
     parallel, data = config.parallel, config.data
     if config.optimizer.use_precision_aware_optimizer and implementation != "transformer_engine":
@@ -151,9 +176,6 @@ def _unused_setting_notices(config: RunConfig, implementation: str) -> Iterator[
             if value != setting.default:
                 yield f"{setting.flags[0]} {value:g} has no effect: {reason}"
     model = config.model
-    if is_mixture(model) and model.moe_router_load_balancing_type == ("none",) and any(model.moe_aux_loss_coeff):
-        numbers = " ".join(f"{each:g}" for each in model.moe_aux_loss_coeff)
-        yield f"--moe-aux-loss-coeff {numbers} has no effect with --moe-router-load-balancing-type none"
     if data.reset_position_ids and model.position_embedding_type != "learned_absolute":
         yield (
             f"--reset-position-ids has no effect with --position-embedding-type {model.position_embedding_type}: "

@@ -20,7 +20,7 @@ from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.step import StepResult
 
-NUM_SUMS = 4
+NUM_SUMS = 5
 """Of a layer, besides the tokens of each expert."""
 
 
@@ -31,8 +31,8 @@ class LoadCollector:
         num_copies: ranks that multiply the same rows, with parts of the experts' weights.
 
     Attributes:
-        sums: FP64 [experts + 4]: tokens of each expert, bytes that arrived, rows that experts multiply, tokens, and
-            entropy in nats.
+        sums: FP64 [experts + 5]: tokens that the router chose for each expert, assignments that a capacity left, bytes
+            that arrived, rows that experts multiply, tokens, and entropy in nats.
     """
 
     def __init__(self, num_experts: int, device: torch.device, num_copies: int = 1):
@@ -40,10 +40,18 @@ class LoadCollector:
         self.num_copies = num_copies
 
     @torch.no_grad()
-    def add(self, logits: Tensor, probs: Tensor, routing_map: Tensor) -> None:
-        """Add a microbatch; each argument is [tokens, experts]. Tokens that only fill a capacity have the score 0."""
+    def add(self, logits: Tensor, chosen: Tensor, routing_map: Tensor) -> None:
+        """Add a microbatch.
+
+        Args:
+            logits: [tokens, experts].
+            chosen: the router's choice, bool [tokens, experts].
+            routing_map: what experts multiply, bool [tokens, experts]: without what a capacity drops, and with the
+                tokens that only fill it.
+        """
         log_probs = torch.log_softmax(logits.float(), dim=-1)
-        self.sums[:-NUM_SUMS] += (routing_map & (probs > 0)).sum(dim=0)
+        self.sums[:-NUM_SUMS] += chosen.sum(dim=0)
+        self.sums[-5] += (chosen & routing_map).sum()
         self.sums[-2] += len(logits)
         self.sums[-1] -= (log_probs.exp() * log_probs).sum()
 
@@ -116,10 +124,10 @@ class ExpertLoads(Extension):
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         layers = {}
         for layer, (row, bound) in enumerate(zip(sums.tolist(), bounds.tolist(), strict=True)):
-            *counts, num_bytes, num_rows, num_tokens, entropy = row
+            *counts, num_kept, num_bytes, num_rows, num_tokens, entropy = row
             bias: Optional[tuple[float, float]] = None if bound[1] == -math.inf else (-bound[0], bound[1])
             if num_tokens:
                 layers[str(layer)] = layer_load(
-                    counts, num_tokens, entropy, model.moe_router_topk, bias, num_rows or None, int(num_bytes) or None
+                    counts, num_tokens, entropy, num_kept, bias, num_rows or None, int(num_bytes) or None
                 )
         return ExpertRecord(step=state.step, layers=layers)

@@ -121,7 +121,12 @@ def test_a_switch_that_is_turned_off_takes_options_of_a_file_along(off: str, tmp
 @pytest.mark.parametrize(
     ("flags_given", "ranks", "origin", "fixes"),
     [
-        ("O1", 1, "--fp8-lm-level O1 sets --grad-reduce-in-fp8", ["O1 --no-grad-reduce-in-fp8"]),
+        (
+            "O1 --use-distributed-optimizer --cuda-graph-impl local",
+            2,
+            "--fp8-lm-level O1 sets --grad-reduce-in-fp8",
+            ["O1 --use-distributed-optimizer --cuda-graph-impl local --no-grad-reduce-in-fp8"],
+        ),
         (
             "O3 --no-use-distributed-optimizer --no-use-precision-aware-optimizer",
             2,

@@ -22,6 +22,21 @@ CASES = (
         "emulated",
         "--moe-aux-loss-coeff 0.01 has no effect with",
     ),
+    (
+        {"model.num_experts": 4, "model.moe_router_enable_expert_bias": True, "model.moe_expert_capacity_factor": 1.25},
+        "emulated",
+        "--moe-router-enable-expert-bias with --moe-expert-capacity-factor 1.25: ",
+    ),
+    (
+        {
+            "model.num_experts": 4,
+            "model.moe_router_enable_expert_bias": True,
+            "model.moe_expert_capacity_factor": 1.25,
+            "model.moe_pad_expert_input_to_capacity": True,
+        },
+        "emulated",
+        "--moe-router-enable-expert-bias has no effect with --moe-pad-expert-input-to-capacity: ",
+    ),
     ({"checkpoint.save_interval": 10}, "emulated", "--save-interval 10"),
     ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "NullTokenizer"}, "emulated", "--tiktoken-pattern v2"),
     (
@@ -133,3 +148,24 @@ def test_none_resets_a_setting_of_a_file(tmp_path) -> None:
     path.write_text(settings.to_json(config), encoding="utf-8")
     taken_back = flags.parse(["--config", str(path), "--fp8-format", "none", "--exit-interval", "none"]).config
     assert taken_back == dataclasses.replace(RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size"),
+    [
+        ("--moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input", 1),
+        ("--moe-expert-capacity-factor 1", 1),
+        ("--expert-model-parallel-size 2", 2),
+    ],
+)
+def test_a_graph_is_not_proposed_for_experts_that_have_none(words: str, world_size: int) -> None:
+    """It would be refused: the host reads numbers of tokens."""
+    mixture = "--bf16 --model-preset tiny-moe --moe-token-dispatcher-type alltoall --use-distributed-optimizer"
+
+    def proposed(words: str) -> list[str]:
+        config = flags.parse([*TINY, *mixture.split(), *words.split(), "--cuda-graph-impl", "none"]).config
+        return [text for text in rules.notices(config, "transformer_engine", world_size) if "as a CUDA graph" in text]
+
+    assert proposed("") and not proposed(words)
+    config = flags.parse([*TINY, *mixture.split(), *words.split(), "--cuda-graph-impl", "local"]).config
+    assert any("--cuda-graph-impl local is for dense models" in text for text in rules.problems(config, world_size))

@@ -107,18 +107,19 @@ def test_rows_are_padded_behind_each_expert() -> None:
 
 
 def test_the_load_of_a_layer() -> None:
-    load = layer_load([0, 4, 0, 4], num_tokens=5, entropy_sum=0.0, topk=2, bias=None, num_rows=32)
+    load = layer_load([0, 6, 0, 6], num_tokens=6, entropy_sum=0.0, num_kept=9, bias=None, num_rows=36)
     assert (load.max_to_mean, load.variation, load.num_idle, load.busiest_expert) == (2.0, 1.0, 2, 1)
     assert load.padded_fraction == 0.75
-    assert load.dropped_fraction == pytest.approx(0.2)
+    assert load.dropped_fraction == 0.25
 
 
+@pytest.mark.parametrize("num_kept", [8, 3])
 @pytest.mark.parametrize(
     ("counts", "text"),
     [([8, 0, 0, 0], "collapse"), ([4, 3, 1, 0], "1 of 4 experts have no tokens"), ([2, 2, 2, 2], "")],
 )
-def test_faults_that_last_are_found(counts: list[float], text: str) -> None:
-    load = layer_load(counts, 8, 1.0, 1, None)
+def test_faults_that_last_are_found(counts: list[float], text: str, num_kept: int) -> None:
+    load = layer_load(counts, 8, 1.0, num_kept, None)
     records = [ExpertRecord(step=step, layers={"3": load}) for step in (1, 2)]
     assert not list(load_findings(records[:1], 4, 1)), "one record may show chance"
     found = list(load_findings(records, 4, 1))

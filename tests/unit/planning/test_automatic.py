@@ -60,6 +60,17 @@ def test_several_gpus_overlap_their_communication() -> None:
     assert "--overlap-grad-reduce" not in chosen(f"{DELAYED} --tensor-model-parallel-size 8", world_size=8)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_level_on_one_rank_says_that_no_gradients_are_reduced(level: str) -> None:
+    """It then has the choices of a run without the reduction, among them a CUDA graph."""
+    (notice,) = [text for text in checked(f"--fp8-lm-level {level}").notices if "one data-parallel rank" in text]
+    assert f"--fp8-lm-level {level}" in notice and "--grad-reduce-in-fp8" in notice
+    assert chosen(f"--fp8-lm-level {level}") == chosen(f"--fp8-lm-level {level} --no-grad-reduce-in-fp8")
+    several = checked(f"--fp8-lm-level {level}", world_size=2)
+    assert not [text for text in several.notices if "one data-parallel rank" in text]
+    assert {choice.flag: choice.value for choice in several.choices}["--cuda-graph-impl"] == "none"
+
+
 @pytest.mark.parametrize("target", ["h200", "cpu"])
 def test_fsdp_adds_no_gradients_in_the_wgrad_gemm(target: str) -> None:
     config = checked("--use-torch-fsdp2", target, world_size=2).invocation.config
