@@ -122,10 +122,10 @@ def test_a_switch_that_is_turned_off_takes_options_of_a_file_along(off: str, tmp
     ("flags_given", "ranks", "origin", "fixes"),
     [
         (
-            "O1 --use-distributed-optimizer --cuda-graph-impl local",
+            "O1 --override ddp.reduce_scatter_with_fp32_accumulation=true",
             2,
             "--fp8-lm-level O1 sets --grad-reduce-in-fp8",
-            ["O1 --use-distributed-optimizer --cuda-graph-impl local --no-grad-reduce-in-fp8"],
+            ["O1 --override ddp.reduce_scatter_with_fp32_accumulation=true --no-grad-reduce-in-fp8"],
         ),
         (
             "O3 --no-use-distributed-optimizer --no-use-precision-aware-optimizer",
