@@ -24,7 +24,6 @@ from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, length_problems, without_given
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
-from megafp8.recipes import registry
 from megafp8.recipes.known_bad import KNOWN_BAD
 
 SUITE_FILE = "stability.json"
@@ -185,8 +184,8 @@ def suite_problems(suite: Suite) -> list[str]:
     if BASELINE in suite.recipes or CONTROL in suite.recipes:
         problems.append(f"--recipes: {BASELINE} and {CONTROL} are in every suite; remove them")
     if not suite.recipes:
-        problems.append(f"--recipes names no recipe: choose from {', '.join(registry.names())}")
-    problems += [f"--recipes {variants.unknown_name_text(name, registry.names())}" for name in suite.recipes
+        problems.append(f"--recipes names no recipe: choose from {', '.join(variants.recipe_names())}")
+    problems += [f"--recipes {variants.unknown_name_text(name, variants.recipe_names())}" for name in suite.recipes
                  if not variants.is_known(name)]  # fmt: skip
     return problems + flag_problems(suite)
 
