@@ -18,7 +18,7 @@ from megafp8.config.planted_faults import (
     SPIKE_BATCH,
 )
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import all_settings
+from megafp8.launch.stability_sizes import without_settings
 from megafp8.launch.study import Option
 
 CLEAN, REPAIR = "clean", "_with_"
@@ -88,12 +88,8 @@ def length_problems(config: RunConfig) -> list[str]:
 
 
 def without_given(flags: str, given: Collection[str]) -> tuple[str, ...]:
-    """Flags with one value each, without those of settings that the user gave.
+    """Flags without those of settings that the user gave.
 
     The minimum of the learning rate goes with a learning rate that was given: it was a tenth of another one.
     """
-    given = {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given
-    names = {flag: setting.name for setting in all_settings() for flag in setting.flags}
-    words = flags.split()
-    pairs = zip(words[::2], words[1::2], strict=True)
-    return tuple(word for flag, value in pairs if names[flag] not in given for word in (flag, value))
+    return without_settings(flags, {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given)
