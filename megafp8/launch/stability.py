@@ -22,7 +22,7 @@ from megafp8.config.settings import settings_by_name, value_of
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, length_problems, without_given
-from megafp8.launch.stability_sizes import MODEL_SETTINGS, SIZES, size_flags
+from megafp8.launch.stability_sizes import MODEL_SETTINGS, SIZES, share_batch, size_flags
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
 from megafp8.recipes.known_bad import KNOWN_BAD
@@ -91,7 +91,8 @@ class Suite:
             replaced.add("data.seq_length")
         own = size_flags(self.size, replaced)
         words = (*own, *rate_flags(self.base_rate, self.given), *self.flags)
-        return (*self.checkpoint_flags, *words) if is_continued else words
+        words = (*self.checkpoint_flags, *words) if is_continued else words
+        return (*words, *share_batch(words, self.given, self.gpus))
 
     @property
     def base_rate(self) -> float:

@@ -1,11 +1,18 @@
-"""Sizes of a stability suite: the flags that a size gives to all runs, and what is left of them beside other flags."""
+"""Sizes of a stability suite: the flags that a size gives to all runs, and what is left of them beside other flags.
+
+Every recipe accepts the widths, which are multiples of 128, and 1, 2 and 4 ranks share the global batch.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from megafp8.config import flags as config_flags
+from megafp8.config import topology
 from megafp8.config.settings import all_settings
+from megafp8.errors import ConfigError
 
 MODEL_SETTINGS = tuple(setting.name for setting in all_settings() if setting.section == "model")
 
@@ -39,14 +46,14 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        flags="--num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 160 --seq-length 64 "
+        flags="--num-layers 2 --hidden-size 128 --num-attention-heads 2 --ffn-hidden-size 128 --seq-length 64 "
         "--max-position-embeddings 64 --micro-batch-size 16 --global-batch-size 16 --train-iters 120 "
         "--eval-interval 30 --eval-iters 20 --num-threads 1",
         lr=1e-3, factors=(1, 4, 16, 64, 256, 1024), sweep_seeds=2, corpus_bytes=2_000_000,
         fault_flags="--train-iters 300 --lr 1.5e-3 --min-lr 1.5e-4",
     ),
     "small": Size(
-        flags="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 352 --seq-length 128 "
+        flags="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --seq-length 128 "
         "--max-position-embeddings 128 --micro-batch-size 16 --global-batch-size 16 --train-iters 800 "
         "--eval-interval 100 --eval-iters 64 --num-threads 1",
         lr=2.3e-3, factors=(1, 2, 4, 8, 16, 32, 64, 128), sweep_seeds=3, corpus_bytes=10_000_000,
@@ -76,3 +83,23 @@ def without_settings(flags: str, names: Collection[str]) -> tuple[str, ...]:
         if is_kept:
             kept.append(word)
     return tuple(kept)
+
+
+def share_batch(words: tuple[str, ...], given: Collection[str], world_size: int) -> tuple[str, ...]:
+    """Flags for a smaller micro-batch, if that of the size does not divide the sequences of a rank.
+
+    Args:
+        words: flags of all runs.
+        given: names of the settings that the user gave. A given micro-batch size is kept.
+        world_size: ranks of a run.
+    """
+    config = config_flags.parse_with_problems(words)[0].config
+    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+    if "training.micro_batch_size" in given or not batch or not micro:
+        return ()
+    try:
+        replicas = topology.data_parallel_size(config, world_size)
+    except ConfigError:  # the rules of a run report it
+        return ()
+    shared = math.gcd(micro, batch // replicas)
+    return () if batch % replicas or shared == micro else ("--micro-batch-size", str(shared))

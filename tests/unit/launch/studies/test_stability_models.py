@@ -1,4 +1,4 @@
-"""The model that a stability suite trains: that of its size, of the user's flags, or of a checkpoint."""
+"""The model that a stability suite trains: that of its size, of the user's flags, or of a checkpoint; on any ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from megafp8.cli import stability as command
 from megafp8.config import flags
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
+from megafp8.config.variants import recipe_names
 from megafp8.errors import ConfigError
-from megafp8.launch.stability import CONTROLS, PAIRS, SWEEP, Suite, build_study, part_runs
+from megafp8.launch.stability import CONTINUATION, CONTROLS, PAIRS, PARTS, SWEEP, Suite, build_study, part_runs
+from megafp8.launch.stability_sizes import SIZES
 from megafp8.launch.study import StudyRun
 
 DATA = ("--mock-data", "--tokenizer-type", "ByteLevelTokenizer")
@@ -103,7 +105,7 @@ def test_a_continuation_has_the_model_of_its_checkpoint(tmp_path: Path, capsys, 
     continued = [config for config in configs if config.checkpoint.pretrained_checkpoint]
     assert len(continued) == 4 and all(config.model == expected for config in continued)
     assert {config.data.seq_length for config in continued} == {32}
-    assert {config.model.hidden_size for config in configs if config not in continued} == {64}
+    assert {config.model.hidden_size for config in configs if config not in continued} == {128}
     assert {config.data.seq_length for config in configs if config not in continued} == {64}
 
 
@@ -124,3 +126,17 @@ def test_flags_that_do_not_fit_the_checkpoint_are_refused_at_once(
     assert run_command(tmp_path, "--parts", "continuation", "--", *words) == 64
     error = " ".join(capsys.readouterr().err.split())
     assert re.search(text, error), error
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("size", list(SIZES))
+def test_every_size_accepts_every_recipe_on_one_two_and_four_ranks(tmp_path: Path, size: str, ranks: int) -> None:
+    parts = [part for part in PARTS if part != CONTINUATION]
+    found = runs_of(tmp_path, *parts, size=size, recipes=recipe_names(), gpus=ranks, flags=DATA)
+    assert {run.world_size for run in found} == {ranks}
+    assert len({run.config.training.global_batch_size for run in found}) == 1
+
+
+def test_a_given_micro_batch_size_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--micro-batch-size 16 and 4 sequences per rank"):
+        runs_of(tmp_path, PAIRS, gpus=4, flags=(*DATA, "--micro-batch-size", "16"))
