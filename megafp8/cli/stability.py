@@ -112,6 +112,8 @@ def main(argv: Sequence[str]) -> int:
     stability_checkpoint.check_continuation(suite.checkpoint, parts, has_prepared_data(suite))
     runs = stability.unique_runs(parts)
     queued = study_execution.queued_ids(study.folder)
+    for reason in stability.left_out(suite):
+        print(f"part {stability.FAULTS}: left out: {reason}", file=sys.stderr)
     progress = [study_execution.run_progress(run, queued) for run in runs]
     due = [each.run for each in progress if stability.is_unfinished(each)]
     if options.status:

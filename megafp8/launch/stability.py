@@ -21,7 +21,7 @@ from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
-from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, length_problems, without_given
+from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, left_out_faults, length_problems, without_given
 from megafp8.launch.stability_sizes import MODEL_SETTINGS, SIZES, share_batch, size_flags
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
@@ -260,6 +260,11 @@ def unique_runs(parts: Sequence[PartRun]) -> list[StudyRun]:
     return list({each.run.id: each.run for each in parts}.values())
 
 
+def left_out(suite: Suite) -> list[str]:
+    """What the part of planted faults leaves out because of its model, with the reasons."""
+    return left_out_faults(parse_part(suite, FAULTS)[0].model) if FAULTS in suite.parts else []
+
+
 def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
     """Write the runs of every part to the suite's folder, for the report."""
     content = {
@@ -267,6 +272,7 @@ def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
         "lr": suite.base_rate,
         "fault_step": next((each.run.config.training.planted_fault_step for each in runs if each.part == FAULTS
                             and each.run.config.training.planted_fault != "none"), None),
+        "left_out": left_out(suite),
         "known_bad": {name: good for name, (good, _) in KNOWN_BAD.items()},
         "runs": [
             {"part": each.part, "folder": each.run.folder.name, "tokens": each.run.tokens, **each.choice}
