@@ -91,12 +91,13 @@ def render_page(report: SuiteReport) -> str:
     seeds = f", {report.info['seeds']} paired seeds" if has_pairs else ""
     device = "" if not loaded else f", {loaded[0].info.world_size} x {loaded[0].info.device_name}"
     unfinished = f"{len(report.problems)} runs have no result: {'; '.join(report.problems[:5])}"
+    left_out = [f"Left out of the planted faults: {reason}" for reason in report.info.get("left_out", ())]
     return render(
         "stability.html.jinja",
         title=TITLE,
         headline=headline(report),
         conditions=f"{model}size {report.info['size']}{seeds}{device}",
-        remarks=[*cautions(loaded), *([unfinished] if report.problems else [])],
+        remarks=[*cautions(loaded), *left_out, *([unfinished] if report.problems else [])],
         sections=[section_content(section) for section in sections(report, has_figures=True)],
         facts=facts(loaded[0]) if loaded else [],
     )

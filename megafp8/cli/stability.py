@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from megafp8.cli import stability_checkpoint
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
 from megafp8.errors import PREEMPTED, ConfigError, NumericsError
 from megafp8.utils.best_effort import best_effort
@@ -39,7 +40,8 @@ DATA_SETTINGS = ("data.data_path", "data.train_data_path", "data.mock_data")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from megafp8.launch.stability import CONTINUATION, PAIRED, PARTS, SIZES, SUITE_FILE
+    from megafp8.launch.stability import CONTINUATION, PAIRED, PARTS, SUITE_FILE
+    from megafp8.launch.stability_sizes import SIZES
     from megafp8.recipes import registry
 
     parser = build_command_parser(__doc__, Parser)
@@ -107,8 +109,11 @@ def main(argv: Sequence[str]) -> int:
     suite = read_suite(options)
     study = stability.build_study(suite)
     parts = stability.part_runs(study)
+    stability_checkpoint.check_continuation(suite.checkpoint, parts, has_prepared_data(suite))
     runs = stability.unique_runs(parts)
     queued = study_execution.queued_ids(study.folder)
+    for reason in stability.left_out(suite):
+        print(f"part {stability.FAULTS}: left out: {reason}", file=sys.stderr)
     progress = [study_execution.run_progress(run, queued) for run in runs]
     due = [each.run for each in progress if stability.is_unfinished(each)]
     if options.status:
@@ -207,7 +212,7 @@ def read_suite(options: argparse.Namespace) -> Suite:
         parts = words_of(options.parts)
     if not parts:
         problems.append(f"--parts names no part: choose from {', '.join(PARTS)}")
-    problems += seed_problems(options, parts) + checkpoint_problems(options.checkpoint, parts)
+    problems += seed_problems(options, parts) + stability_checkpoint.checkpoint_problems(options.checkpoint, parts)
     slurm = read_job_fields(options.job, problems)
     if problems:
         raise ConfigError(problems)
@@ -216,6 +221,7 @@ def read_suite(options: argparse.Namespace) -> Suite:
         num_seeds=NUM_SEEDS if options.seeds is None else options.seeds, num_sweep_seeds=options.sweep_seeds,
         num_fault_seeds=NUM_FAULT_SEEDS if options.fault_seeds is None else options.fault_seeds,
         flags=(*data_flags(options), *options.flags), checkpoint=options.checkpoint,
+        checkpoint_flags=stability_checkpoint.read_flags(options.checkpoint) if options.checkpoint else (),
         gpus=options.gpus, slurm=slurm,
     )  # fmt: skip
 
@@ -232,22 +238,6 @@ def seed_problems(options: argparse.Namespace, parts: Sequence[str]) -> list[str
         if number is not None and parts and not set(users) & set(parts):
             problems.append(f"{flag} {number}: has no effect without {' or '.join(users)} in --parts; remove it")
     return problems
-
-
-def checkpoint_problems(checkpoint: str, parts: Sequence[str]) -> list[str]:
-    """A checkpoint that is not there, or that no part uses."""
-    from megafp8.checkpoint.directory import find_checkpoint
-    from megafp8.launch.stability import CONTINUATION
-
-    if not checkpoint:
-        return []
-    if CONTINUATION not in parts:
-        return [f"--checkpoint is for the part {CONTINUATION}: name it in --parts, or remove it"]
-    if not Path(checkpoint).is_dir():
-        return [f"--checkpoint {checkpoint}: no such folder"]
-    if find_checkpoint(Path(checkpoint)) is None:
-        return [f"--checkpoint {checkpoint}: has no complete checkpoint; give the folder of a run's --save"]
-    return []
 
 
 def read_job_fields(words: Sequence[str], problems: list[str]) -> dict[str, Any]:
@@ -275,11 +265,12 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def data_flags(options: argparse.Namespace) -> tuple[str, ...]:
-    """Flags of the data that the suite prepares; none if the flags name data."""
+    """Flags of the data that the suite prepares; none if the flags or their --config file name data."""
     from megafp8.config.flags import parse_with_problems
+    from megafp8.config.settings import value_of
 
     invocation, _ = parse_with_problems(options.flags)
-    if not invocation.given.isdisjoint(DATA_SETTINGS):
+    if any(value_of(invocation.config, name) for name in DATA_SETTINGS):
         return ()
     prefix = data_prefix(options.output_dir)
     return (
@@ -298,17 +289,22 @@ def shard_path(prefix: Path) -> str:
     return f"{prefix}_text_document"
 
 
+def has_prepared_data(suite: Suite) -> bool:
+    """Whether the runs read the shards that the suite prepares."""
+    return suite.invocation.config.data.data_path == (shard_path(data_prefix(suite.folder)),)
+
+
 def prepare_data(suite: Suite) -> None:
     """Write the bytes of Python's standard library as shards, unless they exist or the flags name other data.
 
     Raises:
         ConfigError: the corpus or the shards cannot be written.
     """
-    prefix = data_prefix(suite.folder)
-    if suite.invocation.config.data.data_path != (shard_path(prefix),):
+    if not has_prepared_data(suite):
         return
+    prefix = data_prefix(suite.folder)
     from megafp8.cli import corpus, preprocess
-    from megafp8.launch.stability import SIZES
+    from megafp8.launch.stability_sizes import SIZES
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
     text = prefix.with_suffix(".jsonl")

@@ -37,6 +37,7 @@ class Invocation:
     Attributes:
         config: the settings of the run.
         given: names of the settings given by flags, for example `model.num_layers`.
+        from_file: names of the settings given by the --config file.
         dry_run: whether to print the plan of the run and stop.
         world_size: ranks of the dry run; None is the actual number.
         target: machine of the dry run; None is this one.
@@ -45,6 +46,7 @@ class Invocation:
 
     config: RunConfig
     given: frozenset[str]
+    from_file: frozenset[str] = frozenset()
     dry_run: bool = False
     world_size: Optional[int] = None
     target: Optional[str] = None
@@ -88,7 +90,7 @@ def parse_with_problems(
     given = frozenset(values)
     base = with_values(RunConfig(), from_checkpoint)
     of_sources: list[str] = []
-    config = sources.merge(base, values, config_path, map_path, notices, of_sources)
+    config, from_file = sources.merge(base, values, config_path, map_path, notices, of_sources)
     flags_set = {option[0] for option in expanded} | sources.flags_set(config)
     for option, problems in zip(expanded, found, strict=True):
         if option[0] not in parser._option_string_actions:
@@ -96,7 +98,7 @@ def parse_with_problems(
     if options.get("world_size", 1) < 1:
         of_sources.append(f"--world-size {options['world_size']}: must be at least 1")
     problems = [*itertools.chain(*found), *of_sources]
-    return Invocation(config=config, given=given, notices=tuple(notices), **options), problems
+    return Invocation(config=config, given=given, from_file=from_file, notices=tuple(notices), **options), problems
 
 
 # ---- the parser ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def merge(
     map_path: Optional[str],
     notices: list[str],
     problems: list[str],
-) -> RunConfig:
+) -> tuple[RunConfig, frozenset[str]]:
     """Combine defaults or a checkpoint's settings, preset, files and flags.
 
     Args:
@@ -38,6 +38,9 @@ def merge(
         map_path: the --precision-map file.
         notices: to which what overrides what is added.
         problems: to which an unknown preset and unreadable files are added.
+
+    Returns:
+        The settings, and the names of those that the --config file gives.
     """
     from megafp8.config.model_shapes import PRESETS  # here, so that --help does not import it
 
@@ -63,7 +66,7 @@ def merge(
     config = with_values(config, values)
     if notice := fp8_lm.level_notice(config):
         notices.append(notice)
-    return config
+    return config, frozenset(from_file)
 
 
 def flags_set(config: RunConfig) -> set[str]:

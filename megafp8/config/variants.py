@@ -35,11 +35,18 @@ class Variant:
 
 def names() -> tuple[str, ...]:
     """The names that `build_variant` accepts, without those that have a format."""
-    return (BASELINE, CONTROL, *registry.names())
+    return (BASELINE, CONTROL, *recipe_names())
+
+
+def recipe_names() -> tuple[str, ...]:
+    """The recipes, each followed by its variants, such as `nvfp4-four-over-six`."""
+    return tuple(
+        name for each in registry.recipes() for name in (each.name, *(f"{each.name}-{own}" for own, _ in each.variants))
+    )
 
 
 def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
-    """Build a variant by name: `bf16`, `bf16-control`, a recipe, or a recipe and a format such as `delayed-e4m3`.
+    """Build a variant by name: `bf16`, `bf16-control`, a recipe, or one with a format or variant: `delayed-e4m3`.
 
     The control is the baseline with another micro-batch size: the same arithmetic, but gradients are summed in another
     order. Its difference from the baseline shows the effect of any change in rounding.
@@ -61,19 +68,20 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
         return Variant(name=name, flags=("--bf16", "--micro-batch-size", str(micro), *given))
     if not is_known(name):
         raise ConfigError(f"recipe {unknown_name_text(name, names())}; for other settings use --variant NAME='FLAGS'")
-    recipe_name, _, number_format = name.partition("-")
+    recipe_name, _, form = name.partition("-")
     recipe = registry.get(recipe_name)
-    family, number_format = f"--{recipe.family}", number_format or recipe.default_format
-    return Variant(name=name, flags=("--bf16", f"{family}-format", number_format, f"{family}-recipe", recipe_name))
+    added = dict(recipe.variants).get(form)
+    number_format = form if form and added is None else recipe.default_format
+    flags = (f"--{recipe.family}-format", number_format, f"--{recipe.family}-recipe", recipe_name)
+    return Variant(name=name, flags=("--bf16", *flags, *(added or "").split()))
 
 
 def is_known(name: str) -> bool:
     """Whether `build_variant` accepts a name."""
     recipe_name, _, number_format = name.partition("-")
-    if name in (BASELINE, CONTROL):
+    if name in names():
         return True
-    recipe = registry.get(recipe_name) if recipe_name in registry.names() else None
-    return recipe is not None and (number_format or recipe.default_format) in recipe.formats
+    return recipe_name in registry.names() and number_format in registry.get(recipe_name).formats
 
 
 def unknown_name_text(name: str, choices: Sequence[str]) -> str:

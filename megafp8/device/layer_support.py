@@ -86,12 +86,9 @@ def expert_kernel_problems(config: RunConfig, implementation: str) -> list[str]:
         return [
             "--moe-expert-kernels triton with --transformer-impl local: an expert is an MLP there; remove the former"
         ]
-    guard, fault, reduction = (
-        config.training.fp8_guard, config.training.planted_fault, config.precision.fp8_amax_reduction
-    )  # fmt: skip
+    guard, reduction = config.training.fp8_guard, config.precision.fp8_amax_reduction
     asked = {
         f"--fp8-guard {guard}": guard == "smooth-swiglu",
-        f"--planted-fault {fault}": fault != "none",
         f"--fp8-amax-reduction {reduction}": reduction != "te",
     }
     return [

@@ -18,13 +18,13 @@ from typing import Any, Optional
 from megafp8.config import flags as config_flags
 from megafp8.config import precision_map, variants
 from megafp8.config.schema import AUTO, RunConfig
-from megafp8.config.settings import settings_by_name
+from megafp8.config.settings import settings_by_name, value_of
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
-from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, length_problems, without_given
+from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, left_out_faults, length_problems, without_given
+from megafp8.launch.stability_sizes import MODEL_SETTINGS, SIZES, share_batch, size_flags
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
-from megafp8.recipes import registry
 from megafp8.recipes.known_bad import KNOWN_BAD
 
 SUITE_FILE = "stability.json"
@@ -40,56 +40,6 @@ PARTS = {
 PAIRED = (PAIRS, CONTROLS, CONTINUATION)
 """Parts whose verdicts are over paired seeds."""
 
-COMMON = (
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine "
-    "--lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --num-workers 0 "
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How large a suite is.
-
-    Attributes:
-        flags: of all runs.
-        lr: learning rate of all runs but those of the sweep. The minimum is a tenth.
-        factors: of the sweep, multiples of `lr`; they include 1.
-        sweep_seeds: seeds of the sweep, unless the suite gives them.
-        corpus_bytes: text that is prepared where the flags name no data.
-        fault_flags: of the runs with planted faults, unless the user gives them.
-    """
-
-    flags: str
-    lr: float
-    factors: tuple[float, ...]
-    sweep_seeds: int
-    corpus_bytes: int
-    fault_flags: str = ""
-
-
-SIZES = {
-    "tiny": Size(
-        flags="--num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 160 --seq-length 64 "
-        "--max-position-embeddings 64 --micro-batch-size 16 --global-batch-size 16 --train-iters 120 "
-        "--eval-interval 30 --eval-iters 20 --num-threads 1",
-        lr=1e-3, factors=(1, 4, 16, 64, 256, 1024), sweep_seeds=2, corpus_bytes=2_000_000,
-        fault_flags="--train-iters 300 --lr 1.5e-3 --min-lr 1.5e-4",
-    ),
-    "small": Size(
-        flags="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 352 --seq-length 128 "
-        "--max-position-embeddings 128 --micro-batch-size 16 --global-batch-size 16 --train-iters 800 "
-        "--eval-interval 100 --eval-iters 64 --num-threads 1",
-        lr=2.3e-3, factors=(1, 2, 4, 8, 16, 32, 64, 128), sweep_seeds=3, corpus_bytes=10_000_000,
-    ),
-    "gpu-hour": Size(
-        flags="--num-layers 8 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --seq-length 1024 "
-        "--max-position-embeddings 1024 --micro-batch-size 32 --global-batch-size 64 --train-iters 400 "
-        "--eval-interval 50 --eval-iters 8",
-        lr=1.2e-3, factors=(1, 2, 4, 8, 16, 32, 64), sweep_seeds=2, corpus_bytes=100_000_000,
-    ),
-}  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
@@ -98,8 +48,9 @@ class Suite:
     Attributes:
         num_sweep_seeds: None: as many as the size says.
         flags: of all runs, after those of the size. A learning rate among them replaces that of the size; the minimum
-            follows it, unless it is given, too.
+            follows it, unless it is given, too. A model among them replaces that of the size completely.
         checkpoint: folder of the checkpoint that CONTINUATION continues.
+        checkpoint_flags: its model, sequence length and tokenizer.
         slurm: fields of the jobs.
     """
 
@@ -112,6 +63,7 @@ class Suite:
     num_sweep_seeds: Optional[int] = None
     flags: tuple[str, ...] = ()
     checkpoint: str = ""
+    checkpoint_flags: tuple[str, ...] = ()
     gpus: int = 1
     slurm: Mapping[str, Any] = field(default_factory=dict)
 
@@ -121,14 +73,26 @@ class Suite:
         return config_flags.parse_with_problems(self.flags)[0]
 
     @property
-    def size_flags(self) -> tuple[str, ...]:
-        """The flags of all runs that the size gives."""
-        return tuple(f"{COMMON} {SIZES[self.size].flags}".split())
+    def given(self) -> frozenset[str]:
+        """Names of the settings that the flags of all runs give, each by a flag or in the --config file."""
+        return self.invocation.given | self.invocation.from_file
 
     @property
-    def given(self) -> frozenset[str]:
-        """Names of the settings among the flags of all runs."""
-        return self.invocation.given
+    def names_model(self) -> bool:
+        """Whether the flags of all runs say the complete model: a preset, or a --config file with a width."""
+        return "model.model_preset" in self.given or "model.hidden_size" in self.invocation.from_file
+
+    def part_flags(self, part: str) -> tuple[str, ...]:
+        """The flags that all runs of a part share."""
+        is_continued, replaced = part == CONTINUATION, set(self.given)
+        if is_continued or self.names_model:
+            replaced.update(MODEL_SETTINGS)
+        if is_continued:
+            replaced.add("data.seq_length")
+        own = size_flags(self.size, replaced)
+        words = (*own, *rate_flags(self.base_rate, self.given), *self.flags)
+        words = (*self.checkpoint_flags, *words) if is_continued else words
+        return (*words, *share_batch(words, self.given, self.gpus))
 
     @property
     def base_rate(self) -> float:
@@ -158,17 +122,20 @@ def build_study(suite: Suite) -> Study:
     """
     if problems := suite_problems(suite):
         raise ConfigError(problems)
-    shared, problems = config_flags.parse_with_problems((*suite.size_flags, *suite.flags))
-    if problems:
+    if problems := list(dict.fromkeys(problem for part in suite.parts for problem in parse_part(suite, part)[1])):
         raise ConfigError(problems)
-    rates = rate_flags(suite.base_rate, suite.given)
-    common = Option(flags=(*suite.size_flags, *rates, *suite.flags), sizes={"gpus": float(suite.gpus)})
     study = Study(
-        path=suite.folder / SUITE_FILE, name="stability", folder=suite.folder, common=common, grids=(),
-        slurm=suite.slurm, slurm_flag="--job",
+        path=suite.folder / SUITE_FILE, name="stability", folder=suite.folder,
+        common=Option(sizes={"gpus": float(suite.gpus)}), grids=(), slurm=suite.slurm, slurm_flag="--job",
     )  # fmt: skip
-    grids = tuple(grid for part in suite.parts for grid in part_grids(suite, part, shared.config))
+    grids = tuple(grid for part in suite.parts for grid in part_grids(suite, part))
     return dataclasses.replace(study, grids=grids)
+
+
+def parse_part(suite: Suite, part: str) -> tuple[RunConfig, list[str]]:
+    """The settings that all runs of a part share, and what is wrong with their flags."""
+    invocation, problems = config_flags.parse_with_problems(suite.part_flags(part))
+    return invocation.config, problems
 
 
 def suite_problems(suite: Suite) -> list[str]:
@@ -185,14 +152,15 @@ def suite_problems(suite: Suite) -> list[str]:
     if BASELINE in suite.recipes or CONTROL in suite.recipes:
         problems.append(f"--recipes: {BASELINE} and {CONTROL} are in every suite; remove them")
     if not suite.recipes:
-        problems.append(f"--recipes names no recipe: choose from {', '.join(registry.names())}")
-    problems += [f"--recipes {variants.unknown_name_text(name, registry.names())}" for name in suite.recipes
+        problems.append(f"--recipes names no recipe: choose from {', '.join(variants.recipe_names())}")
+    problems += [f"--recipes {variants.unknown_name_text(name, variants.recipe_names())}" for name in suite.recipes
                  if not variants.is_known(name)]  # fmt: skip
     return problems + flag_problems(suite)
 
 
 SET_BY_SUITE = {
     "training.seed": "give the number of seeds with --seeds, --sweep-seeds or --fault-seeds",
+    "checkpoint.use_checkpoint_args": f"give the checkpoint with --checkpoint: the part {CONTINUATION} takes its model",
     "checkpoint.pretrained_checkpoint": f"give it with --checkpoint, for the part {CONTINUATION}",
     **dict.fromkeys(variants.FOLDER_FLAGS, "give the folder of all runs with --output-dir"),
     **dict.fromkeys(variants.RECIPE_FLAGS, "name recipes with --recipes, such as delayed-e4m3"),
@@ -207,7 +175,10 @@ SET_BY_PART = {FAULTS: FAULT_SETTINGS, CONTROLS: ("precision.transformer_impl",)
 
 def flag_problems(suite: Suite) -> list[str]:
     """Flags of all runs that the suite sets itself, or with which it has no verdict."""
-    config, given = suite.invocation.config, suite.given
+    config, invocation = suite.invocation.config, suite.invocation
+    # A file may hold all settings, as that of a run does. Only what it changes counts.
+    changed = (name for name in invocation.from_file if value_of(config, name) != settings_by_name()[name].default)
+    given = invocation.given.union(changed)
     found = {name: f"set by the suite; remove it, and {text}" for name, text in SET_BY_SUITE.items() if name in given}
     for part in suite.parts:
         for name in given.intersection(SET_BY_PART.get(part, ())):
@@ -222,13 +193,10 @@ def flag_problems(suite: Suite) -> list[str]:
     return problems
 
 
-def part_grids(suite: Suite, part: str, shared: RunConfig) -> list[Grid]:
-    """The grids of a part: one, or one for each recipe. Each has the axes `part`, `recipe` and `seed`.
-
-    Args:
-        shared: settings of all runs.
-    """
-    size, given = SIZES[suite.size], suite.given
+def part_grids(suite: Suite, part: str) -> list[Grid]:
+    """The grids of a part: one, or one for each recipe. Each has the axes `part`, `recipe` and `seed`."""
+    size, given, words = SIZES[suite.size], suite.given, suite.part_flags(part)
+    shared, _ = parse_part(suite, part)
 
     def recipes(*names: str) -> tuple[Option, ...]:
         built = (variants.build_variant(name, shared, suite.gpus) for name in names)
@@ -236,7 +204,7 @@ def part_grids(suite: Suite, part: str, shared: RunConfig) -> list[Grid]:
 
     def grid(recipes: tuple[Option, ...], num_seeds: int, **axes: tuple[Option, ...]) -> Grid:
         seeds = tuple(Option(name=f"seed{seed}", flags=("--seed", str(seed))) for seed in range(1, num_seeds + 1))
-        return {"part": (Option(name=part),), "recipe": recipes, **axes, "seed": seeds}
+        return {"part": (Option(name=part, flags=words),), "recipe": recipes, **axes, "seed": seeds}
 
     if part == PAIRS:
         return [grid(recipes(BASELINE, CONTROL, *suite.recipes), suite.num_seeds)]
@@ -249,7 +217,7 @@ def part_grids(suite: Suite, part: str, shared: RunConfig) -> list[Grid]:
         grids = []
         for recipe in recipes(*suite.recipes):
             recipe = dataclasses.replace(recipe, flags=(*recipe.flags, *length))
-            config = config_flags.parse_with_problems((*suite.size_flags, *suite.flags, *recipe.flags))[0].config
+            config = config_flags.parse_with_problems((*words, *recipe.flags))[0].config
             if problems := length_problems(config):
                 raise ConfigError(problems)
             grids.append(grid((recipe,), suite.num_fault_seeds, fault=fault_arms(config)))
@@ -292,6 +260,11 @@ def unique_runs(parts: Sequence[PartRun]) -> list[StudyRun]:
     return list({each.run.id: each.run for each in parts}.values())
 
 
+def left_out(suite: Suite) -> list[str]:
+    """What the part of planted faults leaves out because of its model, with the reasons."""
+    return left_out_faults(parse_part(suite, FAULTS)[0].model) if FAULTS in suite.parts else []
+
+
 def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
     """Write the runs of every part to the suite's folder, for the report."""
     content = {
@@ -299,6 +272,7 @@ def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
         "lr": suite.base_rate,
         "fault_step": next((each.run.config.training.planted_fault_step for each in runs if each.part == FAULTS
                             and each.run.config.training.planted_fault != "none"), None),
+        "left_out": left_out(suite),
         "known_bad": {name: good for name, (good, _) in KNOWN_BAD.items()},
         "runs": [
             {"part": each.part, "folder": each.run.folder.name, "tokens": each.run.tokens, **each.choice}

@@ -17,8 +17,9 @@ from megafp8.config.planted_faults import (
     OUTLIER_CHANNEL,
     SPIKE_BATCH,
 )
-from megafp8.config.schema import RunConfig
-from megafp8.config.settings import all_settings
+from megafp8.config.rules.planted_faults import model_obstacles
+from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.launch.stability_sizes import without_settings
 from megafp8.launch.study import Option
 
 CLEAN, REPAIR = "clean", "_with_"
@@ -55,8 +56,14 @@ def fault_step(train_iters: int) -> int:
     return max(FIRST_UPDATE, round(FIRST_FRACTION * train_iters))
 
 
+def left_out_faults(model: ModelConfig) -> list[str]:
+    """Why a model cannot have some of the faults; their arms are left out."""
+    faults = dict.fromkeys(name.partition(REPAIR)[0] for name in ARMS)
+    return [obstacle for fault in faults for obstacle in model_obstacles(fault, model)]
+
+
 def fault_arms(config: RunConfig) -> tuple[Option, ...]:
-    """The arms of a recipe.
+    """The arms of a recipe, without those of faults that its model cannot have.
 
     Args:
         config: of the recipe's runs. Smoothing needs a recipe without amax history.
@@ -69,6 +76,8 @@ def fault_arms(config: RunConfig) -> tuple[Option, ...]:
     for name, flags in ARMS.items():
         fault, _, repair = name.partition(REPAIR)
         if repair == "smooth-swiglu" and derived.is_stateful(config.precision):
+            continue
+        if any(model_obstacles(fault, config.model)):
             continue
         words = ["--transformer-impl", "emulated", *flags.split(), "--fp8-guard-interval", "10"]
         if fault != CLEAN:
@@ -88,12 +97,8 @@ def length_problems(config: RunConfig) -> list[str]:
 
 
 def without_given(flags: str, given: Collection[str]) -> tuple[str, ...]:
-    """Flags with one value each, without those of settings that the user gave.
+    """Flags without those of settings that the user gave.
 
     The minimum of the learning rate goes with a learning rate that was given: it was a tenth of another one.
     """
-    given = {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given
-    names = {flag: setting.name for setting in all_settings() for flag in setting.flags}
-    words = flags.split()
-    pairs = zip(words[::2], words[1::2], strict=True)
-    return tuple(word for flag, value in pairs if names[flag] not in given for word in (flag, value))
+    return without_settings(flags, {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given)

@@ -254,6 +254,7 @@ class Recipe:
         slow_cast, is_ranked_on_blackwell: whether casts are as slow as blockwise ones; whether the planner ranks it.
         grouped_gemm_formats: formats in which the experts of a mixture run in one launch (`models/grouped_moe.py`).
         fallbacks: finer recipes to try, each with the reason as the end of a sentence.
+        variants: forms with names of their own in comparisons, `RECIPE-VARIANT`, each with the flags that it adds.
     """
 
     name: str
@@ -284,6 +285,7 @@ class Recipe:
     is_ranked_on_blackwell: bool = False
     grouped_gemm_formats: tuple[str, ...] = ()
     fallbacks: tuple[tuple[str, str], ...] = ()
+    variants: tuple[tuple[str, str], ...] = ()
 
     def rules(self, number_format: Optional[str] = None, options: Optional[Mapping[str, Any]] = None) -> LinearRecipe:
         """The rules of a linear.

@@ -74,4 +74,5 @@ RECIPE = Recipe(
     ),
     fallbacks=(("mxfp8", ", which has eight bits instead of four"),),
     is_ranked_on_blackwell=True,
+    variants=(("four-over-six", "--fp4-four-over-six"),),
 )

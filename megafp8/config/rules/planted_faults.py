@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import iterations, latent_attention, precision_map, topology
-from megafp8.config.planted_faults import ALIGNED_SWIGLU, HIGH_PRECISION_FAULTS, INFLATED_QK, SUDDEN_FAULTS
+from megafp8.config.planted_faults import (
+    ALIGNED_SWIGLU,
+    DENSE_FAULTS,
+    HIGH_PRECISION_FAULTS,
+    INFLATED_QK,
+    SUDDEN_FAULTS,
+)
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, has_whole_replicas, no_effect_without
-from megafp8.config.schema import RunConfig, TrainingConfig
+from megafp8.config.schema import ModelConfig, RunConfig, TrainingConfig
 from megafp8.config.settings import settings_by_name, value_of
 
 
 def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--planted-fault needs complete dense layers, most faults quantized ones, and its settings need it."""
+    """--planted-fault needs complete layers, most faults quantized ones, and its settings need it."""
     training, parallel, precision = config.training, config.parallel, config.precision
     flag = f"--planted-fault {training.planted_fault}"
     if training.planted_fault == "none":
@@ -27,17 +33,29 @@ def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[st
         yield f"{flag}: the layer must be complete on every rank; use tensor- and pipeline-parallel size 1"
     if precision.fp8_param_gather:
         yield f"{flag} with --fp8-param-gather: the weights have no copy that the fault could change; remove one"
-    if config.model.num_experts:
-        yield f"{flag} with --num-experts {config.model.num_experts}: faults are planted into dense layers; remove one"
-    if latent_attention.is_latent(config.model) and training.planted_fault == INFLATED_QK:
+    yield from model_obstacles(training.planted_fault, config.model)
+
+
+def model_obstacles(fault: str, model: ModelConfig) -> Iterator[str]:
+    """Why a model cannot have a fault, or normalization undoes it; nothing if it can."""
+    flag = f"--planted-fault {fault}"
+    if model.num_experts and fault in DENSE_FAULTS:
+        yield f"{flag} with --num-experts {model.num_experts}: it is planted into a dense MLP; remove one"
+    if fault == INFLATED_QK and latent_attention.is_latent(model):
         yield f"{flag} with --multi-latent-attention: queries and keys have no common linear; remove one"
-    if training.planted_fault == ALIGNED_SWIGLU and not config.model.swiglu:
+    if fault == ALIGNED_SWIGLU and not model.swiglu:
         yield f"{flag} aligns the weights of SwiGLU: add --swiglu, or use --planted-fault outlier-channel"
+    for norm, is_given in (("--qk-layernorm", model.qk_layernorm), ("--qk-l2-norm", model.qk_l2_norm)):
+        if fault == INFLATED_QK and is_given:
+            yield (
+                f"{flag} with {norm}: queries and keys are normalized after the fault, so that the logits cannot grow; "
+                "remove one"
+            )
 
 
 def planted_fault_shows(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A planted fault begins within the run, its growth has an effect, and normalization does not undo it."""
-    training, model = config.training, config.model
+    """A planted fault begins within the run, and its growth has an effect."""
+    training = config.training
     fault, first, growth = training.planted_fault, training.planted_fault_step, training.planted_fault_growth
     if fault == "none":
         return
@@ -51,12 +69,6 @@ def planted_fault_shows(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     if fault in SUDDEN_FAULTS and growth != TrainingConfig().planted_fault_growth:
         yield no_effect_without(f"--planted-fault-growth {growth:g}", "a gradual --planted-fault, as inflated-qk")
-    for flag, is_given in (("--qk-layernorm", model.qk_layernorm), ("--qk-l2-norm", model.qk_l2_norm)):
-        if fault == INFLATED_QK and is_given:
-            yield (
-                f"--planted-fault {fault} with {flag}: queries and keys are normalized after the fault, so that the "
-                "logits cannot grow; remove one"
-            )
 
 
 def alignment_reaches_master_weights(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -9,7 +9,8 @@ plants depends on the step only, so that a resumed run continues it.
     aligned-swiglu        gradual: a channel of SwiGLU's output grows, and its two weights turn to the same direction
     inflated-qk           gradual: attention logits grow, because queries and keys do
     spike-batch           sudden: the tokens of a batch are replaced, its labels are not
-    infinite-activation   sudden: one value of the input of linear_fc2 is infinite, in the first of these layers
+    infinite-activation   sudden: one value of the input of linear_fc2 is infinite, in the first of these layers; of a
+                          mixture, in its first expert with tokens
 
 The channels grow by powers of two by which the weights of the linear shrink. In high precision this changes no bit, so
 that all that is lost is lost by the quantization, and a repair can be compared with a run without the fault. Only
@@ -80,6 +81,7 @@ class LayerFault:
     Attributes:
         factor: by which a gradual fault has grown.
         is_active: whether a sudden fault is in this step.
+        spoiled: the linear with an infinite value in this step; None before it is found.
     """
 
     def __init__(self, run: Run):
@@ -89,6 +91,7 @@ class LayerFault:
         )  # fmt: skip
         self.model, self.vocab_size, self.chunks = model, run.vocab_size, unwrap_model(run.trainee.chunks)
         self.factor, self.is_active = 1.0, False
+        self.spoiled: Optional[nn.Module] = None
         quantized = linears_with_statistics(model, run.config.precision)
         named = [pair for chunk in self.chunks for pair in named_linears(chunk)]
         linears = {name: linear for name, linear in named if name in quantized}
@@ -102,16 +105,18 @@ class LayerFault:
         if self.kind == SPIKE_BATCH:
             for embedding in (chunk.embedding.word_embeddings for chunk in self.chunks):
                 embedding.register_forward_pre_hook(lambda _, args: (self.replace_tokens(args[0]), *args[1:]))
-        for linear in self.linears[:1] if self.kind == INFINITE_ACTIVATION else self.linears:
+        for linear in self.linears:
             if self.kind == INFLATED_QK:
                 linear.register_forward_hook(lambda _, args, output: (self.inflate(output[0]), *output[1:]))
+            elif self.kind == INFINITE_ACTIVATION:
+                linear.register_forward_pre_hook(lambda module, args: (self.spoil(module, args[0]), *args[1:]))
             else:
-                linear.register_forward_pre_hook(lambda _, args: (self.spoil(args[0]), *args[1:]))
+                linear.register_forward_pre_hook(lambda _, args: (self.enlarge(args[0]), *args[1:]))
 
     def start(self, step: int) -> None:
         """Set the fault of a step."""
         num_steps = max(0, step - self.first_step + 1)
-        self.is_active = step == self.first_step
+        self.is_active, self.spoiled = step == self.first_step, None
         self.factor = self.growth**num_steps
         if self.kind not in EMULATED_FAULTS or not num_steps:
             return
@@ -127,14 +132,19 @@ class LayerFault:
         """No sudden fault in a validation."""
         self.is_active = False
 
-    def spoil(self, values: Tensor) -> Tensor:
-        """The input of the linear [..., K] with the fault."""
-        if self.kind == INFINITE_ACTIVATION:
-            if not self.is_active:
-                return values
-            spoiled = values.clone()
-            spoiled.view(-1, values.shape[-1])[0, CHANNEL] = torch.inf
-            return spoiled
+    def spoil(self, linear: nn.Module, values: Tensor) -> Tensor:
+        """The input of a linear [..., K]; that of the first linear with tokens has an infinite value."""
+        if not self.is_active or not values.numel():
+            return values
+        self.spoiled = linear if self.spoiled is None else self.spoiled
+        if linear is not self.spoiled:
+            return values
+        spoiled = values.clone()
+        spoiled.view(-1, values.shape[-1])[0, CHANNEL] = torch.inf
+        return spoiled
+
+    def enlarge(self, values: Tensor) -> Tensor:
+        """The input of the linear [..., K] with a channel that grows."""
         if self.factor == 1.0:
             return values
         factors = torch.ones(values.shape[-1], dtype=values.dtype, device=values.device)

@@ -234,3 +234,12 @@ def test_a_list_may_be_written_in_brackets():
     config = parse(["--recompute-modules", "[layernorm", "mlp]", "--profile-ranks", "[0]"]).config
     assert config.training.recompute_modules == ("layernorm", "mlp")
     assert config.logging.profile_ranks == (0,)
+
+
+def test_settings_of_a_file_are_told_from_those_of_flags(tmp_path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text('{"model": {"num_layers": 2, "swiglu": false}, "optimizer": {"lr": 0.001}}')
+    invocation = parse(["--config", str(path), "--lr", "1e-2"])
+    assert invocation.given == {"optimizer.lr"}
+    assert invocation.from_file == {"model.num_layers", "model.swiglu", "optimizer.lr"}
+    assert parse(["--config", str(path), "--model-preset", "tiny"]).from_file == {"optimizer.lr"}

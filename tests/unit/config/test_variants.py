@@ -42,6 +42,14 @@ def test_every_name_is_a_run_that_breaks_no_rule(name: str) -> None:
     assert name != "delayed-e4m3" or config.precision.fp8_format == "e4m3"
 
 
+def test_four_over_six_is_a_name() -> None:
+    assert "nvfp4-four-over-six" in names()
+    precision = config_of(list(build_variant("nvfp4-four-over-six", config_of([]), 1).flags)).precision
+    assert (precision.fp4_recipe, precision.fp4_format, precision.fp4_four_over_six) == ("nvfp4", "e2m1", True)
+    with pytest.raises(ConfigError, match="recipe mxfp8-four-over-six: unknown; choose from .*nvfp4-four-over-six"):
+        build_variant("mxfp8-four-over-six", config_of([]), 1)
+
+
 def test_the_control_is_the_baseline_in_other_microbatches() -> None:
     shared = config_of([])
     bf16, control = (config_of(list(build_variant(name, shared, 1).flags)) for name in ("bf16", "bf16-control"))

@@ -19,7 +19,6 @@ from megafp8.launch.stability import (
     FAULTS,
     KNOWN_BAD,
     PAIRS,
-    SIZES,
     SWEEP,
     Suite,
     build_study,
@@ -29,6 +28,7 @@ from megafp8.launch.stability import (
     write_suite_file,
 )
 from megafp8.launch.stability_faults import ARMS, CLEAN, REPAIR, fault_step
+from megafp8.launch.stability_sizes import SIZES
 from megafp8.launch.study import expand
 from megafp8.launch.study_execution import StudyProgress, build_jobs
 
@@ -64,7 +64,9 @@ def test_controls_and_good_forms_differ_in_one_thing(tmp_path: Path) -> None:
 
 
 def test_a_continuation_starts_from_the_checkpoint(tmp_path: Path) -> None:
-    runs = part_runs(build_study(suite_of(tmp_path, "continuation", checkpoint="runs/base")))
+    model = ("--model-preset", "tiny", "--seq-length", "64")
+    suite = suite_of(tmp_path, "continuation", checkpoint="runs/base", checkpoint_flags=model)
+    runs = part_runs(build_study(suite))
     assert {each.run.config.checkpoint.pretrained_checkpoint for each in runs} == {"runs/base"}
     assert Counter(each.choice["recipe"] for each in runs) == {"bf16": 3, "tensorwise": 3}
 

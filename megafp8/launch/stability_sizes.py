@@ -1,0 +1,105 @@
+"""Sizes of a stability suite: the flags that a size gives to all runs, and what is left of them beside other flags.
+
+Every recipe accepts the widths, which are multiples of 128, and 1, 2 and 4 ranks share the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megafp8.config import flags as config_flags
+from megafp8.config import topology
+from megafp8.config.settings import all_settings
+from megafp8.errors import ConfigError
+
+MODEL_SETTINGS = tuple(setting.name for setting in all_settings() if setting.section == "model")
+
+COMMON = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine "
+    "--lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --num-workers 0 "
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large a suite is.
+
+    Attributes:
+        flags: of all runs.
+        lr: learning rate of all runs but those of the sweep. The minimum is a tenth.
+        factors: of the sweep, multiples of `lr`; they include 1.
+        sweep_seeds: seeds of the sweep, unless the suite gives them.
+        corpus_bytes: text that is prepared where the flags name no data.
+        fault_flags: of the runs with planted faults, unless the user gives them.
+    """
+
+    flags: str
+    lr: float
+    factors: tuple[float, ...]
+    sweep_seeds: int
+    corpus_bytes: int
+    fault_flags: str = ""
+
+
+SIZES = {
+    "tiny": Size(
+        flags="--num-layers 2 --hidden-size 128 --num-attention-heads 2 --ffn-hidden-size 128 --seq-length 64 "
+        "--max-position-embeddings 64 --micro-batch-size 16 --global-batch-size 16 --train-iters 120 "
+        "--eval-interval 30 --eval-iters 20 --num-threads 1",
+        lr=1e-3, factors=(1, 4, 16, 64, 256, 1024), sweep_seeds=2, corpus_bytes=2_000_000,
+        fault_flags="--train-iters 300 --lr 1.5e-3 --min-lr 1.5e-4",
+    ),
+    "small": Size(
+        flags="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --seq-length 128 "
+        "--max-position-embeddings 128 --micro-batch-size 16 --global-batch-size 16 --train-iters 800 "
+        "--eval-interval 100 --eval-iters 64 --num-threads 1",
+        lr=2.3e-3, factors=(1, 2, 4, 8, 16, 32, 64, 128), sweep_seeds=3, corpus_bytes=10_000_000,
+    ),
+    "gpu-hour": Size(
+        flags="--num-layers 8 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --seq-length 1024 "
+        "--max-position-embeddings 1024 --micro-batch-size 32 --global-batch-size 64 --train-iters 400 "
+        "--eval-interval 50 --eval-iters 8",
+        lr=1.2e-3, factors=(1, 2, 4, 8, 16, 32, 64), sweep_seeds=2, corpus_bytes=100_000_000,
+    ),
+}  # fmt: skip
+
+
+def size_flags(size: str, replaced: Collection[str]) -> tuple[str, ...]:
+    """The flags of all runs that a size gives, without those of settings that are replaced."""
+    return without_settings(f"{COMMON} {SIZES[size].flags}", replaced)
+
+
+def without_settings(flags: str, names: Collection[str]) -> tuple[str, ...]:
+    """Flags, each with its values, without those of the named settings."""
+    setting_of = {flag: setting.name for setting in all_settings() for flag in (*setting.flags, *setting.off)}
+    kept: list[str] = []
+    is_kept = True
+    for word in flags.split():
+        if word.startswith("--"):
+            is_kept = setting_of[word] not in names
+        if is_kept:
+            kept.append(word)
+    return tuple(kept)
+
+
+def share_batch(words: tuple[str, ...], given: Collection[str], world_size: int) -> tuple[str, ...]:
+    """Flags for a smaller micro-batch, if that of the size does not divide the sequences of a rank.
+
+    Args:
+        words: flags of all runs.
+        given: names of the settings that the user gave. A given micro-batch size is kept.
+        world_size: ranks of a run.
+    """
+    config = config_flags.parse_with_problems(words)[0].config
+    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+    if "training.micro_batch_size" in given or not batch or not micro:
+        return ()
+    try:
+        replicas = topology.data_parallel_size(config, world_size)
+    except ConfigError:  # the rules of a run report it
+        return ()
+    shared = math.gcd(micro, batch // replicas)
+    return () if batch % replicas or shared == micro else ("--micro-batch-size", str(shared))

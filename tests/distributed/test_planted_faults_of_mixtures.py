@@ -1,0 +1,103 @@
+"""Planted faults of mixtures: those that need no dense MLP are noticed as in dense models, and the others refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import build_run, small_config
+
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.progress import Progress
+from megafp8.metrics.records import EventRecord
+from megafp8.training import pretrain
+from megafp8.training.extensions import planted_fault
+
+TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+MIXTURE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --swiglu --disable-bias-linear"
+LOOP = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100 --train-iters 6"
+SKIP = "--max-skipped-steps 1"
+
+
+def run_loop(folder: Path, flags: str, model: str = MIXTURE) -> tuple[Progress, list[EventRecord], list[float]]:
+    """Progress, events and losses of a run."""
+    config = small_config("gpt2", f"{LOOP} --save {folder} --load {folder} {TENSORWISE} {model} {flags}")
+    (progress,) = run_ranks(1, lambda: pretrain.train(build_run(config)))
+    loaded = load_run(folder)
+    return progress, list(loaded.events), [step.loss for step in loaded.steps]
+
+
+def steps_of(events: list[EventRecord], name: str) -> list[int]:
+    return [event.step for event in events if event.name == name]
+
+
+def test_inflated_logits_of_a_mixture_are_noticed(tmp_path: Path) -> None:
+    guard = "--fp8-guard warn --fp8-guard-interval 1"
+    flags = f"{guard} --planted-fault inflated-qk --planted-fault-step 2 --planted-fault-growth 32"
+    _, clean, plain = run_loop(tmp_path / "clean", guard)
+    _, events, losses = run_loop(tmp_path / "planted", flags)
+    found = [event for event in events if event.name == "guard"]
+    assert any("attention logits" in event.detail for event in found) and min(event.step for event in found) >= 2
+    assert not any("attention logits" in event.detail for event in clean)
+    assert losses[0] == plain[0] and losses[1] != plain[1]
+
+
+def test_a_spike_batch_of_a_mixture_is_skipped_in_its_own_step(tmp_path: Path) -> None:
+    flags = f"--planted-fault-step 5 --planted-fault spike-batch --spike-policy skip {SKIP}"
+    window = "--spike-window 4 --spike-min-steps 3 --spike-sigma 0.5"
+    for name, model in (("mixture", MIXTURE), ("dense", "--swiglu --disable-bias-linear")):
+        _, events, losses = run_loop(tmp_path / name, f"{flags} {window}", model)
+        _, _, plain = run_loop(tmp_path / f"{name}-clean", "", model)
+        assert steps_of(events, "step skipped")[0] <= 5 and losses[4] != plain[4], name
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("policy", ["skip", "bf16"])
+def test_an_infinite_activation_of_an_expert_is_skipped_in_its_own_step(
+    policy: str, dispatcher: str, tmp_path: Path
+) -> None:
+    flags = f"--planted-fault-step 2 --planted-fault infinite-activation {SKIP} --on-nonfinite-activation {policy}"
+    progress, events, _ = run_loop(tmp_path, f"{flags} --moe-token-dispatcher-type {dispatcher}")
+    assert steps_of(events, "step skipped") == [2]
+    moved = [linear.name for linear in progress.history.moved_linears]
+    assert len(moved) == (policy == "bf16") and all(re.match(r"layers\.0\.experts\.", name) for name in moved)
+
+
+def test_an_expert_without_tokens_leaves_the_fault_to_the_next_one(monkeypatch) -> None:
+    linears = [torch.nn.Linear(4, 4) for _ in range(3)]
+    names = [f"layers.0.experts.{number}.linear_fc2" for number in range(3)]
+    monkeypatch.setattr(planted_fault, "unwrap_model", lambda chunks: chunks)
+    monkeypatch.setattr(planted_fault, "named_linears", lambda chunk: zip(names, linears, strict=True))
+    config = small_config("gpt2", f"{TENSORWISE} {MIXTURE} --planted-fault infinite-activation --planted-fault-step 1")
+    fault = planted_fault.LayerFault(SimpleNamespace(config=config, vocab_size=8, trainee=SimpleNamespace(chunks=[0])))
+    inputs = [torch.ones(0, 4), torch.ones(2, 4), torch.ones(2, 4)]
+
+    def infinite() -> list[int]:
+        seen: list[int] = []
+        handles = [
+            linear.register_forward_pre_hook(lambda _, args, number=number: seen.append(number * bool(
+                torch.isinf(args[0]).any()))) for number, linear in enumerate(linears)
+        ]  # fmt: skip
+        for linear, values in zip(linears, inputs, strict=True):
+            linear(values)
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    fault.start(1)
+    assert infinite() == [0, 1, 0]
+    inputs[0] = torch.ones(2, 4)  # the next microbatch of the step
+    assert infinite() == [0, 1, 0]
+    fault.end_step()
+    fault.start(2)
+    assert infinite() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("fault", ["outlier-channel", "aligned-swiglu"])
+def test_faults_of_a_dense_mlp_are_refused(fault: str) -> None:
+    with pytest.raises(AssertionError, match=f"--planted-fault {fault} with --num-experts 4: .* dense MLP"):
+        small_config("gpt2", f"{TENSORWISE} {MIXTURE} --planted-fault {fault}")

@@ -1,0 +1,182 @@
+"""The model that a stability suite trains: that of its size, of the user's flags, or of a checkpoint; on any ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafp8.mcore import cpu_patches
+
+cpu_patches.install()
+
+from megafp8.analysis.stability_page import publish_suite
+from megafp8.checkpoint.standalone import LazyTensor, save_weights
+from megafp8.cli import stability as command
+from megafp8.config import flags
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
+from megafp8.config.variants import recipe_names
+from megafp8.errors import ConfigError
+from megafp8.launch.stability import (
+    CONTINUATION,
+    CONTROLS,
+    FAULTS,
+    PAIRS,
+    PARTS,
+    SWEEP,
+    Suite,
+    build_study,
+    left_out,
+    part_runs,
+    write_suite_file,
+)
+from megafp8.launch.stability_sizes import SIZES
+from megafp8.launch.study import StudyRun
+
+DATA = ("--mock-data", "--tokenizer-type", "ByteLevelTokenizer")
+LLAMA = {
+    "num_layers": 3, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 256, "swiglu": True,
+    "position_embedding_type": "rope", "normalization": "RMSNorm",
+}  # fmt: skip
+GPT = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64}
+MIXTURE = LLAMA | {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128, "add_bias_linear": False}
+
+
+def runs_of(folder: Path, *parts: str, **fields) -> list[StudyRun]:
+    fields = {"size": "tiny", "recipes": ("tensorwise",), "num_seeds": 2} | fields
+    suite = Suite(folder=folder / "suite", parts=parts, **fields)
+    return [each.run for each in part_runs(build_study(suite))]
+
+
+@pytest.mark.parametrize("preset", ["tiny-gpt2", "tiny-moe", "llama-1b", "qwen3-0.6b"])
+def test_a_preset_is_the_model_of_all_runs(tmp_path: Path, preset: str) -> None:
+    expected = flags.parse(["--model-preset", preset]).config.model
+    found = runs_of(tmp_path, PAIRS, SWEEP, CONTROLS, flags=(*DATA, "--model-preset", preset))
+    assert all(run.config.model == expected for run in found)
+    assert {run.config.data.seq_length for run in found} == {64}
+
+
+def test_a_file_with_a_model_is_the_model_of_all_runs_and_its_other_settings_count(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"model": GPT, "optimizer": {"weight_decay": 0.01, "lr": 2e-3}}))
+    expected = flags.parse(["--config", str(path)]).config
+    found = runs_of(tmp_path, PAIRS, SWEEP, flags=(*DATA, "--config", str(path)))
+    assert all(run.config.model == expected.model and run.config.optimizer.weight_decay == 0.01 for run in found)
+    assert min(run.config.optimizer.lr for run in found) == 2e-3 and found[0].config.optimizer.min_lr == 2e-4
+
+
+def test_a_file_without_a_model_changes_what_it_says_only(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"model": {"swiglu": False, "num_layers": 3}}))
+    model = runs_of(tmp_path, PAIRS, flags=(*DATA, "--config", str(path)))[0].config.model
+    plain = runs_of(tmp_path, PAIRS, flags=DATA)[0].config.model
+    assert model == flags.parse(["--config", str(path), *_without_swiglu(plain)]).config.model and not model.swiglu
+
+
+def _without_swiglu(model) -> list[str]:
+    plain = with_values(RunConfig(), {f"model.{name}": value for name, value in vars(model).items()})
+    return flags.to_argv(with_values(plain, {"model.swiglu": False, "model.num_layers": 3}))
+
+
+def test_settings_of_the_suite_are_refused_in_a_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"precision": {"fp8_format": "hybrid"}, "training": {"seed": 3}}))
+    with pytest.raises(ConfigError) as caught:
+        runs_of(tmp_path, PAIRS, flags=(*DATA, "--config", str(path)))
+    text = "\n".join(caught.value.problems)
+    assert "--seed: set by the suite" in text and "--fp8-format: set by the suite" in text
+
+
+def test_a_model_that_does_not_fit_the_suite_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--max-position-embeddings 512 is less than --seq-length 1024: use"):
+        runs_of(tmp_path, PAIRS, size="gpu-hour", flags=(*DATA, "--model-preset", "tiny-gpt2"))
+
+
+def save(folder: Path, model: dict, tokenizer: str = "ByteLevelTokenizer") -> None:
+    values = {f"model.{name}": value for name, value in model.items()}
+    config = with_values(RunConfig(), values | {"data.seq_length": 32, "data.tokenizer_type": tokenizer})
+    source = LazyTensor((512, 128), torch.float32, lambda: torch.zeros(512, 128))
+    save_weights(folder, config, {"embedding.word_embeddings.weight": source})
+
+
+def run_command(folder: Path, *words: str) -> int:
+    arguments = ["--output-dir", str(folder / "suite"), "--recipes", "tensorwise", "--seeds", "2", "--dry-run"]
+    return command.main([*arguments, "--checkpoint", str(folder / "saved"), *words])
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT, MIXTURE], ids=["tied", "biases", "mixture"])
+def test_a_continuation_has_the_model_of_its_checkpoint(tmp_path: Path, capsys, model: dict) -> None:
+    save(tmp_path / "saved", model)
+    assert run_command(tmp_path, "--parts", "pairs,continuation") == 0
+    lines = [line.partition("pretrain_gpt.py ")[2].split() for line in capsys.readouterr().out.splitlines()[:-1]]
+    configs = [flags.parse(words).config for words in lines]
+    expected = with_values(RunConfig(), {f"model.{name}": value for name, value in model.items()}).model
+    continued = [config for config in configs if config.checkpoint.pretrained_checkpoint]
+    assert len(continued) == 4 and all(config.model == expected for config in continued)
+    assert {config.data.seq_length for config in continued} == {32}
+    assert {config.model.hidden_size for config in configs if config not in continued} == {128}
+    assert {config.data.seq_length for config in configs if config not in continued} == {64}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "words", "text"),
+    [
+        ("ByteLevelTokenizer", ("--num-layers", "4"), "a different model .*model.num_layers: 3 -> 4"),
+        ("ByteLevelTokenizer", ("--model-preset", "tiny-moe"), "a different model .*model.num_experts: null -> 4"),
+        ("GPT2BPETokenizer", (), "trained with GPT2BPETokenizer.*give --data-path"),
+        ("ByteLevelTokenizer", ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "999"),
+         "embedding of 512 rows, but this run has 1024"),
+    ],
+)  # fmt: skip
+def test_flags_that_do_not_fit_the_checkpoint_are_refused_at_once(
+    tmp_path: Path, capsys, tokenizer: str, words: tuple[str, ...], text: str
+) -> None:
+    save(tmp_path / "saved", LLAMA, tokenizer)
+    assert run_command(tmp_path, "--parts", "continuation", "--", *words) == 64
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(text, error), error
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("size", list(SIZES))
+def test_every_size_accepts_every_recipe_on_one_two_and_four_ranks(tmp_path: Path, size: str, ranks: int) -> None:
+    parts = [part for part in PARTS if part != CONTINUATION]
+    found = runs_of(tmp_path, *parts, size=size, recipes=recipe_names(), gpus=ranks, flags=DATA)
+    assert {run.world_size for run in found} == {ranks}
+    assert len({run.config.training.global_batch_size for run in found}) == 1
+
+
+def test_a_given_micro_batch_size_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--micro-batch-size 16 and 4 sequences per rank"):
+        runs_of(tmp_path, PAIRS, gpus=4, flags=(*DATA, "--micro-batch-size", "16"))
+
+
+def test_a_mixture_has_the_faults_that_need_no_dense_layer(tmp_path: Path) -> None:
+    found = runs_of(tmp_path, FAULTS, CONTROLS, PAIRS, flags=(*DATA, "--model-preset", "tiny-moe"))
+    planted = {run.config.training.planted_fault for run in found}
+    assert planted == {"none", "inflated-qk", "spike-batch", "infinite-activation"}
+    arms = ("outlier-channel with --num-experts 4", "aligned-swiglu with --num-experts 4")
+    reasons = left_out(
+        Suite(folder=tmp_path, size="tiny", parts=(FAULTS,), recipes=(), flags=("--model-preset", "tiny-moe"))
+    )
+    assert len(reasons) == 2 and all(arm in reason for arm, reason in zip(arms, reasons, strict=True))
+
+
+def test_what_is_left_out_is_said_and_written(tmp_path: Path, capsys) -> None:
+    words = ["--output-dir", str(tmp_path / "suite"), "--recipes", "tensorwise", "--parts", "faults", "--dry-run"]
+    assert command.main([*words, "--", "--model-preset", "qwen3-0.6b"]) == 0
+    found = capsys.readouterr()
+    assert "part faults: left out: --planted-fault inflated-qk with --qk-layernorm" in found.err
+    assert "inflated-qk" not in found.out and "spike-batch_with_skip" in found.out
+    suite = Suite(
+        folder=tmp_path, size="tiny", parts=(FAULTS,), recipes=("tensorwise",),
+        flags=(*DATA, "--model-preset", "tiny-moe"),
+    )  # fmt: skip
+    write_suite_file(suite, part_runs(build_study(suite)))
+    publish_suite(tmp_path)
+    page = (tmp_path / "report" / "stability.html").read_text()
+    assert "Left out of the planted faults: --planted-fault outlier-channel with --num-experts 4" in page
