@@ -6,9 +6,8 @@ A small model trains on the bytes of Python's standard library, in one process, 
 runs have `--fp8-guard warn`, `--spike-policy skip` and counters of operands; any of their events is a false alarm. Each
 fault of `--planted-fault` is planted into runs of the same seeds, without a repair and with each repair.
 
-Faults, repairs and figures are those of the part `faults` of `megafp8 stability` (`megafp8/launch/stability_faults.py`,
-`megafp8/analysis/stability_faults.py`); the model is smaller. Runs in the JSON file are not repeated,
-so that a benchmark resumes.
+Runs and figures are those of the part `faults` of `megafp8 stability` (`megafp8/launch/stability_faults.py`,
+`megafp8/analysis/stability_faults.py`). Runs in the JSON file are not repeated, so that a benchmark resumes.
 """
 
 from __future__ import annotations
