@@ -138,14 +138,16 @@ def plot_training(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
 
 def plot_grad_norms(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     """Gradient norm before clipping over tokens; None if no run recorded it."""
+    from matplotlib.ticker import LogLocator
+
     curves = _run_curves(recipes, partial(seed_statistics.smoothed_field, field="grad_norm"))
     if not curves:
         return None
     figure, axes = _figure(2.9)
     _draw(axes, curves)
-    axes.set_yscale("log")
-    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        set_formatter(lambda value, _: f"{value:g}")
+    axes.set_yscale("log", subs=())  # every label of a minor tick would hide others over a decade
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylabel("gradient norm")
     _token_axis(axes)
     add_legend(axes)
