@@ -1,11 +1,13 @@
-"""Steps of two and four ranks as CUDA graphs have the losses of separately launched kernels, bitwise.
+"""Steps of two and four ranks as CUDA graphs have the losses and bytes of separately launched kernels, bitwise.
 
-A graph holds the messages between pipeline stages and between context-parallel ranks. Mixtures with expert-parallel
-ranks are no graphs (`test_nccl.py` has them). The runs of this file are started
-once, concurrently (`side_by_side.py`); with `-k` only those that the chosen tests compare.
+A graph holds the messages between pipeline stages, between context-parallel ranks, and of the gradient reduction.
+Mixtures with expert-parallel ranks are no graphs (`test_nccl.py` has them). The runs of this file are started once,
+concurrently (`side_by_side.py`); with `-k` only those that the chosen tests compare.
 """
 
 from __future__ import annotations
+
+from typing import Optional
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ INTERLEAVED = f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PP4, TP2 = "--pipeline-model-parallel-size 4 --num-layers 4", "--tensor-model-parallel-size 2 --sequence-parallel"
 DELAYED = RECIPES["delayed"]
+CODES = "--overlap-grad-reduce --overlap-param-gather --grad-reduce-in-fp8"
 # By name: the number of ranks, and the flags.
 LAYOUTS = {
     "pipeline bf16": (2, PP2),
@@ -42,12 +45,18 @@ LAYOUTS = {
     "interleaved delayed": (2, f"{INTERLEAVED} {DELAYED}"),
     "context bf16": (2, CP2),
     "context delayed": (2, f"{CP2} {DELAYED}"),
+    "data codes": (2, CODES),
+    "data codes delayed": (2, f"{CODES} --grad-reduce-fp8-scaling tensor {DELAYED}"),
+    "data codes feedback": (2, f"{CODES} --grad-reduce-fp8-error-feedback"),
+    "data O2": (2, "--overlap-grad-reduce --fp8-lm-level O2"),
     "pipeline 4 bf16": (4, PP4),
     "pipeline 4 delayed": (4, f"{PP4} {DELAYED}"),
     "tensor 2 pipeline 2 delayed": (4, f"{TP2} {PP2} {DELAYED}"),
     "tensor 2 data 2 delayed": (4, f"{TP2} {DELAYED}"),
     "context 2 data 2 delayed": (4, f"{CP2} {DELAYED}"),
 }
+Step = tuple[float, Optional[int], Optional[int]]
+"""Loss, and the bytes of weights and gradients that rank 0 received."""
 FITTING = {name: layout for name, layout in LAYOUTS.items() if layout[0] <= NUM_GPUS}
 
 
@@ -74,7 +83,7 @@ def launches(names: list[str]) -> list[Launch]:
 
 
 @pytest.fixture(scope="module")
-def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step]]:
     """Of every run that succeeded, by its name; the output of others is printed."""
     items = [item for item in request.session.items if item.module is request.module]
     chosen = [name for name in FITTING if any(item.callspec.params["name"] == name for item in items)]
@@ -84,7 +93,8 @@ def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for name, end in ends.items():
         print(f"\n{name}: {end.statuses} in {end.seconds:.1f} s")
         if set(end.statuses) == {0}:
-            found[name] = [step.loss for step in load_run(run_folder(folder, name)).steps]
+            records = load_run(run_folder(folder, name)).steps
+            found[name] = [(step.loss, step.param_gather_bytes, step.grad_reduce_bytes) for step in records]
         else:
             print(end.output[-6000:])
             for stacks in sorted((run_folder(folder, name) / STACKS_FOLDER).glob("*")):
@@ -93,7 +103,7 @@ def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("name", FITTING)
-def test_graphs_of_ranks_equal_launched_kernels(losses: dict[str, list[float]], name: str) -> None:
-    launched, graph = losses.get(f"{name} launched"), losses.get(f"{name} graph")
-    assert launched is not None and len(launched) == STEPS and launched[-1] < launched[0], launched
+def test_graphs_of_ranks_equal_launched_kernels(steps: dict[str, list[Step]], name: str) -> None:
+    launched, graph = steps.get(f"{name} launched"), steps.get(f"{name} graph")
+    assert launched is not None and len(launched) == STEPS and launched[-1][0] < launched[0][0], launched
     assert graph == launched
