@@ -140,6 +140,6 @@ def groups() -> list[tuple[Published, ...]]:
 
 
 LEFT_OUT = (
-    "Left out: DeepSeek-V3, Qwen3-30B-A3B, Nemotron3 Nano and Llama 4 Scout (mixtures of experts), rowwise scaling (no "
-    "such recipe here), eager mode, and Megatron-LM's table of 1.7B to 462B models in BF16, which has no shapes."
+    "Left out: DeepSeek-V3, Qwen3-30B-A3B, Nemotron3 Nano and Llama 4 Scout (mixtures of experts), rowwise scaling "
+    "(only emulated here), eager mode, and Megatron-LM's table of 1.7B to 462B models in BF16, which has no shapes."
 )
