@@ -91,7 +91,7 @@ def render_page(report: SuiteReport) -> str:
     seeds = f", {report.info['seeds']} paired seeds" if has_pairs else ""
     device = "" if not loaded else f", {loaded[0].info.world_size} x {loaded[0].info.device_name}"
     unfinished = f"{len(report.problems)} runs have no result: {'; '.join(report.problems[:5])}"
-    left_out = [f"Left out of the planted faults: {reason}" for reason in report.info.get("left_out", ())]
+    left_out = left_out_faults(report)
     return render(
         "stability.html.jinja",
         title=TITLE,
@@ -160,9 +160,14 @@ def sections(report: SuiteReport, *, has_figures: bool = False) -> list[Section]
     return [section for section in found if section.rows]
 
 
+def left_out_faults(report: SuiteReport) -> list[str]:
+    """The planted faults that the model cannot have, with the reasons."""
+    return [f"Left out of the planted faults: {reason}" for reason in report.info.get("left_out", ())]
+
+
 def to_text(report: SuiteReport) -> str:
     """Verdicts for the terminal."""
-    parts = [headline(report)]
+    parts = [headline(report), *left_out_faults(report)]
     for section in sections(report):
         parts += [section.title, text_table(list(section.header), [list(row) for row in section.rows])]
     return "\n\n".join([*parts, *report.problems])

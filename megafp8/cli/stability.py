@@ -36,6 +36,8 @@ log = partial(print, flush=True)
 NUM_SEEDS, NUM_FAULT_SEEDS = 5, 2
 MAPPINGS = ("sbatch", "environment")
 """Fields of a Slurm job that have keys of their own."""
+TOKENIZER = "ByteLevelTokenizer"
+"""Of the data that the suite prepares."""
 DATA_SETTINGS = ("data.data_path", "data.train_data_path", "data.mock_data")
 
 
@@ -107,6 +109,7 @@ def main(argv: Sequence[str]) -> int:
         report(options.output_dir)
         return 0
     suite = read_suite(options)
+    check_data(suite)
     study = stability.build_study(suite)
     parts = stability.part_runs(study)
     stability_checkpoint.check_continuation(suite.checkpoint, parts, has_prepared_data(suite))
@@ -274,7 +277,7 @@ def data_flags(options: argparse.Namespace) -> tuple[str, ...]:
         return ()
     prefix = data_prefix(options.output_dir)
     return (
-        "--tokenizer-type", "ByteLevelTokenizer", "--data-path", shard_path(prefix), "--split", "90,10,0",
+        "--tokenizer-type", TOKENIZER, "--data-path", shard_path(prefix), "--split", "90,10,0",
         "--data-cache-path", str(prefix.parent / "cache"),
     )  # fmt: skip
 
@@ -294,6 +297,20 @@ def has_prepared_data(suite: Suite) -> bool:
     return suite.invocation.config.data.data_path == (shard_path(data_prefix(suite.folder)),)
 
 
+def check_data(suite: Suite) -> None:
+    """Check that the data that the suite prepares are read with their tokenizer.
+
+    Raises:
+        ConfigError: the flags name another one, and no data.
+    """
+    data = suite.invocation.config.data
+    if has_prepared_data(suite) and data.tokenizer_type != TOKENIZER:
+        raise ConfigError(
+            f"--tokenizer-type {data.tokenizer_type}: the suite prepares data for {TOKENIZER}; give --data-path or "
+            "--mock-data after --, or remove it"
+        )
+
+
 def prepare_data(suite: Suite) -> None:
     """Write the bytes of Python's standard library as shards, unless they exist or the flags name other data.
 
@@ -311,7 +328,7 @@ def prepare_data(suite: Suite) -> None:
     steps = (
         (corpus.main, ["--output", str(text), "--max-bytes", str(SIZES[suite.size].corpus_bytes)]),
         (preprocess.main, ["--input", str(text), "--output-prefix", str(prefix), "--append-eod", "--tokenizer-type",
-                           "ByteLevelTokenizer"]),
+                           TOKENIZER]),
     )  # fmt: skip
     for step, arguments in steps:
         if step(arguments):

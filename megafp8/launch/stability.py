@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.config import flags as config_flags
-from megafp8.config import precision_map, variants
+from megafp8.config import precision_map, topology, variants
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, left_out_faults, length_problems, without_given
-from megafp8.launch.stability_sizes import MODEL_SETTINGS, SIZES, share_batch, size_flags
+from megafp8.launch.stability_sizes import DROPOUT, MODEL_SETTINGS, SIZES, share_batch, size_flags, without_settings
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
 from megafp8.recipes.known_bad import KNOWN_BAD
@@ -84,14 +84,16 @@ class Suite:
 
     def part_flags(self, part: str) -> tuple[str, ...]:
         """The flags that all runs of a part share."""
-        is_continued, replaced = part == CONTINUATION, set(self.given)
-        if is_continued or self.names_model:
-            replaced.update(MODEL_SETTINGS)
-        if is_continued:
-            replaced.add("data.seq_length")
-        own = size_flags(self.size, replaced)
+        replaced = set(self.given)
+        if part == CONTINUATION:
+            # What the flags of all runs give stays theirs, and is compared with the checkpoint.
+            theirs = {*self.invocation.from_file, *(MODEL_SETTINGS if self.names_model else ())}
+            saved = without_settings(self.checkpoint_flags, theirs)
+            own = (*saved, *size_flags(self.size, {*replaced, *MODEL_SETTINGS, "data.seq_length"}))
+        else:
+            replaced.update(set(MODEL_SETTINGS).difference(DROPOUT) if self.names_model else ())
+            own = size_flags(self.size, replaced)
         words = (*own, *rate_flags(self.base_rate, self.given), *self.flags)
-        words = (*self.checkpoint_flags, *words) if is_continued else words
         return (*words, *share_batch(words, self.given, self.gpus))
 
     @property
@@ -124,6 +126,8 @@ def build_study(suite: Suite) -> Study:
         raise ConfigError(problems)
     if problems := list(dict.fromkeys(problem for part in suite.parts for problem in parse_part(suite, part)[1])):
         raise ConfigError(problems)
+    if problems := batch_problems(suite):
+        raise ConfigError(problems)
     study = Study(
         path=suite.folder / SUITE_FILE, name="stability", folder=suite.folder,
         common=Option(sizes={"gpus": float(suite.gpus)}), grids=(), slurm=suite.slurm, slurm_flag="--job",
@@ -136,6 +140,22 @@ def parse_part(suite: Suite, part: str) -> tuple[RunConfig, list[str]]:
     """The settings that all runs of a part share, and what is wrong with their flags."""
     invocation, problems = config_flags.parse_with_problems(suite.part_flags(part))
     return invocation.config, problems
+
+
+def batch_problems(suite: Suite) -> list[str]:
+    """A global batch that the ranks of a run cannot share."""
+    config, _ = parse_part(suite, suite.parts[0])
+    batch = config.training.global_batch_size
+    try:
+        replicas = topology.data_parallel_size(config, suite.gpus)
+    except ConfigError:  # the rules of a run report it
+        return []
+    if not batch or batch % replicas == 0:
+        return []
+    return [
+        f"--gpus {suite.gpus}: {replicas} data-parallel ranks cannot share the {batch} sequences of a step; use "
+        "another number, or give --global-batch-size after --"
+    ]
 
 
 def suite_problems(suite: Suite) -> list[str]:

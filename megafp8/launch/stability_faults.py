@@ -101,4 +101,4 @@ def without_given(flags: str, given: Collection[str]) -> tuple[str, ...]:
 
     The minimum of the learning rate goes with a learning rate that was given: it was a tenth of another one.
     """
-    return without_settings(flags, {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given)
+    return without_settings(flags.split(), {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given)

@@ -7,7 +7,7 @@ multiples of 128, and the figures of docs/stability.md are those of width 64.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megafp8.config import flags as config_flags
@@ -16,6 +16,8 @@ from megafp8.config.settings import all_settings
 from megafp8.errors import ConfigError
 
 MODEL_SETTINGS = tuple(setting.name for setting in all_settings() if setting.section == "model")
+DROPOUT = ("model.attention_dropout", "model.hidden_dropout")
+"""0 unless given, also beside a preset that has some: the control draws other masks than the baseline."""
 
 COMMON = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -70,15 +72,15 @@ SIZES = {
 
 def size_flags(size: str, replaced: Collection[str]) -> tuple[str, ...]:
     """The flags of all runs that a size gives, without those of settings that are replaced."""
-    return without_settings(f"{COMMON} {SIZES[size].flags}", replaced)
+    return without_settings(f"{COMMON} {SIZES[size].flags}".split(), replaced)
 
 
-def without_settings(flags: str, names: Collection[str]) -> tuple[str, ...]:
+def without_settings(flags: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
     """Flags, each with its values, without those of the named settings."""
     setting_of = {flag: setting.name for setting in all_settings() for flag in (*setting.flags, *setting.off)}
     kept: list[str] = []
     is_kept = True
-    for word in flags.split():
+    for word in flags:
         if word.startswith("--"):
             is_kept = setting_of[word] not in names
         if is_kept:

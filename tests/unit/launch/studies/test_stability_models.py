@@ -13,7 +13,7 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from megafp8.analysis.stability_page import publish_suite
+from megafp8.analysis.stability_page import publish_suite, to_text
 from megafp8.checkpoint.standalone import LazyTensor, save_weights
 from megafp8.cli import stability as command
 from megafp8.config import flags
@@ -53,8 +53,10 @@ def runs_of(folder: Path, *parts: str, **fields) -> list[StudyRun]:
 
 
 @pytest.mark.parametrize("preset", ["tiny-gpt2", "tiny-moe", "llama-1b", "qwen3-0.6b"])
-def test_a_preset_is_the_model_of_all_runs(tmp_path: Path, preset: str) -> None:
-    expected = flags.parse(["--model-preset", preset]).config.model
+def test_a_preset_without_dropout_is_the_model_of_all_runs(tmp_path: Path, preset: str) -> None:
+    """The control draws other masks than the baseline."""
+    no_dropout = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+    expected = flags.parse(["--model-preset", preset, *no_dropout]).config.model
     found = runs_of(tmp_path, PAIRS, SWEEP, CONTROLS, flags=(*DATA, "--model-preset", preset))
     assert all(run.config.model == expected for run in found)
     assert {run.config.data.seq_length for run in found} == {64}
@@ -62,8 +64,10 @@ def test_a_preset_is_the_model_of_all_runs(tmp_path: Path, preset: str) -> None:
 
 def test_a_file_with_a_model_is_the_model_of_all_runs_and_its_other_settings_count(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
-    path.write_text(json.dumps({"model": GPT, "optimizer": {"weight_decay": 0.01, "lr": 2e-3}}))
-    expected = flags.parse(["--config", str(path)]).config
+    path.write_text(
+        json.dumps({"model": GPT | {"attention_dropout": 0.1}, "optimizer": {"weight_decay": 0.01, "lr": 2e-3}})
+    )
+    expected = flags.parse(["--config", str(path), "--hidden-dropout", "0"]).config
     found = runs_of(tmp_path, PAIRS, SWEEP, flags=(*DATA, "--config", str(path)))
     assert all(run.config.model == expected.model and run.config.optimizer.weight_decay == 0.01 for run in found)
     assert min(run.config.optimizer.lr for run in found) == 2e-3 and found[0].config.optimizer.min_lr == 2e-4
@@ -146,6 +150,38 @@ WIDE = ("--hidden-size", "128", "--kv-channels", "128", "--ffn-hidden-size", "25
 """What docs/stability.md gives for Quartet II at `tiny`."""
 
 
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"model": LLAMA | {"hidden_size": 64}}, "a different model .*model.hidden_size: 128 -> 64"),
+        ({"model": {"num_layers": 4}}, "a different model .*model.num_layers: 3 -> 4"),
+        ({"model": {"model_preset": "llama-1b"}}, "a different model .*model.hidden_size: 128 -> 2048"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path, capsys, settings: dict, text: str) -> None:
+    save(tmp_path / "saved", LLAMA)
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(settings))
+    assert run_command(tmp_path, "--parts", "continuation", "--", "--config", str(path)) == 64
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(text, error), error
+
+
+def test_a_file_gives_the_sequence_length_of_a_continuation(tmp_path: Path, capsys) -> None:
+    save(tmp_path / "saved", LLAMA)
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"data": {"seq_length": 16}}))
+    assert run_command(tmp_path, "--parts", "continuation", "--", "--config", str(path)) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert flags.parse(line.partition("pretrain_gpt.py ")[2].split()).config.data.seq_length == 16
+
+
+def test_prepared_data_and_another_tokenizer_are_refused_at_once(tmp_path: Path, capsys) -> None:
+    words = ["--output-dir", str(tmp_path), "--parts", "pairs", "--dry-run", "--", "--tokenizer-type", "NullTokenizer"]
+    assert command.main([*words, "--vocab-size", "99"]) == 64
+    assert "--tokenizer-type NullTokenizer: the suite prepares data for ByteLevelTokenizer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("size", list(SIZES))
 def test_every_size_accepts_every_recipe_on_one_two_and_four_ranks(tmp_path: Path, size: str, ranks: int) -> None:
@@ -160,6 +196,11 @@ def test_tiny_accepts_quartet_ii_with_other_widths(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="multiples of 128; use --hidden-size 128"):
         runs_of(tmp_path, PAIRS, recipes=[QUARTET], flags=DATA)
     assert runs_of(tmp_path, PAIRS, recipes=[QUARTET], flags=(*DATA, *WIDE))
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--gpus 3: 3 data-parallel ranks cannot share the 16 sequences of a step"):
+        runs_of(tmp_path, PAIRS, gpus=3, flags=DATA)
 
 
 def test_a_given_micro_batch_size_is_kept(tmp_path: Path) -> None:
@@ -189,6 +230,6 @@ def test_what_is_left_out_is_said_and_written(tmp_path: Path, capsys) -> None:
         flags=(*DATA, "--model-preset", "tiny-moe"),
     )  # fmt: skip
     write_suite_file(suite, part_runs(build_study(suite)))
-    publish_suite(tmp_path)
-    page = (tmp_path / "report" / "stability.html").read_text()
-    assert "Left out of the planted faults: --planted-fault outlier-channel with --num-experts 4" in page
+    report, _ = publish_suite(tmp_path)
+    for page in ((tmp_path / "report" / "stability.html").read_text(), to_text(report)):
+        assert "Left out of the planted faults: --planted-fault outlier-channel with --num-experts 4" in page
