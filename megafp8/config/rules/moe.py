@@ -336,10 +336,6 @@ def experts_have_no_fused_operations(config: RunConfig, world_size: int) -> Iter
     is_given = {
         "--residual-norm-fusion": config.precision.residual_norm_fusion,
         "--tp-comm-overlap": config.parallel.tp_comm_overlap,
-        f"--cuda-graph-impl {config.training.cuda_graph_impl}": (
-            derived.uses_cuda_graph(config)
-            and (config.parallel.expert_model_parallel_size > 1 or any(grouped_expert_obstacles(config)))
-        ),
     }
     for flag, given in is_given.items():
         if given:

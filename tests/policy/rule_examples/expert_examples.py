@@ -66,9 +66,9 @@ EXAMPLES = {
     ),
     "expert_sizes_suit_the_recipe": (MIXTURE | {"model.moe_ffn_hidden_size": 120}, 1, "use --moe-ffn-hidden-size 128"),
     "experts_have_no_fused_operations": (
-        MIXTURE | {"training.cuda_graph_impl": "local"},
+        MIXTURE | {"precision.residual_norm_fusion": True},
         1,
-        "--cuda-graph-impl local is for dense models",
+        "--residual-norm-fusion is for dense models",
     ),
     "experts_recompute_what_they_have": (
         MIXTURE | {"training.recompute_granularity": "selective", "training.recompute_modules": ("moe_act",)},
