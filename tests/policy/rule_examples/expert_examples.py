@@ -1,6 +1,6 @@
 """Examples of rules on mixtures of experts.
 
-They break the rules in `megafp8/config/rules/`: moe.py.
+They break the rules in `megafp8/config/rules/`: moe.py, routing.py.
 """
 
 MIXTURE = {"model.num_experts": 4, "model.moe_ffn_hidden_size": 128, "parallel.moe_token_dispatcher_type": "alltoall"}

@@ -7,7 +7,7 @@ from typing import Optional
 import pytest
 
 from megafp8.config import mixture
-from megafp8.config.rules.moe import MODEL_RULES
+from megafp8.config.rules import moe, routing
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.settings import from_json, to_json, with_values
 
@@ -57,7 +57,11 @@ MIXTURE = {"model.num_experts": 4, "model.num_layers": 2}
     ],
 )
 def test_errors_name_values_that_are_valid(values: dict, text: str) -> None:
-    found = [problem for rule in MODEL_RULES for problem in rule(with_values(RunConfig(), MIXTURE | values), 1)]
+    found = [
+        problem
+        for rule in (*routing.RULES, *moe.MODEL_RULES)
+        for problem in rule(with_values(RunConfig(), MIXTURE | values), 1)
+    ]
     assert any(text in problem for problem in found), found
 
 
