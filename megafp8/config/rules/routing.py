@@ -53,11 +53,11 @@ def expert_groups_divide(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     elif selected > groups:
         yield f"--moe-router-group-topk {selected} is more than --moe-router-num-groups {groups}: use at most {groups}"
-    elif topk % selected or topk // selected > experts // groups:
+    elif not selected <= topk <= selected * (experts // groups):
         yield (
-            f"--moe-router-topk {topk} with --moe-router-group-topk {selected}: a group is scored by its {topk} / "
-            f"{selected} best experts of {experts} / {groups} = {experts // groups}; use a --moe-router-topk that is a "
-            f"multiple of {selected} and at most {selected * (experts // groups)}"
+            f"--moe-router-topk {topk} with --moe-router-group-topk {selected}: a token selects {topk} experts of "
+            f"{selected} groups of {experts} / {groups} = {experts // groups}; use a --moe-router-topk from {selected} "
+            f"to {selected * (experts // groups)}"
         )
 
 
@@ -97,10 +97,30 @@ def expert_bias_needs_sigmoid(config: RunConfig, world_size: int) -> Iterator[st
         yield no_effect_without(f"--moe-router-bias-update-rate {rate:g}", "--moe-router-enable-expert-bias")
 
 
+def sinkhorn_has_its_own_scores(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core's sinkhorn reads neither groups nor settings of the scores."""
+    model = config.model
+    if not mixture.is_mixture(model) or "sinkhorn" not in model.moe_router_load_balancing_type:
+        return
+    score = "the sigmoid of its logit" if model.moe_router_topk == 1 else "its softmax over all experts"
+    factor = model.moe_router_topk_scaling_factor
+    is_given = {
+        f"--moe-router-num-groups {model.moe_router_num_groups}": model.moe_router_num_groups is not None,
+        f"--moe-router-group-topk {model.moe_router_group_topk}": model.moe_router_group_topk is not None,
+        "--moe-router-score-function sigmoid": model.moe_router_score_function == "sigmoid",
+        f"--moe-router-topk-scaling-factor {factor}": factor not in (None, 1.0),
+        "--moe-router-pre-softmax": model.moe_router_pre_softmax,
+    }
+    for flag, given in is_given.items():
+        if given:
+            yield f"{flag} with sinkhorn, which does not read it: the score of an expert is {score}; remove it"
+
+
 RULES: tuple[Rule, ...] = (
     experts_of_a_token_exist,
     one_expert_has_a_gradient,
     expert_groups_divide,
     losses_have_coefficients,
     expert_bias_needs_sigmoid,
+    sinkhorn_has_its_own_scores,
 )

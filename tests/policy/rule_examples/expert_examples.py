@@ -24,6 +24,11 @@ EXAMPLES = {
         1,
         "give --moe-router-score-function sigmoid",
     ),
+    "sinkhorn_has_its_own_scores": (
+        MIXTURE | {"model.moe_router_load_balancing_type": ("sinkhorn",), "model.moe_router_score_function": "sigmoid"},
+        1,
+        "--moe-router-score-function sigmoid with sinkhorn",
+    ),
     "capacity_has_its_parts": (
         MIXTURE | {"model.moe_expert_capacity_factor": 1.0, "parallel.moe_token_dispatcher_type": "allgather"},
         1,
