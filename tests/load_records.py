@@ -1,15 +1,24 @@
-"""Steps of a small mixture with the record of its experts' load."""
+"""Records of the experts' load: of steps of a small mixture, or made from loads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from small_run import Curve, train
 
-from megafp8.metrics.expert_load import LayerLoad
+from megafp8.metrics.expert_load import ExpertRecord, LayerLoad, layer_load
 from megafp8.training.extensions.expert_load import ExpertLoads
 from megafp8.training.run import Run
+
+MANY = 1000
+
+
+def records_of(*steps: Sequence[float], topk: int = 1, num_kept: float = MANY) -> list[ExpertRecord]:
+    """A record of layer 3 for the tokens of each expert in each step."""
+    loads = [layer_load(counts, topk, sum(counts) / topk, 1.0, num_kept, None) for counts in steps]
+    return [ExpertRecord(step=step, layers={"3": load}) for step, load in enumerate(loads)]
 
 
 def train_with_loads(run: Run, num_steps: int) -> tuple[Curve, dict[str, LayerLoad]]:

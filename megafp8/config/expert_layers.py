@@ -28,16 +28,18 @@ def layer_frequency(text: str) -> Union[int, list[int]]:
     Raises:
         ValueError: it is neither.
     """
+    text = text.strip()
+    shown = text or "''"
     try:
-        value = evaluate_pattern(text.strip())
-    except (SyntaxError, RecursionError) as error:
-        raise ValueError(f"{text} is neither a number nor a list") from error
+        value = evaluate_pattern(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{shown} is neither a number nor a list") from error
     if isinstance(value, int):
         if value < 1:
-            raise ValueError(f"{text} is less than 1")
+            raise ValueError(f"{shown} is less than 1")
         return value
     if not set(value) <= {0, 1}:
-        raise ValueError(f"{text} has an element that is neither 0 nor 1")
+        raise ValueError(f"{shown} has an element that is neither 0 nor 1")
     return value
 
 

@@ -8,6 +8,8 @@ from megafp8.config.mixture import has_expert_ranks
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
 
+EXPERT_RANKS = "experts with data-parallel ranks of their own"
+
 
 def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
     """The setting that prevents the one-pass optimizer; None if it can be used."""
@@ -19,7 +21,7 @@ def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
             not config.parallel.use_distributed_optimizer and not config.parallel.use_torch_fsdp2,
             "no --use-distributed-optimizer",
         ),
-        (has_expert_ranks(config), "experts with data-parallel ranks of their own"),
+        (has_expert_ranks(config), EXPERT_RANKS),
         (precision.fp16, "--fp16"),
         (settings.loss_scale is not None, f"--loss-scale {settings.loss_scale}"),
         (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),

@@ -27,7 +27,8 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
         yield "--moe-expert-kernels te"
     if not is_plain_swiglu(model) or model.add_bias_linear:
         yield "experts that are not SwiGLU without biases"
-    if any(size % TILE for size in (model.hidden_size or 0, mixture.moe_ffn_hidden_size(model))):
+    hidden = model.hidden_size
+    if hidden is not None and any(size % TILE for size in (hidden, mixture.moe_ffn_hidden_size(model))):
         yield f"widths that are no multiples of {TILE}"
     yield from layout_obstacles(config)
     if model.moe_apply_probs_on_input:
@@ -61,12 +62,13 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
 def layout_obstacles(config: RunConfig) -> Iterator[str]:
     """Layouts that exclude one launch for all experts of a rank."""
     parallel = config.parallel
-    if parallel.expert_model_parallel_size == 1:
-        if parallel.tensor_model_parallel_size > 1:
-            yield "tensor-parallel ranks without expert-parallel ones"
-        return
-    if mixture.expert_tensor_size(parallel) > 1:
+    has_expert_ranks = parallel.expert_model_parallel_size > 1
+    if parallel.tensor_model_parallel_size > 1 and not has_expert_ranks:
+        yield "tensor-parallel ranks without expert-parallel ones"
+    elif mixture.expert_tensor_size(parallel) > 1:
         yield "expert tensor-parallel ranks: give --expert-tensor-parallel-size 1"
+    if not has_expert_ranks:
+        return
     if parallel.moe_token_dispatcher_type != "alltoall":
         yield f"--moe-token-dispatcher-type {parallel.moe_token_dispatcher_type} with expert-parallel ranks"
     if parallel.moe_shared_expert_overlap:

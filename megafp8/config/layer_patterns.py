@@ -32,4 +32,4 @@ def _evaluate(node: ast.expr) -> Union[int, list[int]]:
             values, count = (left, right) if isinstance(left, list) else (right, left)
             if isinstance(values, list) and isinstance(count, int) and count * len(values) <= MAX_LIST:
                 return values * count
-    raise ValueError("give a number, or a list such as ([0]*3+[1]*58)")
+    raise ValueError("neither a number nor a list of numbers")

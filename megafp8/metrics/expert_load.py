@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Optional
+from typing import ClassVar, NamedTuple, Optional
 
 COLLAPSED_FRACTION = 0.9
-"""Of the largest possible load of one expert, with which all tokens pass the same experts."""
+"""Of the way from equal loads to those of tokens that all pass the same experts."""
 NUM_LASTING = 2  # records in a row
+MAX_CHANCE = 1e-3
+"""Of any idle expert in a record, up to which it is no chance. A fault needs several records, and runs have many."""
+MAX_NAMED = 3  # experts
+COLLAPSE, IDLE = "collapse", "idle experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,12 @@ class LayerLoad:
     dispatch_bytes: Optional[int] = None
     """Bytes of tokens that all ranks together received from other expert-parallel ranks in the forward passes; None
     where no alltoall dispatcher sends any, and with Transformer Engine's experts."""
+    idle_experts: tuple[int, ...] = ()
+    """The numbers of the experts without tokens; empty in records of earlier versions."""
+    num_assignments: Optional[int] = None
+    """Tokens of all experts together; None in records of earlier versions."""
+    topk_fraction: Optional[float] = None
+    """Of the assignments, those to the k busiest experts, where a token has k; None in records of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +63,7 @@ class ExpertRecord:
 
 
 def layer_load(
-    counts: Sequence[float], num_tokens: float, entropy_sum: float, num_kept: float,
+    counts: Sequence[float], topk: int, num_tokens: float, entropy_sum: float, num_kept: float,
     bias: Optional[tuple[float, float]],
     num_rows: Optional[float] = None, dispatch_bytes: Optional[int] = None,
 ) -> LayerLoad:  # fmt: skip
@@ -61,6 +71,7 @@ def layer_load(
 
     Args:
         counts: tokens that the router chose for each expert.
+        topk: experts of a token.
         num_tokens: tokens that were routed.
         entropy_sum: of their softmax, in nats.
         num_kept: assignments that no capacity dropped.
@@ -83,10 +94,27 @@ def layer_load(
         busiest_expert=max(range(num_experts), key=lambda expert: counts[expert]),
         padded_fraction=None if not num_rows else 1 - num_kept / num_rows,
         dispatch_bytes=dispatch_bytes,
+        idle_experts=tuple(expert for expert, count in enumerate(counts) if count == 0),
+        num_assignments=int(assigned),
+        topk_fraction=sum(sorted(counts)[-topk:]) / assigned if assigned else 0.0,
     )
 
 
-def load_findings(records: Sequence[ExpertRecord], num_experts: int, topk: int) -> Iterator[str]:
+class LoadFinding(NamedTuple):
+    """What is wrong with the load of a layer.
+
+    Attributes:
+        layer: its number, from 0.
+        fault: COLLAPSE or IDLE.
+        what: the experts and values that show it.
+    """
+
+    layer: str
+    fault: str
+    what: str
+
+
+def load_findings(records: Sequence[ExpertRecord], num_experts: int, topk: int) -> Iterator[LoadFinding]:
     """What is wrong with the load in the last records, each of which shows it.
 
     Args:
@@ -95,16 +123,34 @@ def load_findings(records: Sequence[ExpertRecord], num_experts: int, topk: int) 
     recent = records[-NUM_LASTING:]
     if len(recent) < NUM_LASTING or num_experts <= topk:
         return
-    limit = COLLAPSED_FRACTION * num_experts / topk
     for layer in recent[-1].layers:
         loads = [record.layers[layer] for record in recent if layer in record.layers]
-        if all(load.max_to_mean >= limit for load in loads):
-            yield (
-                f"layer {layer}: collapse: nearly all tokens pass the same {topk} of {num_experts} experts "
-                f"(max/mean {loads[-1].max_to_mean:.2f}); raise --moe-aux-loss-coeff or lower --lr"
-            )
-        elif all(load.num_idle for load in loads):
-            yield (
-                f"layer {layer}: {loads[-1].num_idle} of {num_experts} experts have no tokens; raise "
-                "--moe-aux-loss-coeff, or give --moe-router-enable-expert-bias"
-            )
+        if all(is_collapsed(load, num_experts, topk) for load in loads):
+            fraction = loads[-1].topk_fraction
+            what = f"nearly all tokens pass the same {topk} of {num_experts} experts ({fraction:.1%} of assignments)"
+            yield LoadFinding(layer, COLLAPSE, what)
+            continue
+        idle = set.intersection(*(set(load.idle_experts) for load in loads))
+        if idle and not any(may_be_chance(load, num_experts, topk) for load in loads):
+            yield LoadFinding(layer, IDLE, describe_idle(sorted(idle), num_experts))
+
+
+def is_collapsed(load: LayerLoad, num_experts: int, topk: int) -> bool:
+    """Whether nearly all tokens pass the same k experts."""
+    balanced = topk / num_experts
+    limit = balanced + COLLAPSED_FRACTION * (1 - balanced)
+    return load.topk_fraction is not None and load.topk_fraction >= limit
+
+
+def may_be_chance(load: LayerLoad, num_experts: int, topk: int) -> bool:
+    """Whether a router without preferences would leave an expert without tokens, because there are few of them."""
+    num_tokens = (load.num_assignments or 0) / topk
+    return num_experts * (1 - topk / num_experts) ** num_tokens > MAX_CHANCE
+
+
+def describe_idle(idle: Sequence[int], num_experts: int) -> str:
+    """Name the first experts without tokens, and count the others."""
+    named, more = ", ".join(map(str, idle[:MAX_NAMED])), len(idle) - MAX_NAMED
+    if len(idle) == 1:
+        return f"expert {named} of {num_experts} has no tokens"
+    return f"experts {named}{f' and {more} more' if more > 0 else ''} of {num_experts} have no tokens"

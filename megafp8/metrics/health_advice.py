@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from megafp8.config import derived, flags, precision_map, rules
+from megafp8.config import derived, flags, mixture, precision_map, rules
 from megafp8.config.precision_map import GEMMS, LinearChoice
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
@@ -24,6 +24,7 @@ LONG_AMAX_HISTORY = 16  # steps
 WARMUP_FACTOR = 2
 FIRST_WARMUP_DIVISOR = 20  # of the run's length, if it has no warm-up
 STATISTICS_INTERVAL = 100  # if the run has no statistics; a step that stops the run gets them at any interval
+AUX_LOSS_COEFF = 0.01  # that of Switch Transformer, if the run has none
 MAP_ENTRIES = "precision.precision_map"
 CHOSEN_AGAIN = {"parallel.moe_expert_kernels": None}  # for other settings, which those of a run may exclude
 
@@ -194,6 +195,19 @@ def more_statistics(case: Case) -> Iterator[Remedy]:
         yield Remedy(words, " to find the first linear layer with such values")
 
 
+def more_balance(case: Case) -> Iterator[Remedy]:
+    """Stronger auxiliary losses, or one for a run without; the bias of experts."""
+    model = case.config.model
+    if set(model.moe_router_load_balancing_type) <= set(mixture.AUXILIARY_LOSSES):
+        stronger = [2 * each or AUX_LOSS_COEFF for each in model.moe_aux_loss_coeff]
+        yield Remedy(("--moe-aux-loss-coeff", *(f"{each:g}" for each in stronger)))
+    elif model.moe_router_load_balancing_type == ("none",):
+        loss = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", f"{AUX_LOSS_COEFF:g}")
+        yield Remedy(loss)
+    if not (mixture.has_capacity(model) and model.moe_pad_expert_input_to_capacity):  # then it never changes
+        yield Remedy(("--moe-router-enable-expert-bias",))
+
+
 # --- remedies for each rule -------------------------------------------------------------------------------------------
 
 
@@ -269,3 +283,14 @@ def for_outliers(case: Case) -> Iterator[Remedy]:
     decay = case.config.optimizer.weight_decay
     yield Remedy(("--weight-decay", f"{2 * decay:g}" if decay else "0.01"))
     yield from high_precision_linear(case)
+
+
+def for_idle_experts(case: Case) -> Iterator[Remedy]:
+    """Experts without tokens."""
+    yield from more_balance(case)
+
+
+def for_collapsed_router(case: Case) -> Iterator[Remedy]:
+    """A router that sends nearly all tokens to the same experts."""
+    yield from more_balance(case)
+    yield from lower_learning_rate(case)

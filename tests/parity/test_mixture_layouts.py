@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from small_run import PLAIN, Curve, assert_follows, curve_of, curve_of_equal_replicas, small_config
-from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
+from tolerances import CAPACITY_BY_SCORE_GRAD_NORM, CAPACITY_BY_SCORE_LOSS, LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 NUM_STEPS = 4
 EXPERTS = (
@@ -30,6 +30,7 @@ MODELS = {
     "capacity": CAPACITY,
     "padded-capacity": f"{CAPACITY} --moe-pad-expert-input-to-capacity",
 }
+BY_SCORE = "--moe-expert-capacity-factor 0.75"  # the default policy
 EP2 = "--expert-model-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 # Name -> ranks, flags, models. A capacity counts the tokens of a tensor-parallel rank, and is another one with them.
@@ -41,7 +42,11 @@ LAYOUTS = {
     "cp2": (2, "--context-parallel-size 2", ("losses",)),
     "ep2-tp2": (4, f"{EP2} {TENSOR}", DROPLESS),
     "ep2-tp2-etp1": (4, f"{EP2} {TENSOR} --expert-tensor-parallel-size 1", DROPLESS),
-    "ep2-pp2": (4, f"{EP2} --pipeline-model-parallel-size 2", ("losses", "expert-bias-groups", "capacity")),
+    "ep2-pp2": (
+        4,
+        f"{EP2} --pipeline-model-parallel-size 2",
+        ("losses", "sequence-loss-shared-experts", "expert-bias-groups", "capacity"),
+    ),
     "ep2-dp2-distributed-optimizer": (
         4,
         f"{EP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000",
@@ -69,6 +74,16 @@ def test_a_mixture_follows_one_rank(model: str, world_size: int, flags: str) -> 
     expected = one_rank(model)
     assert all(curve == curves[0] for curve in curves)
     assert_follows(curves[0], expected, LAYOUT_GRAD_NORM["llama"])
+
+
+def test_a_capacity_by_score_follows_one_rank() -> None:
+    one = run_ranks(1, curve_of, small_config("llama", f"{EXPERTS} {BY_SCORE}"), NUM_STEPS)[0]
+    config = small_config("llama", f"{EXPERTS} {BY_SCORE} {EP2}", 2)
+    curves = run_ranks(2, curve_of_equal_replicas, config, NUM_STEPS)
+    assert curves[0] == curves[1]
+    assert_follows(curves[0], one, CAPACITY_BY_SCORE_GRAD_NORM, CAPACITY_BY_SCORE_LOSS)
+    by_position = one_rank("capacity").losses
+    assert max(abs(a - b) for a, b in zip(one.losses, by_position, strict=True)) > 10 * CAPACITY_BY_SCORE_LOSS
 
 
 def test_the_losses_change_the_training() -> None:

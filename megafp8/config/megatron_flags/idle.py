@@ -10,6 +10,7 @@ IDLE_WITHOUT: tuple[tuple[str, str], ...] = (
         "--moe-upcycling- --moe-routing-trace- --moe-paged-stash- --moe-ncclep- "
         "--moe-hybridep-pad- --moe-hybridep-num-blocks- --moe-hybridep-num-sms- "
         "--moe-use-legacy-grouped-gemm --moe-extended-tp --moe-permute-fusion-into-hybridep "
+        "--moe-router-topk-limited-devices "
         "--moe-shared-expert-glu-interleave-size --moe-router-quantile-balancing-ema "
         "--moe-router-force-biased --moe-use-grouped-tensor --moe-single-grouped-weight --moe-single-grouped-bias "
         "--moe-pad-experts-for-cuda-graph-inference --moe-dispatch-fwd-dtype --moe-combine-bwd-dtype "

@@ -70,6 +70,11 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     ("--moe-use-legacy-grouped-gemm", "it needs the grouped_gemm package, and its experts are in BF16; remove it"),
     ("--moe-extended-tp", _OLD + "--expert-tensor-parallel-size"),
+    (
+        "--moe-router-topk-limited-devices",
+        "deprecated in megatron-core; use --moe-router-group-topk with that number, and --moe-router-num-groups with "
+        "that of --expert-model-parallel-size",
+    ),
     ("--moe-permute-fusion-into-hybridep", _NEWER_MOE),
     ("--moe-use-upcycling", _UPCYCLING),
     (

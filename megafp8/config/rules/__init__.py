@@ -29,6 +29,7 @@ from megafp8.config.rules import (
     precision,
     precision_map,
     recompute,
+    routing,
     statistics,
     training,
 )
@@ -40,6 +41,7 @@ __all__ = ["ALL_RULES", "PATH_RULES", "SETTING_RULES", "notices", "path_problems
 
 SETTING_RULES: tuple[Rule, ...] = (
     *model.RULES,
+    *routing.RULES,
     *moe.MODEL_RULES,
     *attention.RULES,
     *mla.RULES,

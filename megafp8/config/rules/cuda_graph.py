@@ -6,19 +6,22 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, multi_token
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.fused_adam import fused_adam_obstacle
+from megafp8.config.fused_adam import EXPERT_RANKS, fused_adam_obstacle
 from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config.mixture import expert_tensor_size, has_expert_ranks
 from megafp8.config.rules.base import Rule
 from megafp8.config.rules.gradient_reduction import has_idle_reduction
 from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
-from megafp8.config.settings import settings_by_name, value_of
+from megafp8.config.settings import settings_by_name, value_of, with_values
 
 
 def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The settings with which forward-backward cannot be captured in a CUDA graph: the flag, and why with the fix."""
-    checks = (*_kernel_obstacles(config), *_host_obstacles(config), *_rank_obstacles(config))
+    checks = (
+        *_kernel_obstacles(config), *_host_obstacles(config), *_expert_obstacles(config), *_rank_obstacles(config)
+    )  # fmt: skip
     yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
 
 
@@ -26,14 +29,6 @@ def default_graph_obstacles(config: RunConfig, world_size: int) -> Iterator[tupl
     """What keeps `--cuda-graph-impl auto` from a graph: the flag, and why."""
     yield from cuda_graph_obstacles(config)
     yield from _settings_without_default_graph(config, world_size)
-    if is_mixture(config.model):
-        if config.parallel.expert_model_parallel_size > 1:
-            yield (
-                f"--expert-model-parallel-size {config.parallel.expert_model_parallel_size}",
-                "the host reads how many tokens expert-parallel ranks exchange",
-            )
-        for obstacle in grouped_expert_obstacles(config):
-            yield obstacle, "without all experts in one launch, the host reads how many tokens an expert has"
 
 
 def _settings_without_default_graph(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
@@ -118,7 +113,7 @@ def _host_obstacles(config: RunConfig) -> Checks:
     training = config.training
     optimizer = fused_adam_obstacle(config)
     yield (
-        optimizer is not None,
+        optimizer not in (None, EXPERT_RANKS),  # such ranks exchange tokens, which `_expert_obstacles` reports
         str(optimizer),
         "CUDA graphs need the one-pass optimizer (--use-distributed-optimizer or --use-torch-fsdp2, Adam, FP32 master "
         "weights, no loss scale, no expert-parallel ranks), because megatron-core's waits for the number of tokens",
@@ -143,6 +138,24 @@ def _host_obstacles(config: RunConfig) -> Checks:
         "--micro-batch-size auto",
         "trials of micro-batch sizes run without CUDA graphs; find the size first, then give it as a number",
     )
+
+
+def _expert_obstacles(config: RunConfig) -> Checks:
+    """Numbers of tokens that the host reads: those that ranks exchange, and those of single experts."""
+    if not is_mixture(config.model):
+        return
+    experts, tensor = config.parallel.expert_model_parallel_size, expert_tensor_size(config.parallel)
+    if has_expert_ranks(config):
+        flag = f"--expert-model-parallel-size {experts}" if experts > 1 else f"--expert-tensor-parallel-size {tensor}"
+        yield True, flag, "the host reads how many tokens its ranks exchange; use --cuda-graph-impl none"
+        return
+    obstacles = list(grouped_expert_obstacles(config))
+    in_e4m3 = with_values(config, {"precision.fp8_format": "e4m3"})
+    is_format = config.precision.fp8_format is not None and not any(grouped_expert_obstacles(in_e4m3))
+    fix = "use --fp8-format e4m3, or" if is_format else "change that, or use"
+    for obstacle in obstacles:
+        reason = "without all experts in one launch, the host reads how many tokens an expert has"
+        yield True, obstacle, f"{reason}; {fix} --cuda-graph-impl none"
 
 
 def _rank_obstacles(config: RunConfig) -> Checks:

@@ -16,6 +16,7 @@ from megafp8.config.rules.batch import batch_schedule_notices
 from megafp8.config.rules.gradient_reduction import idle_reduction_notices
 from megafp8.config.rules.guard import guard_notices
 from megafp8.config.rules.idle import idle_setting_notices
+from megafp8.config.rules.moe import PADDING
 from megafp8.config.rules.optimizer import schedule_samples
 from megafp8.config.rules.precision import uses_op_fuser
 from megafp8.config.schema import RunConfig
@@ -38,7 +39,7 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
     return [
         *idle_setting_notices(config),
         *_unused_setting_notices(config, implementation),
-        *_mixture_notices(config),
+        *_mixture_notices(config, implementation),
         *idle_reduction_notices(config, world_size),
         *_recipe_notices(config),
         *_instance_notices(config),
@@ -129,13 +130,27 @@ def warmup_notices(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _mixture_notices(config: RunConfig) -> Iterator[str]:
+def _mixture_notices(config: RunConfig, implementation: str) -> Iterator[str]:
     model = config.model
     if not is_mixture(model):
         return
     if model.moe_router_load_balancing_type == ("none",) and any(model.moe_aux_loss_coeff):
         numbers = " ".join(f"{each:g}" for each in model.moe_aux_loss_coeff)
         yield f"--moe-aux-loss-coeff {numbers} has no effect with --moe-router-load-balancing-type none"
+    if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
+        yield "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid"
+    if model.moe_router_padding_for_quantization and implementation != "transformer_engine":
+        yield (
+            f"{PADDING} has no effect with --transformer-impl {implementation}, whose experts pad their tokens with "
+            "zeros"
+        )
+    topk, groups = model.moe_router_topk, model.moe_router_group_topk
+    if groups and topk % groups and topk > groups:
+        count = topk // groups
+        yield (
+            f"--moe-router-topk {topk} with --moe-router-group-topk {groups}: a group is scored by its {count} best "
+            f"expert{'s' if count > 1 else ''} ({topk} / {groups}, rounded down), as in megatron-core"
+        )
     if not model.moe_router_enable_expert_bias or not has_capacity(model):
         return
     if model.moe_pad_expert_input_to_capacity:

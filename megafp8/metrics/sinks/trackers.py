@@ -230,7 +230,7 @@ def scalars(
             f"experts/{field}/layer {layer}": float(value)
             for layer, load in record.layers.items()
             for field, value in dataclasses.asdict(load).items()
-            if value is not None
+            if isinstance(value, (int, float))
         }
     if isinstance(record, EvalRecord):
         name = f"lm loss {EVAL_NAMES[record.split]}"

@@ -12,16 +12,19 @@ from torch import Tensor
 
 from megafp8.config import multi_token
 from megafp8.config.mixture import expert_tensor_size, is_mixture
-from megafp8.metrics.expert_load import NUM_LASTING, ExpertRecord, layer_load, load_findings
+from megafp8.metrics.expert_load import COLLAPSE, IDLE, NUM_LASTING, ExpertRecord, layer_load, load_findings
+from megafp8.metrics.health_advice import Case, advice, for_collapsed_router, for_idle_experts
 from megafp8.metrics.records import EventRecord
 from megafp8.models.dispatch import CodeDispatcher
 from megafp8.models.experts import PaddedExperts
 from megafp8.models.grouped_moe import GroupedExperts
+from megafp8.training.checks import machine_problems
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.step import StepResult
 
 NUM_SUMS = 5
 """Of a layer, besides the tokens of each expert."""
+REMEDIES = {COLLAPSE: for_collapsed_router, IDLE: for_idle_experts}
 
 
 class LoadCollector:
@@ -74,7 +77,7 @@ class ExpertLoads(Extension):
         modules = [module for chunk in run.trainee.chunks for module in chunk.modules()] if is_active else []
         self.is_active, self.layers = is_active, [module for module in modules if isinstance(module, MoELayer)]
         self.records: list[ExpertRecord] = []
-        self.reported: set[str] = set()
+        self.reported: set[tuple[str, str]] = set()  # layer and fault
 
     def before_step(self, state: LoopState) -> None:
         """Collect in a step that is logged."""
@@ -101,11 +104,13 @@ class ExpertLoads(Extension):
         self.records = [*self.records, record][-NUM_LASTING:]
         state.sinks.write(record)
         assert model.num_experts is not None
-        for finding in load_findings(self.records, model.num_experts, model.moe_router_topk):
-            fault = " ".join(finding.split()[:3])
-            if fault not in self.reported:
-                self.reported.add(fault)
-                state.sinks.write(EventRecord(step=state.step, name="health", detail=finding))
+        for layer, fault, what in load_findings(self.records, model.num_experts, model.moe_router_topk):
+            if (layer, fault) not in self.reported:
+                self.reported.add((layer, fault))
+                case = Case(state.run.config, state.run.place.world_size, machine_problems=machine_problems)
+                remedies = advice(case, REMEDIES[fault])
+                detail = f"layer {layer}: {fault}: {what}" + (f"; try: {remedies}" if remedies else "")
+                state.sinks.write(EventRecord(step=state.step, name="health", detail=detail))
 
     def reduce(self, state: LoopState) -> ExpertRecord:
         """The load over all ranks; all ranks call it."""
@@ -128,6 +133,7 @@ class ExpertLoads(Extension):
             bias: Optional[tuple[float, float]] = None if bound[1] == -math.inf else (-bound[0], bound[1])
             if num_tokens:
                 layers[str(layer)] = layer_load(
-                    counts, num_tokens, entropy, num_kept, bias, num_rows or None, int(num_bytes) or None
-                )
+                    counts, model.moe_router_topk, num_tokens, entropy, num_kept, bias, num_rows or None,
+                    int(num_bytes) or None,
+                )  # fmt: skip
         return ExpertRecord(step=state.step, layers=layers)

@@ -1,6 +1,6 @@
 """Examples of rules on mixtures of experts.
 
-They break the rules in `megafp8/config/rules/`: moe.py.
+They break the rules in `megafp8/config/rules/`: moe.py, routing.py.
 """
 
 MIXTURE = {"model.num_experts": 4, "model.moe_ffn_hidden_size": 128, "parallel.moe_token_dispatcher_type": "alltoall"}
@@ -23,6 +23,11 @@ EXAMPLES = {
         MIXTURE | {"model.moe_router_enable_expert_bias": True},
         1,
         "give --moe-router-score-function sigmoid",
+    ),
+    "sinkhorn_has_its_own_scores": (
+        MIXTURE | {"model.moe_router_load_balancing_type": ("sinkhorn",), "model.moe_router_score_function": "sigmoid"},
+        1,
+        "--moe-router-score-function sigmoid with sinkhorn",
     ),
     "capacity_has_its_parts": (
         MIXTURE | {"model.moe_expert_capacity_factor": 1.0, "parallel.moe_token_dispatcher_type": "allgather"},
@@ -66,9 +71,9 @@ EXAMPLES = {
     ),
     "expert_sizes_suit_the_recipe": (MIXTURE | {"model.moe_ffn_hidden_size": 120}, 1, "use --moe-ffn-hidden-size 128"),
     "experts_have_no_fused_operations": (
-        MIXTURE | {"training.cuda_graph_impl": "local"},
+        MIXTURE | {"precision.residual_norm_fusion": True},
         1,
-        "--cuda-graph-impl local is for dense models",
+        "--residual-norm-fusion is for dense models",
     ),
     "experts_recompute_what_they_have": (
         MIXTURE | {"training.recompute_granularity": "selective", "training.recompute_modules": ("moe_act",)},

@@ -16,7 +16,7 @@ from megafp8.metrics.expert_load import ExpertRecord, layer_load
 
 
 def loaded(num_layers: int, counts: tuple[float, ...] = (4, 3, 1, 0), bias: bool = False) -> LoadedRun:
-    load = layer_load(counts, 8, 6.0, 8, (-0.1, 0.2) if bias else None, 16)
+    load = layer_load(counts, 1, 8, 6.0, 8, (-0.1, 0.2) if bias else None, 16)
     records = tuple(ExpertRecord(step=step, layers={str(n): load for n in range(num_layers)}) for step in (10, 20))
     return LoadedRun(
         name="a", folder=Path("a"), runs=(), stages=(), steps=(), evals=(), events=(), expert_records=records

@@ -19,6 +19,8 @@ OTHERS = ["experts in another precision than BF16 or tensorwise e4m3, delayed e4
         ("--fp8-format e4m3 --fp8-recipe tensorwise", []),
         (DELAYED, []),
         (f"{DELAYED} {TRITON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", []),
+        ("--expert-tensor-parallel-size 2", ["expert tensor-parallel ranks: give --expert-tensor-parallel-size 1"]),
+        ("--tensor-model-parallel-size 2", ["tensor-parallel ranks without expert-parallel ones"]),
         (f"{HYBRID} {TRITON}", OTHERS),
         (HYBRID, OTHERS),
         (f"{DELAYED} --planted-fault inflated-qk", []),

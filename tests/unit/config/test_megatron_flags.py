@@ -103,6 +103,7 @@ def megafp8_refuses(flag):
 def test_a_flag_is_idle_only_without_its_main_flag():
     for flag, value, main in (
         ("--moe-latent-size", "2", "--num-experts"),
+        ("--moe-router-topk-limited-devices", "2", "--num-experts"),
         ("--mtp-use-repeated-layer", None, "--mtp-num-layers"),
         ("--no-flight-recorder-dump-on-timeout", None, "--flight-recorder-dump-path"),
         ("--data-parallel-sharding-strategy", "optim", "--use-megatron-fsdp"),

@@ -78,6 +78,34 @@ def test_the_optimizer_that_a_graph_needs_is_named() -> None:
     )
 
 
+MIXTURE = f"--model-preset mixtral-8x7b --bf16 --moe-token-dispatcher-type alltoall {ASKED}"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+@pytest.mark.parametrize(
+    ("text", "begin", "end"),
+    [
+        (
+            "--fp8-format hybrid",
+            "experts in another precision than BF16 or tensorwise e4m3",
+            "use --fp8-format e4m3, or",
+        ),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "experts in another precision than", "change that, or use"),
+        ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor with", "change that, or use"),
+        ("--expert-model-parallel-size 2 --fp8-format hybrid", "--expert-model-parallel-size 2 with", "exchange; use"),
+        (f"{TENSOR} --expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 1 with", "exchange; use"),
+    ],
+)
+def test_the_setting_of_experts_that_excludes_a_graph_is_named_once(text: str, begin: str, end: str) -> None:
+    (problem,) = problems(f"{MIXTURE} {text}")
+    assert problem.startswith(begin) and problem.endswith(f"{end} --cuda-graph-impl none")
+
+
+@pytest.mark.parametrize("text", ["", "--fp8-format e4m3 --fp8-recipe tensorwise"])
+def test_experts_in_one_launch_have_a_graph(text: str) -> None:
+    assert not problems(f"{MIXTURE} {text}")
+
+
 @pytest.mark.parametrize(
     ("text", "implementation", "world_size", "part"),
     [

@@ -168,4 +168,30 @@ def test_a_graph_is_not_proposed_for_experts_that_have_none(words: str, world_si
 
     assert proposed("") and not proposed(words)
     config = flags.parse([*TINY, *mixture.split(), *words.split(), "--cuda-graph-impl", "local"]).config
-    assert any("--cuda-graph-impl local is for dense models" in text for text in rules.problems(config, world_size))
+    found = [text for text in rules.problems(config, world_size) if "--cuda-graph-impl local" in text]
+    assert len(found) == 1 and "the host reads how many tokens" in found[0]
+
+
+PADDING = {"model.num_experts": 4, "model.moe_router_padding_for_quantization": True, "precision.fp8_format": "e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "implementation", "text"),
+    [
+        (
+            {
+                "model.num_experts": 4,
+                "model.moe_router_pre_softmax": True,
+                "model.moe_router_score_function": "sigmoid",
+            },
+            "emulated",
+            "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid",
+        ),
+        (PADDING, "emulated", "has no effect with --transformer-impl emulated"),
+        (PADDING, "local", "has no effect with --transformer-impl local"),
+    ],
+)
+def test_settings_that_experts_do_not_read_are_noticed(changes: dict, implementation: str, text: str) -> None:
+    assert any(text in notice for notice in rules.notices(with_values(RunConfig(), changes), implementation, 1))
+    on_te = with_values(RunConfig(), PADDING)
+    assert not any("--moe-router-padding" in notice for notice in rules.notices(on_te, "transformer_engine", 1))

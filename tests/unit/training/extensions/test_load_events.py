@@ -1,0 +1,42 @@
+"""Faults of the experts' load become one event for each layer and fault, with advice that the run accepts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from load_records import MANY, records_of
+
+from megafp8.config import flags
+from megafp8.metrics.records import EventRecord
+from megafp8.training.extensions.expert_load import ExpertLoads
+
+TINY = (
+    "--model-preset tiny-moe --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 40 --lr 1e-3 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 500 --bf16 --num-experts 4 --moe-router-topk 1 "
+    "--moe-router-pre-softmax --moe-aux-loss-coeff 0.01"
+)
+
+
+def test_each_fault_of_a_layer_is_reported_once(monkeypatch: Any) -> None:
+    """Also if the experts and their number change."""
+    written: list[Any] = []
+    config = flags.parse(TINY.split()).config
+    run = SimpleNamespace(config=config, place=SimpleNamespace(world_size=1), trainee=SimpleNamespace(chunks=[]))
+    state: Any = SimpleNamespace(
+        run=run, step=0, first_step=1, total_steps=9, sinks=SimpleNamespace(write=written.append)
+    )
+    one_idle, two_idle, collapsed = [MANY, MANY, MANY, 0], [MANY, MANY, 0, 0], [MANY, 0, 0, 0]
+    records = iter(records_of(one_idle, one_idle, two_idle, two_idle, collapsed, collapsed, collapsed))
+    extension = ExpertLoads()
+    monkeypatch.setattr(extension, "reduce", lambda state: next(records))
+    extension.open(state)
+    extension.is_logged = True
+    for _ in range(7):
+        extension.after_step(state, None)  # type: ignore[arg-type]  # not read
+    idle, collapse = [record.detail for record in written if isinstance(record, EventRecord)]
+    assert idle == "layer 3: idle experts: expert 3 of 4 has no tokens; try: --moe-aux-loss-coeff 0.02"
+    assert collapse == (
+        "layer 3: collapse: nearly all tokens pass the same 1 of 4 experts (100.0% of assignments); try: "
+        "--moe-aux-loss-coeff 0.02; --lr 0.0005, half of the current value; --lr-warmup-iters 2"
+    )
