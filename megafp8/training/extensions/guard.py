@@ -27,7 +27,9 @@ from megafp8.config import precision_map
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT, watched_linears
 from megafp8.errors import NumericsError
 from megafp8.mcore.modules import named_linears
+from megafp8.metrics.health_advice import Case
 from megafp8.metrics.layer_statistics import (
+    ALIGNMENT,
     GRADIENT_SNR,
     GROWTH,
     INPUT_STATISTICS,
@@ -38,12 +40,14 @@ from megafp8.metrics.layer_statistics import (
     attention_logit_bound,
     input_statistics,
     root_mean_square,
+    smoothing_helps,
     swiglu_alignment,
 )
 from megafp8.metrics.records import EventRecord
 from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.quantization.smoothing import channel_scales
+from megafp8.training.checks import machine_problems
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.extensions.statistics_hooks import linear_input
 from megafp8.training.run import Run
@@ -94,12 +98,13 @@ class LayerGuard(Extension):
         guard, limit = state.run.config.training.fp8_guard, LIMITS[statistic]
         layer = ".".join(name.split(".")[:2])
         moves = guard == "bf16-layer" and limit.moves_layer
-        smooths = guard == "smooth-swiglu" and smoothing_helps(key)
+        smooths = guard == "smooth-swiglu" and smoothing_helps(statistic, name)
         history = state.progress.history
         if key not in history.warnings:
             history = dataclasses.replace(history, warnings=(*history.warnings, key))
             state.progress = dataclasses.replace(state.progress, history=history)
-            detail += "" if moves or smooths else f"; try: {advice(statistic, state.run.config)}"
+            if not (moves or smooths) and (remedies := advice(statistic, name, case_of(state.run))):
+                detail += f"; try: {remedies}"
             state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
         if moves:
             move_layer(state, layer, f"{statistic} of {name}")
@@ -146,10 +151,9 @@ def layer_snr(run: Run, num_updates: int) -> dict[Key, float]:
     return {(GRADIENT_SNR, f"layers.{layer}"): value for layer, value in enumerate(found) if value is not None}
 
 
-def smoothing_helps(key: Key) -> bool:
-    """Whether scales per channel of SwiGLU's output help against a finding."""
-    statistic, name = key
-    return statistic == "SwiGLU alignment" or name.endswith(f".{SWIGLU_OUTPUT}.input")
+def case_of(run: Run) -> Case:
+    """The run, with what its machine does not support."""
+    return Case(run.config, run.place.world_size, machine_problems=machine_problems)
 
 
 def move_layer(state: LoopState, layer: str, reason: str) -> None:
@@ -275,7 +279,7 @@ class LayerStatistics:
         if isinstance(weight, QuantizedParameter) or is_float8tensor(weight):
             return
         complete = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks of FSDP2 come here
-        self._record("SwiGLU alignment", layer, swiglu_alignment(complete))
+        self._record(ALIGNMENT, layer, swiglu_alignment(complete))
 
     @torch.no_grad()
     def _record_input(self, name: str, linear: torch.nn.Module, values: Tensor) -> None:
