@@ -7,4 +7,3 @@ GRADUAL_FAULTS = (OUTLIER_CHANNEL, ALIGNED_SWIGLU, INFLATED_QK)  # they grow in 
 SUDDEN_FAULTS = (SPIKE_BATCH, INFINITE_ACTIVATION)  # they last one step
 HIGH_PRECISION_FAULTS = (SPIKE_BATCH, INFLATED_QK)  # they do not depend on quantization
 EMULATED_FAULTS = (OUTLIER_CHANNEL, ALIGNED_SWIGLU)  # only emulated layers can have them
-DENSE_FAULTS = (OUTLIER_CHANNEL, ALIGNED_SWIGLU)  # a mixture has no MLP through which all tokens pass

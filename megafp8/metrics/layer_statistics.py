@@ -27,10 +27,12 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from megafp8.config.precision_map import is_quantized
-from megafp8.config.schema import RunConfig
+from megafp8.config.guarded_linears import SWIGLU_OUTPUT
+from megafp8.config.precision_map import resolve
+from megafp8.metrics.health_advice import Case, Remedy, accepted
 from megafp8.recipes.formats import E4M3
 
+ALIGNMENT = "SwiGLU alignment"
 SMALLEST_NORMAL = E4M3.min_normal / E4M3.max  # of a tensor whose amax is 1
 
 
@@ -40,12 +42,12 @@ class Limit(NamedTuple):
     Attributes:
         value: larger ones are findings.
         moves_layer: whether the layer in high precision helps. If not, the cause is not the quantization.
-        remedies: what to try.
+        remedies: what to try, where it is of use (`advice`).
     """
 
     value: float
     moves_layer: bool
-    remedies: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
 
 
 class Growth(NamedTuple):
@@ -62,19 +64,20 @@ class Growth(NamedTuple):
     num_intervals: int
 
 
-SMOOTH_REMEDY, MOVE_REMEDY = "--fp8-guard smooth-swiglu", "--fp8-guard bf16-layer"
-PRECISION_REMEDY = "the layer in high precision with --precision"
-NORM_REMEDY, CAP_REMEDY = "--qk-layernorm in a new run", "--attention-logit-softcapping in a new run"
-QUANTIZATION_REMEDIES = (MOVE_REMEDY, PRECISION_REMEDY)
-LOWER_LR = "a lower --lr"
+SMOOTH, MOVE = Remedy(("--fp8-guard", "smooth-swiglu")), Remedy(("--fp8-guard", "bf16-layer"))
+KEEP = Remedy((), "the layer in high precision with --precision")
+NORM = Remedy(("--qk-layernorm",), " in a new run")
+CAP = Remedy(("--attention-logit-softcapping", "50"), " in a new run")  # of Gemma 2
+LOWER_LR, MORE_DECAY = Remedy((), "a lower --lr"), Remedy((), "a larger --weight-decay")
+QUANTIZATION_REMEDIES = (SMOOTH, MOVE, KEEP)
 LIMITS = {
     "kurtosis": Limit(1000.0, True, QUANTIZATION_REMEDIES),
     "outlier share": Limit(0.8, True, QUANTIZATION_REMEDIES),
     "subnormal share": Limit(0.5, True, QUANTIZATION_REMEDIES),
-    "SwiGLU alignment": Limit(0.98, True, (SMOOTH_REMEDY, *QUANTIZATION_REMEDIES, "a larger --weight-decay")),
-    "attention logits": Limit(500.0, False, (NORM_REMEDY, CAP_REMEDY, LOWER_LR)),
+    ALIGNMENT: Limit(0.98, True, (*QUANTIZATION_REMEDIES, MORE_DECAY)),
+    "attention logits": Limit(500.0, False, (NORM, CAP, LOWER_LR)),
     "residual": Limit(1000.0, False, (LOWER_LR,)),
-    "gradient SNR": Limit(math.inf, False, (LOWER_LR, PRECISION_REMEDY)),
+    "gradient SNR": Limit(math.inf, False, (LOWER_LR, KEEP)),
 }
 NUM_REMEMBERED = 5
 """Observations that are kept: with the default interval those of 100 steps."""
@@ -84,20 +87,33 @@ GROWTH = {
     "gradient SNR": (Growth(3.0, 0.2, NUM_REMEMBERED),),
 }
 INPUT_STATISTICS = ("kurtosis", "outlier share", "subnormal share")
-LAYER_STATISTICS = ("SwiGLU alignment", "attention logits", "residual")
+LAYER_STATISTICS = (ALIGNMENT, "attention logits", "residual")
 GRADIENT_SNR = "gradient SNR"
 
 
-def advice(statistic: str, config: RunConfig) -> str:
-    """The remedies of a statistic that the run does not use yet."""
-    model = config.model
-    is_used = {
-        SMOOTH_REMEDY: config.training.fp8_guard == "smooth-swiglu",
-        PRECISION_REMEDY: not is_quantized(config.precision),
-        NORM_REMEDY: model.qk_layernorm or model.qk_l2_norm,
-        CAP_REMEDY: model.attention_logit_softcapping is not None,
+def smoothing_helps(statistic: str, name: str) -> bool:
+    """Whether scales per channel of SwiGLU's output help against a finding of a layer, or of a linear's input."""
+    return statistic == ALIGNMENT or name.endswith(f".{SWIGLU_OUTPUT}.input")
+
+
+def advice(statistic: str, name: str, case: Case) -> str:
+    """What helps against a finding, and the run does not have yet and accepts.
+
+    Args:
+        name: of a layer, or of a linear's input: `layers.3.linear_fc2.input`.
+    """
+    config = case.config
+    layer = ".".join(name.split(".")[:2])
+    is_useful = {
+        SMOOTH: smoothing_helps(statistic, name),
+        KEEP: any(
+            choice.is_quantized and linear.startswith(f"{layer}.")
+            for linear, choice in resolve(config.model, config.precision).items()
+        ),
+        CAP: config.model.attention_logit_softcapping is None,
     }
-    return "; ".join(remedy for remedy in LIMITS[statistic].remedies if not is_used.get(remedy))
+    remedies = [remedy for remedy in LIMITS[statistic].remedies if is_useful.get(remedy, True)]
+    return "; ".join(map(str, accepted(case, remedies)))
 
 
 def input_statistics(values: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,8 +38,13 @@ EVERY_SECOND_STEP = "--fp8-guard-interval 2 --fp8-guard"
 OUTLIERS = MappingProxyType({"layers.1.linear_fc2": 3})
 
 
-def add_outlier_channel(run: Any, name: str, first_bad_step: int) -> None:
-    """One channel of the input of a linear is 1000 times as large from a step of this process on."""
+def enlarge_channel(values: torch.Tensor) -> None:
+    """Make one channel 1000 times as large, in place."""
+    values[..., 0] *= 1e3
+
+
+def add_outliers(run: Any, name: str, first_bad_step: int, enlarge: Callable[[torch.Tensor], None]) -> None:
+    """The input of a linear has outliers from a step of this process on."""
     linears, num_passes = dict(emulated_linears_by_name(run.trainee.chunks)), [0]
     if name not in linears:
         return
@@ -49,7 +54,7 @@ def add_outlier_channel(run: Any, name: str, first_bad_step: int) -> None:
         if num_passes[0] <= (first_bad_step - 1) * run.num_microbatches:
             return args
         spoiled = args[0].clone()
-        spoiled[..., 0] *= 1e3
+        enlarge(spoiled)
         return (spoiled, *args[1:])
 
     linears[name].register_forward_pre_hook(spoil)
@@ -61,14 +66,15 @@ def run_loop(
     world_size: int = 1,
     first_bad_steps: Mapping[str, int] = OUTLIERS,
     style: str = "llama",
+    enlarge: Callable[[torch.Tensor], None] = enlarge_channel,
 ) -> list[tuple[Progress, str]]:
-    """The training loop with the guard, and with an outlier channel in the inputs of linears from these steps on."""
+    """The training loop with the guard, and with outliers in the inputs of linears from these steps on."""
     config = small_config(style, f"{LOOP} --save {folder} --load {folder} {flags}", world_size)
 
     def start() -> tuple[Progress, str]:
         run = build_run(config)
         for name, step in first_bad_steps.items():
-            add_outlier_channel(run, name, 1 if list(folder.glob("iter_*")) else step)
+            add_outliers(run, name, 1 if list(folder.glob("iter_*")) else step, enlarge)
         return pretrain.train(run), fingerprint(weights(run))
 
     return run_ranks(world_size, start)
@@ -236,6 +242,31 @@ def test_linear_is_smoothed_on_all_ranks(tmp_path: Path) -> None:
     assert [[linear.name for linear in progress.history.moved_linears] for progress, _ in answers] == [
         ["layers.1.linear_fc2"]
     ] * 2
+
+
+def test_a_smoothed_input_is_judged_after_its_scales(tmp_path: Path) -> None:
+    """Values that one scale for the tensor would put below the normal numbers are no finding any more."""
+    fault = "--planted-fault aligned-swiglu --planted-fault-step 3 --planted-fault-growth 16"
+    run_loop(tmp_path, f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} smooth-swiglu {fault} --train-iters 8", 1, {})
+    found = events(tmp_path)
+    smoothed = {detail.split()[0] for step, name, detail in found if (step, name) == (4, "layer smoothed")}
+    assert smoothed == {"layers.0.linear_fc2", "layers.1.linear_fc2"}
+    assert max(step for step, *_ in found) == 4, found
+
+
+def test_smoothing_that_does_not_help_is_reported_with_remedies(tmp_path: Path) -> None:
+    """A token with large values has the largest value of every channel."""
+    flags = f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} smooth-swiglu --train-iters 6"
+
+    def enlarge_token(values: torch.Tensor) -> None:
+        values[0, 0] *= 1e7
+
+    run_loop(tmp_path, flags, enlarge=enlarge_token)
+    before, after = ([event for event in events(tmp_path) if event[0] == step] for step in (4, 6))
+    assert any(name == "layer smoothed" and detail.startswith("layers.1.linear_fc2 ") for _, name, detail in before)
+    (detail,) = [detail for _, _, detail in after if "linear_fc2" in detail]
+    assert detail.startswith("subnormal share of layers.1.linear_fc2.smoothed_input is ")
+    assert detail.endswith("; try: --fp8-guard bf16-layer; the layer in high precision with --precision")
 
 
 def test_growth_is_found_below_the_limit() -> None:

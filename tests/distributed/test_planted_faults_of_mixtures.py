@@ -1,4 +1,4 @@
-"""Planted faults of mixtures: those that need no dense MLP are noticed as in dense models, and the others refused."""
+"""Planted faults of mixtures are noticed as in dense models; some need a dense MLP or a shared expert."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from small_run import build_run, small_config
 
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.progress import Progress
+from megafp8.mcore.modules import named_linears
 from megafp8.metrics.records import EventRecord
 from megafp8.training import pretrain
 from megafp8.training.extensions import planted_fault
 
 TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 MIXTURE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --swiglu --disable-bias-linear"
+DENSE, SHARED = "--moe-layer-freq [0,1]", "--moe-shared-expert-intermediate-size 64"
 LOOP = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100 --train-iters 6"
 SKIP = "--max-skipped-steps 1"
 
@@ -99,5 +101,39 @@ def test_an_expert_without_tokens_leaves_the_fault_to_the_next_one(monkeypatch) 
 
 @pytest.mark.parametrize("fault", ["outlier-channel", "aligned-swiglu"])
 def test_faults_of_a_dense_mlp_are_refused(fault: str) -> None:
-    with pytest.raises(AssertionError, match=f"--planted-fault {fault} with --num-experts 4: .* dense MLP"):
-        small_config("gpt2", f"{TENSORWISE} {MIXTURE} --planted-fault {fault}")
+    for words in ("", "--moe-layer-freq [1,1]"):
+        with pytest.raises(AssertionError, match=f"--planted-fault {fault} with --num-experts 4: .* dense MLP"):
+            small_config("gpt2", f"{TENSORWISE} {MIXTURE} {words} --planted-fault {fault}")
+
+
+@pytest.mark.parametrize(("words", "mlp"), [(DENSE, "layers.0"), (SHARED, "layers.1.shared_experts")])
+@pytest.mark.parametrize(("fault", "linear"), [("outlier-channel", "linear_fc1"), ("aligned-swiglu", "linear_fc2")])
+def test_an_mlp_of_all_tokens_has_the_fault(fault: str, linear: str, words: str, mlp: str, tmp_path: Path) -> None:
+    flags = "--fp8-guard warn --fp8-guard-interval 1 --planted-fault-step 2 --planted-fault-growth 32 --planted-fault"
+    _, events, _ = run_loop(tmp_path, f"{flags} {fault}", f"{MIXTURE} {words}")
+    found = [event for event in events if event.name == "guard"]
+    assert any(f" of {mlp}.{linear}.input is " in event.detail for event in found)
+    assert min(event.step for event in found) >= 2
+
+
+@pytest.mark.parametrize("fault", ["outlier-channel", "aligned-swiglu"])
+def test_routed_experts_do_not_have_the_fault(fault: str) -> None:
+    def places() -> tuple[list[str], list[str]]:
+        config = small_config("gpt2", f"{TENSORWISE} {MIXTURE} {DENSE} {SHARED} --planted-fault {fault}")
+        run = build_run(config)
+        planted = planted_fault.LayerFault(run)
+        named = [pair for chunk in planted.chunks for pair in named_linears(chunk)]
+        return tuple([name for name, linear in named if linear in found] for found in (planted.linears, planted.gated))
+
+    ((linears, gated),) = run_ranks(1, places)
+    mlps = ["layers.0", "layers.1.shared_experts"]
+    assert gated == [f"{mlp}.linear_fc1" for mlp in mlps] * (fault == "aligned-swiglu")
+    assert linears == [f"{mlp}.linear_{'fc1' if fault == 'outlier-channel' else 'fc2'}" for mlp in mlps]
+
+
+def test_a_mixture_whose_dense_layers_are_in_high_precision_is_refused() -> None:
+    model = f"{MIXTURE} {DENSE} --precision layers.0.linear_fc1=bf16"
+    with pytest.raises(
+        AssertionError, match="linear_fc1 of a dense MLP or a shared expert, and all are in high precision"
+    ):
+        small_config("gpt2", f"{TENSORWISE} {model} --planted-fault outlier-channel")

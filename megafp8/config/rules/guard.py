@@ -29,10 +29,10 @@ def guard_has_quantized_layers(config: RunConfig, world_size: int) -> Iterator[s
     if training.fp8_guard == "smooth-swiglu" and derived.is_stateful(precision):
         yield (
             f"{flag} with delayed scaling: the amaxes of its history are those before the scales of the channels; use "
-            "--fp8-guard bf16-layer, or a recipe without amax history"
+            f"{policies_instead_of_scales(config)}, or a recipe without amax history"
         )
     if training.fp8_guard == "smooth-swiglu" and not config.model.swiglu:
-        yield f"{flag} scales the output of SwiGLU: add --swiglu, or use --fp8-guard bf16-layer"
+        yield f"{flag} scales the output of SwiGLU: add --swiglu, or use {policies_instead_of_scales(config)}"
 
 
 def guard_can_change_a_layer(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -51,8 +51,8 @@ def guard_can_change_a_layer(config: RunConfig, world_size: int) -> Iterator[str
     outputs = [name for name in precision_map.linear_names(model) if name.endswith(SWIGLU_OUTPUT)]
     if all(map(is_of_routed_experts, outputs)):
         yield (
-            f"{flag}: the MLPs of all layers are routed experts, whose linears it does not scale; use --fp8-guard "
-            "warn, or keep experts in high precision with --precision"
+            f"{flag}: the MLPs of all layers are routed experts, whose linears it does not scale; use "
+            f"{policies_instead_of_scales(config)}"
         )
     else:
         places = "dense MLPs and shared experts" if is_mixture(model) else "layers"
@@ -60,6 +60,13 @@ def guard_can_change_a_layer(config: RunConfig, world_size: int) -> Iterator[str
             f"{flag}: the inputs of {SWIGLU_OUTPUT} in all {places} are in high precision, where scales have no use; "
             "quantize them with --precision, or use --fp8-guard warn"
         )
+
+
+def policies_instead_of_scales(config: RunConfig) -> str:
+    """Policies of --fp8-guard that the run may have if it cannot have smooth-swiglu."""
+    model, precision = config.model, config.precision
+    has_watched = all_positive(model.num_layers) and bool(watched_linears(model, precision))
+    return "--fp8-guard warn or bf16-layer" if has_watched and not precision.fp8_param_gather else "--fp8-guard warn"
 
 
 def guard_notices(config: RunConfig) -> Iterator[str]:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from megafp8.config import iterations, latent_attention, precision_map, topology
 from megafp8.config.planted_faults import (
     ALIGNED_SWIGLU,
-    DENSE_FAULTS,
+    EMULATED_FAULTS,
     HIGH_PRECISION_FAULTS,
     INFLATED_QK,
     SUDDEN_FAULTS,
 )
+from megafp8.config.planted_linears import LINEARS, has_mlp_of_all_tokens, planted_linears
 from megafp8.config.rules.base import Rule, all_positive, batch_schedule, has_whole_replicas, no_effect_without
 from megafp8.config.schema import ModelConfig, RunConfig, TrainingConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -19,7 +20,7 @@ from megafp8.config.settings import settings_by_name, value_of
 
 def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[str]:
     """--planted-fault needs complete layers, most faults quantized ones, and its settings need it."""
-    training, parallel, precision = config.training, config.parallel, config.precision
+    training, model, parallel, precision = config.training, config.model, config.parallel, config.precision
     flag = f"--planted-fault {training.planted_fault}"
     if training.planted_fault == "none":
         for name in ("planted_fault_step", "planted_fault_growth"):
@@ -33,23 +34,45 @@ def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[st
         yield f"{flag}: the layer must be complete on every rank; use tensor- and pipeline-parallel size 1"
     if precision.fp8_param_gather:
         yield f"{flag} with --fp8-param-gather: the weights have no copy that the fault could change; remove one"
-    yield from model_obstacles(training.planted_fault, config.model)
+    obstacles = list(obstacles_and_fixes(training.planted_fault, model))
+    yield from (f"{reason}; {fix}" for reason, fix in obstacles)
+    linear = LINEARS.get(training.planted_fault)
+    if linear is None or obstacles or not precision_map.is_quantized(precision) or not all_positive(model.num_layers):
+        return
+    if not planted_linears(training.planted_fault, model, precision):
+        kind = " of a dense MLP or a shared expert" if training.planted_fault in EMULATED_FAULTS else ""
+        yield (
+            f"{flag}: it is planted into a quantized {linear}{kind}, and all are in high precision; quantize one with "
+            "--precision, or remove the flag"
+        )
 
 
 def model_obstacles(fault: str, model: ModelConfig) -> Iterator[str]:
     """Why a model cannot have a fault, or normalization undoes it; nothing if it can."""
+    return (reason for reason, _ in obstacles_and_fixes(fault, model))
+
+
+def obstacles_and_fixes(fault: str, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """The reasons of `model_obstacles`, each with what a run may do instead."""
     flag = f"--planted-fault {fault}"
-    if model.num_experts and fault in DENSE_FAULTS:
-        yield f"{flag} with --num-experts {model.num_experts}: it is planted into a dense MLP; remove one"
+    if fault in EMULATED_FAULTS and all_positive(model.num_layers) and not has_mlp_of_all_tokens(model):
+        yield (
+            f"{flag} with --num-experts {model.num_experts}: it is planted into dense MLPs and shared experts, and the "
+            "model has only routed experts",
+            "add --moe-shared-expert-intermediate-size, or dense layers with --moe-layer-freq, or plant another fault",
+        )
     if fault == INFLATED_QK and latent_attention.is_latent(model):
-        yield f"{flag} with --multi-latent-attention: queries and keys have no common linear; remove one"
+        yield f"{flag} with --multi-latent-attention: queries and keys have no common linear", "remove one"
     if fault == ALIGNED_SWIGLU and not model.swiglu:
-        yield f"{flag} aligns the weights of SwiGLU: add --swiglu, or use --planted-fault outlier-channel"
+        yield (
+            f"{flag} without --swiglu: it aligns the weights of SwiGLU",
+            "add --swiglu, or use --planted-fault outlier-channel",
+        )
     for norm, is_given in (("--qk-layernorm", model.qk_layernorm), ("--qk-l2-norm", model.qk_l2_norm)):
         if fault == INFLATED_QK and is_given:
             yield (
-                f"{flag} with {norm}: queries and keys are normalized after the fault, so that the logits cannot grow; "
-                "remove one"
+                f"{flag} with {norm}: queries and keys are normalized after the fault, so that the logits cannot grow",
+                "remove one",
             )
 
 

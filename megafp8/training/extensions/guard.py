@@ -27,7 +27,9 @@ from megafp8.config import precision_map
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT, watched_linears
 from megafp8.errors import NumericsError
 from megafp8.mcore.modules import named_linears
+from megafp8.metrics.health_advice import Case
 from megafp8.metrics.layer_statistics import (
+    ALIGNMENT,
     GRADIENT_SNR,
     GROWTH,
     INPUT_STATISTICS,
@@ -38,11 +40,14 @@ from megafp8.metrics.layer_statistics import (
     attention_logit_bound,
     input_statistics,
     root_mean_square,
+    smoothing_helps,
     swiglu_alignment,
 )
 from megafp8.metrics.records import EventRecord
 from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
+from megafp8.quantization.smoothing import channel_scales
+from megafp8.training.checks import machine_problems
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.extensions.statistics_hooks import linear_input
 from megafp8.training.run import Run
@@ -63,9 +68,7 @@ class LayerGuard(Extension):
     def before_step(self, state: LoopState) -> None:
         training = state.run.config.training
         if training.fp8_guard != "off" and is_multiple(state.step + 1, training.fp8_guard_interval):
-            changed = state.progress.history.moved_linears
-            moved = [linear.name for linear in changed if linear.form == HIGH_PRECISION]
-            self.collector = LayerStatistics(state.run, moved)
+            self.collector = LayerStatistics(state.run, state.progress.history.moved_linears)
             self.collector.attach()
             state.needs_eager_step = True
 
@@ -95,12 +98,13 @@ class LayerGuard(Extension):
         guard, limit = state.run.config.training.fp8_guard, LIMITS[statistic]
         layer = ".".join(name.split(".")[:2])
         moves = guard == "bf16-layer" and limit.moves_layer
-        smooths = guard == "smooth-swiglu" and smoothing_helps(key)
+        smooths = guard == "smooth-swiglu" and smoothing_helps(statistic, name)
         history = state.progress.history
         if key not in history.warnings:
             history = dataclasses.replace(history, warnings=(*history.warnings, key))
             state.progress = dataclasses.replace(state.progress, history=history)
-            detail += "" if moves or smooths else f"; try: {advice(statistic, state.run.config)}"
+            if not (moves or smooths) and (remedies := advice(statistic, name, case_of(state.run))):
+                detail += f"; try: {remedies}"
             state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
         if moves:
             move_layer(state, layer, f"{statistic} of {name}")
@@ -147,10 +151,9 @@ def layer_snr(run: Run, num_updates: int) -> dict[Key, float]:
     return {(GRADIENT_SNR, f"layers.{layer}"): value for layer, value in enumerate(found) if value is not None}
 
 
-def smoothing_helps(key: Key) -> bool:
-    """Whether scales per channel of SwiGLU's output help against a finding."""
-    statistic, name = key
-    return statistic == "SwiGLU alignment" or name.endswith(f".{SWIGLU_OUTPUT}.input")
+def case_of(run: Run) -> Case:
+    """The run, with what its machine does not support."""
+    return Case(run.config, run.place.world_size, machine_problems=machine_problems)
 
 
 def move_layer(state: LoopState, layer: str, reason: str) -> None:
@@ -193,14 +196,23 @@ class LayerStatistics:
 
     Args:
         run: whose layers are watched.
-        moved: names of linears that the run moved to high precision, which are not watched any more.
+        changed: linears that the run changed. Those in high precision are not watched any more. Of smoothed ones the
+            input after its channel scales is watched, which is what is quantized, under a name of its own. The
+            alignment of their weights is not: it harms by that input.
     """
 
-    def __init__(self, run: Run, moved: Collection[str] = ()):
+    def __init__(self, run: Run, changed: Collection[MovedLinear] = ()):
         model, precision = run.config.model, run.config.precision
         assert model.num_layers is not None
-        names = [name for name in watched_linears(model, precision) if name not in moved]
-        keys = [(statistic, f"{name}.input") for name in names for statistic in INPUT_STATISTICS]
+        moved = {linear.name for linear in changed if linear.form == HIGH_PRECISION}
+        smoothed = {linear.name for linear in changed if linear.form == SMOOTHED}
+        self.inputs = {
+            name: f"{name}.{'smoothed_input' if name in smoothed else 'input'}"
+            for name in watched_linears(model, precision)
+            if name not in moved
+        }
+        self.smoothed = smoothed
+        keys = [(statistic, name) for name in self.inputs.values() for statistic in INPUT_STATISTICS]
         keys += [(statistic, f"layers.{layer}") for layer in range(model.num_layers) for statistic in LAYER_STATISTICS]
         self.run, self.keys = run, {key: index for index, key in enumerate(keys)}
         self.table = torch.full((len(keys),), -1.0, dtype=torch.float32, device=run.platform.device)
@@ -209,11 +221,13 @@ class LayerStatistics:
     def attach(self) -> None:
         """Attach the hooks; each runs once."""
         for name, linear, called in self._linears():
-            if called is not None and self._watches(name):
+            if called is not None and name in self.inputs:
                 record = functools.partial(self._record_input, name, linear)
                 self._once(called, lambda _, args, record=record: record(args[0]), is_before=True)
             mlp, _, kind = name.rpartition(".")
-            if kind == "linear_fc1" and self._watches(f"{mlp}.{SWIGLU_OUTPUT}") and self.run.config.model.swiglu:
+            output = f"{mlp}.{SWIGLU_OUTPUT}"
+            is_watched = output in self.inputs and output not in self.smoothed
+            if kind == "linear_fc1" and is_watched and self.run.config.model.swiglu:
                 self._record_alignment(".".join(name.split(".")[:2]), linear.weight)
         chunks = unwrap_model(self.run.trainee.chunks)
         for layer in (m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)):
@@ -247,9 +261,6 @@ class LayerStatistics:
             called = {mlp.linear_fc1: mlp for mlp in mlps} | {mlp.linear_fc2: None for mlp in mlps}
             yield from ((name, linear, called.get(linear, linear)) for name, linear in named_linears(chunk))
 
-    def _watches(self, linear: str) -> bool:
-        return (INPUT_STATISTICS[0], f"{linear}.input") in self.keys
-
     def _once(self, module: torch.nn.Module, record: Callable[..., None], is_before: bool = False) -> None:
         """Call a function at the next forward pass of a module."""
 
@@ -268,13 +279,15 @@ class LayerStatistics:
         if isinstance(weight, QuantizedParameter) or is_float8tensor(weight):
             return
         complete = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks of FSDP2 come here
-        self._record("SwiGLU alignment", layer, swiglu_alignment(complete))
+        self._record(ALIGNMENT, layer, swiglu_alignment(complete))
 
     @torch.no_grad()
     def _record_input(self, name: str, linear: torch.nn.Module, values: Tensor) -> None:
-        found = input_statistics(linear_input(linear, values))
-        for statistic, value in zip(INPUT_STATISTICS, found.unbind(), strict=True):
-            self._record(statistic, f"{name}.input", value)
+        quantized = linear_input(linear, values)
+        if name in self.smoothed:  # Transformer Engine's linear has divided it already; its scales are then 1
+            quantized = quantized / channel_scales(quantized).to(quantized.dtype)
+        for statistic, value in zip(INPUT_STATISTICS, input_statistics(quantized).unbind(), strict=True):
+            self._record(statistic, self.inputs[name], value)
 
     @torch.no_grad()
     def _record_residual(self, name: str, output: Any) -> None:

@@ -1,9 +1,10 @@
 """A fault that a run plants into its layers (`--planted-fault`), to test what notices it and what repairs it.
 
 Gradual faults grow by `--planted-fault-growth` with every step from `--planted-fault-step` on, sudden ones last one
-step. All layers that quantize the linear have the fault, because a small model hardly needs a single layer. In a run
-without quantization `inflated-qk` is in all layers, and `spike-batch` needs none; the others are refused. What a run
-plants depends on the step only, so that a resumed run continues it.
+step. All layers that quantize the linear have the fault, because a small model hardly needs a single layer; in a
+mixture a gradual fault of an MLP is in dense layers and shared experts. In a run without quantization `inflated-qk` is
+in all layers, and `spike-batch` needs none; the others are refused. What a run plants depends on the step only, so that
+a resumed run continues it.
 
     outlier-channel       gradual: a channel of the input of linear_fc1 grows
     aligned-swiglu        gradual: a channel of SwiGLU's output grows, and its two weights turn to the same direction
@@ -31,10 +32,9 @@ from megafp8.config.planted_faults import (
     EMULATED_FAULTS,
     INFINITE_ACTIVATION,
     INFLATED_QK,
-    OUTLIER_CHANNEL,
     SPIKE_BATCH,
 )
-from megafp8.config.precision_map import linears_with_statistics
+from megafp8.config.planted_linears import planted_linears
 from megafp8.config.schema import ModelConfig
 from megafp8.errors import NumericsError
 from megafp8.mcore.modules import named_linears
@@ -42,10 +42,6 @@ from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
-LINEARS = {
-    OUTLIER_CHANNEL: "linear_fc1", ALIGNED_SWIGLU: "linear_fc2", INFLATED_QK: "linear_qkv",
-    INFINITE_ACTIVATION: "linear_fc2",
-}  # fmt: skip
 CHANNEL = 0
 TURN = 0.1  # of the way to the direction of the other weight, with every step
 
@@ -92,12 +88,11 @@ class LayerFault:
         self.model, self.vocab_size, self.chunks = model, run.vocab_size, unwrap_model(run.trainee.chunks)
         self.factor, self.is_active = 1.0, False
         self.spoiled: Optional[nn.Module] = None
-        quantized = linears_with_statistics(model, run.config.precision)
-        named = [pair for chunk in self.chunks for pair in named_linears(chunk)]
-        linears = {name: linear for name, linear in named if name in quantized}
-        chosen = LINEARS.get(self.kind)
-        self.linears: list[Any] = [linear for name, linear in linears.items() if name.endswith(f".{chosen}")]
-        self.gated: list[Any] = [linear for name, linear in linears.items() if name.endswith(".linear_fc1")]
+        named = dict(pair for chunk in self.chunks for pair in named_linears(chunk))
+        chosen = [name for name in planted_linears(self.kind, model, run.config.precision) if name in named]
+        self.linears: list[Any] = [named[name] for name in chosen]
+        mlps = [name.rpartition(".")[0] for name in chosen] if self.kind == ALIGNED_SWIGLU else []
+        self.gated: list[Any] = [named[f"{mlp}.linear_fc1"] for mlp in mlps]
         self.attach()
 
     def attach(self) -> None:

@@ -33,7 +33,6 @@ def notices(words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (f"smooth-swiglu {FP8} {MIXTURE}", "the MLPs of all layers are routed experts"),
         (f"smooth-swiglu {FP8} --precision *.linear_fc2=bf16", "in all layers are in high precision"),
         (f"smooth-swiglu {FP8} --precision *.linear_fc2:fprop,wgrad=bf16", "in all layers are in high precision"),
         (
@@ -50,6 +49,30 @@ def test_what_would_change_no_layer_is_refused(words: str, reason: str) -> None:
     assert problem.startswith(f"--fp8-guard {words.split()[0]}: ") and reason in problem
     assert "use --fp8-guard warn" in problem and "--precision" in problem
     assert problems(f"--fp8-guard warn {words.partition(' ')[2]}") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "fixes"),
+    [
+        (MIXTURE, ("warn", "bf16-layer")),
+        (f"{MIXTURE} --precision layers.*.experts.*=bf16", ("warn", "bf16-layer")),
+        (f"{MIXTURE} {ATTENTION_IN_BF16}", ("warn",)),
+    ],
+)
+def test_policies_that_work_with_routed_experts_are_named(words: str, fixes: tuple[str, ...]) -> None:
+    (problem,) = problems(f"--fp8-guard smooth-swiglu {FP8} {words}")
+    reason, _, fix = problem.partition("; ")
+    assert "the MLPs of all layers are routed experts" in reason
+    assert fix == f"use --fp8-guard {' or '.join(fixes)}"
+    assert [guard for guard in ("warn", "bf16-layer") if not problems(f"--fp8-guard {guard} {FP8} {words}")] == [*fixes]
+
+
+@pytest.mark.parametrize("words", ["", "--fp8-param-gather --use-distributed-optimizer"])
+def test_policies_that_work_with_delayed_scaling_are_named(words: str) -> None:
+    delayed = f"--fp8-format hybrid --fp8-recipe delayed {words}"
+    (problem,) = [text for text in problems(f"--fp8-guard smooth-swiglu {delayed}") if "with delayed scaling" in text]
+    for guard in ("warn", "bf16-layer"):
+        assert (guard in problem.partition("; ")[2]) is (problems(f"--fp8-guard {guard} {delayed}") == [])
 
 
 @pytest.mark.parametrize(

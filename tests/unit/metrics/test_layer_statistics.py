@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from megafp8.config.flags import parse
+from megafp8.config.rules import setting_problems
+from megafp8.metrics.health_advice import Case
 from megafp8.metrics.layer_statistics import (
+    INPUT_STATISTICS,
     LIMITS,
     advice,
     attention_logit_bound,
@@ -16,8 +19,16 @@ from megafp8.metrics.layer_statistics import (
     swiglu_alignment,
 )
 
+RUN = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 4 "
+    "--global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 "
+    "--bf16 --swiglu --disable-bias-linear --position-embedding-type rope"
+)
+FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 SMOOTH = "--fp8-guard smooth-swiglu"
-MOVE = "--fp8-guard bf16-layer; the layer in high precision with --precision"
+KEEP = "the layer in high precision with --precision"
+MOVE = f"--fp8-guard bf16-layer; {KEEP}"
+NORM, CAP = "--qk-layernorm in a new run", "--attention-logit-softcapping 50 in a new run"
 
 
 def normal(*shape: int) -> Tensor:
@@ -82,27 +93,54 @@ def test_bound_of_capped_attention_logits() -> None:
     assert attention_logit_bound(query, key, 1.0, cap) == torch.inf, "such logits are not finite"
 
 
+def advice_of(statistic: str, name: str, words: str) -> str:
+    config = parse(f"{RUN} {words}".split()).config
+    assert setting_problems(config, 1) == []
+    return advice(statistic, name, Case(config, 1))
+
+
 @pytest.mark.parametrize(
     ("statistic", "flags", "expected"),
     [
-        (
-            "attention logits",
-            "",
-            "--qk-layernorm in a new run; --attention-logit-softcapping in a new run; a lower --lr",
-        ),
-        ("attention logits", "--qk-layernorm", "--attention-logit-softcapping in a new run; a lower --lr"),
-        ("attention logits", "--qk-l2-norm", "--attention-logit-softcapping in a new run; a lower --lr"),
-        ("attention logits", "--attention-logit-softcapping 50", "--qk-layernorm in a new run; a lower --lr"),
-        (
-            "SwiGLU alignment",
-            "--fp8-guard warn",
-            f"{SMOOTH}; {MOVE}; a larger --weight-decay",
-        ),
-        ("SwiGLU alignment", SMOOTH, f"{MOVE}; a larger --weight-decay"),
-        ("gradient SNR", "", "a lower --lr; the layer in high precision with --precision"),
-        ("gradient SNR", "--bf16", "a lower --lr"),
+        ("attention logits", FP8, f"{NORM}; {CAP}; a lower --lr"),
+        ("attention logits", f"{FP8} --qk-layernorm", f"{CAP}; a lower --lr"),
+        ("attention logits", f"{FP8} --qk-l2-norm", f"{CAP}; a lower --lr"),
+        ("attention logits", f"{FP8} --attention-logit-softcapping 30", f"{NORM}; a lower --lr"),
+        ("SwiGLU alignment", f"{FP8} --fp8-guard warn", f"{SMOOTH}; {MOVE}; a larger --weight-decay"),
+        ("SwiGLU alignment", f"{FP8} {SMOOTH}", f"{MOVE}; a larger --weight-decay"),
+        ("gradient SNR", FP8, f"a lower --lr; {KEEP}"),
+        ("gradient SNR", "", "a lower --lr"),
+        ("gradient SNR", f"{FP8} --precision layers.1.*=bf16", "a lower --lr"),
     ],
 )
 def test_what_a_run_does_is_no_advice(statistic: str, flags: str, expected: str) -> None:
-    recipe = "" if flags == "--bf16" else "--fp8-format hybrid"
-    assert advice(statistic, parse(f"{recipe} {flags}".split()).config) == expected
+    assert advice_of(statistic, "layers.1", flags) == expected
+
+
+@pytest.mark.parametrize("statistic", INPUT_STATISTICS)
+def test_scales_per_channel_are_advised_where_they_help(statistic: str) -> None:
+    for name in ("layers.1.linear_fc2.input", "layers.1.shared_experts.linear_fc2.input"):
+        assert advice_of(statistic, name, f"{FP8} --fp8-guard warn") == f"{SMOOTH}; {MOVE}"
+    for name in ("layers.1.linear_fc1.input", "layers.1.linear_fc2.smoothed_input"):
+        assert advice_of(statistic, name, f"{FP8} --fp8-guard warn") == MOVE
+
+
+@pytest.mark.parametrize("statistic", ["kurtosis", "SwiGLU alignment"])
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--fp8-format hybrid --fp8-recipe delayed", MOVE),
+        (f"{FP8} --fp8-param-gather --use-distributed-optimizer", KEEP),
+        (f"{FP8} --precision *.linear_fc2=bf16", MOVE),
+    ],
+)
+def test_flags_that_the_run_refuses_are_no_advice(statistic: str, flags: str, expected: str) -> None:
+    name = "layers.1.linear_fc2.input" if statistic == "kurtosis" else "layers.1"
+    found = advice_of(statistic, name, f"{flags} --fp8-guard warn")
+    assert found.removesuffix("; a larger --weight-decay") == expected
+
+
+def test_flags_that_the_machine_refuses_are_no_advice() -> None:
+    config = parse(f"{RUN} {FP8} --fp8-guard warn".split()).config
+    case = Case(config, 1, machine_problems=lambda each: ["moves"] * (each.training.fp8_guard == "bf16-layer"))
+    assert advice("kurtosis", "layers.1.linear_fc2.input", case) == f"{SMOOTH}; {KEEP}"
