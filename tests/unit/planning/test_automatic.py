@@ -260,6 +260,26 @@ def test_maximum_performance_reports_where_it_adds_nothing(extra: str, target: s
 
 
 @pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (
+            f"{MIXTURE} --expert-model-parallel-size 2",
+            "--expert-model-parallel-size 2: CUDA graphs need the one-pass optimizer",
+        ),
+        (
+            f"{MIXTURE} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2: CUDA graphs need the one-pass",
+        ),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction is not tested in CUDA graphs"),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4", "--fp4-recipe nvfp4: a graph of stochastic rounding has not been run"),
+    ],
+)
+def test_the_reason_of_no_graph_is_the_setting_without_advice(extra: str, reason: str) -> None:
+    found = {choice.flag: choice for choice in checked(extra, "b200", 2).choices}["--cuda-graph-impl"]
+    assert found.value == "none" and found.reason.startswith(reason) and "; use " not in found.reason
+
+
+@pytest.mark.parametrize(
     ("extra", "output_layer", "moments"),
     [
         (BETA2, "layers are not in FP8", None),
