@@ -64,6 +64,17 @@ EXTRA_STATE_MARKERS = ("_extra_state", ".quantizer_state.")
 NON_MODEL_PARTS = ("optimizer", "random_state")
 
 
+def check_settings(path: Path, saved: RunConfig, config: RunConfig, with_optimizer: bool) -> None:
+    """Raise if the settings of the run that saved a checkpoint do not fit those of the run that loads it.
+
+    Args:
+        with_optimizer: the state of the optimizer is loaded.
+    """
+    check_model(path, saved, config)
+    check_amax_history(path, saved, config)
+    check_optimizer(path, saved, config, with_optimizer)
+
+
 def check_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
     """Raise if the checkpoint is of another model, with the differences.
 

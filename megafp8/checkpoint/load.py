@@ -52,10 +52,8 @@ def load_checkpoint(
     training_state.wait_for_copies()
     common = load_common_state(path)
     saved = settings.from_json(common["config"])
-    compatibility.check_model(path, saved, config)
-    compatibility.check_amax_history(path, saved, config)
     with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
-    compatibility.check_optimizer(path, saved, config, with_optimizer)
+    compatibility.check_settings(path, saved, config, with_optimizer)
     is_exchanged = with_optimizer and optimizer_exchange.is_exchanged(saved, config)
     same_layout = tuple(common["layout"]) == state_dict.parallel_layout()
     with_rng = not (weights_only or config.checkpoint.no_load_rng or saved.checkpoint.no_save_rng) and same_layout

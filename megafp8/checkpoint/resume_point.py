@@ -14,11 +14,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Optional
 
-import torch.distributed as dist
-
 from megafp8.checkpoint.directory import CORRUPT, RETIRED, checkpoint_path, find_checkpoint, list_steps, set_aside
 from megafp8.checkpoint.manifest import MAX_LISTED_PROBLEMS, find_damage, summarize
-from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
+from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, rank_and_size
 from megafp8.errors import CheckpointError
 
 
@@ -39,6 +37,8 @@ def choose_checkpoint(
     *folders: Path, step: Optional[int] = None, with_hashes: bool = True, is_own: bool = False
 ) -> Optional[ResumePoint]:
     """Return the checkpoint of `step`, or the newest intact one; None if there is none. All ranks call it.
+
+    A dry run calls it in one process, without a process group.
 
     Args:
         folders: any of them may hold the newest checkpoint.
@@ -86,7 +86,7 @@ def first_intact(
     damaged: list[tuple[Path, str]] = []
     for step, folder in candidates:
         path = checkpoint_path(folder, step)
-        by_rank = call_on_all_ranks(partial(find_damage, path, with_hashes, dist.get_rank(), dist.get_world_size()))
+        by_rank = call_on_all_ranks(partial(find_damage, path, with_hashes, *rank_and_size()))
         problems = list(dict.fromkeys(chain.from_iterable(by_rank)))
         if not problems:
             return ResumePoint(step, path), damaged

@@ -116,7 +116,7 @@ def check_training(job: Job) -> None:
     problems: list[str] = []
     for words in job.commands:
         invocation, wrong = flags.parse_with_problems(words)
-        wrong += rules.setting_problems(invocation.config, job.world_size)
+        wrong += flags.drop_follow_ups(rules.setting_problems(invocation.config, job.world_size), wrong)
         if "--dry-run" in words:
             wrong = [*wrong, "--dry-run among the flags of training: the job would not train; give it before --"]
         problems += [text for text in wrong if text not in problems]

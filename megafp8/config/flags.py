@@ -344,3 +344,19 @@ def to_argv(config: RunConfig) -> list[str]:
         else:
             words.extend([setting.flags[0], str(setting.written(value))])
     return words
+
+
+# ---- problems -----------------------------------------------------------------------------------------------------
+
+
+def drop_follow_ups(found: list[str], problems: list[str]) -> list[str]:
+    """The problems that rules found, without those that follow from what the parser found.
+
+    Args:
+        problems: found by the parser. Rules see another value than one that it could not read, and no layers where
+            `--hybrid-layer-pattern`, which is refused, gives them.
+    """
+    misread = {match[0] for match in (re.match(r"--[a-z0-9-]+", problem) for problem in problems) if match}
+    left = [problem for problem in found if problem.split(" ", 1)[0].rstrip(":") not in misread]
+    is_hybrid = any(flag.startswith("--hybrid-") for flag in misread)
+    return [problem for problem in left if not (is_hybrid and re.match(r"--num-layers\b.*: missing;", problem))]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Optional
 
-from megafp8.config.mixture import has_expert_ranks
+from megafp8.config.mixture import expert_ranks_flag, has_expert_ranks
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
-
-EXPERT_RANKS = "experts with data-parallel ranks of their own"
 
 
 def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
@@ -21,7 +19,7 @@ def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
             not config.parallel.use_distributed_optimizer and not config.parallel.use_torch_fsdp2,
             "no --use-distributed-optimizer",
         ),
-        (has_expert_ranks(config), EXPERT_RANKS),
+        (has_expert_ranks(config), expert_ranks_flag(config)),
         (precision.fp16, "--fp16"),
         (settings.loss_scale is not None, f"--loss-scale {settings.loss_scale}"),
         (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),

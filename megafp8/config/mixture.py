@@ -51,6 +51,17 @@ def has_expert_ranks(config: RunConfig) -> bool:
     )
 
 
+def expert_ranks_flag(config: RunConfig) -> str:
+    """The setting that divides experts over ranks in another way than other weights, where one does."""
+    parallel = config.parallel
+    if parallel.expert_model_parallel_size > 1:
+        return f"--expert-model-parallel-size {parallel.expert_model_parallel_size}"
+    return (
+        f"--expert-tensor-parallel-size {expert_tensor_size(parallel)} with --tensor-model-parallel-size "
+        f"{parallel.tensor_model_parallel_size}"
+    )
+
+
 def exchange_library(config: RunConfig) -> Optional[str]:
     """The library by which ranks exchange tokens, DeepEP or HybridEP; None without the flex dispatcher."""
     if not is_mixture(config.model) or config.parallel.moe_token_dispatcher_type != "flex":

@@ -16,6 +16,8 @@ T = TypeVar("T")
 def call_on_all_ranks(action: Callable[[], T]) -> list[T]:
     """Run an action on every rank. All ranks must call it; it is a barrier.
 
+    Without a process group, as in a dry run, this process is the only rank.
+
     Returns:
         The results by rank.
 
@@ -29,11 +31,13 @@ def call_on_all_ranks(action: Callable[[], T]) -> list[T]:
         result = action()
     except (Exception, CheckpointException) as raised:  # torch's CheckpointException is no Exception
         error = raised
-    answers: list[tuple[Optional[T], Optional[str]]] = [(None, None)] * dist.get_world_size()
-    try:
-        dist.all_gather_object(answers, (result, None if error is None else error_text(error)))
-    except RuntimeError as lost:
-        raise PeerLost(f"another rank was lost: {lost}") from (error or lost)
+    answer = result, None if error is None else error_text(error)
+    answers: list[tuple[Optional[T], Optional[str]]] = [answer] * rank_and_size()[1]
+    if dist.is_initialized():
+        try:
+            dist.all_gather_object(answers, answer)
+        except RuntimeError as lost:
+            raise PeerLost(f"another rank was lost: {lost}") from (error or lost)
     failed = [(rank, text) for rank, (_, text) in enumerate(answers) if text is not None]
     if failed:
         rank, text = failed[0]
@@ -48,7 +52,12 @@ def call_on_rank_0(action: Callable[[], T]) -> T:
         CheckpointError: on all ranks, if `action` raised.
         PeerLost: another rank is gone.
     """
-    return call_on_all_ranks(lambda: action() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
+    return call_on_all_ranks(lambda: action() if rank_and_size()[0] == 0 else None)[0]  # type: ignore[return-value]
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This rank and the number of ranks of the process group; 0 and 1 without one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def raise_peer_lost(error: BaseException) -> None:

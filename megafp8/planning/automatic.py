@@ -23,7 +23,7 @@ A flag always wins. The configuration that a run records has the values that wer
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
@@ -160,52 +160,62 @@ def _performance(
     if not _has_te_layers(config, target):
         return {}, [Choice("--performance", "max", "adds nothing: needs Transformer Engine's layers")]
     added, choices = Values(), list[Choice]()
-    for values, choice in (*_output_layer(config), *_bf16_moments(config, saved_config, given)):
-        if _is_allowed(config, added | values, target, world_size):
+    for values, choice in (_output_layer(config), _bf16_moments(config, saved_config, given)):
+        if problem := _new_problem(config, added | values, target, world_size):
+            choices.append(choice._replace(value="off", reason=problem))
+        else:
             added, choices = added | values, [*choices, choice]
     if not added:
-        choices.append(Choice("--performance", "max", "adds nothing to these settings"))
+        choices.append(Choice("--performance", "max", "adds nothing: all its parts are left out, each with its reason"))
     return added, choices
 
 
-def _output_layer(config: RunConfig) -> Iterator[tuple[Values, Choice]]:
+def _output_layer(config: RunConfig) -> tuple[Values, Choice]:
     """In FP8, unless a map names the output layer."""
     name = derived.quantization_recipe(config.precision)
     recipe = registry.get(name).output_layer_recipe if name is not None else None
     entries = precision_map.entries(config.precision)
-    is_mapped = any(precision_map.matches_pattern(precision_map.OUTPUT_LAYER, entry.pattern) for entry in entries)
-    if recipe is not None and not is_mapped:
-        entry = f"output_layer={recipe}"
-        values = {"precision.precision_map": (*config.precision.precision_map, entry)}
-        yield values, Choice("--precision", entry, "--performance max")
+    mapped = (each for each in entries if precision_map.matches_pattern(precision_map.OUTPUT_LAYER, each.pattern))
+    if recipe is None:
+        reason = "layers are not in FP8" if name is None else f"{name} has no recipe for the output layer"
+        return {}, Choice(f"--precision {precision_map.OUTPUT_LAYER}", "off", reason)
+    if entry := next(mapped, None):
+        reason = f"the precision map has {entry.pattern}"
+        return {}, Choice(f"--precision {precision_map.OUTPUT_LAYER}", "as given", reason)
+    text = f"{precision_map.OUTPUT_LAYER}={recipe}"
+    values = {"precision.precision_map": (*config.precision.precision_map, text)}
+    return values, Choice("--precision", text, "--performance max")
 
 
-def _bf16_moments(config: RunConfig, saved_config: Saved, given: Collection[str]) -> Iterator[tuple[Values, Choice]]:
+def _bf16_moments(config: RunConfig, saved_config: Saved, given: Collection[str]) -> tuple[Values, Choice]:
     """In the one-pass update, which then moves two thirds of the bytes. A resumed run keeps its checkpoint's dtypes."""
     settings, flag = config.optimizer, "--use-precision-aware-optimizer"
-    is_decided = settings.use_precision_aware_optimizer is not None or any(name in given for name in BF16_MOMENTS)
-    if is_decided or fused_adam_obstacle(with_values(config, BF16_MOMENTS)):
-        return
+    if settings.use_precision_aware_optimizer is not None or any(name in given for name in BF16_MOMENTS):
+        return {}, Choice(flag, "as given", "flags choose the dtypes of moments")
+    if obstacle := fused_adam_obstacle(with_values(config, BF16_MOMENTS)):
+        return {}, Choice(flag, "off", f"the one-pass update excludes {obstacle}")
     saved = saved_config(config)
     if saved is not None and not saved.optimizer.use_precision_aware_optimizer:
-        yield {}, Choice(flag, "off", "as the checkpoint")
-    elif saved is None and settings.adam_beta2 > MAX_BETA2_IN_BF16:
+        return {}, Choice(flag, "off", "as the checkpoint")
+    if saved is None and settings.adam_beta2 > MAX_BETA2_IN_BF16:
         reason = f"--adam-beta2 {settings.adam_beta2:g}: BF16 would lose most changes of the second moment"
-        yield {}, Choice(flag, "off", reason)
-    else:
-        yield (
-            BF16_MOMENTS,
-            Choice(flag, "moments in BF16", "--performance max" if saved is None else "as the checkpoint"),
-        )
+        return {}, Choice(flag, "off", reason)
+    reason = "--performance max" if saved is None else "as the checkpoint"
+    return BF16_MOMENTS, Choice(flag, "moments in BF16", reason)
 
 
-def _is_allowed(config: RunConfig, values: Values, target: Target, world_size: int) -> bool:
-    """Whether settings cause no problem, and leave the layers in use as they are."""
+def _new_problem(config: RunConfig, values: Values, target: Target, world_size: int) -> Optional[str]:
+    """The first problem that settings cause, or why they would change the layers in use; None if there is none."""
     before, after = (
-        {*rules.setting_problems(each, world_size), *capability.capability_problems(each, target)}
+        [
+            *capability.recipe_obstacles(each.precision, target),
+            *capability.layer_obstacles(each),
+            *rules.setting_problems(each, world_size),
+            *capability.capability_problems(each, target),
+        ]
         for each in (config, with_values(config, values))
     )
-    return after <= before and _has_te_layers(with_values(config, values), target)
+    return next((problem for problem in after if problem not in before), None)
 
 
 def _distributed_optimizer(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
 from megafp8.config import derived, rules
-from megafp8.config.flags import Invocation
+from megafp8.config.flags import Invocation, drop_follow_ups
 from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
@@ -83,7 +82,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
         )
     else:
         notices += (f"on this machine: {problem}" for problem in local_problems)
-    found = problems + drop_misread_flags(found, problems)
+    found = problems + drop_follow_ups(found, problems)
     if config.overrides and target.problem is None:
         # Imported only here: megatron-core takes seconds to import, which other errors should not wait for.
         cpu_patches.install()
@@ -165,9 +164,3 @@ def short_notices(notices: Sequence[str]) -> list[str]:
 def machine_problems(config: RunConfig) -> list[str]:
     """What a configuration needs and this machine does not support."""
     return capability.capability_problems(config, capability.detect_target())
-
-
-def drop_misread_flags(found: list[str], problems: list[str]) -> list[str]:
-    """Drop problems with flags that the parser could not read, since the rules then saw another value."""
-    misread = {match[0] for match in (re.match(r"--[a-z0-9-]+", problem) for problem in problems) if match}
-    return [problem for problem in found if problem.split(" ", 1)[0].rstrip(":") not in misread]

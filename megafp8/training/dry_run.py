@@ -7,6 +7,7 @@ It is a summary of less than 60 lines. `--verbose` adds all settings, the place 
 from __future__ import annotations
 
 import importlib.util
+import os
 import textwrap
 from collections.abc import Sequence
 
@@ -37,6 +38,7 @@ from megafp8.planning.step_time import step_time
 from megafp8.training.checks import Checked, short_notices
 from megafp8.training.chosen_settings import chosen_settings, format_chosen
 from megafp8.training.mixture_summary import mixture_text
+from megafp8.training.resume import preview
 from megafp8.training.run_record import recipe_lines
 
 GIB = 2**30
@@ -54,6 +56,7 @@ def describe_run(checked: Checked) -> str:
     optimizer needs Transformer Engine, and is built only if that is installed here.
 
     Raises:
+        CheckpointError: the checkpoint of `--load` does not fit the run.
         ConfigError: megatron-core refuses the configuration.
         DataError: the tokenizer cannot be read.
     """
@@ -85,7 +88,7 @@ def describe_run(checked: Checked) -> str:
         memory_text(config, vocab_size, world_size, implementation, target),
         speed_text(config, target, implementation, vocab_size, world_size),
         data_text(config),
-        checkpoint_text(config),
+        checkpoint_text(config, checked, vocab_size),
         precision_text(config, implementation),
         *filter(None, [chosen]),
         *notice_lines(checked),
@@ -263,13 +266,27 @@ def data_text(config: RunConfig) -> str:
     return "\n".join([f"data: {', '.join(sources)}", *map(indented, (f"tokenizer {tokenizer}", validation))])
 
 
-def checkpoint_text(config: RunConfig) -> str:
-    """Where checkpoints are saved and loaded."""
-    checkpoint = config.checkpoint
+def checkpoint_text(config: RunConfig, checked: Checked, vocab_size: int) -> str:
+    """Where checkpoints are saved, and the one from which the run resumes, after its checks.
+
+    Raises:
+        CheckpointError: a start would refuse the checkpoint, as far as its files and settings tell.
+    """
+    checkpoint, invocation = config.checkpoint, checked.invocation
     interval = "" if checkpoint.save_interval is None else f"every {checkpoint.save_interval} steps and "
     saves = f"saved to {checkpoint.save} {interval}at the end" if checkpoint.save else "none saved (no --save)"
-    loads = f"; resumes from {checkpoint.load}" if checkpoint.load else ""
-    return f"checkpoints: {saves}{loads}"
+    folders = [folder for folder in (checkpoint.load, checkpoint.pretrained_checkpoint) if folder]
+    absent = [folder for folder in folders if not os.path.isdir(folder)]
+    if absent and (invocation.world_size is not None or invocation.target is not None):
+        return f"checkpoints: {saves}; not checked: {' and '.join(absent)}, absent on this machine"
+    found, weights_only = preview(config, checked.implementation, vocab_size)
+    if found is None:
+        loads = f"; no checkpoint in {checkpoint.load}: starts from step 0" if checkpoint.load else ""
+        return f"checkpoints: {saves}{loads}"
+    loads = f"starts from step 0 with the weights of {found.path}" if weights_only else (
+        f"resumes from step {found.step} ({found.path})"
+    )  # fmt: skip
+    return "\n".join([f"checkpoints: {saves}; {loads}", *map(indented, found.notes)])
 
 
 def precision_text(config: RunConfig, implementation: str) -> str:

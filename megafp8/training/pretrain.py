@@ -115,7 +115,7 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
         check_checkpoint_folders(run)
     progress, notes = resume(run)
     if not run.config.training.skip_train:
-        check_no_newer_checkpoint(run, progress.step)
+        check_no_newer_checkpoint(run.config, progress.step)
     run.guard.resumed(progress.step, resumes_own_run(run.config))
     total_steps = run.last_step(progress)
     with open_sinks(run, total_steps, run.end_sample(progress)) as sinks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Optional
 
 import torch.distributed as dist
 
@@ -12,10 +13,11 @@ from megafp8.checkpoint import compatibility
 from megafp8.checkpoint.convert.megatron_folder import refuse_megatron_folder
 from megafp8.checkpoint.directory import CORRUPT, clean_up, list_steps, set_aside
 from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.metadata import load_common_state, skip_history
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear, Progress
 from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_newer
-from megafp8.config import derived, precision_map
-from megafp8.config.schema import RunConfig
+from megafp8.config import derived, precision_map, settings
+from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.collective_errors import call_on_rank_0
 from megafp8.errors import CheckpointError
 from megafp8.resilience import fault_injection
@@ -35,38 +37,19 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     Raises:
         CheckpointError: a required checkpoint is missing, or it is of another model.
     """
-    checkpoint = run.config.checkpoint
-    weights_only, with_hashes = checkpoint.finetune, checkpoint.ckpt_verify == "hash"
-    is_own = resumes_own_run(run.config)
-    folders = [Path(checkpoint.load)] if checkpoint.load else []
-    if is_own:
-        folders += checkpoint_folders(run.config)[1:]
-    for folder in folders:
-        call_on_rank_0(partial(refuse_megatron_folder, folder))  # before anything in it is renamed
-        if is_own:
-            call_on_rank_0(partial(clean_up, folder))
-    chosen = None
-    if folders:
-        chosen = choose_checkpoint(*folders, step=checkpoint.ckpt_step, with_hashes=with_hashes, is_own=is_own)
-        if is_own and chosen is not None and checkpoint.ckpt_step is None:
-            chosen = skip_crashing_checkpoint(run, chosen, folders, with_hashes)
-    if chosen is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {checkpoint.load} has no checkpoint (--exit-on-missing-checkpoint)")
-    if chosen is None and checkpoint.pretrained_checkpoint:
-        call_on_rank_0(partial(refuse_megatron_folder, Path(checkpoint.pretrained_checkpoint)))
-        chosen, weights_only = choose_checkpoint(Path(checkpoint.pretrained_checkpoint), with_hashes=with_hashes), True
-        if chosen is None:
-            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} has no checkpoint")
+    checkpoint, is_own = run.config.checkpoint, resumes_own_run(run.config)
+    chosen, weights_only = select_checkpoint(run.config, checkpoint.ckpt_verify == "hash", is_own)
     if chosen is None:
         # A first start or a wrong folder: the note lets the user tell which.
         return Progress(), (f"no checkpoint in {checkpoint.load}: starting from step 0",) if checkpoint.load else ()
-    compatibility.check_vocabulary(chosen.path, run.config, run.vocab_size)
-    notes = chosen.notes
+    folders = load_folders(run.config)
+    if is_own and checkpoint.ckpt_step is None and chosen.path.parent in folders:
+        chosen = skip_crashing_checkpoint(run, chosen, folders, checkpoint.ckpt_verify == "hash")
+    notes = chosen.notes + check_vocabulary_and_formats(run.config, run.vocab_size, chosen.path, weights_only)
     continues_training = not (weights_only or run.config.training.skip_train)
     if continues_training:
         if run.sample_chain is not None:
             notes += compatibility.check_sample_order(chosen.path, run.sample_chain, checkpoint.override_sample_order)
-        notes += compatibility.check_number_formats(chosen.path, run.config)
         notes += compatibility.thread_count_notes(chosen.path) if run.platform.kind == "cpu" else ()
     if is_own:
         run.guard.load_started(chosen.step)
@@ -81,31 +64,116 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
 
 
+def preview(config: RunConfig, implementation: str, vocab_size: int) -> tuple[Optional[ResumePoint], bool]:
+    """The checkpoint that a start would load, after the checks that need no ranks; renames nothing.
+
+    Not checked are the hashes of its files, the order of samples, the learning-rate schedule and the names of tensors.
+
+    Args:
+        vocab_size: padded number of rows of the embedding.
+
+    Returns:
+        The checkpoint, None to start from step 0, and whether only its weights are loaded.
+
+    Raises:
+        CheckpointError: as `resume`, or the run would save into a folder with newer checkpoints.
+    """
+    chosen, weights_only = select_checkpoint(config, with_hashes=False, is_own=False)
+    if chosen is not None:
+        notes = chosen.notes + check_vocabulary_and_formats(config, vocab_size, chosen.path, weights_only)
+        chosen = dataclasses.replace(chosen, notes=notes)
+        common = load_common_state(chosen.path)
+        with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
+        compatibility.check_settings(chosen.path, settings.from_json(common["config"]), config, with_optimizer)
+        if precision_map.is_quantized(config.precision) and not weights_only:
+            moved = skip_history(common).moved_linears
+            check_moved_linears(config.precision, implementation, chosen.path, moved)
+    # A run that continues its own checkpoint first renames newer ones, which are damaged or after --ckpt-step.
+    if not (config.training.skip_train or (resumes_own_run(config) and not weights_only)):
+        check_no_newer_checkpoint(config, 0 if chosen is None or weights_only else chosen.step)
+    return chosen, weights_only
+
+
+def load_folders(config: RunConfig) -> list[Path]:
+    """The folders any of which may have the checkpoint to resume from."""
+    folders = [Path(config.checkpoint.load)] if config.checkpoint.load else []
+    return folders + (checkpoint_folders(config)[1:] if resumes_own_run(config) else [])
+
+
+def select_checkpoint(config: RunConfig, with_hashes: bool, is_own: bool) -> tuple[Optional[ResumePoint], bool]:
+    """The checkpoint that the flags select, and whether only its weights are loaded; all ranks call it.
+
+    Args:
+        with_hashes: read all files to find damage, otherwise compare sizes only.
+        is_own: rename damaged checkpoints, and remove what killed saves left.
+
+    Raises:
+        CheckpointError: a required checkpoint is missing, or Megatron-LM's.
+    """
+    checkpoint, folders, chosen = config.checkpoint, load_folders(config), None
+    for folder in folders:
+        call_on_rank_0(partial(refuse_megatron_folder, folder))  # before anything in it is renamed
+        if is_own:
+            call_on_rank_0(partial(clean_up, folder))
+    if folders:
+        chosen = choose_checkpoint(*folders, step=checkpoint.ckpt_step, with_hashes=with_hashes, is_own=is_own)
+    if chosen is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--load {checkpoint.load} has no checkpoint (--exit-on-missing-checkpoint)")
+    if chosen is not None or not checkpoint.pretrained_checkpoint:
+        return chosen, checkpoint.finetune
+    call_on_rank_0(partial(refuse_megatron_folder, Path(checkpoint.pretrained_checkpoint)))
+    chosen = choose_checkpoint(Path(checkpoint.pretrained_checkpoint), with_hashes=with_hashes)
+    if chosen is None:
+        raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} has no checkpoint")
+    return chosen, True
+
+
+def check_vocabulary_and_formats(config: RunConfig, vocab_size: int, path: Path, weights_only: bool) -> tuple[str, ...]:
+    """Check the vocabulary, and the number formats if the run continues that of the checkpoint; returns notes.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    compatibility.check_vocabulary(path, config, vocab_size)
+    continues_training = not (weights_only or config.training.skip_train)
+    return compatibility.check_number_formats(path, config) if continues_training else ()
+
+
 def change_linears(run: Run, path: Path, moved: tuple[MovedLinear, ...]) -> tuple[str, ...]:
     """Change the linears that the run of the checkpoint had changed; returns notes for the record.
 
     Raises:
         CheckpointError: the layers or the recipe of this run do not support the change.
     """
-    precision = run.config.precision
+    if not precision_map.is_quantized(run.config.precision):
+        return ()
+    check_moved_linears(run.config.precision, run.implementation, path, moved)
+    run.change_linears(moved)
+    return tuple(f"{linear.name} stays {FORMS[linear.form]}, since step {linear.step}" for linear in moved)
+
+
+def check_moved_linears(
+    precision: PrecisionConfig, implementation: str, path: Path, moved: tuple[MovedLinear, ...]
+) -> None:
+    """Check that a run can change the linears that the run of the checkpoint had changed.
+
+    Raises:
+        CheckpointError: its layers or recipe do not support the change.
+    """
     smoothed = [linear.name for linear in moved if linear.form == SMOOTHED]
     in_high_precision = [linear.name for linear in moved if linear.form != SMOOTHED]
     obstacles = (
         (smoothed, derived.is_stateful(precision), "smoothed", "delayed scaling does not support: use a recipe without "
          "amax history"),
-        (smoothed, run.implementation == "local", "smoothed", "megatron-core's own layers do not support: remove "
+        (smoothed, implementation == "local", "smoothed", "megatron-core's own layers do not support: remove "
          "--transformer-impl local"),
         (smoothed, precision.fp8_param_gather, "smoothed", "FP8 weights do not support: remove --fp8-param-gather"),
         (in_high_precision, precision.fp8_param_gather, "in high precision", "FP8 weights do not support: remove "
          "--fp8-param-gather"),
     )  # fmt: skip
-    if not precision_map.is_quantized(precision):
-        return ()
     for names, is_obstacle, form, reason in obstacles:
         if names and is_obstacle:
             raise CheckpointError(f"{path}: {names[0]} is {form}, which {reason}")
-    run.change_linears(moved)
-    return tuple(f"{linear.name} stays {FORMS[linear.form]}, since step {linear.step}" for linear in moved)
 
 
 def skip_crashing_checkpoint(run: Run, chosen: ResumePoint, folders: list[Path], with_hashes: bool) -> ResumePoint:
@@ -123,7 +191,7 @@ def skip_crashing_checkpoint(run: Run, chosen: ResumePoint, folders: list[Path],
     return dataclasses.replace(before, notes=(note, *before.notes))
 
 
-def check_no_newer_checkpoint(run: Run, step: int) -> None:
+def check_no_newer_checkpoint(config: RunConfig, step: int) -> None:
     """Refuse to save into a folder with newer checkpoints, from which the next start would resume; all ranks call it.
 
     Args:
@@ -132,12 +200,12 @@ def check_no_newer_checkpoint(run: Run, step: int) -> None:
     Raises:
         CheckpointError: on all ranks: the folder has newer checkpoints.
     """
-    for folder in checkpoint_folders(run.config):
+    for folder in checkpoint_folders(config):
         steps = call_on_rank_0(partial(list_steps, folder))
         if steps and steps[-1] > step:
             raise CheckpointError(
                 f"--save {folder} has a checkpoint of step {steps[-1]}, but this run starts at step {step}, so the "
-                f"next start would resume from the wrong checkpoint. Use --load {run.config.checkpoint.save} to resume "
+                f"next start would resume from the wrong checkpoint. Use --load {config.checkpoint.save} to resume "
                 "from it (with --ckpt-step N from an earlier step), or save to another folder"
             )
 

@@ -179,6 +179,15 @@ def test_problems_of_every_kind_are_reported_together(capsys, monkeypatch) -> No
         assert sum(part in problem for problem in problems) == 1, (part, problems)
 
 
+def test_a_hybrid_model_is_refused_without_advice_about_its_layers(capsys) -> None:
+    line = "--hybrid-layer-pattern M*M- --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    line += f"--position-embedding-type rope {TRAINING} {MADE_UP}"
+    (problem,) = problems_of(capsys, line)
+    assert problem.startswith("--hybrid-layer-pattern: it is for another kind of model")
+    (problem,) = problems_of(capsys, line.replace("--hybrid-layer-pattern M*M-", ""))
+    assert problem.startswith("--num-layers: missing; give them")
+
+
 def test_paths_of_a_cluster_are_notices_in_its_dry_run(capsys) -> None:
     plan = plan_of(
         capsys,

@@ -64,7 +64,7 @@ def test_overwriting_a_step_never_mixes_checkpoints(
     point: str, until_2: FaultyRun, copied: FaultyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run from the start with another seed overwrites step 1. The test disables the check that refuses it."""
-    monkeypatch.setattr(pretrain, "check_no_newer_checkpoint", lambda run, step: None)
+    monkeypatch.setattr(pretrain, "check_no_newer_checkpoint", lambda config, step: None)
     before = until_2.fingerprint(1)
     ended = copied.start(kill_all_at(point, 1), flags=f"--save {copied.folder} {SHORT} --seed 4321")
     assert_died(ended)

@@ -41,9 +41,15 @@ REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     ),
     ("--fim-", "samples are read from the shards unchanged, without fill-in-the-middle; remove it"),
+    ("--linear- --gdp-", "linear attention is not supported, and without it another model would be trained"),
     (
-        "--dsa- --no-dsa- --disable-dsa- --linear- --gdp- --experimental-attention-variant",
-        "attention is softmax attention over all earlier tokens; remove it",
+        "--dsa- --no-dsa- --disable-dsa-",
+        "sparse attention is not supported, and without it another model would be trained",
+    ),
+    (
+        "--experimental-attention-variant",
+        "neither linear attention (gated delta net) nor sparse attention (DSA) is supported, and without it another "
+        "model would be trained",
     ),
     ("--heterogeneous-", "all layers are equal; remove it"),
     ("--nproc --nnodes --node-rank --node_rank --master --rdzv", _LAUNCHER),

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, multi_token
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.fused_adam import EXPERT_RANKS, fused_adam_obstacle
+from megafp8.config.fused_adam import fused_adam_obstacle
 from megafp8.config.grouped_experts import grouped_expert_obstacles
-from megafp8.config.mixture import expert_tensor_size, has_expert_ranks
+from megafp8.config.mixture import expert_ranks_flag, has_expert_ranks
 from megafp8.config.rules.base import Rule
 from megafp8.config.rules.gradient_reduction import has_idle_reduction
 from megafp8.config.rules.pipeline import is_interleaved
@@ -16,18 +16,20 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
 from megafp8.config.settings import settings_by_name, value_of, with_values
 
+NO_GRAPH = "use --cuda-graph-impl none"
 
-def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """The settings with which forward-backward cannot be captured in a CUDA graph: the flag, and why with the fix."""
+
+def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """The settings with which forward-backward cannot be captured in a CUDA graph: the flag, why, and the fix."""
     checks = (
         *_kernel_obstacles(config), *_host_obstacles(config), *_expert_obstacles(config), *_rank_obstacles(config)
     )  # fmt: skip
-    yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
+    yield from ((flag, reason, fix) for is_there, flag, reason, fix in checks if is_there)
 
 
 def default_graph_obstacles(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
     """What keeps `--cuda-graph-impl auto` from a graph: the flag, and why."""
-    yield from cuda_graph_obstacles(config)
+    yield from ((flag, reason) for flag, reason, _ in cuda_graph_obstacles(config))
     yield from _settings_without_default_graph(config, world_size)
 
 
@@ -66,7 +68,7 @@ def _dropout_rates(config: RunConfig) -> Iterator[tuple[str, float]]:
             yield flag, rate
 
 
-Checks = Iterator[tuple[bool, str, str]]  # whether the obstacle is there, the flag, and why with the fix
+Checks = Iterator[tuple[bool, str, str, str]]  # whether the obstacle is there, the flag, why, and the fix
 
 
 def _kernel_obstacles(config: RunConfig) -> Checks:
@@ -79,32 +81,36 @@ def _kernel_obstacles(config: RunConfig) -> Checks:
             granularity is not None,
             f"{flag} {rate}",
             f"in a CUDA graph, recomputation (--recompute-granularity {granularity}) would draw other random numbers "
-            f"than the forward pass; leave out one of them",
+            f"than the forward pass",
+            "leave out one of them",
         )
     for recipe in derived.used_recipes(precision):
         if recipe.is_stochastic(vars(precision)):
             yield (
                 True,
                 recipe.flag,
-                "a graph of stochastic rounding has not been run: Transformer Engine's needs a Blackwell GPU; use "
-                "--cuda-graph-impl none",
+                "a graph of stochastic rounding has not been run: Transformer Engine's needs a Blackwell GPU",
+                NO_GRAPH,
             )
             break
     yield (
         config.training.fine_grained_activation_offloading,
         "--fine-grained-activation-offloading",
         "megatron-core 0.16 does not wait for its copies in a CUDA graph, and a graph of 0.19 is not faster than "
-        "launched kernels; use --cuda-graph-impl none",
+        "launched kernels",
+        NO_GRAPH,
     )
     yield (
         precision.fp8_schedule is not None,
         f"--fp8-schedule {precision.fp8_schedule}",
-        "a CUDA graph has a fixed precision; remove it",
+        "a CUDA graph has a fixed precision",
+        "remove it",
     )
     yield (
         bool(multi_token.num_depths(model)),
         f"--mtp-num-layers {model.mtp_num_layers}",
-        "multi-token prediction is not tested in CUDA graphs; use --cuda-graph-impl none",
+        "multi-token prediction is not tested in CUDA graphs",
+        NO_GRAPH,
     )
 
 
@@ -112,31 +118,36 @@ def _host_obstacles(config: RunConfig) -> Checks:
     """Waits of the host, and shapes or numbers of microbatches that change."""
     training = config.training
     optimizer = fused_adam_obstacle(config)
+    experts = expert_ranks_flag(config) if has_expert_ranks(config) else None  # `_expert_obstacles` reports them
     yield (
-        optimizer not in (None, EXPERT_RANKS),  # such ranks exchange tokens, which `_expert_obstacles` reports
+        optimizer not in (None, experts),
         str(optimizer),
-        "CUDA graphs need the one-pass optimizer (--use-distributed-optimizer or --use-torch-fsdp2, Adam, FP32 master "
-        "weights, no loss scale, no expert-parallel ranks), because megatron-core's waits for the number of tokens",
+        "CUDA graphs need the one-pass optimizer, because megatron-core's waits for the number of tokens",
+        "use --use-distributed-optimizer or --use-torch-fsdp2, Adam, FP32 master weights, no loss scale and no "
+        "expert-parallel ranks",
     )
     yield (
         config.data.reset_attention_mask,
         "--reset-attention-mask",
-        "the number of documents differs between batches, but shapes in a CUDA graph are fixed; remove it",
+        "the number of documents differs between batches, but shapes in a CUDA graph are fixed",
+        "remove it",
     )
     for flag, given in (
         ("--rampup-batch-size", bool(training.rampup_batch_size)),
         ("--step-batch-size-schedule", bool(training.step_batch_size_schedule)),
     ):
-        yield given, flag, "a CUDA graph has a fixed number of microbatches; use --cuda-graph-impl none"
+        yield given, flag, "a CUDA graph has a fixed number of microbatches", NO_GRAPH
     yield (
         "sinkhorn" in config.model.moe_router_load_balancing_type,
         "--moe-router-load-balancing-type sinkhorn",
-        "the host waits for each of its iterations; use an auxiliary loss, or --cuda-graph-impl none",
+        "the host waits for each of its iterations",
+        "use an auxiliary loss, or --cuda-graph-impl none",
     )
     yield (
         training.micro_batch_size == AUTO,
         "--micro-batch-size auto",
-        "trials of micro-batch sizes run without CUDA graphs; find the size first, then give it as a number",
+        "trials of micro-batch sizes run without CUDA graphs",
+        "find the size first, then give it as a number",
     )
 
 
@@ -144,18 +155,14 @@ def _expert_obstacles(config: RunConfig) -> Checks:
     """Numbers of tokens that the host reads: those that ranks exchange, and those of single experts."""
     if not is_mixture(config.model):
         return
-    experts, tensor = config.parallel.expert_model_parallel_size, expert_tensor_size(config.parallel)
     if has_expert_ranks(config):
-        flag = f"--expert-model-parallel-size {experts}" if experts > 1 else f"--expert-tensor-parallel-size {tensor}"
-        yield True, flag, "the host reads how many tokens its ranks exchange; use --cuda-graph-impl none"
+        yield True, expert_ranks_flag(config), "the host reads how many tokens its ranks exchange", NO_GRAPH
         return
-    obstacles = list(grouped_expert_obstacles(config))
     in_e4m3 = with_values(config, {"precision.fp8_format": "e4m3"})
     is_format = config.precision.fp8_format is not None and not any(grouped_expert_obstacles(in_e4m3))
-    fix = "use --fp8-format e4m3, or" if is_format else "change that, or use"
-    for obstacle in obstacles:
-        reason = "without all experts in one launch, the host reads how many tokens an expert has"
-        yield True, obstacle, f"{reason}; {fix} --cuda-graph-impl none"
+    fix = f"use --fp8-format e4m3, or {NO_GRAPH}" if is_format else f"change that, or {NO_GRAPH}"
+    for obstacle in grouped_expert_obstacles(config):
+        yield True, obstacle, "without all experts in one launch, the host reads how many tokens an expert has", fix
 
 
 def _rank_obstacles(config: RunConfig) -> Checks:
@@ -170,28 +177,32 @@ def _rank_obstacles(config: RunConfig) -> Checks:
             tensor > 1 and are_separate,
             f"--tensor-model-parallel-size {tensor}",
             f"with one queue for kernels (CUDA_DEVICE_MAX_CONNECTIONS=1), separate messages of {what} may wait for "
-            f"each other in a CUDA graph; {fix}",
+            f"each other in a CUDA graph",
+            fix,
         )
     yield (
         is_interleaved(config) and parallel.overlap_p2p_comm,
         _virtual_stages_flag(config),
-        "a graph with messages beside the layers of other virtual stages hung on two H100s; use "
-        "--no-overlap-p2p-communication",
+        "a graph with messages beside the layers of other virtual stages hung on two H100s",
+        "use --no-overlap-p2p-communication",
     )
     yield (
         parallel.use_torch_fsdp2 and not parallel.torch_fsdp2_reshard_after_forward,
         "--torch-fsdp2-no-reshard-after-forward",
-        "a validation leaves weights gathered, and a graph does not gather them again; use --cuda-graph-impl none",
+        "a validation leaves weights gathered, and a graph does not gather them again",
+        NO_GRAPH,
     )
     yield (
         parallel.tp_comm_overlap,
         "--tp-comm-overlap",
-        "user buffers synchronize ranks outside CUDA graphs; remove it",
+        "user buffers synchronize ranks outside CUDA graphs",
+        "remove it",
     )
     yield (
         parallel.distributed_backend == "gloo",
         "--distributed-backend gloo",
-        "Gloo collectives run on the host; remove it",
+        "Gloo collectives run on the host",
+        "remove it",
     )
 
 
@@ -209,8 +220,8 @@ def _virtual_stages_flag(config: RunConfig) -> str:
 def cuda_graph_steps_are_identical(config: RunConfig, world_size: int) -> Iterator[str]:
     """A CUDA graph replays the same kernels: no host decisions, random numbers or waits inside forward-backward."""
     if derived.uses_cuda_graph(config):
-        for flag, reason in cuda_graph_obstacles(config):
-            yield f"{flag} with --cuda-graph-impl {config.training.cuda_graph_impl}: {reason}"
+        for flag, reason, fix in cuda_graph_obstacles(config):
+            yield f"{flag} with --cuda-graph-impl {config.training.cuda_graph_impl}: {reason}; {fix}"
 
 
 def cuda_graph_has_warmup_steps(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -87,6 +87,19 @@ def test_refused_flags_give_a_reason_and_name_flags_that_exist():
             assert named in OURS | not_ours, f"{named} in: {reason}"
 
 
+def test_attention_that_is_not_there_is_named_and_nobody_told_to_remove_it():
+    line = (
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-conv-kernel-dim 4 "
+        "--gdp-num-householder 3 --dsa-indexer-topk 64 --no-dsa-indexer-rotate-activation"
+    )
+    problems = parse_with_problems(line.split())[1]
+    assert len(problems) == 6
+    for problem in problems:
+        kind = "sparse attention" if "dsa-" in problem else "linear attention"
+        assert kind in problem and "another model would be trained" in problem
+        assert "remove" not in problem and "all earlier tokens" not in problem
+
+
 def test_accepted_values_belong_to_refused_flags():
     for flag, (values, _) in ACCEPTED_VALUES.items():
         assert megafp8_refuses(flag), flag

@@ -259,6 +259,52 @@ def test_maximum_performance_reports_where_it_adds_nothing(extra: str, target: s
     assert choice.reason.startswith("adds nothing")
 
 
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (
+            f"{MIXTURE} --expert-model-parallel-size 2",
+            "--expert-model-parallel-size 2: CUDA graphs need the one-pass optimizer",
+        ),
+        (
+            f"{MIXTURE} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2: CUDA graphs need the one-pass",
+        ),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction is not tested in CUDA graphs"),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4", "--fp4-recipe nvfp4: a graph of stochastic rounding has not been run"),
+    ],
+)
+def test_the_reason_of_no_graph_is_the_setting_without_advice(extra: str, reason: str) -> None:
+    found = {choice.flag: choice for choice in checked(extra, "b200", 2).choices}["--cuda-graph-impl"]
+    assert found.value == "none" and found.reason.startswith(reason) and "; use " not in found.reason
+
+
+@pytest.mark.parametrize(
+    ("extra", "output_layer", "moments"),
+    [
+        (BETA2, "layers are not in FP8", None),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "mxfp8 has no recipe for the output layer", "0.999"),
+        (
+            f"{BETA2} --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+            "--fp8-param-gather: the precision map gives output_layer tensorwise hybrid, but Transformer Engine "
+            "supports FP8 weights in one recipe only",
+            None,
+        ),
+        (f"{DELAYED} --precision output_layer=bf16", "the precision map has output_layer", "0.999"),
+        (f"{DELAYED} --no-one-pass-optimizer", None, "the one-pass update excludes --no-one-pass-optimizer"),
+        (f"{DELAYED} --no-use-precision-aware-optimizer", None, "flags choose the dtypes of moments"),
+    ],
+)
+def test_maximum_performance_names_what_it_leaves_out(
+    extra: str, output_layer: Optional[str], moments: Optional[str]
+) -> None:
+    choices = checked(f"{extra} --performance max", "b200").choices
+    for flag, reason in (("--precision", output_layer), ("--use-precision-aware-optimizer", moments)):
+        (choice,) = (each for each in choices if each.flag.split()[0] == flag)
+        is_left_out = choice.value in ("off", "as given")
+        assert is_left_out == (reason is not None) and (reason or "--performance max") in choice.reason
+
+
 @pytest.mark.parametrize("entry", ["output_layer=bf16", "*=bf16", "output*:wgrad=bf16"])
 def test_maximum_performance_keeps_a_map(entry: str) -> None:
     config = checked(f"{DELAYED} --performance max --precision {entry}").invocation.config
