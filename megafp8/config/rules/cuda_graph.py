@@ -160,7 +160,7 @@ def _expert_obstacles(config: RunConfig) -> Checks:
         return
     in_e4m3 = with_values(config, {"precision.fp8_format": "e4m3"})
     is_format = config.precision.fp8_format is not None and not any(grouped_expert_obstacles(in_e4m3))
-    fix = f"use --fp8-format e4m3, or {NO_GRAPH}" if is_format else f"change that, or {NO_GRAPH}"
+    fix = "use --fp8-format e4m3, or --cuda-graph-impl none" if is_format else f"change that, or {NO_GRAPH}"
     for obstacle in grouped_expert_obstacles(config):
         yield True, obstacle, "without all experts in one launch, the host reads how many tokens an expert has", fix
 

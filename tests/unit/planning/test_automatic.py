@@ -264,11 +264,11 @@ def test_maximum_performance_reports_where_it_adds_nothing(extra: str, target: s
     [
         (
             f"{MIXTURE} --expert-model-parallel-size 2",
-            "--expert-model-parallel-size 2: CUDA graphs need the one-pass optimizer",
+            "--expert-model-parallel-size 2: the host reads how many tokens its ranks exchange",
         ),
         (
             f"{MIXTURE} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
-            "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2: CUDA graphs need the one-pass",
+            "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2: the host reads how many tokens",
         ),
         ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction is not tested in CUDA graphs"),
         ("--fp4-format e2m1 --fp4-recipe nvfp4", "--fp4-recipe nvfp4: a graph of stochastic rounding has not been run"),
