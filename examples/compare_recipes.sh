@@ -8,6 +8,7 @@
 # minutes on one core; the same commands run on a GPU. If it is interrupted, run it again to resume.
 # Environment variables: STEPS, SEEDS, RECIPES, EVAL_ITERS, PARALLEL (concurrent runs) and MAX_BYTES (of text).
 set -euo pipefail
+[ $# -le 1 ] || { echo "usage: bash examples/compare_recipes.sh [FOLDER]" >&2; exit 64; }
 cd "$(dirname "$0")/.."
 . tools/setup_venv.sh
 

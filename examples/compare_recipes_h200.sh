@@ -15,6 +15,7 @@
 #
 #   python tools/compare_runs.py FOLDER/*/seed* --baseline bf16 --output-dir FOLDER/report
 set -euo pipefail
+[ $# -le 1 ] || { echo "usage: bash examples/compare_recipes_h200.sh [FOLDER]" >&2; exit 64; }
 cd "$(dirname "$0")/.."
 . tools/setup_venv.sh
 

@@ -10,6 +10,7 @@
 # model, by environment variables: LAYERS, HIDDEN, HEADS, SEQUENCE, MICRO_BATCH, GLOBAL_BATCH, STEPS, SEARCH_BATCH (0: no
 # search for the largest micro-batch), MEMORY_LIMIT (GiB, for that search), PRECISIONS and MAX_BYTES (of text).
 set -euo pipefail
+[ $# -le 1 ] || { echo "usage: bash examples/precision_table.sh [FOLDER]" >&2; exit 64; }
 cd "$(dirname "$0")/.."
 . tools/setup_venv.sh
 

@@ -72,12 +72,16 @@ def build_job_parser(description: Optional[str]) -> argparse.ArgumentParser:
 
 
 def read_arguments(
-    parser: argparse.ArgumentParser, argv: Sequence[str], default: Optional[Mapping[str, str]] = None
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    default: Optional[Mapping[str, str]] = None,
+    needs_save: bool = True,
 ) -> tuple[argparse.Namespace, Job]:
     """Parse the options, and build the job from them and the job file.
 
     Args:
         default: fields that neither of them has to give.
+        needs_save: refuse a run on one machine without --save.
 
     Raises:
         ConfigError: with everything that is wrong.
@@ -102,7 +106,7 @@ def read_arguments(
             text = read_text(arguments.job_file, strict_yaml.MAX_BYTES)
         except UnreadableFile as error:
             raise ConfigError(f"{arguments.job_file}: cannot be read: {error.reason}") from None
-    job = read_job(text, given, training, default)
+    job = read_job(text, given, training, default, needs_save)
     check_training(job)
     return arguments, job
 

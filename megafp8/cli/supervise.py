@@ -23,6 +23,7 @@ from megafp8.cli.common import build_command_parser, returns_exit_status, stderr
 from megafp8.config import flags
 from megafp8.config.rules.data import write_problem
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED, ConfigError
+from megafp8.launch.job import save_and_load
 from megafp8.launch.slurm import is_requeued_without_progress, requeue, slurm_job_id, time_left_s
 from megafp8.launch.supervisor import RestartPolicy, Supervisor, saved_step
 from megafp8.resilience.run_state import read_run_state
@@ -96,7 +97,7 @@ def run_folder(command: Sequence[str]) -> Path:
     if checkpoint.save is None or checkpoint.load != checkpoint.save:
         problems = [
             *problems,
-            f"--save {checkpoint.save} and --load {checkpoint.load}: a run resumes where it stopped if both name one "
+            f"{save_and_load(checkpoint.save, checkpoint.load)}: a run resumes where it stopped if both name one "
             "folder; weights to start from are given with --pretrained-checkpoint",
         ]
     if problems:

@@ -8,10 +8,11 @@ On several machines, without Slurm, the same command on each of them:
 
     python launcher/torchrun.py JOB.yaml --nodes 4 --endpoint first-machine:29500
 
-FLAGS are those of pretrain_gpt.py, with --save and --load on one folder. They come after the job file's, and the last
-one wins. On one machine the run is restarted after crashes. On several machines it is not: the same command on all of
-them resumes from the newest checkpoint. The ranks run in the Python that runs this command, unless --venv or --setup
-name another one. Exit status: that of the run, 64 for a wrong job or wrong flags.
+FLAGS are those of pretrain_gpt.py. They come after the job file's, and the last one wins. With --save and --load of one
+folder a run on one machine is restarted after crashes; without --save it is not. Neither is it on several machines,
+which need the folder: the same command on all of them resumes from the newest checkpoint. The ranks run in the Python
+that runs this command, unless --venv or --setup name another one. Exit status: that of the run, 64 for a wrong job or
+wrong flags.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     from megafp8.launch.study_execution import visible_gpus
 
     default = {"name": DEFAULT_NAME, "gpus_per_node": str(len(visible_gpus()))}
-    arguments, job = read_arguments(build_parser(), argv, default)
+    arguments, job = read_arguments(build_parser(), argv, default, needs_save=False)
     text = torchrun.script(job)
     if unused := torchrun.unused_fields(job):
         print(f"notice: not used without Slurm: {', '.join(unused)}", file=sys.stderr, flush=True)

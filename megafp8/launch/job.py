@@ -1,4 +1,4 @@
-"""A training job: its fields, reading and checking a job file, and the shell lines that all launch scripts share."""
+"""A training job: its fields, reading and checking a job file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Optional
 from megafp8.errors import ConfigError
 from megafp8.launch.node_check import NODE_CHECK_TIMEOUT_S
 from megafp8.utils.files import UnreadableFile
-from megafp8.utils.formatting import check_lines, control_problems
+from megafp8.utils.formatting import control_problems
 from megafp8.utils.strict_yaml import parse_yaml
 
 # Time that srun and the supervisor need to end after the run has saved.
@@ -163,13 +163,22 @@ def flag_value(flag: str, words: tuple[str, ...]) -> Optional[str]:
     return value
 
 
+def save_and_load(save: Optional[str], load: Optional[str]) -> str:
+    """Both folders of a run as flags: `--save runs/a and no --load`."""
+    flags = {"--save": save, "--load": load}
+    return " and ".join(f"no {flag}" if folder is None else f"{flag} {folder}" for flag, folder in flags.items())
+
+
 def name_problems(name: str) -> list[str]:
     """Problems of a job name."""
     return [] if JOB_NAME.fullmatch(name) else [f"name: {name!r}: letters, digits and . _ + - only"]
 
 
-def check_job(job: Job) -> None:
+def check_job(job: Job, needs_save: bool = True) -> None:
     """Check that the fields of a job are valid and consistent.
+
+    Args:
+        needs_save: refuse a run on one machine without --save, which cannot resume.
 
     Raises:
         ConfigError: with all problems.
@@ -213,8 +222,10 @@ def check_job(job: Job) -> None:
     saves = [flag_value("--save", words) for words in job.commands]
     for save, words in zip(saves, job.commands, strict=True):
         load = flag_value("--load", words)
+        if save is None and not needs_save and job.nodes == 1:
+            continue
         if save is None or save != load:
-            problems.append(f"--save {save} and --load {load}: must be the same folder, so that a requeued job resumes")
+            problems.append(f"{save_and_load(save, load)}: must be the same folder, so that a requeued job resumes")
     counts = Counter(save for save in saves if save is not None)
     problems += [f"--save {save}: used by {count} runs; each run needs its own folder"
                  for save, count in sorted(counts.items()) if count > 1]  # fmt: skip
@@ -225,7 +236,11 @@ def check_job(job: Job) -> None:
 
 
 def read_job(
-    text: str, given: Mapping[str, Any], training: Sequence[str] = (), default: Optional[Mapping[str, str]] = None
+    text: str,
+    given: Mapping[str, Any],
+    training: Sequence[str] = (),
+    default: Optional[Mapping[str, str]] = None,
+    needs_save: bool = True,
 ) -> Job:
     """Read a job from the text of a job file (YAML) and from flags.
 
@@ -235,6 +250,7 @@ def read_job(
         given: fields that override the file's; mappings are merged.
         training: flags of training to append.
         default: fields that the file overrides.
+        needs_save: as in `check_job`.
 
     Raises:
         ConfigError: the text is no YAML, or its fields are unknown, invalid or missing.
@@ -249,10 +265,10 @@ def read_job(
     for name in plain.keys() & given.keys():
         if isinstance(plain[name], dict) and isinstance(given[name], dict):
             merged[name] = plain[name] | given[name]
-    return build_job(merged, training)
+    return build_job(merged, training, needs_save)
 
 
-def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
+def build_job(plain: Mapping[str, Any], training: Sequence[str] = (), needs_save: bool = True) -> Job:
     """Build a job from the fields of a job file, and flags of training to append.
 
     Raises:
@@ -271,7 +287,7 @@ def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
     if problems:
         raise ConfigError(problems)
     job = Job(**values | {"training": (*values["training"], *training)})
-    check_job(job)
+    check_job(job, needs_save)
     return job
 
 
@@ -313,86 +329,3 @@ def split_words(value: Any) -> tuple[str, ...]:
     if not all(isinstance(word, str) for word in value):
         raise ValueError(f"{value!r}: must be a list of words")
     return tuple(value)
-
-
-MAX_LINE_WIDTH = 116
-VARIABLE_COMMENTS = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "  # seconds between a signal and the kill of the ranks"}
-
-
-def join_script(parts: Sequence[Sequence[str]]) -> str:
-    """The text of a script, with an empty line between its parts.
-
-    Raises:
-        ConfigError: a line contains a line break.
-    """
-    for part in parts:
-        check_lines(part)
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
-
-
-def environment_lines(job: Job) -> list[str]:
-    """Lines that set the working directory, the virtual environment and the variables of all ranks."""
-    lines = [f"cd {shlex.quote(job.project)}"]
-    if job.setup:
-        lines += job.setup.rstrip().split("\n")
-    if job.venv:
-        lines.append(f". {shlex.quote(job.venv)}/bin/activate")
-    lines += [
-        "# Environment of all ranks. Transformer Engine's variables of the submitting shell are removed.",
-        'unset "${!NVTE_@}"',
-        *(
-            f"export {name}={shlex.quote(value)}{VARIABLE_COMMENTS.get(name, '')}"
-            for name, value in rank_environment(job).items()
-        ),
-    ]
-    return lines
-
-
-def rank_environment(job: Job) -> dict[str, str]:
-    """Variables for all ranks: defaults, then the job's own. `pretrain_gpt.py` sets others as it needs them.
-
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT is the time from a signal until torchrun kills its ranks. They read the same variable
-    and stop saving before that.
-    """
-    variables = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.time_to_save_s)}
-    if job.gpus_per_node:
-        variables["NCCL_DEBUG"] = "WARN"
-    return variables | dict(job.environment)
-
-
-def training_lines(job: Job) -> list[str]:
-    """The bash array `training` with the flags; in a job array, those of the task are appended."""
-    lines = bash_array("training", fill_lines(job.training))
-    if job.runs:
-        lines += ["# The runs of the array.", "case $SLURM_ARRAY_TASK_ID in"]
-        lines += [f"  {task}) training+=({' '.join(map(quote_word, run))}) ;;" for task, run in enumerate(job.runs)]
-        lines.append("esac")
-    return lines
-
-
-def fill_lines(words: Sequence[str]) -> list[str]:
-    """Break the words of a command into lines, keeping a flag and its first value together."""
-    pairs: list[str] = []
-    for word in map(quote_word, words):
-        if pairs and not word.startswith("--") and pairs[-1].startswith("--") and " " not in pairs[-1]:
-            pairs[-1] += f" {word}"
-        else:
-            pairs.append(word)
-    lines: list[str] = []
-    for pair in pairs:
-        if lines and len(lines[-1]) + len(pair) < MAX_LINE_WIDTH:
-            lines[-1] += f" {pair}"
-        else:
-            lines.append(pair)
-    return lines
-
-
-def quote_word(word: str) -> str:
-    """Quote a word of a bash array, also if it has commas, which look like a mistake there."""
-    plain = shlex.quote(word)
-    return f"'{word}'" if plain == word and "," in word else plain
-
-
-def bash_array(name: str, lines: Sequence[str]) -> list[str]:
-    """A bash array with the words in these lines."""
-    return [f"{name}=(", *(f"  {line}" for line in lines), ")"]

@@ -23,20 +23,9 @@ from typing import Optional
 
 from megafp8.device.node_check_ranks import NUM_CHECK_PORTS
 from megafp8.errors import INTERNAL, ConfigError
-from megafp8.launch.job import (
-    CHECK_NODES,
-    PRETRAIN,
-    SLURM_EARLY_S,
-    SUPERVISE,
-    Job,
-    bash_array,
-    environment_lines,
-    join_script,
-    quote_word,
-    signal_lead_s,
-    training_lines,
-)
+from megafp8.launch.job import CHECK_NODES, PRETRAIN, SLURM_EARLY_S, SUPERVISE, Job, signal_lead_s
 from megafp8.launch.node_check import NODE_CHECK_TIMEOUT_S
+from megafp8.launch.shell_lines import bash_array, environment_lines, join_script, quote_word, training_lines
 from megafp8.utils.process import SLURM_JOB_VARIABLE
 
 OUTPUT_DIRECTIVE = re.compile(r"^#SBATCH --output=(?:'([^']+)'|(\S+))$", re.MULTILINE)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 
 from megafp8.errors import ConfigError
-from megafp8.launch.job import PRETRAIN, SUPERVISE, Job, bash_array, environment_lines, join_script, training_lines
+from megafp8.launch.job import PRETRAIN, SUPERVISE, Job
+from megafp8.launch.shell_lines import bash_array, environment_lines, join_script, training_lines
 
 SLURM_FIELDS = ("cpus_per_node", "exclusive", "time", "partition", "account", "sbatch", "max_requeues", "check_nodes")
 
@@ -19,11 +20,13 @@ def unused_fields(job: Job) -> tuple[str, ...]:
 def script(job: Job) -> str:
     """The script to run on each machine.
 
-    On one machine the run has a supervisor. On several it has none: supervisors would read each other's starts from the
-    run state, and torchrun's own restarts do not depend on why a run ended.
+    On one machine a run with --save has a supervisor; without it could only start again from step 0. On several it has
+    none: supervisors would read each other's starts from the run state, and torchrun's own restarts do not depend on
+    why a run ended.
 
     Raises:
-        ConfigError: the job is an array, has a container, or has several machines without an endpoint or with restarts.
+        ConfigError: the job is an array, has a container, has several machines without an endpoint or with restarts,
+            or has restarts without --save.
     """
     problems = []
     if job.runs:
@@ -39,6 +42,10 @@ def script(job: Job) -> str:
             f"max_restarts: {job.max_restarts}: automatic restarts on {job.nodes} machines need Slurm; use "
             "--max-restarts 0, and run the same command on all machines again to resume"
         )
+    if job.nodes == 1 and not job.run_folder and job.max_restarts:
+        problems.append(
+            f"max_restarts: {job.max_restarts}: a run without --save cannot resume; give --save and --load of a folder"
+        )
     if problems:
         raise ConfigError(problems)
     parts = [
@@ -51,10 +58,11 @@ def script(job: Job) -> str:
 
 
 def torchrun_lines(job: Job) -> list[str]:
-    """Start torchrun, under the supervisor on one machine."""
+    """Start torchrun, under the supervisor on one machine if the run saves."""
     meeting, start = "--standalone", [f"exec python3 {SUPERVISE} --max-restarts {job.restarts} -- \\"]
     if job.nodes > 1:
         meeting = f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint {job.endpoint} --rdzv-id {job.name}"
+    if job.nodes > 1 or not job.run_folder:
         start = []
     return [
         "# The output of each rank is logged to a separate file under",

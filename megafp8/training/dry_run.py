@@ -15,6 +15,7 @@ from megafp8 import __version__
 from megafp8.config import derived, dimensions, iterations, model_shapes, multi_token, precision_map, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.flags import Invocation
+from megafp8.config.rules.data import checkpoints_to_load_are_there
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
 from megafp8.config.stages import stage_layers
@@ -278,7 +279,9 @@ def checkpoint_text(config: RunConfig, checked: Checked, vocab_size: int) -> str
     folders = [folder for folder in (checkpoint.load, checkpoint.pretrained_checkpoint) if folder]
     absent = [folder for folder in folders if not os.path.isdir(folder)]
     if absent and (invocation.world_size is not None or invocation.target is not None):
-        return f"checkpoints: {saves}; not checked: {' and '.join(absent)}, absent on this machine"
+        has_notice = any(checkpoints_to_load_are_there(config, checked.world_size))
+        missing = "" if has_notice else f"; not checked: {' and '.join(absent)}, absent on this machine"
+        return f"checkpoints: {saves}{missing}"
     found, weights_only = preview(config, checked.implementation, vocab_size)
     if found is None:
         loads = f"; no checkpoint in {checkpoint.load}: starts from step 0" if checkpoint.load else ""

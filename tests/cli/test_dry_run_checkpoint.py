@@ -87,6 +87,17 @@ def test_damage_is_reported_and_nothing_renamed(saved: Path, tmp_path: Path, cap
 
 
 def test_a_folder_of_another_machine_is_not_checked(tmp_path: Path, capsys) -> None:
-    absent = tmp_path / "absent"
-    assert dry_run(f"--load {absent} --world-size 1 --target h100 --exit-on-missing-checkpoint") == 0
+    absent, elsewhere = tmp_path / "absent", "--world-size 1 --target h100"
+    assert dry_run(f"--load {absent} --save {absent} {elsewhere}") == 0
     assert f"not checked: {absent}, absent on this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", ["--exit-on-missing-checkpoint", "--save {}/save"])
+def test_an_absent_folder_to_load_has_one_message(tmp_path: Path, flags: str, capsys) -> None:
+    absent, flags = tmp_path / "absent", flags.format(tmp_path)
+    assert dry_run(f"--load {absent} {flags} --world-size 1 --target h100") == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if str(absent) in line)
+    assert line.startswith(f"notice: on this machine: --load {absent}: no such folder") and "never" not in line
+    assert dry_run(f"--load {absent} {flags}") == 64
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if str(absent) in line)
+    assert f"--load {absent}: no such folder" in line

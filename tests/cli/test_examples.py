@@ -285,6 +285,16 @@ def words_of_example(name: str, folder: Path, environment: dict[str, str]) -> li
     return shlex.split(done.stdout)
 
 
+@pytest.mark.parametrize("name", ["precision_table", "compare_recipes_h200", "compare_recipes"])
+def test_words_after_the_folder_are_refused(name: str, stub_python: str, tmp_path: Path) -> None:
+    refused = subprocess.run(
+        ["bash", str(ROOT / f"examples/{name}.sh"), str(tmp_path / "out"), "--lr", "1"],
+        capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHON": stub_python},
+    )  # fmt: skip
+    assert refused.returncode == 64 and refused.stderr == f"usage: bash examples/{name}.sh [FOLDER]\n"
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_table_of_precisions_is_accepted(stub_python: str, tmp_path: Path) -> None:
     """Its flags pass the command's parser, and with each precision the rules of a run on an H200; no search is due."""
     words = words_of_example("precision_table", tmp_path, {"PYTHON": stub_python, "MEMORY_LIMIT": "4"})

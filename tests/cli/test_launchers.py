@@ -141,6 +141,25 @@ def test_torchrun_sh_runs_each_rank_with_a_log_of_its_own(tmp_path: Path) -> Non
     assert [path.read_text() for path in logs] == ["rank 0 of 2\n", "rank 1 of 2\n"]
 
 
+def test_torchrun_on_one_machine_runs_without_a_folder(launcher, capsys) -> None:
+    """Nothing restarts it. Slurm and several machines resume from the folder, and so do restarts."""
+    own, training = ["--name", "a", "--gpus-per-node", "2", "--dry-run"], ["--", *RUN.split()]
+    assert torchrun.main([*own, *training]) == 0
+    script = capsys.readouterr().out
+    assert 'exec "${torchrun[@]}"' in script and "supervise" not in script
+    assert torchrun.main([*own, *training, "--save", "b", "--load", "b"]) == 0
+    assert "supervise" in capsys.readouterr().out
+    several = ["--nodes", "2", "--endpoint", "first:29500"]
+    for wrong in (
+        [*own, *training, "--save", "b"], [*own, *several, *training], [*own, "--max-restarts", "2", *training],
+    ):  # fmt: skip
+        assert torchrun.main(wrong) == 64
+        text = capsys.readouterr().err
+        assert "--save" in text and "None" not in text
+    assert launcher.main([*own, *training]) == 64
+    assert "no --save and no --load: must be the same folder" in capsys.readouterr().err
+
+
 def test_torchrun_names_fields_of_slurm_only(launcher, capsys) -> None:
     own = ["--name", "a", "--gpus-per-node", "0", "--dry-run"]
     slurms = ["--time", "1:00:00", "--partition", "gpu", "--sbatch", "qos=high", "--shared-nodes"]

@@ -152,8 +152,8 @@ def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterato
             yield f"--load {checkpoint.load}: no such folder"
         elif os.path.abspath(checkpoint.load) != os.path.abspath(checkpoint.save):
             yield (
-                f"--load {checkpoint.load}: no such folder, and it differs from --save {checkpoint.save}, so the run "
-                "could never resume from it"
+                f"--load {checkpoint.load}: no such folder, and it differs from --save {checkpoint.save}; give a "
+                f"folder with a checkpoint, or --load {checkpoint.save} to resume from what the run saves"
             )
     if checkpoint.pretrained_checkpoint is not None and not os.path.isdir(checkpoint.pretrained_checkpoint):
         yield f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint}: no such folder"

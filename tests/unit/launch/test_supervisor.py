@@ -179,7 +179,7 @@ def test_leftover_processes_of_a_start_are_killed(tmp_path: Path) -> None:
 
 def test_the_folder_is_found_in_the_command(tmp_path: Path) -> None:
     supervise = [sys.executable, str(ROOT / "launcher/supervise.py"), "--", "torchrun", "pretrain_gpt.py"]
-    for flags, problem in (["--save", "x"], "--save x and --load None"), (["--sav", "x"], "--save"):
+    for flags, problem in (["--save", "x"], "--save x and no --load"), (["--sav", "x"], "--save"):
         result = subprocess.run([*supervise, *flags], capture_output=True, text=True, timeout=60)
         assert result.returncode == 64
         assert problem in result.stderr
