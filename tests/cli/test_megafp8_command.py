@@ -22,6 +22,7 @@ SHARED_MODULES = {
     "common",
     "completion",
     "job_options",
+    "stability_checkpoint",
     "progress_display",
     "goodput_flags",
 }
