@@ -6,9 +6,9 @@ from megafp8.config.expert_layers import expert_layers
 from megafp8.config.guarded_linears import is_of_routed_experts
 from megafp8.config.planted_faults import (
     ALIGNED_SWIGLU,
-    EMULATED_FAULTS,
     INFINITE_ACTIVATION,
     INFLATED_QK,
+    MLP_FAULTS,
     OUTLIER_CHANNEL,
 )
 from megafp8.config.precision_map import linears_with_statistics
@@ -29,7 +29,7 @@ def planted_linears(fault: str, model: ModelConfig, precision: PrecisionConfig) 
     return tuple(
         name
         for name in linears_with_statistics(model, precision)
-        if name.endswith(f".{LINEARS.get(fault)}") and not (fault in EMULATED_FAULTS and is_of_routed_experts(name))
+        if name.endswith(f".{LINEARS.get(fault)}") and not (fault in MLP_FAULTS and is_of_routed_experts(name))
     )
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from megafp8.config import iterations, latent_attention, precision_map, topology
 from megafp8.config.planted_faults import (
     ALIGNED_SWIGLU,
-    EMULATED_FAULTS,
     HIGH_PRECISION_FAULTS,
     INFLATED_QK,
+    MLP_FAULTS,
     SUDDEN_FAULTS,
 )
 from megafp8.config.planted_linears import LINEARS, has_mlp_of_all_tokens, planted_linears
@@ -40,7 +40,7 @@ def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[st
     if linear is None or obstacles or not precision_map.is_quantized(precision) or not all_positive(model.num_layers):
         return
     if not planted_linears(training.planted_fault, model, precision):
-        kind = " of a dense MLP or a shared expert" if training.planted_fault in EMULATED_FAULTS else ""
+        kind = " of a dense MLP or a shared expert" if training.planted_fault in MLP_FAULTS else ""
         yield (
             f"{flag}: it is planted into a quantized {linear}{kind}, and all are in high precision; quantize one with "
             "--precision, or remove the flag"
@@ -55,7 +55,7 @@ def model_obstacles(fault: str, model: ModelConfig) -> Iterator[str]:
 def obstacles_and_fixes(fault: str, model: ModelConfig) -> Iterator[tuple[str, str]]:
     """The reasons of `model_obstacles`, each with what a run may do instead."""
     flag = f"--planted-fault {fault}"
-    if fault in EMULATED_FAULTS and all_positive(model.num_layers) and not has_mlp_of_all_tokens(model):
+    if fault in MLP_FAULTS and all_positive(model.num_layers) and not has_mlp_of_all_tokens(model):
         yield (
             f"{flag} with --num-experts {model.num_experts}: it is planted into dense MLPs and shared experts, and the "
             "model has only routed experts",
