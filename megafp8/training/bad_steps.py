@@ -34,7 +34,7 @@ from megafp8.checkpoint.progress import (
 from megafp8.config.schema import RunConfig
 from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.errors import NumericsError
-from megafp8.metrics.health_advice import Case, advice, for_nonfinite_values
+from megafp8.metrics.health_advice import advice, for_nonfinite_values
 from megafp8.optimizer import gradient_checks
 from megafp8.optimizer.fsdp_checks import ReducedGradientMonitor
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
@@ -42,9 +42,8 @@ from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale
 from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.quantization.delayed_scaling import OPERANDS
 from megafp8.resilience import fault_injection
-from megafp8.training.checks import machine_problems
 from megafp8.training.operand_faults import FORWARD_OPERANDS, MAX_NAMED, OperandFaults
-from megafp8.training.run import Run
+from megafp8.training.run import Run, advice_case
 
 ROWS_OF_SUMS = "--use-torch-fsdp2: a rank has rows of sums over ranks, each of which may have brought the value up"
 SUM_OVERFLOWS = "gradients overflow in the sum over all ranks"
@@ -255,10 +254,10 @@ def check_may_skip(run: Run, progress: Progress, bad_step: BadStep) -> None:
     limit = ""
     if is_skippable and num_before:
         limit = f", after {num_before} consecutive skipped updates (--max-skipped-steps {training.max_skipped_steps})"
-    case = Case(run.config, run.place.world_size, machine_problems=machine_problems)
+    remedies = advice(advice_case(run), for_nonfinite_values)
     raise NumericsError(
         f"step {progress.step + 1}: {bad_step.text}\nthe weights were not updated{limit}\nfix: resume from the last "
-        f"checkpoint with other data (--override-sample-order), or try one of: {advice(case, for_nonfinite_values)}; a "
+        f"checkpoint with other data (--override-sample-order), or try one of: {remedies}; a "
         "different schedule needs --override-opt_param-scheduler, a different precision --override-precision"
     )
 

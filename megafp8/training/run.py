@@ -21,6 +21,7 @@ from megafp8.data.sample_hash import SampleHashChain
 from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.device.platform import Platform
 from megafp8.mcore.process_groups import RankPosition
+from megafp8.metrics.health_advice import Case
 from megafp8.metrics.timers import StepTimer
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer.fp8_gradients import Fp8Reduction
@@ -30,6 +31,7 @@ from megafp8.optimizer.gradient_communication import WgradOverwrite
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.resilience.watchdog import Watchdog
+from megafp8.training.checks import machine_problems
 from megafp8.training.cuda_graph import StepGraph
 from megafp8.training.operand_faults import OperandMonitor, move_linears
 from megafp8.training.precision import DelayedScalingSnapshot, high_precision
@@ -183,3 +185,8 @@ def non_persistent_folder(config: RunConfig) -> Optional[Path]:
 def checkpoint_folders(config: RunConfig) -> list[Path]:
     """The folders to which the run writes checkpoints: persistent, then non-persistent ones."""
     return [folder for folder in (run_folder(config), non_persistent_folder(config)) if folder is not None]
+
+
+def advice_case(run: Run) -> Case:
+    """A run as advice sees it, with what its machine does not support."""
+    return Case(run.config, run.place.world_size, machine_problems=machine_problems)

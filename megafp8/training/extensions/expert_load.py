@@ -13,13 +13,13 @@ from torch import Tensor
 from megafp8.config import multi_token
 from megafp8.config.mixture import expert_tensor_size, is_mixture
 from megafp8.metrics.expert_load import COLLAPSE, IDLE, NUM_LASTING, ExpertRecord, layer_load, load_findings
-from megafp8.metrics.health_advice import Case, advice, for_collapsed_router, for_idle_experts
+from megafp8.metrics.health_advice import advice, for_collapsed_router, for_idle_experts
 from megafp8.metrics.records import EventRecord
 from megafp8.models.dispatch import CodeDispatcher
 from megafp8.models.experts import PaddedExperts
 from megafp8.models.grouped_moe import GroupedExperts
-from megafp8.training.checks import machine_problems
 from megafp8.training.extension import Extension, LoopState
+from megafp8.training.run import advice_case
 from megafp8.training.step import StepResult
 
 NUM_SUMS = 5
@@ -107,8 +107,7 @@ class ExpertLoads(Extension):
         for layer, fault, what in load_findings(self.records, model.num_experts, model.moe_router_topk):
             if (layer, fault) not in self.reported:
                 self.reported.add((layer, fault))
-                case = Case(state.run.config, state.run.place.world_size, machine_problems=machine_problems)
-                remedies = advice(case, REMEDIES[fault])
+                remedies = advice(advice_case(state.run), REMEDIES[fault])
                 detail = f"layer {layer}: {fault}: {what}" + (f"; try: {remedies}" if remedies else "")
                 state.sinks.write(EventRecord(step=state.step, name="health", detail=detail))
 

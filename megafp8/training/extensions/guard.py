@@ -27,7 +27,6 @@ from megafp8.config import precision_map
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT, watched_linears
 from megafp8.errors import NumericsError
 from megafp8.mcore.modules import named_linears
-from megafp8.metrics.health_advice import Case
 from megafp8.metrics.layer_statistics import (
     ALIGNMENT,
     GRADIENT_SNR,
@@ -47,10 +46,9 @@ from megafp8.metrics.records import EventRecord
 from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.quantization.smoothing import channel_scales
-from megafp8.training.checks import machine_problems
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.extensions.statistics_hooks import linear_input
-from megafp8.training.run import Run
+from megafp8.training.run import Run, advice_case
 from megafp8.training.step import StepResult
 
 EVENT = "guard"
@@ -103,7 +101,7 @@ class LayerGuard(Extension):
         if key not in history.warnings:
             history = dataclasses.replace(history, warnings=(*history.warnings, key))
             state.progress = dataclasses.replace(state.progress, history=history)
-            if not (moves or smooths) and (remedies := advice(statistic, name, case_of(state.run))):
+            if not (moves or smooths) and (remedies := advice(statistic, name, advice_case(state.run))):
                 detail += f"; try: {remedies}"
             state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
         if moves:
@@ -149,11 +147,6 @@ def layer_snr(run: Run, num_updates: int) -> dict[Key, float]:
     betas = optimizer.adam_beta1, optimizer.adam_beta2
     found = gradient_snr(run.trainee.optimizer, run.trainee.chunks, num_layers, betas, num_updates)
     return {(GRADIENT_SNR, f"layers.{layer}"): value for layer, value in enumerate(found) if value is not None}
-
-
-def case_of(run: Run) -> Case:
-    """The run, with what its machine does not support."""
-    return Case(run.config, run.place.world_size, machine_problems=machine_problems)
 
 
 def move_layer(state: LoopState, layer: str, reason: str) -> None:
