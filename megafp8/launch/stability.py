@@ -16,13 +16,21 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.config import flags as config_flags
-from megafp8.config import precision_map, topology, variants
+from megafp8.config import precision_map, variants
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, left_out_faults, length_problems, without_given
-from megafp8.launch.stability_sizes import DROPOUT, MODEL_SETTINGS, SIZES, share_batch, size_flags, without_settings
+from megafp8.launch.stability_sizes import (
+    DROPOUT,
+    MODEL_SETTINGS,
+    SIZES,
+    data_parallel_ranks,
+    share_batch,
+    size_flags,
+    without_settings,
+)
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
 from megafp8.recipes.known_bad import KNOWN_BAD
@@ -146,11 +154,8 @@ def batch_problems(suite: Suite) -> list[str]:
     """A global batch that the ranks of a run cannot share."""
     config, _ = parse_part(suite, suite.parts[0])
     batch = config.training.global_batch_size
-    try:
-        replicas = topology.data_parallel_size(config, suite.gpus)
-    except ConfigError:  # the rules of a run report it
-        return []
-    if not batch or batch % replicas == 0:
+    replicas = data_parallel_ranks(config, suite.gpus)
+    if not batch or replicas is None or batch % replicas == 0:
         return []
     return [
         f"--gpus {suite.gpus}: {replicas} data-parallel ranks cannot share the {batch} sequences of a step; use "

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 from megafp8.config import flags as config_flags
 from megafp8.config import topology
+from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings
 from megafp8.errors import ConfigError
 
@@ -100,9 +102,16 @@ def share_batch(words: tuple[str, ...], given: Collection[str], world_size: int)
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
     if "training.micro_batch_size" in given or not batch or not micro:
         return ()
-    try:
-        replicas = topology.data_parallel_size(config, world_size)
-    except ConfigError:  # the rules of a run report it
+    replicas = data_parallel_ranks(config, world_size)
+    if replicas is None or batch % replicas:
         return ()
     shared = math.gcd(micro, batch // replicas)
-    return () if batch % replicas or shared == micro else ("--micro-batch-size", str(shared))
+    return () if shared == micro else ("--micro-batch-size", str(shared))
+
+
+def data_parallel_ranks(config: RunConfig, world_size: int) -> Optional[int]:
+    """The data-parallel ranks of a run; None for a layout that the rules of a run refuse."""
+    try:
+        return topology.data_parallel_size(config, world_size)
+    except ConfigError:
+        return None
