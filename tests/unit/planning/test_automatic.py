@@ -8,34 +8,20 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
+from automatic_runs import BETA2, DELAYED, MODEL, checked, chosen
 
 from megafp8.config import flags, settings
 from megafp8.device import capability
 from megafp8.errors import ConfigError
 from megafp8.planning import automatic
 from megafp8.training import checks
-from megafp8.training.checks import Checked, check
+from megafp8.training.checks import check
 
-MODEL = (
-    "--model-preset llama-1b --bf16 --seq-length 2048 --micro-batch-size 8 --global-batch-size 64 --train-iters 100 "
-    "--lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50303 --dry-run"
-)
-DELAYED = "--fp8-format hybrid --fp8-recipe delayed"
-BETA2 = "--adam-beta2 0.95"
 MIXTURE = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall "
     "--moe-grouped-gemm --eval-iters 0"
 )
 STAGES = "--pipeline-model-parallel-size 2"
-
-
-def checked(extra: str, target: str = "h200", world_size: int = 1) -> Checked:
-    words = f"{MODEL} --target {target} --world-size {world_size} {extra}"
-    return check(*flags.parse_with_problems(words.split()))
-
-
-def chosen(extra: str, target: str = "h200", world_size: int = 1) -> dict[str, str]:
-    return {choice.flag: choice.value for choice in checked(extra, target, world_size).choices}
 
 
 def test_one_gpu() -> None:
@@ -211,54 +197,6 @@ def test_no_graph_where_only_the_graph_would_not_fit(monkeypatch: pytest.MonkeyP
     assert found == {"none", "local"}
 
 
-def test_maximum_performance_adds_compatible_settings() -> None:
-    found = chosen(f"{DELAYED} --performance max")
-    assert found["--precision"] == "output_layer=tensorwise"
-    config = checked(f"{DELAYED} --performance max").invocation.config
-    assert config.precision.precision_map == ("output_layer=tensorwise",)
-    assert config.optimizer.use_precision_aware_optimizer is None
-    choices = checked(f"{DELAYED} --performance max").choices
-    (kept,) = (each for each in choices if each.flag == "--use-precision-aware-optimizer")
-    assert kept.value == "off" and "--adam-beta2 0.999" in kept.reason
-
-
-@pytest.mark.parametrize("recipe", ["", DELAYED])
-def test_maximum_performance_has_moments_in_bf16(recipe: str) -> None:
-    settings = checked(f"{recipe} {BETA2} --performance max").invocation.config.optimizer
-    assert settings.use_precision_aware_optimizer
-    assert (settings.exp_avg_dtype, settings.exp_avg_sq_dtype, settings.main_params_dtype) == ("bf16", "bf16", "fp32")
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        "--no-use-precision-aware-optimizer",
-        "--no-use-distributed-optimizer",
-        "--no-one-pass-optimizer",
-        "--optimizer sgd",
-        "--use-torch-fsdp2",
-        "--exp-avg-dtype fp32",
-        f"{DELAYED} --fp8-param-gather",  # without FP32 master weights the one-pass update has no such moments
-    ],
-)
-def test_maximum_performance_keeps_moments_in_fp32(extra: str) -> None:
-    config = checked(f"{BETA2} --performance max {extra}", world_size=2).invocation.config
-    assert not config.optimizer.use_precision_aware_optimizer and config.optimizer.exp_avg_dtype == "fp32"
-
-
-@pytest.mark.parametrize(
-    ("extra", "target"),
-    [
-        (DELAYED, "cpu"),
-        (f"{DELAYED} --fp8-param-gather --no-use-transformer-engine-op-fuser", "h200"),
-        ("--no-use-transformer-engine-op-fuser", "h200"),
-    ],
-)
-def test_maximum_performance_reports_where_it_adds_nothing(extra: str, target: str) -> None:
-    (choice,) = (each for each in checked(f"{extra} --performance max", target).choices if "performance" in each.flag)
-    assert choice.reason.startswith("adds nothing")
-
-
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
@@ -277,38 +215,6 @@ def test_maximum_performance_reports_where_it_adds_nothing(extra: str, target: s
 def test_the_reason_of_no_graph_is_the_setting_without_advice(extra: str, reason: str) -> None:
     found = {choice.flag: choice for choice in checked(extra, "b200", 2).choices}["--cuda-graph-impl"]
     assert found.value == "none" and found.reason.startswith(reason) and "; use " not in found.reason
-
-
-@pytest.mark.parametrize(
-    ("extra", "output_layer", "moments"),
-    [
-        (BETA2, "layers are not in FP8", None),
-        ("--fp8-format e4m3 --fp8-recipe mxfp8", "mxfp8 has no recipe for the output layer", "0.999"),
-        (
-            f"{BETA2} --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
-            "--fp8-param-gather: the precision map gives output_layer tensorwise hybrid, but Transformer Engine "
-            "supports FP8 weights in one recipe only",
-            None,
-        ),
-        (f"{DELAYED} --precision output_layer=bf16", "the precision map has output_layer", "0.999"),
-        (f"{DELAYED} --no-one-pass-optimizer", None, "the one-pass update excludes --no-one-pass-optimizer"),
-        (f"{DELAYED} --no-use-precision-aware-optimizer", None, "flags choose the dtypes of moments"),
-    ],
-)
-def test_maximum_performance_names_what_it_leaves_out(
-    extra: str, output_layer: Optional[str], moments: Optional[str]
-) -> None:
-    choices = checked(f"{extra} --performance max", "b200").choices
-    for flag, reason in (("--precision", output_layer), ("--use-precision-aware-optimizer", moments)):
-        (choice,) = (each for each in choices if each.flag.split()[0] == flag)
-        is_left_out = choice.value in ("off", "as given")
-        assert is_left_out == (reason is not None) and (reason or "--performance max") in choice.reason
-
-
-@pytest.mark.parametrize("entry", ["output_layer=bf16", "*=bf16", "output*:wgrad=bf16"])
-def test_maximum_performance_keeps_a_map(entry: str) -> None:
-    config = checked(f"{DELAYED} --performance max --precision {entry}").invocation.config
-    assert config.precision.precision_map == (entry,)
 
 
 @pytest.mark.parametrize("target", ["h200", "cpu"])

@@ -1,0 +1,22 @@
+"""Command lines with automatic settings, checked for a machine."""
+
+from __future__ import annotations
+
+from megafp8.config import flags
+from megafp8.training.checks import Checked, check
+
+MODEL = (
+    "--model-preset llama-1b --bf16 --seq-length 2048 --micro-batch-size 8 --global-batch-size 64 --train-iters 100 "
+    "--lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50303 --dry-run"
+)
+DELAYED = "--fp8-format hybrid --fp8-recipe delayed"
+BETA2 = "--adam-beta2 0.95"
+
+
+def checked(extra: str, target: str = "h200", world_size: int = 1) -> Checked:
+    words = f"{MODEL} --target {target} --world-size {world_size} {extra}"
+    return check(*flags.parse_with_problems(words.split()))
+
+
+def chosen(extra: str, target: str = "h200", world_size: int = 1) -> dict[str, str]:
+    return {choice.flag: choice.value for choice in checked(extra, target, world_size).choices}
