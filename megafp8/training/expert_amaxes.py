@@ -51,8 +51,13 @@ class ExpertAmaxes:
     """
 
     def __init__(self, linears: Sequence[str], chunks: Sequence[Any]):
-        self.rows = {name: row for row, name in enumerate(linears)}
-        self.linears = [counts for chunk in chunks for counts in stacked_counts(chunk, self.rows.keys())]
+        numbers = {name: row for row, name in enumerate(linears)}
+        self.linears = [counts for chunk in chunks for counts in stacked_counts(chunk, numbers.keys())]
+        # On the device, where indices from the host would be waited for.
+        self.rows = [
+            torch.tensor([numbers[name] for name in linear.names], device=linear.counts.device)
+            for linear in self.linears
+        ]
 
     def reset(self) -> None:
         """Set all counts to zero, before a step."""
@@ -69,10 +74,9 @@ class ExpertAmaxes:
 
     def add_to_table(self, table: Tensor) -> Tensor:
         """Add to counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]."""
-        for linear in self.linears:
-            rows = [self.rows[name] for name in linear.names]
+        for linear, rows in zip(self.linears, self.rows, strict=True):
             for column, (operand, _) in enumerate(QUANTIZERS):
-                table[rows, column] += linear.counts[:, OPERANDS.index(operand)].t()
+                table[:, column].index_add_(0, rows, linear.counts[:, OPERANDS.index(operand)].t())
         return table
 
     def clear_infinite_amaxes(self) -> list[str]:
