@@ -4,8 +4,9 @@ It computes what `accumulate` of `metrics/accumulators.py` computes in torch ope
 read once, and nothing is returned to the host, which need not wait.
 
 A program goes down a strip of RUNS x RUN_VALUES columns, ROWS rows at a time; a run is RUN_VALUES adjacent values of a
-row, the unit of the local signal-to-noise ratio. Its partial results stay in registers, one for each row and run. At
-the end it stores their sums in FP64 in its own place, and the caller adds those of all programs in a fixed order, so
+row, the unit of the local signal-to-noise ratio. Its partial results stay in registers: counts and maxima of each of
+these values, sums of each run. It is one warp, whose threads have a quarter of a run each: none waits for other warps.
+At the end it stores the sums in FP64 in its own place, and the caller adds those of all programs in a fixed order, so
 that results are reproducible. The amax of each column is an atomic maximum, which is exact in any order.
 """
 
@@ -16,8 +17,8 @@ import triton.language as tl
 
 from megafp8.kernels.rounding import bits_of, e8m0_value, value_of_code
 
-ROWS, RUNS = 4, 4  # with more, the partial results do not fit into the registers of a program
-PROGRAMS = 1024  # approximate; few enough that adding their sums costs nothing
+ROWS, RUNS = 4, 2  # with more, the partial results do not fit into the registers of a warp
+PROGRAMS, NUM_WARPS = 2048, 1  # approximate: what the registers of an H200 hold at a time
 BINS = tl.constexpr(64)  # a power of two above MAX_EXPONENTS
 UNCOUNTED = tl.constexpr(63)  # the bin of masked elements and of codes that are not finite
 DB_OF_OCTAVE = tl.constexpr(3.010299956639812)  # 10 log10(2)
@@ -45,13 +46,12 @@ def statistics_kernel(
         factor = 1.0
     signals, noises = tl.zeros([ROWS, RUNS], tl.float64), tl.zeros([ROWS, RUNS], tl.float64)
     decibels, runs = tl.zeros([ROWS, RUNS], tl.float32), tl.zeros([ROWS, RUNS], tl.int32)
-    num_values, num_bad = tl.zeros([ROWS, RUNS], tl.int32), tl.zeros([ROWS, RUNS], tl.int32)
-    nonzero, underflow = tl.zeros([ROWS, RUNS], tl.int32), tl.zeros([ROWS, RUNS], tl.int32)
-    saturated = tl.zeros([ROWS, RUNS], tl.int32)
+    num_bad, nonzero = tl.zeros([ROWS, RUNS, RUN_VALUES], tl.int32), tl.zeros([ROWS, RUNS, RUN_VALUES], tl.int32)
+    underflow, saturated = tl.zeros([ROWS, RUNS, RUN_VALUES], tl.int32), tl.zeros([ROWS, RUNS, RUN_VALUES], tl.int32)
     exponents = tl.zeros([BINS], tl.int32)
-    channels = tl.zeros([RUNS, RUN_VALUES], tl.float32)
-    scale_min = tl.full([ROWS, RUNS], float("inf"), tl.float32)
-    scale_max = tl.zeros([ROWS, RUNS], tl.float32)
+    amax = tl.zeros([ROWS, RUNS, RUN_VALUES], tl.float32)
+    scale_min = tl.full([ROWS, RUNS, RUN_VALUES], float("inf"), tl.float32)
+    scale_max = tl.zeros([ROWS, RUNS, RUN_VALUES], tl.float32)
     for first_row in range(tl.program_id(1) * ROWS, num_rows, tl.num_programs(1) * ROWS):
         row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
         inside = (row < num_rows) & (column < num_columns)
@@ -66,7 +66,6 @@ def statistics_kernel(
             code = (pair >> (column % 2 * 4)) & 0xF
         magnitude = code & ((1 << (GRID.code_bits - 1)) - 1)
         scale = 1.0
-        is_used = is_nonzero
         is_zero = magnitude == 0
         if BLOCK_ROWS > 0:
             across = tl.cdiv(num_columns, BLOCK_COLUMNS)
@@ -78,22 +77,20 @@ def statistics_kernel(
                 scale = e8m0_value(scale.to(tl.int32))
             is_zero = is_zero | (scale == 0)
             is_used = (is_zero == 0) & is_nonzero
-        dequant = tl.broadcast_to(scale * factor, [ROWS, RUNS, RUN_VALUES])
+            scale_min = tl.minimum(scale_min, tl.where(is_used, scale * factor, float("inf")))
+            scale_max = tl.maximum(scale_max, tl.where(is_used, scale * factor, 0.0))
 
-        num_values += tl.sum(inside.to(tl.int32), 2)
-        num_bad += tl.sum((is_finite == 0).to(tl.int32), 2)
-        channels = tl.maximum(channels, tl.max(tl.abs(x), 0))
-        scale_min = tl.minimum(scale_min, tl.min(tl.where(is_used, dequant, float("inf")), 2))
-        scale_max = tl.maximum(scale_max, tl.max(tl.where(is_used, dequant, 0.0), 2))
+        num_bad += (is_finite == 0).to(tl.int32)
+        amax = tl.maximum(amax, tl.abs(x))
         field = tl.where(magnitude == 0, 0, 1 + (magnitude >> GRID.mantissa_bits))
         field = tl.where(inside & (magnitude < GRID.special), field, UNCOUNTED)
         exponents += tl.histogram(tl.reshape(field, [ROWS * RUNS * RUN_VALUES]), BINS)
         if IS_KNOWN:
-            nonzero += tl.sum(is_nonzero.to(tl.int32), 2)
-            underflow += tl.sum((is_nonzero & is_zero).to(tl.int32), 2)
+            nonzero += is_nonzero.to(tl.int32)
+            underflow += (is_nonzero & is_zero).to(tl.int32)
             if CAN_SATURATE:
-                is_beyond = (tl.abs(x) > dequant * saturates_above) & (dequant > 0)
-                saturated += tl.sum(is_beyond.to(tl.int32), 2)
+                dequant = tl.broadcast_to(scale * factor, [ROWS, RUNS, RUN_VALUES])
+                saturated += ((tl.abs(x) > dequant * saturates_above) & (dequant > 0)).to(tl.int32)
             # FP32 differences, whose squares are summed in FP64: sums of millions of FP32 squares would lose digits.
             error = value_of_code(code, GRID) * scale * factor - x
             error = tl.where(is_finite, error, 0.0).to(tl.float64)
@@ -108,14 +105,16 @@ def statistics_kernel(
             decibels += tl.where(has_signal, tl.where(noise > 0, db, LIMIT), 0.0)
             runs += has_signal.to(tl.int32)
 
+    channels = tl.max(amax, 0)
     if channel_bits_ptr is not None:
         tl.atomic_max(channel_bits_ptr + tl.reshape(column, [RUNS, RUN_VALUES]), bits_of(channels),
                       mask=tl.reshape(column, [RUNS, RUN_VALUES]) < num_columns)  # fmt: skip
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     own = sums_ptr + program * (10 + MAX_EXPONENTS)
-    tl.store(own, tl.sum(num_values))
+    num_values = (program == 0).to(tl.float64) * num_rows * num_columns  # of all programs
+    tl.store(own, num_values)
     tl.store(own + 1, tl.sum(num_bad))
-    tl.store(own + 2, tl.sum(num_values) * IS_KNOWN)
+    tl.store(own + 2, num_values * IS_KNOWN)
     tl.store(own + 3, tl.sum(nonzero))
     tl.store(own + 4, tl.sum(underflow))
     tl.store(own + 5, tl.sum(saturated))
@@ -125,7 +124,12 @@ def statistics_kernel(
     tl.store(own + 9, tl.sum(runs))
     bins = tl.arange(0, BINS)
     tl.store(own + 10 + bins, exponents, mask=bins < MAX_EXPONENTS)
-    largest, smallest_scale, largest_scale = tl.max(channels), tl.min(scale_min), tl.max(scale_max)
+    largest = tl.max(channels)
+    if BLOCK_ROWS > 0:
+        smallest_scale, largest_scale = tl.min(scale_min), tl.max(scale_max)
+    else:  # one scale, which is used if there is a value that is not zero
+        largest_scale = tl.where(largest > 0, factor, 0.0)
+        smallest_scale = largest_scale
     has_scale = largest_scale > 0
     own = maxima_ptr + program * 4
     tl.store(own, largest)

@@ -158,7 +158,7 @@ def accumulate_with_triton(
     Numerics: differences in FP32, their squares in FP64.
     """
     from megafp8.kernels.rounding import grid_of  # needs Triton
-    from megafp8.kernels.statistics import PROGRAMS, ROWS, RUNS, statistics_kernel
+    from megafp8.kernels.statistics import NUM_WARPS, PROGRAMS, ROWS, RUNS, statistics_kernel
     from megafp8.quantization.triton_quantize import RULE_NAMES
 
     rule, (num_rows, num_columns) = quantized.rule, rows.shape
@@ -179,6 +179,6 @@ def accumulate_with_triton(
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=kind, IS_KNOWN=is_known,
         CAN_SATURATE=can_saturate(rule), IS_DELAYED=rule.scale_rule is ScaleRule.DELAYED,
         GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), MAX_EXPONENTS=MAX_EXPONENTS, LIMIT=LOCAL_DB_LIMIT,
-        ROWS=ROWS, RUNS=RUNS, RUN_VALUES=RUN_VALUES, enable_fp_fusion=False,
+        ROWS=ROWS, RUNS=RUNS, RUN_VALUES=RUN_VALUES, enable_fp_fusion=False, num_warps=NUM_WARPS,
     )  # fmt: skip
     return PartialStats(sums.sum(0), maxima.amax(0), channel_amax)
