@@ -5,8 +5,8 @@
 One run collects statistics in every second step (`--fp8-log-interval 2`), from the batch to the record in all sinks;
 each statistics step is compared with the step before it. At an interval of 100 steps the cost is a hundredth of the
 difference, because all other steps are unaffected. Bar: 2% of the step time at an interval of 100. On a CPU: one rank
-and one thread. On a GPU: the layers that run there, and wall time. The number of launched operations and of waits of
-the host (`operations.py`) is that of one more step each.
+and one thread. On a GPU: the layers that run there, steps as CUDA graphs, and wall time. The number of launched
+operations, those of a graph included, and of waits of the host (`operations.py`) is that of one more step each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megafp8.device.platform import detect_platform
 from megafp8.metrics.sinks import build_sinks
 from megafp8.training.setup import build_training_run
 
-BAR, INTERVAL, WARMUP = 0.02, 100, 2
+BAR, INTERVAL, WARMUP = 0.02, 100, 5  # on a GPU, steps of both kinds are graphs after four of each
 PLAIN, LOOKING = "not looking", "looking"
 RECIPES = {
     "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
@@ -58,7 +58,8 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, timing
     """Times of steps that are looked at and of those before them, round by round, and operations of one each."""
     steps = 2 * (options.rounds + WARMUP + 1)
     what_if = f" --fp8-what-if {options.fp8_what_if}" if options.fp8_what_if else ""
-    text = command_line(options, steps, f"--bf16 {RECIPES[options.recipe]} --fp8-log-interval 2{what_if}")
+    graph = " --cuda-graph-impl local" if torch.cuda.is_available() else ""
+    text = command_line(options, steps, f"--bf16 {RECIPES[options.recipe]} --fp8-log-interval 2{what_if}{graph}")
     checked = checked_flags(text)
     run = build_training_run(checked.invocation.config, detect_platform(), checked.implementation)
     times = {PLAIN: timing.Times(), LOOKING: timing.Times()}

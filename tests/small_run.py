@@ -167,12 +167,11 @@ def statistics_record_of(
 
 
 def statistics_step(
-    run: Run, batches: Batches, step: int, collector: StatisticsCollector
+    run: Run, batches: Batches, step: int, collector: StatisticsCollector, is_eager: bool = False
 ) -> tuple[StepResult, list[Record]]:
     """One step of training, and its quantization statistics and findings if it is a statistics step."""
-    with collector.step(step):
-        progress = Progress(step - 1, (step - 1) * run.global_batch_size)
-        result = train_step(run, batches, progress, collector.before_update, collector.is_collecting)
+    progress, observation = Progress(step - 1, (step - 1) * run.global_batch_size), collector.start_if_due(step)
+    result = train_step(run, batches, progress, collector.before_update, is_eager, observation)
     return result, collector.take_records(step)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -173,11 +173,20 @@ class TensorObserver:
 
     Args:
         linear: its name in the plan.
+        generator: of stochastic rounding by what-if recipes.
         first_channel: number of the first input channel of this rank's shard.
     """
 
-    def __init__(self, plan: StatisticsPlan, table: StatisticsTable, linear: str, first_channel: int = 0):
+    def __init__(
+        self,
+        plan: StatisticsPlan,
+        table: StatisticsTable,
+        linear: str,
+        generator: torch.Generator,
+        first_channel: int = 0,
+    ):
         self.plan, self.table, self.linear, self.first_channel = plan, table, linear, first_channel
+        self.generator = generator
         recipe = plan.recipes[linear]
         self.margin = recipe.delayed.margin if recipe is not None and recipe.delayed is not None else 0
         self.seen: set[str] = set()
@@ -193,7 +202,8 @@ class TensorObserver:
         # Grouped by recipe, so that the codes of only one are in memory at a time.
         for _, group in itertools.groupby(what_if, key=lambda tracked: tracked.recipe):
             sides = list(group)
-            for tracked, codes in zip(sides, quantize_what_if(tensor, [side.rule for side in sides]), strict=True):
+            quantized_sides = quantize_what_if(tensor, [side.rule for side in sides], self.generator)
+            for tracked, codes in zip(sides, quantized_sides, strict=True):
                 self._add(tracked, tensor, codes, None)
 
     def _add(self, tracked: TrackedTensor, tensor: Tensor, codes: Quantized, first_channel: Optional[int]) -> None:
@@ -206,16 +216,16 @@ def is_kept_as_codes(tensor: Tensor) -> bool:
     return isinstance(tensor, QuantizedParameter) or hasattr(tensor, "_quantizer")
 
 
-def quantize_what_if(tensor: Tensor, rules: Sequence[OperandRule]) -> list[Quantized]:
-    """Quantize a tensor by rules of what-if recipes, without an effect on the run's random numbers."""
-    uses, generators = [Use(rule) for rule in rules], separate_generators(rules, tensor.device)
+def quantize_what_if(tensor: Tensor, rules: Sequence[OperandRule], generator: torch.Generator) -> list[Quantized]:
+    """Quantize a tensor by rules of what-if recipes.
+
+    Args:
+        generator: of stochastic rounding, so that it draws none of the run's random numbers.
+    """
+    generators = [generator if rule.is_stochastic else None for rule in rules]
+    uses = [Use(rule) for rule in rules]
     results = quantize_for(tensor.detach().reshape(-1, tensor.shape[-1]), uses, generators=generators)
     return [result for result in results if isinstance(result, Quantized)]
-
-
-def separate_generators(rules: Iterable[OperandRule], device: torch.device) -> list[Optional[torch.Generator]]:
-    """A generator with a fixed seed for each stochastic rule, so that statistics draw none of the run's numbers."""
-    return [torch.Generator(device).manual_seed(0) if rule.is_stochastic else None for rule in rules]
 
 
 def collect(

@@ -66,7 +66,7 @@ def build_partial_stats(
 
 
 class StatisticsTable:
-    """Rows of sums and maxima in FP64, on the device until `to_host` copies all of them.
+    """Rows of sums and maxima in FP64 on the device, at the same addresses in every statistics step.
 
     Args:
         names: of the rows, the same on all ranks.
@@ -78,6 +78,12 @@ class StatisticsTable:
         self.maxima = torch.full((len(names), len(MAXIMA)), -math.inf, dtype=torch.float64, device=device)
         self.pending: dict[str, PartialStats] = {}
         self.channels: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def clear(self) -> None:
+        """Clear all rows."""
+        self.pending, self.channels = {}, {}
+        self.sums.zero_()
+        self.maxima.fill_(-math.inf)
 
     def add(self, name: str, stats: PartialStats, first_channel: Optional[int] = None) -> None:
         """Add the statistics of a tensor on this rank; `flush` brings them into the rows.
@@ -121,9 +127,11 @@ class StatisticsTable:
         dist.reduce(self.sums, dst=0, op=dist.ReduceOp.SUM)
         dist.reduce(self.maxima, dst=0, op=dist.ReduceOp.MAX)
 
-    def to_host(self) -> None:
-        """Copy the table to the host with one synchronization."""
-        self.sums, self.maxima = torch.cat([self.sums, self.maxima], dim=1).cpu().tensor_split([NUM_SUMS], dim=1)
+    def to_host(self) -> StatisticsTable:
+        """A copy on the host, made with one synchronization."""
+        copy = StatisticsTable(list(self.rows), torch.device("cpu"))
+        copy.sums, copy.maxima = torch.cat([self.sums, self.maxima], dim=1).cpu().tensor_split([NUM_SUMS], dim=1)
+        return copy
 
     def total(self, names: Sequence[str], field: str) -> float:
         """Sum of a field over some rows."""

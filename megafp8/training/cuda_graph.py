@@ -9,8 +9,9 @@ On a pipeline stage, the graph holds the whole schedule with all messages. All r
 a communicator of NCCL must be captured by all of its ranks or by none. The steps before have created the communicators
 and what layers cache for the whole run (rotary embeddings, lengths of sequences).
 
-An evaluation has a graph of its own in the memory of the step's: one of them runs at a time, and every replay writes
-what it reads, but for its inputs and reports, which stay allocated.
+An evaluation has a graph of its own in the memory of the step's, and so has a step whose operands are observed, with
+the kernels of the observers: one of them runs at a time, and every replay writes what it reads, but for its inputs and
+reports, which stay allocated.
 
 The settings that do not go with a CUDA graph are rules of `config/rules/cuda_graph.py`.
 
@@ -64,17 +65,23 @@ class PassGraph:
         self.reports: list[dict[str, Tensor]] = []
 
     def run(
-        self, passes: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int, pool: Any = None
+        self,
+        passes: Passes,
+        batches: Optional[Iterator[Batch]],
+        num_microbatches: int,
+        pool: Any = None,
+        generators: Sequence[torch.Generator] = (),
     ) -> list[dict[str, Tensor]]:
         """Run the passes on the next microbatches, which are as many each time.
 
         Args:
             pool: of the memory of a graph that does not run at the same time; None for an own one.
+            generators: from which the passes draw, beside those of dropout.
         """
         if batches is not None:
             self.copy_inputs(batches, num_microbatches)
         if self.graph is None:
-            self.capture(passes, batches is not None, pool)  # counts for the first replay
+            self.capture(passes, batches is not None, pool, generators)  # counts for the first replay
         else:
             for counter, received in zip(self.counters, self.received_bytes, strict=True):
                 counter.received_bytes += received
@@ -94,13 +101,13 @@ class PassGraph:
             for name, tensor in batch.items():
                 self.inputs[index][name].copy_(tensor, non_blocking=True)
 
-    def capture(self, passes: Passes, reads_batches: bool, pool: Any) -> None:
+    def capture(self, passes: Passes, reads_batches: bool, pool: Any, generators: Sequence[torch.Generator]) -> None:
         """Capture the graph; its kernels do not run yet."""
         clear_cached_weights(self.chunks)
         graph = torch.cuda.CUDAGraph()
         tracker = tensor_parallel.get_cuda_rng_tracker()
         draws = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-        for state in tracker.get_states().values() if draws else ():
+        for state in (*(tracker.get_states().values() if draws else ()), *generators):
             graph.register_generator_state(state)
         # Not "global": other threads use the device meanwhile. Loaders pin memory, and NCCL's watchdog queries events.
         captured = torch.cuda.graph(graph, pool=pool, stream=capture_stream(), capture_error_mode="thread_local")
@@ -138,8 +145,11 @@ class StepGraph:
 
     def reset(self) -> None:
         """Drop the graphs, since tensors may be replaced. The next steps warm up again."""
-        self.steps_left, self.is_evaluation_warm = self.warm_up_steps, False
-        self.step, self.evaluation = (PassGraph(self.chunks, self.device, self.counters) for _ in range(2))
+        self.steps_left = self.warm_up_steps
+        self.is_evaluation_warm = self.is_observation_warm = False
+        self.step, self.observed_step, self.evaluation = (
+            PassGraph(self.chunks, self.device, self.counters) for _ in range(3)
+        )
 
     @property
     def is_captured(self) -> bool:
@@ -163,6 +173,26 @@ class StepGraph:
             self.steps_left -= 1
             return forward_backward(batches)
         return self.step.run(forward_backward, batches, num_microbatches)
+
+    def run_observed(
+        self,
+        forward_backward: Passes,
+        batches: Optional[Iterator[Batch]],
+        num_microbatches: int,
+        generator: torch.Generator,
+    ) -> list[dict[str, Tensor]]:
+        """The same for a step whose operands are observed.
+
+        The first one is eager, and so are all before there is a graph of the other steps, which has the memory.
+
+        Args:
+            generator: from which the observers draw.
+        """
+        if self.step.graph is None or not self.is_observation_warm:
+            self.is_observation_warm = True
+            return forward_backward(batches)
+        pool = self.step.graph.pool()
+        return self.observed_step.run(forward_backward, batches, num_microbatches, pool, [generator])
 
     def evaluate(
         self, forward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int

@@ -16,7 +16,7 @@ from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
-from megafp8.training.step import Batches, StepResult
+from megafp8.training.step import Batches, Observation, StepResult
 
 
 @dataclass
@@ -31,7 +31,8 @@ class LoopState:
         first_step: the first step of this process.
         batches: this rank's remaining microbatches.
         stop_reason: set by an extension to end the loop before the run's last step.
-        needs_eager_step: set by an extension in `before_step`: the step must not replay the CUDA graph.
+        needs_eager_step: set by an extension in `before_step`: the step must not replay a CUDA graph.
+        observation: set by an extension in `before_step`: what observes the operands of the step.
         saved_step: step of the newest checkpoint that this process wrote; None before the first.
     """
 
@@ -44,6 +45,7 @@ class LoopState:
     batches: Batches = field(init=False)
     stop_reason: Optional[str] = None
     needs_eager_step: bool = False
+    observation: Optional[Observation] = None
     saved_step: Optional[int] = None
 
     def __post_init__(self) -> None:

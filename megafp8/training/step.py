@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -27,6 +27,22 @@ from megafp8.training.operand_faults import OperandFaults
 from megafp8.training.run import Run
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What observes the operands of a step.
+
+    Its results are on the device, at the same addresses each time, so that the replay of a CUDA graph that was captured
+    with the hooks writes them.
+
+    Attributes:
+        attached: the context in which hooks are attached to the model.
+        generator: from which they draw random numbers.
+    """
+
+    attached: Callable[[], AbstractContextManager[None]]
+    generator: torch.Generator
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,7 @@ def train_step(
     progress: Progress,
     before_update: Callable[[StepTotals], None] = lambda totals: None,
     is_eager: bool = False,
+    observation: Optional[Observation] = None,
 ) -> StepResult:
     """Train on one global batch.
 
@@ -81,7 +98,8 @@ def train_step(
         batches: this rank's microbatches, None on a pipeline stage that reads none.
         progress: before the step.
         before_update: called after the gradients are reduced, before the update; not if the step is bad.
-        is_eager: do not replay the CUDA graph, since a replay calls no hooks.
+        is_eager: do not replay a CUDA graph, since a replay calls no hooks.
+        observation: of the operands of forward and backward pass, in a CUDA graph of its own.
 
     Raises:
         NumericsError: on all ranks: the step is bad and may not be skipped. The weights are unchanged.
@@ -91,7 +109,7 @@ def train_step(
     begin_step(run, progress)
     with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
         num_microbatches = run.num_microbatches_at(progress.consumed_samples)
-        reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager)
+        reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager, observation)
         is_fused = isinstance(trainee.optimizer, FusedAdamOptimizer)
         squared_norm = trainee.optimizer.squared_norm() if is_fused else None
         fault_injection.point("step.after_backward")
@@ -220,17 +238,24 @@ def clear_gradients(run: Run) -> None:
 
 
 def forward_backward_or_replay(
-    run: Run, batches: Batches, num_microbatches: int, is_eager: bool = False
+    run: Run,
+    batches: Batches,
+    num_microbatches: int,
+    is_eager: bool = False,
+    observation: Optional[Observation] = None,
 ) -> list[dict[str, Tensor]]:
     """Forward-backward of a step, replayed from a CUDA graph where the run has one and the step may use it."""
 
     def eager(batches: Batches) -> list[dict[str, Tensor]]:
         if run.graph is not None:
             reset_param_gather(run.trainee.chunks)
-        return forward_backward(run, batches, num_microbatches, forward_only=False)
+        with nullcontext() if observation is None else observation.attached():
+            return forward_backward(run, batches, num_microbatches, forward_only=False)
 
     if run.graph is None or is_eager:
         return eager(batches)
+    if observation is not None:
+        return run.graph.run_observed(eager, batches, num_microbatches, observation.generator)
     return run.graph.run(eager, batches, num_microbatches)
 
 

@@ -127,9 +127,9 @@ def test_a_rank_may_have_no_gradient_of_the_observed_linears() -> None:
         optimizer.grad_factor = torch.ones(1, device="meta")
         trainee = dataclasses.replace(run.trainee, optimizer=optimizer)
         collector = StatisticsCollector(dataclasses.replace(run, trainee=trainee))
-        with collector.step(1):
-            collector.current.before_update(16.0, 1.0)
-        table, linears = collector.current.table, collector.plan.linears
+        assert collector.start_if_due(1) is not None
+        collector.statistics.before_update(16.0, 1.0)
+        table, linears = collector.statistics.table, collector.plan.linears
         return [table.total(linears, field) for field in ("few_gradient", "all_gradient")]
 
     assert run_ranks(1, gradient_factors) == [[0.0, 0.0]]

@@ -16,13 +16,14 @@ from requirements import require_transformer_engine
 from side_by_side import Launch, run_all, run_folder
 
 from megafp8.analysis.runs import load_run
+from megafp8.metrics.records import QuantizationRecord
 from megafp8.resilience.watchdog import STACKS_FOLDER
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu
 require_transformer_engine(num_gpus=2)
 
-STEPS = 8
+STEPS = 10  # of statistics steps, the second after the capture is replayed
 # A step that hangs ends its run, and every rank writes its stacks. The first step has five times as long.
 RUN = (
     f"--bf16 --micro-batch-size 2 --train-iters {STEPS} --eval-iters 0 --no-save-optim --no-save-rng "
@@ -34,6 +35,7 @@ INTERLEAVED = f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PP4, TP2 = "--pipeline-model-parallel-size 4 --num-layers 4", "--tensor-model-parallel-size 2 --sequence-parallel"
 DELAYED = RECIPES["delayed"]
+STATISTICS = "--fp8-log-interval 2 --fp8-what-if mxfp8,nvfp4"
 CODES = "--overlap-grad-reduce --overlap-param-gather --grad-reduce-in-fp8"
 # By name: the number of ranks, and the flags.
 LAYOUTS = {
@@ -45,6 +47,9 @@ LAYOUTS = {
     "interleaved delayed": (2, f"{INTERLEAVED} {DELAYED}"),
     "context bf16": (2, CP2),
     "context delayed": (2, f"{CP2} {DELAYED}"),
+    "data statistics delayed": (2, f"{DELAYED} {STATISTICS} --no-overlap-param-gather"),
+    "tensor statistics tensorwise": (2, f"{TP2} {RECIPES['tensorwise']} {STATISTICS}"),
+    "pipeline statistics delayed": (2, f"{PP2} {DELAYED} {STATISTICS}"),
     "data codes": (2, CODES),
     "data codes delayed": (2, f"{CODES} --grad-reduce-fp8-scaling tensor {DELAYED}"),
     "data codes feedback": (2, f"{CODES} --grad-reduce-fp8-error-feedback"),
@@ -55,8 +60,8 @@ LAYOUTS = {
     "tensor 2 data 2 delayed": (4, f"{TP2} {DELAYED}"),
     "context 2 data 2 delayed": (4, f"{CP2} {DELAYED}"),
 }
-Step = tuple[float, Optional[int], Optional[int]]
-"""Loss, and the bytes of weights and gradients that rank 0 received."""
+Step = tuple[float, Optional[int], Optional[int], Optional[QuantizationRecord]]
+"""Loss, the bytes of weights and gradients that rank 0 received, and the statistics of a statistics step."""
 FITTING = {name: layout for name, layout in LAYOUTS.items() if layout[0] <= NUM_GPUS}
 
 
@@ -93,8 +98,12 @@ def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for name, end in ends.items():
         print(f"\n{name}: {end.statuses} in {end.seconds:.1f} s")
         if set(end.statuses) == {0}:
-            records = load_run(run_folder(folder, name)).steps
-            found[name] = [(step.loss, step.param_gather_bytes, step.grad_reduce_bytes) for step in records]
+            run = load_run(run_folder(folder, name))
+            statistics = {record.step: record for record in run.quantization_records}
+            found[name] = [
+                (step.loss, step.param_gather_bytes, step.grad_reduce_bytes, statistics.get(step.step))
+                for step in run.steps
+            ]
         else:
             print(end.output[-6000:])
             for stacks in sorted((run_folder(folder, name) / STACKS_FOLDER).glob("*")):
@@ -106,4 +115,4 @@ def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_graphs_of_ranks_equal_launched_kernels(steps: dict[str, list[Step]], name: str) -> None:
     launched, graph = steps.get(f"{name} launched"), steps.get(f"{name} graph")
     assert launched is not None and len(launched) == STEPS and launched[-1][0] < launched[0][0], launched
-    assert graph == launched
+    assert graph == launched and ("statistics" in name) == (launched[-1][-1] is not None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,11 @@ DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 FUSER = "--use-transformer-engine-op-fuser"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
+
+MIXTURE = (
+    "--fp8-format e4m3 --fp8-recipe tensorwise --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 "
+    "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-expert-kernels triton"
+)
 
 
 def variants() -> Iterator[str]:
@@ -63,6 +70,14 @@ def test_cuda_graph_equals_launched_kernels(extra: str) -> None:
     assert not [name for name in plain_weights if not torch.equal(plain_weights[name], captured_weights[name])]
 
 
+def leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """What containers hold, by the path to it: a comparison names what differs."""
+    if not isinstance(value, (dict, list)):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {path: leaf for key, each in items for path, leaf in leaves(each, f"{name}/{key}").items()}
+
+
 def losses_with_validation_and_statistics(run: Run) -> list[float]:
     """Losses of steps with validations between them, some of them statistics steps."""
     samples, batch, losses = SourceSamples(run.config.data.seq_length), run.global_batch_size, []
@@ -90,6 +105,23 @@ def test_validation_and_statistics_steps_do_not_change_training(recipe: str) -> 
             has_graph = run.graph is not None and run.graph.evaluation.graph is not None
             assert has_graph == ("evaluation" in graph)
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("extra", [*(RECIPES[recipe] for recipe in FP8_RECIPES), MIXTURE])
+def test_statistics_of_a_graph_equal_those_of_launched_kernels(extra: str) -> None:
+    """Also of recipes that round stochastically, and where some statistics steps are launched."""
+    what_if = ",".join({"blockwise", "mxfp8", "nvfp4"}.difference(extra.split()))
+    found = []
+    for graph in ("", GRAPH):
+        with gpu_run(f"{extra} --fp8-log-interval 2 --fp8-what-if {what_if} {graph}") as run:
+            samples, collector = SourceSamples(run.config.data.seq_length), StatisticsCollector(run)
+            batches = build_batches(run, samples, 0, 12 * run.global_batch_size, num_workers=0)
+            steps = [statistics_step(run, batches, step, collector, is_eager=step == 10) for step in range(1, 13)]
+            assert not graph or run.graph.observed_step.graph is not None
+        found.append([leaves([result.loss, *map(dataclasses.asdict, records)]) for result, records in steps])
+    for launched, captured in zip(*found, strict=True):
+        assert captured == launched
+    assert any("what_if/nvfp4" in name for name in found[0][1])
 
 
 @pytest.mark.parametrize("extra", [RECIPES["bf16"], RECIPES["delayed"], DROPOUT])

@@ -10,7 +10,6 @@ from megafp8.config.fused_adam import fused_adam_obstacle
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.mixture import expert_ranks_flag, has_expert_ranks
 from megafp8.config.rules.base import Rule
-from megafp8.config.rules.gradient_reduction import has_idle_reduction
 from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
@@ -50,10 +49,6 @@ def _settings_without_default_graph(config: RunConfig, world_size: int) -> Itera
             f"--context-parallel-size {parts} of {world_size} ranks with --cp-comm-type {parallel.cp_comm_type}",
         ),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2"),
-        (
-            config.precision.grad_reduce_in_fp8 and not has_idle_reduction(config, world_size),
-            "--grad-reduce-in-fp8",
-        ),
     )
     for is_there, flag in checks:
         if is_there:

@@ -3,6 +3,9 @@
 In a statistics step observers see the operands of the linears (`metrics/collector.py`), the weights are compared before
 and after the update, and the gradient norm of the first microbatch is compared with that of the global batch. Each rank
 fills its rows of one small table. Two reductions bring it to rank 0, which writes a record and health findings.
+
+Where steps are CUDA graphs, forward-backward with the observers is one as well: launched from the host, it would take
+several times as long as on the device.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from megafp8.training.extensions.statistics_hooks import (
     squares,
 )
 from megafp8.training.run import Run
-from megafp8.training.step import StepResult, clear_gradients, forward_backward
+from megafp8.training.step import Observation, StepResult, clear_gradients, forward_backward
 
 
 class QuantizationStatistics(Extension):
@@ -57,8 +60,8 @@ class QuantizationStatistics(Extension):
 
     def before_step(self, state: LoopState) -> None:
         if self.collector is not None and self.collector.is_due(state.step + 1):
-            self.collector.start(state.progress.consumed_samples)
-            state.needs_eager_step = True
+            state.observation = self.collector.start(state.progress.consumed_samples)
+            state.needs_eager_step |= not self.collector.can_be_captured
 
     def before_update(self, state: LoopState, totals: StepTotals) -> None:
         if self.collector is not None:
@@ -77,9 +80,9 @@ class QuantizationStatistics(Extension):
             return False
         if not self.collector.is_collecting:
             run, samples = state.run, state.progress.consumed_samples
-            self.collector.start(samples)
+            observation = self.collector.start(samples)
             batches = build_batches(run, run.datasets[0], samples, samples + run.batch_size_at(samples), num_workers=0)
-            with run.precision_at(state.step + 1):
+            with run.precision_at(state.step + 1), observation.attached():
                 clear_gradients(run)
                 forward_backward(run, batches, run.num_microbatches_at(samples), forward_only=False)
         self.write_records(state, state.step + 1)
@@ -89,7 +92,6 @@ class QuantizationStatistics(Extension):
         """Record the health summary of the run."""
         if self.collector is None:
             return
-        self.collector.stop()
         if error is None and state.run.place.rank == 0 and state.step >= state.first_step:
             state.sinks.write(self.collector.health.summary(state.first_step, state.step))
 
@@ -100,7 +102,11 @@ class QuantizationStatistics(Extension):
 
 
 class StatisticsCollector:
-    """Collects the quantization statistics of a run; all ranks call its methods together."""
+    """Collects the quantization statistics of a run; all ranks call its methods together.
+
+    Attributes:
+        is_collecting: whether a statistics step was started whose records were not taken yet.
+    """
 
     def __init__(self, run: Run):
         config, world_size = run.config, run.place.world_size
@@ -110,93 +116,89 @@ class StatisticsCollector:
         self.linears = find_linears(unwrap_model(run.trainee.chunks), self.plan.recipes)
         warmup_steps = run.batch_schedule.steps_until(lr_schedule.lr_warmup_samples(config, world_size))
         self.health = HealthMonitor(config, world_size, warmup_steps, machine_problems)
-        self.current: Optional[StatisticsStep] = None
+        self.statistics = StatisticsStep(self)
+        self.is_collecting = False
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph can have the observers; not if they round stochastically as the run does."""
+        return not any(tensor.rule.is_stochastic for tensor in self.plan.tensors() if not tensor.is_what_if)
 
     def is_due(self, step: int) -> bool:
         """Whether a step is a statistics step: on the interval, and quantized under `--fp8-schedule`."""
         return step % self.interval == 0 and is_quantized_at(self.run.config.precision, step)
 
-    @property
-    def is_collecting(self) -> bool:
-        """Whether a statistics step was started whose records were not taken yet."""
-        return self.current is not None
+    def start(self, consumed_samples: int) -> Observation:
+        """Start a statistics step, the one after so many samples, whose forward-backward is to be observed."""
+        self.is_collecting = True
+        self.statistics.begin(self.run.batch_size_at(consumed_samples))
+        return Observation(self.statistics.attached, self.statistics.generator)
 
-    def start(self, consumed_samples: int) -> None:
-        """Start a statistics step, the one after so many samples."""
-        self.current = StatisticsStep(self, self.run.batch_size_at(consumed_samples))
-        self.current.attach()
-
-    def stop(self) -> None:
-        """Remove the hooks from the linears. `take_records` returns what was collected."""
-        if self.current is not None:
-            self.current.detach()
-
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Collect within the context if the step is a statistics step. For use without the training loop."""
-        self.current = None
-        if self.is_due(number):
-            self.start(self.run.batch_schedule.advance(number - 1))
-        try:
-            yield
-        finally:
-            self.stop()
+    def start_if_due(self, number: int) -> Optional[Observation]:
+        """Start a step, without the training loop; None if it is no statistics step."""
+        self.is_collecting = False
+        return self.start(self.run.batch_schedule.advance(number - 1)) if self.is_due(number) else None
 
     def before_update(self, totals: StepTotals) -> None:
         """Collect gradient norms and weights, after the reduction and before the update."""
-        if self.current is not None:
+        if self.is_collecting:
             loss_scale = current_loss_scale(self.run.trainee.optimizer) or 1.0
-            self.current.before_update(totals.num_tokens, loss_scale)
+            self.statistics.before_update(totals.num_tokens, loss_scale)
 
     def take_records(self, step: int) -> list[Record]:
         """The records of the step that just ended, on rank 0; none on other ranks or if it was no statistics step."""
-        self.stop()
-        current, self.current = self.current, None
-        if current is None:
+        is_collecting, self.is_collecting = self.is_collecting, False
+        if not is_collecting:
             return []
-        current.after_update()
-        current.table.reduce()
+        self.statistics.after_update()
+        self.statistics.table.reduce()
         if self.run.place.rank != 0:
             return []
-        current.table.to_host()
-        record = current.record(step)
+        record = self.statistics.record(step)
         return [record, *self.health.update(record)]
 
 
 class StatisticsStep:
-    """The statistics of one step, of `batch_size` sequences."""
+    """The statistics of one step after the other, in the same tensors of the device."""
 
-    def __init__(self, collector: StatisticsCollector, batch_size: int):
-        self.batch_size = batch_size
+    def __init__(self, collector: StatisticsCollector):
         self.run, self.linears, self.plan = collector.run, collector.linears, collector.plan
-        self.table = StatisticsTable(self.plan.rows(), self.run.platform.device)
+        device = self.run.platform.device
+        self.table = StatisticsTable(self.plan.rows(), device)
+        self.generator = torch.Generator(device)
         self.has_masters = not self.run.config.optimizer.use_precision_aware_optimizer
-        self.names = {id(linear.weight): linear.name for linear in self.linears}
-        self.microbatch_norms: dict[str, Tensor] = {}
+        norms = torch.zeros(len(self.linears), dtype=torch.float32, device=device)
+        self.norms = {linear.name: norm for linear, norm in zip(self.linears, norms.unbind(), strict=True)}
+        self.microbatch_norms: dict[str, Tensor] = {}  # those that were recorded
         self.weights_before: dict[str, Tensor] = {}
         self.codes_before: dict[str, Tensor] = {}
-        self._reduction_hooks = ExitStack()
 
-    def attach(self) -> None:
-        """Attach the observers to the linears and the hooks to the gradient reductions."""
-        for linear in self.linears:
-            linear.attach(self.observer(linear))
-        if self.batch_size == self.run.micro_batch_size * self.run.place.data_size:
-            chunks = self.run.trainee.chunks
-            self._reduction_hooks.enter_context(observe_reductions(chunks, self.record_microbatch_norm))
+    def begin(self, batch_size: int) -> None:
+        """Begin a step of `batch_size` sequences."""
+        self.batch_size = batch_size
+        self.names = {id(linear.weight): linear.name for linear in self.linears}
+        self.table.clear()
+        self.generator.manual_seed(0)
 
-    def detach(self) -> None:
-        """Remove the hooks. May be called again."""
-        self._reduction_hooks.close()
-        for linear in self.linears:
-            linear.detach()
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Observe the linears and the gradient reductions, and bring what was seen into the table."""
+        self.microbatch_norms = {}
+        with ExitStack() as stack:
+            for linear in self.linears:
+                linear.attach(self.observer(linear))
+                stack.callback(linear.detach)
+            if self.batch_size == self.run.micro_batch_size * self.run.place.data_size:
+                stack.enter_context(observe_reductions(self.run.trainee.chunks, self.record_microbatch_norm))
+            yield
+        self.table.flush()
 
     def observer(self, linear: TrackedLinear) -> Observer:
         """The observer of a linear.
 
         When the gradient of the second microbatch arrives, the wgrad of the first one is in the buffer.
         """
-        enter = TensorObserver(self.plan, self.table, linear.name, linear.first_channel)
+        enter = TensorObserver(self.plan, self.table, linear.name, self.generator, linear.first_channel)
         num_gradients = 0
 
         def observe(operand: Operand, tensor: Tensor, quantized: Any) -> None:
@@ -213,7 +215,8 @@ class StatisticsStep:
         """Record the norm of the gradient so far: a sum over the tokens of the first microbatch."""
         name = self.names.get(id(weight))
         if name is not None and parallel_state.get_context_parallel_world_size() == 1:
-            self.microbatch_norms[name] = torch.linalg.vector_norm(weight.main_grad, dtype=torch.float32)
+            norm = self.microbatch_norms[name] = self.norms[name]
+            torch.linalg.vector_norm(weight.main_grad, dtype=torch.float32, out=norm)
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
@@ -256,26 +259,28 @@ class StatisticsStep:
         if changed:
             self.table.add_weight_sums("changed", list(codes_before), torch.stack(changed).double())
         self.table.add_weight_sums("codes", list(codes_before), [codes.numel() for codes in codes_before.values()])
+        self.weights_before, self.codes_before = {}, {}
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
     def record(self, step: int) -> QuantizationRecord:
         """The record of the step, from the reduced table."""
-        tensors, what_if = collect(self.plan, self.table)
+        table = self.table.to_host()
+        tensors, what_if = collect(self.plan, table)
         return QuantizationRecord(
             step=step,
             recipe="" if self.plan.recipe is None else self.plan.recipe.name,
             recipes=self.plan.other_recipes(),
             tensors=tensors,
             what_if=what_if,
-            **self.gradient_noise(),
-            **self.table.update_stats(self.plan.linears),
+            **self.gradient_noise(table),
+            **table.update_stats(self.plan.linears),
         )
 
-    def gradient_noise(self) -> dict[str, Optional[float]]:
+    def gradient_noise(self, table: StatisticsTable) -> dict[str, Optional[float]]:
         """The gradient noise scale and its parts; empty if a microbatch is the global batch."""
         num_few, num_all = self.run.micro_batch_size, self.batch_size
-        few, all = (self.table.total(self.plan.linears, field) for field in ("few_gradient", "all_gradient"))
+        few, all = (table.total(self.plan.linears, field) for field in ("few_gradient", "all_gradient"))
         if not few or num_few == num_all:
             return {}
         signal, noise = signal_and_noise(few, all, num_few, num_all)

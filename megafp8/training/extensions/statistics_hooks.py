@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megafp8.mcore.modules import named_linears
 from megafp8.mcore.process_groups import bucket_groups, is_reduced_over_expert_ranks
-from megafp8.metrics.collector import is_kept_as_codes, separate_generators
+from megafp8.metrics.collector import is_kept_as_codes
 from megafp8.metrics.recipe_comparison import GEMMS
 from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedOutputLayer, EmulatedRowParallelLinear
 from megafp8.optimizer.gradient_communication import add_grad_sync_hook
@@ -107,7 +107,9 @@ class TrackedLinear:
         delayed = self.delayed_scale(operand) if needs_delayed else None
         if delayed is None:
             rules = [rule for rule in rules if rule.scale_rule is not ScaleRule.DELAYED]
-        uses, generators = [Use(rule) for rule in rules], separate_generators(rules, tensor.device)
+        # With a fixed seed each, so that statistics draw none of the run's random numbers.
+        generators = [torch.Generator(tensor.device).manual_seed(0) if rule.is_stochastic else None for rule in rules]
+        uses = [Use(rule) for rule in rules]
         quantized = quantize_for(tensor, uses, self.scale_group(operand), delayed, generators)
         return {rule: codes for rule, codes in zip(rules, quantized, strict=True) if isinstance(codes, Quantized)}
 

@@ -160,9 +160,8 @@ class TrialRun:
         self.platform.synchronize()
         started = time.perf_counter()
         if has_statistics and self.collector is not None:
-            with self.collector.step(self.collector.interval):
-                is_eager = self.collector.is_collecting
-                train_step(run, batches, Progress(number - 1), self.collector.before_update, is_eager)
+            observation = self.collector.start_if_due(self.collector.interval)
+            train_step(run, batches, Progress(number - 1), self.collector.before_update, True, observation)
             self.collector.take_records(self.collector.interval)
         else:
             train_step(run, batches, Progress(number - 1))

@@ -255,12 +255,12 @@ def test_layers_in_high_precision_are_excluded() -> None:
 def test_each_operand_is_observed_once() -> None:
     plan = build_statistics_plan(small_config("llama", FP8))
     table = StatisticsTable(plan.rows(), torch.device("cpu"))
-    observer = TensorObserver(plan, table, "layers.0.linear_qkv", first_channel=64)
+    observer = TensorObserver(plan, table, "layers.0.linear_qkv", torch.Generator(), first_channel=64)
     rule = plan.recipe.rule(Operand.INPUT, Gemm.FPROP)
     for amax in (1.0, 2.0):
         values = torch.full((16, 16), 0.5).bfloat16()
         values[0, 3] = amax * 16
-        observer(Operand.INPUT, values, {Gemm.FPROP: quantize_what_if(values, [rule])[0]})
+        observer(Operand.INPUT, values, {Gemm.FPROP: quantize_what_if(values, [rule], torch.Generator())[0]})
     table.flush()
     tensors, what_if = collect(plan, table)
     assert list(tensors) == ["layers.0.linear_qkv.input"] and not what_if
@@ -288,7 +288,8 @@ def what_if(source: str) -> dict[str, TensorStats]:
     flags = f"{FP8} --fp8-log-layers layers.0.linear_qkv --fp8-what-if tensorwise,blockwise,mxfp8,nvfp4"
     plan = build_statistics_plan(small_config("llama", flags))
     table = StatisticsTable(plan.rows(), torch.device("cpu"))
-    TensorObserver(plan, table, "layers.0.linear_qkv")(Operand.INPUT, sample_distribution(source), {})
+    observer = TensorObserver(plan, table, "layers.0.linear_qkv", torch.Generator())
+    observer(Operand.INPUT, sample_distribution(source), {})
     table.flush()
     _, tried = collect(plan, table)
     return {

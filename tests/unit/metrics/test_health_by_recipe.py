@@ -71,8 +71,8 @@ def statistics_of(recipe: LinearRecipe, values: Tensor, operands: tuple[Operand,
         generator = torch.Generator().manual_seed(step) if each.rule.is_stochastic else None
         add_statistics(table, each.row, values, quantize(values, each.rule, generator=generator))
     table.flush()
-    table.to_host()
-    stats = {each.row: table.stats(each.row, each.rule.format.name, 33) for each in entries}
+    host = table.to_host()
+    stats = {each.row: host.stats(each.row, each.rule.format.name, 33) for each in entries}
     return QuantizationRecord(
         step=step, recipe=recipe.name, tensors={name: each for name, each in stats.items() if each is not None}
     )

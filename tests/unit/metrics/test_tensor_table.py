@@ -101,8 +101,8 @@ def test_the_largest_outlier_keeps_its_channel() -> None:
     for name, channels, first in (("a", loud, 16), ("b", calm, None), ("c", loud[4:], 4)):
         table.add(name, build_partial_stats({"values": 8}, {"amax": 1024.0}, torch.zeros(1), channels), first)
     table.flush()
-    table.to_host()
-    stats = [table.stats(name, "e4m3", 0) for name in "abc"]
+    host = table.to_host()
+    stats = [host.stats(name, "e4m3", 0) for name in "abc"]
     assert [each.outlier_channel for each in stats] == [21, None, 5]
     assert [each.outlier_octaves for each in stats] == [10.0, None, 10.0]
 

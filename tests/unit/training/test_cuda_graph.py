@@ -22,6 +22,7 @@ from megafp8.training import cuda_graph
 from megafp8.training import step as training_step
 from megafp8.training.cuda_graph import StepGraph
 from megafp8.training.extensions import rollback
+from megafp8.training.step import Observation
 
 WARM_UP, MICROBATCHES = 2, 3
 Kernel = Callable[[], Any]
@@ -301,7 +302,26 @@ def test_generators_of_dropout_are_saved_and_restored_in_place(monkeypatch: pyte
     assert torch.equal(torch.rand(3, generator=generator), drawn)
 
 
-def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observed_step_has_a_graph_in_the_memory_of_the_others(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks are attached while kernels are launched or captured: in step 1, before the graph, and in 4, not in 6."""
+    trainer, attached = Trainer(device, graph_of()), list[int]()
+    run = SimpleNamespace(graph=trainer.graph, trainee=SimpleNamespace(chunks=[]))
+    monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
+    generator, losses = torch.Generator(), []
+    for number in range(8):
+        hooks = contextmanager(lambda number=number: iter([attached.append(number)]))
+        observation = Observation(hooks, generator) if number in (1, 4, 6) else None
+        reports = training_step.forward_backward_or_replay(run, trainer.batches, MICROBATCHES, observation=observation)
+        losses += [report["loss"].item() for report in reports]
+    assert losses == [9.0 * number + 3 for number in range(8)]
+    step, observed = device.graphs
+    assert attached == [1, 4] and (step.num_replays, observed.num_replays) == (3, 2)
+    assert device.pools == [None, step] and (step.random_states, observed.random_states) == ([], [generator])
+
+
+def test_a_step_may_run_without_its_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(device, graph_of())
     trainee = SimpleNamespace(chunks=[])
     run = SimpleNamespace(graph=trainer.graph, trainee=trainee)
