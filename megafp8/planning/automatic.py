@@ -33,7 +33,7 @@ from megafp8.config.fused_adam import fused_adam_obstacle
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.planted_faults import ALIGNED_SWIGLU
-from megafp8.config.rules.cuda_graph import default_graph_obstacles
+from megafp8.config.rules.cuda_graph import default_graph_obstacles, evaluation_graph_obstacles
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
@@ -98,7 +98,10 @@ def choose(
     values, made = _distributed_optimizer(config, target, world_size, saved_config)
     config = with_values(config, values)
     performance = partial(_performance, saved_config=saved_config, given=given)
-    for chooser in (_accumulation, performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _expert_kernels):
+    for chooser in (
+        _accumulation, performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _evaluation_graph,
+        _expert_kernels,
+    ):  # fmt: skip
         values, choices = chooser(config, target, world_size)
         config, made = with_values(config, values), made + choices
     return config, tuple(made)
@@ -112,6 +115,7 @@ AUTOMATIC = (
     "precision.cross_entropy_loss_fusion",
     "precision.cross_entropy_fusion_impl",
     "training.cuda_graph_impl",
+    "training.cuda_graph_evaluation",
     "parallel.moe_expert_kernels",
 )
 
@@ -311,6 +315,16 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
     if shortage := _memory_shortage(with_values(config, local), target, world_size):
         return none, [Choice("--cuda-graph-impl", "none", shortage)]
     return local, [Choice("--cuda-graph-impl", "local", "supported by all settings")]
+
+
+def _evaluation_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
+    """In the memory of the graph of the steps, where GPUs have run such graphs."""
+    if config.training.cuda_graph_evaluation is not None:
+        return {}, []
+    name = "training.cuda_graph_evaluation"
+    if not derived.uses_cuda_graph(config) or world_size > 1 or next(evaluation_graph_obstacles(config), None):
+        return {name: False}, []
+    return {name: True}, [Choice("--cuda-graph-evaluation", "on", "the steps are a CUDA graph on one GPU")]
 
 
 def _expert_kernels(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:

@@ -218,7 +218,8 @@ def build_step_graph(
     if not derived.uses_cuda_graph(config):
         return None
     training = config.training
-    return StepGraph(chunks, training.cuda_graph_warmup_steps, device, training.cuda_graph_evaluation, counters)
+    has_evaluation = bool(training.cuda_graph_evaluation)
+    return StepGraph(chunks, training.cuda_graph_warmup_steps, device, has_evaluation, counters)
 
 
 def check_graph_optimizer(config: RunConfig, obstacle: Optional[str]) -> None:

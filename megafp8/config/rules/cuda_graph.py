@@ -228,22 +228,26 @@ def cuda_graph_has_warmup_steps(config: RunConfig, world_size: int) -> Iterator[
         )
 
 
-def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Where the forward passes of an evaluation are those of a step."""
-    if not config.training.cuda_graph_evaluation:
-        return
+def evaluation_graph_obstacles(config: RunConfig) -> Iterator[str]:
+    """The flags with which the forward passes of an evaluation are no CUDA graph."""
     stages = config.parallel.pipeline_model_parallel_size
     flags = {
         f"--pipeline-model-parallel-size {stages}": stages > 1,
         "--use-torch-fsdp2": config.parallel.use_torch_fsdp2,
         f"--num-experts {config.model.num_experts}": is_mixture(config.model),
     }
-    for flag, is_given in flags.items():
-        if is_given:
-            yield (
-                f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, and "
-                "without FSDP2; remove the former"
-            )
+    return (flag for flag, is_given in flags.items() if is_given)
+
+
+def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Where the forward passes of an evaluation are those of a step."""
+    if not config.training.cuda_graph_evaluation:
+        return
+    for flag in evaluation_graph_obstacles(config):
+        yield (
+            f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, and "
+            "without FSDP2; remove the former"
+        )
 
 
 RULES: tuple[Rule, ...] = (

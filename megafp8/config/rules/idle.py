@@ -41,7 +41,7 @@ def idle_setting_notices(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl == "none":
         given = {
             f"--cuda-graph-warmup-steps {steps}": steps != TrainingConfig().cuda_graph_warmup_steps,
-            "--cuda-graph-evaluation": config.training.cuda_graph_evaluation,
+            "--cuda-graph-evaluation": bool(config.training.cuda_graph_evaluation),
         }
         yield from _missing("--cuda-graph-impl local", given)
     first = config.training.start_eval_at_iter

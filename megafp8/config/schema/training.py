@@ -201,8 +201,12 @@ class TrainingConfig:
         choices=("full_iteration",),
     )
     cuda_graph_warmup_steps: int = setting(3, "steps before the CUDA graph is captured")
-    cuda_graph_evaluation: bool = setting(
-        False, "run the forward passes of evaluations as a graph too, with --cuda-graph-impl local"
+    cuda_graph_evaluation: Optional[bool] = setting(
+        None,
+        "run the forward passes of evaluations as a CUDA graph too; default on one GPU whose steps are one, for models "
+        "without experts",
+        flags=("--cuda-graph-evaluation",),
+        off=("--no-cuda-graph-evaluation",),
     )
     num_threads: Optional[int] = setting(
         None,
