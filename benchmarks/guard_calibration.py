@@ -89,8 +89,8 @@ def planted(run: Run, fault: str, layer: int) -> Iterator[None]:
 def statistics_of(run: Run, batches: Any) -> dict[Key, float]:
     """The statistics of one forward-backward."""
     collector = LayerStatistics(run)
-    collector.attach()
-    forward_backward(run, batches, run.num_microbatches, forward_only=False)
+    with collector.start().attached():
+        forward_backward(run, batches, run.num_microbatches, forward_only=False)
     return collector.take()
 
 

@@ -171,7 +171,8 @@ def statistics_step(
 ) -> tuple[StepResult, list[Record]]:
     """One step of training, and its quantization statistics and findings if it is a statistics step."""
     progress, observation = Progress(step - 1, (step - 1) * run.global_batch_size), collector.start_if_due(step)
-    result = train_step(run, batches, progress, collector.before_update, is_eager, observation)
+    observations = [] if observation is None else [observation]
+    result = train_step(run, batches, progress, collector.before_update, is_eager, observations)
     return result, collector.take_records(step)
 
 

@@ -9,9 +9,9 @@ On a pipeline stage, the graph holds the whole schedule with all messages. All r
 a communicator of NCCL must be captured by all of its ranks or by none. The steps before have created the communicators
 and what layers cache for the whole run (rotary embeddings, lengths of sequences).
 
-An evaluation has a graph of its own in the memory of the step's, and so has a step whose operands are observed, with
-the kernels of the observers: one of them runs at a time, and every replay writes what it reads, but for its inputs and
-reports, which stay allocated.
+An evaluation has a graph of its own in the memory of the step's, and so has a step that is observed, with the kernels
+of the observers: one of them runs at a time, and every replay writes what it reads, but for its inputs and reports,
+which stay allocated.
 
 The settings that do not go with a CUDA graph are rules of `config/rules/cuda_graph.py`.
 
@@ -24,7 +24,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -43,6 +44,22 @@ RANDOM_STATE_FUNCTIONS = ("_get_cuda_rng_state", "_set_cuda_rng_state")
 Batch = dict[str, Tensor]
 Passes = Callable[[Optional[Iterator[Batch]]], list[dict[str, Tensor]]]
 """Runs passes over an iterator of microbatches, and returns the reports of the losses."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What observes the passes of a step.
+
+    Its results are on the device, at the same addresses each time, so that the replay of a CUDA graph that was captured
+    with the hooks writes them.
+
+    Attributes:
+        attached: the context in which hooks are attached to the model.
+        generator: from which they draw random numbers; None if they draw none.
+    """
+
+    attached: Callable[[], AbstractContextManager[None]]
+    generator: Optional[torch.Generator] = None
 
 
 class PassGraph:
@@ -146,10 +163,13 @@ class StepGraph:
     def reset(self) -> None:
         """Drop the graphs, since tensors may be replaced. The next steps warm up again."""
         self.steps_left = self.warm_up_steps
-        self.is_evaluation_warm = self.is_observation_warm = False
-        self.step, self.observed_step, self.evaluation = (
-            PassGraph(self.chunks, self.device, self.counters) for _ in range(3)
-        )
+        self.is_evaluation_warm = False
+        self.step, self.evaluation = self.new_graph(), self.new_graph()
+        self.observed: dict[tuple[Observation, ...], PassGraph] = {}
+
+    def new_graph(self) -> PassGraph:
+        """One that is not captured yet."""
+        return PassGraph(self.chunks, self.device, self.counters)
 
     @property
     def is_captured(self) -> bool:
@@ -179,20 +199,19 @@ class StepGraph:
         forward_backward: Passes,
         batches: Optional[Iterator[Batch]],
         num_microbatches: int,
-        generator: torch.Generator,
+        observations: Sequence[Observation],
     ) -> list[dict[str, Tensor]]:
-        """The same for a step whose operands are observed.
+        """The same for a step that is observed, with a graph for each combination of observations.
 
         The first one is eager, and so are all before there is a graph of the other steps, which has the memory.
-
-        Args:
-            generator: from which the observers draw.
         """
-        if self.step.graph is None or not self.is_observation_warm:
-            self.is_observation_warm = True
+        key = tuple(observations)
+        if self.step.graph is None or key not in self.observed:
+            self.observed.setdefault(key, self.new_graph())
             return forward_backward(batches)
+        generators = [each.generator for each in observations if each.generator is not None]
         pool = self.step.graph.pool()
-        return self.observed_step.run(forward_backward, batches, num_microbatches, pool, [generator])
+        return self.observed[key].run(forward_backward, batches, num_microbatches, pool, generators)
 
     def evaluate(
         self, forward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int

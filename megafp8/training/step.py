@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -23,26 +23,11 @@ from megafp8.optimizer.schedules import can_lower_loss_scale, current_learning_r
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.resilience import fault_injection
 from megafp8.training import bad_steps
+from megafp8.training.cuda_graph import Observation
 from megafp8.training.operand_faults import OperandFaults
 from megafp8.training.run import Run
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What observes the operands of a step.
-
-    Its results are on the device, at the same addresses each time, so that the replay of a CUDA graph that was captured
-    with the hooks writes them.
-
-    Attributes:
-        attached: the context in which hooks are attached to the model.
-        generator: from which they draw random numbers.
-    """
-
-    attached: Callable[[], AbstractContextManager[None]]
-    generator: torch.Generator
 
 
 @dataclass(frozen=True)
@@ -90,7 +75,7 @@ def train_step(
     progress: Progress,
     before_update: Callable[[StepTotals], None] = lambda totals: None,
     is_eager: bool = False,
-    observation: Optional[Observation] = None,
+    observations: Sequence[Observation] = (),
 ) -> StepResult:
     """Train on one global batch.
 
@@ -99,7 +84,7 @@ def train_step(
         progress: before the step.
         before_update: called after the gradients are reduced, before the update; not if the step is bad.
         is_eager: do not replay a CUDA graph, since a replay calls no hooks.
-        observation: of the operands of forward and backward pass, in a CUDA graph of its own.
+        observations: of forward and backward pass, in a CUDA graph of its own.
 
     Raises:
         NumericsError: on all ranks: the step is bad and may not be skipped. The weights are unchanged.
@@ -109,7 +94,7 @@ def train_step(
     begin_step(run, progress)
     with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
         num_microbatches = run.num_microbatches_at(progress.consumed_samples)
-        reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager, observation)
+        reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager, observations)
         is_fused = isinstance(trainee.optimizer, FusedAdamOptimizer)
         squared_norm = trainee.optimizer.squared_norm() if is_fused else None
         fault_injection.point("step.after_backward")
@@ -242,20 +227,22 @@ def forward_backward_or_replay(
     batches: Batches,
     num_microbatches: int,
     is_eager: bool = False,
-    observation: Optional[Observation] = None,
+    observations: Sequence[Observation] = (),
 ) -> list[dict[str, Tensor]]:
     """Forward-backward of a step, replayed from a CUDA graph where the run has one and the step may use it."""
 
     def eager(batches: Batches) -> list[dict[str, Tensor]]:
         if run.graph is not None:
             reset_param_gather(run.trainee.chunks)
-        with nullcontext() if observation is None else observation.attached():
+        with ExitStack() as stack:
+            for observation in observations:
+                stack.enter_context(observation.attached())
             return forward_backward(run, batches, num_microbatches, forward_only=False)
 
     if run.graph is None or is_eager:
         return eager(batches)
-    if observation is not None:
-        return run.graph.run_observed(eager, batches, num_microbatches, observation.generator)
+    if observations:
+        return run.graph.run_observed(eager, batches, num_microbatches, observations)
     return run.graph.run(eager, batches, num_microbatches)
 
 

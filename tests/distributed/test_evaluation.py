@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 from ranks import run_ranks
@@ -81,16 +81,26 @@ class Replays:
 
     def __init__(self, chunks: list[Any], warm_up_steps: int):
         self.groups = [group for chunk in chunks for group in chunk.bucket_groups]
-        self.steps_left = warm_up_steps
-        self.captured: Optional[list[bool]] = None
+        self.steps_left, self.is_observed = warm_up_steps, False
+        self.captured: dict[str, list[bool]] = {}
 
     def run(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
         if self.steps_left:
             self.steps_left -= 1
             return passes(batches)
-        noted, is_captured = [group.param_gather_dispatched for group in self.groups], self.captured is not None
-        self.captured = self.captured or noted
-        self.note(self.captured)
+        return self.captured_or_replayed("step", passes, batches)
+
+    def run_observed(
+        self, passes: Passes, batches: Iterator[Batch], num_microbatches: int, observations: Any
+    ) -> list[dict[str, Tensor]]:
+        if "step" not in self.captured or not self.is_observed:
+            self.is_observed = True
+            return passes(batches)
+        return self.captured_or_replayed("observed step", passes, batches)
+
+    def captured_or_replayed(self, graph: str, passes: Passes, batches: Iterator[Batch]) -> list[dict[str, Tensor]]:
+        noted, is_captured = [group.param_gather_dispatched for group in self.groups], graph in self.captured
+        self.note(self.captured.setdefault(graph, noted))
         reports = passes(batches)
         if is_captured:
             self.note(noted)
@@ -106,8 +116,8 @@ class Replays:
 
 def test_graph_steps_gather_weights_after_validation_and_statistics() -> None:
     """Both gather weights immediately. megatron-core's next forward pass then does not gather."""
-    validated = (2, 4, 6)  # before the capture, and before a statistics step
-    config = small_config("llama", f"--bf16 {FP8} {OVERLAP} --fp8-log-interval 4", 2)
+    validated = (2, 4, 6, 8)  # before the captures, and before a replay of a statistics step
+    config = small_config("llama", f"--bf16 {FP8} {OVERLAP} --fp8-log-interval 3", 2)
 
     def losses(has_graph: bool) -> list[float]:
         run, found = build_run(config), []
@@ -115,8 +125,8 @@ def test_graph_steps_gather_weights_after_validation_and_statistics() -> None:
             run = dataclasses.replace(run, graph=Replays(run.trainee.chunks, warm_up_steps=2))
         collector = StatisticsCollector(run)
         samples, size = SourceSamples(run.config.data.seq_length), run.global_batch_size
-        batches = build_batches(run, samples, 0, 9 * size, num_workers=0)
-        for step in range(1, 10):
+        batches = build_batches(run, samples, 0, 13 * size, num_workers=0)
+        for step in range(1, 14):
             found.append(statistics_step(run, batches, step, collector)[0].loss)
             if step in validated:
                 found.append(evaluate(run, "valid", samples, step, 0).loss)

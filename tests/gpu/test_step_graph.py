@@ -17,9 +17,12 @@ require_transformer_engine()
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, unbroken_and_resumed
 from small_run import SourceSamples, statistics_step, train, weights
 
+from megafp8.checkpoint.progress import Progress
 from megafp8.training.evaluation import build_batches, evaluate
+from megafp8.training.extensions.guard import LayerStatistics
 from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.run import Run
+from megafp8.training.step import train_step
 
 GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
@@ -117,11 +120,31 @@ def test_statistics_of_a_graph_equal_those_of_launched_kernels(extra: str) -> No
             samples, collector = SourceSamples(run.config.data.seq_length), StatisticsCollector(run)
             batches = build_batches(run, samples, 0, 12 * run.global_batch_size, num_workers=0)
             steps = [statistics_step(run, batches, step, collector, is_eager=step == 10) for step in range(1, 13)]
-            assert not graph or run.graph.observed_step.graph is not None
+            assert not graph or [each for each in run.graph.observed.values() if each.graph]
         found.append([leaves([result.loss, *map(dataclasses.asdict, records)]) for result, records in steps])
     for launched, captured in zip(*found, strict=True):
         assert captured == launched
     assert any("what_if/nvfp4" in name for name in found[0][1])
+
+
+@pytest.mark.parametrize("extra", [*RECIPES.values(), MIXTURE])
+def test_what_the_guard_sees_in_a_graph_equals_what_it_sees_of_launched_kernels(extra: str) -> None:
+    """Also beside quantization statistics, in a third graph."""
+    found = []
+    for graph in ("", GRAPH):
+        with gpu_run(f"{extra} --fp8-guard warn --fp8-log-interval 4 --fp8-what-if mxfp8 {graph}") as run:
+            samples, guard = SourceSamples(run.config.data.seq_length), LayerStatistics(run)
+            batches = build_batches(run, samples, 0, 14 * run.global_batch_size, num_workers=0)
+            collector, seen = StatisticsCollector(run), []
+            for step in range(1, 15):
+                observations = [guard.start()] if step % 2 == 0 else []
+                if (observation := collector.start_if_due(step)) is not None:
+                    observations.append(observation)
+                result = train_step(run, batches, Progress(step - 1), observations=observations)
+                seen.append((result.loss, guard.take() if step % 2 == 0 else {}))
+            assert not graph or len([each for each in run.graph.observed.values() if each.graph]) == 2
+        found.append(seen)
+    assert found[0] == found[1] and max(found[0][1][1].values()) > 0
 
 
 @pytest.mark.parametrize("extra", [RECIPES["bf16"], RECIPES["delayed"], DROPOUT])

@@ -108,8 +108,8 @@ def test_the_guard_has_all_statistics(is_fused: bool) -> None:
         samples = SourceSamples(run.config.data.seq_length)
         batches = build_batches(run, samples, 0, run.global_batch_size, num_workers=0)
         collector = LayerStatistics(run)
-        collector.attach()
-        forward_backward(run, batches, run.num_microbatches, forward_only=False)
+        with collector.start().attached():
+            forward_backward(run, batches, run.num_microbatches, forward_only=False)
         missing = {name for (_, name), value in collector.take().items() if value < 0}
         assert missing == ({f"layers.{layer}.linear_fc2.input" for layer in (0, 1)} if is_fused else set())
 

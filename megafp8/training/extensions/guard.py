@@ -1,7 +1,8 @@
 """Early warning by statistics of the layers (`--fp8-guard`), and what a run changes in a layer.
 
 Every `--fp8-guard-interval` steps hooks take the statistics of `metrics/layer_statistics.py` from the first microbatch
-of each rank. One MAX all-reduce over all ranks follows, so that they take the same decision. Other steps have no hooks.
+of each rank, where steps are CUDA graphs in one of their own. One MAX all-reduce over all ranks follows, so that they
+take the same decision. Other steps have no hooks.
 A decision depends on the statistics of the step, and on the last values of those whose growth is limited. These are in
 the checkpoint, as are the linears that were changed and the warnings that were given (`SkipHistory`), so that a resumed
 run decides as the uninterrupted one.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
@@ -25,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear
 from megafp8.config import precision_map
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT, watched_linears
-from megafp8.errors import NumericsError
 from megafp8.mcore.modules import named_linears
 from megafp8.metrics.layer_statistics import (
     ALIGNMENT,
@@ -46,6 +47,7 @@ from megafp8.metrics.records import EventRecord
 from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.quantization.smoothing import channel_scales
+from megafp8.training.cuda_graph import Observation
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.extensions.statistics_hooks import linear_input
 from megafp8.training.run import Run, advice_case
@@ -61,19 +63,22 @@ class LayerGuard(Extension):
     """Warns of statistics above their limits, once for each layer or linear, and moves layers if the run wants it."""
 
     def __init__(self) -> None:
-        self.collector: Optional[LayerStatistics] = None
+        self.statistics: Optional[LayerStatistics] = None
+        self.is_observing = False
 
     def before_step(self, state: LoopState) -> None:
-        training = state.run.config.training
-        if training.fp8_guard != "off" and is_multiple(state.step + 1, training.fp8_guard_interval):
-            self.collector = LayerStatistics(state.run, state.progress.history.moved_linears)
-            self.collector.attach()
-            state.needs_eager_step = True
+        training, changed = state.run.config.training, state.progress.history.moved_linears
+        self.is_observing = training.fp8_guard != "off" and is_multiple(state.step + 1, training.fp8_guard_interval)
+        if not self.is_observing:
+            return
+        if self.statistics is None or self.statistics.changed != changed:
+            self.statistics = LayerStatistics(state.run, changed)
+        state.observations.append(self.statistics.start())
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
-        if self.collector is None:
+        if self.statistics is None or not self.is_observing:
             return
-        values, self.collector = self.collector.take() | layer_snr(state.run, state.step), None
+        values = self.statistics.take() | layer_snr(state.run, state.step)
         if result.bad_step is not None:  # a step that is skipped moves nothing
             return
         history = state.progress.history
@@ -82,13 +87,6 @@ class LayerGuard(Extension):
             self.handle(state, key, detail)
         history = dataclasses.replace(state.progress.history, layer_trends=updated_trends(values, trends))
         state.progress = dataclasses.replace(state.progress, history=history)
-
-    def recover(self, state: LoopState, error: NumericsError) -> bool:
-        """Remove the hooks."""
-        if self.collector is not None:
-            self.collector.detach()
-        self.collector = None
-        return False
 
     def handle(self, state: LoopState, key: Key, detail: str) -> None:
         """Report a finding once, and change the layer if `--fp8-guard` says so and it helps."""
@@ -185,7 +183,7 @@ def change_linears(state: LoopState, linears: list[MovedLinear], event: str, det
 
 
 class LayerStatistics:
-    """The statistics of one step.
+    """The statistics of one step after the other, in one tensor of the device.
 
     Args:
         run: whose layers are watched.
@@ -207,12 +205,33 @@ class LayerStatistics:
         self.smoothed = smoothed
         keys = [(statistic, name) for name in self.inputs.values() for statistic in INPUT_STATISTICS]
         keys += [(statistic, f"layers.{layer}") for layer in range(model.num_layers) for statistic in LAYER_STATISTICS]
-        self.run, self.keys = run, {key: index for index, key in enumerate(keys)}
-        self.table = torch.full((len(keys),), -1.0, dtype=torch.float32, device=run.platform.device)
+        self.run, self.changed = run, changed
+        self.keys = {key: index for index, key in enumerate(keys)}
+        self.table = torch.empty(len(keys), dtype=torch.float32, device=run.platform.device)
         self.handles: list[Any] = []
 
-    def attach(self) -> None:
+    def start(self) -> Observation:
+        """Clear the values of the last step; the observation of the next one."""
+        self.table.fill_(-1.0)
+        return Observation(self.attached)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
         """Attach the hooks; each runs once."""
+        try:
+            self._attach()
+            yield
+        finally:
+            for handle in self.handles:
+                handle.remove()
+            self.handles = []
+
+    def take(self) -> dict[Key, float]:
+        """The largest value of each statistic over all ranks; all ranks call it."""
+        dist.all_reduce(self.table, op=dist.ReduceOp.MAX)
+        return dict(zip(self.keys, self.table.tolist(), strict=True))
+
+    def _attach(self) -> None:
         for name, linear, called in self._linears():
             if called is not None and name in self.inputs:
                 record = functools.partial(self._record_input, name, linear)
@@ -231,17 +250,6 @@ class LayerStatistics:
             attention = getattr(layer.self_attention, "core_attention", None)
             if attention is not None:
                 self._once(attention, functools.partial(self._record_logits, name), is_before=True)
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()
-
-    def take(self) -> dict[Key, float]:
-        """The largest value of each statistic over all ranks; all ranks call it."""
-        self.detach()
-        dist.all_reduce(self.table, op=dist.ReduceOp.MAX)
-        return dict(zip(self.keys, self.table.tolist(), strict=True))
 
     def _linears(self) -> Iterator[tuple[str, Any, Optional[torch.nn.Module]]]:
         """Name, linear, and the module that is called with its input, or what its norm makes that input of.

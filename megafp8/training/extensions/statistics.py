@@ -33,6 +33,7 @@ from megafp8.optimizer.schedules import current_loss_scale
 from megafp8.quantization.linear_plan import Observer
 from megafp8.recipes.base import Operand
 from megafp8.training.checks import machine_problems
+from megafp8.training.cuda_graph import Observation
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.statistics_hooks import (
@@ -46,7 +47,7 @@ from megafp8.training.extensions.statistics_hooks import (
     squares,
 )
 from megafp8.training.run import Run
-from megafp8.training.step import Observation, StepResult, clear_gradients, forward_backward
+from megafp8.training.step import StepResult, clear_gradients, forward_backward
 
 
 class QuantizationStatistics(Extension):
@@ -60,7 +61,7 @@ class QuantizationStatistics(Extension):
 
     def before_step(self, state: LoopState) -> None:
         if self.collector is not None and self.collector.is_due(state.step + 1):
-            state.observation = self.collector.start(state.progress.consumed_samples)
+            state.observations.append(self.collector.start(state.progress.consumed_samples))
             state.needs_eager_step |= not self.collector.can_be_captured
 
     def before_update(self, state: LoopState, totals: StepTotals) -> None:

@@ -161,7 +161,8 @@ class TrialRun:
         started = time.perf_counter()
         if has_statistics and self.collector is not None:
             observation = self.collector.start_if_due(self.collector.interval)
-            train_step(run, batches, Progress(number - 1), self.collector.before_update, True, observation)
+            observations = [] if observation is None else [observation]
+            train_step(run, batches, Progress(number - 1), self.collector.before_update, True, observations)
             self.collector.take_records(self.collector.interval)
         else:
             train_step(run, batches, Progress(number - 1))

@@ -60,12 +60,12 @@ run = SimpleNamespace(
 )  # fmt: skip
 
 collector = guard.LayerStatistics(run)
-collector.attach()
 mlp.forward = lambda hidden: hidden
 hidden = torch.randn(4, 2, HIDDEN)
 hidden[..., 3] *= 100
-mlp(hidden)
-mlp(torch.zeros_like(hidden))  # only the first microbatch counts
+with collector.start().attached():
+    mlp(hidden)
+    mlp(torch.zeros_like(hidden))  # only the first microbatch counts
 values = collector.take()
 weight = mlp.linear_fc1.layer_norm_weight.detach()
 expected = input_statistics(torch.nn.functional.rms_norm(hidden, (HIDDEN,), weight, EPS))

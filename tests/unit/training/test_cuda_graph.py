@@ -20,9 +20,8 @@ from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.training import cuda_graph
 from megafp8.training import step as training_step
-from megafp8.training.cuda_graph import StepGraph
+from megafp8.training.cuda_graph import Observation, StepGraph
 from megafp8.training.extensions import rollback
-from megafp8.training.step import Observation
 
 WARM_UP, MICROBATCHES = 2, 3
 Kernel = Callable[[], Any]
@@ -310,10 +309,12 @@ def test_an_observed_step_has_a_graph_in_the_memory_of_the_others(
     run = SimpleNamespace(graph=trainer.graph, trainee=SimpleNamespace(chunks=[]))
     monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
     generator, losses = torch.Generator(), []
+    observation = Observation(contextmanager(lambda: iter([attached.append(number)])), generator)
     for number in range(8):
-        hooks = contextmanager(lambda number=number: iter([attached.append(number)]))
-        observation = Observation(hooks, generator) if number in (1, 4, 6) else None
-        reports = training_step.forward_backward_or_replay(run, trainer.batches, MICROBATCHES, observation=observation)
+        observations = [observation] if number in (1, 4, 6) else []
+        reports = training_step.forward_backward_or_replay(
+            run, trainer.batches, MICROBATCHES, observations=observations
+        )
         losses += [report["loss"].item() for report in reports]
     assert losses == [9.0 * number + 3 for number in range(8)]
     step, observed = device.graphs
