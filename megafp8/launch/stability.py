@@ -8,6 +8,7 @@ report reads it and the records only.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,10 +81,16 @@ class Suite:
         """The flags of all runs, without those of the size; without its problems."""
         return config_flags.parse_with_problems(self.flags)[0]
 
-    @property
+    @cached_property
     def given(self) -> frozenset[str]:
-        """Names of the settings that the flags of all runs give, each by a flag or in the --config file."""
-        return self.invocation.given | self.invocation.from_file
+        """Names of the settings that the flags of all runs give, each by a flag or in the --config file.
+
+        A file may hold all settings, as that of a run does. It gives those that the suite sets only if it changes them.
+        """
+        config, from_file = self.invocation.config, self.invocation.from_file
+        set_by_suite = from_file & {*SET_BY_SUITE, *itertools.chain.from_iterable(SET_BY_PART.values())}
+        defaults = {name for name in set_by_suite if value_of(config, name) == settings_by_name()[name].default}
+        return self.invocation.given | (from_file - defaults)
 
     @property
     def names_model(self) -> bool:
@@ -200,10 +207,7 @@ SET_BY_PART = {FAULTS: FAULT_SETTINGS, CONTROLS: ("precision.transformer_impl",)
 
 def flag_problems(suite: Suite) -> list[str]:
     """Flags of all runs that the suite sets itself, or with which it has no verdict."""
-    config, invocation = suite.invocation.config, suite.invocation
-    # A file may hold all settings, as that of a run does. Only what it changes counts.
-    changed = (name for name in invocation.from_file if value_of(config, name) != settings_by_name()[name].default)
-    given = invocation.given.union(changed)
+    config, given = suite.invocation.config, suite.given
     found = {name: f"set by the suite; remove it, and {text}" for name, text in SET_BY_SUITE.items() if name in given}
     for part in suite.parts:
         for name in given.intersection(SET_BY_PART.get(part, ())):
