@@ -19,7 +19,7 @@ from typing import Any, Optional
 from megafp8.config import flags as config_flags
 from megafp8.config import precision_map, variants
 from megafp8.config.schema import AUTO, RunConfig
-from megafp8.config.settings import settings_by_name, value_of
+from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, left_out_faults, length_problems, without_given
@@ -28,7 +28,7 @@ from megafp8.launch.stability_sizes import (
     MODEL_SETTINGS,
     SIZES,
     data_parallel_ranks,
-    share_batch,
+    shared_micro_batch_size,
     size_flags,
     without_settings,
 )
@@ -48,6 +48,21 @@ PARTS = {
 
 PAIRED = (PAIRS, CONTROLS, CONTINUATION)
 """Parts whose verdicts are over paired seeds."""
+
+
+@dataclass(frozen=True)
+class PartSettings:
+    """What all runs of a part share.
+
+    Attributes:
+        flags: on the command line of every run.
+        config: the settings that they give.
+        problems: what is wrong with them.
+    """
+
+    flags: tuple[str, ...]
+    config: RunConfig
+    problems: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +112,12 @@ class Suite:
         """Whether the flags of all runs say the complete model: a preset, or a --config file with a width."""
         return "model.model_preset" in self.given or "model.hidden_size" in self.invocation.from_file
 
-    def part_flags(self, part: str) -> tuple[str, ...]:
-        """The flags that all runs of a part share."""
+    @cached_property
+    def part_settings(self) -> Mapping[str, PartSettings]:
+        """What all runs of each part share."""
+        return {part: self._part_settings(part) for part in self.parts}
+
+    def _part_settings(self, part: str) -> PartSettings:
         replaced = set(self.given)
         if part == CONTINUATION:
             # What the flags of all runs give stays theirs, and is compared with the checkpoint.
@@ -109,7 +128,13 @@ class Suite:
             replaced.update(set(MODEL_SETTINGS).difference(DROPOUT) if self.names_model else ())
             own = size_flags(self.size, replaced)
         words = (*own, *rate_flags(self.base_rate, self.given), *self.flags)
-        return (*words, *share_batch(words, self.given, self.gpus))
+        invocation, problems = config_flags.parse_with_problems(words)
+        config = invocation.config
+        micro = shared_micro_batch_size(config, self.given, self.gpus)
+        if micro is not None:
+            words = (*words, "--micro-batch-size", str(micro))
+            config = with_values(config, {"training.micro_batch_size": micro})
+        return PartSettings(words, config, tuple(problems))
 
     @property
     def base_rate(self) -> float:
@@ -139,7 +164,7 @@ def build_study(suite: Suite) -> Study:
     """
     if problems := suite_problems(suite):
         raise ConfigError(problems)
-    if problems := list(dict.fromkeys(problem for part in suite.parts for problem in parse_part(suite, part)[1])):
+    if problems := list(dict.fromkeys(problem for part in suite.part_settings.values() for problem in part.problems)):
         raise ConfigError(problems)
     if problems := batch_problems(suite):
         raise ConfigError(problems)
@@ -151,15 +176,9 @@ def build_study(suite: Suite) -> Study:
     return dataclasses.replace(study, grids=grids)
 
 
-def parse_part(suite: Suite, part: str) -> tuple[RunConfig, list[str]]:
-    """The settings that all runs of a part share, and what is wrong with their flags."""
-    invocation, problems = config_flags.parse_with_problems(suite.part_flags(part))
-    return invocation.config, problems
-
-
 def batch_problems(suite: Suite) -> list[str]:
     """A global batch that the ranks of a run cannot share."""
-    config, _ = parse_part(suite, suite.parts[0])
+    config = suite.part_settings[suite.parts[0]].config
     batch = config.training.global_batch_size
     replicas = data_parallel_ranks(config, suite.gpus)
     if not batch or replicas is None or batch % replicas == 0:
@@ -224,16 +243,15 @@ def flag_problems(suite: Suite) -> list[str]:
 
 def part_grids(suite: Suite, part: str) -> list[Grid]:
     """The grids of a part: one, or one for each recipe. Each has the axes `part`, `recipe` and `seed`."""
-    size, given, words = SIZES[suite.size], suite.given, suite.part_flags(part)
-    shared, _ = parse_part(suite, part)
+    size, given, shared = SIZES[suite.size], suite.given, suite.part_settings[part]
 
     def recipes(*names: str) -> tuple[Option, ...]:
-        built = (variants.build_variant(name, shared, suite.gpus) for name in names)
+        built = (variants.build_variant(name, shared.config, suite.gpus) for name in names)
         return tuple(Option(name=variant.name, flags=variant.flags) for variant in built)
 
     def grid(recipes: tuple[Option, ...], num_seeds: int, **axes: tuple[Option, ...]) -> Grid:
         seeds = tuple(Option(name=f"seed{seed}", flags=("--seed", str(seed))) for seed in range(1, num_seeds + 1))
-        return {"part": (Option(name=part, flags=words),), "recipe": recipes, **axes, "seed": seeds}
+        return {"part": (Option(name=part, flags=shared.flags),), "recipe": recipes, **axes, "seed": seeds}
 
     if part == PAIRS:
         return [grid(recipes(BASELINE, CONTROL, *suite.recipes), suite.num_seeds)]
@@ -246,7 +264,7 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
         grids = []
         for recipe in recipes(*suite.recipes):
             recipe = dataclasses.replace(recipe, flags=(*recipe.flags, *length))
-            config = config_flags.parse_with_problems((*words, *recipe.flags))[0].config
+            config = config_flags.parse_with_problems((*shared.flags, *recipe.flags))[0].config
             if problems := length_problems(config):
                 raise ConfigError(problems)
             grids.append(grid((recipe,), suite.num_fault_seeds, fault=fault_arms(config)))
@@ -291,7 +309,7 @@ def unique_runs(parts: Sequence[PartRun]) -> list[StudyRun]:
 
 def left_out(suite: Suite) -> list[str]:
     """What the part of planted faults leaves out because of its model, with the reasons."""
-    return left_out_faults(parse_part(suite, FAULTS)[0].model) if FAULTS in suite.parts else []
+    return left_out_faults(suite.part_settings[FAULTS].config.model) if FAULTS in suite.parts else []
 
 
 def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
