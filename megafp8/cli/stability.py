@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from megafp8.launch.study import Study, StudyRun
 
 log = partial(print, flush=True)
-NUM_SEEDS, NUM_FAULT_SEEDS = 5, 2
 MAPPINGS = ("sbatch", "environment")
 """Fields of a Slurm job that have keys of their own."""
 TOKENIZER = "ByteLevelTokenizer"
@@ -42,7 +41,7 @@ DATA_SETTINGS = ("data.data_path", "data.train_data_path", "data.mock_data")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from megafp8.launch.stability import CONTINUATION, PAIRED, PARTS, SUITE_FILE
+    from megafp8.launch.stability import CONTINUATION, NUM_FAULT_SEEDS, NUM_SEEDS, PAIRED, PARTS, SUITE_FILE
     from megafp8.launch.stability_sizes import SIZES
     from megafp8.recipes import registry
 
@@ -200,7 +199,7 @@ def read_suite(options: argparse.Namespace) -> Suite:
     Raises:
         ConfigError: combinations of flags that are wrong.
     """
-    from megafp8.launch.stability import CONTINUATION, PARTS, Suite
+    from megafp8.launch.stability import CONTINUATION, NUM_FAULT_SEEDS, NUM_SEEDS, PARTS, Suite
 
     problems = []
     if options.parallel is not None and (options.parallel < 1 or options.slurm):

@@ -37,6 +37,7 @@ from megafp8.launch.study_execution import DONE, StudyProgress, is_due
 from megafp8.recipes.known_bad import KNOWN_BAD
 
 SUITE_FILE = "stability.json"
+NUM_SEEDS, NUM_FAULT_SEEDS = 5, 2
 PAIRS, SWEEP, FAULTS, CONTROLS, CONTINUATION = "pairs", "sweep", "faults", "controls", "continuation"
 PARTS = {
     PAIRS: "paired runs over seeds, through the decay of the learning rate",
@@ -82,8 +83,8 @@ class Suite:
     size: str
     parts: tuple[str, ...]
     recipes: tuple[str, ...]
-    num_seeds: int = 5
-    num_fault_seeds: int = 2
+    num_seeds: int = NUM_SEEDS
+    num_fault_seeds: int = NUM_FAULT_SEEDS
     num_sweep_seeds: Optional[int] = None
     flags: tuple[str, ...] = ()
     checkpoint: str = ""
