@@ -5,11 +5,10 @@
 
 Parts: pairs (paired runs over seeds, compared with BF16's own spread), sweep (learning rates to divergence), controls
 (settings that are known to be worse), faults (planted ones: noticed when, repaired by what), and with --checkpoint
-continuation. Without --data-path after --, the suite
-prepares bytes of Python's standard library. Repeating the command starts or resumes what is not done, and writes
-OUTPUT_DIR/report again. With --slurm the runs are job arrays. docs/stability.md describes verdicts and sizes. Exit
-status: 0 if all runs have a result or are submitted, 64 for wrong flags, 75 after a signal or while another process has
-one of the runs, else that of the first run that failed.
+continuation. Without --data-path after --, the suite prepares bytes of Python's standard library. Repeating the command
+starts or resumes what is not done, and writes OUTPUT_DIR/report again. With --slurm the runs are job arrays.
+docs/stability.md describes verdicts and sizes. Exit status: 0 if all runs have a result or are submitted, 64 for wrong
+flags, 75 after a signal or while another process has one of the runs, else that of the first run that failed.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def build_study(suite: Suite) -> Study:
     """The study of a suite: one grid for each part, or one for each recipe of it.
 
     Raises:
-        ConfigError: an unknown part, recipe or size, or flags that the suite sets itself.
+        ConfigError: an unknown part or recipe, or flags that the suite sets itself.
     """
     if problems := suite_problems(suite):
         raise ConfigError(problems)
