@@ -199,12 +199,7 @@ def pairs_section(report: SuiteReport, has_figures: bool) -> Section:
         f"a standard deviation of {shown}, and is itself an estimate: within means that the 95% interval of gap minus "
         "spread lies below zero, beyond that it lies above. A recipe that diverges is beyond; where bf16 itself does, "
         "only if the recipe does in more seeds, by a sign test.",
-        header=("recipe", "verdict", "gap", "95% interval", "gap minus spread", "pairs"),
-        rows=tuple(
-            (row.name, row.verdict, gap_text(row), signed_interval(row.gap), signed_interval(row.excess),
-             str(len(row.gaps_fraction)))
-            for row in report.pairs
-        ),
+        header=SPREAD_HEADER, rows=tuple(spread_cells(row) for row in report.pairs),
         figures=tuple(filter(None, figures)),
     )  # fmt: skip
 
@@ -315,14 +310,18 @@ def continuation_section(report: SuiteReport, has_figures: bool) -> Section:
         name="continuation", title="Continuation of a checkpoint",
         text="The weights of one checkpoint continued in bf16 and in each recipe, with a new optimizer state and the "
         "schedule of the suite; verdicts as for the paired runs.",
-        header=("recipe", "verdict", "gap", "95% interval", "gap minus spread", "pairs"),
-        rows=tuple(
-            (row.name, row.verdict, gap_text(row), signed_interval(row.gap), signed_interval(row.excess),
-             str(len(row.gaps_fraction)))
-            for row in report.continuation
-        ),
+        header=SPREAD_HEADER, rows=tuple(spread_cells(row) for row in report.continuation),
         figures=tuple(filter(None, figures)),
     )  # fmt: skip
+
+
+SPREAD_HEADER = ("recipe", "verdict", "gap", "95% interval", "gap minus spread", "pairs")
+
+
+def spread_cells(row: SuiteGap) -> tuple[str, ...]:
+    """Cells of a recipe that is compared with the baseline's spread, under SPREAD_HEADER."""
+    intervals = signed_interval(row.gap), signed_interval(row.excess)
+    return row.name, row.verdict, gap_text(row), *intervals, str(len(row.gaps_fraction))
 
 
 def gap_text(row: SuiteGap) -> str:

@@ -75,16 +75,14 @@ def read_arguments(
     parser: argparse.ArgumentParser,
     argv: Sequence[str],
     default: Optional[Mapping[str, str]] = None,
-    needs_save: bool = True,
 ) -> tuple[argparse.Namespace, Job]:
-    """Parse the options, and build the job from them and the job file.
+    """Parse the options, and build the job from them and the job file. `check_job` and `check_training` check it.
 
     Args:
         default: fields that neither of them has to give.
-        needs_save: refuse a run on one machine without --save.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: with what cannot be read.
     """
     own, training = list(argv), list[str]()
     if "--" in own:
@@ -106,9 +104,7 @@ def read_arguments(
             text = read_text(arguments.job_file, strict_yaml.MAX_BYTES)
         except UnreadableFile as error:
             raise ConfigError(f"{arguments.job_file}: cannot be read: {error.reason}") from None
-    job = read_job(text, given, training, default, needs_save)
-    check_training(job)
-    return arguments, job
+    return arguments, read_job(text, given, training, default)
 
 
 def check_training(job: Job) -> None:

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megafp8.cli.common import returns_exit_status
-from megafp8.cli.job_options import build_job_parser, read_arguments
+from megafp8.cli.job_options import build_job_parser, check_training, read_arguments
 from megafp8.errors import ConfigError
 from megafp8.launch import slurm
+from megafp8.launch.job import check_job
 from megafp8.utils.files import path_argument
 from megafp8.utils.formatting import control_problems
 
@@ -35,6 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Submit the job, or print its script; return the exit status."""
     arguments, job = read_arguments(build_parser(), argv)
+    check_job(job)
+    check_training(job)
     if problems := control_problems("--output", vars(arguments).get("output")):
         raise ConfigError(problems)
     text = slurm.script(job)

@@ -5,11 +5,10 @@
 
 Parts: pairs (paired runs over seeds, compared with BF16's own spread), sweep (learning rates to divergence), controls
 (settings that are known to be worse), faults (planted ones: noticed when, repaired by what), and with --checkpoint
-continuation. Without --data-path after --, the suite
-prepares bytes of Python's standard library. Repeating the command starts or resumes what is not done, and writes
-OUTPUT_DIR/report again. With --slurm the runs are job arrays. docs/stability.md describes verdicts and sizes. Exit
-status: 0 if all runs have a result or are submitted, 64 for wrong flags, 75 after a signal or while another process has
-one of the runs, else that of the first run that failed.
+continuation. Without --data-path after --, the suite prepares bytes of Python's standard library. Repeating the command
+starts or resumes what is not done, and writes OUTPUT_DIR/report again. With --slurm the runs are job arrays.
+docs/stability.md describes verdicts and sizes. Exit status: 0 if all runs have a result or are submitted, 64 for wrong
+flags, 75 after a signal or while another process has one of the runs, else that of the first run that failed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from megafp8.launch.study import Study, StudyRun
 
 log = partial(print, flush=True)
-NUM_SEEDS, NUM_FAULT_SEEDS = 5, 2
 MAPPINGS = ("sbatch", "environment")
 """Fields of a Slurm job that have keys of their own."""
 TOKENIZER = "ByteLevelTokenizer"
@@ -42,7 +40,7 @@ DATA_SETTINGS = ("data.data_path", "data.train_data_path", "data.mock_data")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from megafp8.launch.stability import CONTINUATION, PAIRED, PARTS, SUITE_FILE
+    from megafp8.launch.stability import CONTINUATION, NUM_FAULT_SEEDS, NUM_SEEDS, PAIRED, PARTS, SUITE_FILE
     from megafp8.launch.stability_sizes import SIZES
     from megafp8.recipes import registry
 
@@ -200,7 +198,7 @@ def read_suite(options: argparse.Namespace) -> Suite:
     Raises:
         ConfigError: combinations of flags that are wrong.
     """
-    from megafp8.launch.stability import CONTINUATION, PARTS, Suite
+    from megafp8.launch.stability import CONTINUATION, NUM_FAULT_SEEDS, NUM_SEEDS, PARTS, Suite
 
     problems = []
     if options.parallel is not None and (options.parallel < 1 or options.slurm):

@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megafp8.cli.common import returns_exit_status
-from megafp8.cli.job_options import build_job_parser, read_arguments
+from megafp8.cli.job_options import build_job_parser, check_training, read_arguments
 from megafp8.launch import torchrun
+from megafp8.launch.job import check_job
 
 DEFAULT_NAME = "pretrain"
 
@@ -40,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
     from megafp8.launch.study_execution import visible_gpus
 
     default = {"name": DEFAULT_NAME, "gpus_per_node": str(len(visible_gpus()))}
-    arguments, job = read_arguments(build_parser(), argv, default, needs_save=False)
+    arguments, job = read_arguments(build_parser(), argv, default)
+    check_job(job, needs_save=job.nodes > 1)
+    check_training(job)
     text = torchrun.script(job)
     if unused := torchrun.unused_fields(job):
         print(f"notice: not used without Slurm: {', '.join(unused)}", file=sys.stderr, flush=True)

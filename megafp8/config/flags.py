@@ -92,9 +92,11 @@ def parse_with_problems(
     of_sources: list[str] = []
     config, from_file = sources.merge(base, values, config_path, map_path, notices, of_sources)
     flags_set = {option[0] for option in expanded} | sources.flags_set(config)
-    for option, problems in zip(expanded, found, strict=True):
-        if option[0] not in parser._option_string_actions:
-            _classify(parser, option, flags_set, notices, problems)
+    unknown = [
+        (option, problems) for option, problems in zip(expanded, found, strict=True)
+        if option[0] not in parser._option_string_actions
+    ]  # fmt: skip
+    _classify(parser, unknown, flags_set, notices)
     if options.get("world_size", 1) < 1:
         of_sources.append(f"--world-size {options['world_size']}: must be at least 1")
     problems = [*itertools.chain(*found), *of_sources]
@@ -275,16 +277,27 @@ def _read_option(
 
 
 def _classify(
-    parser: argparse.ArgumentParser, option: list[str], given: set[str], notices: list[str], problems: list[str]
+    parser: argparse.ArgumentParser, unknown: list[tuple[list[str], list[str]]], given: set[str], notices: list[str]
 ) -> None:
-    """Report an option that is no setting."""
-    flag, *words = option
-    if not flag:
-        problems.append(f"{words[0]!r} does not belong to any flag")
-    elif verdict := megatron_flags.classify(flag, words, given):
-        (notices if verdict.accepted else problems).append(verdict.text)
-    else:
-        problems.append(f"unknown flag {flag}{_suggestion(parser, flag)}")
+    """Report options that are no settings. Flags that are refused for the same reason are one problem, of the first.
+
+    Args:
+        unknown: the options, each with its problems, to which this appends.
+    """
+    refused: dict[str, tuple[list[str], list[str]]] = {}  # reason to the problems of the first flag, and all flags
+    for (flag, *words), problems in unknown:
+        if not flag:
+            problems.append(f"{words[0]!r} does not belong to any flag")
+            continue
+        verdict = megatron_flags.classify(flag, words, given)
+        if verdict is None:
+            problems.append(f"unknown flag {flag}{_suggestion(parser, flag)}")
+        elif verdict.accepted:
+            notices.append(verdict.text)
+        else:
+            refused.setdefault(verdict.reason, (problems, []))[1].append(flag)
+    for reason, (problems, flags) in refused.items():
+        problems.append(megatron_flags.refusal_text(flags, reason))
 
 
 def _without_brackets(words: list[str]) -> list[str]:
@@ -356,7 +369,8 @@ def drop_follow_ups(found: list[str], problems: list[str]) -> list[str]:
         problems: found by the parser. Rules see another value than one that it could not read, and no layers where
             `--hybrid-layer-pattern`, which is refused, gives them.
     """
-    misread = {match[0] for match in (re.match(r"--[a-z0-9-]+", problem) for problem in problems) if match}
+    starts = (re.match(r"--[a-z0-9-]+(, --[a-z0-9-]+)*", problem) for problem in problems)
+    misread = {flag for start in starts if start for flag in start[0].split(", ")}
     left = [problem for problem in found if problem.split(" ", 1)[0].rstrip(":") not in misread]
     is_hybrid = any(flag.startswith("--hybrid-") for flag in misread)
     return [problem for problem in left if not (is_hybrid and re.match(r"--num-layers\b.*: missing;", problem))]

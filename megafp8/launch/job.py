@@ -178,7 +178,7 @@ def check_job(job: Job, needs_save: bool = True) -> None:
     """Check that the fields of a job are valid and consistent.
 
     Args:
-        needs_save: refuse a run on one machine without --save, which cannot resume.
+        needs_save: refuse a run without --save, which cannot resume.
 
     Raises:
         ConfigError: with all problems.
@@ -222,7 +222,7 @@ def check_job(job: Job, needs_save: bool = True) -> None:
     saves = [flag_value("--save", words) for words in job.commands]
     for save, words in zip(saves, job.commands, strict=True):
         load = flag_value("--load", words)
-        if save is None and not needs_save and job.nodes == 1:
+        if save is None and not needs_save:
             continue
         if save is None or save != load:
             problems.append(f"{save_and_load(save, load)}: must be the same folder, so that a requeued job resumes")
@@ -240,9 +240,8 @@ def read_job(
     given: Mapping[str, Any],
     training: Sequence[str] = (),
     default: Optional[Mapping[str, str]] = None,
-    needs_save: bool = True,
 ) -> Job:
-    """Read a job from the text of a job file (YAML) and from flags.
+    """Read a job from the text of a job file (YAML) and from flags. `check_job` checks it.
 
     All values are read as text: YAML's usual readers make 86400 of `24:00:00`, and true of `on`.
 
@@ -250,10 +249,9 @@ def read_job(
         given: fields that override the file's; mappings are merged.
         training: flags of training to append.
         default: fields that the file overrides.
-        needs_save: as in `check_job`.
 
     Raises:
-        ConfigError: the text is no YAML, or its fields are unknown, invalid or missing.
+        ConfigError: the text is no YAML, or its fields are unknown, of another type or missing.
     """
     try:
         plain = parse_yaml(text, as_written=True) or {}
@@ -265,14 +263,14 @@ def read_job(
     for name in plain.keys() & given.keys():
         if isinstance(plain[name], dict) and isinstance(given[name], dict):
             merged[name] = plain[name] | given[name]
-    return build_job(merged, training, needs_save)
+    return build_job(merged, training)
 
 
-def build_job(plain: Mapping[str, Any], training: Sequence[str] = (), needs_save: bool = True) -> Job:
-    """Build a job from the fields of a job file, and flags of training to append.
+def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
+    """Build a job from the fields of a job file, and flags of training to append. `check_job` checks it.
 
     Raises:
-        ConfigError: fields are unknown, invalid or missing.
+        ConfigError: fields are unknown, of another type or missing.
     """
     fields = {field.name: str(field.type) for field in dataclasses.fields(Job)}
     problems = [f"{name}: no such field; the fields are {', '.join(fields)}" for name in plain if name not in fields]
@@ -286,9 +284,7 @@ def build_job(plain: Mapping[str, Any], training: Sequence[str] = (), needs_save
             problems.append(f"{name}: {error}")
     if problems:
         raise ConfigError(problems)
-    job = Job(**values | {"training": (*values["training"], *training)})
-    check_job(job, needs_save)
-    return job
+    return Job(**values | {"training": (*values["training"], *training)})
 
 
 def parse_field(kind: str, value: Any) -> Any:

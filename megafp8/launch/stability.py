@@ -8,6 +8,7 @@ report reads it and the records only.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any, Optional
 from megafp8.config import flags as config_flags
 from megafp8.config import precision_map, variants
 from megafp8.config.schema import AUTO, RunConfig
-from megafp8.config.settings import settings_by_name, value_of
+from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, left_out_faults, length_problems, without_given
@@ -27,7 +28,7 @@ from megafp8.launch.stability_sizes import (
     MODEL_SETTINGS,
     SIZES,
     data_parallel_ranks,
-    share_batch,
+    shared_micro_batch_size,
     size_flags,
     without_settings,
 )
@@ -36,6 +37,7 @@ from megafp8.launch.study_execution import DONE, StudyProgress, is_due
 from megafp8.recipes.known_bad import KNOWN_BAD
 
 SUITE_FILE = "stability.json"
+NUM_SEEDS, NUM_FAULT_SEEDS = 5, 2
 PAIRS, SWEEP, FAULTS, CONTROLS, CONTINUATION = "pairs", "sweep", "faults", "controls", "continuation"
 PARTS = {
     PAIRS: "paired runs over seeds, through the decay of the learning rate",
@@ -47,6 +49,21 @@ PARTS = {
 
 PAIRED = (PAIRS, CONTROLS, CONTINUATION)
 """Parts whose verdicts are over paired seeds."""
+
+
+@dataclass(frozen=True)
+class PartSettings:
+    """What all runs of a part share.
+
+    Attributes:
+        flags: on the command line of every run.
+        config: the settings that they give.
+        problems: what is wrong with them.
+    """
+
+    flags: tuple[str, ...]
+    config: RunConfig
+    problems: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +83,8 @@ class Suite:
     size: str
     parts: tuple[str, ...]
     recipes: tuple[str, ...]
-    num_seeds: int = 5
-    num_fault_seeds: int = 2
+    num_seeds: int = NUM_SEEDS
+    num_fault_seeds: int = NUM_FAULT_SEEDS
     num_sweep_seeds: Optional[int] = None
     flags: tuple[str, ...] = ()
     checkpoint: str = ""
@@ -80,18 +97,28 @@ class Suite:
         """The flags of all runs, without those of the size; without its problems."""
         return config_flags.parse_with_problems(self.flags)[0]
 
-    @property
+    @cached_property
     def given(self) -> frozenset[str]:
-        """Names of the settings that the flags of all runs give, each by a flag or in the --config file."""
-        return self.invocation.given | self.invocation.from_file
+        """Names of the settings that the flags of all runs give, each by a flag or in the --config file.
+
+        A file may hold all settings, as that of a run does. It gives those that the suite sets only if it changes them.
+        """
+        config, from_file = self.invocation.config, self.invocation.from_file
+        set_by_suite = from_file & {*SET_BY_SUITE, *itertools.chain.from_iterable(SET_BY_PART.values())}
+        defaults = {name for name in set_by_suite if value_of(config, name) == settings_by_name()[name].default}
+        return self.invocation.given | (from_file - defaults)
 
     @property
     def names_model(self) -> bool:
         """Whether the flags of all runs say the complete model: a preset, or a --config file with a width."""
         return "model.model_preset" in self.given or "model.hidden_size" in self.invocation.from_file
 
-    def part_flags(self, part: str) -> tuple[str, ...]:
-        """The flags that all runs of a part share."""
+    @cached_property
+    def part_settings(self) -> Mapping[str, PartSettings]:
+        """What all runs of each part share."""
+        return {part: self._part_settings(part) for part in self.parts}
+
+    def _part_settings(self, part: str) -> PartSettings:
         replaced = set(self.given)
         if part == CONTINUATION:
             # What the flags of all runs give stays theirs, and is compared with the checkpoint.
@@ -102,7 +129,13 @@ class Suite:
             replaced.update(set(MODEL_SETTINGS).difference(DROPOUT) if self.names_model else ())
             own = size_flags(self.size, replaced)
         words = (*own, *rate_flags(self.base_rate, self.given), *self.flags)
-        return (*words, *share_batch(words, self.given, self.gpus))
+        invocation, problems = config_flags.parse_with_problems(words)
+        config = invocation.config
+        micro = shared_micro_batch_size(config, self.given, self.gpus)
+        if micro is not None:
+            words = (*words, "--micro-batch-size", str(micro))
+            config = with_values(config, {"training.micro_batch_size": micro})
+        return PartSettings(words, config, tuple(problems))
 
     @property
     def base_rate(self) -> float:
@@ -128,11 +161,11 @@ def build_study(suite: Suite) -> Study:
     """The study of a suite: one grid for each part, or one for each recipe of it.
 
     Raises:
-        ConfigError: an unknown part, recipe or size, or flags that the suite sets itself.
+        ConfigError: an unknown part or recipe, or flags that the suite sets itself.
     """
     if problems := suite_problems(suite):
         raise ConfigError(problems)
-    if problems := list(dict.fromkeys(problem for part in suite.parts for problem in parse_part(suite, part)[1])):
+    if problems := list(dict.fromkeys(problem for part in suite.part_settings.values() for problem in part.problems)):
         raise ConfigError(problems)
     if problems := batch_problems(suite):
         raise ConfigError(problems)
@@ -144,15 +177,9 @@ def build_study(suite: Suite) -> Study:
     return dataclasses.replace(study, grids=grids)
 
 
-def parse_part(suite: Suite, part: str) -> tuple[RunConfig, list[str]]:
-    """The settings that all runs of a part share, and what is wrong with their flags."""
-    invocation, problems = config_flags.parse_with_problems(suite.part_flags(part))
-    return invocation.config, problems
-
-
 def batch_problems(suite: Suite) -> list[str]:
     """A global batch that the ranks of a run cannot share."""
-    config, _ = parse_part(suite, suite.parts[0])
+    config = suite.part_settings[suite.parts[0]].config
     batch = config.training.global_batch_size
     replicas = data_parallel_ranks(config, suite.gpus)
     if not batch or replicas is None or batch % replicas == 0:
@@ -200,10 +227,7 @@ SET_BY_PART = {FAULTS: FAULT_SETTINGS, CONTROLS: ("precision.transformer_impl",)
 
 def flag_problems(suite: Suite) -> list[str]:
     """Flags of all runs that the suite sets itself, or with which it has no verdict."""
-    config, invocation = suite.invocation.config, suite.invocation
-    # A file may hold all settings, as that of a run does. Only what it changes counts.
-    changed = (name for name in invocation.from_file if value_of(config, name) != settings_by_name()[name].default)
-    given = invocation.given.union(changed)
+    config, given = suite.invocation.config, suite.given
     found = {name: f"set by the suite; remove it, and {text}" for name, text in SET_BY_SUITE.items() if name in given}
     for part in suite.parts:
         for name in given.intersection(SET_BY_PART.get(part, ())):
@@ -220,16 +244,15 @@ def flag_problems(suite: Suite) -> list[str]:
 
 def part_grids(suite: Suite, part: str) -> list[Grid]:
     """The grids of a part: one, or one for each recipe. Each has the axes `part`, `recipe` and `seed`."""
-    size, given, words = SIZES[suite.size], suite.given, suite.part_flags(part)
-    shared, _ = parse_part(suite, part)
+    size, given, shared = SIZES[suite.size], suite.given, suite.part_settings[part]
 
     def recipes(*names: str) -> tuple[Option, ...]:
-        built = (variants.build_variant(name, shared, suite.gpus) for name in names)
+        built = (variants.build_variant(name, shared.config, suite.gpus) for name in names)
         return tuple(Option(name=variant.name, flags=variant.flags) for variant in built)
 
     def grid(recipes: tuple[Option, ...], num_seeds: int, **axes: tuple[Option, ...]) -> Grid:
         seeds = tuple(Option(name=f"seed{seed}", flags=("--seed", str(seed))) for seed in range(1, num_seeds + 1))
-        return {"part": (Option(name=part, flags=words),), "recipe": recipes, **axes, "seed": seeds}
+        return {"part": (Option(name=part, flags=shared.flags),), "recipe": recipes, **axes, "seed": seeds}
 
     if part == PAIRS:
         return [grid(recipes(BASELINE, CONTROL, *suite.recipes), suite.num_seeds)]
@@ -242,7 +265,7 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
         grids = []
         for recipe in recipes(*suite.recipes):
             recipe = dataclasses.replace(recipe, flags=(*recipe.flags, *length))
-            config = config_flags.parse_with_problems((*words, *recipe.flags))[0].config
+            config = config_flags.parse_with_problems((*shared.flags, *recipe.flags))[0].config
             if problems := length_problems(config):
                 raise ConfigError(problems)
             grids.append(grid((recipe,), suite.num_fault_seeds, fault=fault_arms(config)))
@@ -287,7 +310,7 @@ def unique_runs(parts: Sequence[PartRun]) -> list[StudyRun]:
 
 def left_out(suite: Suite) -> list[str]:
     """What the part of planted faults leaves out because of its model, with the reasons."""
-    return left_out_faults(parse_part(suite, FAULTS)[0].model) if FAULTS in suite.parts else []
+    return left_out_faults(suite.part_settings[FAULTS].config.model) if FAULTS in suite.parts else []
 
 
 def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:

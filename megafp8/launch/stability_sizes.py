@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from megafp8.config import flags as config_flags
 from megafp8.config import topology
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings
@@ -90,23 +89,22 @@ def without_settings(flags: Sequence[str], names: Collection[str]) -> tuple[str,
     return tuple(kept)
 
 
-def share_batch(words: tuple[str, ...], given: Collection[str], world_size: int) -> tuple[str, ...]:
-    """Flags for a smaller micro-batch, if that of the size does not divide the sequences of a rank.
+def shared_micro_batch_size(config: RunConfig, given: Collection[str], world_size: int) -> Optional[int]:
+    """A smaller micro-batch size, if that of the size does not divide the sequences of a rank; else None.
 
     Args:
-        words: flags of all runs.
+        config: settings of all runs.
         given: names of the settings that the user gave. A given micro-batch size is kept.
         world_size: ranks of a run.
     """
-    config = config_flags.parse_with_problems(words)[0].config
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
     if "training.micro_batch_size" in given or not batch or not micro:
-        return ()
+        return None
     replicas = data_parallel_ranks(config, world_size)
     if replicas is None or batch % replicas:
-        return ()
+        return None
     shared = math.gcd(micro, batch // replicas)
-    return () if shared == micro else ("--micro-batch-size", str(shared))
+    return None if shared == micro else shared
 
 
 def data_parallel_ranks(config: RunConfig, world_size: int) -> Optional[int]:

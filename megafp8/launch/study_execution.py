@@ -23,7 +23,7 @@ from megafp8.config import iterations
 from megafp8.device.gpus import Gpu
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
 from megafp8.launch import slurm
-from megafp8.launch.job import Job, build_job
+from megafp8.launch.job import Job, build_job, check_job
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.launch.study import Study, StudyRun, labels_text
 from megafp8.planning.automatic import with_choices
@@ -55,6 +55,7 @@ def build_jobs(study: Study, runs: Sequence[StudyRun]) -> list[Job]:
             "runs": [list(run.flags[len(study.common.flags) :]) for run in runs if run.world_size == size],
         }  # fmt: skip
         job = build_job(fields, study.common.flags)
+        check_job(job)
         if not job.exclusive and not job.cpus_per_node:
             memory, exclusive = "sbatch: {mem: 64G}", "exclusive: true"
             if study.slurm_flag:

@@ -23,6 +23,7 @@ A flag always wins. The configuration that a run records has the values that wer
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple, Optional
@@ -66,6 +67,8 @@ BF16_MOMENTS: Values = {
 MAX_BETA2_IN_BF16 = 0.98
 """The second moment moves by 1 - beta2 of its distance to the squared gradient. BF16 rounds a change below 0.2% to 0.4%
 away: at 0.98 a distance below 10% to 20%, at 0.999 one below 200% to 400%."""
+REMOVAL = re.compile(r"[;:] remove [^;]*$")
+"""The fix of an error that two flags cause, such as `; remove one`. A user who gave only one of them needs none."""
 MIXTURE_ERROR = 0.08
 """Of the predicted memory of a mixture. Measured peaks were up to 6.6% above it, where fragments of tokens count."""
 
@@ -166,7 +169,7 @@ def _performance(
     added, choices = Values(), list[Choice]()
     for values, choice in (_output_layer(config), _bf16_moments(config, saved_config, given)):
         if problem := _new_problem(config, added | values, target, world_size):
-            choices.append(choice._replace(value="off", reason=problem))
+            choices.append(choice._replace(value="off", reason=REMOVAL.sub("", problem)))
         else:
             added, choices = added | values, [*choices, choice]
     if not added:

@@ -183,7 +183,9 @@ def test_a_hybrid_model_is_refused_without_advice_about_its_layers(capsys) -> No
     line = "--hybrid-layer-pattern M*M- --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     line += f"--position-embedding-type rope {TRAINING} {MADE_UP}"
     (problem,) = problems_of(capsys, line)
-    assert problem.startswith("--hybrid-layer-pattern: it is for another kind of model")
+    assert problem.startswith("--hybrid-layer-pattern: for another kind of model")
+    (problem,) = problems_of(capsys, f"--mamba-num-heads 8 {line}")
+    assert problem.startswith("--mamba-num-heads, --hybrid-layer-pattern: for another kind of model")
     (problem,) = problems_of(capsys, line.replace("--hybrid-layer-pattern M*M-", ""))
     assert problem.startswith("--num-layers: missing; give them")
 

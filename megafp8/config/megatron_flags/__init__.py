@@ -29,11 +29,18 @@ class Verdict:
 
     Attributes:
         accepted: whether `text` is a notice and not a problem.
-        text: the message, which begins with the flag.
+        flag: the flag, with its value where others are handled in another way.
+        reason: why it is accepted or refused.
     """
 
     accepted: bool
-    text: str
+    flag: str
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """The message, which begins with the flag."""
+        return f"{self.flag}{NO_EFFECT}{self.reason}" if self.accepted else refusal_text([self.flag], self.reason)
 
 
 def replace(options: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
@@ -79,23 +86,29 @@ def classify(flag: str, words: Sequence[str], given: Set[str] = frozenset()) -> 
     refusal = refusal_reason(flag)
     if refusal is None:
         harmless = next((why for names, why in ACCEPTED_PREFIXES if flag.startswith(tuple(names.split()))), None)
-        return None if harmless is None else Verdict(True, f"{flag}{NO_EFFECT}{harmless}")
+        return None if harmless is None else Verdict(True, flag, harmless)
     values, reason = ACCEPTED_VALUES.get(flag, ((), ""))
     if len(words) == 1 and words[0] in values:
-        return Verdict(True, f"{flag} {words[0]}{NO_EFFECT}{reason}")
+        return Verdict(True, f"{flag} {words[0]}", reason)
     if other := overriding_flag(flag, given):
-        return Verdict(True, f"{flag}{NO_EFFECT}it does not matter with {other}")
+        return Verdict(True, flag, f"it does not matter with {other}")
     if mains := missing_main_flags(flag, given):
-        return Verdict(True, f"{flag}{NO_EFFECT}it only matters with {mains}")
-    return Verdict(False, f"{flag}: {refusal}")
+        return Verdict(True, flag, f"it only matters with {mains}")
+    return Verdict(False, flag, refusal)
 
 
 def _accept(flag: str, words: Sequence[str], arity: Arity, reason: str) -> Verdict:
     fits = len(words) >= 1 if arity == MANY else len(words) == arity
     if not fits:
-        takes = {0: "no value", 1: "one value", MANY: "one or more values"}[arity]
-        return Verdict(False, f"{flag}: takes {takes}, got {' '.join(map(repr, words)) or 'none'}")
-    return Verdict(True, f"{flag}{NO_EFFECT}{reason}")
+        expected = {0: "no value", 1: "one value", MANY: "one or more values"}[arity]
+        return Verdict(False, flag, f"expected {expected}, got {' '.join(map(repr, words)) or 'none'}")
+    return Verdict(True, flag, reason)
+
+
+def refusal_text(flags: Sequence[str], reason: str) -> str:
+    """The message for flags that are refused for the same reason."""
+    names = list(dict.fromkeys(flags))
+    return f"{', '.join(names)}: {reason if len(names) == 1 else reason.replace('remove it', 'remove them')}"
 
 
 def refusal_reason(flag: str) -> Optional[str]:

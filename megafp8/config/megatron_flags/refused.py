@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-_NEWER_MOE = "it is a feature of newer versions of megatron-core, and is not supported; remove it"
+_NEWER_MOE = "not supported, as a feature of newer versions of megatron-core; remove it"
 _UPCYCLING = "weights are not copied into experts; train from scratch, or from a model with experts"
 _FSDP = (
     "Megatron-FSDP is not supported: on two H200s it needed 48 GiB where the distributed optimizer needs 35, and 1.03 "
     "of its time; use --use-distributed-optimizer, or --use-torch-fsdp2 for less memory"
 )
-_OTHER_MODEL = "it is for another kind of model; megafp8 trains GPT models on text"
-_LAUNCHER = "it is a flag of torchrun: put it before the training script, or start with megafp8 torchrun"
+_OTHER_MODEL = "for another kind of model; megafp8 trains GPT models on text"
+_LAUNCHER = "flags of torchrun come before the training script; or start with megafp8 torchrun"
+_OTHER_ATTENTION = (
+    "neither linear attention (gated delta net) nor sparse attention (DSA) is supported, and without it another model "
+    "would be trained"
+)
 _OLD = "no longer valid in Megatron-LM either; use "
 
 REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
@@ -41,16 +45,7 @@ REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     ),
     ("--fim-", "samples are read from the shards unchanged, without fill-in-the-middle; remove it"),
-    ("--linear- --gdp-", "linear attention is not supported, and without it another model would be trained"),
-    (
-        "--dsa- --no-dsa- --disable-dsa-",
-        "sparse attention is not supported, and without it another model would be trained",
-    ),
-    (
-        "--experimental-attention-variant",
-        "neither linear attention (gated delta net) nor sparse attention (DSA) is supported, and without it another "
-        "model would be trained",
-    ),
+    ("--experimental-attention-variant --linear- --gdp- --dsa- --no-dsa- --disable-dsa-", _OTHER_ATTENTION),
     ("--heterogeneous-", "all layers are equal; remove it"),
     ("--nproc --nnodes --node-rank --node_rank --master --rdzv", _LAUNCHER),
     (
@@ -72,7 +67,7 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     (
         "--export-kd-teacher-load --export-kd-cfg --export-quant-cfg --export-real-quant-cfg "
         "--export-num-medusa-heads --export-num-eagle-layers --export-model-type --export-force-local-attention",
-        "it is for post-training with NVIDIA's Model Optimizer; this pretrains",
+        "for post-training with NVIDIA's Model Optimizer; this pretrains",
     ),
     ("--moe-use-legacy-grouped-gemm", "it needs the grouped_gemm package, and its experts are in BF16; remove it"),
     ("--moe-extended-tp", _OLD + "--expert-tensor-parallel-size"),
@@ -145,7 +140,7 @@ REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "--adlr-autoresume --adlr-autoresume-interval --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters",
-        "it needs NVIDIA's own cluster software; use --save with --load, and --exit-duration-in-mins",
+        "for NVIDIA's own cluster software; use --save with --load, and --exit-duration-in-mins",
     ),
     (
         "--full-validation --multiple-validation-sets --validation-set-names",

@@ -139,11 +139,8 @@ def _mixture_notices(config: RunConfig, implementation: str) -> Iterator[str]:
         yield f"--moe-aux-loss-coeff {numbers} has no effect with --moe-router-load-balancing-type none"
     if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
         yield "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid"
-    if model.moe_router_padding_for_quantization and implementation != "transformer_engine":
-        yield (
-            f"{PADDING} has no effect with --transformer-impl {implementation}, whose experts pad their tokens with "
-            "zeros"
-        )
+    if model.moe_router_padding_for_quantization:
+        yield from _router_padding_notices(config, implementation)
     topk, groups = model.moe_router_topk, model.moe_router_group_topk
     if groups and topk % groups and topk > groups:
         count = topk // groups
@@ -163,6 +160,27 @@ def _mixture_notices(config: RunConfig, implementation: str) -> Iterator[str]:
             f"--moe-router-enable-expert-bias with --moe-expert-capacity-factor {model.moe_expert_capacity_factor:g}: "
             "megatron-core updates the bias from the tokens that the capacity leaves: an expert far above the capacity "
             "counts as one just at it"
+        )
+
+
+def _router_padding_notices(config: RunConfig, implementation: str) -> Iterator[str]:
+    one_launch = "--moe-expert-kernels triton"
+    if implementation != "transformer_engine":
+        yield (
+            f"{PADDING} has no effect with --transformer-impl {implementation}, whose experts pad their tokens with "
+            "zeros"
+        )
+    elif config.parallel.moe_expert_kernels != "triton":
+        return
+    elif config.parallel.expert_model_parallel_size == 1:
+        yield (
+            f"{PADDING} has no effect with {one_launch} on one expert-parallel rank: there is no dispatcher, and the "
+            "kernels leave rows between experts empty"
+        )
+    else:
+        yield (
+            f"{PADDING} only costs time with {one_launch}, whose kernels leave rows between experts empty: the "
+            "dispatcher sends more tokens, which count for the scales of the experts' input"
         )
 
 

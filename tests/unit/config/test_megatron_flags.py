@@ -87,17 +87,32 @@ def test_refused_flags_give_a_reason_and_name_flags_that_exist():
             assert named in OURS | not_ours, f"{named} in: {reason}"
 
 
-def test_attention_that_is_not_there_is_named_and_nobody_told_to_remove_it():
+def test_attention_that_is_not_there_is_named_once_and_nobody_told_to_remove_it():
     line = (
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-conv-kernel-dim 4 "
         "--gdp-num-householder 3 --dsa-indexer-topk 64 --no-dsa-indexer-rotate-activation"
     )
-    problems = parse_with_problems(line.split())[1]
-    assert len(problems) == 6
-    for problem in problems:
-        kind = "sparse attention" if "dsa-" in problem else "linear attention"
-        assert kind in problem and "another model would be trained" in problem
-        assert "remove" not in problem and "all earlier tokens" not in problem
+    (problem,) = parse_with_problems(line.split())[1]
+    flags, _, reason = problem.partition(": ")
+    assert flags.split(", ") == [word for word in line.split() if word.startswith("--")]
+    assert "sparse attention" in reason and "linear attention" in reason and "another model would be trained" in reason
+    assert "remove" not in problem and "all earlier tokens" not in problem
+
+
+def test_flags_that_are_refused_for_the_same_reason_are_one_problem_at_the_first():
+    line = "--hybrid-layer-pattern M*M- --fim-data --unknown --mamba-num-heads 8 --fim-rate 0.5 --fim-data"
+    other_model, fim, unknown = parse_with_problems(line.split())[1]
+    assert other_model == "--hybrid-layer-pattern, --mamba-num-heads: " + megatron_flags.refusal_reason("--mamba-")
+    assert fim.startswith("--fim-data, --fim-rate: samples are") and fim.endswith("; remove them")
+    assert unknown.startswith("unknown flag --unknown")
+    (alone,) = parse_with_problems(["--fim-data"])[1]
+    assert alone.startswith("--fim-data: samples are") and alone.endswith("; remove it")
+
+
+def test_reasons_that_flags_share_are_about_any_number_of_them():
+    for flags, reason in (*REFUSED_GROUPS, *REFUSED_PREFIXES):
+        is_shared = len(flags.split()) > 1 or (flags, reason) in REFUSED_PREFIXES
+        assert not (is_shared and reason.startswith("it ")), f"{flags}: {reason}"
 
 
 def test_accepted_values_belong_to_refused_flags():

@@ -189,9 +189,19 @@ PADDING = {"model.num_experts": 4, "model.moe_router_padding_for_quantization": 
         ),
         (PADDING, "emulated", "has no effect with --transformer-impl emulated"),
         (PADDING, "local", "has no effect with --transformer-impl local"),
+        (
+            PADDING | {"parallel.moe_expert_kernels": "triton"},
+            "transformer_engine",
+            "has no effect with --moe-expert-kernels triton on one expert-parallel rank: there is no dispatcher",
+        ),
+        (
+            PADDING | {"parallel.moe_expert_kernels": "triton", "parallel.expert_model_parallel_size": 2},
+            "transformer_engine",
+            "only costs time with --moe-expert-kernels triton",
+        ),
     ],
 )
 def test_settings_that_experts_do_not_read_are_noticed(changes: dict, implementation: str, text: str) -> None:
     assert any(text in notice for notice in rules.notices(with_values(RunConfig(), changes), implementation, 1))
-    on_te = with_values(RunConfig(), PADDING)
+    on_te = with_values(RunConfig(), PADDING | {"parallel.moe_expert_kernels": "te"})
     assert not any("--moe-router-padding" in notice for notice in rules.notices(on_te, "transformer_engine", 1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from megafp8.errors import ConfigError
-from megafp8.launch.job import Job, build_job, read_job, time_limit_s
+from megafp8.launch.job import Job, build_job, check_job, read_job, time_limit_s
 
 RUN = ("--save", "runs/a", "--load", "runs/a")
 FILE = """
@@ -33,6 +35,7 @@ def test_job_values_are_read_literally() -> None:
     assert job.setup == "module purge\nmodule load cuda\n"
     assert job.training == ("--model-preset", "tiny", "--save", "runs/a b", "--load", "runs/a b")
     assert (job.run_folder, job.log_folder) == ("runs/a b", "runs/a b/logs")
+    check_job(job)
 
 
 def test_command_line_options_override_the_file() -> None:
@@ -59,7 +62,9 @@ def test_time_limits_have_slurms_format(time: str, seconds: int) -> None:
 
 def test_a_sufficient_time_limit_is_accepted() -> None:
     for change in ({"time": "00:17:01"}, {"time": "00:07:01", "check_nodes": "false"}):
-        assert build_job({"name": "first", "training": list(RUN), **change}).time == change["time"]
+        job = build_job({"name": "first", "training": list(RUN), **change})
+        check_job(job)
+        assert job.time == change["time"]
 
 
 def test_runs_of_an_array_are_lines() -> None:
@@ -68,6 +73,7 @@ def test_runs_of_an_array_are_lines() -> None:
         ("--lr", "1", "--save", "a", "--load", "a"), ("--lr", "1", "--save", "b", "--load", "b"),
     ]  # fmt: skip
     assert build_job(plain | {"runs": plain["runs"].splitlines()}) == build_job(plain)
+    check_job(build_job(plain))
 
 
 @pytest.mark.parametrize(
@@ -103,13 +109,22 @@ def test_runs_of_an_array_are_lines() -> None:
 def test_job_errors_are_reported(change: dict, words: str) -> None:
     plain = {"name": "first", "training": list(RUN)} | change
     with pytest.raises(ConfigError) as refused:
-        build_job({name: value for name, value in plain.items() if value is not None})
+        check_job(build_job({name: value for name, value in plain.items() if value is not None}))
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("training", "is_refused"), [("--lr 1", False), ("--save a", True), ("--load a", False)])
+def test_a_run_that_may_be_lost_needs_no_folder(training: str, is_refused: bool) -> None:
+    job = build_job({"name": "first", "training": training})
+    with pytest.raises(ConfigError, match="must be the same folder") if is_refused else nullcontext():
+        check_job(job, needs_save=False)
+    with pytest.raises(ConfigError, match="must be the same folder"):
+        check_job(job)
 
 
 def test_all_job_errors_are_reported_together() -> None:
     with pytest.raises(ConfigError) as refused:
-        build_job({"name": "a b", "training": "--lr 1", "nodes": "0", "time": "x"})
+        check_job(build_job({"name": "a b", "training": "--lr 1", "nodes": "0", "time": "x"}))
     assert len(refused.value.problems) == 4
 
 

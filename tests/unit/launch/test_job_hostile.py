@@ -13,7 +13,7 @@ import yaml
 
 from megafp8.errors import ConfigError
 from megafp8.launch import slurm, torchrun
-from megafp8.launch.job import Job, build_job, read_job
+from megafp8.launch.job import Job, build_job, check_job, read_job
 from megafp8.launch.study import expand, read_study
 from megafp8.launch.study_execution import build_jobs
 from megafp8.utils.formatting import check_lines, control_problems
@@ -103,6 +103,7 @@ def test_no_field_of_a_job_becomes_code(place: str, tmp_path: Path, commands: di
         plain = {"name": "first", "training": [*RUN], "project": str(folder)} | JOB[place](payload)
         try:
             job = build_job(plain)
+            check_job(job)
         except ConfigError:
             continue
         assert payload in SHELL, f"{place}: {payload!r} was taken"
@@ -131,15 +132,17 @@ def test_no_value_adds_a_line_to_a_script(payload: str) -> None:
 
 def test_setup_may_have_lines_and_nothing_else() -> None:
     plain = {"name": "first", "training": [*RUN]}
-    assert build_job(plain | {"setup": "if true; then\n\tmodule load cuda\nfi\n"}).setup
+    job = build_job(plain | {"setup": "if true; then\n\tmodule load cuda\nfi\n"})
+    check_job(job)
+    assert job.setup
     for char in "\r\x00\x1b":
         with pytest.raises(ConfigError, match="setup: .*control characters"):
-            build_job(plain | {"setup": f"module load cuda{char}"})
+            check_job(build_job(plain | {"setup": f"module load cuda{char}"}))
 
 
 def test_trailing_newlines_of_a_yaml_block_are_reported() -> None:
     with pytest.raises(ConfigError, match=r"partition: 'gpu\\n': remove the control characters '\\n'"):
-        read_job("name: a\ntraining: --save a --load a\npartition: |\n  gpu\n", {})
+        check_job(read_job("name: a\ntraining: --save a --load a\npartition: |\n  gpu\n", {}))
 
 
 STUDY: dict[str, Place] = {

@@ -168,6 +168,20 @@ def test_the_kernels_of_experts_are_told_with_the_reason(flags: str, kernels: st
 
 
 @pytest.mark.parametrize(
+    ("flags", "notice"),
+    [
+        ("--fp8-format e4m3", "has no effect with --moe-expert-kernels triton on one expert-parallel rank"),
+        ("--fp8-format e4m3 --expert-model-parallel-size 2", "only costs time with --moe-expert-kernels triton"),
+        ("--fp8-format hybrid", None),
+    ],
+)
+def test_chosen_kernels_of_experts_make_the_padding_of_the_router_idle(flags: str, notice: Optional[str]) -> None:
+    text = f"{MIXTURE} --fp8-recipe tensorwise {flags} --moe-router-padding-for-quantization"
+    found = [each for each in checked(text, world_size=2).notices if "--moe-router-padding-for-quantization" in each]
+    assert len(found) == (notice is not None) and all(notice in each for each in found)
+
+
+@pytest.mark.parametrize(
     ("extra", "reason"),
     [
         (

@@ -82,6 +82,27 @@ def test_maximum_performance_names_what_it_leaves_out(
         assert is_left_out == (reason is not None) and (reason or "--performance max") in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("extra", "flag", "reason"),
+    [
+        (
+            f"{BETA2} --use-torch-fsdp2",
+            "--use-precision-aware-optimizer",
+            "the optimizer of FSDP2 keeps FP32 master weights and moments of its rows",
+        ),
+        (
+            f"{DELAYED} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+            "--precision",
+            "--tp-comm-overlap with a precision map: the user buffers support only one recipe",
+        ),
+    ],
+)
+def test_maximum_performance_asks_nobody_to_remove_what_it_left_out(extra: str, flag: str, reason: str) -> None:
+    choices = checked(f"{extra} --performance max", world_size=2).choices
+    (choice,) = (each for each in choices if each.flag == flag and each.value == "off")
+    assert choice.reason.endswith(reason)
+
+
 @pytest.mark.parametrize("entry", ["output_layer=bf16", "*=bf16", "output*:wgrad=bf16"])
 def test_maximum_performance_keeps_a_map(entry: str) -> None:
     config = checked(f"{DELAYED} --performance max --precision {entry}").invocation.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -93,6 +94,17 @@ def test_settings_of_the_suite_are_refused_in_a_file_too(tmp_path: Path) -> None
         runs_of(tmp_path, PAIRS, flags=(*DATA, "--config", str(path)))
     text = "\n".join(caught.value.problems)
     assert "--seed: set by the suite" in text and "--fp8-format: set by the suite" in text
+
+
+def test_a_file_with_all_settings_gives_those_of_the_suite_only_if_it_changes_them(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    model = flags.parse(["--model-preset", "tiny-gpt2"]).config.model
+    path.write_text(json.dumps({"model": vars(model), "training": {"seed": 1234, "fp8_guard": "off"}}))
+    suite = Suite(folder=tmp_path, size="tiny", parts=(PAIRS,), recipes=("tensorwise",), flags=("--config", str(path)))
+    assert suite.given == {f"model.{name}" for name in vars(model)}
+    assert "training.seed" in dataclasses.replace(suite, flags=(*suite.flags, "--seed", "1234")).given
+    found = runs_of(tmp_path, PAIRS, FAULTS, flags=(*DATA, "--config", str(path)))
+    assert all(run.config.model == model for run in found)
 
 
 def test_a_model_that_does_not_fit_the_suite_is_refused_at_once(tmp_path: Path) -> None:

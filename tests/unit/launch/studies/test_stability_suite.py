@@ -12,6 +12,7 @@ import pytest
 
 from megafp8.analysis import stability_faults, stability_runs
 from megafp8.cli.stability import main, run_suite
+from megafp8.config import flags
 from megafp8.config.planted_faults import GRADUAL_FAULTS
 from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch import process_pool, stability, study_execution
@@ -52,6 +53,21 @@ def test_parts_share_their_runs(tmp_path: Path) -> None:
     assert len(of_part[PAIRS]) == 3 * 3 and len(of_part[SWEEP]) == 2 * 2 * len(SIZES["tiny"].factors)
     assert len(of_part[PAIRS] & of_part[SWEEP]) == 2 * 2
     assert len({each.run.folder for each in parts}) == len(unique_runs(parts))
+
+
+def test_the_settings_of_a_part_are_those_of_its_flags_which_are_parsed_once(tmp_path: Path, monkeypatch) -> None:
+    parsed, parse = [], flags.parse_with_problems
+
+    def count(argv, *more):
+        parsed.append(tuple(argv))
+        return parse(argv, *more)
+
+    monkeypatch.setattr(flags, "parse_with_problems", count)
+    suite = suite_of(tmp_path, PAIRS, SWEEP, "controls", gpus=4)
+    build_study(suite)
+    assert len(parsed) == 1 + len(suite.parts)
+    for settings in suite.part_settings.values():
+        assert settings.config.training.micro_batch_size == 4 and settings.config == parse(settings.flags)[0].config
 
 
 def test_controls_and_good_forms_differ_in_one_thing(tmp_path: Path) -> None:
