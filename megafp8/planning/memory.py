@@ -165,7 +165,7 @@ def cuda_graph_memory_bytes(
     """
     if not derived.uses_cuda_graph(config):
         return 0
-    if config.logging.fp8_log_interval is not None:
+    if config.logging.fp8_log_interval is not None or config.training.fp8_guard != "off":
         return estimate.activations_bytes + estimate.logits_bytes + estimate.buffers_bytes
     if config.training.eval_iters:
         return layer_activations(config, implementation=implementation).total + estimate.logits_bytes

@@ -136,9 +136,9 @@ def assumptions_text(plan: Plan) -> str:
     ]
     if any(layout.cuda_graph_bytes for layout in plan.search.layouts):
         lines.append(
-            "a CUDA graph keeps the memory of its capture; in addition to it, a statistics step (--fp8-log-interval) "
-            "allocates activations and logits of a step, and a validation (--eval-iters) logits and one layer: "
-            "estimated, not measured"
+            "a CUDA graph keeps the memory of its capture; in addition to it, the first statistics step "
+            "(--fp8-log-interval) and steps of --fp8-guard allocate activations and logits of a step, and a validation "
+            "(--eval-iters) logits and one layer: estimated, not measured"
         )
     if filled:
         lines.append("assumed settings that were not given: " + ", ".join(filled))

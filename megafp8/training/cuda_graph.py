@@ -172,6 +172,12 @@ class StepGraph:
         return PassGraph(self.chunks, self.device, self.counters)
 
     @property
+    def pool(self) -> Any:
+        """The memory of the graphs of steps; None before the first capture."""
+        graphs = (each.graph for each in (self.step, *self.observed.values()))
+        return next((graph.pool() for graph in graphs if graph is not None), None)
+
+    @property
     def is_captured(self) -> bool:
         """Whether steps are replayed now."""
         return self.step.graph is not None
@@ -192,7 +198,7 @@ class StepGraph:
         if self.steps_left:
             self.steps_left -= 1
             return forward_backward(batches)
-        return self.step.run(forward_backward, batches, num_microbatches)
+        return self.step.run(forward_backward, batches, num_microbatches, self.pool)
 
     def run_observed(
         self,
@@ -203,15 +209,15 @@ class StepGraph:
     ) -> list[dict[str, Tensor]]:
         """The same for a step that is observed, with a graph for each combination of observations.
 
-        The first one is eager, and so are all before there is a graph of the other steps, which has the memory.
+        The first one is eager, and so is every one that is needed to warm up.
         """
         key = tuple(observations)
-        if self.step.graph is None or key not in self.observed:
+        if self.steps_left or key not in self.observed:
+            self.steps_left = max(0, self.steps_left - 1)
             self.observed.setdefault(key, self.new_graph())
             return forward_backward(batches)
         generators = [each.generator for each in observations if each.generator is not None]
-        pool = self.step.graph.pool()
-        return self.observed[key].run(forward_backward, batches, num_microbatches, pool, generators)
+        return self.observed[key].run(forward_backward, batches, num_microbatches, self.pool, generators)
 
     def evaluate(
         self, forward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int

@@ -56,7 +56,7 @@ class Run:
         parameter_traffic: counts the bytes of parameter gathers; None without them.
         gradient_traffic: the same of gradient reductions that are not in FP8.
         fp8_reduction: state of the gradient reduction in FP8; None without it.
-        graph: the CUDA graph of forward-backward; None where kernels are launched one by one.
+        graph: the CUDA graphs of forward-backward; None where kernels are launched one by one.
         timer: measures steps. Every step waits for the loss, so the device is at most one update behind the host.
         guard: watchdog and signal handling; a guard that was not started does nothing.
     """

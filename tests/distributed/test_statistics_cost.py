@@ -25,7 +25,7 @@ from benchmarks.operations import OperationCount, Operations
 from megafp8.metrics import collector as observation
 from megafp8.metrics.tensor_table import StatisticsTable
 from megafp8.quantization import quantize
-from megafp8.training.extensions.statistics import StatisticsCollector, StatisticsStep
+from megafp8.training.extensions.statistics import StatisticsCollector, StepStatistics
 from megafp8.training.extensions.statistics_hooks import HookedLinear, TrackedLinear
 
 FLAGS = "--bf16 --lr-warmup-iters 0 --num-layers 2 --hidden-size 128 --fp8-log-interval 2"
@@ -63,7 +63,7 @@ def cost_of_statistics_step(flags: str) -> tuple[Operations, int]:
     run = build_run(small_config("llama", f"{FLAGS} {flags}"))
     collector = StatisticsCollector(run)
     collector.linears = [HookedLinear(each.name, each.module, each.recipe) for each in collector.linears]
-    collector.statistics = StatisticsStep(collector)
+    collector.statistics = StepStatistics(collector)
     is_watching = False
 
     def on_gpu(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,9 +40,14 @@ def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
         platform.detect_platform(), ParallelConfig()
     )  # once: starting NCCL takes longer than a run
     environment = dict(os.environ)
+    run = build_run(config)
     try:
-        yield build_run(config)
+        yield run
     finally:
+        if run.graph is not None:
+            run.graph.reset()  # before its communicators end, and not during the capture of the next run
+        del run
+        gc.collect()
         # megatron-core sets the attention backends that Transformer Engine may use, and refuses another choice later.
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]

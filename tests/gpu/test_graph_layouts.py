@@ -47,7 +47,7 @@ LAYOUTS = {
     "interleaved delayed": (2, f"{INTERLEAVED} {DELAYED}"),
     "context bf16": (2, CP2),
     "context delayed": (2, f"{CP2} {DELAYED}"),
-    "data statistics delayed": (2, f"{DELAYED} {STATISTICS} --no-overlap-param-gather"),
+    "data statistics delayed": (2, f"{DELAYED} {STATISTICS}"),
     "tensor statistics tensorwise": (2, f"{TP2} {RECIPES['tensorwise']} {STATISTICS}"),
     "pipeline statistics delayed": (2, f"{PP2} {DELAYED} {STATISTICS}"),
     "data codes": (2, CODES),
@@ -61,7 +61,9 @@ LAYOUTS = {
     "context 2 data 2 delayed": (4, f"{CP2} {DELAYED}"),
 }
 Step = tuple[float, Optional[int], Optional[int], Optional[QuantizationRecord]]
-"""Loss, the bytes of weights and gradients that rank 0 received, and the statistics of a statistics step."""
+"""Loss, the bytes of weights and gradients that rank 0 received, and the statistics of a statistics step.
+
+In runs with statistics no bytes."""
 FITTING = {name: layout for name, layout in LAYOUTS.items() if layout[0] <= NUM_GPUS}
 
 
@@ -100,10 +102,13 @@ def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         if set(end.statuses) == {0}:
             run = load_run(run_folder(folder, name))
             statistics = {record.step: record for record in run.quantization_records}
+            # After a statistics step, which gathers all weights, a step that may be captured gathers them again.
+            has_bytes = not statistics
             found[name] = [
-                (step.loss, step.param_gather_bytes, step.grad_reduce_bytes, statistics.get(step.step))
+                (step.loss, has_bytes and step.param_gather_bytes, has_bytes and step.grad_reduce_bytes,
+                 statistics.get(step.step))
                 for step in run.steps
-            ]
+            ]  # fmt: skip
         else:
             print(end.output[-6000:])
             for stacks in sorted((run_folder(folder, name) / STACKS_FOLDER).glob("*")):

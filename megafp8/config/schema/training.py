@@ -203,8 +203,8 @@ class TrainingConfig:
     cuda_graph_warmup_steps: int = setting(3, "steps before the CUDA graph is captured")
     cuda_graph_evaluation: Optional[bool] = setting(
         None,
-        "run the forward passes of evaluations as a CUDA graph too; default on one GPU whose steps are one, for models "
-        "without experts",
+        "run the forward passes of evaluations as a CUDA graph too; default on one GPU whose steps are a graph, for "
+        "models without experts",
         flags=("--cuda-graph-evaluation",),
         off=("--no-cuda-graph-evaluation",),
     )

@@ -1,8 +1,7 @@
 """Early warning by statistics of the layers (`--fp8-guard`), and what a run changes in a layer.
 
 Every `--fp8-guard-interval` steps hooks take the statistics of `metrics/layer_statistics.py` from the first microbatch
-of each rank, where steps are CUDA graphs in one of their own. One MAX all-reduce over all ranks follows, so that they
-take the same decision. Other steps have no hooks.
+of each rank. One MAX all-reduce over all ranks follows, so that they take the same decision. Other steps have no hooks.
 A decision depends on the statistics of the step, and on the last values of those whose growth is limited. These are in
 the checkpoint, as are the linears that were changed and the warnings that were given (`SkipHistory`), so that a resumed
 run decides as the uninterrupted one.
@@ -64,19 +63,20 @@ class LayerGuard(Extension):
 
     def __init__(self) -> None:
         self.statistics: Optional[LayerStatistics] = None
-        self.is_observing = False
+        self.is_collecting = False
 
     def before_step(self, state: LoopState) -> None:
         training, changed = state.run.config.training, state.progress.history.moved_linears
-        self.is_observing = training.fp8_guard != "off" and is_multiple(state.step + 1, training.fp8_guard_interval)
-        if not self.is_observing:
+        self.is_collecting = training.fp8_guard != "off" and is_multiple(state.step + 1, training.fp8_guard_interval)
+        if not self.is_collecting:
             return
         if self.statistics is None or self.statistics.changed != changed:
             self.statistics = LayerStatistics(state.run, changed)
         state.observations.append(self.statistics.start())
+        state.needs_eager_step = True  # its graph, which `tests/gpu/test_step_graph.py` captures, was not run on a GPU
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
-        if self.statistics is None or not self.is_observing:
+        if self.statistics is None or not self.is_collecting:
             return
         values = self.statistics.take() | layer_snr(state.run, state.step)
         if result.bad_step is not None:  # a step that is skipped moves nothing

@@ -62,7 +62,6 @@ class QuantizationStatistics(Extension):
     def before_step(self, state: LoopState) -> None:
         if self.collector is not None and self.collector.is_due(state.step + 1):
             state.observations.append(self.collector.start(state.progress.consumed_samples))
-            state.needs_eager_step |= not self.collector.can_be_captured
 
     def before_update(self, state: LoopState, totals: StepTotals) -> None:
         if self.collector is not None:
@@ -117,13 +116,8 @@ class StatisticsCollector:
         self.linears = find_linears(unwrap_model(run.trainee.chunks), self.plan.recipes)
         warmup_steps = run.batch_schedule.steps_until(lr_schedule.lr_warmup_samples(config, world_size))
         self.health = HealthMonitor(config, world_size, warmup_steps, machine_problems)
-        self.statistics = StatisticsStep(self)
+        self.statistics = StepStatistics(self)
         self.is_collecting = False
-
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether a CUDA graph can have the observers; not if they round stochastically as the run does."""
-        return not any(tensor.rule.is_stochastic for tensor in self.plan.tensors() if not tensor.is_what_if)
 
     def is_due(self, step: int) -> bool:
         """Whether a step is a statistics step: on the interval, and quantized under `--fp8-schedule`."""
@@ -159,7 +153,7 @@ class StatisticsCollector:
         return [record, *self.health.update(record)]
 
 
-class StatisticsStep:
+class StepStatistics:
     """The statistics of one step after the other, in the same tensors of the device."""
 
     def __init__(self, collector: StatisticsCollector):

@@ -162,7 +162,7 @@ class TrialRun:
         if has_statistics and self.collector is not None:
             observation = self.collector.start_if_due(self.collector.interval)
             observations = [] if observation is None else [observation]
-            train_step(run, batches, Progress(number - 1), self.collector.before_update, True, observations)
+            train_step(run, batches, Progress(number - 1), self.collector.before_update, observations=observations)
             self.collector.take_records(self.collector.interval)
         else:
             train_step(run, batches, Progress(number - 1))

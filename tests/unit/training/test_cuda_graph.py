@@ -304,7 +304,7 @@ def test_generators_of_dropout_are_saved_and_restored_in_place(monkeypatch: pyte
 def test_an_observed_step_has_a_graph_in_the_memory_of_the_others(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hooks are attached while kernels are launched or captured: in step 1, before the graph, and in 4, not in 6."""
+    """Hooks are attached while kernels are launched or captured: in step 1, which warms up, and in 4, not in 6."""
     trainer, attached = Trainer(device, graph_of()), list[int]()
     run = SimpleNamespace(graph=trainer.graph, trainee=SimpleNamespace(chunks=[]))
     monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
@@ -318,8 +318,23 @@ def test_an_observed_step_has_a_graph_in_the_memory_of_the_others(
         losses += [report["loss"].item() for report in reports]
     assert losses == [9.0 * number + 3 for number in range(8)]
     step, observed = device.graphs
-    assert attached == [1, 4] and (step.num_replays, observed.num_replays) == (3, 2)
+    assert attached == [1, 4] and (step.num_replays, observed.num_replays) == (4, 2)
     assert device.pools == [None, step] and (step.random_states, observed.random_states) == ([], [generator])
+    run.graph.reset()
+    assert not run.graph.observed
+
+
+def test_a_run_whose_steps_are_all_observed_has_graphs_of_its_combinations(device: Device) -> None:
+    trainer = Trainer(device, graph_of())
+    one, other = (Observation(nullcontext), Observation(lambda: nullcontext()))
+    losses = []
+    for observations in ([one], [one, other], [one], [one, other], [one], [one]):
+        (report,) = trainer.graph.run_observed(trainer.passes, trainer.batches, MICROBATCHES, observations)
+        losses.append(report["loss"].item())
+    losses += [trainer.step(), trainer.step()]
+    assert losses == [9.0 * number + 3 for number in range(8)]
+    first, second, step = device.graphs
+    assert [graph.num_replays for graph in device.graphs] == [3, 1, 2] and device.pools == [None, first, first]
 
 
 def test_a_step_may_run_without_its_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
