@@ -325,12 +325,8 @@ def _evaluation_graph(config: RunConfig, target: Target, world_size: int) -> tup
     if config.training.cuda_graph_evaluation is not None:
         return {}, []
     name = "training.cuda_graph_evaluation"
-    has_evaluations = config.training.eval_iters > 0
-    if (
-        not (has_evaluations and derived.uses_cuda_graph(config))
-        or world_size > 1
-        or next(evaluation_graph_obstacles(config), None)
-    ):
+    has_both = config.training.eval_iters > 0 and derived.uses_cuda_graph(config)
+    if not has_both or world_size > 1 or next(evaluation_graph_obstacles(config), None):
         return {name: False}, []
     return {name: True}, [Choice("--cuda-graph-evaluation", "on", "the steps are a CUDA graph on one GPU")]
 

@@ -63,6 +63,7 @@ collector = guard.LayerStatistics(run)
 mlp.forward = lambda hidden: hidden
 hidden = torch.randn(4, 2, HIDDEN)
 hidden[..., 3] *= 100
+assert collector.start() == collector.start(), "the key of its CUDA graph"
 with collector.start().attached():
     mlp(hidden)
     mlp(torch.zeros_like(hidden))  # only the first microbatch counts
