@@ -2,7 +2,10 @@
 # Set up and run the tests:  bash tests/run.sh [PYTEST ARGUMENTS]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MEGAFP8_EXTRAS=dev . tools/setup_venv.sh
+# Bytecode is written when a module is first imported, also where the environment forbids it: hundreds of processes read
+# it. pip would compile all modules of all packages, which takes a minute, and most are never imported.
+unset PYTHONDONTWRITEBYTECODE
+PIP_COMPILE=0 MEGAFP8_EXTRAS=dev . tools/setup_venv.sh
 # Transformer Engine's references in Python, out of its wheel, which is not installed (tests/conformance/te_references.py)
 if [ -d .venv ] && ! compgen -G ".venv/oracles/transformer_engine-*.whl" >/dev/null; then
   "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest .venv/oracles \
