@@ -23,7 +23,8 @@ export GLIBC_TUNABLES=glibc.malloc.hugetlb=1${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}
 # concurrently with the others, which wait for processes and read clocks.
 computing=(tests/unit tests/conformance tests/parity tests/policy)
 # Those of tests/distributed that only compare numbers follow the other version's, which take less time.
-comparing=(tests/distributed/test_fp8_*.py tests/distributed/test_mixture_*.py)
+comparing=(tests/distributed/test_{checkpoint,expert,fp8,fsdp,mixture,muon,planted}*.py
+  tests/distributed/test_{optimizer_shards,precision_map_runs,quantizer_state,saved_activation_runs}.py)
 low_priority=(nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider)
 
 other_version_and_comparing() {
