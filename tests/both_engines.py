@@ -21,7 +21,7 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from megafp8.checkpoint.standalone import fingerprint
+from megafp8.checkpoint.fingerprint import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = {"installed": str(ROOT), "tested": os.environ.get("PYTHONPATH", "")}

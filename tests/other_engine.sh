@@ -83,7 +83,7 @@ tests=(
   tests/unit/mcore tests/unit/models tests/unit/data/test_gpt_dataset.py tests/unit/config/test_batch_schedule.py
   tests/unit/optimizer/test_schedules.py tests/unit/optimizer/test_gradient_checks.py
   tests/unit/checkpoint/test_serialization.py tests/unit/checkpoint/test_serialization_enums.py
-  tests/unit/checkpoint/test_standalone_fingerprint.py tests/unit/checkpoint/test_standalone_tensors.py
+  tests/unit/checkpoint/test_fingerprint.py tests/unit/checkpoint/test_standalone_tensors.py
   tests/unit/checkpoint/test_compatibility_strictness.py
   tests/unit/checkpoint/convert/test_against_transformers.py tests/unit/checkpoint/convert/test_megatron_folder.py
   tests/parity/test_layouts.py "--deselect=tests/parity/test_layouts.py::test_layout_follows_one_rank[gpt2"

@@ -2,7 +2,10 @@
 # Set up and run the tests:  bash tests/run.sh [PYTEST ARGUMENTS]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MEGAFP8_EXTRAS=dev . tools/setup_venv.sh
+# Bytecode is written when a module is first imported, also where the environment forbids it: hundreds of processes read
+# it. pip would compile all modules of all packages, which takes a minute, and most are never imported.
+unset PYTHONDONTWRITEBYTECODE
+PIP_COMPILE=0 MEGAFP8_EXTRAS=dev . tools/setup_venv.sh
 # Transformer Engine's references in Python, out of its wheel, which is not installed (tests/conformance/te_references.py)
 if [ -d .venv ] && ! compgen -G ".venv/oracles/transformer_engine-*.whl" >/dev/null; then
   "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest .venv/oracles \
@@ -20,7 +23,8 @@ export GLIBC_TUNABLES=glibc.malloc.hugetlb=1${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}
 # concurrently with the others, which wait for processes and read clocks.
 computing=(tests/unit tests/conformance tests/parity tests/policy)
 # Those of tests/distributed that only compare numbers follow the other version's, which take less time.
-comparing=(tests/distributed/test_fp8_*.py tests/distributed/test_mixture_*.py)
+comparing=(tests/distributed/test_{checkpoint,expert,fp8,fsdp,mixture,muon,planted}*.py
+  tests/distributed/test_{optimizer_shards,precision_map_runs,quantizer_state,saved_activation_runs}.py)
 low_priority=(nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider)
 
 other_version_and_comparing() {

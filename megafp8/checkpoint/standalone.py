@@ -1,19 +1,13 @@
-"""Checkpoint access without a model or process groups: write weights, read single tensors, fingerprint.
+"""Checkpoint access without a model or process groups: write weights, and read single tensors.
 
 Tensors are written and read one at a time, so memory holds only the current ones. megatron-core stacks equal tensors
 of all layers in one tensor with the layer as dim 0, except for mixtures of experts. Here each layer's tensor has its
 own name, such as `decoder.layers.0.mlp.linear_fc1.weight`.
-
-A fingerprint identifies the content of a checkpoint. Files of equal checkpoints differ in times, paths and sharding, so
-each tensor is read completely and hashed by name, dtype, shape and bits. Hashes of weights, optimizer and scales do not
-depend on the parallel layout; RNG states belong to ranks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import re
 import warnings
 from collections import Counter
@@ -42,9 +36,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megafp8.checkpoint import directory
-from megafp8.checkpoint.compatibility import is_extra_state
 from megafp8.checkpoint.manifest import FileEntry, build_manifest, check_complete
-from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, check_readable, load_common_state, load_errors
+from megafp8.checkpoint.metadata import check_readable, load_errors
 from megafp8.checkpoint.save import BACKEND
 from megafp8.checkpoint.serialization import COMMON_FILE, SafeLoadPlanner, SafeReader
 from megafp8.checkpoint.state_dict import content_metadata
@@ -59,9 +52,6 @@ IMPORT_STEP = 0
 SINGLE_RANK_LAYOUT = (1, 1, 1)
 STACKED_LAYERS_PATTERN = re.compile(r"(^|\.)layers\.(?!\d)")
 MAX_LISTED_NAMES = 12
-# Plain values that depend on how the run was started or sharded.
-NON_STATE_KEYS = ("config", "layout", "content_metadata")
-RNG_STATE_PREFIX = "random_state"
 
 
 @dataclass(frozen=True)
@@ -346,54 +336,3 @@ def load_matching(path: Path, pattern: str) -> Iterator[tuple[str, Tensor]]:
         raise CheckpointError(f"{path}: no tensor name matches {pattern!r}; the names are {have}")
     for name in wanted:
         yield name, tensors.load(name)
-
-
-def fingerprint(path: Path) -> dict[str, str]:
-    """Return the SHA-256 of each part of a checkpoint and of all of them.
-
-    The parts are weights, optimizer, scales (quantizer state), random (RNG states) and progress (step, samples,
-    schedule). A part that is absent has the hash of no bytes.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    digests = {name: hashlib.sha256() for name in ("weights", "optimizer", "scales", "random", "progress")}
-    for name, content in canonical_tensors(path):
-        digests[fingerprint_part(name)].update(name.encode() + b"\0" + content)
-    plain = {name: value for name, value in load_common_state(path).items() if name not in NON_STATE_KEYS}
-    digests["optimizer"].update(canonical_text(plain.pop("optimizer", None)).encode())
-    digests["progress"].update(canonical_text(plain).encode())
-    parts = {name: digest.hexdigest() for name, digest in digests.items()}
-    return parts | {"all": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
-
-
-def fingerprint_part(name: str) -> str:
-    """Return the part that a key belongs to."""
-    if name.startswith(OPTIMIZER_PREFIX):
-        return "optimizer"
-    if name.startswith(RNG_STATE_PREFIX):
-        return "random"
-    return "scales" if is_extra_state(name) else "weights"
-
-
-def canonical_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield name and canonical bytes of every tensor and object, with one tensor in memory at a time."""
-    with load_errors(path), no_process_group():
-        reader = SafeReader(path)
-        for name, kind in sorted(reader.read_metadata().state_dict_metadata.items()):
-            is_tensor = isinstance(kind, TensorStorageMetadata)
-            wanted: dict[str, Any] = {name: torch.empty(kind.size, dtype=kind.properties.dtype) if is_tensor else None}
-            checkpoint.load(wanted, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
-            yield name, canonical_text(wanted[name]).encode()
-
-
-def canonical_text(value: Any) -> str:
-    """Return a value as text that is equal for equal bits."""
-    if isinstance(value, torch.Tensor):
-        bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(bits).hexdigest()}"
-    if isinstance(value, dict):
-        return json.dumps({str(key): canonical_text(each) for key, each in value.items()}, sort_keys=True)
-    if isinstance(value, (list, tuple)):
-        return json.dumps([canonical_text(each) for each in value])
-    return repr(value)

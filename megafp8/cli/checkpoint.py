@@ -211,7 +211,7 @@ def prune(options: argparse.Namespace) -> int:
 
 def hash_(options: argparse.Namespace) -> int:
     install_patches()
-    from megafp8.checkpoint.standalone import fingerprint
+    from megafp8.checkpoint.fingerprint import fingerprint
 
     path = checkpoints_of(options.folder, options.ckpt_step)[-1]
     parts = fingerprint(path)

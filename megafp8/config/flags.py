@@ -7,6 +7,7 @@ its values), and each is given to argparse separately. The values then override 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import itertools
 import math
@@ -257,13 +258,15 @@ def _read_option(
     parser: argparse.ArgumentParser, option: list[str], values: dict[str, Any], problems: list[str]
 ) -> None:
     flag, words = option[0], option[1:]
-    if parser._option_string_actions[flag].nargs == "+":
+    action = parser._option_string_actions[flag]
+    if action.nargs == "+":
         words = _without_brackets(words)
         option = [flag, *words]
     # argparse would take a value such as -1e-3 for an option, so it is joined to its flag.
     joined = [f"{flag}={words[0]}"] if len(words) == 1 and words[0].startswith("-") else option
+    is_setting = "." in action.dest  # others may print the help of the parser
     try:
-        namespace, left_over = parser.parse_known_args(joined)
+        namespace, left_over = (_parser_of(action) if is_setting else parser).parse_known_args(joined)
     except ConfigError as error:
         problems.append(_reword(flag, error.problems[0]))
         return
@@ -274,6 +277,14 @@ def _read_option(
             earlier = values.get(name, ()) if name in sources.ACCUMULATED else ()
             value = (*earlier, *value)
         values[name] = value
+
+
+@functools.cache
+def _parser_of(action: argparse.Action) -> argparse.ArgumentParser:
+    """A parser of one flag. argparse goes through all flags of a parser whenever it parses one."""
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser._add_action(copy.copy(action))
+    return parser
 
 
 def _classify(

@@ -71,8 +71,7 @@ def merge(
 
 def flags_set(config: RunConfig) -> set[str]:
     """The flags of all settings that are not the default, wherever their values come from."""
-    default = RunConfig()
-    changed = (each for each in all_settings() if value_of(config, each.name) != value_of(default, each.name))
+    changed = (each for each in all_settings() if value_of(config, each.name) != each.default)
     return {flag for each in changed for flag in (each.flags if value_of(config, each.name) else each.off)}
 
 

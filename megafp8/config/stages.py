@@ -104,7 +104,7 @@ def num_layers_on(config: RunConfig, stage: int) -> int:
 
 def is_even(config: RunConfig) -> bool:
     """Whether all stages have as many layers."""
-    return len({num_layers_on(config, stage) for stage in range(config.parallel.pipeline_model_parallel_size)}) == 1
+    return len({sum(map(len, chunks)) for chunks in stage_layers(config)}) == 1
 
 
 def kinds_of_stages(config: RunConfig) -> dict[int, int]:

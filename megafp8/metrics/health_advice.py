@@ -93,7 +93,10 @@ class Case:
             values[MAP_ENTRIES] = (*self.config.precision.precision_map, *values[MAP_ENTRIES])
         free = with_values(self.config, CHOSEN_AGAIN)
         changed = with_values(free, values)
-        return changed != free and not problems and set(self._problems(changed)) <= set(self._problems(free))
+        if changed == free or problems:
+            return False
+        faults = self._problems(changed)
+        return not faults or set(faults) <= set(self._problems(free))
 
     def _problems(self, config: RunConfig) -> list[str]:
         return rules.setting_problems(config, self.world_size) + self.machine_problems(config)

@@ -109,14 +109,15 @@ def estimate_memory(
     logits_bytes = _logit_bytes(config, padded_vocab) if _is_last(config, stage) else 0
     activations_bytes = _activation_bytes(config, world_size, stage, implementation)
     gradient_bytes = backward_bytes(config, _tokens(config), BYTES[derived.params_dtype(config.precision)])
-    copies_bytes = optimizer_memory.update_bytes(config) * _updated_parameters(config, world_size, padded_vocab, stage)
+    updated = _updated_parameters(config, world_size, parameters, expert_parameters_on_stage(config, stage))
+    copies_bytes = optimizer_memory.update_bytes(config) * updated
     estimate = MemoryEstimate(
         stage=stage,
         parameters=parameters,
         weights_bytes=weights_bytes,
         fp8_copies_bytes=fp8_copies_bytes,
         gradients_bytes=parameters * _gradient_itemsize(config.precision),
-        optimizer_bytes=_optimizer_bytes(config, world_size, padded_vocab, stage),
+        optimizer_bytes=_optimizer_bytes(config, world_size, padded_vocab, stage, updated),
         activations_bytes=activations_bytes,
         logits_bytes=logits_bytes,
         buffers_bytes=max(0, gradient_bytes - logits_bytes, copies_bytes - activations_bytes - logits_bytes),
@@ -234,8 +235,12 @@ def _code_bytes(precision: PrecisionConfig) -> float:
     return max((recipe.code_bytes for recipe in derived.used_recipes(precision)), default=0)
 
 
-def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stage: int) -> int:
-    """Bytes of master weights, moments, and FP32 gradients converted from low-precision ones."""
+def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stage: int, updated: int) -> int:
+    """Bytes of master weights, moments, and FP32 gradients converted from low-precision ones.
+
+    Args:
+        updated: parameters whose state the rank has; not for Muon, which splits them in another way.
+    """
     master, moments, gradients = optimizer_memory.state_bytes(config)
     if is_muon(config):
         quantizable, other = parameters_on_stage(config, padded_vocab, stage)
@@ -247,15 +252,11 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
             config, world_size, matrices=quantizable, others=other, experts=expert_parameters_on_stage(config, stage),
             largest=largest, itemsize=master + gradients,
         )  # fmt: skip
-    return _updated_parameters(config, world_size, padded_vocab, stage) * (master + moments + gradients)
+    return updated * (master + moments + gradients)
 
 
-def _updated_parameters(config: RunConfig, world_size: int, padded_vocab: int, stage: int) -> int:
-    """Parameters whose state the rank has."""
-    parameters, experts = (
-        sum(parameters_on_stage(config, padded_vocab, stage)),
-        expert_parameters_on_stage(config, stage),
-    )
+def _updated_parameters(config: RunConfig, world_size: int, parameters: int, experts: int) -> int:
+    """Parameters whose state the rank has, of those on its stage, some of which are experts'."""
     shards = expert_shards = 1
     if config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2:
         shards = fsdp_memory.num_shards(config, world_size)

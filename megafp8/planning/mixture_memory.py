@@ -8,6 +8,8 @@ from megafp8.config.schema import RunConfig
 
 def expert_layers_on_stage(config: RunConfig, stage: int) -> int:
     """Layers with experts on a pipeline stage, with those of multi-token prediction."""
+    if not mixture.is_mixture(config.model):
+        return 0
     has_experts = mixture.expert_layers(config.model)
     depths = multi_token.depths_on(config, stage) if multi_token.has_experts(config.model) else 0
     return sum(has_experts[layer] for layer in stages.layers_on(config, stage)) + depths

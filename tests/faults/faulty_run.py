@@ -10,7 +10,7 @@ from forked_runs import Ended, ForkedRun, run_forked, started
 
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import checkpoint_path, complete_steps
-from megafp8.checkpoint.standalone import fingerprint
+from megafp8.checkpoint.fingerprint import fingerprint
 
 STEPS, SAVE_INTERVAL, EVAL_INTERVAL = 16, 2, 3
 COMMON = (

@@ -10,7 +10,7 @@ from forked_runs import Ended, run_forked
 
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import checkpoint_path
-from megafp8.checkpoint.standalone import fingerprint
+from megafp8.checkpoint.fingerprint import fingerprint
 
 STEPS, SAVED = 3, 2
 COMMON = (

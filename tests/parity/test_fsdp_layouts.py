@@ -14,7 +14,7 @@ from test_layouts import CONTEXT, SEQUENCE, TENSOR
 from tolerances import FP8_LAYOUT_LOSS, LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import checkpoint_path
-from megafp8.checkpoint.standalone import fingerprint
+from megafp8.checkpoint.fingerprint import fingerprint
 from megafp8.config.schema import RunConfig
 from megafp8.training.extensions.step_records import params_norm
 

@@ -15,7 +15,7 @@ from small_run import small_config
 from tolerances import LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import checkpoint_path
-from megafp8.checkpoint.standalone import fingerprint
+from megafp8.checkpoint.fingerprint import fingerprint
 from megafp8.config.schema import RunConfig
 
 SMALL = test_resharding.SMALL.replace(" --use-distributed-optimizer", " --no-gradient-accumulation-fusion")

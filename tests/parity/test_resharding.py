@@ -18,10 +18,10 @@ from small_run import build_run, small_config, train
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.fingerprint import fingerprint
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.standalone import fingerprint
 from megafp8.config.schema import RunConfig
 
 STEPS = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,12 +181,12 @@ RANGES: Mapping[str, _Range] = MappingProxyType(
     {name: allowed for allowed, names in _SETTINGS_BY_RANGE.items() for name in names.split()}
 )
 """The range of each numeric setting, by its name."""
+_values_with_a_range = operator.attrgetter(*RANGES)
 
 
 def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every number is in its range."""
-    for name, allowed in RANGES.items():
-        value = value_of(config, name)
+    for (name, allowed), value in zip(RANGES.items(), _values_with_a_range(config), strict=True):
         if value is None or allowed.holds(value):
             continue
         setting = settings_by_name()[name]

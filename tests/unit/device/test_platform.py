@@ -1,6 +1,7 @@
 """How a process prepares its device."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -13,17 +14,20 @@ from megafp8.device import platform
 PROBE = """
 import os, torch
 from megafp8.device.platform import enable_determinism
-enable_determinism()
-print(torch.are_deterministic_algorithms_enabled())
-print(os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"], os.environ["NCCL_ALGO"])
+for given in ({}, {"NCCL_ALGO": "Tree"}):
+    for name in [name for name in os.environ if name.startswith(("NCCL", "NVTE", "CUBLAS"))]:
+        del os.environ[name]
+    torch.use_deterministic_algorithms(False)
+    os.environ |= given
+    enable_determinism()
+    print(torch.are_deterministic_algorithms_enabled())
+    print(os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"], os.environ["NCCL_ALGO"])
 """
 
 
-@pytest.mark.parametrize(("given", "kept"), [({}, "Ring"), ({"NCCL_ALGO": "Tree"}, "Tree")])
-def test_deterministic_mode_sets_missing_variables(given: dict, kept: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL", "NVTE", "CUBLAS"))} | given
-    said = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["True", "0", kept]
+def test_deterministic_mode_sets_missing_variables() -> None:
+    said = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["True", "0", "Ring", "True", "0", "Tree"]
 
 
 @pytest.mark.parametrize(
@@ -86,19 +90,27 @@ def test_threads_are_those_of_the_environment(variable: str) -> None:
     assert said.stdout.split() == ["1"]
 
 
-@pytest.mark.parametrize(
-    ("rank", "flags", "is_silent"),
-    [("0", {}, False), ("1", {}, True), ("1", {"verbose": True}, False), ("1", {"logging_level": 20}, False)],
-)
-def test_warnings_come_from_one_rank(rank: str, flags: dict, is_silent: bool) -> None:
-    """In a process of its own, since it changes the filters of the process."""
-    probe = (
-        "import logging, warnings; from megafp8.config.schema import LoggingConfig; "
-        f"from megafp8.device.platform import silence_other_ranks; silence_other_ranks(LoggingConfig(**{flags!r})); "
-        "warnings.warn('python'); logging.warning('logged'); logging.error('an error')"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", probe], env=os.environ | {"RANK": rank}, capture_output=True, text=True, check=True
-    )
-    found = ["python" in ended.stderr, "logged" in ended.stderr, "an error" in ended.stderr]
-    assert found == [not is_silent, not is_silent, True]
+SILENCE_PROBE = """
+import json, logging, os, sys, warnings
+from megafp8.config.schema import LoggingConfig
+from megafp8.device.platform import silence_other_ranks
+for rank, flags in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ["RANK"] = rank
+        silence_other_ranks(LoggingConfig(**flags))
+        warnings.warn("python"), logging.warning("logged"), logging.error("an error")
+        sys.exit()
+    assert os.wait()[1] == 0
+    print("next", file=sys.stderr)
+"""
+
+
+def test_warnings_come_from_one_rank() -> None:
+    """Each case in a process of its own, since it changes the filters of the process."""
+    cases = [("0", {}), ("1", {}), ("1", {"verbose": True}), ("1", {"logging_level": 20})]
+    command = [sys.executable, "-c", SILENCE_PROBE, json.dumps(cases)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    for case, text in zip(cases, ended.stderr.split("next\n")[:-1], strict=True):
+        is_silent = case == ("1", {})
+        found = ["python" in text, "logged" in text, "an error" in text]
+        assert found == [not is_silent, not is_silent, True], (case, text)

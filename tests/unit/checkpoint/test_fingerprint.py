@@ -12,9 +12,9 @@ from ranks import run_ranks
 from saved_run import STEP, build_initial, configure
 
 from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.fingerprint import fingerprint
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.standalone import fingerprint
 from megafp8.config.schema import RunConfig
 
 FLAGS = (
@@ -55,6 +55,14 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
 def test_the_same_state_has_the_same_hash(first: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     """In another folder, saved at another time, with a setting that changes no state."""
     assert saved(tmp_path, "--log-interval 7") == first[1]
+
+
+@pytest.mark.parametrize("group_bytes", [1, 1000])
+def test_what_is_read_together_does_not_matter(
+    group_bytes: int, first: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megafp8.checkpoint.fingerprint.GROUP_BYTES", group_bytes)
+    assert fingerprint(checkpoint_path(first[0], STEP)) == first[1]
 
 
 @pytest.mark.parametrize("change", ["weights", "scales"])
