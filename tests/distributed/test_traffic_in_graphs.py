@@ -59,6 +59,9 @@ class Replays:
         yield
         self.is_fresh = True
 
+    def pool(self) -> None:
+        """Of no memory."""
+
     def replay(self) -> None:
         self.num_replays += 1
         if self.is_fresh:  # the capture has run the passes
