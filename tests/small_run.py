@@ -170,9 +170,8 @@ def statistics_step(
     run: Run, batches: Batches, step: int, collector: StatisticsCollector, is_eager: bool = False
 ) -> tuple[StepResult, list[Record]]:
     """One step of training, and its quantization statistics and findings if it is a statistics step."""
-    progress, observation = Progress(step - 1, (step - 1) * run.global_batch_size), collector.start_if_due(step)
-    observations = [] if observation is None else [observation]
-    result = train_step(run, batches, progress, collector.before_update, is_eager, observations)
+    progress, step_hooks = Progress(step - 1, (step - 1) * run.global_batch_size), collector.start_if_due(step)
+    result = train_step(run, batches, progress, collector.before_update, is_eager, step_hooks)
     return result, collector.take_records(step)
 
 

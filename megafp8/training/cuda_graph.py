@@ -9,8 +9,8 @@ On a pipeline stage, the graph holds the whole schedule with all messages. All r
 a communicator of NCCL must be captured by all of its ranks or by none. The steps before have created the communicators
 and what layers cache for the whole run (rotary embeddings, lengths of sequences).
 
-An evaluation has a graph of its own in the memory of the step's, and so has a step that is observed, with the kernels
-of the observers: one of them runs at a time, and every replay writes what it reads, but for its inputs and reports,
+An evaluation has a graph of its own in the memory of the step's, and so has a step with hooks, with the kernels
+of the hooks: one of them runs at a time, and every replay writes what it reads, but for its inputs and reports,
 which stay allocated.
 
 The settings that do not go with a CUDA graph are rules of `config/rules/cuda_graph.py`.
@@ -47,14 +47,14 @@ Passes = Callable[[Optional[Iterator[Batch]]], list[dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
-class Observation:
-    """What observes the passes of a step.
+class StepHooks:
+    """Hooks that compute statistics in the passes of a step.
 
-    Its results are on the device, at the same addresses each time, so that the replay of a CUDA graph that was captured
-    with the hooks writes them.
+    Their results are on the device, at the same addresses each time, so that the replay of a CUDA graph that was
+    captured with the hooks writes them.
 
     Attributes:
-        attached: the context in which hooks are attached to the model.
+        attached: the context in which they are attached to the model.
         generator: from which they draw random numbers; None if they draw none.
     """
 
@@ -165,7 +165,7 @@ class StepGraph:
         self.steps_left = self.warm_up_steps
         self.is_evaluation_warm = False
         self.step, self.evaluation = self.new_graph(), self.new_graph()
-        self.observed: dict[tuple[Observation, ...], PassGraph] = {}
+        self.with_hooks: dict[tuple[StepHooks, ...], PassGraph] = {}
 
     def new_graph(self) -> PassGraph:
         """One that is not captured yet."""
@@ -174,7 +174,7 @@ class StepGraph:
     @property
     def pool(self) -> Any:
         """The memory of the graphs of steps; None before the first capture."""
-        graphs = (each.graph for each in (self.step, *self.observed.values()))
+        graphs = (each.graph for each in (self.step, *self.with_hooks.values()))
         return next((graph.pool() for graph in graphs if graph is not None), None)
 
     @property
@@ -200,24 +200,24 @@ class StepGraph:
             return forward_backward(batches)
         return self.step.run(forward_backward, batches, num_microbatches, self.pool)
 
-    def run_observed(
+    def run_with_hooks(
         self,
         forward_backward: Passes,
         batches: Optional[Iterator[Batch]],
         num_microbatches: int,
-        observations: Sequence[Observation],
+        step_hooks: Sequence[StepHooks],
     ) -> list[dict[str, Tensor]]:
-        """The same for a step that is observed, with a graph for each combination of observations.
+        """The same for a step with hooks, with a graph for each combination of them.
 
         The first one is eager, and so is every one that is needed to warm up.
         """
-        key = tuple(observations)
-        if self.steps_left or key not in self.observed:
+        key = tuple(step_hooks)
+        if self.steps_left or key not in self.with_hooks:
             self.steps_left = max(0, self.steps_left - 1)
-            self.observed.setdefault(key, self.new_graph())
+            self.with_hooks.setdefault(key, self.new_graph())
             return forward_backward(batches)
-        generators = [each.generator for each in observations if each.generator is not None]
-        return self.observed[key].run(forward_backward, batches, num_microbatches, self.pool, generators)
+        generators = [each.generator for each in step_hooks if each.generator is not None]
+        return self.with_hooks[key].run(forward_backward, batches, num_microbatches, self.pool, generators)
 
     def evaluate(
         self, forward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
@@ -229,7 +229,7 @@ class StepGraph:
         if not self.has_evaluation or self.step.graph is None or not self.is_evaluation_warm:
             self.is_evaluation_warm = True
             return forward(batches)
-        return self.evaluation.run(forward, batches, num_microbatches, self.step.graph.pool())
+        return self.evaluation.run(forward, batches, num_microbatches, self.pool)
 
 
 def build_step_graph(

@@ -14,7 +14,7 @@ from megafp8.errors import NumericsError
 from megafp8.metrics.sinks import Sinks
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.training.bad_steps import progress_after_step
-from megafp8.training.cuda_graph import Observation
+from megafp8.training.cuda_graph import StepHooks
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
 from megafp8.training.step import Batches, StepResult
@@ -33,7 +33,7 @@ class LoopState:
         batches: this rank's remaining microbatches.
         stop_reason: set by an extension to end the loop before the run's last step.
         needs_eager_step: set by an extension in `before_step`: the step must not replay a CUDA graph.
-        observations: of the step, which extensions add in `before_step`.
+        step_hooks: hooks in the passes of the step, which extensions add in `before_step`.
         saved_step: step of the newest checkpoint that this process wrote; None before the first.
     """
 
@@ -46,7 +46,7 @@ class LoopState:
     batches: Batches = field(init=False)
     stop_reason: Optional[str] = None
     needs_eager_step: bool = False
-    observations: list[Observation] = field(default_factory=list)
+    step_hooks: list[StepHooks] = field(default_factory=list)
     saved_step: Optional[int] = None
 
     def __post_init__(self) -> None:

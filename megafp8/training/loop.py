@@ -30,12 +30,12 @@ def make_step(state: LoopState, extensions: Sequence[Extension]) -> None:
         for extension in extensions:
             extension.before_update(state, totals)
 
-    state.needs_eager_step, state.observations = False, []
+    state.needs_eager_step, state.step_hooks = False, []
     for extension in extensions:
         extension.before_step(state)
     try:
         result = train_step(
-            state.run, state.batches, state.progress, before_update, state.needs_eager_step, state.observations
+            state.run, state.batches, state.progress, before_update, state.needs_eager_step, state.step_hooks
         )
     except NumericsError as error:
         if not any(extension.recover(state, error) for extension in extensions):

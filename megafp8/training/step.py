@@ -23,7 +23,7 @@ from megafp8.optimizer.schedules import can_lower_loss_scale, current_learning_r
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.resilience import fault_injection
 from megafp8.training import bad_steps
-from megafp8.training.cuda_graph import Observation
+from megafp8.training.cuda_graph import StepHooks
 from megafp8.training.operand_faults import OperandFaults
 from megafp8.training.run import Run
 
@@ -75,7 +75,7 @@ def train_step(
     progress: Progress,
     before_update: Callable[[StepTotals], None] = lambda totals: None,
     is_eager: bool = False,
-    observations: Sequence[Observation] = (),
+    step_hooks: Sequence[StepHooks] = (),
 ) -> StepResult:
     """Train on one global batch.
 
@@ -84,7 +84,7 @@ def train_step(
         progress: before the step.
         before_update: called after the gradients are reduced, before the update; not if the step is bad.
         is_eager: do not replay a CUDA graph, since a replay calls no hooks.
-        observations: of forward and backward pass, in a CUDA graph of its own.
+        step_hooks: in the forward and backward passes, which then have a CUDA graph of their own.
 
     Raises:
         NumericsError: on all ranks: the step is bad and may not be skipped. The weights are unchanged.
@@ -94,7 +94,7 @@ def train_step(
     begin_step(run, progress)
     with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
         num_microbatches = run.num_microbatches_at(progress.consumed_samples)
-        reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager, observations)
+        reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager, step_hooks)
         is_fused = isinstance(trainee.optimizer, FusedAdamOptimizer)
         squared_norm = trainee.optimizer.squared_norm() if is_fused else None
         fault_injection.point("step.after_backward")
@@ -227,7 +227,7 @@ def forward_backward_or_replay(
     batches: Batches,
     num_microbatches: int,
     is_eager: bool = False,
-    observations: Sequence[Observation] = (),
+    step_hooks: Sequence[StepHooks] = (),
 ) -> list[dict[str, Tensor]]:
     """Forward-backward of a step, replayed from a CUDA graph where the run has one and the step may use it."""
 
@@ -235,14 +235,14 @@ def forward_backward_or_replay(
         if run.graph is not None:
             reset_param_gather(run.trainee.chunks)
         with ExitStack() as stack:
-            for observation in observations:
-                stack.enter_context(observation.attached())
+            for hooks in step_hooks:
+                stack.enter_context(hooks.attached())
             return forward_backward(run, batches, num_microbatches, forward_only=False)
 
     if run.graph is None or is_eager:
         return eager(batches)
-    if observations:
-        return run.graph.run_observed(eager, batches, num_microbatches, observations)
+    if step_hooks:
+        return run.graph.run_with_hooks(eager, batches, num_microbatches, step_hooks)
     return run.graph.run(eager, batches, num_microbatches)
 
 

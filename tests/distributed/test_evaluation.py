@@ -81,7 +81,7 @@ class Replays:
 
     def __init__(self, chunks: list[Any], warm_up_steps: int):
         self.groups = [group for chunk in chunks for group in chunk.bucket_groups]
-        self.steps_left, self.is_observed = warm_up_steps, False
+        self.steps_left, self.has_run_hooks = warm_up_steps, False
         self.captured: dict[str, list[bool]] = {}
 
     def run(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
@@ -90,13 +90,13 @@ class Replays:
             return passes(batches)
         return self.captured_or_replayed("step", passes, batches)
 
-    def run_observed(
-        self, passes: Passes, batches: Iterator[Batch], num_microbatches: int, observations: Any
+    def run_with_hooks(
+        self, passes: Passes, batches: Iterator[Batch], num_microbatches: int, step_hooks: Any
     ) -> list[dict[str, Tensor]]:
-        if "step" not in self.captured or not self.is_observed:
-            self.is_observed = True
+        if "step" not in self.captured or not self.has_run_hooks:
+            self.has_run_hooks = True
             return passes(batches)
-        return self.captured_or_replayed("observed step", passes, batches)
+        return self.captured_or_replayed("step with hooks", passes, batches)
 
     def captured_or_replayed(self, graph: str, passes: Passes, batches: Iterator[Batch]) -> list[dict[str, Tensor]]:
         noted, is_captured = [group.param_gather_dispatched for group in self.groups], graph in self.captured

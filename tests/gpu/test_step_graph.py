@@ -128,7 +128,7 @@ def test_statistics_of_a_graph_equal_those_of_launched_kernels(extra: str) -> No
             samples, collector = SourceSamples(run.config.data.seq_length), StatisticsCollector(run)
             batches = build_batches(run, samples, 0, 12 * run.global_batch_size, num_workers=0)
             steps = [statistics_step(run, batches, step, collector, is_eager=step == 10) for step in range(1, 13)]
-            assert not graph or [each for each in run.graph.observed.values() if each.graph]
+            assert not graph or [each for each in run.graph.with_hooks.values() if each.graph]
         found.append([
             leaves({"loss": result.loss} | {type(record).__name__: dataclasses.asdict(record) for record in records})
             for result, records in steps
@@ -148,12 +148,10 @@ def test_what_the_guard_sees_in_a_graph_equals_what_it_sees_of_launched_kernels(
             batches = build_batches(run, samples, 0, 14 * run.global_batch_size, num_workers=0)
             collector, seen = StatisticsCollector(run), []
             for step in range(1, 15):
-                observations = [guard.start()] if step % 2 == 0 else []
-                if (observation := collector.start_if_due(step)) is not None:
-                    observations.append(observation)
-                result = train_step(run, batches, Progress(step - 1), observations=observations)
+                step_hooks = [*([guard.start()] if step % 2 == 0 else []), *collector.start_if_due(step)]
+                result = train_step(run, batches, Progress(step - 1), step_hooks=step_hooks)
                 seen.append((result.loss, guard.take() if step % 2 == 0 else {}))
-            assert not graph or len([each for each in run.graph.observed.values() if each.graph]) == 2
+            assert not graph or len([each for each in run.graph.with_hooks.values() if each.graph]) == 2
         found.append(seen)
     assert found[0] == found[1] and max(found[0][1][1].values()) > 0
 

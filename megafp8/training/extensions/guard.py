@@ -46,7 +46,7 @@ from megafp8.metrics.records import EventRecord
 from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.quantization.smoothing import channel_scales
-from megafp8.training.cuda_graph import Observation
+from megafp8.training.cuda_graph import StepHooks
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.extensions.statistics_hooks import linear_input
 from megafp8.training.run import Run, advice_case
@@ -72,7 +72,7 @@ class LayerGuard(Extension):
             return
         if self.statistics is None or self.statistics.changed != changed:
             self.statistics = LayerStatistics(state.run, changed)
-        state.observations.append(self.statistics.start())
+        state.step_hooks.append(self.statistics.start())
         state.needs_eager_step = True  # its graph, which `tests/gpu/test_step_graph.py` captures, was not run on a GPU
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
@@ -210,10 +210,10 @@ class LayerStatistics:
         self.table = torch.empty(len(keys), dtype=torch.float32, device=run.platform.device)
         self.handles: list[Any] = []
 
-    def start(self) -> Observation:
-        """Clear the values of the last step; the observation of the next one."""
+    def start(self) -> StepHooks:
+        """Clear the values of the last step; the hooks of the next one."""
         self.table.fill_(-1.0)
-        return Observation(self.attached)
+        return StepHooks(self.attached)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

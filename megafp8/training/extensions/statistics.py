@@ -33,7 +33,7 @@ from megafp8.optimizer.schedules import current_loss_scale
 from megafp8.quantization.linear_plan import Observer
 from megafp8.recipes.base import Operand
 from megafp8.training.checks import machine_problems
-from megafp8.training.cuda_graph import Observation
+from megafp8.training.cuda_graph import StepHooks
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.statistics_hooks import (
@@ -61,7 +61,7 @@ class QuantizationStatistics(Extension):
 
     def before_step(self, state: LoopState) -> None:
         if self.collector is not None and self.collector.is_due(state.step + 1):
-            state.observations.append(self.collector.start(state.progress.consumed_samples))
+            state.step_hooks.append(self.collector.start(state.progress.consumed_samples))
 
     def before_update(self, state: LoopState, totals: StepTotals) -> None:
         if self.collector is not None:
@@ -80,9 +80,9 @@ class QuantizationStatistics(Extension):
             return False
         if not self.collector.is_collecting:
             run, samples = state.run, state.progress.consumed_samples
-            observation = self.collector.start(samples)
+            hooks = self.collector.start(samples)
             batches = build_batches(run, run.datasets[0], samples, samples + run.batch_size_at(samples), num_workers=0)
-            with run.precision_at(state.step + 1), observation.attached():
+            with run.precision_at(state.step + 1), hooks.attached():
                 clear_gradients(run)
                 forward_backward(run, batches, run.num_microbatches_at(samples), forward_only=False)
         self.write_records(state, state.step + 1)
@@ -123,16 +123,16 @@ class StatisticsCollector:
         """Whether a step is a statistics step: on the interval, and quantized under `--fp8-schedule`."""
         return step % self.interval == 0 and is_quantized_at(self.run.config.precision, step)
 
-    def start(self, consumed_samples: int) -> Observation:
+    def start(self, consumed_samples: int) -> StepHooks:
         """Start a statistics step, the one after so many samples, whose forward-backward is to be observed."""
         self.is_collecting = True
         self.statistics.begin(self.run.batch_size_at(consumed_samples))
-        return Observation(self.statistics.attached, self.statistics.generator)
+        return StepHooks(self.statistics.attached, self.statistics.generator)
 
-    def start_if_due(self, number: int) -> Optional[Observation]:
-        """Start a step, without the training loop; None if it is no statistics step."""
+    def start_if_due(self, number: int) -> list[StepHooks]:
+        """Start a step, without the training loop; empty if it is no statistics step."""
         self.is_collecting = False
-        return self.start(self.run.batch_schedule.advance(number - 1)) if self.is_due(number) else None
+        return [self.start(self.run.batch_schedule.advance(number - 1))] if self.is_due(number) else []
 
     def before_update(self, totals: StepTotals) -> None:
         """Collect gradient norms and weights, after the reduction and before the update."""

@@ -160,9 +160,8 @@ class TrialRun:
         self.platform.synchronize()
         started = time.perf_counter()
         if has_statistics and self.collector is not None:
-            observation = self.collector.start_if_due(self.collector.interval)
-            observations = [] if observation is None else [observation]
-            train_step(run, batches, Progress(number - 1), self.collector.before_update, observations=observations)
+            step_hooks = self.collector.start_if_due(self.collector.interval)
+            train_step(run, batches, Progress(number - 1), self.collector.before_update, step_hooks=step_hooks)
             self.collector.take_records(self.collector.interval)
         else:
             train_step(run, batches, Progress(number - 1))

@@ -20,7 +20,7 @@ from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.training import cuda_graph
 from megafp8.training import step as training_step
-from megafp8.training.cuda_graph import Observation, StepGraph
+from megafp8.training.cuda_graph import StepGraph, StepHooks
 from megafp8.training.extensions import rollback
 
 WARM_UP, MICROBATCHES = 2, 3
@@ -301,7 +301,7 @@ def test_generators_of_dropout_are_saved_and_restored_in_place(monkeypatch: pyte
     assert torch.equal(torch.rand(3, generator=generator), drawn)
 
 
-def test_an_observed_step_has_a_graph_in_the_memory_of_the_others(
+def test_a_step_with_hooks_has_a_graph_in_the_memory_of_the_others(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hooks are attached while kernels are launched or captured: in step 1, which warms up, and in 4, not in 6."""
@@ -309,27 +309,25 @@ def test_an_observed_step_has_a_graph_in_the_memory_of_the_others(
     run = SimpleNamespace(graph=trainer.graph, trainee=SimpleNamespace(chunks=[]))
     monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
     generator, losses = torch.Generator(), []
-    observation = Observation(contextmanager(lambda: iter([attached.append(number)])), generator)
+    hooks = StepHooks(contextmanager(lambda: iter([attached.append(number)])), generator)
     for number in range(8):
-        observations = [observation] if number in (1, 4, 6) else []
-        reports = training_step.forward_backward_or_replay(
-            run, trainer.batches, MICROBATCHES, observations=observations
-        )
+        step_hooks = [hooks] if number in (1, 4, 6) else []
+        reports = training_step.forward_backward_or_replay(run, trainer.batches, MICROBATCHES, step_hooks=step_hooks)
         losses += [report["loss"].item() for report in reports]
     assert losses == [9.0 * number + 3 for number in range(8)]
-    step, observed = device.graphs
-    assert attached == [1, 4] and (step.num_replays, observed.num_replays) == (4, 2)
-    assert device.pools == [None, step] and (step.random_states, observed.random_states) == ([], [generator])
+    step, with_hooks = device.graphs
+    assert attached == [1, 4] and (step.num_replays, with_hooks.num_replays) == (4, 2)
+    assert device.pools == [None, step] and (step.random_states, with_hooks.random_states) == ([], [generator])
     run.graph.reset()
-    assert not run.graph.observed
+    assert not run.graph.with_hooks
 
 
-def test_a_run_whose_steps_are_all_observed_has_graphs_of_its_combinations(device: Device) -> None:
+def test_a_run_whose_steps_all_have_hooks_has_graphs_of_its_combinations(device: Device) -> None:
     trainer = Trainer(device, graph_of())
-    one, other = (Observation(nullcontext), Observation(lambda: nullcontext()))
+    one, other = (StepHooks(nullcontext), StepHooks(lambda: nullcontext()))
     losses = []
-    for observations in ([one], [one, other], [one], [one, other], [one], [one]):
-        (report,) = trainer.graph.run_observed(trainer.passes, trainer.batches, MICROBATCHES, observations)
+    for step_hooks in ([one], [one, other], [one], [one, other], [one], [one]):
+        (report,) = trainer.graph.run_with_hooks(trainer.passes, trainer.batches, MICROBATCHES, step_hooks)
         losses.append(report["loss"].item())
     losses += [trainer.step(), trainer.step()]
     assert losses == [9.0 * number + 3 for number in range(8)]

@@ -28,7 +28,7 @@ class State:
         self.step, self.total_steps = 0, total_steps
         self.stop_reason: Optional[str] = None
         self.needs_eager_step = False
-        self.observations: list[Any] = []
+        self.step_hooks: list[Any] = []
 
     @property
     def is_last(self) -> bool:
@@ -56,8 +56,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Calls of extensions and steps. A step is bad if its number is in `calls.bad`."""
     calls = Calls()
 
-    def train_step(run: Any, batches: Any, progress: Any, before_update: Any, is_eager: bool, observations: Any) -> Any:
-        calls.append("eager step" if is_eager else "observed step" if observations else "step")
+    def train_step(run: Any, batches: Any, progress: Any, before_update: Any, is_eager: bool, step_hooks: Any) -> Any:
+        calls.append("eager step" if is_eager else "step with hooks" if step_hooks else "step")
         if calls.num_bad:
             calls.num_bad -= 1
             raise NumericsError("bad numbers")
@@ -122,14 +122,14 @@ def test_an_error_of_a_close_reaches_the_closes_after_it(calls: Calls) -> None:
     assert errors == [raised.value]
 
 
-def test_eager_and_observed_steps_are_requested_for_each_step(calls: Calls) -> None:
+def test_eager_steps_and_steps_with_hooks_are_requested_for_each_step(calls: Calls) -> None:
     def ask(state: State) -> None:
         state.needs_eager_step = state.needs_eager_step or state.step == 0
         if state.step == 1:
-            state.observations.append("what an extension sees")
+            state.step_hooks.append("what an extension sees")
 
     loop.train_steps(State(total_steps=3), [Recorder("a", calls, before_step=ask)])
-    assert [call for call in calls if "step" in call and "." not in call] == ["eager step", "observed step", "step"]
+    assert [call for call in calls if "step" in call and "." not in call] == ["eager step", "step with hooks", "step"]
 
 
 def test_the_loop_knows_no_extension_by_name() -> None:
