@@ -59,6 +59,7 @@ setup(
         "psutil",  # megatron-core needs it to save a checkpoint, and does not say so
         "sentencepiece",
         "tensorboard",
+        "google-crc32c",  # checksums of TensorBoard's files
         "matplotlib",
         "scipy",  # intervals of comparisons, fits of scaling laws
         "jinja2",

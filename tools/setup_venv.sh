@@ -25,7 +25,8 @@ megafp8_is_ready() {
 import importlib.util, sys
 import torch
 names = (
-    "transformer_engine", "megatron.core", "yaml", "psutil", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm"
+    "transformer_engine", "megatron.core", "yaml", "psutil", "sentencepiece", "tensorboard", "google_crc32c", "matplotlib",
+    "scipy", "jinja2", "tqdm"
 )
 sys.exit(not (torch.cuda.is_available() and all(importlib.util.find_spec(name) for name in names)))
 PYTHON

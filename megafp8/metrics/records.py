@@ -264,8 +264,8 @@ NON_FINITE = ("nan", "inf", "-inf")
 
 def to_json(record: Record) -> str:
     """One line of strict JSON in ASCII, without the line feed, `kind` first."""
-    content = {"kind": record.kind} | {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-    return json.dumps(_encode(content), allow_nan=False)
+    content = {"kind": record.kind} | {name: _encode(value) for name, value in vars(record).items()}
+    return json.dumps(content, allow_nan=False)
 
 
 def from_json(line: str) -> Record:
@@ -316,15 +316,17 @@ def _build(cls: type, content: Mapping[str, Any], where: str, name: str, line: s
 
 
 def _encode(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    """What `json` can write. A record of statistics has 10,000 values, so the usual types come first."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (int, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _encode(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value):  # fields without a value are omitted
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {name: _encode(item) for name, item in fields.items() if item is not None and item != ()}
-    if isinstance(value, (list, tuple)):
-        return [_encode(item) for item in value]
+        return {name: _encode(item) for name, item in vars(value).items() if item is not None and item != ()}
     return value
 
 

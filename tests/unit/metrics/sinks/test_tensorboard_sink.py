@@ -76,9 +76,10 @@ def test_the_configuration_is_a_text(tmp_path, make_run) -> None:
     assert b'"num_layers": 17' in event.tensor_proto.string_val[0]
 
 
-def test_without_the_package_the_error_names_the_fix(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
-    with pytest.raises(CapabilityError, match="pip install tensorboard"):
+@pytest.mark.parametrize("missing", ["tensorboard.compat.proto", "google_crc32c"])
+def test_without_a_package_the_error_names_the_fix(missing, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(CapabilityError, match="pip install tensorboard google-crc32c"):
         TensorBoardSink(tmp_path)
 
 
