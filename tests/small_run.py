@@ -172,7 +172,7 @@ def statistics_step(
     """One step of training, and its quantization statistics and findings if it is a statistics step."""
     progress, step_hooks = Progress(step - 1, (step - 1) * run.global_batch_size), collector.start_if_due(step)
     result = train_step(run, batches, progress, collector.before_update, is_eager, step_hooks)
-    return result, collector.take_records(step)
+    return result, collector.end_step(step)() if collector.is_collecting else []
 
 
 def curve_of(config: RunConfig, num_steps: int, is_masked: bool = False) -> Curve:

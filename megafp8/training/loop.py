@@ -35,7 +35,13 @@ def make_step(state: LoopState, extensions: Sequence[Extension]) -> None:
         extension.before_step(state)
     try:
         result = train_step(
-            state.run, state.batches, state.progress, before_update, state.needs_eager_step, state.step_hooks
+            state.run,
+            state.batches,
+            state.progress,
+            before_update,
+            state.needs_eager_step,
+            state.step_hooks,
+            after_launch=state.sinks.flush,
         )
     except NumericsError as error:
         if not any(extension.recover(state, error) for extension in extensions):

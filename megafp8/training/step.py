@@ -76,6 +76,7 @@ def train_step(
     before_update: Callable[[StepTotals], None] = lambda totals: None,
     is_eager: bool = False,
     step_hooks: Sequence[StepHooks] = (),
+    after_launch: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one global batch.
 
@@ -85,6 +86,7 @@ def train_step(
         before_update: called after the gradients are reduced, before the update; not if the step is bad.
         is_eager: do not replay a CUDA graph, since a replay calls no hooks.
         step_hooks: in the forward and backward passes, which then have a CUDA graph of their own.
+        after_launch: called when a device computes the passes: work of the host that it need not wait for.
 
     Raises:
         NumericsError: on all ranks: the step is bad and may not be skipped. The weights are unchanged.
@@ -97,6 +99,7 @@ def train_step(
         reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager, step_hooks)
         is_fused = isinstance(trainee.optimizer, FusedAdamOptimizer)
         squared_norm = trainee.optimizer.squared_norm() if is_fused else None
+        after_launch()
         fault_injection.point("step.after_backward")
         totals, bad_step, faults = bad_steps.reduce_step_totals(
             run, sum_losses(reports), progress, squared_norm, sum_depth_losses(run, reports)

@@ -6,7 +6,7 @@ it; the other sinks show the same records.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Optional, Protocol, TextIO
@@ -29,20 +29,41 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Passes each record to several sinks, in their order. As a context manager it closes them."""
+    """Passes each record to several sinks, in their order. As a context manager it closes them.
+
+    Records that take the host long are deferred, and made while the device computes the next step.
+    """
 
     def __init__(self, sinks: Sequence[Sink]):
         self._sinks = tuple(sinks)
+        self._deferred: list[Callable[[], Iterable[Record]]] = []
 
     def write(self, record: Record) -> None:
-        for sink in self._sinks:
-            sink.write(record)
+        """Write a record, after those that were deferred before it."""
+        self.flush()
+        self._pass_on(record)
+
+    def defer(self, make: Callable[[], Iterable[Record]]) -> None:
+        """Make and write records at the next `flush`, `write` or `close`."""
+        self._deferred.append(make)
+
+    def flush(self) -> None:
+        """Make and write the deferred records."""
+        deferred, self._deferred = self._deferred, []
+        for make in deferred:
+            for record in make():
+                self._pass_on(record)
 
     def close(self) -> None:
         """Close every sink, even if one of them raises; the exception is raised afterwards."""
         with ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
+            self.flush()
+
+    def _pass_on(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(record)
 
     def __enter__(self) -> Sinks:
         return self

@@ -136,6 +136,7 @@ class CheckpointSaver:
             return False
         folder, keep = due
         self._wait_for_previous(progress.step)
+        self._sinks.flush()  # a run that resumes from here does not repeat the step
         run.guard.enter("save", progress.step)
         self._started = time.monotonic()
         samples = None if run.sample_chain is None else run.sample_chain.record(progress.consumed_samples)

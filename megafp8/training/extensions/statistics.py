@@ -2,7 +2,8 @@
 
 In a statistics step observers see the operands of the linears (`metrics/collector.py`), the weights are compared before
 and after the update, and the gradient norm of the first microbatch is compared with that of the global batch. Each rank
-fills its rows of one small table. Two reductions bring it to rank 0, which writes a record and health findings.
+fills its rows of one small table. Two reductions bring it to rank 0, which makes a record and health findings of it
+while the device computes the next step.
 
 Where steps are CUDA graphs, forward-backward with the observers is one as well: launched from the host, it would take
 several times as long as on the device.
@@ -10,7 +11,7 @@ several times as long as on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Optional
 
@@ -68,7 +69,8 @@ class QuantizationStatistics(Extension):
             self.collector.before_update(totals)
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
-        self.write_records(state, state.step)
+        if self.collector is not None and self.collector.is_collecting:
+            state.sinks.defer(self.collector.end_step(state.step))
 
     def recover(self, state: LoopState, error: NumericsError) -> bool:
         """Record the statistics of the failed step.
@@ -85,27 +87,23 @@ class QuantizationStatistics(Extension):
             with run.precision_at(state.step + 1), hooks.attached():
                 clear_gradients(run)
                 forward_backward(run, batches, run.num_microbatches_at(samples), forward_only=False)
-        self.write_records(state, state.step + 1)
+        state.sinks.defer(self.collector.end_step(state.step + 1))
         return False
 
     def close(self, state: LoopState, error: Optional[BaseException]) -> None:
         """Record the health summary of the run."""
         if self.collector is None:
             return
+        state.sinks.flush()  # the summary includes the last step
         if error is None and state.run.place.rank == 0 and state.step >= state.first_step:
             state.sinks.write(self.collector.health.summary(state.first_step, state.step))
-
-    def write_records(self, state: LoopState, step: int) -> None:
-        """Write the records of a step, if statistics were collected."""
-        for record in self.collector.take_records(step) if self.collector is not None else ():
-            state.sinks.write(record)
 
 
 class StatisticsCollector:
     """Collects the quantization statistics of a run; all ranks call its methods together.
 
     Attributes:
-        is_collecting: whether a statistics step was started whose records were not taken yet.
+        is_collecting: whether a statistics step was started that did not end yet.
     """
 
     def __init__(self, run: Run):
@@ -140,17 +138,24 @@ class StatisticsCollector:
             loss_scale = current_loss_scale(self.run.trainee.optimizer) or 1.0
             self.statistics.before_update(totals.num_tokens, loss_scale)
 
-    def take_records(self, step: int) -> list[Record]:
-        """The records of the step that just ended, on rank 0; none on other ranks or if it was no statistics step."""
-        is_collecting, self.is_collecting = self.is_collecting, False
-        if not is_collecting:
-            return []
+    def end_step(self, step: int) -> Callable[[], list[Record]]:
+        """End a statistics step: reduce the statistics and copy them to the host.
+
+        Returns:
+            What makes the records, then or later: on rank 0 those of the step and its health findings, else none.
+        """
+        self.is_collecting = False
         self.statistics.after_update()
         self.statistics.table.reduce()
         if self.run.place.rank != 0:
-            return []
-        record = self.statistics.record(step)
-        return [record, *self.health.update(record)]
+            return list
+        table, batch_size = self.statistics.table.to_host(), self.statistics.batch_size
+
+        def records() -> list[Record]:
+            record = self.statistics.record(step, table, batch_size)
+            return [record, *self.health.update(record)]
+
+        return records
 
 
 class StepStatistics:
@@ -258,9 +263,8 @@ class StepStatistics:
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
-    def record(self, step: int) -> QuantizationRecord:
-        """The record of the step, from the reduced table."""
-        table = self.table.to_host()
+    def record(self, step: int, table: StatisticsTable, batch_size: int) -> QuantizationRecord:
+        """The record of a step of `batch_size` sequences, from the reduced table."""
         tensors, what_if = collect(self.plan, table)
         return QuantizationRecord(
             step=step,
@@ -268,13 +272,13 @@ class StepStatistics:
             recipes=self.plan.other_recipes(),
             tensors=tensors,
             what_if=what_if,
-            **self.gradient_noise(table),
+            **self.gradient_noise(table, batch_size),
             **table.update_stats(self.plan.linears),
         )
 
-    def gradient_noise(self, table: StatisticsTable) -> dict[str, Optional[float]]:
+    def gradient_noise(self, table: StatisticsTable, batch_size: int) -> dict[str, Optional[float]]:
         """The gradient noise scale and its parts; empty if a microbatch is the global batch."""
-        num_few, num_all = self.run.micro_batch_size, self.batch_size
+        num_few, num_all = self.run.micro_batch_size, batch_size
         few, all = (table.total(self.plan.linears, field) for field in ("few_gradient", "all_gradient"))
         if not few or num_few == num_all:
             return {}

@@ -132,8 +132,8 @@ def test_param_gather(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
 def test_telemetry_overhead(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     result = result_of(telemetry_overhead.main, f"{SIZES} --rounds 1", tmp_path)
     counts = result["operations"]
-    assert counts["looking"]["launched"] > counts["not looking"]["launched"] > 0
-    assert counts["looking"]["waits"] > counts["not looking"]["waits"]
+    assert counts["statistics"]["launched"] > counts["plain"]["launched"] > 0
+    assert counts["statistics"]["waits"] > counts["plain"]["waits"]
     assert all(math.isfinite(number) for number in numbers([result["times"], counts, result["share"]]))
     assert "| operations | waits |" in capfd.readouterr().out
 

@@ -14,6 +14,7 @@ from megafp8.mcore import cpu_patches
 cpu_patches.install()
 
 from megafp8.errors import NumericsError
+from megafp8.metrics.sinks import Sinks
 from megafp8.training import loop
 from megafp8.training.extension import Extension
 
@@ -29,6 +30,7 @@ class State:
         self.stop_reason: Optional[str] = None
         self.needs_eager_step = False
         self.step_hooks: list[Any] = []
+        self.sinks = Sinks(())
 
     @property
     def is_last(self) -> bool:
@@ -56,7 +58,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Calls of extensions and steps. A step is bad if its number is in `calls.bad`."""
     calls = Calls()
 
-    def train_step(run: Any, batches: Any, progress: Any, before_update: Any, is_eager: bool, step_hooks: Any) -> Any:
+    def train_step(
+        run: Any, batches: Any, progress: Any, before_update: Any, is_eager: bool, step_hooks: Any, after_launch: Any
+    ) -> Any:
         calls.append("eager step" if is_eager else "step with hooks" if step_hooks else "step")
         if calls.num_bad:
             calls.num_bad -= 1

@@ -27,6 +27,25 @@ def test_every_sink_gets_every_record_in_order(make_step) -> None:
     assert log == [("a", record), ("b", record), ("a", "closed"), ("b", "closed")]
 
 
+def test_deferred_records_are_made_later_and_keep_their_place(make_step) -> None:
+    log: list = []
+    first, second, third, last = (make_step(step) for step in range(1, 5))
+
+    def make() -> list:
+        log.append(("a", "made"))
+        return [first, second]
+
+    with Sinks([ListSink(log, "a")]) as sinks:
+        sinks.defer(make)
+        assert not log
+        sinks.write(third)
+        sinks.flush()
+        sinks.defer(lambda: [last])
+    assert log == [
+        ("a", "made"), ("a", first), ("a", second), ("a", third), ("a", last), ("a", "closed")
+    ]  # fmt: skip
+
+
 def test_one_that_fails_to_close_does_not_keep_the_others_open() -> None:
     log: list = []
     with pytest.raises(OSError, match="disk full"):
