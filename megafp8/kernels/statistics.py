@@ -19,8 +19,6 @@ from megafp8.kernels.rounding import bits_of, e8m0_value, value_of_code
 
 ROWS, RUNS = 4, 2  # with more, the partial results do not fit into the registers of a warp
 PROGRAMS, NUM_WARPS = 2048, 1  # approximate: what the registers of an H200 hold at a time
-BINS = tl.constexpr(64)  # a power of two above MAX_EXPONENTS
-UNCOUNTED = tl.constexpr(63)  # the bin of masked elements and of codes that are not finite
 DB_OF_OCTAVE = tl.constexpr(3.010299956639812)  # 10 log10(2)
 
 
@@ -30,16 +28,18 @@ def statistics_kernel(
     saturates_above, staleness_unit,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, RULE: tl.constexpr, IS_KNOWN: tl.constexpr,
     CAN_SATURATE: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
-    MAX_EXPONENTS: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr, RUN_VALUES: tl.constexpr,
+    NUM_EXPONENTS: tl.constexpr, BINS: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
+    RUN_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Sums, maxima and the amaxes of columns.
 
     A program stores QUANTIZATION_SUMS and then its counts of codes by exponent at `sums_ptr`, and QUANTIZATION_MAXIMA
     at `maxima_ptr`. BLOCK_ROWS is 0 for a tensor with one scale, which is at `factor_ptr`. Without IS_KNOWN the values
-    are not compared with their codes.
+    are not compared with their codes. NUM_EXPONENTS is 0 if codes are not counted, which takes a fifth of the
+    instructions; BINS is a power of two above it, whose last bin has masked elements and codes that are not finite.
     """
-    column = (tl.program_id(0) * RUNS + tl.arange(0, RUNS))[None, :, None] * RUN_VALUES
-    column += tl.arange(0, RUN_VALUES)[None, None, :]
+    run_column = (tl.program_id(0) * RUNS + tl.arange(0, RUNS))[None, :, None] * RUN_VALUES
+    column = run_column + tl.arange(0, RUN_VALUES)[None, None, :]
     if factor_ptr is not None:
         factor = tl.load(factor_ptr)
     else:
@@ -48,7 +48,8 @@ def statistics_kernel(
     decibels, runs = tl.zeros([ROWS, RUNS], tl.float32), tl.zeros([ROWS, RUNS], tl.int32)
     num_bad, nonzero = tl.zeros([ROWS, RUNS, RUN_VALUES], tl.int32), tl.zeros([ROWS, RUNS, RUN_VALUES], tl.int32)
     underflow, saturated = tl.zeros([ROWS, RUNS, RUN_VALUES], tl.int32), tl.zeros([ROWS, RUNS, RUN_VALUES], tl.int32)
-    exponents = tl.zeros([BINS], tl.int32)
+    if NUM_EXPONENTS > 0:
+        exponents = tl.zeros([BINS], tl.int32)
     amax = tl.zeros([ROWS, RUNS, RUN_VALUES], tl.float32)
     scale_min = tl.full([ROWS, RUNS, RUN_VALUES], float("inf"), tl.float32)
     scale_max = tl.zeros([ROWS, RUNS, RUN_VALUES], tl.float32)
@@ -69,8 +70,12 @@ def statistics_kernel(
         is_zero = magnitude == 0
         if BLOCK_ROWS > 0:
             across = tl.cdiv(num_columns, BLOCK_COLUMNS)
-            scale_at = row // BLOCK_ROWS * across + column // BLOCK_COLUMNS
-            scale = tl.load(scales_ptr + scale_at, mask=inside, other=0)
+            if BLOCK_COLUMNS % RUN_VALUES == 0:  # one scale a run
+                scale_column = run_column
+            else:
+                scale_column = column
+            scale_at = row // BLOCK_ROWS * across + scale_column // BLOCK_COLUMNS
+            scale = tl.load(scales_ptr + scale_at, mask=(row < num_rows) & (scale_column < num_columns), other=0)
             if RULE == "two_level":
                 scale = value_of_code(scale.to(tl.int32), SCALE_GRID)
             elif RULE == "e8m0":
@@ -82,9 +87,10 @@ def statistics_kernel(
 
         num_bad += (is_finite == 0).to(tl.int32)
         amax = tl.maximum(amax, tl.abs(x))
-        field = tl.where(magnitude == 0, 0, 1 + (magnitude >> GRID.mantissa_bits))
-        field = tl.where(inside & (magnitude < GRID.special), field, UNCOUNTED)
-        exponents += tl.histogram(tl.reshape(field, [ROWS * RUNS * RUN_VALUES]), BINS)
+        if NUM_EXPONENTS > 0:
+            field = tl.where(magnitude == 0, 0, 1 + (magnitude >> GRID.mantissa_bits))
+            field = tl.where(inside & (magnitude < GRID.special), field, BINS - 1)
+            exponents += tl.histogram(tl.reshape(field, [ROWS * RUNS * RUN_VALUES]), BINS)
         if IS_KNOWN:
             nonzero += is_nonzero.to(tl.int32)
             underflow += (is_nonzero & is_zero).to(tl.int32)
@@ -110,7 +116,7 @@ def statistics_kernel(
         tl.atomic_max(channel_bits_ptr + tl.reshape(column, [RUNS, RUN_VALUES]), bits_of(channels),
                       mask=tl.reshape(column, [RUNS, RUN_VALUES]) < num_columns)  # fmt: skip
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    own = sums_ptr + program * (10 + MAX_EXPONENTS)
+    own = sums_ptr + program * (10 + NUM_EXPONENTS)
     num_values = (program == 0).to(tl.float64) * num_rows * num_columns  # of all programs
     tl.store(own, num_values)
     tl.store(own + 1, tl.sum(num_bad))
@@ -122,8 +128,9 @@ def statistics_kernel(
     tl.store(own + 7, tl.sum(noises))
     tl.store(own + 8, tl.sum(decibels))
     tl.store(own + 9, tl.sum(runs))
-    bins = tl.arange(0, BINS)
-    tl.store(own + 10 + bins, exponents, mask=bins < MAX_EXPONENTS)
+    if NUM_EXPONENTS > 0:
+        bins = tl.arange(0, BINS)
+        tl.store(own + 10 + bins, exponents, mask=bins < NUM_EXPONENTS)
     largest = tl.max(channels)
     if BLOCK_ROWS > 0:
         smallest_scale, largest_scale = tl.min(scale_min), tl.max(scale_max)

@@ -14,7 +14,6 @@ from torch import Tensor
 from megafp8.metrics.quantization_error import ROUNDING, RUN_VALUES
 from megafp8.metrics.tensor_table import (
     LOCAL_DB_LIMIT,
-    MAX_EXPONENTS,
     QUANTIZATION_MAXIMA,
     QUANTIZATION_SUMS,
     PartialStats,
@@ -33,7 +32,12 @@ CHUNK_VALUES = 1 << 18
 
 
 def accumulate(
-    rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0, has_channels: bool = True
+    rows: Tensor,
+    quantized: Quantized,
+    is_known: bool,
+    margin: int = 0,
+    has_channels: bool = True,
+    has_exponents: bool = True,
 ) -> PartialStats:
     """Sums and maxima of a tensor.
 
@@ -43,6 +47,7 @@ def accumulate(
         is_known: whether `rows` are the original values. Else they are the dequantized codes, and no error is measured.
         margin: of delayed scaling.
         has_channels: whether the amax of each column is wanted.
+        has_exponents: whether the number of codes by exponent is wanted.
 
     Numerics: differences and squares in FP32, in units of the amax.
     """
@@ -68,7 +73,9 @@ def accumulate(
         maxima |= {"quant_scale": used.amin().double().reciprocal(), "dequant_scale": used.amax()}
         if rule.scale_rule is ScaleRule.DELAYED:
             maxima["staleness"] = amax.double() / (used.double() * rule.format.max * 2.0**-margin)
-    exponents = exponent_counts(counts, rule.format.mantissa_bits, rule.format.first_special_code)
+    exponents = counts[:0]
+    if has_exponents:
+        exponents = exponent_counts(counts, rule.format.mantissa_bits, rule.format.first_special_code)
     return build_partial_stats(sums, maxima, exponents, channel_amax if has_channels else None)
 
 
@@ -151,7 +158,12 @@ def _signal_and_noise(rows: Tensor, quantized: Quantized, amax: Tensor) -> dict[
 
 
 def accumulate_with_triton(
-    rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0, has_channels: bool = True
+    rows: Tensor,
+    quantized: Quantized,
+    is_known: bool,
+    margin: int = 0,
+    has_channels: bool = True,
+    has_exponents: bool = True,
 ) -> PartialStats:
     """`accumulate` on a GPU: three operations, four with channels, without synchronization.
 
@@ -164,9 +176,10 @@ def accumulate_with_triton(
     rule, (num_rows, num_columns) = quantized.rule, rows.shape
     strips = math.ceil(num_columns / (RUNS * RUN_VALUES))
     parts = min(math.ceil(num_rows / ROWS), math.ceil(PROGRAMS / strips))
+    num_exponents = 1 + (1 << rule.format.exponent_bits) if has_exponents else 0
     sums, maxima = (
         torch.empty(strips * parts, width, dtype=torch.float64, device=rows.device)
-        for width in (len(QUANTIZATION_SUMS) + MAX_EXPONENTS, len(QUANTIZATION_MAXIMA))
+        for width in (len(QUANTIZATION_SUMS) + num_exponents, len(QUANTIZATION_MAXIMA))
     )
     channel_amax = torch.zeros(num_columns, device=rows.device) if has_channels else None
     kind = RULE_NAMES[ScaleRule.TWO_LEVEL] if rule.scale_rule.is_two_level else RULE_NAMES.get(rule.scale_rule, "fp32")
@@ -178,7 +191,8 @@ def accumulate_with_triton(
         rule.format.max * (1 + ROUNDING), rule.format.max * 2.0**-margin,
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=kind, IS_KNOWN=is_known,
         CAN_SATURATE=can_saturate(rule), IS_DELAYED=rule.scale_rule is ScaleRule.DELAYED,
-        GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), MAX_EXPONENTS=MAX_EXPONENTS, LIMIT=LOCAL_DB_LIMIT,
-        ROWS=ROWS, RUNS=RUNS, RUN_VALUES=RUN_VALUES, enable_fp_fusion=False, num_warps=NUM_WARPS,
+        GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), NUM_EXPONENTS=num_exponents,
+        BINS=1 << num_exponents.bit_length(), LIMIT=LOCAL_DB_LIMIT, ROWS=ROWS, RUNS=RUNS,
+        RUN_VALUES=RUN_VALUES, enable_fp_fusion=False, num_warps=NUM_WARPS,
     )  # fmt: skip
     return PartialStats(sums.sum(0), maxima.amax(0), channel_amax)

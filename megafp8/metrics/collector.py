@@ -147,6 +147,7 @@ def add_statistics(
     *,
     margin: int = 0,
     first_channel: Optional[int] = None,
+    has_exponents: bool = True,
 ) -> None:
     """Add the quantization statistics of a tensor to the table.
 
@@ -154,6 +155,7 @@ def add_statistics(
         tensor: FP32, BF16 or FP16 [..., columns], or a weight that is kept as codes, which has no error to measure.
         margin: of delayed scaling.
         first_channel: number of the first column, if the tensor is a shard of the columns; None skips outliers.
+        has_exponents: whether to count codes by exponent.
 
     Numerics: counts are exact; differences in FP32, sums of their squares in FP64.
     """
@@ -162,7 +164,8 @@ def add_statistics(
     rows = values.reshape(-1, values.shape[-1])
     rows = transformed(rows, rule, quantized.signs)
     accumulate_stats = accumulate_with_triton if has_kernels(rows) else accumulate
-    table.add(row, accumulate_stats(rows, quantized, is_known, margin, first_channel is not None), first_channel)
+    stats = accumulate_stats(rows, quantized, is_known, margin, first_channel is not None, has_exponents)
+    table.add(row, stats, first_channel)
 
 
 # --- operands of a linear ---------------------------------------------------------------------------------------------
@@ -208,7 +211,15 @@ class TensorObserver:
 
     def _add(self, tracked: TrackedTensor, tensor: Tensor, codes: Quantized, first_channel: Optional[int]) -> None:
         self.seen.add(tracked.row)
-        add_statistics(self.table, tracked.row, tensor, codes, margin=self.margin, first_channel=first_channel)
+        add_statistics(
+            self.table,
+            tracked.row,
+            tensor,
+            codes,
+            margin=self.margin,
+            first_channel=first_channel,
+            has_exponents=not tracked.is_what_if,
+        )
 
 
 def is_kept_as_codes(tensor: Tensor) -> bool:
@@ -236,11 +247,12 @@ def collect(
     what_if: dict[str, dict[str, TensorStats]] = {}
     for tensor in plan.tensors():
         fmt = tensor.rule.format
-        stats = table.stats(tensor.row, fmt.name, num_exponents=1 + (1 << fmt.exponent_bits))
+        num_exponents = 0 if tensor.is_what_if else 1 + (1 << fmt.exponent_bits)
+        stats = table.stats(tensor.row, fmt.name, num_exponents)
         if stats is None:
             continue
         if tensor.is_what_if:
-            what_if.setdefault(tensor.recipe, {})[tensor.name] = dataclasses.replace(stats, exponent_counts=())
+            what_if.setdefault(tensor.recipe, {})[tensor.name] = stats
             continue
         if tensor.operand is Operand.WEIGHT:
             changes: dict[str, Any] = table.update_stats([tensor.linear])
