@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from transformer_engine.pytorch import utils
+from transformer_engine.pytorch.ops.basic import rmsnorm
 
 from megafp8.te.fused_mlp import FusedMLP, SwiGLUFusedMLP
 
@@ -25,7 +30,7 @@ def small_mlp(returns_input: bool = False) -> SwiGLUFusedMLP:
         tp_comm_overlap=False, gated_linear_unit=True, activation_func_fp8_input_store=False, fp8="hybrid"
     )
     mlp.activation_func, mlp._fused_impl, mlp.linear_fc2.te_return_bias = F.silu, None, False
-    mlp.returns_input = returns_input
+    mlp.returns_input, mlp._result_hooks, mlp._gradient_hooks = returns_input, OrderedDict(), OrderedDict()
     return mlp
 
 
@@ -39,6 +44,33 @@ def backward(function: Callable, gradient: torch.Tensor, *inputs: torch.Tensor) 
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         return torch.autograd.grad(function(*leaves), leaves, gradient)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """SwiGLU by torch."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def use_torch_operations() -> None:
+    """Replace the kernels of the fused MLP by torch operations in high precision, in this process."""
+    rmsnorm.rmsnorm_fwd = lambda x, weight, *others: (normalize(x, weight), None, torch.zeros(len(x)))
+    rmsnorm.rmsnorm_bwd = lambda gradient, x, _, weight, *others: backward(normalize, gradient, x, weight)
+    tex.swiglu, tex.dswiglu = lambda x, _: swiglu(x), lambda dy, x, _: backward(swiglu, dy, x)[0]
+    utils._empty_tensor = lambda: torch.empty(0)
+    te.ops.BasicLinear.op_forward, te.ops.BasicLinear.op_backward = _linear_forward, _linear_backward
+
+
+def _linear_forward(self: te.ops.BasicLinear, ctx: Any, inputs: torch.Tensor, **quantizers: Any) -> torch.Tensor:
+    ctx.save_for_backward(inputs, self.weight)
+    return inputs @ self.weight.t()
+
+
+def _linear_backward(
+    self: te.ops.BasicLinear, ctx: Any, gradient: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    inputs, weight = ctx.saved_tensors
+    return gradient @ weight, [gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)]
 
 
 def operations_of(mlp: FusedMLP, recipe: object) -> list[te.ops.BasicLinear]:

@@ -32,6 +32,12 @@ def named_linears(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from ((OUTPUT_LAYER, module) for module in chunk.modules() if getattr(module, "is_output", False))
 
 
+def fused_mlps(chunk: nn.Module) -> dict[nn.Module, Any]:
+    """Transformer Engine's fused MLPs by their linears, which are not called: operations compute in their place."""
+    mlps = [module for module in chunk.modules() if hasattr(module, "_make_fused_impl") and not module.is_split]
+    return {linear: mlp for mlp in mlps for linear in (mlp.linear_fc1, mlp.linear_fc2)}
+
+
 def named_mlps(mlp: Any) -> Iterator[tuple[str, Any]]:
     """The MLPs of a layer with what precedes the names of their linears: one, or those of experts on this rank.
 

@@ -3,19 +3,23 @@ connection whose gradient is added in the backward kernel of the norm."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, Optional, TypeAlias
 
 import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import TEFusedMLP
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.tensor import Quantizer
 
 from megafp8.te.quantizers import empty_result, kernels_for
+
+Hooks: TypeAlias = "OrderedDict[int, Callable[[Tensor], None]]"
 
 # Directions of an operation, and the keys of their state in `fp8_meta`.
 MODES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
@@ -66,6 +70,8 @@ class FusedMLP(TEFusedMLP):
     def __init__(self, *args: Any, returns_input: bool = False, **options: Any):
         super().__init__(*args, **options)
         self.returns_input = returns_input
+        self._result_hooks: Hooks = OrderedDict()
+        self._gradient_hooks: Hooks = OrderedDict()
 
     def forward(self, hidden_states: Tensor, **options: Any) -> tuple[Any, Optional[Tensor]]:
         """The output [S, B, H], or the pair with the input, and the bias, if the caller adds it."""
@@ -76,9 +82,30 @@ class FusedMLP(TEFusedMLP):
         output, bias = MLP.forward(self, hidden_states, **options)
         return (output, hidden_states) if self.returns_input else output, bias
 
+    def register_result_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Call a function with every result of SwiGLU in high precision, the input of linear_fc2 [..., K].
+
+        The kernels that quantize it run as well. Other activations call no hooks.
+        """
+        return register(hook, self._result_hooks)
+
+    def register_gradient_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """The same with every gradient of SwiGLU's input, that of the output of linear_fc1 [..., 2 K]."""
+        return register(hook, self._gradient_hooks)
+
     def has_other_weights(self) -> bool:
         """Whether the linears have got other weights than the operations have: FSDP2 sets those that it gathers."""
         return self._fused_impl is not None and of_linears(self._fused_impl[0])[0].weight is not self.linear_fc1.weight
+
+    def _register_hooks_on_fused_impl(self, fused_impl: te.ops.Sequential) -> None:
+        """Hooks of the linears are called with the operations. megatron-core adds those of the MLP itself, which run
+        when it is called: they would run a second time, without tensors, and stay after their removal."""
+        own = {name: getattr(self, name) for name in ("_forward_pre_hooks", "_forward_hooks")}
+        for name in own:
+            setattr(self, name, OrderedDict())
+        super()._register_hooks_on_fused_impl(fused_impl)
+        for name, hooks in own.items():
+            setattr(self, name, hooks)
 
     def _make_fused_impl(self) -> te.ops.Sequential:
         fused = super()._make_fused_impl()
@@ -87,9 +114,12 @@ class FusedMLP(TEFusedMLP):
         operations = of_linears(fused)
         for operation, linear in zip(operations, (self.linear_fc1, self.linear_fc2), strict=True):
             share_fp8_state(linear, operation)
+        every = list(fused)
+        activation = every[every.index(operations[1]) - 1]
         if self.note_saved_by_activation is not None:
-            every = list(fused)
-            note_saved(every[every.index(operations[1]) - 1], self.note_saved_by_activation)
+            note_saved(activation, self.note_saved_by_activation)
+        if isinstance(activation, te.ops.SwiGLU):
+            show_results(activation, self._result_hooks, self._gradient_hooks)
         return fused
 
 
@@ -134,6 +164,30 @@ def note_saved(operation: te.ops.BasicOperation, note: Callable[[Tensor], None])
         return output
 
     operation.op_forward = op_forward
+
+
+def register(hook: Callable[[Tensor], None], hooks: Hooks) -> RemovableHandle:
+    """Add a hook to those of a module."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def show_results(swiglu: te.ops.SwiGLU, result_hooks: Hooks, gradient_hooks: Hooks) -> None:
+    """Let SwiGLU compute its results in high precision, too, while they have hooks."""
+    forward, backward = swiglu._tex_swiglu_forward, swiglu._tex_swiglu_backward
+
+    def shown_forward(values: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
+        for hook in list(result_hooks.values()):
+            hook(forward(values, None))
+        return forward(values, quantizer)
+
+    def shown_backward(gradient: Tensor, values: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
+        for hook in list(gradient_hooks.values()):
+            hook(backward(gradient, values, None))
+        return backward(gradient, values, quantizer)
+
+    swiglu._tex_swiglu_forward, swiglu._tex_swiglu_backward = shown_forward, shown_backward
 
 
 class ResidualLayer(TransformerLayer):

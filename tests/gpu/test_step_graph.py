@@ -102,6 +102,7 @@ def losses_with_validation_and_statistics(run: Run) -> list[float]:
         f"{RECIPES['tensorwise']} --fp8-param-gather",
         f"{RECIPES['bf16']} {DROPOUT}",
         f"{RECIPES['delayed']} --recompute-granularity selective --recompute-modules core_attn",
+        *(f"{RECIPES[recipe]} {FUSER}" for recipe in FP8_RECIPES),
     ],
 )
 def test_validation_and_statistics_steps_do_not_change_training(extra: str) -> None:
@@ -118,7 +119,14 @@ def test_validation_and_statistics_steps_do_not_change_training(extra: str) -> N
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("extra", [*(RECIPES[recipe] for recipe in FP8_RECIPES), MIXTURE])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        *(RECIPES[recipe] for recipe in FP8_RECIPES),
+        MIXTURE,
+        *(f"{RECIPES[recipe]} {FUSER}" for recipe in FP8_RECIPES),
+    ],
+)
 def test_statistics_of_a_graph_equal_those_of_launched_kernels(extra: str) -> None:
     """Also of recipes that round stochastically, and where some statistics steps are launched."""
     what_if = ",".join({"blockwise", "mxfp8", "nvfp4"}.difference(extra.split()))
@@ -138,7 +146,7 @@ def test_statistics_of_a_graph_equal_those_of_launched_kernels(extra: str) -> No
     assert any("what_if/nvfp4" in name for name in found[0][1])
 
 
-@pytest.mark.parametrize("extra", [*RECIPES.values(), MIXTURE])
+@pytest.mark.parametrize("extra", [*RECIPES.values(), MIXTURE, f"{RECIPES['delayed']} {FUSER}"])
 def test_what_the_guard_sees_in_a_graph_equals_what_it_sees_of_launched_kernels(extra: str) -> None:
     """Also beside quantization statistics, in a third graph."""
     found = []

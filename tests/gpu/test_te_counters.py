@@ -102,7 +102,6 @@ def test_own_casts_are_seen(recipe: str) -> None:
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_the_guard_has_all_statistics(is_fused: bool) -> None:
-    """In a fused MLP no module is called with the input of linear_fc2."""
     fuser = "--use-transformer-engine-op-fuser" if is_fused else "--no-use-transformer-engine-op-fuser"
     with gpu_run(f"{RECIPES['tensorwise']} --fp8-guard warn {fuser}") as run:
         samples = SourceSamples(run.config.data.seq_length)
@@ -110,8 +109,7 @@ def test_the_guard_has_all_statistics(is_fused: bool) -> None:
         collector = LayerStatistics(run)
         with collector.start().attached():
             forward_backward(run, batches, run.num_microbatches, forward_only=False)
-        missing = {name for (_, name), value in collector.take().items() if value < 0}
-        assert missing == ({f"layers.{layer}.linear_fc2.input" for layer in (0, 1)} if is_fused else set())
+        assert not {name for (_, name), value in collector.take().items() if value < 0}
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)

@@ -47,10 +47,11 @@ def test_statistics_do_not_change_training(recipe: str, extra: str) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("fuser", ["", "--use-transformer-engine-op-fuser"])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_transformer_engine_and_emulation_have_equal_statistics(recipe: str) -> None:
+def test_transformer_engine_and_emulation_have_equal_statistics(recipe: str, fuser: str) -> None:
     """Same weights and samples, first step: tensors differ by roundings of previous layers, weights are equal."""
-    engine = first_record(RECIPES[recipe])
+    engine = first_record(f"{RECIPES[recipe]} {fuser}")
     emulated = first_record(f"{RECIPES[recipe]} --transformer-impl emulated")
     assert list(engine.tensors) == list(emulated.tensors)
     for name, stats in emulated.tensors.items():

@@ -286,8 +286,8 @@ def triton_casts_need_amax_pass(config: RunConfig) -> bool:
 def uses_op_fuser(config: RunConfig) -> bool:
     """Whether the MLP uses Transformer Engine's op fuser.
 
-    By default it does where training was verified to be equivalent, and where statistics, precision maps, schedules,
-    recomputation and FSDP2 do not need separate layers.
+    By default it does where training was verified to be equivalent, and where precision maps, schedules, recomputation
+    and FSDP2 do not need separate layers.
     """
     requested = config.precision.use_transformer_engine_op_fuser
     if requested is not None:
@@ -301,7 +301,7 @@ def uses_op_fuser(config: RunConfig) -> bool:
     is_mapped = precision_map.changes_mlps(model, precision) if has_layers else precision.precision_map
     needs_layers = (
         is_mapped or precision.fp8_schedule is not None or precision.first_last_layers_bf16
-        or config.logging.fp8_log_interval is not None or derived.recompute_granularity(config.training) is not None
+        or derived.recompute_granularity(config.training) is not None
         or config.parallel.use_torch_fsdp2
     )  # fmt: skip
     return bool(is_plain and is_supported and not is_split and not needs_layers)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 
 from megafp8.config import derived, gemm_alignment, precision_map
+from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.rules.base import Rule, all_positive, no_effect_without
 from megafp8.config.rules.precision import has_gemm_dimensions
 from megafp8.config.schema import LoggingConfig, ModelConfig, RunConfig
@@ -122,12 +123,13 @@ def config_with_recipe(config: RunConfig, name: str) -> RunConfig:
     return with_values(config, {f"precision.{field}": value for field, value in changes.items()})
 
 
-def fused_operations_have_no_statistics(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Transformer Engine's op fuser does not expose the operands of the MLP."""
-    if config.logging.fp8_log_interval is not None and config.precision.use_transformer_engine_op_fuser:
+def fused_operations_show_swiglu(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Of Transformer Engine's fused activations only SwiGLU shows its results, which the statistics need."""
+    interval, is_fused = config.logging.fp8_log_interval, config.precision.use_transformer_engine_op_fuser
+    if interval is not None and is_fused and not is_plain_swiglu(config.model):
         yield (
-            f"--fp8-log-interval {config.logging.fp8_log_interval} with --use-transformer-engine-op-fuser: fused "
-            "operations do not expose the MLP's operands; remove one"
+            f"--fp8-log-interval {interval} with --use-transformer-engine-op-fuser: of the fused activations only that "
+            "of --swiglu shows the MLP's operands; remove one"
         )
 
 
@@ -136,5 +138,5 @@ RULES: tuple[Rule, ...] = (
     statistics_have_an_object,
     patterns_name_linears,
     tried_recipes_can_be_tried,
-    fused_operations_have_no_statistics,
+    fused_operations_show_swiglu,
 )

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear
 from megafp8.config import precision_map
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT, watched_linears
-from megafp8.mcore.modules import named_linears
+from megafp8.mcore.modules import fused_mlps, named_linears
 from megafp8.metrics.layer_statistics import (
     ALIGNMENT,
     GRADIENT_SNR,
@@ -232,10 +232,14 @@ class LayerStatistics:
         return dict(zip(self.keys, self.table.tolist(), strict=True))
 
     def _attach(self) -> None:
-        for name, linear, called in self._linears():
-            if called is not None and name in self.inputs:
+        for name, linear, fused in self._linears():
+            if name in self.inputs:
                 record = functools.partial(self._record_input, name, linear)
-                self._once(called, lambda _, args, record=record: record(args[0]), is_before=True)
+                if fused is not None and linear is fused.linear_fc2:
+                    self._once(fused.register_result_hook, record)
+                else:
+                    register = (fused or linear).register_forward_pre_hook
+                    self._once(register, lambda _, args, record=record: record(args[0]))
             mlp, _, kind = name.rpartition(".")
             output = f"{mlp}.{SWIGLU_OUTPUT}"
             is_watched = output in self.inputs and output not in self.smoothed
@@ -246,30 +250,26 @@ class LayerStatistics:
             name = f"layers.{layer.layer_number - 1}"
             if ("residual", name) not in self.keys:  # layers of multi-token prediction come after the model's
                 continue
-            self._once(layer, lambda _, args, output, name=name: self._record_residual(name, output))
+            register = layer.register_forward_hook
+            self._once(register, lambda _, args, output, name=name: self._record_residual(name, output))
             attention = getattr(layer.self_attention, "core_attention", None)
             if attention is not None:
-                self._once(attention, functools.partial(self._record_logits, name), is_before=True)
+                self._once(attention.register_forward_pre_hook, functools.partial(self._record_logits, name))
 
     def _linears(self) -> Iterator[tuple[str, Any, Optional[torch.nn.Module]]]:
-        """Name, linear, and the module that is called with its input, or what its norm makes that input of.
-
-        In Transformer Engine's fused MLP no module is called with the input of linear_fc2.
-        """
+        """Name, linear, and Transformer Engine's fused MLP that computes in its place, if one does."""
         for chunk in unwrap_model(self.run.trainee.chunks):
-            fused = [module for module in chunk.modules() if hasattr(module, "_make_fused_impl")]
-            mlps = [mlp for mlp in fused if not mlp.is_split]
-            called = {mlp.linear_fc1: mlp for mlp in mlps} | {mlp.linear_fc2: None for mlp in mlps}
-            yield from ((name, linear, called.get(linear, linear)) for name, linear in named_linears(chunk))
+            fused = fused_mlps(chunk)
+            yield from ((name, linear, fused.get(linear)) for name, linear in named_linears(chunk))
 
-    def _once(self, module: torch.nn.Module, record: Callable[..., None], is_before: bool = False) -> None:
-        """Call a function at the next forward pass of a module."""
+    def _once(self, register: Callable[..., Any], record: Callable[..., None]) -> None:
+        """Register a hook that is called once."""
 
         def hook(*args: Any) -> None:
             handle.remove()
             record(*args)
 
-        handle = module.register_forward_pre_hook(hook) if is_before else module.register_forward_hook(hook)
+        handle = register(hook)
         self.handles.append(handle)
 
     def _record(self, statistic: str, name: str, value: Tensor) -> None:

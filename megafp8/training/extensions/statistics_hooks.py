@@ -28,7 +28,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from megafp8.mcore.modules import named_linears
+from megafp8.mcore.modules import fused_mlps, named_linears
 from megafp8.mcore.process_groups import bucket_groups, is_reduced_over_expert_ranks
 from megafp8.metrics.collector import is_kept_as_codes
 from megafp8.metrics.recipe_comparison import GEMMS
@@ -184,6 +184,30 @@ class HookedLinear(TrackedLinear):
         self.observer(operand, tensor if is_kept else rows, codes)
 
 
+class FusedLinear(HookedLinear):
+    """A linear in whose place an operation of Transformer Engine's fused MLP computes."""
+
+    def __init__(self, name: str, module: nn.Module, recipe: Optional[LinearRecipe], mlp: Any):
+        super().__init__(name, module, recipe)
+        self.mlp = mlp
+
+    def attach(self, observer: Observer) -> None:
+        if self.mlp.is_split:  # since a linear of it was moved to BF16
+            super().attach(observer)
+            return
+        self.observer, self.seen, mlp = observer, set(), self.mlp
+        if self.module is mlp.linear_fc1:
+            self.handles = [
+                mlp.register_forward_pre_hook(lambda _, args: self._before_forward(self.module, args)),
+                mlp.register_gradient_hook(self._on_gradient),
+            ]
+        else:
+            self.handles = [
+                mlp.register_result_hook(lambda values: self._before_forward(self.module, (values,))),
+                mlp.register_forward_hook(lambda _, args, output: self._after_forward(self.module, args, output[0])),
+            ]
+
+
 def linear_input(module: nn.Module, tensor: Tensor) -> Tensor:
     """The input of the linear's GEMM: for a linear with a fused norm the result of the norm, computed by torch."""
     weight = getattr(module, "layer_norm_weight", None)
@@ -199,12 +223,17 @@ def linear_input(module: nn.Module, tensor: Tensor) -> Tensor:
 
 def find_linears(chunks: Sequence[nn.Module], recipes: Mapping[str, Optional[LinearRecipe]]) -> list[TrackedLinear]:
     """The linears of this rank that have an entry in `recipes`."""
-    return [
-        (TrackedLinear if is_emulated(module) else HookedLinear)(name, module, recipes[name])
-        for chunk in chunks
-        for name, module in named_linears(chunk)
-        if name in recipes
-    ]
+    found: list[TrackedLinear] = []
+    for chunk in chunks:
+        fused = fused_mlps(chunk)
+        for name, module in named_linears(chunk):
+            if name not in recipes:
+                continue
+            if module in fused:
+                found.append(FusedLinear(name, module, recipes[name], fused[module]))
+            else:
+                found.append((TrackedLinear if is_emulated(module) else HookedLinear)(name, module, recipes[name]))
+    return found
 
 
 def is_emulated(module: nn.Module) -> bool:

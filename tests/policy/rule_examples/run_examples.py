@@ -74,8 +74,13 @@ EXAMPLES = {
         1,
         "choose from tensorwise",
     ),
-    "fused_operations_have_no_statistics": (
-        {"logging.fp8_log_interval": 10, "precision.use_transformer_engine_op_fuser": True},
+    "fused_operations_show_swiglu": (
+        {
+            "logging.fp8_log_interval": 10,
+            "precision.use_transformer_engine_op_fuser": True,
+            "model.swiglu": False,
+            "model.squared_relu": True,
+        },
         1,
         "remove one",
     ),

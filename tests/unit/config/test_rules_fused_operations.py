@@ -57,7 +57,7 @@ FC2_MAPPED = SMALL | {"precision.precision_map": ("*.linear_fc2=bf16",)}
         (BLOCKWISE | SMALL | {"precision.precision_map": ("*.linear_qkv=bf16", "*.linear_fc1=blockwise")}, True, True),
         (DELAYED | SMALL | FP8_OUTPUT, True, True),
         (BLOCKWISE | {"precision.fp8_schedule": "bf16:9,fp8"}, False, False),
-        (BLOCKWISE | {"logging.fp8_log_interval": 10}, False, False),
+        (BLOCKWISE | {"logging.fp8_log_interval": 10}, True, True),
         (BLOCKWISE | {"training.recompute_activations": True}, False, False),
         (BLOCKWISE | {"parallel.tensor_model_parallel_size": 2}, False, False),
         (BLOCKWISE | {"parallel.pipeline_model_parallel_size": 2}, False, False),

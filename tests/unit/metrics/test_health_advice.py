@@ -101,7 +101,10 @@ def test_statistics_are_advised_where_they_are_off() -> None:
     assert "--fp8-log-interval 100 to find" in advice(case_of("tensorwise", None), for_nonfinite_values)
     tried = advice(case_of("bf16-not-looked-at", None), for_nonfinite_values)
     assert "--fp8-log-interval 100 --fp8-what-if tensorwise" in tried
-    assert "--fp8-log-interval" not in advice(case_of("op-fuser", None), for_nonfinite_values), "it shows no operands"
+    assert "--fp8-log-interval 100 to find" in advice(case_of("op-fuser", None), for_nonfinite_values)
+    case = case_of("op-fuser", None)
+    case = dataclasses.replace(case, config=with_values(case.config, {"model.swiglu": False}))
+    assert "--fp8-log-interval" not in advice(case, for_nonfinite_values), "only SwiGLU shows operands"
     assert "--fp8-log-interval" not in advice(case_of("bf16", None), for_nonfinite_values)
 
 

@@ -5,12 +5,9 @@ from unittest import mock
 
 import te_without_cuda  # noqa: F401  (first)
 import torch
-import torch.nn.functional as F
-import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from megatron.core import parallel_state
-from small_te_mlp import FFN, HIDDEN, backward, normalize, small_mlp
-from transformer_engine.pytorch import utils
+from small_te_mlp import FFN, HIDDEN, small_mlp, use_torch_operations
 from transformer_engine.pytorch.ops.basic import rmsnorm
 
 from megafp8.models import saved_activations
@@ -20,28 +17,7 @@ from megafp8.te import patches
 patches.install()
 parallel_state.set_tensor_model_parallel_world_size(1)
 TOKENS = 16
-
-
-def swiglu(x):
-    a, b = x.chunk(2, dim=-1)
-    return F.silu(a) * b
-
-
-def linear_forward(self, ctx, inputs, **quantizers):
-    ctx.save_for_backward(inputs, self.weight)
-    return inputs @ self.weight.t()
-
-
-def linear_backward(self, ctx, gradient):
-    inputs, weight = ctx.saved_tensors
-    return gradient @ weight, [gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)]
-
-
-rmsnorm.rmsnorm_fwd = lambda x, weight, *others: (normalize(x, weight), None, torch.zeros(len(x)))
-rmsnorm.rmsnorm_bwd = lambda gradient, x, _, weight, *others: backward(normalize, gradient, x, weight)
-tex.swiglu, tex.dswiglu = lambda x, _: swiglu(x), lambda dy, x, _: backward(swiglu, dy, x)[0]
-utils._empty_tensor = lambda: torch.empty(0)
-te.ops.BasicLinear.op_forward, te.ops.BasicLinear.op_backward = linear_forward, linear_backward
+use_torch_operations()
 
 
 def gradients(parts, packed):
