@@ -19,7 +19,7 @@
 # PYTHON           Python interpreter with megafp8 (default .venv/bin/python, else python3)
 #
 # Arguments are further flags of pretrain_gpt.py, which override those below. --performance max is faster, because the
-# output layer is also in FP8.
+# output layer is also in FP8 and Adam's moments are in BF16; docs/performance.md has the cost in loss.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

@@ -3,8 +3,10 @@
     --use-distributed-optimizer      on GPUs with Adam, unless the checkpoint to resume was saved without it
     --overlap-grad-reduce            with the distributed optimizer of several data-parallel ranks
     --overlap-param-gather           the same
+    --use-nccl-ub                    with the latter, unless torch's allocator has expandable segments
     --cross-entropy-loss-fusion      Transformer Engine's kernel, with its layers
     --cuda-graph-impl                local where a step can be captured and memory allows it
+    --cuda-graph-evaluation          on one GPU whose steps are a graph, without experts
     --moe-expert-kernels             all experts in one launch, with Transformer Engine's layers and these settings
 
 On a CPU only a checkpoint that was saved with the distributed optimizer turns one of them on. On every device:

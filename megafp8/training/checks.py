@@ -35,6 +35,7 @@ class Checked:
         implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
         world_size: number of ranks.
         notices: what the user should know but need not fix.
+        asked: the configuration of the command line, before choices.
         choices: automatic settings, which `invocation.config` has as values.
     """
 
@@ -43,6 +44,7 @@ class Checked:
     implementation: str
     world_size: int
     notices: tuple[str, ...]
+    asked: RunConfig
     choices: tuple[Choice, ...] = ()
 
 
@@ -61,9 +63,15 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     if config.precision.deterministic_mode:
         enable_determinism()
     target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
-    config, choices = choose(config, target, ranks, saved_config, invocation.given)
+    asked = config
+    config, choices = choose(asked, target, ranks, saved_config, invocation.given)
     invocation = dataclasses.replace(invocation, config=config)
     found = micro_batch.setting_problems(config, ranks)
+    if micro_batch.is_auto(config) and not found:
+        # Choices that wait for the size, such as a CUDA graph, may break rules: reported before the trials.
+        for size in micro_batch.possible_sizes(config, ranks)[:1]:
+            smallest = choose(micro_batch.with_size(asked, size), target, ranks, saved_config, invocation.given)[0]
+            found += rules.setting_problems(smallest, ranks)
     found += capability.capability_problems(config, target)
     local_problems = rules.path_problems(config, ranks) + package_problems(config.logging)
     local_problems += offloading_problems(config) + exchange_library_problems(config)
@@ -92,7 +100,18 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     if found:
         raise ConfigError(found)
     cpu_patches.install()
-    return Checked(invocation, target, implementation, ranks, tuple(notices), choices)
+    return Checked(invocation, target, implementation, ranks, tuple(notices), asked, choices)
+
+
+def check_with_size(checked: Checked, size: int) -> Checked:
+    """Check a command line with `--micro-batch-size auto` again, as if it had given this size.
+
+    Choices depend on the size: there is no CUDA graph before it is known. All ranks get the same, as at the start.
+
+    Raises:
+        ConfigError: the size has problems.
+    """
+    return check(dataclasses.replace(checked.invocation, config=micro_batch.with_size(checked.asked, size)), [])
 
 
 def unchecked_settings(config: RunConfig) -> list[str]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megafp8.config import precision_map
-from megafp8.config.rules.precision import TILE_LENGTH, fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
+from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import RunConfig
 from megafp8.device.capability import Target
 from megafp8.planning.automatic import Choice
-from megafp8.planning.micro_batch import is_auto
 
 
 def format_chosen(choices: Iterable[Choice]) -> str:
@@ -28,7 +27,7 @@ def chosen_settings(config: RunConfig, target: Target, implementation: str) -> I
     Transformer Engine chooses its attention kernel in the first step, after which `AttentionReport` records it.
 
     Args:
-        config: as on the command line; with `--micro-batch-size auto`, choices that depend on the size say so.
+        config: with a micro-batch size.
         implementation: the layers in use, see `Run`.
     """
     if config.precision.transformer_impl == "auto":
@@ -51,14 +50,12 @@ def implementation_reason(target: Target, implementation: str) -> str:
 
 def chosen_kernels(config: RunConfig) -> Iterator[Choice]:
     """Kernels that replace those of Transformer Engine's layers."""
-    # Some kernels need complete tiles of tokens, so that the choice depends on the micro-batch size.
-    condition = f", if micro batches are multiples of {TILE_LENGTH} tokens" if is_auto(config) else ""
     if config.precision.use_transformer_engine_op_fuser is None and uses_op_fuser(config):
-        swiglu = f"; SwiGLU writes FP8{condition}" if fuses_swiglu_quantization(config) else ""
+        swiglu = "; SwiGLU writes FP8" if fuses_swiglu_quantization(config) else ""
         yield Choice("--use-transformer-engine-op-fuser", "on", f"fused operations for the MLP{swiglu}")
     if config.precision.quantize_kernels is None:
         used = precision_map.used_recipes(config.precision)
         recipes = [name for name in triton_cast_recipes(config) if name in used]
         if recipes:
-            reason = f"faster for {' and '.join(recipes)}, the same bytes{condition}"
+            reason = f"faster for {' and '.join(recipes)}, the same bytes"
             yield Choice("--quantize-kernels", "triton", reason)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megafp8 import __version__
 from megafp8.config import derived, dimensions, iterations, model_shapes, multi_token, precision_map, topology
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.flags import Invocation
 from megafp8.config.rules.data import checkpoints_to_load_are_there
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import all_settings, value_of
+from megafp8.config.settings import all_settings, value_of, with_values
 from megafp8.config.stages import stage_layers
 from megafp8.config.topology import layout_of
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -36,7 +35,7 @@ from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
 from megafp8.planning.process_memory import non_torch_bytes
 from megafp8.planning.step_time import step_time
-from megafp8.training.checks import Checked, short_notices
+from megafp8.training.checks import Checked, check_with_size, short_notices
 from megafp8.training.chosen_settings import chosen_settings, format_chosen
 from megafp8.training.mixture_summary import mixture_text
 from megafp8.training.resume import preview
@@ -47,6 +46,7 @@ MAX_RANK_LINES = 16
 MAX_LINES = 9
 """Limit of each list in the summary."""
 MAX_WORDS = 6
+SIZE_SETTINGS = ("training.micro_batch_size", "training.micro_batch_size_memory_limit")
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -61,8 +61,13 @@ def describe_run(checked: Checked) -> str:
         ConfigError: megatron-core refuses the configuration.
         DataError: the tokenizer cannot be read.
     """
-    invocation, target, implementation = checked.invocation, checked.target, checked.implementation
-    config, world_size, is_verbose = invocation.config, checked.world_size, invocation.config.logging.verbose
+    asked, world_size, automatic = checked.asked, checked.world_size, list[str]()
+    is_verbose = asked.logging.verbose
+    if micro_batch.is_auto(asked):
+        first, text = micro_batch_text(checked)
+        checked, automatic = check_with_size(checked, first), [text if is_verbose else text.splitlines()[0]]
+    config, target, implementation = checked.invocation.config, checked.target, checked.implementation
+    listed = with_values(config, {name: value_of(asked, name) for name in SIZE_SETTINGS})  # with `auto`
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
     # megatron-core's checks of experts ask for the version of Transformer Engine.
     asks_version = is_mixture(config.model) and not has_transformer_engine
@@ -72,14 +77,10 @@ def describe_run(checked: Checked) -> str:
         build_optimizer_config(config, implementation)
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     chosen = format_chosen([*chosen_settings(config, target, implementation), *checked.choices])
-    automatic = []
-    if micro_batch.is_auto(config):
-        first, text = micro_batch_text(config, vocab_size, world_size, checked)
-        config, automatic = micro_batch.with_size(config, first), [text if is_verbose else text.splitlines()[0]]
     details = "" if is_verbose else "; --verbose prints all settings, ranks and GEMMs"
     sections = [
         f"megafp8 {__version__} | dry run{details}",
-        *([settings_text(invocation)] if is_verbose else []),
+        *([settings_text(listed, checked.invocation.given)] if is_verbose else []),
         model_text(config),
         layout_text(config, target, implementation, world_size),
         *automatic,
@@ -105,12 +106,12 @@ def vocabulary_size(config: RunConfig) -> int:
     return dimensions.vocabulary_size(config, build_tokenizer(config.data, config.model.vocab_size).vocab_size)
 
 
-def settings_text(invocation: Invocation) -> str:
+def settings_text(config: RunConfig, given: Collection[str]) -> str:
     """Every setting with its value; `*` marks those given on the command line."""
     lines = []
     for setting in all_settings():
-        value = setting.written(value_of(invocation.config, setting.name))
-        mark = "*" if setting.name in invocation.given else " "
+        value = setting.written(value_of(config, setting.name))
+        mark = "*" if setting.name in given else " "
         lines.append(f"{mark} {setting.name} = {value}")
     return "settings (* given on the command line)\n" + indented("\n".join(lines))
 
@@ -184,9 +185,11 @@ def batch_schedule_lines(config: RunConfig, world_size: int) -> list[str]:
     return ["the global batch grows, and the step above has its last size", *shortened(lines)]
 
 
-def micro_batch_text(config: RunConfig, vocab_size: int, world_size: int, checked: Checked) -> tuple[int, str]:
+def micro_batch_text(checked: Checked) -> tuple[int, str]:
     """The size with which `--micro-batch-size auto` would start, and a table of what it would try."""
+    config, world_size = checked.invocation.config, checked.world_size
     target, implementation = checked.target, checked.implementation
+    vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     predicted = {
         size: micro_batch.predicted_bytes(config, size, world_size, vocab_size, implementation)
         for size in micro_batch.possible_sizes(config, world_size)

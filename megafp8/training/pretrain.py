@@ -18,7 +18,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.config import iterations, settings
 from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
-from megafp8.device.platform import detect_platform, init_distributed, rank, shutdown_distributed, world_size
+from megafp8.device.platform import Platform, detect_platform, init_distributed, rank, shutdown_distributed, world_size
 from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, PeerLost, RunFolderInUse
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks, build_sinks
@@ -28,7 +28,7 @@ from megafp8.resilience import fault_injection
 from megafp8.resilience.run_lock import LOCK_FILE, RunLock, acquire_run_lock
 from megafp8.resilience.run_state import RunStateWriter, finished_state, first_state
 from megafp8.resilience.watchdog import PhaseClock, Watchdog
-from megafp8.training.checks import Checked, short_notices
+from megafp8.training.checks import Checked, check_with_size, short_notices
 from megafp8.training.chosen_settings import chosen_settings, format_chosen
 from megafp8.training.evaluation import record_evaluation, validate
 from megafp8.training.extension import LoopState
@@ -64,18 +64,18 @@ def run_training(checked: Checked) -> int:
         # The root logger needs a handler: without one it prints warnings and errors only, whatever its level.
         logging.basicConfig(level=config.logging.logging_level, force=True)
     if rank() == 0:
-        print("\n".join(startup_lines(checked)), flush=True)
+        # Notices about a size that is not known yet would not be those of the run.
+        print("\n".join([opening_line(config), *([] if is_auto(config) else notice_lines(checked))]), flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
     with guarded(config) as guard:
         init_distributed(platform, config.parallel)
         claim_run(config, guard)
-        details, chosen = dict[str, str](), [*checked.choices]
+        details = dict[str, str]()
         if is_auto(config):
-            config, details["micro-batch size"] = choose_micro_batch(config, platform, checked.implementation, guard)
-            size = str(config.training.micro_batch_size)
-            chosen.append(Choice("--micro-batch-size", size, "the fastest that fits"))
+            checked, details["micro-batch size"] = find_size(checked, platform, guard)
+            config = checked.invocation.config
         if not guard.stop_agreed:  # a signal may have ended the search for a micro-batch size
-            chosen += chosen_settings(config, checked.target, checked.implementation)
+            chosen = [*checked.choices, *chosen_settings(config, checked.target, checked.implementation)]
             if rank() == 0 and chosen:
                 print(format_chosen(chosen), flush=True)
             run = dataclasses.replace(build_training_run(config, platform, checked.implementation), guard=guard)
@@ -89,14 +89,37 @@ def run_training(checked: Checked) -> int:
     return guard.exit_status
 
 
-def startup_lines(checked: Checked) -> list[str]:
-    """The lines that open the output: version, folder of the run, notices; with `--verbose` the recipe of each GEMM."""
+def opening_line(config: RunConfig) -> str:
+    """The line that opens the output: version and folder of the run."""
+    folder = run_folder(config)
+    return f"megafp8 {__version__} | {'nothing is saved: no --save' if folder is None else f'run folder {folder}'}"
+
+
+def notice_lines(checked: Checked) -> list[str]:
+    """The notices; with `--verbose` also the recipe of each GEMM."""
     config = checked.invocation.config
-    folder, is_verbose = run_folder(config), config.logging.verbose
-    where = "nothing is saved: no --save" if folder is None else f"run folder {folder}"
+    is_verbose = config.logging.verbose
     notices = checked.notices if is_verbose else short_notices(checked.notices)
     recipes = recipe_lines(config, checked.implementation) if is_verbose else []
-    return [f"megafp8 {__version__} | {where}", *(f"notice: {notice}" for notice in notices), *recipes]
+    return [*(f"notice: {notice}" for notice in notices), *recipes]
+
+
+def find_size(checked: Checked, platform: Platform, guard: Watchdog) -> tuple[Checked, str]:
+    """Replace `--micro-batch-size auto` by the size that trials find, with the choices and notices of that size.
+
+    All ranks call it.
+
+    Returns:
+        The command line, unchanged if a signal ended the search; and how the size was found, or the signal.
+    """
+    size, detail = choose_micro_batch(checked.invocation.config, platform, checked.implementation, guard)
+    if size is None:
+        return checked, detail
+    checked = check_with_size(checked, size)
+    if rank() == 0 and (lines := notice_lines(checked)):
+        print("\n".join(lines), flush=True)
+    choice = Choice("--micro-batch-size", str(size), "the fastest that fits")
+    return dataclasses.replace(checked, choices=(*checked.choices, choice)), detail
 
 
 def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import shlex
@@ -12,14 +13,17 @@ from pathlib import Path
 
 import pytest
 from documented_commands import commands_in
+from syntax_trees import tree_of
 from test_import_levels import LEVELS
 
 from megafp8.cli.main import SUBCOMMANDS
-from megafp8.config import flags, megatron_flags, rules
+from megafp8.config import flags, grouped_experts, megatron_flags, mixture, rules
 from megafp8.config.model_shapes import PRESETS
+from megafp8.config.rules import cuda_graph
 from megafp8.config.schema import moe as schema
 from megafp8.config.settings import settings_by_name
 from megafp8.mcore.cpu_patches import PATCHES
+from megafp8.planning import automatic
 from megafp8.recipes import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +59,8 @@ RUN_FILES = {
     "logs/watchdog/",
 }
 WORLD_SIZE = 1
+# Functions with the obstacles of a CUDA graph, as they begin an error.
+OBSTACLES = re.compile(r"_\w+_obstacles|_dropout_rates|grouped_expert_obstacles|expert_ranks_flag")
 
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 
@@ -152,6 +158,32 @@ def test_the_recipe_table_agrees_with_the_code() -> None:
         expected = ["native" if is_native(capability) else "no" for capability in ((8, 9), (9, 0), (10, 0))]
         assert native == expected, recipe
         assert emulated == "**yes**", recipe
+
+
+def test_the_table_of_runs_without_graphs_names_every_obstacle() -> None:
+    """An obstacle starts with its flag."""
+    functions = [
+        node
+        for module in (cuda_graph, grouped_experts, mixture)
+        for node in tree_of(Path(module.__file__)).body
+        if isinstance(node, ast.FunctionDef) and OBSTACLES.fullmatch(node.name)
+    ]
+    literals = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.Constant))
+    texts = (node.value for node in literals if isinstance(node.value, str) and node.value.startswith("--"))
+    named = {flag for text in texts for flag in FLAG.findall(text)}
+    assert {"--hidden-dropout", "--tp-comm-overlap", "--fp8-param-gather", "--expert-model-parallel-size"} <= named
+    rows = table_rows((ROOT / "docs/flags.md").read_text(encoding="utf-8"), "excluded")
+    assert named - {flag for row in rows for flag in FLAG.findall(row[0])} == set()
+
+
+def test_every_automatic_setting_is_documented() -> None:
+    """In the page of flags, and where they are chosen."""
+    rows = table_rows((ROOT / "docs/flags.md").read_text(encoding="utf-8"), "setting")
+    documented = {flag for row in rows for flag in FLAG.findall(row[0])}
+    flags_of = [settings_by_name()[name].flags[0] for name in automatic.AUTOMATIC]
+    wanted = {flag for flag in flags_of if flag != "--cross-entropy-fusion-impl"}  # with --cross-entropy-loss-fusion
+    assert wanted - documented == set()
+    assert wanted - set(FLAG.findall(automatic.__doc__ or "")) == set()
 
 
 def test_getting_started_names_every_preset() -> None:

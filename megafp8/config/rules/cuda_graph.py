@@ -142,7 +142,7 @@ def _host_obstacles(config: RunConfig) -> Checks:
         training.micro_batch_size == AUTO,
         "--micro-batch-size auto",
         "trials of micro-batch sizes run without CUDA graphs",
-        "find the size first, then give it as a number",
+        "use --cuda-graph-impl auto, which decides once the size is known, or give the size as a number",
     )
 
 

@@ -76,11 +76,11 @@ class SizeChoice:
 
 def choose_micro_batch(
     config: RunConfig, platform: Platform, implementation: str, guard: Watchdog
-) -> tuple[RunConfig, str]:
-    """The configuration with a micro-batch size, and a description for the record; all ranks call it.
+) -> tuple[Optional[int], str]:
+    """The micro-batch size, and a description for the record; all ranks call it.
 
     A run that resumes or restarts takes the size that was found before. If a signal ends the search, `stop_agreed` of
-    the guard is set on all ranks, and the configuration is returned without a size.
+    the guard is set on all ranks, and there is no size.
 
     Raises:
         ConfigError: on all ranks: no size fits.
@@ -89,14 +89,14 @@ def choose_micro_batch(
     if note:
         report(f"micro-batch size: {note}")
     if known is not None:
-        return micro_batch.with_size(config, known), note
+        return known, note
     choice = search_sizes(config, platform, implementation, guard)
     if choice is None:
-        return config, guard.reason
+        return None, guard.reason
     folder = run_folder(config)
     if folder is not None:
         call_on_rank_0(lambda: atomic_write_json(folder / CHOICE_FILE, dataclasses.asdict(choice)))
-    return micro_batch.with_size(config, choice.micro_batch_size), choice.describe()
+    return choice.micro_batch_size, choice.describe()
 
 
 def report(text: str) -> None:

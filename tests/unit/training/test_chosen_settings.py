@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megafp8.config.model_shapes import PRESETS
-from megafp8.config.schema import AUTO, RunConfig
+from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device.capability import TARGETS, Target
 from megafp8.planning.automatic import Choice
@@ -69,10 +69,3 @@ def test_kernels_are_chosen(values: dict[str, Any], implementation: str, fused: 
     found = chosen(values, TARGETS["h100"], implementation)
     assert (FUSER in found, KERNELS in found) == (fused, cast)
     assert not cast or "blockwise" in found[KERNELS].reason
-
-
-@pytest.mark.parametrize(("size", "is_open"), [(AUTO, True), (2, False)])
-def test_a_size_that_is_yet_to_be_found_may_leave_incomplete_tiles(size: int, is_open: bool) -> None:
-    found = chosen(BLOCKWISE | {"training.micro_batch_size": size}, TARGETS["h100"], "transformer_engine")
-    for flag in (FUSER, KERNELS):
-        assert ("if micro batches are multiples of 128 tokens" in found[flag].reason) == is_open
