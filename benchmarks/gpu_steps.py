@@ -43,6 +43,7 @@ from megafp8.mcore import cpu_patches
 cpu_patches.install()
 
 from megafp8.checkpoint.progress import Progress
+from megafp8.device.energy import energy_counter, has_library
 from megafp8.device.platform import detect_platform, init_distributed
 from megafp8.training.checks import Checked, check
 from megafp8.training.evaluation import build_batches
@@ -62,6 +63,7 @@ class Timed:
 
     Attributes:
         step_ms: mean of the timed steps.
+        joules_per_step: mean of the timed steps, by the driver's counter; None without the driver's library.
         losses: of all its steps.
         attention: the kernels that Transformer Engine took.
     """
@@ -73,6 +75,7 @@ class Timed:
     losses: list[float]
     attention: str
     device: str
+    joules_per_step: Optional[float]
 
 
 def check_mode(options: argparse.Namespace, text: str) -> Checked:
@@ -111,16 +114,20 @@ def measure(options: argparse.Namespace, name: str, text: str, number: int) -> T
     init_distributed(detect_platform(), ParallelConfig())
     step = peer_steps(options, text[1:]) if text.startswith("@") else megafp8_steps(options, text, number == 0)
     losses = [step(index) for index in range(1, options.warm_up + 1)]
+    joules = energy_counter(torch.device("cuda")) if has_library() else None
     torch.cuda.synchronize()
-    started = time.perf_counter()
+    started, joules_before = time.perf_counter(), joules() if joules else 0.0
     losses += [step(options.warm_up + index) for index in range(1, options.steps + 1)]
     torch.cuda.synchronize()
     step_ms = (time.perf_counter() - started) * 1e3 / options.steps
+    joules_per_step = (joules() - joules_before) / options.steps if joules else None
     peak_gib = torch.cuda.max_memory_allocated() / 2**30
     if number == 0 and name in options.profile:
         groups = profiled(lambda: step(options.warm_up + options.steps + 1), options.trace)
         print(f"\n{name}\n" + groups.table(), flush=True)
-    return Timed(name, number, step_ms, peak_gib, losses, attention_of_process(), torch.cuda.get_device_name())
+    return Timed(
+        name, number, step_ms, peak_gib, losses, attention_of_process(), torch.cuda.get_device_name(), joules_per_step
+    )
 
 
 def attention_of_process() -> str:

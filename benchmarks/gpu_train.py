@@ -108,8 +108,8 @@ class Process:
     Attributes:
         step_ms: median of its last steps.
         attention: the kernels that ran.
-        joules_per_token: mean over these steps; None of a peer's, and without the driver's library. Its counter is
-            renewed some ten times a second, so that steps of less than 100 ms need more of them.
+        joules_per_token: mean over these steps; None without the driver's library. Its counter is renewed some ten
+            times a second, so that steps of less than 100 ms need more of them.
         spread_fraction: (slowest - fastest) / median of these steps; None of a peer's, which are timed together.
         wall_s: the whole process, start and saving included.
     """
@@ -190,11 +190,13 @@ def run_peer(options: argparse.Namespace, mode: str, number: int) -> Process:
     assert length is not None and batch is not None and config.model.vocab_size is not None
     padded = dimensions.padded_vocab_size(config, config.model.vocab_size + 1)  # the null tokenizer's end of a document
     tokens_per_second = 1e3 * length * batch / timed["step_ms"]
+    joules = timed["joules_per_step"]
     return Process(
         mode=mode, round=number, step_ms=timed["step_ms"], spread_fraction=None, tokens_per_second=tokens_per_second,
         tflops=tokens_per_second * model_shapes.flops_per_token(config.model, padded, length) / 1e12,
         peak_gib=timed["peak_gib"], attention=timed["attention"], loss=timed["losses"][-1],
         device=timed["device"], wall_s=time.monotonic() - started,
+        joules_per_token=None if joules is None else joules / (length * batch),
     )  # fmt: skip
 
 

@@ -13,8 +13,10 @@ On a CPU only a checkpoint that was saved with the distributed optimizer turns o
 
     --no-gradient-accumulation-fusion  with FSDP2, which has no buffer with complete gradients
 
-All these change no numerics beyond the order of sums. What does change numerics is chosen only by `--performance max`,
-with Transformer Engine's layers:
+All these keep the recipe of every layer and the dtype of all state. Sums may have another order, and fused kernels may
+round at other points. The same holds for fused operations, a default of `config/rules/precision.py`. Under delayed
+scaling these also cast weights in every microbatch, with scales that may have changed. Recipes and dtypes are changed
+only by `--performance max`, with Transformer Engine's layers:
 
     --precision output_layer=RECIPE  the output layer in FP8, where the recipe of the layers names one for it
     --use-precision-aware-optimizer  with both moments of Adam in BF16, where the one-pass update has them

@@ -207,6 +207,10 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "bash examples/precision_table.sh": f"{RUN_BY}tests/cli/test_examples.py",
         "megafp8 precision-table": f"{RUN_BY}tests/cli/test_precision_table_command.py",
     },
+    "docs/performance.md": {
+        "python benchmarks/gpu_train.py": f"{RUN_BY}tests/unit/benchmarks/test_benchmarks_run.py",
+        "accelerate launch": "needs that package",
+    },
     "docs/planning.md": {
         "python benchmarks/planner_accuracy.py": f"{RUN_BY}tests/unit/benchmarks/test_planner_accuracy.py"
     },

@@ -40,6 +40,7 @@ TORCHRUN_FLAGS = {
 }  # fmt: skip
 # Flags of pytest and the chaos soak.
 TEST_FLAGS = {"--long", "--write-snapshots", "--collect-only", "--steps", "--faults", "--fork"}
+BENCHMARK_FLAGS = {"--shape", "--rounds", "--modes", "--mode", "--extra"}  # of gpu_train.py and accelerate_loop.py
 # Of `accelerate launch`, which docs/from_accelerate.md maps to flags.
 LM_EVAL_FLAGS = {"--model", "--model_args", "--tasks", "--include_path", "--output_path"}  # of lm_eval
 ACCELERATE_FLAGS = {
@@ -104,7 +105,7 @@ def test_files_exist(path: Path) -> None:
 @each_document
 def test_flags_of_documents_are_known(path: Path, known_flags: set[str]) -> None:
     mentioned = set(FLAG.findall(path.read_text(encoding="utf-8"))) - ACCELERATE_FLAGS - LM_EVAL_FLAGS
-    others = mentioned - known_flags - set(megatron_flags.REPLACED)
+    others = mentioned - known_flags - BENCHMARK_FLAGS - set(megatron_flags.REPLACED)
     unknown = [flag for flag in others if megatron_flags.classify(flag, []) is None]
     assert unknown == []
 

@@ -85,7 +85,10 @@ def test_the_peer_is_timed_alternately(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     def start(command: list[str]) -> None:
         commands.append(command)
-        timed = {"step_ms": 200.0, "peak_gib": 51.0, "losses": [9.0, 5.0], "attention": "fused", "device": "H200"}
+        timed = {
+            "step_ms": 200.0, "peak_gib": 51.0, "losses": [9.0, 5.0], "attention": "fused", "device": "H200",
+            "joules_per_step": 128.0,
+        }  # fmt: skip
         Path(command[command.index("--json") + 1]).write_text(json.dumps({"done": [timed]}))
 
     monkeypatch.setattr(gpu_train, "start", start)
@@ -94,9 +97,30 @@ def test_the_peer_is_timed_alternately(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert failures == [] and gpu_steps.parse(commands[0][1:]).modes == ["peer-delayed=@delayed"]
     assert (gpu_steps.parse(commands[0][1:]).warm_up, gpu_steps.parse(commands[0][1:]).steps) == (6, 10)
     assert peer.tokens_per_second == 8 * 2048 / 0.2 and peer.device == "H200"
+    assert peer.joules_per_token == 128 / (8 * 2048)
     assert peer.tflops == pytest.approx(peer.tokens_per_second * 9.240e9 / 1e12, rel=1e-3)
     rows = {row["mode"]: row for row in gpu_train.summarize([peer, process("delayed", 0, 100)])}
+    assert rows["peer-delayed"]["joules_per_token"] == peer.joules_per_token
     assert rows["delayed"]["to_peer"].median == 2 and rows["peer-delayed"]["spread_fraction"] is None
+
+
+def test_energy_is_that_of_the_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    joules = 1000.0
+
+    def step(index: int) -> float:
+        nonlocal joules
+        joules += 500 if index <= 2 else 10 * index  # two steps to warm up
+        return 5.0
+
+    fakes = {"init_distributed": None, "peer_steps": step, "has_library": True, "attention_of_process": "fused"}
+    for name, value in fakes.items():
+        monkeypatch.setattr(gpu_steps, name, lambda *_, value=value: value)
+    monkeypatch.setattr(gpu_steps, "energy_counter", lambda device: lambda: joules)
+    for name in ("synchronize", "max_memory_allocated", "get_device_name"):
+        monkeypatch.setattr(gpu_steps.torch.cuda, name, lambda: 0)
+    options = gpu_steps.parse(["--modes", "peer=@delayed", "--warm-up", "2", "--steps", "4"])
+    timed = gpu_steps.measure(options, "peer", "@delayed", 0)
+    assert timed.joules_per_step == (30 + 40 + 50 + 60) / 4 and len(timed.losses) == 6
 
 
 def test_no_process_starts_that_would_exceed_the_time_limit() -> None:
