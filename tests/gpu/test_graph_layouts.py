@@ -34,19 +34,21 @@ PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
 INTERLEAVED = f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PP4, TP2 = "--pipeline-model-parallel-size 4 --num-layers 4", "--tensor-model-parallel-size 2 --sequence-parallel"
-DELAYED = RECIPES["delayed"]
+DELAYED, FUSER = RECIPES["delayed"], "--use-transformer-engine-op-fuser"
 STATISTICS = "--fp8-log-interval 2 --fp8-what-if mxfp8,nvfp4"
 CODES = "--overlap-grad-reduce --overlap-param-gather --grad-reduce-in-fp8"
 # By name: the number of ranks, and the flags.
 LAYOUTS = {
     "pipeline bf16": (2, PP2),
     "pipeline delayed": (2, f"{PP2} {DELAYED}"),
+    "pipeline fused delayed": (2, f"{PP2} {DELAYED} {FUSER}"),
     "pipeline tied delayed": (2, f"{PP2} {DELAYED}"),
     "pipeline recomputed delayed": (2, f"{PP2} {DELAYED} {FULL}"),
     "interleaved bf16": (2, INTERLEAVED),
     "interleaved delayed": (2, f"{INTERLEAVED} {DELAYED}"),
     "context bf16": (2, CP2),
     "context delayed": (2, f"{CP2} {DELAYED}"),
+    "context fused delayed": (2, f"{CP2} {DELAYED} {FUSER}"),
     "data statistics delayed": (2, f"{DELAYED} {STATISTICS}"),
     "tensor statistics tensorwise": (2, f"{TP2} {RECIPES['tensorwise']} {STATISTICS}"),
     "pipeline statistics delayed": (2, f"{PP2} {DELAYED} {STATISTICS}"),
