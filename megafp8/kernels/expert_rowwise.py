@@ -184,7 +184,7 @@ def weights_kernel(
     row_amax += expert * num_rows
     column_amax += expert * width
     if rows is None:
-        amaxes_kernel(weights + start, row_amax, column_amax, width, SIDE)
+        amaxes_kernel(weights + start, row_amax, column_amax, None, width, SIDE)
     else:
         cast_kernel(weights + start, row_amax, column_amax, rows + start, row_scale_inv + expert * num_rows,
                     columns + start, column_scale_inv + expert * width, num_rows, width, FP32_MAX, True, GRID,

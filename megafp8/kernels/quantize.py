@@ -9,9 +9,9 @@
     finish_product_kernel      factor x product + bias, rounded once
 
 "Values" are what a GEMM multiplies: decoded codes times the scales of their blocks. Where they are written, codes need
-not be. A result that is not wanted is passed as None: Triton compiles a kernel without its stores. Saturated values are
-counted in the same pass. Ragged edges are masked: masked elements load as 0, which changes no amax, and are not stored.
-`quantization/triton_quantize.py` launches the kernels.
+not be. A result that is not wanted is passed as None: Triton compiles a kernel without its stores. Non-finite and
+saturated values are counted in the same pass. Ragged edges are masked: masked elements load as 0, which changes no amax
+and no count, and are not stored. `quantization/triton_quantize.py` launches the kernels.
 """
 
 from __future__ import annotations
@@ -60,17 +60,22 @@ def amax_kernel(x_ptr, amax_bits_ptr, count, PART: tl.constexpr):
 
 
 @triton.jit
-def count_saturated(saturated_ptr, x, scaled, SATURATES_FROM: tl.constexpr):
-    """Add the number of finite values whose product with the scale rounds beyond the format."""
+def count_values(counts_ptr, source, x, scaled, SATURATES_FROM: tl.constexpr):
+    """Add a tile's values to two counts: those of the source that are not finite, and finite ones of x whose product
+    with the scale rounds beyond the format."""
     is_beyond = (tl.abs(scaled) >= SATURATES_FROM) & (tl.abs(x) < INFINITY)
-    number = tl.sum(is_beyond.to(tl.int32))
+    is_finite = tl.abs(source) < INFINITY  # false for NaN
+    # Both counts are one sum, since a tile has fewer than 2^15 values.
+    tl.static_assert(source.numel < 1 << 15)
+    number = tl.sum(tl.where(is_finite, 0, 1 << 16) + is_beyond.to(tl.int32))
     if number > 0:
-        tl.atomic_add(saturated_ptr, number.to(tl.int64))
+        tl.atomic_add(counts_ptr, (number >> 16).to(tl.int64))
+        tl.atomic_add(counts_ptr + 1, (number & 0xFFFF).to(tl.int64))
 
 
 @triton.jit
 def quantize_tensor_kernel(
-    x_ptr, scale_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, saturated_ptr, count,
+    x_ptr, scale_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, counts_ptr, count,
     POWER_OF_TWO: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SATURATES_FROM: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
@@ -89,8 +94,8 @@ def quantize_tensor_kernel(
     if recorded_amax_ptr is not None:
         store_amax(recorded_amax_ptr, x)
     scaled = x * scale
-    if saturated_ptr is not None:
-        count_saturated(saturated_ptr, x, scaled, SATURATES_FROM)
+    if counts_ptr is not None:
+        count_values(counts_ptr, x, x, scaled, SATURATES_FROM)
     if codes_ptr is not None:
         tl.store(codes_ptr + at, round_to_code(scaled, None, GRID).to(tl.uint8), mask=at < count)
     if values_ptr is not None:
@@ -155,9 +160,9 @@ def transformed_amax_kernel(
 @triton.jit
 def quantize_blocks_kernel(
     x_ptr, matrix_ptr, num_rows, num_columns, on_overflow,
-    row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr, row_saturated_ptr,
+    row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr, row_counts_ptr,
     column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr, column_factor_ptr,
-    column_saturated_ptr,
+    column_counts_ptr,
     IS_SQUARE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
     SATURATES_FROM: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -181,30 +186,34 @@ def quantize_blocks_kernel(
             scale_at = block_row * SIDE * across + rows * across + squares
             scale_inside = (rows < num_rows_left) & (squares < across)
         store_blocks(
-            x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, across * SIDE, on_overflow,
-            row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr,
-            row_saturated_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
+            x, x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, across * SIDE,
+            on_overflow, row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr,
+            row_counts_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
         )  # fmt: skip
     if column_codes_ptr is not None or column_values_ptr is not None:
+        source = x
         if matrix_ptr is not None:
             x = transformed(x, matrix_ptr, SIDE, TILES)
         largest = tl.max(tl.abs(x.to(tl.float32)), axis=0, keep_dims=True)
         columns = squares * SIDE + tl.arange(0, SIDE)[None, None, :]
         store_blocks(
-            x, largest, block_row * num_columns + columns, columns < num_columns,
+            source, x, largest, block_row * num_columns + columns, columns < num_columns,
             block_row, squares, num_rows, num_columns, num_columns, on_overflow,
             column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr,
-            column_factor_ptr, column_saturated_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
+            column_factor_ptr, column_counts_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
         )  # fmt: skip
 
 
 @triton.jit
 def store_blocks(
-    x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, noise_width, on_overflow,
-    amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr, saturated_ptr,
+    source, x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, noise_width, on_overflow,
+    amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr, counts_ptr,
     RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr, SATURATES_FROM: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scale, round and store a tile whose blocks have the amaxes `largest`, which broadcast to the tile."""
+    """Scale, round and store a tile whose blocks have the amaxes `largest`, which broadcast to the tile.
+
+    `source` is the tile x before its transform.
+    """
     largest = without_nan(largest)
     if RULE == "two_level":
         tensor_largest = tl.load(amax_ptr)
@@ -218,9 +227,10 @@ def store_blocks(
         dequant = tl.div_rn(1.0, quant)
         scale_codes = dequant
     scaled = x.to(tl.float32) * quant
-    if saturated_ptr is not None:
+    if counts_ptr is not None:
         # A two-level scale that underflowed, FP32_MAX here, makes zeros of its block.
-        count_saturated(saturated_ptr, x.to(tl.float32), tl.where(quant < FP32_MAX, scaled, 0.0), SATURATES_FROM)
+        counted = tl.where(quant < FP32_MAX, scaled, 0.0)
+        count_values(counts_ptr, source.to(tl.float32), x.to(tl.float32), counted, SATURATES_FROM)
     first_row = block_row * SIDE
     at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE)
     noise = None

@@ -1,6 +1,6 @@
 """Kernels that cast to FP8 with one scale for each row and one for each column, in two launches.
 
-    amaxes   read the tensor; raise the amax of each row and of each column to those of a tile
+    amaxes   read the tensor; raise the amax of each row and of each column to those of a tile; count non-finite values
     cast     read it again; codes [T, W] by the row scales, and codes by the column scales, transposed to [W, T]
 
 Bytes for each BF16 number: 4 read, 2 written. Row scales lie along what fprop and dgrad sum over, column scales along
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.rounding import Grid, cast_to_code, cast_to_words, quant_scale_of, without_nan
+from megafp8.kernels.rounding import INFINITY, Grid, cast_to_code, cast_to_words, quant_scale_of, without_nan
 from megafp8.kernels.tiles import SIDE, load_tile, part_pointers, store_words, tile_offset
 
 
@@ -35,14 +35,22 @@ class RowwiseOutput(NamedTuple):
 
 
 @triton.jit
-def amaxes_kernel(inputs, row_amax, column_amax, width, SIDE: tl.constexpr):
-    """Raise row_amax [T] and column_amax [W] to those of this program's tile; either may be None.
+def amaxes_kernel(inputs, row_amax, column_amax, num_non_finite, width, SIDE: tl.constexpr):
+    """Raise row_amax [T] and column_amax [W] to those of this program's tile, and add its non-finite values to a count;
+    each may be None.
 
-    They start at 0. The bits of magnitudes are ordered as the numbers are: atomic maxima are exact in any order.
+    Amaxes start at 0. The bits of magnitudes are ordered as the numbers are: atomic maxima are exact in any order.
     """
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
     y = load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
     y0, y1, y2, y3 = tl.abs(y[0]), tl.abs(y[1]), tl.abs(y[2]), tl.abs(y[3])
+    if num_non_finite is not None:
+        number = tl.sum(  # a comparison with NaN is false
+            tl.where(y0 < INFINITY, 0, 1) + tl.where(y1 < INFINITY, 0, 1)
+            + tl.where(y2 < INFINITY, 0, 1) + tl.where(y3 < INFINITY, 0, 1)
+        )  # fmt: skip
+        if number > 0:
+            tl.atomic_add(num_non_finite, number.to(tl.int64))
     if row_amax is not None:
         rows = row_amax + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4)  # a part has every fourth row
         tl.atomic_max(rows, without_nan(tl.max(y0, axis=1)))
@@ -99,7 +107,13 @@ def cast_kernel(
 
 
 def cast(
-    inputs: Tensor, grid: Grid, *, rows: bool = True, columns: bool = True, is_power_of_two: bool = True
+    inputs: Tensor,
+    grid: Grid,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    is_power_of_two: bool = True,
+    num_non_finite: Optional[Tensor] = None,
 ) -> tuple[Optional[RowwiseOutput], Optional[RowwiseOutput]]:
     """Cast a tensor with row scales, with column scales, or with both.
 
@@ -107,6 +121,7 @@ def cast(
         inputs: [T, W], BF16, FP16 or FP32, contiguous; T and W are multiples of 128.
         grid: the format.
         is_power_of_two: round scales down to powers of two; otherwise they are FP32 quotients.
+        num_non_finite: int64 scalar, to which the number of non-finite values is added.
 
     Numerics: as `quantize.quantize_by_torch` with blocks (1, W) and (T, 1), byte for byte.
     """
@@ -122,8 +137,9 @@ def cast(
     row_amax, column_amax = amaxes[: tokens * rows], amaxes[tokens * rows :]
     tiles = (width // SIDE, tokens // SIDE)
     amaxes_kernel[tiles](
-        inputs, row_amax if rows else None, column_amax if columns else None, width, SIDE=SIDE, num_warps=8
-    )
+        inputs, row_amax if rows else None, column_amax if columns else None, num_non_finite, width, SIDE=SIDE,
+        num_warps=8,
+    )  # fmt: skip
     cast_kernel[tiles](
         inputs, row_amax, column_amax, *(by_row or (None, None)), *(by_column or (None, None)), tokens, width,
         torch.finfo(inputs.dtype).max, POWER_OF_TWO=is_power_of_two, GRID=grid, SIDE=SIDE, num_warps=8,

@@ -38,6 +38,18 @@ def fused_mlps(chunk: nn.Module) -> dict[nn.Module, Any]:
     return {linear: mlp for mlp in mlps for linear in (mlp.linear_fc1, mlp.linear_fc2)}
 
 
+def named_attentions(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The attention between the linears of each layer of a chunk, numbered as the linears are."""
+    for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
+        if hasattr(layer.self_attention, "core_attention"):
+            yield name_of_attention(layer.layer_number - 1), layer.self_attention.core_attention
+
+
+def name_of_attention(layer: int) -> str:
+    """The name of a layer's attention in counts of operands."""
+    return f"layers.{layer}.attention"
+
+
 def named_mlps(mlp: Any) -> Iterator[tuple[str, Any]]:
     """The MLPs of a layer with what precedes the names of their linears: one, or those of experts on this rank.
 

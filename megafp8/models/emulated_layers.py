@@ -221,7 +221,7 @@ class EmulatedLinearMixin:
 
     def smooth_input(self) -> None:
         """Give the input a scale per channel from now on (`quantization/smoothing.py`). Not within a step."""
-        assert self.recipe is not None and self.recipe.delayed is None, "amaxes of the history are without these scales"
+        assert self.recipe is not None and self.recipe.delayed is None, "no scale for weights of one microbatch"
         self.is_smoothed = True
 
     def weight_code_options(self) -> tuple[OperandRule, Optional[dist.ProcessGroup], Optional[DelayedState]]:

@@ -13,10 +13,9 @@ Finite values saturate under delayed scaling, with a margin below 0, under E8M0 
 two-level scale is subnormal, and beside a non-finite value of their block or tensor, whose scale is 1.
 
 On a CPU the amax that a quantizer needs anyway shows whether there is anything to count. Only then the tensor is read
-again. On a GPU the counts are sums on the device, without a wait. The Triton kernels that cast count saturated values
-in the same pass. Torch operations, which cast there with a margin below 0, E8M0 scales that are rounded down,
-four-over-six scales and EDEN, take a pass of their own. Not counted are values beside a non-finite one under the
-rowwise recipe and with a margin above 0.
+again. On a GPU the counts are sums on the device, without a wait. The Triton kernels that cast count in the same pass.
+Torch operations, which cast there with a margin, E8M0 scales that are rounded down, four-over-six scales and EDEN, take
+passes of their own. Not counted are values beside a non-finite one under the rowwise recipe and with a margin above 0.
 """
 
 from __future__ import annotations
@@ -170,7 +169,11 @@ def _count_from(tensor: Tensor, smallest: int) -> int:
 
 
 def count_non_finite_on_device(tensor: Tensor, counts: Sequence[Tensor]) -> None:
-    """Add the non-finite values of a tensor on a GPU to counts, int64 [2] each, without a wait of the host."""
+    """Add the non-finite values of a tensor that torch operations quantize on a GPU, without a wait of the host.
+
+    Args:
+        counts: int64 [2] each.
+    """
     num_non_finite = tensor.numel() - torch.count_nonzero(torch.isfinite(tensor))
     for count in counts:
         count[NON_FINITE] += num_non_finite

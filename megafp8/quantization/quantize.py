@@ -106,12 +106,12 @@ def quantize_for(
     if has_kernels(tensor):
         from megafp8.quantization import triton_quantize  # needs Triton
 
-        if counts:
-            count_non_finite_on_device(tensor, counts)
         if all(triton_quantize.has_row_scales(tensor, use.rule) for use in uses):
-            quantized = triton_quantize.quantize_rowwise(tensor, [use.rule for use in uses])
+            quantized = triton_quantize.quantize_rowwise(tensor, [use.rule for use in uses], counts)
         elif all(triton_quantize.can_quantize(tensor, use.rule) for use in uses):
             return triton_quantize.quantize_for(tensor, uses, group, delayed, generators, counts)
+        elif counts:
+            count_non_finite_on_device(tensor, counts)
     results: dict[Use, Union[Quantized, Decoded]] = {}
     for use, generator in zip(uses, generators, strict=True):
         if use.rule not in quantized:

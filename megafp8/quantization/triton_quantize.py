@@ -28,7 +28,7 @@ from megafp8.kernels.quantize import (
 )
 from megafp8.kernels.rounding import grid_of
 from megafp8.kernels.tiles import has_complete_tiles
-from megafp8.quantization.counters import SATURATED, saturation_threshold
+from megafp8.quantization.counters import NON_FINITE, saturation_threshold
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.nvfp4 import HADAMARD_SIZE, check_hadamard_rows, hadamard_matrix, random_bytes
 from megafp8.quantization.quantized_tensor import Decoded, Quantized, Use, matrix_shape, sized_block
@@ -95,7 +95,7 @@ class RuleOutputs:
         values: decoded codes.
         factor: FP32 scalar: the dequantization scale of the tensor, or the tensor scale of two-level scaling.
         noise: random bytes, one an element, with ragged blocks padded.
-        saturated: int64 scalar, to which the number of saturated values is added.
+        counts: int64 [2], to which the numbers of non-finite and saturated values are added.
     """
 
     rule: OperandRule
@@ -104,7 +104,7 @@ class RuleOutputs:
     values: Optional[Tensor] = None
     factor: Optional[Tensor] = None
     noise: Optional[Tensor] = None
-    saturated: Optional[Tensor] = None
+    counts: Optional[Tensor] = None
 
     def of_use(self, use: Use) -> Union[Quantized, Decoded]:
         """The result for one use."""
@@ -125,14 +125,14 @@ def quantize_for(
     generators: Sequence[Optional[torch.Generator]] = (),
     counts: Sequence[Tensor] = (),
 ) -> list[Union[Quantized, Decoded]]:
-    """`quantize.quantize_for`, for rules that all `can_quantize`; of the counts, saturated values are added."""
+    """`quantize.quantize_for`, for rules that all `can_quantize`."""
     source = tensor.detach().contiguous()
     outputs: dict[OperandRule, RuleOutputs] = {}
     for index, use in enumerate(uses):
         of_rule = outputs.setdefault(use.rule, RuleOutputs(use.rule))
         _allocate(of_rule, source, use, generators[index] if generators else None)
-        if counts and of_rule.saturated is None:
-            of_rule.saturated = torch.zeros((), dtype=torch.int64, device=source.device)
+        if counts and of_rule.counts is None:
+            of_rule.counts = torch.zeros(2, dtype=torch.int64, device=source.device)
     for of_rule in outputs.values():
         if of_rule.rule.block is None:
             _quantize_tensor(source, of_rule, group, delayed)
@@ -146,7 +146,7 @@ def quantize_for(
             _quantize_blocks(source, None if is_column else of_rule, of_rule if is_column else None, group)
     if counts:
         for use, count in zip(uses, counts, strict=True):
-            count[SATURATED] += outputs[use.rule].saturated
+            count += outputs[use.rule].counts
     return [outputs[use.rule].of_use(use) for use in uses]
 
 
@@ -172,20 +172,25 @@ def _allocate(outputs: RuleOutputs, source: Tensor, use: Use, generator: Optiona
 # --- one scale for each row or column ---------------------------------------------------------------------------------
 
 
-def quantize_rowwise(tensor: Tensor, rules: Sequence[OperandRule]) -> dict[OperandRule, Quantized]:
+def quantize_rowwise(
+    tensor: Tensor, rules: Sequence[OperandRule], counts: Sequence[Tensor] = ()
+) -> dict[OperandRule, Quantized]:
     """Quantize a tensor by rules of which each `has_row_scales`: two launches for each pair of format and scale rule.
 
-    Column-scaled codes are laid out by columns in memory, as Hopper's FP8 GEMMs need them.
+    Column-scaled codes are laid out by columns in memory, as Hopper's FP8 GEMMs need them. Non-finite values are added
+    to all counts; saturated ones are not counted.
     """
     source = tensor.detach().contiguous()
     shape = matrix_shape(source)
     quantized: dict[OperandRule, Quantized] = {}
+    num_non_finite = torch.zeros((), dtype=torch.int64, device=source.device) if counts else None
     for fmt, scale_rule in dict.fromkeys((rule.format, rule.scale_rule) for rule in rules):
         of_block = {rule.block: rule for rule in rules if (rule.format, rule.scale_rule) == (fmt, scale_rule)}
         row_rule, column_rule = of_block.get((1, shape[1])), of_block.get((shape[0], 1))
         by_row, by_column = rowwise.cast(
             source.view(shape), grid_of(fmt), rows=row_rule is not None, columns=column_rule is not None,
             is_power_of_two=scale_rule is ScaleRule.POWER_OF_TWO,
+            num_non_finite=None if quantized else num_non_finite,  # one cast counts
         )  # fmt: skip
         dtype = CODE_DTYPES[fmt.name]
         if by_row is not None and row_rule is not None:
@@ -194,6 +199,8 @@ def quantize_rowwise(tensor: Tensor, rules: Sequence[OperandRule]) -> dict[Opera
         if by_column is not None and column_rule is not None:
             codes = by_column.codes.view(dtype).t().unflatten(0, source.shape[:-1])
             quantized[column_rule] = Quantized(codes, by_column.scale_inv.view(1, -1), None, column_rule)
+    for count in counts:
+        count[NON_FINITE] += num_non_finite
     return quantized
 
 
@@ -212,7 +219,7 @@ def _quantize_tensor(
     else:
         scale_or_amax = reduce_amax(_amax(source), group)
     quantize_tensor_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
-        source, scale_or_amax, outputs.codes, outputs.values, outputs.factor, recorded_amax, outputs.saturated, count,
+        source, scale_or_amax, outputs.codes, outputs.values, outputs.factor, recorded_amax, outputs.counts, count,
         POWER_OF_TWO=rule.scale_rule is ScaleRule.POWER_OF_TWO, IS_DELAYED=is_delayed, GRID=grid_of(rule.format),
         SATURATES_FROM=saturation_threshold(rule.format), PART=CHUNK_ELEMENTS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -249,8 +256,8 @@ def _quantize_blocks(
     row, column = row or RuleOutputs(rule), column or RuleOutputs(rule)
     quantize_blocks_kernel[(num_programs,)](
         source, matrix, num_rows, num_columns, min(torch.finfo(source.dtype).max, FP32_MAX),
-        row_amax, row.noise, row.codes, _raw(row.scales), row.values, row.factor, row.saturated,
-        column_amax, column.noise, column.codes, _raw(column.scales), column.values, column.factor, column.saturated,
+        row_amax, row.noise, row.codes, _raw(row.scales), row.values, row.factor, row.counts,
+        column_amax, column.noise, column.codes, _raw(column.scales), column.values, column.factor, column.counts,
         IS_SQUARE=min(sized_block(row.rule)) > 1, RULE=RULE_NAMES[rule.scale_rule], GRID=grid_of(rule.format),
         SCALE_GRID=grid_of(E4M3), SATURATES_FROM=saturation_threshold(rule.format), SIDE=side, TILES=tiles,
         num_warps=num_warps, enable_fp_fusion=False,

@@ -10,13 +10,17 @@
                       quantize has no flag: results of norms, weights after their first cast, gradients beside those of
                       a bias, and SwiGLU in a fused MLP without our kernels, and weights that FSDP2 gathers as codes.
 
+Attention in FP8 is no linear. Under delayed scaling each layer has one more row for it: amaxes of the forward pass
+(queries, keys, values, probabilities and output) count as its input, those of their gradients as its output gradient.
+Under other recipes it is not counted.
+
 A NaN does not raise an amax. It becomes a NaN in FP8, and the check of loss and gradients finds it. Counts are sums on
 the device, also inside a CUDA graph, and nothing waits for them. They count tensors of microbatches, not values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -24,9 +28,9 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_fp8_te_dtype
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from megafp8.mcore.modules import named_linears
+from megafp8.mcore.modules import named_attentions, named_linears
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, count_amaxes, saturation_threshold
-from megafp8.recipes.base import Operand
+from megafp8.recipes.base import Gemm, Operand
 from megafp8.te import patches
 from megafp8.te.fused_mlp import FusedMLP, of_linears
 from megafp8.te.quantizers import FORMATS, INFINITY
@@ -35,13 +39,15 @@ from megafp8.te.quantizers import FORMATS, INFINITY
 PLACES = ((Operand.INPUT, "fwd", 0), (Operand.WEIGHT, "fwd", 1), (Operand.GRAD_OUTPUT, "bwd", 0))
 MODES = {"fwd": "forward", "bwd": "backward"}
 OPERANDS = tuple(operand for operand, _, _ in PLACES)
+ATTENTION_OPERANDS = ((Operand.INPUT, "fwd"), (Operand.GRAD_OUTPUT, "bwd"))
+WGRAD_COLUMNS = [column for column, (_, gemm) in enumerate(QUANTIZERS) if gemm is Gemm.WGRAD]
 
 
 class AmaxCounters:
     """The counts of all linears of a model. Every rank has rows for all linears, and adds to those of its own.
 
     Args:
-        linears: names, the same on all ranks.
+        linears: names, the same on all ranks; those of attention in FP8 come last.
         chunks: the model of this rank.
     """
 
@@ -50,6 +56,8 @@ class AmaxCounters:
         named = [pair for chunk in chunks for pair in named_linears(chunk)]
         # Grouped linears of experts have several weights, and other places.
         self.modules = {name: module for name, module in named if name in self.linears and hasattr(module, "weight")}
+        attentions = [pair for chunk in chunks for pair in named_attentions(chunk)]
+        self.attentions = {name: module for name, module in attentions if name in self.linears}
         layers = [name.split(".")[:2] for name in self.modules]
         self.first_layer = [name for name in self.modules if name.split(".")[:2] == layers[0]]
         self.fused = dict(places_in_fused_mlps(chunks))
@@ -104,7 +112,10 @@ class AmaxCounters:
         if cells:  # one copy: the host needs longer to start an addition for each operand than the device to add
             by_operand = torch.stack(cells).view_as(by_operand)
         by_operand[:, :, NON_FINITE] += self.flags
-        return torch.stack([by_operand[:, OPERANDS.index(operand)] for operand, _ in QUANTIZERS], dim=1)
+        table = torch.stack([by_operand[:, OPERANDS.index(operand)] for operand, _ in QUANTIZERS], dim=1)
+        for name in self.attentions:
+            table[self.linears.index(name), WGRAD_COLUMNS] = 0  # attention has no weight
+        return table
 
     def clear_infinite_amaxes(self) -> list[str]:
         """Remove infinite amaxes from histories, so that the next update makes scales of the others; names of the
@@ -132,7 +143,7 @@ class AmaxCounters:
         return is_new
 
     def _places_of_amaxes(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Row, column and counts [2] of the amaxes that belong to an operand of a linear."""
+        """Row, column and counts [2] of the amaxes that belong to an operand of a linear, or to attention."""
         starts: dict[int, tuple[str, int]] = {}
         for key, amaxes in FP8GlobalStateManager.quantization_state.global_amax_buffer.items():
             start = 0
@@ -141,12 +152,25 @@ class AmaxCounters:
                 start += amax.numel()
         for name, module in self.modules.items():
             for column, (_, direction, index) in enumerate(PLACES):
-                meta = module.fp8_meta.get(f"scaling_{direction}")
-                if not hasattr(meta, "amax_history") or meta.amax_history[0].data_ptr() not in starts:
-                    continue
-                key, start = starts[meta.amax_history[0].data_ptr()]
-                if key in self.amax_counts:
-                    yield self.linears.index(name), column, self.amax_counts[key][:, start + index]
+                if (counts := self._counts_of(module, direction, starts)) is not None:
+                    yield self.linears.index(name), column, counts[:, index]
+        for name, module in self.attentions.items():
+            for operand, direction in ATTENTION_OPERANDS:
+                if (counts := self._counts_of(module, direction, starts)) is not None:
+                    yield self.linears.index(name), OPERANDS.index(operand), counts.sum(dim=1)
+
+    def _counts_of(self, module: Any, direction: str, starts: Mapping[int, tuple[str, int]]) -> Optional[Tensor]:
+        """The counts of a module's amaxes of one direction, [2, amaxes]; None before its first pass.
+
+        Args:
+            starts: key and index of the first amax of each module, by its address.
+        """
+        meta = module.fp8_meta.get(f"scaling_{direction}")
+        if not hasattr(meta, "amax_history") or meta.amax_history[0].data_ptr() not in starts:
+            return None
+        key, start = starts[meta.amax_history[0].data_ptr()]
+        counts = self.amax_counts.get(key)
+        return None if counts is None else counts[:, start : start + meta.amax_history.shape[1]]
 
     def _is_split(self, name: str) -> bool:
         """Whether a linear is called that was part of a fused MLP before."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear
 from megafp8.config import precision_map
 from megafp8.config.schema import RunConfig
-from megafp8.mcore.modules import named_linears
+from megafp8.mcore.modules import name_of_attention, named_linears
 from megafp8.metrics.records import OperandCounts
 from megafp8.models.emulated_layers import EmulatedLinearMixin
 from megafp8.models.grouped_moe import named_mixtures
@@ -85,7 +85,7 @@ class LinearCounters(Protocol):
     """The counts of this rank's linears in a step: `EmulatedCounters`, or `AmaxCounters` of `te/counters.py`.
 
     Attributes:
-        linears: names of all quantized linears of the model, the same on all ranks.
+        linears: names of all quantized linears of the model, and of attention in FP8, the same on all ranks.
     """
 
     linears: tuple[str, ...]
@@ -221,6 +221,9 @@ def build_operand_monitor(
         return OperandMonitor(EmulatedCounters(linears, chunks, device), chunks)
     from megafp8.te.counters import AmaxCounters  # needs Transformer Engine
 
+    if config.precision.fp8_dot_product_attention:
+        assert config.model.num_layers is not None
+        linears = (*linears, *map(name_of_attention, range(config.model.num_layers)))
     return OperandMonitor(AmaxCounters(linears, unwrap_model(list(chunks)), device), chunks)
 
 

@@ -15,7 +15,12 @@ from interpreter import DEVICE, IS_INTERPRETED
 from torch import Tensor
 
 from megafp8.quantization import quantize, scaled_gemm
-from megafp8.quantization.counters import SATURATED, count_saturated_on_device
+from megafp8.quantization.counters import (
+    NON_FINITE,
+    SATURATED,
+    count_non_finite_on_device,
+    count_saturated_on_device,
+)
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import LinearPlan
@@ -24,7 +29,7 @@ from megafp8.quantization.quantize import decode_values_by_torch, quantize_by_to
 from megafp8.quantization.quantized_tensor import Quantized, Use
 from megafp8.quantization.rounding import CODE_DTYPES
 from megafp8.recipes import blockwise, mxfp8, nvfp4, tensorwise
-from megafp8.recipes.base import LinearRecipe, OperandRule, ScaleRule
+from megafp8.recipes.base import FULL_DIM, LinearRecipe, OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 interpreter.skip_without_kernels()
@@ -155,7 +160,7 @@ def check_uses(x: Tensor, uses: list[Use], generators: Optional[list[torch.Gener
             on_cpu = torch.zeros(2, dtype=torch.int64)
             generator = None if seed is None else torch.Generator().manual_seed(seed)
             quantize_by_torch(x.cpu(), use.rule, generator=generator, counts=[on_cpu])
-            assert count[SATURATED] == on_cpu[SATURATED], name
+            assert torch.equal(count, on_cpu), name
         check_bits(result.factor, theirs.factor, f"factor, {name}")
         if use.dtype is not None:
             check_bits(result.values, decode_values_by_torch(theirs, use.dtype), f"values, {name}")
@@ -237,10 +242,45 @@ def test_delayed() -> None:
         untouched, counts = DelayedScale(quant[1], None), torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
         (again,) = triton_quantize.quantize_for(x, [Use(rule)], delayed=untouched, counts=[counts[0]])
         check_bits(again.codes, expected.codes)
+        count_non_finite_on_device(x, [counts[1]])
         count_saturated_on_device(x[:, None, None], untouched.quant_scale, rule, [counts[1]])
         assert torch.equal(counts[0], counts[1])
         num_saturated += int(counts[0, SATURATED])
     assert num_saturated
+
+
+ROW = OperandRule(format=E4M3, block=(1, FULL_DIM), scale_rule=ScaleRule.POWER_OF_TWO)
+COLUMN = OperandRule(format=E5M2, block=(FULL_DIM, 1), scale_rule=ScaleRule.POWER_OF_TWO)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [OperandRule(format=E4M3)],
+        pair(E4M3, 32, ScaleRule.E8M0),
+        pair(E2M1, 16, ScaleRule.TWO_LEVEL, is_transformed=True),
+        [ROW],
+        [ROW, COLUMN],
+    ],
+    ids=["tensor", "blocks", "transformed", "rows", "rows and columns in two casts"],
+)
+def test_kernels_count_non_finite_values_themselves(rules: list[OperandRule], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = spoiled((128, 256), float("nan"), float("inf"), -float("inf")).bfloat16().to(DEVICE)
+    counts = torch.zeros(len(rules), 2, dtype=torch.int64, device=DEVICE)
+    monkeypatch.setattr(quantize, "has_kernels", lambda tensor: True)
+    monkeypatch.setattr(quantize, "count_non_finite_on_device", None)
+    for times in (1, 2):
+        quantize.quantize_for(x, [Use(rule) for rule in rules], counts=counts.unbind())
+        assert counts[:, NON_FINITE].tolist() == [3 * times] * len(rules)
+
+
+def test_torch_operations_where_kernels_run_count_non_finite_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = spoiled((128, 256), float("nan"), float("inf")).to(DEVICE)
+    counts = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
+    monkeypatch.setattr(quantize, "has_kernels", lambda tensor: True)
+    uses = [Use(OperandRule(format=E4M3, margin=1)), Use(OperandRule(format=E4M3))]
+    quantize.quantize_for(x, uses, counts=counts.unbind())
+    assert counts[:, NON_FINITE].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("transforms", [False, True])

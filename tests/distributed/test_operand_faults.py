@@ -18,6 +18,7 @@ from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.progress import NOT_FINITE, OPERAND, MovedLinear, Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
+from megafp8.mcore.modules import named_attentions
 from megafp8.metrics.records import OperandCounts
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.training import pretrain
@@ -278,3 +279,13 @@ def test_output_gradient_is_named() -> None:
 
     (text,) = run_ranks(1, infinite_gradient)
     assert text.startswith("layers.1.linear_fc1.grad_output (dgrad, wgrad): 2 non-finite"), text
+
+
+def test_attention_is_numbered_over_all_stages() -> None:
+    config = small_config("llama", f"{DELAYED} --pipeline-model-parallel-size 2 --micro-batch-size 2", 2)
+
+    def names() -> list[str]:
+        chunks = unwrap_model(build_run(config).trainee.chunks)
+        return [name for chunk in chunks for name, _ in named_attentions(chunk)]
+
+    assert run_ranks(2, names) == [["layers.0.attention"], ["layers.1.attention"]]

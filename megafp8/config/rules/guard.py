@@ -28,8 +28,9 @@ def guard_has_quantized_layers(config: RunConfig, world_size: int) -> Iterator[s
         )
     if training.fp8_guard == "smooth-swiglu" and derived.is_stateful(precision):
         yield (
-            f"{flag} with delayed scaling: the amaxes of its history are those before the scales of the channels; use "
-            f"{policies_instead_of_scales(config)}, or a recipe without amax history"
+            f"{flag} with delayed scaling: the weight has the channel scales of each microbatch, and would saturate "
+            f"with a scale of earlier amaxes; use {policies_instead_of_scales(config)}, or a recipe without amax "
+            "history"
         )
     if training.fp8_guard == "smooth-swiglu" and not config.model.swiglu:
         yield f"{flag} scales the output of SwiGLU: add --swiglu, or use {policies_instead_of_scales(config)}"

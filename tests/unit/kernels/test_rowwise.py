@@ -39,9 +39,12 @@ def drawn(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("scale_rule", [ScaleRule.POWER_OF_TWO, ScaleRule.FP32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_both_sets_of_codes(fmt: Format, scale_rule: ScaleRule, dtype: torch.dtype) -> None:
-    x = drawn(dtype)
-    rows, columns = rowwise.cast(x, grid_of(fmt), is_power_of_two=scale_rule is ScaleRule.POWER_OF_TWO)
+    x, num_non_finite = drawn(dtype), torch.ones((), dtype=torch.int64, device=DEVICE)
+    rows, columns = rowwise.cast(
+        x, grid_of(fmt), is_power_of_two=scale_rule is ScaleRule.POWER_OF_TWO, num_non_finite=num_non_finite
+    )
     assert rows is not None and columns is not None
+    assert num_non_finite.item() == 1 + torch.count_nonzero(~x.isfinite()).item() > WIDTH
     for block, found, codes in (((1, WIDTH), rows, rows.codes), ((TOKENS, 1), columns, columns.codes.t())):
         ours = quantize_by_torch(x, OperandRule(format=fmt, block=block, scale_rule=scale_rule))
         assert torch.equal(found.scale_inv, ours.dequant_scale.view(-1))

@@ -1,11 +1,13 @@
-"""A program of `test_te_without_cuda.py`: infinite and saturating amaxes of Transformer Engine's linears are counted,
-named and removed, whoever cast the tensor, and quantizers of other recipes get flags for our kernels."""
+"""A program of `test_te_without_cuda.py`: infinite and saturating amaxes of Transformer Engine's linears and of
+attention in FP8 are counted, named and removed, whoever cast the tensor, and quantizers of other recipes get flags for
+our kernels."""
 
 import os
 
 os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # the update of the scales in torch operations
 os.environ["NVTE_TORCH_COMPILE"] = "0"
 
+import dataclasses
 from types import SimpleNamespace
 
 import te_without_cuda  # noqa: F401  (first)
@@ -14,9 +16,11 @@ import transformer_engine.pytorch as te
 from megatron.core import parallel_state
 from small_te_mlp import operations_of, small_mlp
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch.cpp_extensions.fused_attn import META_DP, META_QKV
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
+from megafp8.config import flags
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.te import counters, fused_mlp, patches, quantizers
 from megafp8.training import operand_faults
@@ -112,6 +116,43 @@ other.reset()
 monitor.reset()
 update(True, *clean, (fc2, "forward", 0, torch.inf))
 assert other.local_totals().tolist() == [1, 0, 1] and monitor.local_totals().tolist() == [0, 0, 0]
+
+# Attention in FP8 is no linear, and has a row of its own.
+FP8GlobalStateManager.reset()
+recipe = dataclasses.replace(RECIPE, fp8_dpa=True)
+FP8GlobalStateManager.autocast_enter(enabled=True, fp8_recipe=recipe)
+mlp, attention = small_mlp(), te.DotProductAttention(num_attention_heads=2, kv_channels=128)
+counters.named_attentions = lambda chunk: [("layers.0.attention", attention), ("layers.1.attention", None)]
+counters.named_linears = lambda chunk: zip(NAMES, (mlp.linear_fc1, mlp.linear_fc2), strict=True)
+rows = (*NAMES, "layers.0.attention")
+monitor = OperandMonitor(counters.AmaxCounters(rows, [mlp], torch.device("cpu")), [mlp])
+monitor.reset()
+fc1, fc2 = operations_of(mlp, recipe)
+update(True, *clean)  # attention has no scales before its first pass
+attention.init_fp8_metadata(num_gemms=3)
+FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(attention.fp8_meta)
+attention.quantizers["scaling_fwd"][META_QKV].amax.fill_(torch.inf)
+update(True, *clean)
+attention.quantizers["scaling_bwd"][META_DP].amax.fill_(1e6)
+update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, 1.0))
+totals = totals_of(monitor)
+assert (totals.num_non_finite, totals.num_saturated, totals.num_infinite_amaxes) == (1, 1, 1)
+faults = monitor.faults(totals)
+assert faults.describe() == "layers.0.attention.input (fprop): 1 non-finite", faults.describe()
+assert [(name, found.non_finite, found.saturated) for name, found in faults.counts] == [
+    ("layers.0.attention.input.fprop", 1, 0), ("layers.0.attention.grad_output.dgrad", 0, 1)
+], faults.counts  # fmt: skip
+assert faults.infinite_amaxes == ("layers.0.attention.input",)
+assert not torch.isinf(attention.fp8_meta["scaling_fwd"].amax_history).any()
+counters.named_attentions = lambda chunk: []
+model = "--num-layers 2 --hidden-size 256 --num-attention-heads 2 --bf16 --fp8-format hybrid"
+for words, attentions in ((model, []), (f"{model} --fp8-dot-product-attention", ["layers.0", "layers.1"])):
+    built = operand_faults.build_operand_monitor(
+        flags.parse(words.split()).config, [mlp], "transformer_engine", torch.device("cpu")
+    )
+    assert built is not None
+    named = [name.removesuffix(".attention") for name in built.counters.linears if name.endswith(".attention")]
+    assert named == attentions
 
 # Current scaling: flags of quantizers, which our kernels set.
 FP8GlobalStateManager.reset()
