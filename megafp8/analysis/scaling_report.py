@@ -211,7 +211,7 @@ def gap_table(report: ScalingReport) -> Table:
         title=f"Gap to {report.baseline}", header=("recipe", "parameters", "tokens", "pairs", "gap"), rows=rows,
         note="Validation loss against the baseline's of the same seed (initial weights, order of samples), with "
         f"Student's {CONFIDENCE:.0%} interval over seeds. No law has a part in it. Sizes are "
-        "pooled in a row `all` only where they agree, by Welch's analysis of variance at the 5% level: "
+        "pooled in the row 'all' only where they agree, by Welch's analysis of variance at the 5% level: "
         f"{'; '.join(map(agreement_text, report.agreements))}.",
     )  # fmt: skip
 

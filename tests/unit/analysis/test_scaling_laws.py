@@ -312,6 +312,10 @@ def test_markdown_tables_are_even(report) -> None:
         assert len({line.count("|") for line in block.splitlines()}) == 1
 
 
+def test_the_notes_of_tables_need_no_escapes(report) -> None:
+    assert "\\" not in to_markdown(report, "laws.svg")
+
+
 def test_a_terminal_gets_the_same_tables(report) -> None:
     text = to_text(report)
     assert headline(report) in text and all(table.title in text for table in tables(report))
@@ -339,7 +343,11 @@ def test_the_committed_report_matches_its_points() -> None:
     assert study.missing == () and len(study.points) == published["num_runs"]
     assert len({point.parameters for point in study.points}) >= 5 and len(report.recipes) == 2
     assert all(len(cell.seeds) >= 3 for cell in report.cells)
-    assert json.loads(report.to_json())["cells"] == published["cells"]
+    plain = json.loads(report.to_json())
+    assert plain["cells"] == published["cells"] and plain["agreements"] == published["agreements"]
+    for row, written in zip(plain["gaps"], published["gaps"], strict=True):
+        assert row["num_pairs"] == written["num_pairs"] and row["gap"] == pytest.approx(written["gap"])
+    assert tables(report)[0].note in (folder / "report.md").read_text()
     for axis, written in zip(report.axes, published["axes"], strict=True):
         for law, row in zip(axis.laws, written["laws"], strict=True):
             assert law.exponents[0].value == pytest.approx(row["exponents"][0]["value"], rel=0.01)
