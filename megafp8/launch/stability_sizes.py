@@ -53,7 +53,7 @@ SIZES = {
         flags="--num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 160 --seq-length 64 "
         "--max-position-embeddings 64 --micro-batch-size 16 --global-batch-size 16 --train-iters 120 "
         "--eval-interval 30 --eval-iters 20 --num-threads 1",
-        lr=1e-3, factors=(1, 4, 16, 64, 256, 1024), sweep_seeds=2, corpus_bytes=2_000_000,
+        lr=1e-3, factors=(1, 4, 16, 64, 256, 1024), sweep_seeds=3, corpus_bytes=2_000_000,
         part_flags={"faults": "--train-iters 300 --lr 1.5e-3 --min-lr 1.5e-4"},
     ),
     "small": Size(
