@@ -46,9 +46,12 @@ FAULTS = {
     "inflated QK": "attention logits",
     "outlier channel": "outlier share",
     "outlier value": "kurtosis",
+    "outlier token": "subnormal share",
     "large residual": "residual",
 }
 """Planted faults, each with the statistic that must exceed its limit."""
+OUTLIERS = {"outlier value": (1, 1, 1e3), "outlier channel": (None, 1, 1e3), "outlier token": (1, None, 1e7)}
+"""Rows and channels of SwiGLU's output that a fault multiplies, None for all, and the factor."""
 
 
 @contextmanager
@@ -68,11 +71,11 @@ def planted(run: Run, fault: str, layer: int) -> Iterator[None]:
         elif fault == "large residual":
             handle = blocks[layer].register_forward_hook(lambda _, args, output: (output[0] * 1e6, *output[1:]))
         else:
-            factor, is_value = (1e3, fault == "outlier value")
+            rows, channels, factor = OUTLIERS[fault]
 
             def spoil(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
                 spoiled = args[0].clone()
-                spoiled.view(-1, spoiled.shape[-1])[: 1 if is_value else None, 0] *= factor
+                spoiled.view(-1, spoiled.shape[-1])[:rows, :channels] *= factor
                 return (spoiled, *args[1:])
 
             handle = blocks[layer].mlp.linear_fc2.register_forward_pre_hook(spoil)

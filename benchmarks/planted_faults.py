@@ -54,7 +54,7 @@ MODEL = (
 TRAINING = (
     "--bf16 --transformer-impl emulated --micro-batch-size 16 --global-batch-size 16 --lr 1.5e-3 --min-lr 1.5e-4 "
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 "
-    "--num-threads 1 --num-workers 0 --eval-iters 0 --no-progress-bar --log-interval 1000 --fp8-guard-interval 10"
+    "--num-threads 1 --num-workers 0 --eval-iters 0 --no-progress-bar --log-interval 1000"
 )
 
 
@@ -90,7 +90,7 @@ def arms_of(options: argparse.Namespace) -> list[Arm]:
         Arm(recipe, seed, name)
         for seed in range(1, options.fault_seeds + 1)
         for recipe in recipes
-        for name in ARMS
+        for name in options.arms.split(",")
         if name != CLEAN and (not name.endswith("smooth-swiglu") or recipe in WITHOUT_HISTORY)
     ]
     return clean + planted
@@ -113,6 +113,7 @@ def flags_of(arm: Arm, options: argparse.Namespace, data: Path) -> str:
     text = f"--tokenizer-type ByteLevelTokenizer --data-path {data}_text_document --split 90,10,0"
     return (
         f"{MODEL} {TRAINING} {RECIPES[arm.recipe]} --train-iters {options.steps} --seed {arm.seed} "
+        f"--fp8-guard-interval {options.guard_interval} "
         f"{text} --data-cache-path {data.parent / 'cache'} {ARMS[arm.name]} {planted} {growth}"
     )
 
@@ -150,6 +151,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--clean-seeds", type=int, default=20, help="clean runs of each recipe (default 20)")
     parser.add_argument("--fault-seeds", type=int, default=2, help="runs of each fault, repair and recipe (default 2)")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="default %(default)s")
+    parser.add_argument("--arms", default=",".join(ARMS), help="faults and repairs beside clean runs (default: all)")
+    parser.add_argument("--guard-interval", type=int, default=10, help="steps between statistics (default 10)")
     parser.add_argument("--steps", type=int, default=230)
     parser.add_argument("--fault-step", type=int, default=70)
     parser.add_argument("--growth", type=float, default=1.12, help="of gradual faults in a step (default 1.12)")

@@ -1,4 +1,4 @@
-"""Scaling laws: least squares on the logarithm of the loss, with intervals from a bootstrap over seeds.
+"""Scaling laws: least squares on the logarithm of the loss, with intervals from a jackknife over seeds.
 
     L = E + sum over k of A_k (x_k / r_k)^-alpha_k
 
@@ -6,35 +6,35 @@ One term for compute or size alone, two for parameters and tokens (Hoffmann et a
 E is at least 0. A and alpha are positive, since their logarithms are fitted. r is the geometric mean of the points, so
 A is the loss above the floor there.
 
-The laws are fitted to the means of cells (one size and length), so the noise is that of the seeds. The bootstrap draws
-seeds with replacement within each cell. Each draw takes the seed with the lowest of random priorities that all recipes
-share. Recipes with the same seeds get the same draws, so a difference of two laws has the narrower interval of a paired
-comparison. A resample of n seeds has (n - 1) / n of their variance, and the variance of few seeds is uncertain. So
-deviations are multiplied by sqrt(n / (n - 1)) and by the ratio of Student's quantile to the normal one.
+The laws are fitted to the means of cells (one size and length), so the noise is that of the seeds. Every law is fitted
+again without one seed of one size and length at a time, in all recipes that have the seed: the noise that they share
+cancels in their difference. A size and length is a stratum of n seeds. Its part of the variance of a result is
+(n - 1) / n times the sum of squares of the n results about their mean, with n - 1 degrees of freedom. The interval is
+Student's, with the degrees of freedom of the sum of the parts (F. E. Satterthwaite, Biometrics Bulletin 2 (1946),
+110-114).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
-from megafp8.analysis.seed_statistics import CONFIDENCE, student_quantile
+from megafp8.analysis.seed_statistics import CONFIDENCE, student_quantiles
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from scipy.optimize import OptimizeResult
 
-REPLICATES = 400
 # Initial floors, as fractions of the smallest loss.
 FLOOR_STARTS = (0.05, 0.5, 0.9)
 # Bounds of the fit: A in nats, exponents, factors between recipes.
 COEFFICIENT_BOUNDS = (1e-9, 1e9)
 EXPONENT_BOUNDS = (1e-3, 5.0)
 FACTOR_BOUNDS = (1e-3, 1e3)
+SMALLEST_SPREAD = 1e-9  # of replicates; the search for a bound ends within 1e-11 of it
 
 
 @dataclass(frozen=True)
@@ -147,82 +147,8 @@ class Cells:
 
     @property
     def has_spread(self) -> bool:
-        """Whether every cell has the two seeds that a bootstrap needs."""
+        """Whether every cell has the two seeds that an interval needs."""
         return bool((self.weights > 1).all())
-
-
-def draw_means(every: Sequence[Cells], rng: np.random.Generator) -> list[np.ndarray]:
-    """One resample of the cell means, [cells] for each recipe. Recipes are paired by their seeds.
-
-    Every draw gives each seed of a place a random priority, and a cell takes its seed with the lowest one. So each seed
-    of a cell is equally likely, and two recipes with the same seeds take the same one.
-    """
-    most = int(max(cells.weights.max() for cells in every))
-    priorities: dict[tuple[tuple[float, ...], int], np.ndarray] = {}
-    drawn = []
-    for cells in every:
-        degrees = (cells.weights - 1).sum()
-        widening = student_quantile(CONFIDENCE, degrees) / student_quantile(CONFIDENCE, math.inf)
-        means = []
-        for place, losses, seeds, center in zip(
-            map(tuple, cells.x), cells.losses, cells.seeds, cells.log_means, strict=True
-        ):
-            count = len(losses)
-            own = [priorities.setdefault((place, seed), rng.random(most))[:count] for seed in seeds]
-            resampled = np.log(losses)[np.argmin(own, axis=0)].mean()
-            means.append(center + (resampled - center) * widening * np.sqrt(count / (count - 1)))
-        drawn.append(np.exp(means))
-    return drawn
-
-
-@dataclass(frozen=True)
-class Fits:
-    """Laws of all recipes over the same axis, and their bootstrap replicates.
-
-    Attributes:
-        laws: one per recipe.
-        common: one law for all recipes, with a factor on x for each; None for one recipe or two terms.
-        replicates: laws of the resamples for each recipe; empty if a cell has only one seed.
-        common_replicates: the same for `common`.
-    """
-
-    laws: tuple[Law, ...]
-    common: Optional[Law]
-    replicates: tuple[tuple[Law, ...], ...]
-    common_replicates: tuple[Law, ...]
-
-    def pairs(self, number: int) -> list[tuple[Law, Law]]:
-        """(recipe's law, baseline's law), followed by their replicates."""
-        recipe, base = ((self.laws[each], *self.replicates[each]) for each in (number, 0))
-        return list(zip(recipe, base, strict=True))
-
-
-def fit_all(every: Sequence[Cells], *, replicates: int = REPLICATES, seed: int = 0) -> Fits:
-    """Fit each recipe by itself, and all of them together."""
-    is_common = len(every) > 1 and every[0].x.shape[1] == 1
-    x, weights = np.concatenate([cells.x for cells in every]), np.concatenate([cells.weights for cells in every])
-    groups = np.repeat(np.arange(len(every)), [len(cells.losses) for cells in every])
-    laws = tuple(fit_law(cells.x, cells.means, cells.weights) for cells in every)
-    common = fit_law(x, np.concatenate([cells.means for cells in every]), weights, groups) if is_common else None
-    separate: list[list[Law]] = [[] for _ in every]
-    joint: list[Law] = []
-    rng = np.random.default_rng(seed)
-    for _ in range(replicates if all(cells.has_spread for cells in every) else 0):
-        drawn = draw_means(every, rng)
-        for own, cells, means, law in zip(separate, every, drawn, laws, strict=True):
-            own.append(fit_law(cells.x, means, cells.weights, start=law))
-        if common is not None:
-            joint.append(fit_law(x, np.concatenate(drawn), weights, groups, start=common))
-    return Fits(laws, common, tuple(map(tuple, separate)), tuple(joint))
-
-
-def interval(replicates: Sequence[float] | Sequence[np.ndarray]) -> Optional[tuple[np.ndarray, np.ndarray]]:
-    """The ends of the middle 95% of replicates, which are numbers or curves [points]; None without replicates."""
-    if not len(replicates):
-        return None
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(np.asarray(replicates, dtype=float), [tail, 100 - tail], axis=0)
-    return low, high
 
 
 @dataclass(frozen=True)
@@ -240,7 +166,115 @@ class Estimate:
         return f"{pattern.format(self.value)} ({pattern.format(self.low)} to {pattern.format(self.high)})"
 
 
-def estimate_of(values: Iterable[float]) -> Estimate:
-    """A value, the first one, with the interval of its replicates, the others."""
-    value, *replicates = map(float, values)
-    return Estimate(value, *map(float, interval(replicates) or ()))
+@dataclass
+class Stratum:
+    """Cells of one place whose runs share their noise, as they have seeds in common.
+
+    Attributes:
+        members: number of the recipe, and of its cell.
+    """
+
+    place: tuple[float, ...]
+    seeds: set[int]
+    members: list[tuple[int, int]]
+
+
+def strata_of(every: Sequence[Cells]) -> list[Stratum]:
+    """The strata of all recipes."""
+    found: list[Stratum] = []
+    for recipe, cells in enumerate(every):
+        for number, (row, seeds) in enumerate(zip(cells.x, cells.seeds, strict=True)):
+            merged = Stratum(tuple(row), set(seeds), [(recipe, number)])
+            for other in [each for each in found if each.place == merged.place and each.seeds & merged.seeds]:
+                found.remove(other)
+                merged = Stratum(merged.place, merged.seeds | other.seeds, [*other.members, *merged.members])
+            found.append(merged)
+    return found
+
+
+def left_out_means(every: Sequence[Cells], stratum: Stratum) -> Iterator[list[np.ndarray]]:
+    """Means [cells] for each recipe, without each seed of a stratum in turn."""
+    for seed in sorted(stratum.seeds):
+        means = [cells.means for cells in every]
+        for recipe, number in stratum.members:
+            kept = np.array([each != seed for each in every[recipe].seeds[number]])
+            means[recipe][number] = np.exp(np.log(every[recipe].losses[number][kept]).mean())
+        yield means
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Laws of all recipes over the same axis, and their jackknife replicates: the same without one seed.
+
+    Attributes:
+        laws: one per recipe.
+        common: one law for all recipes, with a factor on x for each; None for one recipe or two terms.
+        replicates: laws without each seed for each recipe; empty if a cell has only one seed.
+        common_replicates: the same for `common`.
+        strata: number of the stratum of each replicate.
+    """
+
+    laws: tuple[Law, ...]
+    common: Optional[Law]
+    replicates: tuple[tuple[Law, ...], ...]
+    common_replicates: tuple[Law, ...]
+    strata: tuple[int, ...]
+
+    def pairs(self, number: int) -> list[tuple[Law, Law]]:
+        """(recipe's law, baseline's law), followed by their replicates."""
+        recipe, base = ((self.laws[each], *self.replicates[each]) for each in (number, 0))
+        return list(zip(recipe, base, strict=True))
+
+    def interval(self, values: Iterable[ArrayLike]) -> Optional[tuple[np.ndarray, np.ndarray]]:
+        """The ends of the 95% interval of a number or curve; None without replicates.
+
+        Args:
+            values: [...] from the laws, followed by those from each replicate. NaN, infinities and replicates that
+                are all the same give ends of NaN.
+        """
+        if not self.strata:
+            return None
+        estimate, *replicates = (np.asarray(value, dtype=float) for value in values)
+        strata, stacked = np.asarray(self.strata), np.stack(replicates)
+        total, squares = np.zeros_like(estimate), np.zeros_like(estimate)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            for number in range(strata.max() + 1):
+                own = stacked[strata == number]
+                part = (len(own) - 1) / len(own) * np.square(own - own.mean(0)).sum(0)
+                total, squares = total + part, squares + part**2 / (len(own) - 1)
+            half = student_quantiles(CONFIDENCE, total**2 / squares) * np.sqrt(total)
+        return estimate - half, estimate + half
+
+    def estimate(self, values: Iterable[float], least: float = -np.inf) -> Estimate:
+        """A number, the first one, with the interval that its replicates, the others, give it.
+
+        Floors that are at their bound in all fits have no interval: they do not show how far the truth may be from it.
+
+        Args:
+            least: the least that the number can be, for the lower end.
+        """
+        numbers = [float(value) for value in values]
+        ends = self.interval(numbers)
+        if ends is None or not np.isfinite(ends).all() or np.ptp(numbers) < SMALLEST_SPREAD:
+            return Estimate(numbers[0])
+        return Estimate(numbers[0], max(least, float(ends[0])), float(ends[1]))
+
+
+def fit_all(every: Sequence[Cells]) -> Fits:
+    """Fit each recipe by itself, and all of them together."""
+    is_common = len(every) > 1 and every[0].x.shape[1] == 1
+    x, weights = np.concatenate([cells.x for cells in every]), np.concatenate([cells.weights for cells in every])
+    groups = np.repeat(np.arange(len(every)), [len(cells.losses) for cells in every])
+    laws = tuple(fit_law(cells.x, cells.means, cells.weights) for cells in every)
+    common = fit_law(x, np.concatenate([cells.means for cells in every]), weights, groups) if is_common else None
+    separate: list[list[Law]] = [[] for _ in every]
+    joint: list[Law] = []
+    strata: list[int] = []
+    for number, stratum in enumerate(strata_of(every) if all(cells.has_spread for cells in every) else ()):
+        for left_out in left_out_means(every, stratum):
+            strata.append(number)
+            for own, cells, means, law in zip(separate, every, left_out, laws, strict=True):
+                own.append(fit_law(cells.x, means, cells.weights, start=law))
+            if common is not None:
+                joint.append(fit_law(x, np.concatenate(left_out), weights, groups, start=common))
+    return Fits(laws, common, tuple(map(tuple, separate)), tuple(joint), tuple(strata))

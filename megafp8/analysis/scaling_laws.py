@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from megafp8.analysis.power_laws import Cells, Estimate, Fits, Law, estimate_of, fit_all
+from megafp8.analysis.power_laws import Cells, Estimate, Fits, Law, fit_all
 from megafp8.analysis.seed_statistics import CONFIDENCE, student_quantile, welch_p_value
 from megafp8.analysis.study_points import RECIPE_AXIS, Point
 
@@ -240,9 +240,7 @@ class Axis:
     fits: Fits
 
 
-def fit_axis(
-    name: str, best: Sequence[CellRow], recipes: Sequence[str], notes: list[str], replicates: int
-) -> Optional[Axis]:
+def fit_axis(name: str, best: Sequence[CellRow], recipes: Sequence[str], notes: list[str]) -> Optional[Axis]:
     """The laws over an axis; None, with a note, if the cells do not identify them."""
     cells = list(best)
     if name == COMPUTE:
@@ -260,7 +258,7 @@ def fit_axis(
         )
         for rows in by_recipe.values()
     ]
-    fits = fit_all(every, replicates=replicates)
+    fits = fit_all(every)
     if not all(cells_of_recipe.has_spread for cells_of_recipe in every):
         notes.append(f"no intervals for the laws over {name}: they come from seeds, and a cell has one only")
     laws = tuple(law_row(recipe, every[number], fits, number) for number, recipe in enumerate(recipes))
@@ -315,11 +313,11 @@ def law_row(recipe: str, cells: Cells, fits: Fits, number: int) -> LawRow:
     laws = (fits.laws[number], *fits.replicates[number])
 
     def estimates(parameters: Callable[[Law], Iterable[float]]) -> tuple[Estimate, ...]:
-        return tuple(estimate_of(values) for values in zip(*map(parameters, laws), strict=True))
+        return tuple(fits.estimate(values) for values in zip(*map(parameters, laws), strict=True))
 
     return LawRow(
         recipe=recipe,
-        floor=estimate_of(law.floor for law in laws),
+        floor=fits.estimate((law.floor for law in laws), least=0.0),
         coefficients=estimates(lambda law: law.coefficients),
         exponents=estimates(lambda law: law.exponents),
         references=tuple(map(float, laws[0].references)),
@@ -331,14 +329,14 @@ def law_row(recipe: str, cells: Cells, fits: Fits, number: int) -> LawRow:
 def factor_of(fits: Fits, number: int) -> Estimate:
     """Factor on x of a recipe in the common law."""
     assert fits.common is not None
-    return estimate_of(law.factors[number] for law in (fits.common, *fits.common_replicates))
+    return fits.estimate(law.factors[number] for law in (fits.common, *fits.common_replicates))
 
 
 def differences_of(fits: Fits, number: int) -> tuple[Estimate, Estimate]:
     """Floor and first exponent of a recipe minus the baseline's."""
     pairs = fits.pairs(number)
-    floors = estimate_of(law.floor - base.floor for law, base in pairs)
-    return floors, estimate_of(law.exponents[0] - base.exponents[0] for law, base in pairs)
+    floors = fits.estimate(law.floor - base.floor for law, base in pairs)
+    return floors, fits.estimate(law.exponents[0] - base.exponents[0] for law, base in pairs)
 
 
 def shift_rows(recipe: str, every: Sequence[Cells], fits: Fits, number: int) -> list[ShiftRow]:
@@ -351,8 +349,8 @@ def shift_rows(recipe: str, every: Sequence[Cells], fits: Fits, number: int) -> 
         ShiftRow(
             recipe=recipe,
             x=float(x),
-            gap=estimate_of(law.loss([x]) / base.loss([x]) - 1 for law, base in pairs),
-            effective=estimate_of(base.x_for(law.loss([x])) / x for law, base in pairs),
+            gap=fits.estimate((law.loss([x]) / base.loss([x]) - 1).item() for law, base in pairs),
+            effective=fits.estimate((base.x_for(law.loss([x])) / x).item() for law, base in pairs),
         )
         for x in (smallest, np.sqrt(smallest * largest), largest)
     ]

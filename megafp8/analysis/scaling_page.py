@@ -13,7 +13,7 @@ from megafp8.analysis.html import GRID, INK, render, standalone_svg, to_svg
 from megafp8.analysis.plot_comparison import COLORS as RECIPE_COLORS
 from megafp8.analysis.plot_comparison import WIDTH_INCHES, add_legend
 from megafp8.analysis.plotting import new_figure, style_axes, use_si_prefixes
-from megafp8.analysis.power_laws import REPLICATES, interval
+from megafp8.analysis.power_laws import Fits
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
 from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse, count_text
 from megafp8.analysis.study_points import POINTS_FILE, load_points
@@ -55,8 +55,10 @@ def draw_losses(axes: Axes, report: ScalingReport, name: str) -> None:
         axes.plot(x, [cell.mean for cell in cells], "o", color=color, markersize=6, fillstyle="none", label=recipe)
         if fitted is not None:
             points = spaced(x)
-            axes.plot(points, fitted.fits.laws[number].loss(points[:, None]), color=color, linewidth=1.5)
-            draw_band(axes, points, [law.loss(points[:, None]) for law in fitted.fits.replicates[number]], color)
+            laws = (fitted.fits.laws[number], *fitted.fits.replicates[number])
+            curves = [law.loss(points[:, None]) for law in laws]
+            axes.plot(points, curves[0], color=color, linewidth=1.5)
+            draw_band(axes, points, fitted.fits, curves, color)
     axes.set_yscale("log")
     style_log_x(axes, f"loss over {name}")
     places = {X_OF[name](cell)[0] for cell in report.cells if cell.is_best}
@@ -88,19 +90,19 @@ def draw_gaps(axes: Axes, report: ScalingReport, name: str) -> None:
             axes.plot(x, means, "o", color=color, markersize=5)
         if fitted is not None:
             points = spaced(x)
-            curve, *replicates = [
+            curves = [
                 100 * (law.loss(points[:, None]) / base.loss(points[:, None]) - 1)
                 for law, base in fitted.fits.pairs(number)
             ]
-            axes.plot(points, curve, color=color)
-            draw_band(axes, points, replicates, color)
+            axes.plot(points, curves[0], color=color)
+            draw_band(axes, points, fitted.fits, curves, color)
     style_log_x(axes, f"gap to {report.baseline}, seed by seed")
     axes.set_ylabel("gap, %")
 
 
-def draw_band(axes: Axes, x: np.ndarray, replicates: Sequence[np.ndarray], color: str) -> None:
-    """The interval of bootstrap replicates of a curve; nothing without replicates."""
-    if ends := interval(replicates):
+def draw_band(axes: Axes, x: np.ndarray, fits: Fits, curves: Sequence[np.ndarray], color: str) -> None:
+    """The interval of a curve, the first one, from its replicates, the others; nothing without replicates."""
+    if ends := fits.interval(curves):
         axes.fill_between(x, *ends, color=color, alpha=0.15, linewidth=0)
 
 
@@ -220,7 +222,7 @@ def style_svg_axes(axes: Axes, title: str) -> None:
 
 
 def publish_study(
-    study: Path, output: Optional[Path], *, baseline: Optional[str] = None, replicates: int = REPLICATES
+    study: Path, output: Optional[Path], *, baseline: Optional[str] = None
 ) -> tuple[ScalingReport, list[Path]]:
     """Analyse a study and, with an output folder, write report.html, report.md, laws.svg, report.json and points.json.
 
@@ -231,7 +233,7 @@ def publish_study(
         DataError: there is no study or no finished run, or the baseline is unknown.
     """
     points = load_points(study)
-    report = analyse(points, baseline=baseline, replicates=replicates)
+    report = analyse(points, baseline=baseline)
     if output is None:
         return report, []
     output.mkdir(parents=True, exist_ok=True)

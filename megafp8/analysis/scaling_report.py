@@ -8,7 +8,7 @@ from typing import Optional
 
 from megafp8.analysis import scaling_laws
 from megafp8.analysis.findings import Difference, difference_sentences
-from megafp8.analysis.power_laws import REPLICATES, Estimate
+from megafp8.analysis.power_laws import Estimate
 from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis, CellRow, GapRow, SizeAgreement
 from megafp8.analysis.seed_statistics import CONFIDENCE
 from megafp8.analysis.study_points import SpeedRow, StudyPoints, speed_rows
@@ -27,7 +27,7 @@ class ScalingReport:
     Attributes:
         recipes: the baseline first.
         arithmetic: of each recipe, from the records.
-        replicates: resamples for the intervals of the laws; 0 without intervals.
+        replicates: fits without one seed, for the intervals of the laws; 0 without intervals.
         agreements: whether the gaps of each recipe agree over sizes; only those that do have a row over all sizes.
         notes: results that are missing and why, and configurations that were left out.
     """
@@ -58,12 +58,11 @@ class ScalingReport:
         return to_strict_json(plain, indent=1)
 
 
-def analyse(study: StudyPoints, *, baseline: Optional[str] = None, replicates: int = REPLICATES) -> ScalingReport:
+def analyse(study: StudyPoints, *, baseline: Optional[str] = None) -> ScalingReport:
     """Analyse a study.
 
     Args:
         baseline: recipe to compare with; default `bf16` if there is one, else the first.
-        replicates: of the bootstrap.
 
     Raises:
         DataError: the baseline is none of the study's recipes.
@@ -76,12 +75,12 @@ def analyse(study: StudyPoints, *, baseline: Optional[str] = None, replicates: i
     cells = scaling_laws.cell_rows(study.points)
     best = [cell for cell in cells if cell.is_best]
     notes = scaling_laws.skipped_cells_note(cells)
-    axes = [scaling_laws.fit_axis(name, best, recipes, notes, replicates) for name in (COMPUTE, PARAMETERS, BOTH)]
+    axes = [scaling_laws.fit_axis(name, best, recipes, notes) for name in (COMPUTE, PARAMETERS, BOTH)]
     gaps, agreements = scaling_laws.gap_rows(best, recipes)
-    drawn = max((len(axis.fits.replicates[0]) for axis in axes if axis is not None), default=0)
+    replicates = max((len(axis.fits.strata) for axis in axes if axis is not None), default=0)
     return ScalingReport(
         name=study.name, baseline=baseline, recipes=tuple(recipes), num_runs=len(study.points),
-        replicates=drawn, cells=tuple(cells),
+        replicates=replicates, cells=tuple(cells),
         arithmetic=tuple(next(one.arithmetic for one in study.points if one.recipe == recipe) for recipe in recipes),
         gaps=tuple(gaps), agreements=tuple(agreements), axes=tuple(axis for axis in axes if axis is not None),
         speeds=tuple(speed_rows(study.points, baseline)), missing=study.missing, notes=tuple(notes),
@@ -211,7 +210,7 @@ def gap_table(report: ScalingReport) -> Table:
         title=f"Gap to {report.baseline}", header=("recipe", "parameters", "tokens", "pairs", "gap"), rows=rows,
         note="Validation loss against the baseline's of the same seed (initial weights, order of samples), with "
         f"Student's {CONFIDENCE:.0%} interval over seeds. No law has a part in it. Sizes are "
-        "pooled in a row `all` only where they agree, by Welch's analysis of variance at the 5% level: "
+        "pooled in the row 'all' only where they agree, by Welch's analysis of variance at the 5% level: "
         f"{'; '.join(map(agreement_text, report.agreements))}.",
     )  # fmt: skip
 
@@ -238,8 +237,8 @@ def law_table(axis: Axis) -> Table:
     ]
     return Table(
         title=f"Law over {axis.name}", header=(*header, "worst residual", "cells"), rows=tuple(rows),
-        note=f"loss = E + {formula}, fitted to the logarithm of the loss. Intervals: {CONFIDENCE:.0%} of a bootstrap "
-        "over seeds, with the same draws for all recipes; what a law misses beyond the noise of seeds is the worst "
+        note=f"loss = E + {formula}, fitted to the logarithm of the loss. Intervals: {CONFIDENCE:.0%} of a jackknife "
+        "over seeds, each left out of all recipes at once; what a law misses beyond the noise of seeds is the worst "
         "residual. " + " ".join(differences),
     )  # fmt: skip
 
@@ -315,11 +314,11 @@ def remarks(report: ScalingReport) -> list[str]:
 def method(report: ScalingReport) -> str:
     """How the intervals were computed."""
     if not report.replicates:
-        return "The laws have no intervals, as nothing was resampled."
+        return "The laws have no intervals: these come from seeds, and every size and length needs two."
     return (
-        f"{report.replicates} resamples of the seeds within each size and length; deviations are widened for the few "
-        "seeds (megafp8/analysis/power_laws.py). An interval covers the noise of seeds, not whether a law of this form "
-        "holds, nor anything beyond the range that was trained."
+        f"Jackknife of {report.replicates} fits, each without one seed of one size and length. Intervals are Student's "
+        "with Satterthwaite's degrees of freedom (megafp8/analysis/power_laws.py). They cover the noise of seeds, not "
+        "whether a law of this form holds, nor anything beyond the range that was trained."
     )
 
 

@@ -53,9 +53,14 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
 
 def student_quantile(confidence: float, freedom: float) -> float:
     """Half the width of Student's t interval in standard errors: 4.30 for 95% with 2 degrees of freedom."""
+    return float(student_quantiles(confidence, np.asarray(freedom)))
+
+
+def student_quantiles(confidence: float, freedom: np.ndarray) -> np.ndarray:
+    """`student_quantile` of several degrees of freedom [...]."""
     from scipy.special import stdtrit  # scipy.stats, which has it too, takes seconds to import
 
-    return float(stdtrit(freedom, (1 + confidence) / 2))
+    return stdtrit(freedom, (1 + confidence) / 2)
 
 
 def welch_p_value(groups: Sequence[Sequence[float]]) -> Optional[float]:

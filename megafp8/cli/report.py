@@ -30,7 +30,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-dir", type=path_argument, metavar="DIR", help="write the page and its data here")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     compare.add_flags(parser.add_argument_group("comparison of runs"))
-    scaling_report.add_flags(parser.add_argument_group("report of a study"))
     return parser
 
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
-from megafp8.errors import ConfigError
 from megafp8.utils.files import path_argument
 
 
@@ -28,15 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-dir", type=path_argument, metavar="DIR", help="write the page and its data here")
     parser.add_argument("--baseline", metavar="RECIPE", help="recipe to compare with (default: bf16, else the first)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_flags(parser)
     return parser
-
-
-def add_flags(group: Any) -> None:
-    """Add the flags of the fits to a parser or a group of one."""
-    group.add_argument(
-        "--replicates", type=int, default=400, metavar="N", help="resamples of the bootstrap (default: %(default)s)"
-    )
 
 
 @returns_exit_status("scaling-report")
@@ -46,11 +36,7 @@ def main(argv: Sequence[str]) -> int:
     from megafp8.analysis.scaling_page import publish_study
     from megafp8.analysis.scaling_report import to_text
 
-    if arguments.replicates < 0:
-        raise ConfigError(f"--replicates {arguments.replicates}: must not be below 0")
-    report, written = publish_study(
-        arguments.study, arguments.output_dir, baseline=arguments.baseline, replicates=arguments.replicates
-    )
+    report, written = publish_study(arguments.study, arguments.output_dir, baseline=arguments.baseline)
     print(report.to_json() if arguments.json else to_text(report))
     for path in written:
         print(f"wrote {path}", file=sys.stderr)

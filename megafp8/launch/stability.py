@@ -22,12 +22,13 @@ from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
-from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, left_out_faults, length_problems, without_given
+from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, left_out_faults, length_problems
 from megafp8.launch.stability_sizes import (
     DROPOUT,
     MODEL_SETTINGS,
     SIZES,
     data_parallel_ranks,
+    part_flags,
     shared_micro_batch_size,
     size_flags,
     without_settings,
@@ -128,7 +129,8 @@ class Suite:
         else:
             replaced.update(set(MODEL_SETTINGS).difference(DROPOUT) if self.names_model else ())
             own = size_flags(self.size, replaced)
-        words = (*own, *rate_flags(self.base_rate, self.given), *self.flags)
+        rates = rate_flags(self.base_rate, self.given)
+        words = (*own, *rates, *part_flags(self.size, part, self.given), *self.flags)
         invocation, problems = config_flags.parse_with_problems(words)
         config = invocation.config
         micro = shared_micro_batch_size(config, self.given, self.gpus)
@@ -178,15 +180,14 @@ def build_study(suite: Suite) -> Study:
 
 
 def batch_problems(suite: Suite) -> list[str]:
-    """A global batch that the ranks of a run cannot share."""
-    config = suite.part_settings[suite.parts[0]].config
-    batch = config.training.global_batch_size
-    replicas = data_parallel_ranks(config, suite.gpus)
-    if not batch or replicas is None or batch % replicas == 0:
-        return []
+    """Global batches that the ranks of a run cannot share."""
+    configs = [part.config for part in suite.part_settings.values()]
+    shares = {(config.training.global_batch_size, data_parallel_ranks(config, suite.gpus)) for config in configs}
     return [
         f"--gpus {suite.gpus}: {replicas} data-parallel ranks cannot share the {batch} sequences of a step; use "
         "another number, or give --global-batch-size after --"
+        for batch, replicas in shares
+        if batch and replicas is not None and batch % replicas
     ]
 
 
@@ -261,10 +262,8 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
         lrs = tuple(Option(name=f"lr{rate:.3g}", flags=rate_flags(rate, given)) for rate in rates)
         return [grid(recipes(BASELINE, *suite.recipes), suite.num_sweep_seeds or size.sweep_seeds, lr=lrs)]
     if part == FAULTS:
-        length = without_given(size.fault_flags, given)
         grids = []
         for recipe in recipes(*suite.recipes):
-            recipe = dataclasses.replace(recipe, flags=(*recipe.flags, *length))
             config = config_flags.parse_with_problems((*shared.flags, *recipe.flags))[0].config
             if problems := length_problems(config):
                 raise ConfigError(problems)

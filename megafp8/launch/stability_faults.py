@@ -6,7 +6,6 @@ The names of the arms are those that `analysis/stability_faults.py` reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 from megafp8.config import derived
 from megafp8.config.planted_faults import (
@@ -19,7 +18,6 @@ from megafp8.config.planted_faults import (
 )
 from megafp8.config.rules.planted_faults import model_obstacles
 from megafp8.config.schema import ModelConfig, RunConfig
-from megafp8.launch.stability_sizes import without_settings
 from megafp8.launch.study import Option
 
 CLEAN, REPAIR = "clean", "_with_"
@@ -94,11 +92,3 @@ def length_problems(config: RunConfig) -> list[str]:
     if num_steps is not None and num_steps >= needed:
         return []
     return [f"--train-iters {num_steps} is too short for faults to grow: give at least --train-iters {needed}"]
-
-
-def without_given(flags: str, given: Collection[str]) -> tuple[str, ...]:
-    """Flags without those of settings that the user gave.
-
-    The minimum of the learning rate goes with a learning rate that was given: it was a tenth of another one.
-    """
-    return without_settings(flags.split(), {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given)

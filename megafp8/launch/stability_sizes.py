@@ -7,8 +7,8 @@ multiples of 128, and the figures of docs/stability.md are those of width 64.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Optional
 
 from megafp8.config import topology
@@ -37,7 +37,7 @@ class Size:
         factors: of the sweep, multiples of `lr`; they include 1.
         sweep_seeds: seeds of the sweep, unless the suite gives them.
         corpus_bytes: text that is prepared where the flags name no data.
-        fault_flags: of the runs with planted faults, unless the user gives them.
+        part_flags: of the runs of a part, unless the user gives them.
     """
 
     flags: str
@@ -45,7 +45,7 @@ class Size:
     factors: tuple[float, ...]
     sweep_seeds: int
     corpus_bytes: int
-    fault_flags: str = ""
+    part_flags: Mapping[str, str] = field(default_factory=dict)
 
 
 SIZES = {
@@ -53,8 +53,8 @@ SIZES = {
         flags="--num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 160 --seq-length 64 "
         "--max-position-embeddings 64 --micro-batch-size 16 --global-batch-size 16 --train-iters 120 "
         "--eval-interval 30 --eval-iters 20 --num-threads 1",
-        lr=1e-3, factors=(1, 4, 16, 64, 256, 1024), sweep_seeds=2, corpus_bytes=2_000_000,
-        fault_flags="--train-iters 300 --lr 1.5e-3 --min-lr 1.5e-4",
+        lr=1e-3, factors=(1, 4, 16, 64, 256, 1024), sweep_seeds=3, corpus_bytes=2_000_000,
+        part_flags={"faults": "--train-iters 300 --lr 1.5e-3 --min-lr 1.5e-4"},
     ),
     "small": Size(
         flags="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --seq-length 128 "
@@ -67,6 +67,11 @@ SIZES = {
         "--max-position-embeddings 1024 --micro-batch-size 32 --global-batch-size 64 --train-iters 400 "
         "--eval-interval 50 --eval-iters 8",
         lr=1.2e-3, factors=(1, 2, 4, 8, 16, 32, 64), sweep_seeds=2, corpus_bytes=100_000_000,
+        # Emulated runs are the most, and a step of theirs takes four times as long as one of BF16.
+        part_flags={
+            "faults": "--train-iters 230 --micro-batch-size 16 --global-batch-size 16",
+            "controls": "--train-iters 150 --micro-batch-size 16 --global-batch-size 16",
+        },
     ),
 }  # fmt: skip
 
@@ -74,6 +79,15 @@ SIZES = {
 def size_flags(size: str, replaced: Collection[str]) -> tuple[str, ...]:
     """The flags of all runs that a size gives, without those of settings that are replaced."""
     return without_settings(f"{COMMON} {SIZES[size].flags}".split(), replaced)
+
+
+def part_flags(size: str, part: str, given: Collection[str]) -> tuple[str, ...]:
+    """The flags of the runs of a part that a size gives, without those of settings that the user gave.
+
+    The minimum of the learning rate goes with a learning rate that was given: it was a tenth of another one.
+    """
+    flags = SIZES[size].part_flags.get(part, "").split()
+    return without_settings(flags, {*given, "optimizer.min_lr"} if "optimizer.lr" in given else given)
 
 
 def without_settings(flags: Sequence[str], names: Collection[str]) -> tuple[str, ...]:

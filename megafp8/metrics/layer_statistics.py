@@ -15,8 +15,7 @@ SNR of a healthy model falls to that of noise. It rises again when the loss grow
 with planted faults it is noticed between 9 steps before and 6 steps after a loss that is 5% worse.
 
 The limits lie between the largest values of clean runs and the smallest of runs with planted faults, which
-`benchmarks/guard_calibration.py` measures on a small model; no fault is planted for the subnormal share. They are not
-calibrated on large models.
+`benchmarks/guard_calibration.py` measures on a small model. They are not calibrated on large models.
 """
 
 from __future__ import annotations

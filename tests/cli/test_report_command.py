@@ -12,7 +12,7 @@ POINTS = Path(__file__).resolve().parents[2] / "docs/reports/stdlib_cpu/points.j
 
 
 def test_the_points_of_a_study_are_reported_as_by_scaling_report(tmp_path: Path, capsys) -> None:
-    words = [str(POINTS), "--replicates", "0", "--json"]
+    words = [str(POINTS), "--json"]
     assert report.main([*words, "--output-dir", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert scaling_report.main(words) == 0 and capsys.readouterr().out == output
@@ -36,7 +36,6 @@ def test_other_folders_are_runs(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["runs/a", "--replicates", "9"], "unrecognized arguments: --replicates 9"),
         ([str(POINTS), "--bound", "1"], "unrecognized arguments: --bound 1"),
         (["runs/a", str(POINTS)], "report on a study alone"),
     ],

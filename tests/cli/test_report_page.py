@@ -143,7 +143,7 @@ def test_text_is_readable_in_both_schemes(browser: Any, report: Path) -> None:
 def scaling_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of the committed study."""
     folder = tmp_path_factory.mktemp("scaling")
-    publish_study(STUDY_POINTS, folder, replicates=2)
+    publish_study(STUDY_POINTS, folder)
     return folder / "report.html"
 
 

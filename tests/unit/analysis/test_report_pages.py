@@ -66,7 +66,7 @@ def comparison_page(write_run, tmp_path) -> Page:
 
 @pytest.fixture(scope="module")
 def scaling_page() -> Page:
-    return Page(render_page(analyse(load_points(POINTS), replicates=2)))
+    return Page(render_page(analyse(load_points(POINTS))))
 
 
 def min_width_pixels(selector: str) -> float:
@@ -134,7 +134,7 @@ def test_tables_of_a_study_have_no_empty_column(scaling_page: Page) -> None:
     assert "MFU" not in scaling_page.text and "tokens/s" in scaling_page.text
     study = load_points(POINTS)
     alone = dataclasses.replace(study, points=tuple(point for point in study.points if point.recipe == "bf16"))
-    titles = Page(render_page(analyse(alone, replicates=0))).titles
+    titles = Page(render_page(analyse(alone))).titles
     assert "Gap to bf16" not in titles and "Speed" in titles
 
 
@@ -142,7 +142,7 @@ def test_a_study_of_one_size_has_its_point_on_the_axes() -> None:
     study = load_points(POINTS)
     size = study.points[0].parameters
     one = dataclasses.replace(study, points=tuple(point for point in study.points if point.parameters == size))
-    page = render_page(analyse(one, replicates=0))
+    page = render_page(analyse(one))
     assert page.count("<svg") == 2 and "lines are the fitted laws" not in page
 
 

@@ -12,14 +12,21 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import known_bad_controls, planted_faults
+from megafp8.analysis.stability_faults import FaultCost, fault_cost
+from megafp8.config.planted_faults import ALIGNED_SWIGLU
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import value_of
+from megafp8.launch.stability_faults import CLEAN, REPAIR
+from megafp8.metrics.records import EventRecord
 
 HUNG_S = 600
+FAULT_STEP = 70  # of the benchmark, unless it is given
 
 
-def run_small(folder: Path) -> int:
+def run_small(folder: Path, flags: str = "--steps 20 --fault-step 4 --growth 4") -> int:
     """The benchmark of one recipe in a child process, so that this process joins no process group."""
     arguments = (
-        f"--recipes tensorwise --clean-seeds 1 --fault-seeds 1 --steps 20 --fault-step 4 --growth 4 "
+        f"--recipes tensorwise --clean-seeds 1 --fault-seeds 1 {flags} "
         f"--folder {folder / 'data'} --json {folder / 'runs.jsonl'}"
     )
     child = multiprocessing.get_context("fork").Process(target=planted_faults.main, args=(arguments.split(),))
@@ -51,6 +58,32 @@ def test_faults_are_noticed_and_a_second_call_repeats_no_run(tmp_path: Path, cap
     assert run_small(tmp_path) == 0
     assert (tmp_path / "runs.jsonl").read_text().splitlines() == lines
     assert table.endswith(capfd.readouterr().out), "the first call also prepares the text"
+
+
+@pytest.mark.slow
+def test_at_the_default_interval_a_gradual_fault_is_noticed_50_steps_early_and_repaired_within_1_percent(
+    tmp_path: Path,
+) -> None:
+    interval = value_of(RunConfig(), "training.fp8_guard_interval")
+    repair = f"{ALIGNED_SWIGLU}{REPAIR}bf16-layer"
+    assert interval == 20
+    assert run_small(tmp_path, f"--guard-interval {interval} --arms {ALIGNED_SWIGLU},{repair}") == 0
+    entries = {}
+    for line in (tmp_path / "runs.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        entries[entry["arm"]["name"]] = entry
+    assert entries[CLEAN]["events"] == []
+
+    def cost(name: str) -> FaultCost:
+        found = [EventRecord(step=step, name=what, detail=detail) for step, what, detail in entries[name]["events"]]
+        losses, clean = entries[name]["losses"], entries[CLEAN]["losses"]
+        return fault_cost(losses, clean, found, FAULT_STEP, ALIGNED_SWIGLU, name.partition(REPAIR)[2])
+
+    harmed, repaired = cost(ALIGNED_SWIGLU), cost(repair)
+    assert harmed.worse is not None and harmed.noticed is not None, "the fault does harm, and is noticed"
+    assert harmed.worse - harmed.noticed >= 50
+    assert harmed.lost_fraction > 0.05 and repaired.repaired is not None
+    assert repaired.worse is None and abs(repaired.lost_fraction) < 0.01
 
 
 def test_the_table_of_controls_says_what_is_worse_and_what_it_takes() -> None:

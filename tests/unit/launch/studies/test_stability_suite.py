@@ -50,8 +50,8 @@ def test_every_size_is_valid_and_its_sweep_has_the_rate_of_the_pairs(tmp_path: P
 def test_parts_share_their_runs(tmp_path: Path) -> None:
     parts = part_runs(build_study(suite_of(tmp_path, PAIRS, SWEEP)))
     of_part = {part: {each.run.id for each in parts if each.part == part} for part in (PAIRS, SWEEP)}
-    assert len(of_part[PAIRS]) == 3 * 3 and len(of_part[SWEEP]) == 2 * 2 * len(SIZES["tiny"].factors)
-    assert len(of_part[PAIRS] & of_part[SWEEP]) == 2 * 2
+    assert len(of_part[PAIRS]) == 3 * 3 and len(of_part[SWEEP]) == 2 * 3 * len(SIZES["tiny"].factors)
+    assert len(of_part[PAIRS] & of_part[SWEEP]) == 2 * 3
     assert len({each.run.folder for each in parts}) == len(unique_runs(parts))
 
 
