@@ -60,9 +60,10 @@ def amax_kernel(x_ptr, amax_bits_ptr, count, PART: tl.constexpr):
 
 
 @triton.jit
-def count_values(counts_ptr, source, x, scaled, SATURATES_FROM: tl.constexpr):
+def count_values(counts_ptr, more_counts_ptr, source, x, scaled, SATURATES_FROM: tl.constexpr):
     """Add a tile's values to two counts: those of the source that are not finite, and finite ones of x whose product
-    with the scale rounds beyond the format."""
+    with the scale rounds beyond the format. `more_counts_ptr` has the counts of another use of the codes, or is None.
+    """
     is_beyond = (tl.abs(scaled) >= SATURATES_FROM) & (tl.abs(x) < INFINITY)
     is_finite = tl.abs(source) < INFINITY  # false for NaN
     # Both counts are one sum, since a tile has fewer than 2^15 values.
@@ -71,11 +72,14 @@ def count_values(counts_ptr, source, x, scaled, SATURATES_FROM: tl.constexpr):
     if number > 0:
         tl.atomic_add(counts_ptr, (number >> 16).to(tl.int64))
         tl.atomic_add(counts_ptr + 1, (number & 0xFFFF).to(tl.int64))
+        if more_counts_ptr is not None:
+            tl.atomic_add(more_counts_ptr, (number >> 16).to(tl.int64))
+            tl.atomic_add(more_counts_ptr + 1, (number & 0xFFFF).to(tl.int64))
 
 
 @triton.jit
 def quantize_tensor_kernel(
-    x_ptr, scale_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, counts_ptr, count,
+    x_ptr, scale_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, counts_ptr, more_counts_ptr, count,
     POWER_OF_TWO: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SATURATES_FROM: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +99,7 @@ def quantize_tensor_kernel(
         store_amax(recorded_amax_ptr, x)
     scaled = x * scale
     if counts_ptr is not None:
-        count_values(counts_ptr, x, x, scaled, SATURATES_FROM)
+        count_values(counts_ptr, more_counts_ptr, x, x, scaled, SATURATES_FROM)
     if codes_ptr is not None:
         tl.store(codes_ptr + at, round_to_code(scaled, None, GRID).to(tl.uint8), mask=at < count)
     if values_ptr is not None:
@@ -161,8 +165,9 @@ def transformed_amax_kernel(
 def quantize_blocks_kernel(
     x_ptr, matrix_ptr, num_rows, num_columns, on_overflow,
     row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr, row_counts_ptr,
+    more_row_counts_ptr,
     column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr, column_factor_ptr,
-    column_counts_ptr,
+    column_counts_ptr, more_column_counts_ptr,
     IS_SQUARE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
     SATURATES_FROM: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +193,7 @@ def quantize_blocks_kernel(
         store_blocks(
             x, x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, across * SIDE,
             on_overflow, row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr,
-            row_counts_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
+            row_counts_ptr, more_row_counts_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
         )  # fmt: skip
     if column_codes_ptr is not None or column_values_ptr is not None:
         source = x
@@ -200,14 +205,14 @@ def quantize_blocks_kernel(
             source, x, largest, block_row * num_columns + columns, columns < num_columns,
             block_row, squares, num_rows, num_columns, num_columns, on_overflow,
             column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr,
-            column_factor_ptr, column_counts_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
+            column_factor_ptr, column_counts_ptr, more_column_counts_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
         )  # fmt: skip
 
 
 @triton.jit
 def store_blocks(
     source, x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, noise_width, on_overflow,
-    amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr, counts_ptr,
+    amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr, counts_ptr, more_counts_ptr,
     RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr, SATURATES_FROM: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Scale, round and store a tile whose blocks have the amaxes `largest`, which broadcast to the tile.
@@ -230,7 +235,7 @@ def store_blocks(
     if counts_ptr is not None:
         # A two-level scale that underflowed, FP32_MAX here, makes zeros of its block.
         counted = tl.where(quant < FP32_MAX, scaled, 0.0)
-        count_values(counts_ptr, source.to(tl.float32), x.to(tl.float32), counted, SATURATES_FROM)
+        count_values(counts_ptr, more_counts_ptr, source.to(tl.float32), x.to(tl.float32), counted, SATURATES_FROM)
     first_row = block_row * SIDE
     at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE)
     noise = None

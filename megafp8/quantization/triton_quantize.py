@@ -95,7 +95,7 @@ class RuleOutputs:
         values: decoded codes.
         factor: FP32 scalar: the dequantization scale of the tensor, or the tensor scale of two-level scaling.
         noise: random bytes, one an element, with ragged blocks padded.
-        counts: int64 [2], to which the numbers of non-finite and saturated values are added.
+        counts: for each use int64 [2], to which the numbers of non-finite and saturated values are added.
     """
 
     rule: OperandRule
@@ -104,7 +104,13 @@ class RuleOutputs:
     values: Optional[Tensor] = None
     factor: Optional[Tensor] = None
     noise: Optional[Tensor] = None
-    counts: Optional[Tensor] = None
+    counts: tuple[Tensor, ...] = ()
+
+    @property
+    def pair_of_counts(self) -> tuple[Optional[Tensor], Optional[Tensor]]:
+        """The counts as arguments of a kernel: an operand has two uses."""
+        first, second = (*self.counts, None, None)[:2]
+        return first, second
 
     def of_use(self, use: Use) -> Union[Quantized, Decoded]:
         """The result for one use."""
@@ -131,8 +137,7 @@ def quantize_for(
     for index, use in enumerate(uses):
         of_rule = outputs.setdefault(use.rule, RuleOutputs(use.rule))
         _allocate(of_rule, source, use, generators[index] if generators else None)
-        if counts and of_rule.counts is None:
-            of_rule.counts = torch.zeros(2, dtype=torch.int64, device=source.device)
+        of_rule.counts += tuple(counts[index : index + 1])
     for of_rule in outputs.values():
         if of_rule.rule.block is None:
             _quantize_tensor(source, of_rule, group, delayed)
@@ -144,9 +149,6 @@ def quantize_for(
         for of_rule in with_blocks:
             is_column = _has_column_blocks(of_rule.rule)
             _quantize_blocks(source, None if is_column else of_rule, of_rule if is_column else None, group)
-    if counts:
-        for use, count in zip(uses, counts, strict=True):
-            count += outputs[use.rule].counts
     return [outputs[use.rule].of_use(use) for use in uses]
 
 
@@ -219,7 +221,8 @@ def _quantize_tensor(
     else:
         scale_or_amax = reduce_amax(_amax(source), group)
     quantize_tensor_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
-        source, scale_or_amax, outputs.codes, outputs.values, outputs.factor, recorded_amax, outputs.counts, count,
+        source, scale_or_amax, outputs.codes, outputs.values, outputs.factor, recorded_amax, *outputs.pair_of_counts,
+        count,
         POWER_OF_TWO=rule.scale_rule is ScaleRule.POWER_OF_TWO, IS_DELAYED=is_delayed, GRID=grid_of(rule.format),
         SATURATES_FROM=saturation_threshold(rule.format), PART=CHUNK_ELEMENTS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -256,8 +259,9 @@ def _quantize_blocks(
     row, column = row or RuleOutputs(rule), column or RuleOutputs(rule)
     quantize_blocks_kernel[(num_programs,)](
         source, matrix, num_rows, num_columns, min(torch.finfo(source.dtype).max, FP32_MAX),
-        row_amax, row.noise, row.codes, _raw(row.scales), row.values, row.factor, row.counts,
-        column_amax, column.noise, column.codes, _raw(column.scales), column.values, column.factor, column.counts,
+        row_amax, row.noise, row.codes, _raw(row.scales), row.values, row.factor, *row.pair_of_counts,
+        column_amax, column.noise, column.codes, _raw(column.scales), column.values, column.factor,
+        *column.pair_of_counts,
         IS_SQUARE=min(sized_block(row.rule)) > 1, RULE=RULE_NAMES[rule.scale_rule], GRID=grid_of(rule.format),
         SCALE_GRID=grid_of(E4M3), SATURATES_FROM=saturation_threshold(rule.format), SIDE=side, TILES=tiles,
         num_warps=num_warps, enable_fp_fusion=False,
