@@ -296,7 +296,7 @@ def uses_op_fuser(config: RunConfig) -> bool:
     is_plain = is_plain_swiglu(model) and not model.add_bias_linear and precision.bf16 and not is_mixture(model)
     name = derived.quantization_recipe(precision)
     is_supported = name is None or registry.get(name).supports_op_fuser
-    is_split = topology.model_parallel_size(config) > 1
+    is_split = config.parallel.tensor_model_parallel_size > 1
     has_layers = model.num_layers is not None
     is_mapped = precision_map.changes_mlps(model, precision) if has_layers else precision.precision_map
     needs_layers = (

@@ -73,7 +73,6 @@ class LayerGuard(Extension):
         if self.statistics is None or self.statistics.changed != changed:
             self.statistics = LayerStatistics(state.run, changed)
         state.step_hooks.append(self.statistics.start())
-        state.needs_eager_step = True  # its graph, which `tests/gpu/test_step_graph.py` captures, was not run on a GPU
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
         if self.statistics is None or not self.is_collecting:
