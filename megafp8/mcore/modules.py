@@ -33,8 +33,8 @@ def named_linears(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def fused_mlps(chunk: nn.Module) -> dict[nn.Module, Any]:
-    """Transformer Engine's fused MLPs by their linears, which are not called: operations compute in their place."""
-    mlps = [module for module in chunk.modules() if hasattr(module, "_make_fused_impl") and not module.is_split]
+    """Transformer Engine's fused MLPs by their linears. Unless the MLP is split, operations compute in their place."""
+    mlps = [module for module in chunk.modules() if hasattr(module, "_make_fused_impl")]
     return {linear: mlp for mlp in mlps for linear in (mlp.linear_fc1, mlp.linear_fc2)}
 
 

@@ -153,10 +153,10 @@ def cuda_graph_memory_bytes(
 ) -> int:
     """Memory that a rank needs in addition to its CUDA graph; 0 without a graph, or without anything that runs eagerly.
 
-    A graph keeps the memory of its capture, and nothing else can use it between replays. A statistics step runs eagerly
-    and needs activations and logits a second time. Validation needs logits and one layer's activations. They never run
-    at the same time, so they share memory. Steps before the capture need nothing: torch returns their memory to the
-    device first. Quantized weights are shared with the graph.
+    A graph keeps the memory of its capture, and nothing else can use it between replays. The first statistics step, and
+    the first of the guard, runs eagerly and needs activations and logits a second time. Validation needs logits and one
+    layer's activations. They never run at the same time, so they share memory. Steps before the capture need nothing:
+    torch returns their memory to the device first. Quantized weights are shared with the graph.
 
     This follows from how torch's allocator and Transformer Engine's layers work. It is not measured: recorded peaks are
     those of tensors, which do not include a graph's memory between replays.

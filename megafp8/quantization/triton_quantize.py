@@ -109,6 +109,7 @@ class RuleOutputs:
     @property
     def pair_of_counts(self) -> tuple[Optional[Tensor], Optional[Tensor]]:
         """The counts as arguments of a kernel: an operand has two uses."""
+        assert len(self.counts) <= 2, self.counts
         first, second = (*self.counts, None, None)[:2]
         return first, second
 

@@ -24,15 +24,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_fp8_te_dtype
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from megafp8.mcore.modules import named_attentions, named_linears
+from megafp8.mcore.modules import fused_mlps, named_attentions, named_linears
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, count_amaxes, saturation_threshold
 from megafp8.recipes.base import Gemm, Operand
 from megafp8.te import patches
-from megafp8.te.fused_mlp import FusedMLP, of_linears
+from megafp8.te.fused_mlp import of_linears
 from megafp8.te.quantizers import FORMATS, INFINITY
 
 # Transformer Engine's order: input, weight, output; then gradients of the output and of the input.
@@ -60,7 +60,7 @@ class AmaxCounters:
         self.attentions = {name: module for name, module in attentions if name in self.linears}
         layers = [name.split(".")[:2] for name in self.modules]
         self.first_layer = [name for name in self.modules if name.split(".")[:2] == layers[0]]
-        self.fused = dict(places_in_fused_mlps(chunks))
+        self.fused = {linear: mlp for chunk in chunks for linear, mlp in fused_mlps(chunk).items()}
         self.flags = torch.zeros(len(self.linears), len(PLACES), dtype=torch.int32, device=device)
         self.amax_counts: dict[str, Tensor] = {}  # int64 [2, amaxes], by Transformer Engine's key
         self.keeps_amaxes = False  # as `delayed_scaling.keeps_amaxes`
@@ -174,24 +174,18 @@ class AmaxCounters:
 
     def _is_split(self, name: str) -> bool:
         """Whether a linear is called that was part of a fused MLP before."""
-        place = self.fused.get(self.modules[name])
-        return place is not None and place[0].is_split
+        mlp = self.fused.get(self.modules[name])
+        return mlp is not None and mlp.is_split
 
     def _quantizer(self, name: str, direction: str, index: int) -> Optional[Any]:
         """The quantizer of an operand; None before the first pass, or without quantization."""
         module = self.modules[name]
-        mlp, place = self.fused.get(module, (None, 0))
+        mlp = self.fused.get(module)
         if mlp is None or mlp.is_split:
             found = module.quantizers[f"scaling_{direction}"]
         elif mlp._fused_impl is None:
             return None
         else:
-            operations = of_linears(mlp._fused_impl[0])
-            found = (operations[place]._quantizers or {}).get(MODES[direction], [])
+            first, second = of_linears(mlp._fused_impl[0])
+            found = ((first if module is mlp.linear_fc1 else second)._quantizers or {}).get(MODES[direction], [])
         return found[index] if index < len(found) else None
-
-
-def places_in_fused_mlps(chunks: Sequence[Any]) -> Iterator[tuple[nn.Module, tuple[FusedMLP, int]]]:
-    """The linears in whose place a fused operation computes, with their MLP and their number in it."""
-    for mlp in (module for chunk in chunks for module in chunk.modules() if isinstance(module, FusedMLP)):
-        yield from ((linear, (mlp, place)) for place, linear in enumerate((mlp.linear_fc1, mlp.linear_fc2)))

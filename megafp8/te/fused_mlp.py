@@ -119,7 +119,7 @@ class FusedMLP(TEFusedMLP):
         if self.note_saved_by_activation is not None:
             note_saved(activation, self.note_saved_by_activation)
         if isinstance(activation, te.ops.SwiGLU):
-            show_results(activation, self._result_hooks, self._gradient_hooks)
+            call_hooks(activation, self._result_hooks, self._gradient_hooks)
         return fused
 
 
@@ -173,21 +173,25 @@ def register(hook: Callable[[Tensor], None], hooks: Hooks) -> RemovableHandle:
     return handle
 
 
-def show_results(swiglu: te.ops.SwiGLU, result_hooks: Hooks, gradient_hooks: Hooks) -> None:
+def call_hooks(swiglu: te.ops.SwiGLU, result_hooks: Hooks, gradient_hooks: Hooks) -> None:
     """Let SwiGLU compute its results in high precision, too, while they have hooks."""
     forward, backward = swiglu._tex_swiglu_forward, swiglu._tex_swiglu_backward
 
-    def shown_forward(values: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
-        for hook in list(result_hooks.values()):
-            hook(forward(values, None))
+    def hooked_forward(values: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
+        if result_hooks:
+            result = forward(values, None)
+            for hook in list(result_hooks.values()):
+                hook(result)
         return forward(values, quantizer)
 
-    def shown_backward(gradient: Tensor, values: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
-        for hook in list(gradient_hooks.values()):
-            hook(backward(gradient, values, None))
+    def hooked_backward(gradient: Tensor, values: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
+        if gradient_hooks:
+            result = backward(gradient, values, None)
+            for hook in list(gradient_hooks.values()):
+                hook(result)
         return backward(gradient, values, quantizer)
 
-    swiglu._tex_swiglu_forward, swiglu._tex_swiglu_backward = shown_forward, shown_backward
+    swiglu._tex_swiglu_forward, swiglu._tex_swiglu_backward = hooked_forward, hooked_backward
 
 
 class ResidualLayer(TransformerLayer):

@@ -17,8 +17,7 @@ from torch import nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.config.precision_map import name_of_all_experts
-from megafp8.mcore.modules import named_linears
-from megafp8.te.counters import places_in_fused_mlps
+from megafp8.mcore.modules import fused_mlps, named_linears
 from megafp8.te.fused_mlp import FusedMLP
 from megafp8.te.recipes import wrap_with_recipe
 
@@ -39,12 +38,12 @@ def move_to_high_precision(chunks: Sequence[nn.Module], names: Collection[str]) 
 def separate_linears(chunks: Sequence[nn.Module], names: Collection[str]) -> Iterator[Any]:
     """The named linears of this rank. Their MLPs run linear by linear from now on."""
     for chunk in chunks:
-        fused = dict(places_in_fused_mlps([chunk]))
+        fused = fused_mlps(chunk)
         for name, linear in named_linears(chunk):
             if name not in names or not isinstance(linear, nn.Module):
                 continue
             if linear in fused:
-                split(fused[linear][0])
+                split(fused[linear])
             yield linear
 
 

@@ -45,8 +45,8 @@ STEP_2 = [
 ]  # fmt: skip
 BAD = [
     "before_step", "phase step", "step.begin", "step.after_backward",
-    "recover", "record event bad numbers",
-    "phase rollback", "record quantization", "record run", "record event rolled back",
+    "recover", "record event bad numbers", "record quantization",
+    "phase rollback", "record run", "record event rolled back",
     "phase save", "save.begin", "record event checkpoint saved", "save.end", "phase what follows step",
 ]  # fmt: skip
 STEP_4 = [

@@ -61,6 +61,7 @@ def auto_config(extra: str = "") -> RunConfig:
     ("world_size", "extra"),
     [
         (1, f"--bf16 {FP8} --fp8-log-interval 50 --fp8-schedule bf16:2,fp8"),
+        (1, f"--bf16 {FP8} --fp8-log-interval 2 --fp8-schedule bf16:9,fp8"),
         (1, "--fp16"),
         (2, "--bf16 --pipeline-model-parallel-size 2 --global-batch-size 16"),
         (2, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),

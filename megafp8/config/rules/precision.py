@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megafp8.config import derived, dimensions, gemm_alignment, model_shapes, precision_map, topology
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.expert_layers import is_mixture
+from megafp8.config.planted_faults import INFINITE_ACTIVATION
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, has_shape, no_effect_without
 from megafp8.config.rules.idle import HISTORY_SETTINGS
 from megafp8.config.schema import RunConfig
@@ -286,25 +287,24 @@ def triton_casts_need_amax_pass(config: RunConfig) -> bool:
 def uses_op_fuser(config: RunConfig) -> bool:
     """Whether the MLP uses Transformer Engine's op fuser.
 
-    By default it does where training was verified to be equivalent, and where precision maps, schedules, recomputation
-    and FSDP2 do not need separate layers.
+    By default it does where training was verified to be equivalent, and where nothing needs separate layers: precision
+    maps, schedules, recomputation, tensor parallelism, FSDP2 or reactions to non-finite operands.
     """
-    requested = config.precision.use_transformer_engine_op_fuser
-    if requested is not None:
-        return requested
-    model, precision = config.model, config.precision
+    model, precision, training = config.model, config.precision, config.training
+    if precision.use_transformer_engine_op_fuser is not None:
+        return precision.use_transformer_engine_op_fuser
     is_plain = is_plain_swiglu(model) and not model.add_bias_linear and precision.bf16 and not is_mixture(model)
     name = derived.quantization_recipe(precision)
     is_supported = name is None or registry.get(name).supports_op_fuser
-    is_split = config.parallel.tensor_model_parallel_size > 1
-    has_layers = model.num_layers is not None
-    is_mapped = precision_map.changes_mlps(model, precision) if has_layers else precision.precision_map
+    shows_amaxes = name is None or registry.get(name).is_stateful or name in triton_cast_recipes(config)
     needs_layers = (
-        is_mapped or precision.fp8_schedule is not None or precision.first_last_layers_bf16
-        or derived.recompute_granularity(config.training) is not None
-        or config.parallel.use_torch_fsdp2
+        (precision_map.changes_mlps(model, precision) if model.num_layers is not None else precision.precision_map)
+        or precision.fp8_schedule is not None or precision.first_last_layers_bf16
+        or derived.recompute_granularity(training) is not None or config.parallel.use_torch_fsdp2
+        or config.parallel.tensor_model_parallel_size > 1 or training.planted_fault == INFINITE_ACTIVATION
+        or (training.on_nonfinite_activation != "warn" and not shows_amaxes)
     )  # fmt: skip
-    return bool(is_plain and is_supported and not is_split and not needs_layers)
+    return bool(is_plain and is_supported and not needs_layers)
 
 
 def fuses_swiglu_quantization(config: RunConfig) -> bool:

@@ -40,8 +40,10 @@ class Sinks:
 
     def write(self, record: Record) -> None:
         """Write a record, after those that were deferred before it."""
-        self.flush()
-        self._pass_on(record)
+        try:
+            self.flush()
+        finally:
+            self._pass_on(record)
 
     def defer(self, make: Callable[[], Iterable[Record]]) -> None:
         """Make and write records at the next `flush`, `write` or `close`."""
@@ -49,9 +51,8 @@ class Sinks:
 
     def flush(self) -> None:
         """Make and write the deferred records."""
-        deferred, self._deferred = self._deferred, []
-        for make in deferred:
-            for record in make():
+        while self._deferred:
+            for record in self._deferred.pop(0)():
                 self._pass_on(record)
 
     def close(self) -> None:
@@ -59,7 +60,7 @@ class Sinks:
         with ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
-            self.flush()
+            stack.callback(self.flush)
 
     def _pass_on(self, record: Record) -> None:
         for sink in self._sinks:

@@ -30,9 +30,9 @@ def build_extensions() -> list[Extension]:
         PlantedFault(),  # its hooks come before those that observe
         AmaxCalibration(),  # after a change of precision, which may need scales
         StepRecords(),  # the step record is the first of a step
-        QuantizationStatistics(),
-        LayerGuard(),
         ExpertLoads(),
+        QuantizationStatistics(),  # after those that write a record of many steps: its own waits for the next step
+        LayerGuard(),
         Heartbeat(),  # ends the step phase before anything else that may hang
         Stragglers(),  # the last before the step: other extensions are not part of the local step time
         AsyncSaves(checkpoints),

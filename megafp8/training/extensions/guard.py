@@ -258,7 +258,7 @@ class LayerStatistics:
     def _linears(self) -> Iterator[tuple[str, Any, Optional[torch.nn.Module]]]:
         """Name, linear, and Transformer Engine's fused MLP that computes in its place, if one does."""
         for chunk in unwrap_model(self.run.trainee.chunks):
-            fused = fused_mlps(chunk)
+            fused = {linear: mlp for linear, mlp in fused_mlps(chunk).items() if not mlp.is_split}
             yield from ((name, linear, fused.get(linear)) for name, linear in named_linears(chunk))
 
     def _once(self, register: Callable[..., Any], record: Callable[..., None]) -> None:

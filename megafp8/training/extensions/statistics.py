@@ -88,14 +88,15 @@ class QuantizationStatistics(Extension):
                 clear_gradients(run)
                 forward_backward(run, batches, run.num_microbatches_at(samples), forward_only=False)
         state.sinks.defer(self.collector.end_step(state.step + 1))
+        state.sinks.flush()  # before anything else may fail
         return False
 
     def close(self, state: LoopState, error: Optional[BaseException]) -> None:
         """Record the health summary of the run."""
-        if self.collector is None:
+        if self.collector is None or error is not None:
             return
         state.sinks.flush()  # the summary includes the last step
-        if error is None and state.run.place.rank == 0 and state.step >= state.first_step:
+        if state.run.place.rank == 0 and state.step >= state.first_step:
             state.sinks.write(self.collector.health.summary(state.first_step, state.step))
 
 

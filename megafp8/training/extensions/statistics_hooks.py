@@ -203,9 +203,14 @@ class FusedLinear(HookedLinear):
             ]
         else:
             self.handles = [
-                mlp.register_result_hook(lambda values: self._before_forward(self.module, (values,))),
+                mlp.register_result_hook(self._on_result),
                 mlp.register_forward_hook(lambda _, args, output: self._after_forward(self.module, args, output[0])),
             ]
+
+    def _on_result(self, values: Tensor) -> None:
+        self._before_forward(self.module, (values,))
+        if {Operand.INPUT, Operand.WEIGHT} <= self.seen:
+            self.handles[0].remove()  # SwiGLU need not compute more of them
 
 
 def linear_input(module: nn.Module, tensor: Tensor) -> Tensor:

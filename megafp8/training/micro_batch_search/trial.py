@@ -162,7 +162,8 @@ class TrialRun:
         if has_statistics and self.collector is not None:
             step_hooks = self.collector.start_if_due(self.collector.interval)
             train_step(run, batches, Progress(number - 1), self.collector.before_update, step_hooks=step_hooks)
-            self.collector.end_step(self.collector.interval)
+            if self.collector.is_collecting:  # not where the interval falls on a step in high precision
+                self.collector.end_step(self.collector.interval)
         else:
             train_step(run, batches, Progress(number - 1))
         self.platform.synchronize()

@@ -9,7 +9,7 @@ from small_te_mlp import HIDDEN, normalize, small_mlp, swiglu, use_torch_operati
 from megafp8.recipes.base import Operand
 from megafp8.te import patches
 from megafp8.training.extensions import statistics_hooks
-from megafp8.training.extensions.statistics_hooks import FusedLinear, HookedLinear, find_linears
+from megafp8.training.extensions.statistics_hooks import FusedLinear, find_linears
 
 patches.install()
 parallel_state.set_tensor_model_parallel_world_size(1)
@@ -73,5 +73,13 @@ seen = observe(find_linears([mlp], dict.fromkeys(NAMES)))
 mlp(torch.ones(8, 2, HIDDEN).requires_grad_() * 1)
 assert set(seen["linear_fc2"]) == {Operand.INPUT, Operand.WEIGHT}
 
-mlp.is_split = True
-assert [type(linear) for linear in find_linears([mlp], dict.fromkeys(NAMES))] == [HookedLinear, HookedLinear]
+mlp = small_mlp()
+linears = find_linears([mlp], dict.fromkeys(NAMES))
+mlp.is_split = True  # a linear was moved to BF16 since
+for name in NAMES:
+    linear = getattr(mlp, name)
+    linear.forward = lambda hidden, linear=linear: (hidden @ linear.weight.t(), None)
+mlp.forward = lambda hidden: (mlp.linear_fc2(swiglu(mlp.linear_fc1(hidden)[0]))[0], None)
+seen = observe(linears)
+mlp(torch.ones(8, 2, HIDDEN))[0].sum().backward()
+assert all(set(operands) == set(Operand) for operands in seen.values())

@@ -41,7 +41,7 @@ linear, other = Linear(), Linear()
 moved_linears.named_linears = lambda chunk: [("layers.0.linear_fc2", linear), ("layers.1.linear_fc2", other)]
 split: list[Any] = []
 mlp = SimpleNamespace(name="mlp")
-moved_linears.places_in_fused_mlps = lambda chunks: [(linear, (mlp, 0))]
+moved_linears.fused_mlps = lambda chunk: {linear: mlp}
 moved_linears.split = lambda each: split.append(each) if each not in split else None  # twice is once
 
 inputs = [torch.randn(8, 6) * torch.tensor([1.0, 1.0, 1000.0, 1.0, 0.0, 1e-3]) for _ in range(2)]

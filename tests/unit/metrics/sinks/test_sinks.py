@@ -46,6 +46,21 @@ def test_deferred_records_are_made_later_and_keep_their_place(make_step) -> None
     ]  # fmt: skip
 
 
+def test_an_error_of_one_that_makes_records_loses_no_other(make_step) -> None:
+    log: list = []
+    sinks, first, second = Sinks([ListSink(log, "a")]), make_step(1), make_step(2)
+
+    def fail() -> list:
+        raise ArithmeticError
+
+    sinks.defer(fail)
+    sinks.defer(lambda: [first])
+    with pytest.raises(ArithmeticError):
+        sinks.write(second)
+    sinks.close()
+    assert log == [("a", second), ("a", first), ("a", "closed")]
+
+
 def test_one_that_fails_to_close_does_not_keep_the_others_open() -> None:
     log: list = []
     with pytest.raises(OSError, match="disk full"):
