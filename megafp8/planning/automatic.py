@@ -363,6 +363,6 @@ def _memory_shortage(config: RunConfig, target: Target, world_size: int) -> str:
     if needed_bytes > limit_bytes or needed_bytes + graph_bytes <= limit_bytes:
         return ""
     return (
-        f"needs {gib(graph_bytes)} GiB beside the graph for a first step of statistics or the guard, or validation, but "
-        f"only {gib(limit_bytes - needed_bytes)} GiB are free"
+        f"needs {gib(graph_bytes)} GiB beside the graph for a first step with statistics or the guard, or validation, "
+        f"but only {gib(limit_bytes - needed_bytes)} GiB are free"
     )

@@ -208,22 +208,22 @@ def choose(
     if answer is not None:
         process.measure = answer
     search.TrialProcess = lambda setup: process
-    size, told = choose_micro_batch(config, detect_platform(), "emulated", Watchdog())
-    return size, told, process.asked
+    size, note = choose_micro_batch(config, detect_platform(), "emulated", Watchdog())
+    return size, note, process.asked
 
 
 def test_the_fastest_size_that_fits_is_chosen_and_stored(tmp_path: Path) -> None:
     config = auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2")
     assert run_ranks(1, choose, config)[0][0] == 2
-    size, told, asked = run_ranks(1, choose, config)[0]
-    assert (size, told, asked) == (2, f"2, from {tmp_path / CHOICE_FILE}", []), "found before: nothing is tried"
+    size, note, asked = run_ranks(1, choose, config)[0]
+    assert (size, note, asked) == (2, f"2, from {tmp_path / CHOICE_FILE}", []), "found before: nothing is tried"
     choice = read_choice(tmp_path / CHOICE_FILE)
     assert {each.size for each in choice.trials} == {1, 2, 4, 8}
     assert choice.limit_bytes == 2 * GIB
     (tmp_path / CHOICE_FILE).unlink()
-    size, told, asked = run_ranks(1, choose, config, 3.0)[0]
+    size, note, asked = run_ranks(1, choose, config, 3.0)[0]
     assert size == 1 and asked[-1] == 0 and {1, 2} < set(asked)
-    assert "(1: 1.00 GiB 3 ms/sample, 2: 2.00 GiB 5 ms/sample, 4: does not fit: no room" in told
+    assert "(1: 1.00 GiB 3 ms/sample, 2: 2.00 GiB 5 ms/sample, 4: does not fit: no room" in note
 
 
 def test_the_search_reports_excluded_sizes_first() -> None:
@@ -277,8 +277,8 @@ def test_a_choice_of_an_earlier_version_is_reused(tmp_path: Path) -> None:
 
 def test_a_choice_above_a_new_memory_limit_is_repeated(tmp_path: Path) -> None:
     run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2"))
-    told, asked = run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 3"))[0][1:]
-    assert not asked and "found within 2.00 GiB, and below --micro-batch-size-memory-limit 3" in told
+    note, asked = run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 3"))[0][1:]
+    assert not asked and "found within 2.00 GiB, and below --micro-batch-size-memory-limit 3" in note
     assert run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 1.5"))[0][2]
 
 
@@ -295,11 +295,11 @@ def test_a_choice_of_another_machine_is_reused_and_reported(tmp_path: Path) -> N
     path = tmp_path / CHOICE_FILE
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"memory_bytes": 80 * GIB, "device": "NVIDIA H100"}))
-    size, told, asked = run_ranks(1, choose, config)[0]
+    size, note, asked = run_ranks(1, choose, config)[0]
     assert (size, asked) == (2, [])
     assert (
-        "found on NVIDIA H100 with 80.00 GiB, this machine is" in told
-        and "kept, so that the run continues unchanged" in told
+        "found on NVIDIA H100 with 80.00 GiB, this machine is" in note
+        and "kept, so that the run continues unchanged" in note
     )
     path.write_text('{"micro_batch_size": 2}')
     with pytest.raises(DataError, match="is damaged .* delete it to repeat the search"):
