@@ -8,10 +8,10 @@ A is the loss above the floor there.
 
 The laws are fitted to the means of cells (one size and length), so the noise is that of the seeds. Every law is fitted
 again without one seed of one size and length at a time, in all recipes that have the seed: the noise that they share
-cancels in their difference. A size and length is a stratum of n seeds. Its part of the variance of a result is
-(n - 1) / n times the sum of squares of the n results about their mean, with n - 1 degrees of freedom. The interval is
-Student's, with the degrees of freedom of the sum of the parts (F. E. Satterthwaite, Biometrics Bulletin 2 (1946),
-110-114).
+cancels in their difference. A size and length is a stratum of n seeds, those of the recipes that a result is of. Its
+part of the variance of the result is (n - 1) / n times the sum of squares of the n results about their mean, with n - 1
+degrees of freedom. The interval is Student's, with the degrees of freedom of the sum of the parts (F. E. Satterthwaite,
+Biometrics Bulletin 2 (1946), 110-114).
 """
 
 from __future__ import annotations
@@ -207,54 +207,64 @@ class Fits:
     """Laws of all recipes over the same axis, and their jackknife replicates: the same without one seed.
 
     Attributes:
+        every: cells of each recipe.
         laws: one per recipe.
         common: one law for all recipes, with a factor on x for each; None for one recipe or two terms.
         replicates: laws without each seed for each recipe; empty if a cell has only one seed.
         common_replicates: the same for `common`.
-        strata: number of the stratum of each replicate.
+        left_out: place and seed that each replicate is without.
     """
 
+    every: tuple[Cells, ...]
     laws: tuple[Law, ...]
     common: Optional[Law]
     replicates: tuple[tuple[Law, ...], ...]
     common_replicates: tuple[Law, ...]
-    strata: tuple[int, ...]
+    left_out: tuple[tuple[tuple[float, ...], int], ...]
 
     def pairs(self, number: int) -> list[tuple[Law, Law]]:
         """(recipe's law, baseline's law), followed by their replicates."""
         recipe, base = ((self.laws[each], *self.replicates[each]) for each in (number, 0))
         return list(zip(recipe, base, strict=True))
 
-    def interval(self, values: Iterable[ArrayLike]) -> Optional[tuple[np.ndarray, np.ndarray]]:
+    def interval(
+        self, values: Iterable[ArrayLike], recipes: Optional[Sequence[int]] = None
+    ) -> Optional[tuple[np.ndarray, np.ndarray]]:
         """The ends of the 95% interval of a number or curve; None without replicates.
 
         Args:
             values: [...] from the laws, followed by those from each replicate. NaN, infinities and replicates that
                 are all the same give ends of NaN.
+            recipes: numbers of those whose laws the values are of; None for all. Only replicates without one of their
+                seeds count: others do not vary, but would raise the degrees of freedom.
         """
-        if not self.strata:
+        if not self.left_out:
             return None
         estimate, *replicates = (np.asarray(value, dtype=float) for value in values)
-        strata, stacked = np.asarray(self.strata), np.stack(replicates)
+        by_left_out = dict(zip(self.left_out, replicates, strict=True))
+        every = self.every if recipes is None else [self.every[number] for number in recipes]
         total, squares = np.zeros_like(estimate), np.zeros_like(estimate)
         with np.errstate(invalid="ignore", divide="ignore"):
-            for number in range(strata.max() + 1):
-                own = stacked[strata == number]
+            for stratum in strata_of(every):
+                own = np.stack([by_left_out[stratum.place, seed] for seed in sorted(stratum.seeds)])
                 part = (len(own) - 1) / len(own) * np.square(own - own.mean(0)).sum(0)
                 total, squares = total + part, squares + part**2 / (len(own) - 1)
             half = student_quantiles(CONFIDENCE, total**2 / squares) * np.sqrt(total)
         return estimate - half, estimate + half
 
-    def estimate(self, values: Iterable[float], least: float = -np.inf) -> Estimate:
+    def estimate(
+        self, values: Iterable[float], recipes: Optional[Sequence[int]] = None, least: float = -np.inf
+    ) -> Estimate:
         """A number, the first one, with the interval that its replicates, the others, give it.
 
         Floors that are at their bound in all fits have no interval: they do not show how far the truth may be from it.
 
         Args:
+            recipes: as in `interval`.
             least: the least that the number can be, for the lower end.
         """
         numbers = [float(value) for value in values]
-        ends = self.interval(numbers)
+        ends = self.interval(numbers, recipes)
         if ends is None or not np.isfinite(ends).all() or np.ptp(numbers) < SMALLEST_SPREAD:
             return Estimate(numbers[0])
         return Estimate(numbers[0], max(least, float(ends[0])), float(ends[1]))
@@ -269,12 +279,12 @@ def fit_all(every: Sequence[Cells]) -> Fits:
     common = fit_law(x, np.concatenate([cells.means for cells in every]), weights, groups) if is_common else None
     separate: list[list[Law]] = [[] for _ in every]
     joint: list[Law] = []
-    strata: list[int] = []
-    for number, stratum in enumerate(strata_of(every) if all(cells.has_spread for cells in every) else ()):
+    strata = strata_of(every) if all(cells.has_spread for cells in every) else []
+    for stratum in strata:
         for left_out in left_out_means(every, stratum):
-            strata.append(number)
             for own, cells, means, law in zip(separate, every, left_out, laws, strict=True):
                 own.append(fit_law(cells.x, means, cells.weights, start=law))
             if common is not None:
                 joint.append(fit_law(x, np.concatenate(left_out), weights, groups, start=common))
-    return Fits(laws, common, tuple(map(tuple, separate)), tuple(joint), tuple(strata))
+    without = tuple((stratum.place, seed) for stratum in strata for seed in sorted(stratum.seeds))
+    return Fits(tuple(every), laws, common, tuple(map(tuple, separate)), tuple(joint), without)

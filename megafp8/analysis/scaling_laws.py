@@ -313,11 +313,11 @@ def law_row(recipe: str, cells: Cells, fits: Fits, number: int) -> LawRow:
     laws = (fits.laws[number], *fits.replicates[number])
 
     def estimates(parameters: Callable[[Law], Iterable[float]]) -> tuple[Estimate, ...]:
-        return tuple(fits.estimate(values) for values in zip(*map(parameters, laws), strict=True))
+        return tuple(fits.estimate(values, [number]) for values in zip(*map(parameters, laws), strict=True))
 
     return LawRow(
         recipe=recipe,
-        floor=fits.estimate((law.floor for law in laws), least=0.0),
+        floor=fits.estimate((law.floor for law in laws), [number], least=0.0),
         coefficients=estimates(lambda law: law.coefficients),
         exponents=estimates(lambda law: law.exponents),
         references=tuple(map(float, laws[0].references)),
@@ -334,9 +334,9 @@ def factor_of(fits: Fits, number: int) -> Estimate:
 
 def differences_of(fits: Fits, number: int) -> tuple[Estimate, Estimate]:
     """Floor and first exponent of a recipe minus the baseline's."""
-    pairs = fits.pairs(number)
-    floors = fits.estimate(law.floor - base.floor for law, base in pairs)
-    return floors, fits.estimate(law.exponents[0] - base.exponents[0] for law, base in pairs)
+    pairs, recipes = fits.pairs(number), [number, 0]
+    floors = fits.estimate((law.floor - base.floor for law, base in pairs), recipes)
+    return floors, fits.estimate((law.exponents[0] - base.exponents[0] for law, base in pairs), recipes)
 
 
 def shift_rows(recipe: str, every: Sequence[Cells], fits: Fits, number: int) -> list[ShiftRow]:
@@ -344,13 +344,13 @@ def shift_rows(recipe: str, every: Sequence[Cells], fits: Fits, number: int) -> 
     if every[number].x.shape[1] > 1:
         return []
     smallest, largest = every[number].x.min(), every[number].x.max()
-    pairs = fits.pairs(number)
+    pairs, recipes = fits.pairs(number), [number, 0]
     return [
         ShiftRow(
             recipe=recipe,
             x=float(x),
-            gap=fits.estimate((law.loss([x]) / base.loss([x]) - 1).item() for law, base in pairs),
-            effective=fits.estimate((base.x_for(law.loss([x])) / x).item() for law, base in pairs),
+            gap=fits.estimate(((law.loss([x]) / base.loss([x]) - 1).item() for law, base in pairs), recipes),
+            effective=fits.estimate(((base.x_for(law.loss([x])) / x).item() for law, base in pairs), recipes),
         )
         for x in (smallest, np.sqrt(smallest * largest), largest)
     ]

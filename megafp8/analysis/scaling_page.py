@@ -13,7 +13,6 @@ from megafp8.analysis.html import GRID, INK, render, standalone_svg, to_svg
 from megafp8.analysis.plot_comparison import COLORS as RECIPE_COLORS
 from megafp8.analysis.plot_comparison import WIDTH_INCHES, add_legend
 from megafp8.analysis.plotting import new_figure, style_axes, use_si_prefixes
-from megafp8.analysis.power_laws import Fits
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
 from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse, count_text
 from megafp8.analysis.study_points import POINTS_FILE, load_points
@@ -58,7 +57,7 @@ def draw_losses(axes: Axes, report: ScalingReport, name: str) -> None:
             laws = (fitted.fits.laws[number], *fitted.fits.replicates[number])
             curves = [law.loss(points[:, None]) for law in laws]
             axes.plot(points, curves[0], color=color, linewidth=1.5)
-            draw_band(axes, points, fitted.fits, curves, color)
+            draw_band(axes, points, fitted.fits.interval(curves, [number]), color)
     axes.set_yscale("log")
     style_log_x(axes, f"loss over {name}")
     places = {X_OF[name](cell)[0] for cell in report.cells if cell.is_best}
@@ -95,14 +94,14 @@ def draw_gaps(axes: Axes, report: ScalingReport, name: str) -> None:
                 for law, base in fitted.fits.pairs(number)
             ]
             axes.plot(points, curves[0], color=color)
-            draw_band(axes, points, fitted.fits, curves, color)
+            draw_band(axes, points, fitted.fits.interval(curves, [number, 0]), color)
     style_log_x(axes, f"gap to {report.baseline}, seed by seed")
     axes.set_ylabel("gap, %")
 
 
-def draw_band(axes: Axes, x: np.ndarray, fits: Fits, curves: Sequence[np.ndarray], color: str) -> None:
-    """The interval of a curve, the first one, from its replicates, the others; nothing without replicates."""
-    if ends := fits.interval(curves):
+def draw_band(axes: Axes, x: np.ndarray, ends: Optional[tuple[np.ndarray, np.ndarray]], color: str) -> None:
+    """The interval of a curve; nothing without one."""
+    if ends:
         axes.fill_between(x, *ends, color=color, alpha=0.15, linewidth=0)
 
 

@@ -77,7 +77,7 @@ def analyse(study: StudyPoints, *, baseline: Optional[str] = None) -> ScalingRep
     notes = scaling_laws.skipped_cells_note(cells)
     axes = [scaling_laws.fit_axis(name, best, recipes, notes) for name in (COMPUTE, PARAMETERS, BOTH)]
     gaps, agreements = scaling_laws.gap_rows(best, recipes)
-    replicates = max((len(axis.fits.strata) for axis in axes if axis is not None), default=0)
+    replicates = max((len(axis.fits.left_out) for axis in axes if axis is not None), default=0)
     return ScalingReport(
         name=study.name, baseline=baseline, recipes=tuple(recipes), num_runs=len(study.points),
         replicates=replicates, cells=tuple(cells),

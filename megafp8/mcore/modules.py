@@ -17,6 +17,9 @@ from torch import nn
 from megafp8.config.precision_map import ATTENTION_LINEARS, EXPERTS, OUTPUT_LAYER, SHARED_EXPERTS
 from megafp8.mcore.patches import is_installed
 
+ATTENTION = "attention"
+"""The name of attention in counts of operands, after that of its layer."""
+
 
 def named_linears(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The linears of a chunk's layers, numbered from 0 over all stages, and the output layer if it quantizes."""
@@ -42,12 +45,7 @@ def named_attentions(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The attention between the linears of each layer of a chunk, numbered as the linears are."""
     for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
         if hasattr(layer.self_attention, "core_attention"):
-            yield name_of_attention(layer.layer_number - 1), layer.self_attention.core_attention
-
-
-def name_of_attention(layer: int) -> str:
-    """The name of a layer's attention in counts of operands."""
-    return f"layers.{layer}.attention"
+            yield f"layers.{layer.layer_number - 1}.{ATTENTION}", layer.self_attention.core_attention
 
 
 def named_mlps(mlp: Any) -> Iterator[tuple[str, Any]]:

@@ -47,7 +47,7 @@ class AmaxCounters:
     """The counts of all linears of a model. Every rank has rows for all linears, and adds to those of its own.
 
     Args:
-        linears: names, the same on all ranks; those of attention in FP8 come last.
+        linears: names, and those of attention in FP8, the same on all ranks.
         chunks: the model of this rank.
     """
 

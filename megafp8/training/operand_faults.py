@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear
 from megafp8.config import precision_map
-from megafp8.config.schema import RunConfig
-from megafp8.mcore.modules import name_of_attention, named_linears
+from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.mcore.modules import ATTENTION, named_linears
 from megafp8.metrics.records import OperandCounts
 from megafp8.models.emulated_layers import EmulatedLinearMixin
 from megafp8.models.grouped_moe import named_mixtures
@@ -222,9 +222,21 @@ def build_operand_monitor(
     from megafp8.te.counters import AmaxCounters  # needs Transformer Engine
 
     if config.precision.fp8_dot_product_attention:
-        assert config.model.num_layers is not None
-        linears = (*linears, *map(name_of_attention, range(config.model.num_layers)))
+        linears = with_attention(config.model, linears)
     return OperandMonitor(AmaxCounters(linears, unwrap_model(list(chunks)), device), chunks)
+
+
+def with_attention(model: ModelConfig, linears: Sequence[str]) -> tuple[str, ...]:
+    """Add the attention of every layer to names of linears, where the forward pass has it: before `linear_proj`."""
+    names: list[str] = []
+    chosen = set(linears)
+    for name in precision_map.expert_names(model, precision_map.linear_names(model)):
+        layer, _, linear = name.rpartition(".")
+        if linear == "linear_proj":  # in high precision, too
+            names.append(f"{layer}.{ATTENTION}")
+        if name in chosen:
+            names.append(name)
+    return tuple(names)
 
 
 def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implementation: str) -> None:

@@ -84,6 +84,15 @@ def test_laws_have_intervals_and_residuals(report) -> None:
         assert row.num_cells == 5 and 0 < row.worst_residual < 0.02
 
 
+def test_a_law_does_not_depend_on_seeds_that_only_others_have() -> None:
+    points = study_of().points
+    fewer = [point for point in points if point.seed < 3]
+    more = [point for point in points if point.seed < 3 or point.recipe == "bf16"]
+    axes = [analyse(StudyPoints(name="seeds", points=tuple(each))).axis(COMPUTE) for each in (fewer, more)]
+    assert axes[0].laws[1] == axes[1].laws[1] and axes[0].laws[1].floor.low is not None
+    assert axes[0].laws[0] != axes[1].laws[0] and axes[0].differences != axes[1].differences
+
+
 def test_a_law_over_parameters_is_fitted_too_and_one_of_both_is_not(report) -> None:
     assert report.axis(PARAMETERS) is not None and report.axis(BOTH) is None
     (note,) = report.notes

@@ -117,42 +117,48 @@ monitor.reset()
 update(True, *clean, (fc2, "forward", 0, torch.inf))
 assert other.local_totals().tolist() == [1, 0, 1] and monitor.local_totals().tolist() == [0, 0, 0]
 
-# Attention in FP8 is no linear, and has a row of its own.
+# Attention in FP8 is no linear, and has a row of its own, where the forward pass has it.
 FP8GlobalStateManager.reset()
 recipe = dataclasses.replace(RECIPE, fp8_dpa=True)
 FP8GlobalStateManager.autocast_enter(enabled=True, fp8_recipe=recipe)
 mlp, attention = small_mlp(), te.DotProductAttention(num_attention_heads=2, kv_channels=128)
 counters.named_attentions = lambda chunk: [("layers.0.attention", attention), ("layers.1.attention", None)]
 counters.named_linears = lambda chunk: zip(NAMES, (mlp.linear_fc1, mlp.linear_fc2), strict=True)
-rows = (*NAMES, "layers.0.attention")
-monitor = OperandMonitor(counters.AmaxCounters(rows, [mlp], torch.device("cpu")), [mlp])
+model = "--num-layers 2 --hidden-size 256 --num-attention-heads 2 --bf16 --fp8-format hybrid"
+config = flags.parse(f"{model} --fp8-dot-product-attention".split()).config
+rows = operand_faults.with_attention(config.model, NAMES)  # as with the other linears in high precision
+assert rows == ("layers.0.attention", *NAMES, "layers.1.attention"), rows
+monitor = OperandMonitor(counters.AmaxCounters(rows[:3], [mlp], torch.device("cpu")), [mlp])
 monitor.reset()
 fc1, fc2 = operations_of(mlp, recipe)
 update(True, *clean)  # attention has no scales before its first pass
 attention.init_fp8_metadata(num_gemms=3)
 FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(attention.fp8_meta)
 attention.quantizers["scaling_fwd"][META_QKV].amax.fill_(torch.inf)
-update(True, *clean)
+update(True, *clean, (fc1, "forward", 0, torch.inf))
 attention.quantizers["scaling_bwd"][META_DP].amax.fill_(1e6)
-update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, 1.0))
+update(False, (fc1, "backward", 0, torch.inf), (fc2, "backward", 0, 1.0))
 totals = totals_of(monitor)
-assert (totals.num_non_finite, totals.num_saturated, totals.num_infinite_amaxes) == (1, 1, 1)
+assert (totals.num_non_finite, totals.num_saturated, totals.num_infinite_amaxes) == (3, 1, 3)
 faults = monitor.faults(totals)
-assert faults.describe() == "layers.0.attention.input (fprop): 1 non-finite", faults.describe()
+ends = ("input.fprop", "grad_output.dgrad", "grad_output.wgrad", "input.wgrad")
+assert faults.describe(max_named=1) == "layers.0.attention.input (fprop): 1 non-finite; and 2 more", faults.describe()
 assert [(name, found.non_finite, found.saturated) for name, found in faults.counts] == [
-    ("layers.0.attention.input.fprop", 1, 0), ("layers.0.attention.grad_output.dgrad", 0, 1)
+    ("layers.0.attention.input.fprop", 1, 0), ("layers.0.attention.grad_output.dgrad", 0, 1),
+    *((f"layers.0.linear_fc1.{end}", 1, 0) for end in ends),
 ], faults.counts  # fmt: skip
-assert faults.infinite_amaxes == ("layers.0.attention.input",)
+linear_fc1 = ("layers.0.linear_fc1.input", "layers.0.linear_fc1.grad_output")
+assert faults.infinite_amaxes == ("layers.0.attention.input", *linear_fc1)
 assert not torch.isinf(attention.fp8_meta["scaling_fwd"].amax_history).any()
 counters.named_attentions = lambda chunk: []
-model = "--num-layers 2 --hidden-size 256 --num-attention-heads 2 --bf16 --fp8-format hybrid"
-for words, attentions in ((model, []), (f"{model} --fp8-dot-product-attention", ["layers.0", "layers.1"])):
+linears = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+with_attention = (linears[0], "attention", *linears[1:])
+for words, names in ((model, linears), (f"{model} --fp8-dot-product-attention", with_attention)):
     built = operand_faults.build_operand_monitor(
         flags.parse(words.split()).config, [mlp], "transformer_engine", torch.device("cpu")
     )
     assert built is not None
-    named = [name.removesuffix(".attention") for name in built.counters.linears if name.endswith(".attention")]
-    assert named == attentions
+    assert built.counters.linears == tuple(f"layers.{layer}.{name}" for layer in (0, 1) for name in names)
 
 # Current scaling: flags of quantizers, which our kernels set.
 FP8GlobalStateManager.reset()
