@@ -33,6 +33,7 @@ from megafp8.config.planted_faults import GRADUAL_FAULTS
 from megafp8.errors import NumericsError
 from megafp8.launch.stability_faults import ARMS
 from megafp8.metrics.records import EventRecord, StepRecord
+from megafp8.metrics.sinks import Sinks
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions.guard import LayerGuard
 from megafp8.training.extensions.planted_fault import PlantedFault
@@ -67,7 +68,7 @@ class Arm(NamedTuple):
 
 
 class Records:
-    """Sinks that keep losses, gradient norms and events."""
+    """A sink that keeps losses, gradient norms and events."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -80,6 +81,9 @@ class Records:
             self.norms.append(record.grad_norm)
         elif isinstance(record, EventRecord):
             self.events.append((record.step, record.name, record.detail))
+
+    def close(self) -> None:
+        pass
 
 
 def arms_of(options: argparse.Namespace) -> list[Arm]:
@@ -99,7 +103,7 @@ def arms_of(options: argparse.Namespace) -> list[Arm]:
 def train(run: Run) -> Records:
     """Train to the end, with the guard."""
     records = Records()
-    state = LoopState(run=run, sinks=records, progress=Progress(), started=time.monotonic())  # type: ignore[arg-type]
+    state = LoopState(run=run, sinks=Sinks([records]), progress=Progress(), started=time.monotonic())
     with suppress(NumericsError):  # the run stopped, and has recorded why
         train_steps(state, [PlantedFault(), StepRecords(), LayerGuard()])
     return records

@@ -14,7 +14,7 @@ from megafp8.recipes import registry
 
 LIBRARIES = (
     "numpy", "psutil", "pyyaml", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm",
-    "packaging", "argcomplete",
+    "packaging", "argcomplete", "google-crc32c",
 )  # fmt: skip
 MIN_SHARED_MEMORY_BYTES = 2**30
 MIN_OPEN_FILES = 4096
