@@ -20,6 +20,7 @@ from megafp8.metrics.tensor_table import (
     build_partial_stats,
     error_sums,
     exponent_counts,
+    num_exponents,
 )
 from megafp8.quantization.nvfp4 import unpack
 from megafp8.quantization.quantize import as_blocks, decode_values
@@ -176,10 +177,10 @@ def accumulate_with_triton(
     rule, (num_rows, num_columns) = quantized.rule, rows.shape
     strips = math.ceil(num_columns / (RUNS * RUN_VALUES))
     parts = min(math.ceil(num_rows / ROWS), math.ceil(PROGRAMS / strips))
-    num_exponents = 1 + (1 << rule.format.exponent_bits) if has_exponents else 0
+    num_counts = num_exponents(rule.format) if has_exponents else 0
     sums, maxima = (
         torch.empty(strips * parts, width, dtype=torch.float64, device=rows.device)
-        for width in (len(QUANTIZATION_SUMS) + num_exponents, len(QUANTIZATION_MAXIMA))
+        for width in (len(QUANTIZATION_SUMS) + num_counts, len(QUANTIZATION_MAXIMA))
     )
     channel_amax = torch.zeros(num_columns, device=rows.device) if has_channels else None
     kind = RULE_NAMES[ScaleRule.TWO_LEVEL] if rule.scale_rule.is_two_level else RULE_NAMES.get(rule.scale_rule, "fp32")
@@ -191,8 +192,8 @@ def accumulate_with_triton(
         rule.format.max * (1 + ROUNDING), rule.format.max * 2.0**-margin,
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=kind, IS_KNOWN=is_known,
         CAN_SATURATE=can_saturate(rule), IS_DELAYED=rule.scale_rule is ScaleRule.DELAYED,
-        GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), NUM_EXPONENTS=num_exponents,
-        BINS=1 << num_exponents.bit_length(), LIMIT=LOCAL_DB_LIMIT, ROWS=ROWS, RUNS=RUNS,
+        GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), NUM_EXPONENTS=num_counts,
+        BINS=1 << num_counts.bit_length(), LIMIT=LOCAL_DB_LIMIT, ROWS=ROWS, RUNS=RUNS,
         RUN_VALUES=RUN_VALUES, enable_fp_fusion=False, num_warps=NUM_WARPS,
     )  # fmt: skip
     return PartialStats(sums.sum(0), maxima.amax(0), channel_amax)

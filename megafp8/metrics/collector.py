@@ -26,7 +26,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.metrics.accumulators import accumulate, accumulate_with_triton
 from megafp8.metrics.recipe_comparison import GEMMS
 from megafp8.metrics.records import TensorStats
-from megafp8.metrics.tensor_table import StatisticsTable
+from megafp8.metrics.tensor_table import StatisticsTable, num_exponents
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.quantization.nvfp4_variants import transformed
 from megafp8.quantization.quantize import has_kernels, quantize_for
@@ -247,8 +247,7 @@ def collect(
     what_if: dict[str, dict[str, TensorStats]] = {}
     for tensor in plan.tensors():
         fmt = tensor.rule.format
-        num_exponents = 0 if tensor.is_what_if else 1 + (1 << fmt.exponent_bits)
-        stats = table.stats(tensor.row, fmt.name, num_exponents)
+        stats = table.stats(tensor.row, fmt.name, 0 if tensor.is_what_if else num_exponents(fmt))
         if stats is None:
             continue
         if tensor.is_what_if:

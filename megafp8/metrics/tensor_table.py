@@ -18,9 +18,16 @@ from torch import Tensor
 
 from megafp8.metrics.quantization_error import RUN_VALUES, sqnr_db
 from megafp8.metrics.records import TensorStats
+from megafp8.recipes.formats import E5M2, Format
+
+
+def num_exponents(fmt: Format) -> int:
+    """Entries of `exponent_counts`: zeros, and the exponent fields of a format."""
+    return 1 + (1 << fmt.exponent_bits)
+
 
 LOCAL_DB_LIMIT = 60.0
-MAX_EXPONENTS = 33  # the 32 exponent fields of E5M2, and zeros
+MAX_EXPONENTS = num_exponents(E5M2)
 
 # Of a weight: squared norms of weight and update, numbers of codes and of changed codes, and squared norms of the
 # gradients of a few sequences and of the global batch.
