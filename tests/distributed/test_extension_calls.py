@@ -12,6 +12,7 @@ from ranks import run_ranks
 from small_run import PLAIN, build_run, small_config
 
 from megafp8.errors import NumericsError
+from megafp8.metrics.records import QuantizationRecord
 from megafp8.metrics.sinks import Sinks
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.resilience import fault_injection
@@ -19,6 +20,7 @@ from megafp8.resilience.watchdog import Watchdog
 from megafp8.training import pretrain
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions import build_extensions
+from megafp8.training.extensions.statistics import StepStatistics
 from megafp8.training.step import StepResult
 
 FLAGS = (
@@ -120,3 +122,28 @@ def calls_of_run(folder: Path) -> list[str]:
 def test_extension_call_order(tmp_path: Path) -> None:
     (calls,) = run_ranks(1, calls_of_run, tmp_path)
     assert calls == ["phase load", *START, *STEP_1, *STEP_2, *BAD, *STEP_4, *END]
+
+
+def test_the_record_is_made_while_the_next_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device computes the passes of the next step then, and need not wait for the host."""
+    calls: list[str] = []
+    plain = StepStatistics.record
+
+    def record(*args: Any) -> QuantizationRecord:
+        calls.append("record")
+        return plain(*args)
+
+    monkeypatch.setattr(StepStatistics, "record", record)
+    monkeypatch.setattr(fault_injection, "point", lambda name, **_: calls.append(name))
+    flags = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all --fp8-log-interval 4"
+    steps = f"--train-iters 5 --lr-warmup-iters 0 --eval-iters 0 --no-progress-bar --save {tmp_path}"
+    config = small_config("llama", f"{steps} {flags}")
+
+    def calls_of_run() -> list[str]:
+        pretrain.train(build_run(config))
+        return calls
+
+    (calls,) = run_ranks(1, calls_of_run)
+    last = calls.index("record")
+    assert calls[last + 1] == "step.after_backward"
+    assert calls[:last].count("step.begin") == 5

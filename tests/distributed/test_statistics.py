@@ -18,9 +18,8 @@ from megafp8.errors import NumericsError
 from megafp8.metrics.records import QuantizationRecord
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.quantization.linear_plan import LinearPlan
-from megafp8.resilience import fault_injection
 from megafp8.training.evaluation import build_batches
-from megafp8.training.extensions.statistics import StatisticsCollector, StepStatistics
+from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.extensions.statistics_hooks import HookedLinear, signal_and_noise
 from megafp8.training.pretrain import train
 from megafp8.training.run import Run
@@ -116,29 +115,6 @@ def test_other_steps_do_no_statistics_work(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(LinearPlan, "quantize_for", counted)
     (found,) = run_ranks(1, steps)
     assert set(found) == {3}
-
-
-def test_the_record_is_made_while_the_next_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device computes the passes of the next step then, and need not wait for the host."""
-    calls: list[str] = []
-    plain = StepStatistics.record
-
-    def record(*args: Any) -> QuantizationRecord:
-        calls.append("record")
-        return plain(*args)
-
-    monkeypatch.setattr(StepStatistics, "record", record)
-    monkeypatch.setattr(fault_injection, "point", lambda name, **_: calls.append(name))
-    config = small_config("llama", f"{LENGTH} --train-iters 5 --save {tmp_path} {TENSORWISE} --fp8-log-interval 4")
-
-    def calls_of_run() -> list[str]:
-        train(build_run(config))
-        return calls
-
-    (calls,) = run_ranks(1, calls_of_run)
-    last = calls.index("record")
-    assert calls[last + 1] == "step.after_backward"
-    assert calls[:last].count("step.begin") == 5
 
 
 def test_a_rank_may_have_no_gradient_of_the_observed_linears() -> None:
