@@ -58,6 +58,7 @@ LAYOUTS = {
     "data O2": (2, "--overlap-grad-reduce --fp8-lm-level O2"),
     "pipeline 4 bf16": (4, PP4),
     "pipeline 4 delayed": (4, f"{PP4} {DELAYED}"),
+    "pipeline 2 data 2 delayed": (4, f"{PP2} {DELAYED}"),
     "tensor 2 pipeline 2 delayed": (4, f"{TP2} {PP2} {DELAYED}"),
     "tensor 2 data 2 delayed": (4, f"{TP2} {DELAYED}"),
     "context 2 data 2 delayed": (4, f"{CP2} {DELAYED}"),
