@@ -20,11 +20,11 @@ from megafp8.config.variants import NEUTRAL_SETTINGS
 from megafp8.metrics.records import RunRecord
 
 SEED = "training.seed"
-# Settings of monitoring and stopping, which a resumption may change.
+# Settings of monitoring and stopping, which a resumption may change. They change no loss.
 MONITORING = (
     "training.exit_", "training.step_timeout_s", "training.checkpoint_timeout_s", "training.max_crashes",
-    "training.manual_gc", "training.check_weight_hash_", "training.skip_train", "parallel.distributed_timeout_minutes",
-    "parallel.rendezvous_timeout_s", "data.mmap_bin_files",
+    "training.manual_gc", "training.cuda_graph_evaluation", "training.check_weight_hash_", "training.skip_train",
+    "parallel.distributed_timeout_minutes", "parallel.rendezvous_timeout_s", "data.mmap_bin_files",
 )  # fmt: skip
 # Paths whose folders a resumption may change, as on another machine. The run checks the samples itself.
 PATHS = (

@@ -71,12 +71,16 @@ def test_an_evaluation_after_the_last_step_is_not_a_change(write_run) -> None:
 
 def test_settings_without_effect_on_numerics_are_not_a_change(write_resumed) -> None:
     before = {
-        "training": {"seed": 1, "exit_interval": 7, "num_threads": 1, "step_timeout_s": None},
+        "training": {
+            "seed": 1, "exit_interval": 7, "num_threads": 1, "step_timeout_s": None, "cuda_graph_evaluation": True,
+        },
         "checkpoint": {"save": "a", "override_precision": False}, "logging": {"log_interval": 100},
         "data": {"num_workers": 2}, "parallel": {"distributed_timeout_minutes": 10},
     }  # fmt: skip
     after = {
-        "training": {"seed": 1, "exit_interval": None, "num_threads": 2, "step_timeout_s": 9.0},
+        "training": {
+            "seed": 1, "exit_interval": None, "num_threads": 2, "step_timeout_s": 9.0, "cuda_graph_evaluation": False,
+        },
         "checkpoint": {"save": "b", "override_precision": True}, "logging": {"log_interval": 1},
         "data": {"num_workers": 0}, "parallel": {"distributed_timeout_minutes": 1},
     }  # fmt: skip
