@@ -87,7 +87,7 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     ]
     host_share = quantized.parts.get("host", 0.0) / quantized.seconds
     if host_share > 1 - 1 / MIN_SPEEDUP:
-        has_graph = not any(cuda_graph.default_graph_obstacles(run.config, run.world_size))
+        has_graph = not any(cuda_graph.default_graph_obstacles(run.config))
         or_graph = ", or --cuda-graph-impl local" if has_graph else ""
         lines.append(
             f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which launches more "

@@ -26,28 +26,26 @@ def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield from ((flag, reason, fix) for is_there, flag, reason, fix in checks if is_there)
 
 
-def default_graph_obstacles(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
+def default_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What keeps `--cuda-graph-impl auto` from a graph: the flag, and why."""
     yield from ((flag, reason) for flag, reason, _ in cuda_graph_obstacles(config))
-    yield from _settings_without_default_graph(config, world_size)
+    yield from _settings_without_default_graph(config)
 
 
-def _settings_without_default_graph(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
+def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings whose graph has to be asked for: the flag, and the reason.
 
-    Their graphs have not been tested on GPUs; a pipeline of four was timed. To make one of them the default, delete its
-    line here.
+    Their graphs have not been tested on GPUs. To make one of them the default, delete its line here.
     """
     parallel = config.parallel
-    stages, parts = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    has_tested_stages = not is_interleaved(config) and (stages == 1 or stages == world_size == 2)
-    has_tested_parts = parts == 1 or (parts == world_size == 2 and parallel.cp_comm_type == "p2p")
+    stages, parts, messages = (
+        parallel.pipeline_model_parallel_size, parallel.context_parallel_size, parallel.cp_comm_type
+    )  # fmt: skip
+    stages_flag, parts_flag = f"--pipeline-model-parallel-size {stages}", f"--context-parallel-size {parts}"
     checks = (
-        (not has_tested_stages, f"--pipeline-model-parallel-size {stages} of {world_size} ranks"),
-        (
-            not has_tested_parts,
-            f"--context-parallel-size {parts} of {world_size} ranks with --cp-comm-type {parallel.cp_comm_type}",
-        ),
+        (is_interleaved(config), f"{stages_flag} with virtual stages"),
+        (parts > 2 or (parts == 2 and messages != "p2p"), f"{parts_flag} with --cp-comm-type {messages}"),
+        (parts > 1 and stages > 1, f"{parts_flag} with {stages_flag}"),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2"),
     )
     for is_there, flag in checks:

@@ -58,7 +58,7 @@ def _cuda_graph_notices(config: RunConfig, implementation: str, world_size: int)
                 f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks cannot be identified, because times "
                 "within a graph cannot be measured"
             )
-    elif implementation == "transformer_engine" and not any(cuda_graph.default_graph_obstacles(config, world_size)):
+    elif implementation == "transformer_engine" and not any(cuda_graph.default_graph_obstacles(config)):
         yield (
             "steps are launched kernel by kernel, which is slow for small layers; to launch them as a CUDA graph: "
             "--cuda-graph-impl local"
