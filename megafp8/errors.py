@@ -60,6 +60,12 @@ class PeerLost(Megafp8Error):
     exit_status = 70
 
 
+class OutOfMemory(Megafp8Error):
+    """A rank that ran out of memory."""
+
+    exit_status = 70
+
+
 # Exit statuses without an exception class: an internal error, a hang found by the watchdog, and preemption.
 INTERNAL = 70
 HUNG = 71

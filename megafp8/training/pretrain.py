@@ -19,7 +19,7 @@ from megafp8.config import iterations, settings
 from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.device.platform import Platform, detect_platform, init_distributed, rank, shutdown_distributed, world_size
-from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, PeerLost, RunFolderInUse
+from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, OutOfMemory, PeerLost, RunFolderInUse
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks, build_sinks
 from megafp8.planning.automatic import Choice
@@ -36,6 +36,7 @@ from megafp8.training.extensions import build_extensions
 from megafp8.training.extensions.checkpoints import check_checkpoint_folders
 from megafp8.training.loop import train_steps
 from megafp8.training.micro_batch_search.search import choose_micro_batch
+from megafp8.training.out_of_memory import explain_out_of_memory
 from megafp8.training.resume import check_no_newer_checkpoint, resume, resumes_own_run
 from megafp8.training.run import Run, run_folder
 from megafp8.training.run_record import describe_threads, describe_update, recipe_lines, run_record
@@ -190,7 +191,9 @@ def guarded(config: RunConfig) -> Iterator[Watchdog]:
     try:
         yield guard
     except BaseException as raised:
-        error = explain_lost_peer(raised, guard)
+        error = explain_out_of_memory(raised, config)
+        if error is raised:
+            error = explain_lost_peer(raised, guard)
         if guard.run_state is not None:
             record_failure(error, guard.rank, guard.run_state)
         clear_frames(raised)
@@ -205,7 +208,7 @@ def guarded(config: RunConfig) -> Iterator[Watchdog]:
 
 def record_failure(error: BaseException, rank: int, journal: RunStateWriter) -> None:
     """Record that the run failed. A completed run stays completed if this start of it was refused."""
-    is_refusal = isinstance(error, Megafp8Error) and not isinstance(error, PeerLost)
+    is_refusal = isinstance(error, Megafp8Error) and not isinstance(error, (OutOfMemory, PeerLost))
     if is_refusal and journal.finished is not None:
         journal.restore_finished()
         return

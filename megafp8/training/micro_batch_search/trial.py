@@ -32,6 +32,7 @@ from megafp8.training.micro_batch_search.messages import (
     TrialResult,
     TrialSetup,
 )
+from megafp8.training.out_of_memory import is_out_of_memory
 from megafp8.utils.process import STOP_SIGNALS, set_worker_death_signal
 
 # The first step creates optimizer state and compiles kernels.
@@ -40,7 +41,6 @@ REPEATS = 3
 # Target duration of a timed step. The time of a longer step is extrapolated from two shorter ones.
 TIMED_S = 1.0
 POLL_S = 0.02
-OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def serve(setup: TrialSetup, pipe: Connection) -> NoReturn:
@@ -62,13 +62,6 @@ def serve(setup: TrialSetup, pipe: Connection) -> NoReturn:
         text = f"{type(error).__name__}: {error}"
         pipe.send(TooLarge(first_sentence(text)) if is_out_of_memory(error) else Failed(traceback.format_exc()))
     os._exit(0)  # closing communicators may hang if a rank is gone
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means lack of memory, so that a smaller size may fit."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        words in str(error) for words in OUT_OF_MEMORY_TEXTS
-    )
 
 
 def first_sentence(text: str) -> str:

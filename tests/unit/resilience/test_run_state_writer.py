@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.errors import CheckpointError, DataError, PeerLost
+from megafp8.errors import CheckpointError, DataError, OutOfMemory, PeerLost
 from megafp8.resilience.run_state import RunState, RunStateWriter, finished_state, first_state, read_run_state
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.pretrain import check_crashes, record_failure
@@ -87,7 +87,7 @@ def test_a_signal_keeps_a_finished_run_done(tmp_path: Path, last_step: int, stat
     assert read(tmp_path).state == state
 
 
-@pytest.mark.parametrize("error", [PeerLost("killed"), RuntimeError("a mistake")])
+@pytest.mark.parametrize("error", [PeerLost("killed"), OutOfMemory("CUDA"), RuntimeError("a mistake")])
 def test_a_start_that_crashes_has_failed(tmp_path: Path, error: Exception) -> None:
     begin(tmp_path).end("done", "", 0)
     record_failure(error, 0, start_again(tmp_path)[0])
