@@ -32,8 +32,9 @@ class Trial:
     """The result of one size, the worst of all ranks.
 
     Attributes:
-        predicted_bytes: the planner's estimate for the stage that needs the most.
-        peak_bytes: peak device memory on a GPU, peak process memory on a CPU; None if it did not fit or was not tried.
+        predicted_bytes: the planner's estimate of a process's memory, of the stage that needs the most.
+        peak_bytes: of a process: its tensors' peak and what torch does not allocate on a GPU, all of it on a CPU; None
+            if the size did not fit or was not tried.
         ms_per_sample: time of a step per sequence of the global batch.
         note: why there are no measurements.
     """

@@ -190,15 +190,14 @@ def micro_batch_text(checked: Checked) -> tuple[int, str]:
     config, world_size = checked.invocation.config, checked.world_size
     target, implementation = checked.target, checked.implementation
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
+    outside = non_torch_bytes(config, world_size) if target.kind == "cuda" else 0
     predicted = {
-        size: micro_batch.predicted_bytes(config, size, world_size, vocab_size, implementation)
+        size: outside + micro_batch.predicted_bytes(config, size, world_size, vocab_size, implementation)
         for size in micro_batch.possible_sizes(config, world_size)
     }
     memory_bytes, limit_gib = device_memory_bytes(target), config.training.micro_batch_size_memory_limit
     limit_bytes = int((1 - FREE_MEMORY_FRACTION) * memory_bytes) if limit_gib is None else int(limit_gib * GIB)
-    outside = non_torch_bytes(config, world_size) if target.kind == "cuda" else 0
-    needed = {size: each + outside for size, each in predicted.items()}
-    candidates, first = micro_batch.sizes_to_try(needed, limit_bytes), micro_batch.first_size(needed, limit_bytes)
+    candidates, first = micro_batch.sizes_to_try(predicted, limit_bytes), micro_batch.first_size(predicted, limit_bytes)
     notes = dict.fromkeys(predicted, micro_batch.NOT_TRIED) | dict.fromkeys(candidates, "") | {first: "first"}
     trials = [micro_batch.Trial(size=size, predicted_bytes=each, note=notes[size]) for size, each in predicted.items()]
     head = f"micro-batch size: auto, to be tried below {gib(limit_bytes)} GiB a rank; what follows is for {first}"

@@ -135,17 +135,33 @@ def test_a_peak_above_the_limit_does_not_fit() -> None:
     """Also one that is too short for the process to be observed above the limit."""
     parallel = SimpleNamespace(pipeline_model_parallel_size=1, microbatch_group_size_per_virtual_pipeline_stage=None)
     run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
-    setup = TrialSetup(config=auto_config(), implementation="emulated", limit_bytes=MIB)
-    trial = SimpleNamespace(run=run, setup=setup, platform=CPU, step=lambda *_, **__: 1.0, slowest_s=float, kinds=[1])
-    trial.timed_counts = partial(TrialRun.timed_counts, trial)
-    answer = TrialRun.measure(trial, 4)
-    assert isinstance(answer, TooLarge) and answer.reason.startswith("took ")
+    platform = SimpleNamespace(reset_peak_memory=lambda: None, peak_memory_bytes=lambda: 5 * MIB)
+
+    def answer(limit_bytes: int) -> TrialResult:
+        setup = TrialSetup(
+            config=auto_config(), implementation="emulated", limit_bytes=limit_bytes, outside_bytes=3 * MIB
+        )
+        trial = SimpleNamespace(run=run, setup=setup, platform=platform, step=lambda *_, **__: 1.0, kinds=[1])
+        trial.slowest_s, trial.timed_counts = float, partial(TrialRun.timed_counts, trial)
+        return TrialRun.measure(trial, 4)
+
+    assert answer(7 * MIB) == TooLarge("took 0.01 GiB")
+    assert answer(8 * MIB) == Measured(8 * MIB, pytest.approx(1000 / auto_config().training.global_batch_size))
 
 
 def test_trials_use_a_constant_loss_scale() -> None:
     config = trial_config(auto_config("--fp16"), 2)
     assert (config.optimizer.loss_scale, config.training.micro_batch_size) == (1.0, 2)
     assert trial_config(auto_config("--bf16"), 2).optimizer.loss_scale is None
+
+
+@pytest.mark.parametrize(("limit_bytes", "fraction"), [(20, 0.2), (-10, 0.0), (200, 1.0)])
+def test_the_memory_limit_of_a_gpu(monkeypatch: pytest.MonkeyPatch, limit_bytes: int, fraction: float) -> None:
+    """It is negative if a process without tensors is above it."""
+    limits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, _: limits.append(part))
+    limit_memory(SimpleNamespace(kind="cuda", device=None, total_memory_bytes=lambda: 100), limit_bytes)
+    assert limits == [fraction]
 
 
 def test_a_process_above_the_memory_limit_ends() -> None:

@@ -28,8 +28,7 @@ RUN = (
     "--lr-decay-style constant --eval-iters 0 --deterministic-mode --no-progress-bar "
     "--attention-dropout 0 --hidden-dropout 0"
 )
-# In every layout below, one size is predicted to fit, with what a process takes besides, and twice that size to take
-# 1.4 times the limit, of which torch's part alone is above it. It is tried.
+# In every layout below, one size is predicted to fit, and twice that size to take 1.4 times the limit. It is tried.
 LIMIT_GIB = 29
 
 

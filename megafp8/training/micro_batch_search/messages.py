@@ -19,6 +19,7 @@ class TrialSetup:
         config: of the run, without a micro-batch size.
         implementation: the layers in use, see `Run`.
         limit_bytes: memory limit of a rank.
+        outside_bytes: the part of it that torch does not allocate; 0 on a CPU, where a peak is that of the process.
         store_address: host and port of the store for the rendezvous of the trial processes; None for one rank.
         store_prefix: of the keys of this set of processes.
     """
@@ -26,6 +27,7 @@ class TrialSetup:
     config: RunConfig
     implementation: str
     limit_bytes: int
+    outside_bytes: int = 0
     store_address: Optional[tuple[str, int]] = None
     store_prefix: str = ""
 

@@ -183,10 +183,12 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
     sizes, ranks = micro_batch.possible_sizes(config, world_size()), world_size()
     vocab_size = build_tokenizer(config.data, config.model.vocab_size).vocab_size
     padded_vocab = dimensions.padded_vocab_size(config, dimensions.vocabulary_size(config, vocab_size))
-    predicted = {size: micro_batch.predicted_bytes(config, size, ranks, padded_vocab, implementation) for size in sizes}
-    outside = non_torch_bytes(config, ranks) if platform.kind == "cuda" else max(call_on_all_ranks(resident_bytes))
-    needed = {size: each + outside for size, each in predicted.items()}
-    candidates, first = micro_batch.sizes_to_try(needed, limit_bytes), micro_batch.first_size(needed, limit_bytes)
+    is_gpu = platform.kind == "cuda"
+    outside = non_torch_bytes(config, ranks) if is_gpu else max(call_on_all_ranks(resident_bytes))
+    predicted = {
+        size: outside + micro_batch.predicted_bytes(config, size, ranks, padded_vocab, implementation) for size in sizes
+    }
+    candidates, first = micro_batch.sizes_to_try(predicted, limit_bytes), micro_batch.first_size(predicted, limit_bytes)
     skipped = [
         micro_batch.Trial(size=size, predicted_bytes=predicted[size], note=micro_batch.NOT_TRIED)
         for size in sizes
@@ -197,7 +199,9 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
     report("\n".join([micro_batch.HEADING, *map(micro_batch.table_row, skipped if is_verbose else ())]))
     trials: dict[int, micro_batch.Trial] = {}
     times_ms: dict[int, Optional[float]] = {}
-    setup = TrialSetup(config=config, implementation=implementation, limit_bytes=limit_bytes)
+    setup = TrialSetup(
+        config=config, implementation=implementation, limit_bytes=limit_bytes, outside_bytes=outside if is_gpu else 0
+    )
     with closing(TrialProcess(setup)) as process:
         while (size := micro_batch.next_size(candidates, times_ms, first)) is not None:
             if is_search_stopped(guard):

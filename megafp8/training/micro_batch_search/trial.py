@@ -88,7 +88,7 @@ class TrialRun:
 
         self.setup = setup
         self.platform = device_platform.detect_platform(config.parallel.distributed_backend)
-        limit_memory(self.platform, setup.limit_bytes)
+        limit_memory(self.platform, setup.limit_bytes - setup.outside_bytes)
         store = None
         if setup.store_address is not None:
             store = dist.PrefixStore(setup.store_prefix, dist.TCPStore(*setup.store_address))
@@ -110,7 +110,7 @@ class TrialRun:
                 self.step(size, least, number, has_statistics=True)
         counts = self.timed_counts(num_microbatches, self.slowest_s(self.step(size, least, self.kinds[0])))
         seconds = {count: min(self.step(size, count, self.kinds[0]) for _ in range(REPEATS)) for count in counts}
-        peak_bytes = self.platform.peak_memory_bytes()
+        peak_bytes = self.platform.peak_memory_bytes() + self.setup.outside_bytes
         if peak_bytes > self.setup.limit_bytes:
             return TooLarge(f"took {peak_bytes / 2**30:.2f} GiB")
         few, many = counts[0], counts[-1]
@@ -204,7 +204,7 @@ def limit_memory(platform: device_platform.Platform, limit_bytes: int) -> None:
     """Enforce the memory limit: the GPU's allocator raises beyond it, and a process on a CPU exits."""
     if platform.kind == "cuda":
         total_bytes = platform.total_memory_bytes()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), platform.device)
+        torch.cuda.set_per_process_memory_fraction(min(max(0.0, limit_bytes / total_bytes), 1.0), platform.device)
     else:
         threading.Thread(target=exit_above_limit, args=(limit_bytes,), daemon=True).start()
 
