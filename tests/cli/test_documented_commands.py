@@ -21,7 +21,7 @@ from documented_commands import PAGES, Command, commands_in
 from forked_python import forked_python
 from forked_runs import ROOT
 from hf_folders import LLAMA, random_weights, write_hf_folder
-from small_run import SourceSamples
+from small_run import TOKENS
 
 from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
 
@@ -228,7 +228,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
 
 def write_text(path: Path) -> None:
     """Two hundred documents of Python source."""
-    text = bytes(SourceSamples(1).text.tolist()).decode()
+    text = bytes(TOKENS.tolist()).decode()
     path.parent.mkdir(parents=True, exist_ok=True)
     pieces = (text[start : start + 500] for start in range(0, 100_000, 500))
     path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces), encoding="utf-8")
