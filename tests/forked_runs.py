@@ -72,7 +72,9 @@ def prepare() -> None:
     cpu_patches.install()
     for name in ("megafp8.cli.pretrain", "megafp8.training.pretrain", "megafp8.training.checks"):
         importlib.import_module(name)
-    kept_parser(os.path.basename(sys.argv[0]))  # else every rank would build it
+    # Kept for the ranks, of which each would do it.
+    kept_parser(os.path.basename(sys.argv[0]))
+    importlib.import_module("megafp8.training.run_record").library_versions()
     set_mock_documents(NUM_MOCK_DOCUMENTS)
 
 
