@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
+from engine_runs import failure_of
 
 from megafp8.analysis.runs import load_run
 from megafp8.mcore import cpu_patches
@@ -72,7 +73,7 @@ def train(engine: str, folders: dict[str, Path], sources: Optional[dict[str, Pat
         folders: of the runs, by kind.
         sources: folders whose checkpoints are resumed.
     """
-    runs = []
+    runs: list[tuple[int, list[str]]] = []
     for kind, (world_size, flags) in KINDS.items():
         words = f"{MODEL} {flags} --save {folders[kind]}"
         if sources is None:
@@ -82,6 +83,9 @@ def train(engine: str, folders: dict[str, Path], sources: Optional[dict[str, Pat
         runs.append((world_size, words.split()))
     path = folders["dropout"].parent / "runs.json"
     path.parent.mkdir()
+    if engine == "tested":  # the one of this process
+        assert not (failure := failure_of(runs)), failure
+        return
     path.write_text(json.dumps(runs), encoding="utf-8")
     run(engine, "tests/engine_runs.py", str(path))
 

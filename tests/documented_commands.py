@@ -32,3 +32,14 @@ def commands_in(document: Path) -> Iterator[Command]:
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             if text := COMMENT.sub("", line).strip():
                 yield Command(number, text)
+
+
+def lay_out(folder: Path) -> None:
+    """The project's folder as commands name it, with everything that the setup needs."""
+    for name in ("examples", "launcher", "benchmarks", "pretrain_gpt.py"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "tools").mkdir()
+    for path in (ROOT / "tools").iterdir():
+        (folder / "tools" / path.name).symlink_to(path)
+    (folder / "tools/setup_venv.sh").unlink()
+    (folder / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")

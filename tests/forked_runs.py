@@ -26,6 +26,7 @@ from typing import Optional
 import psutil
 from ranks import become_rank, join_gloo
 
+from megafp8.config.flags import kept_parser
 from megafp8.mcore import cpu_patches
 from megafp8.resilience import fault_injection
 from megafp8.utils.process import ENDED_STATES, read_proc_stat
@@ -64,13 +65,16 @@ class Ended:
 
 
 def prepare() -> None:
-    """Import everything that the ranks need in this process, and make the mock documents few.
+    """Import and build everything that the ranks need in this process, and make the mock documents few.
 
     The order of megatron-core's 100,000 documents costs every rank a second in samples of 16 tokens.
     """
     cpu_patches.install()
     for name in ("megafp8.cli.pretrain", "megafp8.training.pretrain", "megafp8.training.checks"):
         importlib.import_module(name)
+    # Kept for the ranks, of which each would do it.
+    kept_parser(os.path.basename(sys.argv[0]))
+    importlib.import_module("megafp8.training.run_record").library_versions()
     set_mock_documents(NUM_MOCK_DOCUMENTS)
 
 

@@ -19,37 +19,42 @@ fi
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}
 [ $# = 0 ] || exec "$PYTHON" -m pytest "$@"
 
-# All tests. Those that mostly compute, and those with the other version of megatron-core, run at low priority,
-# concurrently with the others, which wait for processes and read clocks.
-computing=(tests/unit tests/conformance tests/parity tests/policy)
-# Those of tests/distributed that only compare numbers follow the other version's, which take less time.
-comparing=(tests/distributed/test_{checkpoint,expert,fp8,fsdp,mixture,muon,planted}*.py
-  tests/distributed/test_{optimizer_shards,precision_map_runs,quantizer_state,saved_activation_runs}.py)
-low_priority=(nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider)
-
-other_version_and_comparing() {
-  local status=0
-  trap 'kill "$!" 2>/dev/null; exit 143' TERM
-  nice -n 10 bash tests/other_engine.sh &
-  wait "$!" || status=$?
-  "${low_priority[@]}" "${comparing[@]}" &
-  wait "$!" || status=$?
-  exit "$status"
-}
-
+# All tests. Those that mostly compute, and those with the other version of megatron-core, run at low priority, two parts
+# at a time, beside the others, which wait for processes and read clocks. Short parts come last: then both processors work
+# to the end.
+distributed=( # those that only compare numbers
+  "$(echo tests/distributed/test_{fp8,mixture}*.py)"
+  "$(echo tests/distributed/test_{checkpoint,expert,fsdp,muon,planted}*.py)"
+  "$(echo tests/distributed/test_{attention_layouts,dispatch_in_fp8,document_borders,evaluation,flex_dispatcher}.py \
+    tests/distributed/test_{loss_scale,megatron_checkpoints,node_reduction,nonfinite_values,operand_faults}.py \
+    tests/distributed/test_{optimizer_shards,precision_map_runs,quantizer_state,saved_activation_runs}.py \
+    tests/distributed/test_traffic_in_graphs.py)"
+)
+parts=(tests/unit tests/other_engine.sh tests/parity "${distributed[@]}" "tests/conformance tests/policy")
 logs=$(mktemp -d)
-"${low_priority[@]}" "${computing[@]}" > "$logs/1" 2>&1 &
-beside=("$!")
-other_version_and_comparing > "$logs/2" 2>&1 &
-beside+=("$!")
-echo "running concurrently, reported at the end: ${computing[*]} tests/other_engine.sh ${comparing[*]}"
-trap 'kill "${beside[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
+export logs
+
+# run_part NUMBER FILES
+# shellcheck disable=SC2317  # xargs calls it
+run_part() {
+  local log=$logs/$1 command=("$PYTHON" -m pytest -p no:cacheprovider)
+  shift
+  [ "$1" != tests/other_engine.sh ] || command=(bash)
+  "${command[@]}" "$@" > "$log" 2>&1
+}
+export -f run_part
+
+for number in "${!parts[@]}"; do
+  echo "$number ${parts[number]}"
+done | setsid nice -n 10 xargs -d '\n' -n 1 -P 2 bash -c 'run_part $0' &
+beside=$!
+echo "running concurrently, reported at the end: ${parts[*]}"
+trap 'kill -- "-$beside" 2>/dev/null || true; rm -rf "$logs"' EXIT
 status=0
-elsewhere=("${computing[@]}" "${comparing[@]}")
+# shellcheck disable=SC2206  # a part has several files
+elsewhere=(${parts[*]})
 "$PYTHON" -m pytest "${elsewhere[@]/#/--ignore=}" || status=$?
 [ "$status" != 2 ] || exit 2 # interrupted
-for each in "${beside[@]}"; do
-  wait "$each" || status=$?
-done
+wait "$beside" || status=$?
 cat "$logs"/*
 exit "$status"

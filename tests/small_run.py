@@ -69,6 +69,8 @@ FP8 = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"
 # Layers without quantization: megatron-core's own linears.
 PLAIN = "--transformer-impl local"
 SOURCES = (argparse, copy, inspect, tempfile, textwrap, typing)
+# Read once, not by each rank.
+TOKENS = torch.tensor(list(b"".join(inspect.getsource(module).encode() for module in SOURCES)))
 
 
 def layers_of(flags: str) -> str:
@@ -113,8 +115,6 @@ class SourceSamples:
     """
 
     def __init__(self, length: int, is_masked: bool = False):
-        text = b"".join(inspect.getsource(module).encode() for module in SOURCES)
-        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         self.length, self.is_masked = length, is_masked
         self.sources = (ShardSource("source code", "bytes", (0, 1)),)
 
@@ -126,8 +126,8 @@ class SourceSamples:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        start = int(torch.randint(len(self.text) - self.length, (), generator=generator))
-        tokens, positions = self.text[start : start + self.length + 1], torch.arange(self.length)
+        start = int(torch.randint(len(TOKENS) - self.length, (), generator=generator))
+        tokens, positions = TOKENS[start : start + self.length + 1], torch.arange(self.length)
         num_masked = index % 8 * self.length // 8 if self.is_masked else 0
         loss_mask = (positions >= num_masked).float()
         return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": positions}

@@ -99,9 +99,18 @@ def fit_law(
         predicted = law.floor + (law.coefficients * scaled**-law.exponents).sum(-1)
         return roots * (np.log(predicted) - log_losses)
 
+    def jacobian(unknowns: np.ndarray) -> np.ndarray:
+        law = law_of(unknowns)
+        logs = np.log(x * law.factors[groups][:, None] / references)
+        parts = law.coefficients * np.exp(-law.exponents * logs)
+        slopes = -(law.exponents * parts).sum(-1)  # per unit of a factor's logarithm
+        members = groups[:, None] == np.arange(1, others + 1)
+        columns = [np.ones((len(x), 1)), parts, -law.exponents * logs * parts, slopes[:, None] * members]
+        return np.hstack(columns) * (roots / (law.floor + parts.sum(-1)))[:, None]
+
     def search(floor: float, positive: Sequence[float]) -> OptimizeResult:
         initial = np.concatenate([[floor], np.clip(np.log(positive), low[1:] + 1e-3, high[1:] - 1e-3)])
-        return least_squares(residuals, initial, bounds=(low, high), x_scale="jac", max_nfev=400)
+        return least_squares(residuals, initial, jacobian, bounds=(low, high), x_scale="jac", max_nfev=400)
 
     smallest, typical = losses.min(), float(np.median(losses))
     positive_bounds = [COEFFICIENT_BOUNDS] * terms + [EXPONENT_BOUNDS] * terms + [FACTOR_BOUNDS] * others

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform as python_platform
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Optional
 
 import torch
@@ -88,13 +91,14 @@ def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:
     return "tf32" if dtype == "fp32" else dtype
 
 
-def library_versions() -> dict[str, str]:
-    """Versions of the libraries that affect the arithmetic."""
+@functools.cache
+def library_versions() -> Mapping[str, str]:
+    """Versions of the libraries that affect the arithmetic, read once: that takes 30 ms."""
     versions = {"megafp8": megafp8.__version__, "python": python_platform.python_version()}
     for name in LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return versions
+    return MappingProxyType(versions)
 
 
 def layout_sizes(run: Run) -> dict[str, int]:
@@ -173,6 +177,6 @@ def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
         mfu_dtype=matmul_dtype(precision, run.implementation) if peak else None,
         num_parameters=model_shapes.count_parameters(run.config.model, run.vocab_size).total,
         flops_per_token=model_flops_per_token(run),
-        versions=library_versions(),
+        versions=dict(library_versions()),
         resumed_from_step=resumed_from_step,
     )

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from documented_commands import PAGES, Command, commands_in
+from documented_commands import PAGES, Command, commands_in, lay_out
 from forked_python import forked_python
 from forked_runs import ROOT
 from hf_folders import LLAMA, random_weights, write_hf_folder
-from small_run import SourceSamples
+from small_run import TOKENS
 
 from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
 
@@ -150,9 +150,12 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "docs/precision.md": {
         "python pretrain_gpt.py": {END: f"--seq-length 32 {SHORT} --fp8-schedule bf16:1,fp8:3,bf16"},
     },
+    "docs/muon.md": {"megafp8 pretrain --model-preset tiny": {END: f"{SHAPE} {SHORT} --seq-length 32"}},
     "docs/reliability.md": {
         "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
         "--train-iters 200": {END: f"{SHAPE} --seq-length 32 {SHORT} --loss-scale-window 2"},
+        "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
+        "--train-iters 60": {END: f"{SHAPE} --seq-length 32 {SHORT} --train-iters 60"},
         "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
         "--train-iters 2000": {END: f"{SHAPE} --seq-length 32 {SHORT} --save-interval 2"},
         "torchrun": RANKS | {"FLAGS": FLAGS},
@@ -228,7 +231,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
 
 def write_text(path: Path) -> None:
     """Two hundred documents of Python source."""
-    text = bytes(SourceSamples(1).text.tolist()).decode()
+    text = bytes(TOKENS.tolist()).decode()
     path.parent.mkdir(parents=True, exist_ok=True)
     pieces = (text[start : start + 500] for start in range(0, 100_000, 500))
     path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces), encoding="utf-8")
@@ -311,17 +314,6 @@ def environment() -> Iterator[dict[str, str]]:
     """An environment in which `python` forks."""
     with tempfile.TemporaryDirectory(prefix="docs_") as name, forked_python(Path(name)) as found:
         yield found
-
-
-def lay_out(folder: Path) -> None:
-    """The project's folder as commands name it, with everything that the setup needs."""
-    for name in ("examples", "launcher", "benchmarks", "pretrain_gpt.py"):
-        (folder / name).symlink_to(ROOT / name)
-    (folder / "tools").mkdir()
-    for path in (ROOT / "tools").iterdir():
-        (folder / "tools" / path.name).symlink_to(path)
-    (folder / "tools/setup_venv.sh").unlink()
-    (folder / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from megafp8.launch.stability_faults import CLEAN, REPAIR
 from megafp8.metrics.records import EventRecord
 
 HUNG_S = 600
-FAULT_STEP = 70  # of the benchmark, unless it is given
 
 
 def run_small(folder: Path, flags: str = "--steps 20 --fault-step 4 --growth 4") -> int:
@@ -64,10 +63,11 @@ def test_faults_are_noticed_and_a_second_call_repeats_no_run(tmp_path: Path, cap
 def test_at_the_default_interval_a_gradual_fault_is_noticed_50_steps_early_and_repaired_within_1_percent(
     tmp_path: Path,
 ) -> None:
-    interval = value_of(RunConfig(), "training.fp8_guard_interval")
+    interval, fault_step = value_of(RunConfig(), "training.fp8_guard_interval"), 30
     repair = f"{ALIGNED_SWIGLU}{REPAIR}bf16-layer"
     assert interval == 20
-    assert run_small(tmp_path, f"--guard-interval {interval} --arms {ALIGNED_SWIGLU},{repair}") == 0
+    flags = f"--steps 160 --fault-step {fault_step} --guard-interval {interval} --arms {ALIGNED_SWIGLU},{repair}"
+    assert run_small(tmp_path, flags) == 0
     entries = {}
     for line in (tmp_path / "runs.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -77,7 +77,7 @@ def test_at_the_default_interval_a_gradual_fault_is_noticed_50_steps_early_and_r
     def cost(name: str) -> FaultCost:
         found = [EventRecord(step=step, name=what, detail=detail) for step, what, detail in entries[name]["events"]]
         losses, clean = entries[name]["losses"], entries[CLEAN]["losses"]
-        return fault_cost(losses, clean, found, FAULT_STEP, ALIGNED_SWIGLU, name.partition(REPAIR)[2])
+        return fault_cost(losses, clean, found, fault_step, ALIGNED_SWIGLU, name.partition(REPAIR)[2])
 
     harmed, repaired = cost(ALIGNED_SWIGLU), cost(repair)
     assert harmed.worse is not None and harmed.noticed is not None, "the fault does harm, and is noticed"

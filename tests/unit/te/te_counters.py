@@ -2,11 +2,6 @@
 attention in FP8 are counted, named and removed, whoever cast the tensor, and quantizers of other recipes get flags for
 our kernels."""
 
-import os
-
-os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # the update of the scales in torch operations
-os.environ["NVTE_TORCH_COMPILE"] = "0"
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,11 +1,6 @@
 """A program of `test_te_without_cuda.py`: a linear that a run moves to high precision quantizes no more, whatever its
 precision came from, and its neighbors and all scales go on as before."""
 
-import os
-
-os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # the update of the scales in torch operations
-os.environ["NVTE_TORCH_COMPILE"] = "0"
-
 from types import SimpleNamespace
 
 import te_without_cuda  # noqa: F401  (first)
