@@ -36,7 +36,8 @@ MODELS = {"8B": "--model-preset llama3-8b", "70B": "--model-preset llama3-70b", 
 TP4_PP8_VPP5 = (
     "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 5"
 )
-LAYERS = "--no-use-transformer-engine-op-fuser"  # which the others have not either
+# What the others do not have either.
+LAYERS = "--no-use-transformer-engine-op-fuser --cuda-graph-impl none"
 WITH_TP = "--tensor-model-parallel-size 8"
 TWO_SEQUENCES = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"
 ONE_SEQUENCE = f"{TWO_SEQUENCES} --micro-batch-size 1 --global-batch-size 8"

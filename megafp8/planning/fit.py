@@ -10,11 +10,11 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
 from megafp8.planning import micro_batch
 from megafp8.planning.automatic import BF16_MOMENTS, MAX_BETA2_IN_BF16, Values
-from megafp8.planning.layouts import FREE_MEMORY_FRACTION, MICRO, recomputations
+from megafp8.planning.layouts import MICRO, recomputations
 from megafp8.planning.memory import estimate_stages
 from megafp8.planning.micro_batch import gib
 from megafp8.planning.planned_run import PlannedRun
-from megafp8.planning.process_memory import non_torch_bytes
+from megafp8.planning.process_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 
 
 def memory_warnings(run: PlannedRun) -> list[str]:

@@ -12,9 +12,10 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
 from megafp8.device.gpus import Gpu
+from megafp8.planning.automatic import with_choices
 from megafp8.planning.memory import MemoryEstimate, cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.planned_run import CALIBRATION, Calibration, PlannedRun
-from megafp8.planning.process_memory import non_torch_bytes
+from megafp8.planning.process_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.planning.stage_splits import pipeline_sizes, stage_splits
 from megafp8.planning.step_time import StepTime, step_time
 
@@ -35,8 +36,6 @@ are tried for mixtures, whose search has expert-parallel sizes as well."""
 FEW_EXPERTS = 16
 """Experts are divided over tensor-parallel ranks only where there are at most as many: others are small."""
 MIN_TOKENS_PER_CONTEXT_RANK = 1024
-FREE_MEMORY_FRACTION = 0.05
-"""Device memory kept free for fragmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +43,12 @@ class PlannedLayout:
     """A legal layout that fits: its settings, its memory and its step time.
 
     Attributes:
+        config: as a command line gives it, with automatic settings, which `run` has values for.
         memory: of the pipeline stage that needs the most.
         cuda_graph_bytes: additional memory for statistics steps and validation when steps are a CUDA graph.
     """
 
+    config: RunConfig
     run: PlannedRun
     memory: MemoryEstimate
     cuda_graph_bytes: int
@@ -119,17 +120,18 @@ def find_layouts(
         if problems := rules.setting_problems(candidate, world_size):
             illegal.append((candidate, problems))
             continue
+        chosen = with_choices(candidate, gpu, world_size)
         run = PlannedRun(
-            config=candidate, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(candidate),
-            calibration=calibration,
-        )  # fmt: skip
-        estimates = estimate_stages(candidate, world_size, run.padded_vocab)
+            config=chosen, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(chosen), calibration=calibration
+        )
+        estimates = estimate_stages(chosen, world_size, run.padded_vocab)
         memory = max(estimates, key=lambda estimate: estimate.total_bytes)
-        graph_bytes, other_bytes = cuda_graph_memory_bytes(candidate, memory), non_torch_bytes(candidate, world_size)
+        graph_bytes, other_bytes = cuda_graph_memory_bytes(chosen, memory), non_torch_bytes(chosen, world_size)
         sizes.append(memory.total_bytes + graph_bytes + other_bytes)
         if sizes[-1] <= gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION):
             layouts.append(PlannedLayout(
-                run=run, memory=memory, cuda_graph_bytes=graph_bytes, non_torch_bytes=other_bytes, step=step_time(run)
+                config=candidate, run=run, memory=memory, cuda_graph_bytes=graph_bytes, non_torch_bytes=other_bytes,
+                step=step_time(run),
             ))  # fmt: skip
     # Among equally fast layouts, the one that needs less memory comes first.
     layouts.sort(key=lambda layout: (layout.step.seconds / layout.step.tokens, layout.memory_bytes))

@@ -8,6 +8,8 @@ from megafp8.config.schema import RunConfig
 CONTEXT_BYTES = int(7.7 * 2**30)
 """CUDA context, loaded kernels and their stacks, workspaces. Measured on H100s with Transformer Engine 2.20.2 and torch
 2.11: what a process of a dense model (7.70 GiB) and one of a mixture (7.78 GiB) had beside torch's reserved memory."""
+FREE_MEMORY_FRACTION = 0.05
+"""Device memory kept free for fragmentation."""
 COMMUNICATOR_BYTES = 256 * 2**20
 """Buffers of one NCCL communicator: 32 channels x 2 directions x NCCL_BUFFSIZE, 4 MiB by NCCL's documentation."""
 

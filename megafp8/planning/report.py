@@ -9,9 +9,10 @@ from typing import Any
 from megafp8.config import flags, iterations
 from megafp8.config.settings import settings_by_name
 from megafp8.planning.communication import NETWORK_FRACTION
-from megafp8.planning.layouts import FREE_MEMORY_FRACTION, PlannedLayout
+from megafp8.planning.layouts import PlannedLayout
 from megafp8.planning.plan import Plan, scaling_limits
 from megafp8.planning.planned_run import CALIBRATION
+from megafp8.planning.process_memory import FREE_MEMORY_FRACTION
 from megafp8.planning.step_time import bytes_by_group
 from megafp8.utils.formatting import text_table
 
@@ -149,7 +150,7 @@ def assumptions_text(plan: Plan) -> str:
 def command_lines(layout: PlannedLayout) -> list[str]:
     """Flags for `pretrain_gpt.py`, each with its values."""
     lines: list[list[str]] = []
-    for word in flags.to_argv(layout.run.config):
+    for word in flags.to_argv(layout.config):
         if word.startswith("--"):
             lines.append([])
         lines[-1].append(word)
@@ -185,5 +186,5 @@ def layout_data(layout: PlannedLayout) -> dict[str, Any]:
         "memory_bytes": layout.memory_bytes,
         "memory_parts_bytes": memory_parts(layout),
         "sent_bytes": bytes_by_group(run),
-        "argv": flags.to_argv(run.config),
+        "argv": flags.to_argv(layout.config),
     }  # fmt: skip

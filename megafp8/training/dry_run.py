@@ -27,13 +27,12 @@ from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build
 from megafp8.planning import micro_batch
 from megafp8.planning.fit import memory_warnings
 from megafp8.planning.fp8_gain import fp8_warnings
-from megafp8.planning.layouts import FREE_MEMORY_FRACTION
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
 from megafp8.planning.muon_cost import muon_lines
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
-from megafp8.planning.process_memory import non_torch_bytes
+from megafp8.planning.process_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.planning.step_time import step_time
 from megafp8.training.checks import Checked, check_with_size, short_notices
 from megafp8.training.chosen_settings import chosen_settings, format_chosen

@@ -11,8 +11,9 @@ from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
 from megafp8.planning import layouts
 from megafp8.planning import plan as planning_plan
-from megafp8.planning.layouts import FREE_MEMORY_FRACTION, find_layouts
+from megafp8.planning.layouts import find_layouts
 from megafp8.planning.plan import make_plan, scaling_limits
+from megafp8.planning.process_memory import FREE_MEMORY_FRACTION
 from megafp8.planning.report import plan_data, plan_text
 from megafp8.planning.step_time import MODEL_GEMM_PARTS
 
@@ -131,7 +132,8 @@ def test_flags_of_a_layout_are_read_back_as_it(planned):
     for layout in plan_data(planned, 5)["layouts"]:
         assert rules.setting_problems(flags.parse(layout["argv"]).config, 8) == []
     best = planned.search.layouts[0]
-    assert flags.parse(plan_data(planned, 1)["layouts"][0]["argv"]).config == best.run.config
+    assert flags.parse(plan_data(planned, 1)["layouts"][0]["argv"]).config == best.config
+    assert best.config.training.cuda_graph_impl == "auto" and best.run.config.training.cuda_graph_impl == "local"
 
 
 def test_a_prime_number_of_gpus_is_compared_with_others():
@@ -223,7 +225,7 @@ def test_a_cuda_graph_reduces_the_memory_for_eager_steps() -> None:
     text = "--model-preset llama-1b --seq-length 2048 --global-batch-size 64 --fp8-format hybrid --fp8-log-interval 100"
     plain, graph = (
         make_plan(flags.parse(f"{text} {extra}".split()), GPUS["h200"], 1, ())
-        for extra in ("", "--cuda-graph-impl local")
+        for extra in ("--cuda-graph-impl none", "--cuda-graph-impl local")
     )
     alone = {each.name: each.memory_bytes for each in plain.search.layouts}
     beside = {each.name: each.memory_bytes - each.cuda_graph_bytes for each in graph.search.layouts}
@@ -234,6 +236,20 @@ def test_a_cuda_graph_reduces_the_memory_for_eager_steps() -> None:
     assert "in addition to it, the first statistics step" in plan_text(
         graph, 1
     ) and "in addition to it, the first statistics step" not in plan_text(plain, 1)
+
+
+def test_a_plan_has_the_settings_that_a_run_chooses() -> None:
+    """Without a graph, small layers wait for the host."""
+    text = "--model-preset llama-1b --seq-length 2048 --global-batch-size 64 --fp8-format hybrid --eval-iters 0"
+    found = {
+        extra: invoked(f"{text} {extra}", gpus=64, scaling=()).search.layouts
+        for extra in ("", "--cuda-graph-impl local", "--cuda-graph-impl none")
+    }
+    plain, graph, launched = ({each.name: each.step.seconds for each in layouts} for layouts in found.values())
+    assert plain.keys() == launched.keys()
+    assert all(seconds in (graph.get(name), launched[name]) for name, seconds in plain.items())
+    assert "host" not in found[""][0].step.parts and found["--cuda-graph-impl none"][0].step.parts["host"] > 0
+    assert min(launched.values()) > 2 * min(plain.values())
 
 
 def test_an_automatic_micro_batch_is_searched() -> None:
