@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from megafp8.config import derived, model_shapes, precision_map, stages, topology
+from megafp8.config import derived, dimensions, mixture, model_shapes, precision_map, stages, topology
 from megafp8.config.latent_attention import DOWN_PROJECTIONS
 from megafp8.config.precision_map import GEMMS, MLP_LINEARS, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
@@ -206,16 +206,26 @@ def output_layer_gemms(run: PlannedRun) -> tuple[LinearGemm, LinearGemm, LinearG
 def layers_by_recipe(config: RunConfig, stage: int, gemms: tuple[str, ...]) -> dict[str, float]:
     """Number of layers of a stage per recipe, `bf16` for high precision. Linears are weighted by their FLOPs.
 
+    Experts count as all that a token passes; the MLP of a mixture's dense layer counts as these do.
+
     Args:
         gemms: the GEMMs to count: FORWARD_GEMMS, BACKWARD_GEMMS, or a part of them.
     """
-    sizes = {linear.name: linear.in_features * linear.out_features for linear in model_shapes.gemm_dimensions(config)}
-    choices = precision_map.resolve(config.model, config.precision)
-    weights: dict[str, int] = {}
+    model = config.model
+    sizes: dict[str, float] = {
+        linear.name: linear.in_features * linear.out_features for linear in model_shapes.gemm_dimensions(config)
+    }
+    if mixture.is_mixture(model):
+        share = model.moe_router_topk * mixture.moe_ffn_hidden_size(model) / dimensions.ffn_hidden_size(model)
+        sizes = {name: size * (share if name in MLP_LINEARS else 1) for name, size in sizes.items()}
+    choices = precision_map.resolve(model, config.precision)
+    weights: dict[str, float] = {}
     for layer in stages.layers_on(config, stage):
         for linear, size in sizes.items():
+            name = f"layers.{layer}.{linear}"
+            choice = choices[name if name in choices else f"layers.{layer}.experts.{linear}"]
             for gemm in gemms:
-                recipe = getattr(choices[f"layers.{layer}.{linear}"], gemm).recipe or BF16
+                recipe = getattr(choice, gemm).recipe or BF16
                 weights[recipe] = weights.get(recipe, 0) + size
     layer_weight = len(gemms) * sum(sizes.values())
     return {recipe: weight / layer_weight for recipe, weight in weights.items()}
