@@ -36,7 +36,7 @@ MODELS = {"8B": "--model-preset llama3-8b", "70B": "--model-preset llama3-70b", 
 TP4_PP8_VPP5 = (
     "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 5"
 )
-# What the others do not have either.
+# What the others do not have, or most of them do not tell.
 LAYERS = "--no-use-transformer-engine-op-fuser --cuda-graph-impl none"
 WITH_TP = "--tensor-model-parallel-size 8"
 TWO_SEQUENCES = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"

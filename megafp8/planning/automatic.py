@@ -73,9 +73,9 @@ away: at 0.98 a distance below 10% to 20%, at 0.999 one below 200% to 400%."""
 REMOVAL = re.compile(r"[;:] remove [^;]*$")
 """The fix of an error that two flags cause, such as `; remove one`. A user who gave only one of them needs none."""
 GRAPH_ROOM, MIXTURE_GRAPH_ROOM = 0.03, 0.08
-"""Share of the predicted memory that a run must leave free to be a graph, whose capture cannot give back fragments. On
-H200s, predictions of 131.3 GiB failed in the capture, and of 129.7 did not. Mixtures took up to 6.6% more than
-predicted, where fragments of tokens count."""
+"""Share of a run's predicted memory that must be free, within 95% of the GPU's, for the fragments of a graph, whose
+capture cannot give them back. Of 133.4 GiB of an H200, a run of 131.3 failed in the capture (RESULTS.md, long
+sequences), and one of 129.7 did not (Llama 3 8B on two H200s). Mixtures took up to 6.6% more than predicted."""
 
 
 Saved = Callable[[RunConfig], Optional[RunConfig]]
@@ -145,10 +145,19 @@ def with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
     return with_values(config, {name: value_of(recorded, name) for name in names})
 
 
-def with_choices(config: RunConfig, gpu: Gpu, world_size: int) -> RunConfig:
-    """The configuration that a run from step 0 would have on GPUs of a kind, with Transformer Engine installed."""
+def with_choices(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[str] = ()) -> RunConfig:
+    """The configuration that a run from step 0 would have on GPUs of a kind, with Transformer Engine installed.
+
+    Mixtures keep the precision map that they have: the planner has no times for one that `--performance max` adds.
+
+    Args:
+        given: names of the settings given by flags.
+    """
     target = Target(gpu.name, "cuda", gpu.compute_capability, "assumed")
-    return choose(config, target, world_size)[0]
+    chosen = choose(config, target, world_size, given=given)[0]
+    if is_mixture(config.model):
+        return with_values(chosen, {"precision.precision_map": config.precision.precision_map})
+    return chosen
 
 
 def _has_te_layers(config: RunConfig, target: Target) -> bool:
@@ -357,12 +366,13 @@ def _memory_shortage(config: RunConfig, target: Target, world_size: int) -> str:
     vocab_size = dimensions.padded_vocab_size(config, config.model.vocab_size or 1)
     estimate = max(estimate_stages(config, world_size, vocab_size), key=lambda each: each.total_bytes)
     room = MIXTURE_GRAPH_ROOM if is_mixture(config.model) else GRAPH_ROOM
-    graph_bytes = cuda_graph_memory_bytes(config, estimate) + int(room * estimate.total_bytes)
+    fragments_bytes, eager_bytes = int(room * estimate.total_bytes), cuda_graph_memory_bytes(config, estimate)
     limit_bytes = int(gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION))
     free_bytes = limit_bytes - estimate.total_bytes - non_torch_bytes(config, world_size)
-    if graph_bytes <= free_bytes:
+    if fragments_bytes + eager_bytes <= free_bytes:
         return ""
+    eager = f" and {gib(eager_bytes)} for steps and validations that are no graph" if eager_bytes else ""
     return (
-        f"{gib(max(free_bytes, 0))} GiB are expected to be free, and a graph needs {gib(graph_bytes)} more, for "
-        "fragments and for first steps with statistics or the guard, or validation, which run beside it"
+        f"{gib(max(free_bytes, 0))} GiB are expected to be free, and a graph needs {gib(fragments_bytes)} for fragments"
+        f"{eager}"
     )

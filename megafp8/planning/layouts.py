@@ -43,7 +43,8 @@ class PlannedLayout:
     """A legal layout that fits: its settings, its memory and its step time.
 
     Attributes:
-        config: as a command line gives it, with automatic settings, which `run` has values for.
+        config: the settings of its command line, some of them automatic.
+        run: with a value for each automatic setting.
         memory: of the pipeline stage that needs the most.
         cuda_graph_bytes: additional memory for statistics steps and validation when steps are a CUDA graph.
     """
@@ -117,10 +118,10 @@ def find_layouts(
     """
     layouts, sizes, illegal = [], [], []
     for candidate in candidates(config, gpu, world_size, given):
-        if problems := rules.setting_problems(candidate, world_size):
+        chosen = with_choices(candidate, gpu, world_size, given)
+        if problems := rules.setting_problems(chosen, world_size):
             illegal.append((candidate, problems))
             continue
-        chosen = with_choices(candidate, gpu, world_size)
         run = PlannedRun(
             config=chosen, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(chosen), calibration=calibration
         )

@@ -10,7 +10,6 @@ from typing import Any, Optional
 from megafp8.config import dimensions, iterations
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.flags import Invocation
-from megafp8.config.muon import is_muon
 from megafp8.config.rules.base import batch_schedule
 from megafp8.config.rules.model import shape_is_given
 from megafp8.config.schema import RunConfig
@@ -134,15 +133,10 @@ def vocabulary_size(config: RunConfig) -> Optional[int]:
 
 
 def assumptions(invocation: Invocation, world_size: int) -> dict[str, Any]:
-    """Values for settings that the command line does not give: those of a fast run, and those that a run requires."""
+    """Values for settings that a run requires and the command line does not give."""
     config, given = invocation.config, invocation.given
     values: dict[str, Any] = {
         "precision.bf16": True,
-        "precision.cross_entropy_loss_fusion": True,
-        "precision.cross_entropy_fusion_impl": "te",
-        "parallel.use_distributed_optimizer": not config.parallel.use_torch_fsdp2,
-        "parallel.overlap_grad_reduce": not config.parallel.use_torch_fsdp2,
-        "parallel.overlap_param_gather": not config.parallel.use_torch_fsdp2 and not is_muon(config),
         "data.seq_length": assumed_length(config),
         "optimizer.lr": 3e-4,
     }

@@ -12,6 +12,7 @@ from megafp8.config.settings import with_values
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
 from megafp8.planning import communication, layouts
+from megafp8.planning.automatic import with_choices
 from megafp8.planning.communication import RankGroup
 from megafp8.planning.mixture_time import (
     BF16_HOST_EXPERT_S,
@@ -38,10 +39,10 @@ ALLTOALL = {"parallel.moe_token_dispatcher_type": "alltoall", "parallel.expert_m
 
 
 def run_of(preset: str, changes: dict[str, Any], *, gpus: int = 64, text: str = "") -> PlannedRun:
-    """A run with the planner's assumptions on H100s, micro batch 1."""
+    """A run with the planner's assumptions and automatic settings on H100s, micro batch 1."""
     invocation = flags.parse(f"--model-preset {preset} {text}".split())
     values = assumptions(invocation, gpus) | {"training.micro_batch_size": 1} | changes
-    config = with_values(invocation.config, values)
+    config = with_choices(with_values(invocation.config, values), GPUS["h100"], gpus)
     padded = dimensions.padded_vocab_size(config, config.model.vocab_size or 0)
     return PlannedRun(config=config, gpu=GPUS["h100"], world_size=gpus, padded_vocab=padded)
 

@@ -252,6 +252,27 @@ def test_a_plan_has_the_settings_that_a_run_chooses() -> None:
     assert min(launched.values()) > 2 * min(plain.values())
 
 
+def test_performance_max_of_a_mixture_is_planned() -> None:
+    """A run has the output layer in FP8, too, for which the planner has no time."""
+    text = "--model-preset qwen3-30b-a3b --fp8-format e4m3 --fp8-recipe tensorwise --micro-batch-size 1"
+    given = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"
+    plain, most = (invoked(f"{text} {given} {extra}", gpus=64, scaling=()) for extra in ("", "--performance max"))
+    assert most.search.layouts[0].step.seconds <= plain.search.layouts[0].step.seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "has_it"),
+    [("", True), ("--optimizer muon", False), ("--use-torch-fsdp2", False), ("--deterministic-mode", True)],
+)
+def test_the_optimizer_of_a_plan_is_that_of_the_run(text: str, has_it: bool) -> None:
+    size = (
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 1"
+    )
+    layout = invoked(f"--model-preset llama-1b --bf16 {size} {text}", gpus=8, scaling=()).search.layouts[0]
+    assert layout.run.config.parallel.use_distributed_optimizer == has_it
+    assert "--use-distributed-optimizer" not in flags.to_argv(layout.config)
+
+
 def test_an_automatic_micro_batch_is_searched() -> None:
     plain = invoked("--model-preset llama3-8b", gpus=8, scaling=())
     auto = invoked("--model-preset llama3-8b --micro-batch-size auto", gpus=8, scaling=())
