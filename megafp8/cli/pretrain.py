@@ -1,8 +1,8 @@
 """Pretrain a GPT: `python pretrain_gpt.py FLAGS`, or on N devices `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`.
 
 `--help` lists the flags, `--dry-run` prints what a run would be and stops. Exit statuses: 0 done, 64 wrong flags,
-65 numbers that are not finite, 66 wrong data, 70 internal error, 71 hung, 73 folder in use, 74 wrong checkpoint,
-75 ended by a signal, to be resumed.
+65 numbers that are not finite, 66 wrong data, 70 internal error or too little memory, 71 hung, 73 folder in use,
+74 wrong checkpoint, 75 ended by a signal, to be resumed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Optional
 
-from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error
+from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, OutOfMemory
 from megafp8.utils.process import die_with_torchrun
 
 
@@ -53,6 +53,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 0
     except Megafp8Error as error:
         if not is_reported_elsewhere(error):
+            if isinstance(error, OutOfMemory):
+                traceback.print_exception(error.__cause__)  # where it was
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_status
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Optional
 
 import torch
@@ -19,31 +20,49 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in TEXTS)
 
 
-def explain_out_of_memory(error: BaseException, config: RunConfig) -> BaseException:
-    """The error to report: one with the flags that need less memory, if lack of it is the cause, else the error itself.
+@contextmanager
+def advice_on_memory(config: RunConfig) -> Iterator[None]:
+    """Raise `OutOfMemory`, which names the flags that need less, for an error that lack of memory causes.
 
     An error that already has its fix stays as it is.
+
+    Args:
+        config: of the run, without automatic settings.
     """
+    try:
+        yield
+    except Exception as error:
+        if line := cause(error):
+            remedies = "".join(f"\n  - {remedy}" for remedy in less_memory(config))
+            raise OutOfMemory(
+                f"{line}\nThese need less memory:{remedies}\n--dry-run estimates the memory of a rank, and megafp8 "
+                "plan searches for layouts"
+            ) from error
+        raise
+
+
+def cause(error: BaseException) -> str:
+    """The line that says that memory is lacking, of an error or of one that caused it; empty if there is none."""
     link: Optional[BaseException] = error
     while link is not None and not isinstance(link, Megafp8Error):
         if is_out_of_memory(link):
-            first_line = (str(link).strip() or type(link).__name__).splitlines()[0]
-            return OutOfMemory(
-                f"{first_line}\nUse {' or '.join(less_memory(config))}. --dry-run estimates the memory of a rank, and "
-                "megafp8 plan searches for layouts"
-            )
-        link = link.__cause__ or link.__context__
-    return error
+            lines = str(link).strip().splitlines() or [type(link).__name__]
+            return next((line for line in lines if any(text in line for text in TEXTS)), lines[0])
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return ""
 
 
 def less_memory(config: RunConfig) -> Iterator[str]:
-    """Flags with which a run needs less memory."""
+    """Settings with which a run needs less memory."""
     training = config.training
     size = training.micro_batch_size
     if isinstance(size, int) and size > 1:
-        yield f"a smaller --micro-batch-size than {size}, or auto, which finds the largest that fits"
+        yield f"a smaller --micro-batch-size than {size}, or auto: the fastest that fits"
     if training.recompute_granularity is None and not training.recompute_activations:
-        yield "--recompute-granularity selective or full"
+        yield (
+            "--recompute-activations, or --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1"
+        )
     if derived.uses_cuda_graph(config):
-        yield "--cuda-graph-impl none, since a graph keeps its memory"
-    yield "more model-parallel ranks"
+        yield "--cuda-graph-impl none: a graph keeps its memory"
+    yield "more tensor- or pipeline-parallel ranks"

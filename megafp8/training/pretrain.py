@@ -36,7 +36,7 @@ from megafp8.training.extensions import build_extensions
 from megafp8.training.extensions.checkpoints import check_checkpoint_folders
 from megafp8.training.loop import train_steps
 from megafp8.training.micro_batch_search.search import choose_micro_batch
-from megafp8.training.out_of_memory import explain_out_of_memory
+from megafp8.training.out_of_memory import advice_on_memory
 from megafp8.training.resume import check_no_newer_checkpoint, resume, resumes_own_run
 from megafp8.training.run import Run, run_folder
 from megafp8.training.run_record import describe_threads, describe_update, recipe_lines, run_record
@@ -79,8 +79,9 @@ def run_training(checked: Checked) -> int:
             chosen = [*checked.choices, *chosen_settings(config, checked.target, checked.implementation)]
             if rank() == 0 and chosen:
                 print(format_chosen(chosen), flush=True)
-            run = dataclasses.replace(build_training_run(config, platform, checked.implementation), guard=guard)
-            train(run, details | describe_threads(run))
+            with advice_on_memory(config):
+                run = dataclasses.replace(build_training_run(config, platform, checked.implementation), guard=guard)
+                train(run, details | describe_threads(run))
             if run.graph is not None:
                 run.graph.reset()  # NCCL cannot destroy a communicator that a CUDA graph uses
         guard.finish()
@@ -191,9 +192,7 @@ def guarded(config: RunConfig) -> Iterator[Watchdog]:
     try:
         yield guard
     except BaseException as raised:
-        error = explain_out_of_memory(raised, config)
-        if error is raised:
-            error = explain_lost_peer(raised, guard)
+        error = raised if isinstance(raised, OutOfMemory) else explain_lost_peer(raised, guard)
         if guard.run_state is not None:
             record_failure(error, guard.rank, guard.run_state)
         clear_frames(raised)

@@ -7,64 +7,66 @@ import torch
 
 from megafp8.config import flags
 from megafp8.errors import DataError, OutOfMemory
-from megafp8.training import pretrain
-from megafp8.training.out_of_memory import explain_out_of_memory, is_out_of_memory
+from megafp8.training.out_of_memory import advice_on_memory, cause, is_out_of_memory
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139.80 GiB\nSee the manual")
+CPU = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+NCCL = RuntimeError("NCCL error in: /torch/csrc, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'")
 FLAGS = "--model-preset tiny --micro-batch-size 4 --global-batch-size 4 --train-iters 2 --lr 1e-3 --bf16 --mock-data"
 
 
 @pytest.mark.parametrize(
-    ("error", "is_it"),
+    ("error", "line"),
     [
-        (CUDA, True),
-        (MemoryError(), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("NCCL error: ... Cuda failure 2 'out of memory'"), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (CUDA, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139.80 GiB"),
+        (CPU, str(CPU)),
+        (MemoryError(), "MemoryError"),
+        (NCCL, "Cuda failure 2 'out of memory'"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ""),
     ],
 )
-def test_lack_of_memory_is_distinguished_from_other_errors(error: Exception, is_it: bool) -> None:
-    assert is_out_of_memory(error) == is_it
-    assert isinstance(explain_out_of_memory(error, flags.parse(FLAGS.split()).config), OutOfMemory) == is_it
+def test_lack_of_memory_is_distinguished_from_other_errors(error: Exception, line: str) -> None:
+    assert (cause(error), is_out_of_memory(error)) == (line, line != "")
 
 
 @pytest.mark.parametrize(
-    ("extra", "fixes"),
+    ("extra", "remedies"),
     [
-        ("", "a smaller --micro-batch-size than 4, or auto, which finds the largest that fits or --recompute-"),
-        ("--micro-batch-size 1", "--recompute-granularity selective or full or more model-parallel ranks"),
-        ("--micro-batch-size auto --recompute-activations", "more model-parallel ranks"),
-        ("--micro-batch-size 1 --recompute-activations --cuda-graph-impl local", "--cuda-graph-impl none"),
+        ("", ["a smaller --micro-batch-size than 4", "--recompute-activations", "more tensor-"]),
+        ("--micro-batch-size 1", ["--recompute-activations", "more tensor-"]),
+        ("--micro-batch-size auto --recompute-activations", ["more tensor-"]),
+        (
+            "--micro-batch-size 1 --recompute-activations --cuda-graph-impl local",
+            ["--cuda-graph-impl none", "more tensor-"],
+        ),
     ],
 )
-def test_only_flags_that_would_help_are_named(extra: str, fixes: str) -> None:
-    config = flags.parse(f"{FLAGS} {extra}".split()).config
-    first, second = str(explain_out_of_memory(CUDA, config)).splitlines()
-    assert first == "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139.80 GiB"
-    assert second.startswith(f"Use {fixes}")
+def test_only_settings_that_would_help_are_named(extra: str, remedies: list[str]) -> None:
+    with pytest.raises(OutOfMemory) as raised, advice_on_memory(flags.parse(f"{FLAGS} {extra}".split()).config):
+        raise CUDA
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("CUDA out of memory. Tried") and lines[-1].startswith("--dry-run estimates")
+    found = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
+    assert len(found) == len(remedies)
+    assert all(line.startswith(remedy) for line, remedy in zip(found, remedies, strict=True))
+    assert raised.value.__cause__ is CUDA
 
 
 def test_the_end_of_a_failed_capture_does_not_hide_the_cause() -> None:
-    try:
+    with pytest.raises(OutOfMemory, match="Tried to allocate"), advice_on_memory(flags.parse(FLAGS.split()).config):
         try:
             raise CUDA
         finally:
             raise RuntimeError("the operation failed due to a previous error during capture")
-    except RuntimeError as error:
-        found = explain_out_of_memory(error, flags.parse(FLAGS.split()).config)
-    assert str(found).startswith("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_an_error_with_its_own_fix_is_kept() -> None:
-    error = DataError("A data loader process died: the machine may be out of memory")
-    assert explain_out_of_memory(error, flags.parse(FLAGS.split()).config) is error
-
-
-def test_a_run_that_ran_out_of_memory_ends_with_the_advice() -> None:
-    with (
-        pytest.raises(OutOfMemory, match="--micro-batch-size than 4") as raised,
-        pretrain.guarded(flags.parse(FLAGS.split()).config),
-    ):
-        raise CUDA
-    assert raised.value.__cause__ is CUDA
+@pytest.mark.parametrize(
+    "error", [DataError("A data loader process died: the machine may be out of memory"), KeyError("layers")]
+)
+def test_other_errors_are_kept(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, advice_on_memory(flags.parse(FLAGS.split()).config):
+        try:
+            raise CUDA
+        except RuntimeError:
+            raise error from None
+    assert raised.value is error
