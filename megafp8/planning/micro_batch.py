@@ -46,7 +46,7 @@ class Trial:
     note: str = ""
 
 
-def predicted_bytes(config: RunConfig, size: int, world_size: int, padded_vocab: int, implementation: str) -> int:
+def predicted_torch_bytes(config: RunConfig, size: int, world_size: int, padded_vocab: int, implementation: str) -> int:
     """Memory that torch allocates on a rank of the pipeline stage that needs the most."""
     estimates = estimate_stages(with_size(config, size), world_size, padded_vocab, implementation=implementation)
     return max(estimate.total_bytes for estimate in estimates)

@@ -22,7 +22,7 @@ from megafp8.config.topology import layout_of
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.capability import Target
 from megafp8.device.gpus import find_gpu
-from megafp8.device.platform import detect_platform
+from megafp8.device.platform import detect_platform, resident_bytes
 from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
 from megafp8.planning import micro_batch
 from megafp8.planning.fit import memory_warnings
@@ -189,9 +189,9 @@ def micro_batch_text(checked: Checked) -> tuple[int, str]:
     config, world_size = checked.invocation.config, checked.world_size
     target, implementation = checked.target, checked.implementation
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
-    outside = non_torch_bytes(config, world_size) if target.kind == "cuda" else 0
+    outside = non_torch_bytes(config, world_size) if target.kind == "cuda" else resident_bytes()
     predicted = {
-        size: outside + micro_batch.predicted_bytes(config, size, world_size, vocab_size, implementation)
+        size: outside + micro_batch.predicted_torch_bytes(config, size, world_size, vocab_size, implementation)
         for size in micro_batch.possible_sizes(config, world_size)
     }
     memory_bytes, limit_gib = device_memory_bytes(target), config.training.micro_batch_size_memory_limit

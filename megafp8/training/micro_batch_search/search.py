@@ -184,8 +184,14 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
     padded_vocab = dimensions.padded_vocab_size(config, dimensions.vocabulary_size(config, vocab_size))
     is_gpu = platform.kind == "cuda"
     outside = non_torch_bytes(config, ranks) if is_gpu else max(call_on_all_ranks(resident_bytes))
+    if is_gpu and limit_bytes <= outside:
+        raise ConfigError(
+            f"--micro-batch-size auto: a process takes {gib(outside)} GiB beside its tensors, and the limit is "
+            f"{gib(limit_bytes)}: give a higher --micro-batch-size-memory-limit, or free the GPU"
+        )
     predicted = {
-        size: outside + micro_batch.predicted_bytes(config, size, ranks, padded_vocab, implementation) for size in sizes
+        size: outside + micro_batch.predicted_torch_bytes(config, size, ranks, padded_vocab, implementation)
+        for size in sizes
     }
     candidates, first = micro_batch.sizes_to_try(predicted, limit_bytes), micro_batch.first_size(predicted, limit_bytes)
     skipped = [
