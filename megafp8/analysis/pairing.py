@@ -20,7 +20,8 @@ from megafp8.config.variants import NEUTRAL_SETTINGS
 from megafp8.metrics.records import RunRecord
 
 SEED = "training.seed"
-# Settings of monitoring and stopping, which a resumption may change. They change no loss.
+# Settings of monitoring, stopping and validation's speed, which a resumption may change. They change no loss. (Other
+# settings of speed change what a report compares.)
 MONITORING = (
     "training.exit_", "training.step_timeout_s", "training.checkpoint_timeout_s", "training.max_crashes",
     "training.manual_gc", "training.cuda_graph_evaluation", "training.check_weight_hash_", "training.skip_train",

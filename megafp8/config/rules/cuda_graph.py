@@ -33,24 +33,19 @@ def default_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Settings whose graph has to be asked for: the flag, and the reason.
-
-    Their graphs have not been tested on GPUs. To make one of them the default, delete its line here.
-    """
+    """Settings whose graph has to be asked for: the flag, and the reason. To make one the default, delete its line."""
     parallel = config.parallel
-    stages, parts, messages = (
-        parallel.pipeline_model_parallel_size, parallel.context_parallel_size, parallel.cp_comm_type
-    )  # fmt: skip
-    stages_flag, parts_flag = f"--pipeline-model-parallel-size {stages}", f"--context-parallel-size {parts}"
+    context, messages = parallel.context_parallel_size, parallel.cp_comm_type
+    has_other_ranks = max(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) > 1
+    flag, untested = f"--context-parallel-size {context}", "its graph has not been tested on GPUs"
     checks = (
-        (is_interleaved(config), f"{stages_flag} with virtual stages"),
-        (parts > 2 or (parts == 2 and messages != "p2p"), f"{parts_flag} with --cp-comm-type {messages}"),
-        (parts > 1 and stages > 1, f"{parts_flag} with {stages_flag}"),
-        (parallel.use_torch_fsdp2, "--use-torch-fsdp2"),
+        (is_interleaved(config), "virtual pipeline stages", "their graph has been tested in BF16 on two GPUs only"),
+        (context > 2, flag, untested),
+        (context == 2 and messages != "p2p", f"{flag} with --cp-comm-type {messages}", untested),
+        (context == 2 and has_other_ranks, f"{flag} with tensor- or pipeline-parallel ranks", untested),
+        (parallel.use_torch_fsdp2, "--use-torch-fsdp2", "a graph shortens its steps only with --fp8-param-gather"),
     )
-    for is_there, flag in checks:
-        if is_there:
-            yield flag, "its graph has not been tested on GPUs; --cuda-graph-impl local tries it"
+    yield from ((what, f"{why}; --cuda-graph-impl local tries it") for is_there, what, why in checks if is_there)
 
 
 def _dropout_rates(config: RunConfig) -> Iterator[tuple[str, float]]:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, iterations, lr_schedule, precision_map, topology
 from megafp8.config.expert_layers import has_capacity, is_mixture
-from megafp8.config.rules import cuda_graph
 from megafp8.config.rules.batch import batch_schedule_notices
 from megafp8.config.rules.gradient_reduction import idle_reduction_notices
 from megafp8.config.rules.guard import guard_notices
@@ -47,21 +46,15 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
         *batch_schedule_notices(config, world_size),
         *guard_notices(config),
         *_op_fuser_notices(config, implementation),
-        *_cuda_graph_notices(config, implementation, world_size),
+        *_cuda_graph_notices(config, world_size),
     ]
 
 
-def _cuda_graph_notices(config: RunConfig, implementation: str, world_size: int) -> Iterator[str]:
-    if derived.uses_cuda_graph(config):
-        if world_size > topology.model_parallel_size(config):
-            yield (
-                f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks cannot be identified, because times "
-                "within a graph cannot be measured"
-            )
-    elif implementation == "transformer_engine" and not any(cuda_graph.default_graph_obstacles(config)):
+def _cuda_graph_notices(config: RunConfig, world_size: int) -> Iterator[str]:
+    if derived.uses_cuda_graph(config) and world_size > topology.model_parallel_size(config):
         yield (
-            "steps are launched kernel by kernel, which is slow for small layers; to launch them as a CUDA graph: "
-            "--cuda-graph-impl local"
+            f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks cannot be identified, because times "
+            "within a graph cannot be measured"
         )
 
 
