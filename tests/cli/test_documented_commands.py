@@ -147,6 +147,12 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "python tools/plan.py": SMALL_PLAN,
         "python pretrain_gpt.py": {END: f"{SHAPE} --dry-run"},
     },
+    "docs/performance.md": {
+        "torchrun": {
+            "torchrun": "torchrun --standalone", "llama3-8b": "tiny", "--log-energy": "",
+            END: f"{SHAPE} --seq-length 32 {SHORT}",
+        },
+    },
     "docs/precision.md": {
         "python pretrain_gpt.py": {END: f"--seq-length 32 {SHORT} --fp8-schedule bf16:1,fp8:3,bf16"},
     },
