@@ -46,10 +46,19 @@ class Trial:
     note: str = ""
 
 
-def predicted_torch_bytes(config: RunConfig, size: int, world_size: int, padded_vocab: int, implementation: str) -> int:
-    """Memory that torch allocates on a rank of the pipeline stage that needs the most."""
-    estimates = estimate_stages(with_size(config, size), world_size, padded_vocab, implementation=implementation)
-    return max(estimate.total_bytes for estimate in estimates)
+def predicted_bytes(
+    config: RunConfig, sizes: Sequence[int], world_size: int, padded_vocab: int, implementation: str, outside_bytes: int
+) -> dict[int, int]:
+    """Memory of a process by size, on a rank of the pipeline stage that needs the most.
+
+    Args:
+        outside_bytes: the part that torch does not allocate.
+    """
+    found = {}
+    for size in sizes:
+        estimates = estimate_stages(with_size(config, size), world_size, padded_vocab, implementation=implementation)
+        found[size] = outside_bytes + max(estimate.total_bytes for estimate in estimates)
+    return found
 
 
 def sizes_to_try(predicted: Mapping[int, int], limit_bytes: int) -> list[int]:

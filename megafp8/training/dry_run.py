@@ -190,10 +190,8 @@ def micro_batch_text(checked: Checked) -> tuple[int, str]:
     target, implementation = checked.target, checked.implementation
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     outside = non_torch_bytes(config, world_size) if target.kind == "cuda" else resident_bytes()
-    predicted = {
-        size: outside + micro_batch.predicted_torch_bytes(config, size, world_size, vocab_size, implementation)
-        for size in micro_batch.possible_sizes(config, world_size)
-    }
+    sizes = micro_batch.possible_sizes(config, world_size)
+    predicted = micro_batch.predicted_bytes(config, sizes, world_size, vocab_size, implementation, outside)
     memory_bytes, limit_gib = device_memory_bytes(target), config.training.micro_batch_size_memory_limit
     limit_bytes = int((1 - FREE_MEMORY_FRACTION) * memory_bytes) if limit_gib is None else int(limit_gib * GIB)
     candidates, first = micro_batch.sizes_to_try(predicted, limit_bytes), micro_batch.first_size(predicted, limit_bytes)

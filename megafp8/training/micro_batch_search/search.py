@@ -189,10 +189,7 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
             f"--micro-batch-size auto: a process takes {gib(outside)} GiB beside its tensors, and the limit is "
             f"{gib(limit_bytes)}: give a higher --micro-batch-size-memory-limit, or free the GPU"
         )
-    predicted = {
-        size: outside + micro_batch.predicted_torch_bytes(config, size, ranks, padded_vocab, implementation)
-        for size in sizes
-    }
+    predicted = micro_batch.predicted_bytes(config, sizes, ranks, padded_vocab, implementation, outside)
     candidates, first = micro_batch.sizes_to_try(predicted, limit_bytes), micro_batch.first_size(predicted, limit_bytes)
     skipped = [
         micro_batch.Trial(size=size, predicted_bytes=predicted[size], note=micro_batch.NOT_TRIED)

@@ -16,7 +16,7 @@ from megafp8.planning.micro_batch import (
     is_auto,
     next_size,
     possible_sizes,
-    predicted_torch_bytes,
+    predicted_bytes,
     refused_sizes,
     setting_problems,
     sizes_to_try,
@@ -89,8 +89,9 @@ def test_predictions_bound_the_search() -> None:
 
 def test_prediction_grows_with_the_size_and_equals_the_planner() -> None:
     config = flags.parse(f"{SHAPE} --global-batch-size 16 --micro-batch-size auto".split()).config
-    small, large = (predicted_torch_bytes(config, size, 1, 1024, "emulated") for size in (1, 16))
+    small, large = predicted_bytes(config, (1, 16), 1, 1024, "emulated", 0).values()
     assert 10 * small > large > small
+    assert predicted_bytes(config, (1,), 1, 1024, "emulated", 7) == {1: small + 7}
 
 
 def test_sizes_divide_the_batch_of_a_rank_and_break_no_rule() -> None:
