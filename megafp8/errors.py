@@ -3,6 +3,9 @@
 Exit statuses follow BSD's sysexits where one fits, so that a launcher can tell invalid input from a failed run.
 """
 
+from collections.abc import Iterator
+from typing import Optional
+
 
 class Megafp8Error(ValueError):
     """Base class of errors that a user can fix. The message names the problem, the values, the flag and the fix."""
@@ -64,6 +67,13 @@ class OutOfMemory(Megafp8Error):
     """A rank that ran out of memory."""
 
     exit_status = 70
+
+
+def causes(error: Optional[BaseException]) -> Iterator[BaseException]:
+    """An error, what caused it or was handled when it was raised, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 # Exit statuses without an exception class: an internal error, a hang found by the watchdog, and preemption.

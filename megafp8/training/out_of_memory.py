@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Optional
 
 import torch
 
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
-from megafp8.errors import Megafp8Error, OutOfMemory
+from megafp8.errors import Megafp8Error, OutOfMemory, causes
 
 TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -27,7 +26,7 @@ def advice_on_memory(config: RunConfig) -> Iterator[None]:
     An error that already has its fix stays as it is.
 
     Args:
-        config: of the run, without automatic settings.
+        config: of the run, with a value for each automatic setting.
     """
     try:
         yield
@@ -43,12 +42,14 @@ def advice_on_memory(config: RunConfig) -> Iterator[None]:
 
 def cause(error: BaseException) -> str:
     """The line that says that memory is lacking, of an error or of one that caused it; empty if there is none."""
-    link: Optional[BaseException] = error
-    while link is not None and not isinstance(link, Megafp8Error):
-        if is_out_of_memory(link):
-            lines = str(link).strip().splitlines() or [type(link).__name__]
+    for each in causes(error):
+        if isinstance(each, Megafp8Error):
+            break
+        if is_out_of_memory(each):
+            lines = str(each).strip().splitlines() or [type(each).__name__]
             return next((line for line in lines if any(text in line for text in TEXTS)), lines[0])
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        if each.__cause__ is None and each.__suppress_context__:
+            break
     return ""
 
 
@@ -58,7 +59,7 @@ def less_memory(config: RunConfig) -> Iterator[str]:
     size = training.micro_batch_size
     if isinstance(size, int) and size > 1:
         yield f"a smaller --micro-batch-size than {size}, or auto: the fastest that fits"
-    if training.recompute_granularity is None and not training.recompute_activations:
+    if derived.recompute_granularity(training) is None:
         yield (
             "--recompute-activations, or --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1"

@@ -19,7 +19,7 @@ from megafp8.config import iterations, settings
 from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.device.platform import Platform, detect_platform, init_distributed, rank, shutdown_distributed, world_size
-from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, OutOfMemory, PeerLost, RunFolderInUse
+from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, OutOfMemory, PeerLost, RunFolderInUse, causes
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks, build_sinks
 from megafp8.planning.automatic import Choice
@@ -217,17 +217,14 @@ def record_failure(error: BaseException, rank: int, journal: RunStateWriter) -> 
 
 def clear_frames(error: BaseException | None) -> None:
     """Clear the local variables in the traceback of an error, since they keep loader processes alive."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    for each in causes(error):
+        traceback.clear_frames(each.__traceback__)
 
 
 def explain_lost_peer(error: BaseException, guard: Watchdog) -> BaseException:
     """The error to report: a lost peer instead of the communication error that it caused, else the error itself."""
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, (RuntimeError, PeerLost)):
-        link = link.__cause__ or link.__context__
-    lost = None if link is None else guard.find_lost_peer(PEER_WAIT_S)
+    is_sought = any(isinstance(each, (RuntimeError, PeerLost)) for each in causes(error))
+    lost = guard.find_lost_peer(PEER_WAIT_S) if is_sought else None
     if lost is None:
         return error
     return PeerLost(f"{lost}, so rank {guard.rank} ends too. Its own output says why, unless it was killed")
