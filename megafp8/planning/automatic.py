@@ -148,16 +148,11 @@ def with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
 def with_choices(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[str] = ()) -> RunConfig:
     """The configuration that a run from step 0 would have on GPUs of a kind, with Transformer Engine installed.
 
-    Mixtures keep the precision map that they have: the planner has no times for one that `--performance max` adds.
-
     Args:
         given: names of the settings given by flags.
     """
     target = Target(gpu.name, "cuda", gpu.compute_capability, "assumed")
-    chosen = choose(config, target, world_size, given=given)[0]
-    if is_mixture(config.model):
-        return with_values(chosen, {"precision.precision_map": config.precision.precision_map})
-    return chosen
+    return choose(config, target, world_size, given=given)[0]
 
 
 def _has_te_layers(config: RunConfig, target: Target) -> bool:

@@ -253,11 +253,11 @@ def test_a_plan_has_the_settings_that_a_run_chooses() -> None:
 
 
 def test_performance_max_of_a_mixture_is_planned() -> None:
-    """A run has the output layer in FP8, too, for which the planner has no time."""
+    """The output layer is in FP8, too."""
     text = "--model-preset qwen3-30b-a3b --fp8-format e4m3 --fp8-recipe tensorwise --micro-batch-size 1"
     given = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"
     plain, most = (invoked(f"{text} {given} {extra}", gpus=64, scaling=()) for extra in ("", "--performance max"))
-    assert most.search.layouts[0].step.seconds <= plain.search.layouts[0].step.seconds
+    assert most.search.layouts[0].step.seconds < plain.search.layouts[0].step.seconds
 
 
 @pytest.mark.parametrize(
