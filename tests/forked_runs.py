@@ -74,7 +74,9 @@ def prepare() -> None:
         importlib.import_module(name)
     # Kept for the ranks, of which each would do it.
     kept_parser(os.path.basename(sys.argv[0]))
-    importlib.import_module("megafp8.training.run_record").library_versions()
+    from megafp8.training.run_record import library_versions
+
+    library_versions()
     set_mock_documents(NUM_MOCK_DOCUMENTS)
 
 

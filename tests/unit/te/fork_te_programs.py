@@ -8,30 +8,16 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
-import os
-import runpy
 import sys
 import tempfile
-from pathlib import Path
-from typing import IO
 
 import te_without_cuda  # noqa: F401  (first)
 import transformer_engine.pytorch  # noqa: F401  (what programs import)
-from ranks import become_child
+from forked_script import be_script
 
 from megafp8.te import fused_mlp, layers, patches  # noqa: F401
 
 TIMEOUT_S = 120
-
-
-def be_program(path: str, output: IO[str]) -> None:
-    """Entry point of a program's process."""
-    become_child()
-    for stream in (1, 2):
-        os.dup2(output.fileno(), stream)
-    sys.argv = [path]
-    sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(path, run_name="__main__")
 
 
 def main() -> None:
@@ -39,7 +25,9 @@ def main() -> None:
     gc.collect()
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-            process = multiprocessing.get_context("fork").Process(target=be_program, args=(line.rstrip("\n"), output))
+            process = multiprocessing.get_context("fork").Process(
+                target=be_script, args=([line.rstrip("\n")], output, output)
+            )
             process.start()
             process.join(TIMEOUT_S)
             process.kill()
