@@ -137,7 +137,8 @@ class StepRecord:
     on a rank. None where they are not counted."""
     num_saturated_operands: Optional[int] = None
     operand_counts: Optional[dict[str, OperandCounts]] = None
-    """Both by operand and GEMM where they are not zero: `layers.3.linear_fc2.input.fprop`."""
+    """Both by operand and GEMM where they are not zero: `layers.3.linear_fc2.input.fprop`. In steps with non-finite
+    operands, and at --log-interval."""
     timers_ms: Optional[dict[str, float]] = None
     """Time of parts of the step, by name."""
 

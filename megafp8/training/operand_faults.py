@@ -1,8 +1,10 @@
 """Non-finite and saturated values in the operands of quantized linears, and what a run does about them.
 
 `quantization/counters.py` counts them in every step. Their sums over the ranks are reduced together with the loss, so
-that all ranks take the same decision before the update. Only a step with faults needs more: one reduction of the table,
-and the names of amax histories with an infinite amax. Under the algorithm "max" such an amax would keep a scale until
+that all ranks take the same decision before the update. Only a step with non-finite operands needs more: one reduction
+of the table, and the names of amax histories with an infinite amax. A step at `--log-interval` needs it too, if any
+operand saturates: under delayed scaling some do in nearly every step, and the table takes milliseconds of the host
+while a GPU waits for the update. Under the algorithm "max" such an amax would keep a scale until
 it leaves the history, so that it is removed in any case. Under "most_recent" the next amax makes a new scale, so that
 nothing has to be removed.
 
@@ -44,7 +46,8 @@ class OperandFaults:
 
     Attributes:
         num_non_finite, num_saturated: values, each once for each GEMM that reads it.
-        counts: of the quantizers that have any, as in `StepRecord.operand_counts`.
+        counts: of the quantizers that have any, as in `StepRecord.operand_counts`; none in a step that does not name
+            them.
         infinite_amaxes: operands with an infinite amax that was removed from their history, for example
             `layers.3.linear_fc2.input`.
     """
@@ -169,13 +172,17 @@ class OperandMonitor:
         """This rank's part of the step's totals, int64 [3]; see `StepTotals`."""
         return self.experts.add_to(self.counters.totals())
 
-    def faults(self, totals: StepTotals) -> OperandFaults:
+    def faults(self, totals: StepTotals, names_saturated: bool) -> OperandFaults:
         """The faults of a step over all ranks, and clear infinite amaxes.
 
-        Collective, with communication only if there are any.
+        Collective, with communication only if operands are named.
+
+        Args:
+            names_saturated: whether operands are named that saturate, where all are finite; the same on all ranks.
         """
-        if not (totals.num_non_finite or totals.num_saturated or totals.num_infinite_amaxes):
-            return OperandFaults()
+        is_finite = not (totals.num_non_finite or totals.num_infinite_amaxes)
+        if is_finite and not (totals.num_saturated and names_saturated):
+            return OperandFaults(num_saturated=int(totals.num_saturated))
         linears, counts = self.counters.linears, self.experts.add_to_table(self.counters.table())
         dist.all_reduce(counts)
         names: tuple[str, ...] = ()
@@ -193,12 +200,13 @@ class OperandMonitor:
 
 def named_counts(linears: Sequence[str], table: Tensor) -> Iterator[tuple[str, OperandCounts]]:
     """The counts that are not zero, with names such as `layers.3.linear_fc2.input.fprop`."""
+    counts = table.tolist()
     for row, column in (table > 0).any(dim=-1).nonzero().tolist():
         operand, gemm = QUANTIZERS[column]
-        counts = table[row, column].tolist()
+        of_quantizer = counts[row][column]
         yield (
             f"{linears[row]}.{operand.value}.{gemm.value}",
-            OperandCounts(non_finite=counts[NON_FINITE], saturated=counts[SATURATED]),
+            OperandCounts(non_finite=of_quantizer[NON_FINITE], saturated=of_quantizer[SATURATED]),
         )
 
 

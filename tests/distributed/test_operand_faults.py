@@ -48,7 +48,11 @@ RECIPES = {
 HIDING = ("tensorwise", "delayed", "blockwise")  # an infinity; the others let it reach the loss
 SHOWING = tuple(name for name in RECIPES if name not in HIDING)
 BF16 = "--on-nonfinite-activation bf16 --max-skipped-steps 1"
-LOOP = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100"
+LOG_INTERVAL = 2
+LOOP = (
+    "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100 "
+    f"--log-interval {LOG_INTERVAL}"
+)
 LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2 --micro-batch-size 2",
@@ -257,6 +261,9 @@ def test_moved_linear_is_recorded_and_resumed(tmp_path: Path) -> None:
     assert non_finite == {
         f"{BAD}.input.{gemm}": OperandCounts(non_finite=1, saturated=0) for gemm in ("fprop", "wgrad")
     }
+    named = {step.step for step in run.steps if step.operand_counts}
+    saturated = {step.step for step in run.steps if step.num_saturated_operands}
+    assert named == {BAD_STEP} | {step for step in saturated if step % LOG_INTERVAL == 0} != saturated | {BAD_STEP}
     details = {event.name: event.detail for event in run.events}
     assert details["non-finite operands"].startswith(f"{BAD}.input (fprop, wgrad): 1 non-finite")
     assert details["amax history cleared"].startswith(f"{BAD}.input: ")

@@ -19,7 +19,7 @@ from megafp8.config import flags
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.te import counters, fused_mlp, patches, quantizers
 from megafp8.training import operand_faults
-from megafp8.training.operand_faults import OperandMonitor
+from megafp8.training.operand_faults import OperandFaults, OperandMonitor
 
 RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID, amax_compute_algo="max", reduce_amax=False)
 NAMES = ("layers.0.linear_fc1", "layers.0.linear_fc2")
@@ -63,7 +63,7 @@ clean = [(fc1, "forward", 0, 2.0), (fc1, "forward", 1, 1.0), (fc2, "forward", 0,
 update(True, *clean)
 update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, 1.0))
 assert monitor.local_totals().tolist() == [0, 0, 0]
-assert monitor.faults(totals_of(monitor)).counts == ()
+assert monitor.faults(totals_of(monitor), True).counts == ()
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 4
 monitor.reset()
 assert not hasattr(fc2.get_quantizer("forward", 0), quantizers.INFINITY)  # its amaxes are enough
@@ -78,7 +78,7 @@ totals = totals_of(monitor)
 assert (totals.num_non_finite, totals.num_saturated, totals.num_infinite_amaxes) == (2, 1, 2)
 history = mlp.linear_fc2.fp8_meta["scaling_fwd"].amax_history
 assert torch.isinf(history[:, 0]).sum() == 1
-faults = monitor.faults(totals)
+faults = monitor.faults(totals, False)
 assert faults.infinite_amaxes == ("layers.0.linear_fc2.input", "layers.0.linear_fc2.grad_output"), faults
 assert faults.describe() == (
     "layers.0.linear_fc2.input (fprop, wgrad): 1 non-finite; "
@@ -93,6 +93,9 @@ for _ in range(3):
     update(True, *clean, (fc2, "forward", 0, 8.0))
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 8
 assert monitor.local_totals().tolist() == [0, 1, 0]  # the first 8 was beyond the scale of 4
+assert monitor.faults(totals_of(monitor), False) == OperandFaults(num_saturated=1)
+named = [name for name, found in monitor.faults(totals_of(monitor), True).counts if found.saturated]
+assert named == ["layers.0.linear_fc2.input.fprop", "layers.0.linear_fc2.input.wgrad"], named
 
 # Where the last amax alone makes the scale, an infinite one is counted, and the next one makes the scale.
 RECIPE.amax_compute_algo = "most_recent"
@@ -100,7 +103,7 @@ monitor.reset()
 update(True, *clean, (fc2, "forward", 0, torch.inf))
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 8, "of before"
 assert monitor.local_totals().tolist() == [1, 0, 0]
-assert monitor.faults(totals_of(monitor)).infinite_amaxes == ()
+assert monitor.faults(totals_of(monitor), True).infinite_amaxes == ()
 update(True, *clean)
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 4
 RECIPE.amax_compute_algo = "max"
@@ -135,7 +138,7 @@ attention.quantizers["scaling_bwd"][META_DP].amax.fill_(1e6)
 update(False, (fc1, "backward", 0, torch.inf), (fc2, "backward", 0, 1.0))
 totals = totals_of(monitor)
 assert (totals.num_non_finite, totals.num_saturated, totals.num_infinite_amaxes) == (3, 1, 3)
-faults = monitor.faults(totals)
+faults = monitor.faults(totals, False)
 ends = ("input.fprop", "grad_output.dgrad", "grad_output.wgrad", "input.wgrad")
 assert faults.describe(max_named=1) == "layers.0.attention.input (fprop): 1 non-finite; and 2 more", faults.describe()
 assert [(name, found.non_finite, found.saturated) for name, found in faults.counts] == [
@@ -167,9 +170,9 @@ Float8CurrentScalingQuantizer.make_empty = lambda self, shape, dtype: made
 _, parts = quantizers.empty_result(fc2.get_quantizer("forward", 0), (128, 128), torch.bfloat16)
 parts.infinity.fill_(1)
 assert monitor.local_totals().tolist() == [1, 0, 0]
-assert monitor.faults(totals_of(monitor)).describe() == "layers.0.linear_fc2.input (fprop, wgrad): 1 non-finite"
+assert monitor.faults(totals_of(monitor), True).describe() == "layers.0.linear_fc2.input (fprop, wgrad): 1 non-finite"
 _, parts = quantizers.empty_result(fc1.get_quantizer("backward", 0), (128, 128), torch.bfloat16)
 parts.infinity.fill_(1)
-assert "layers.0.linear_fc1.grad_output (dgrad, wgrad)" in monitor.faults(totals_of(monitor)).describe()
+assert "layers.0.linear_fc1.grad_output (dgrad, wgrad)" in monitor.faults(totals_of(monitor), True).describe()
 monitor.reset()
 assert monitor.local_totals().tolist() == [0, 0, 0] and parts.infinity.item() == 0
