@@ -32,6 +32,7 @@ WIDTH_INCHES, NARROW_INCHES = 8.6, 4.6
 FONT = 10
 # The limits of the loss axes ignore this first part of the runs, whose steep fall would compress the rest.
 STEEP_FRACTION = 0.08
+MAX_POINTS = 800  # of a curve: its pixels. Of long runs a page would be megabytes of points that nobody sees
 LEGEND_ROW_INCHES = 0.2
 LETTERS_PER_INCH, LINE_LETTERS = 12, 6  # of names in a legend, and the width of the line beside a name
 MIN_REACH_FRACTION = 0.001  # smallest range of a gap axis, so that noise does not fill it
@@ -235,12 +236,20 @@ def _run_curves(recipes: Sequence[DrawnRecipe], points: Callable[[LoadedRun], tu
 
 
 def _draw(axes: Axes, curves: Curves, *, marker: str = "") -> None:
-    for recipe, curve in curves:
+    for recipe, complete in curves:
+        curve = thinned(complete)
         # The baseline is wide and pale, so that a curve on top of it leaves both visible.
         width, alpha = (4.5, 0.35) if recipe.is_baseline else (1.6, 1.0)
         axes.fill_between(curve.x, curve.low, curve.high, color=recipe.color, alpha=0.13, linewidth=0)
         axes.plot(curve.x, curve.mean, color=recipe.color, linewidth=width, alpha=alpha, marker=marker, markersize=3.5,
                   label=recipe.name)  # fmt: skip
+
+
+def thinned(curve: Curve) -> Curve:
+    """Every n-th point of a curve, at most `MAX_POINTS`, with the last one."""
+    stride = math.ceil(len(curve.x) / MAX_POINTS) or 1
+    chosen = slice((len(curve.x) - 1) % stride if len(curve.x) else 0, None, stride)
+    return Curve(x=curve.x[chosen], mean=curve.mean[chosen], low=curve.low[chosen], high=curve.high[chosen])
 
 
 def _percent(curve: Curve) -> Curve:
