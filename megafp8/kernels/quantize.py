@@ -9,9 +9,10 @@
     finish_product_kernel      factor x product + bias, rounded once
 
 "Values" are what a GEMM multiplies: decoded codes times the scales of their blocks. Where they are written, codes need
-not be. A result that is not wanted is passed as None: Triton compiles a kernel without its stores. Non-finite and
-saturated values are counted in the same pass. Ragged edges are masked: masked elements load as 0, which changes no amax
-and no count, and are not stored. `quantization/triton_quantize.py` launches the kernels.
+not be. A result that is not wanted is passed as None: Triton compiles a kernel without its stores. A program counts the
+non-finite and saturated values of its tile, which it reads again if there may be any. Ragged edges are masked: masked
+elements load as 0, which changes no amax and no count, and are not stored. `quantization/triton_quantize.py` launches
+the kernels.
 """
 
 from __future__ import annotations
@@ -49,13 +50,30 @@ def store_amax(bits_ptr, x):
 
 
 @triton.jit
-def amax_kernel(x_ptr, amax_bits_ptr, count, PART: tl.constexpr):
-    """Amax of `count` elements. A program takes every `num_programs`-th chunk of PART elements."""
+def zeros_unless_infinite(x):
+    """Zeros, and NaN for values that are not finite. Their sum tells whether there are any, for the price of a product
+    and an addition, which a GPU starts twice as often as a comparison."""
+    return x.to(tl.float32) * 0.0
+
+
+@triton.jit
+def amax_kernel(x_ptr, amax_bits_ptr, is_infinite_ptr, count, PART: tl.constexpr):
+    """Amax of `count` elements, and 1 in `is_infinite_ptr` if any is not finite. A program takes every
+    `num_programs`-th chunk of PART elements.
+    """
+    first, step = tl.program_id(0).to(tl.int64) * PART, tl.num_programs(0) * PART
     largest = tl.zeros([PART], tl.float32)
-    for start in range(tl.program_id(0).to(tl.int64) * PART, count, tl.num_programs(0) * PART):
+    for start in range(first, count, step):
         at = start + tl.arange(0, PART)
-        x = tl.load(x_ptr + at, mask=at < count, other=0.0)
-        largest = tl.maximum(largest, without_nan(tl.abs(x.to(tl.float32))))
+        x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+    if tl.sum(zeros_unless_infinite(largest)) != 0:
+        tl.store(is_infinite_ptr, 1)
+        largest = tl.zeros([PART], tl.float32)
+        for start in range(first, count, step):  # again, without NaN
+            at = start + tl.arange(0, PART)
+            x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, without_nan(tl.abs(x)))
     store_amax(amax_bits_ptr, largest)
 
 
@@ -63,6 +81,9 @@ def amax_kernel(x_ptr, amax_bits_ptr, count, PART: tl.constexpr):
 def count_values(counts_ptr, more_counts_ptr, source, x, scaled, SATURATES_FROM: tl.constexpr):
     """Add a tile's values to two counts: those of the source that are not finite, and finite ones of x whose product
     with the scale rounds beyond the format. `more_counts_ptr` has the counts of another use of the codes, or is None.
+
+    Kernels read the tile again for this, where there is anything to count: values that are kept for it would take
+    registers in all programs.
     """
     is_beyond = (tl.abs(scaled) >= SATURATES_FROM) & (tl.abs(x) < INFINITY)
     is_finite = tl.abs(source) < INFINITY  # false for NaN
@@ -79,14 +100,16 @@ def count_values(counts_ptr, more_counts_ptr, source, x, scaled, SATURATES_FROM:
 
 @triton.jit
 def quantize_tensor_kernel(
-    x_ptr, scale_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, counts_ptr, more_counts_ptr, count,
+    x_ptr, scale_ptr, is_infinite_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, counts_ptr,
+    more_counts_ptr, count,
     POWER_OF_TWO: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SATURATES_FROM: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
     """Quantize with one scale; a program has PART elements.
 
-    `scale_ptr` is the tensor's amax, or with delayed scaling its quantization scale. `recorded_amax_ptr` is raised to
-    the tensor's amax, for delayed scaling; None records nothing.
+    `scale_ptr` is the tensor's amax, or with delayed scaling its quantization scale. `is_infinite_ptr` is that of
+    `amax_kernel`; delayed scaling has none. `recorded_amax_ptr` is raised to the tensor's amax, for delayed scaling;
+    None records nothing.
     """
     scale = tl.load(scale_ptr)
     if not IS_DELAYED:
@@ -98,12 +121,18 @@ def quantize_tensor_kernel(
     if recorded_amax_ptr is not None:
         store_amax(recorded_amax_ptr, x)
     scaled = x * scale
-    if counts_ptr is not None:
-        count_values(counts_ptr, more_counts_ptr, x, x, scaled, SATURATES_FROM)
     if codes_ptr is not None:
         tl.store(codes_ptr + at, round_to_code(scaled, None, GRID).to(tl.uint8), mask=at < count)
     if values_ptr is not None:
         tl.store(values_ptr + at, round_to_value(scaled, None, GRID).to(values_ptr.dtype.element_ty), mask=at < count)
+    if counts_ptr is not None:
+        if IS_DELAYED:
+            is_suspect = (tl.max(tl.abs(scaled)) >= SATURATES_FROM) | (tl.sum(zeros_unless_infinite(x)) != 0)
+        else:
+            is_suspect = tl.load(is_infinite_ptr) != 0  # finite values fit the scale of a finite amax
+        if is_suspect:
+            x = tl.load(x_ptr + at, mask=at < count, other=0.0, volatile=True).to(tl.float32)
+            count_values(counts_ptr, more_counts_ptr, x, x, x * scale, SATURATES_FROM)
 
 
 @triton.jit
@@ -179,63 +208,121 @@ def quantize_blocks_kernel(
     block_row, squares = place_of_tile(num_columns, SIDE, TILES)
     num_rows_left = num_rows - block_row * SIDE
     at, inside = offsets_of_tile(squares, num_columns, num_rows_left, SIDE, SIDE)
-    x = tl.load(x_ptr + block_row * SIDE * num_columns + at, mask=inside, other=0.0)
+    x_ptr += block_row * SIDE * num_columns
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    has_row_counts: tl.constexpr = row_counts_ptr is not None
+    has_column_counts: tl.constexpr = column_counts_ptr is not None
+    if has_row_counts or has_column_counts:
+        is_infinite = tl.sum(zeros_unless_infinite(x)) != 0
     if row_codes_ptr is not None or row_values_ptr is not None:
-        largest = tl.max(tl.abs(x.to(tl.float32)), axis=2, keep_dims=True)
         across = tl.cdiv(num_columns, SIDE)  # scales in a row of row blocks
         if IS_SQUARE:
-            largest = tl.max(largest, axis=0, keep_dims=True)
             scale_at, scale_inside = block_row * across + squares, squares < across
         else:
             rows = tl.arange(0, SIDE)[:, None, None]
             scale_at = block_row * SIDE * across + rows * across + squares
             scale_inside = (rows < num_rows_left) & (squares < across)
-        store_blocks(
-            x, x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, across * SIDE,
+        row_peak = store_blocks(
+            x, scale_at, scale_inside, block_row, squares, num_rows, num_columns, across * SIDE,
             on_overflow, row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr,
-            row_counts_ptr, more_row_counts_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
+            IS_SQUARE, True, RULE, GRID, SCALE_GRID, SIDE,
         )  # fmt: skip
     if column_codes_ptr is not None or column_values_ptr is not None:
-        source = x
         if matrix_ptr is not None:
             x = transformed(x, matrix_ptr, SIDE, TILES)
-        largest = tl.max(tl.abs(x.to(tl.float32)), axis=0, keep_dims=True)
         columns = squares * SIDE + tl.arange(0, SIDE)[None, None, :]
-        store_blocks(
-            source, x, largest, block_row * num_columns + columns, columns < num_columns,
+        column_peak = store_blocks(
+            x, block_row * num_columns + columns, columns < num_columns,
             block_row, squares, num_rows, num_columns, num_columns, on_overflow,
             column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr,
-            column_factor_ptr, column_counts_ptr, more_column_counts_ptr, RULE, GRID, SCALE_GRID, SATURATES_FROM, SIDE,
+            column_factor_ptr, True, False, RULE, GRID, SCALE_GRID, SIDE,
+        )  # fmt: skip
+    if has_row_counts:
+        count_tile(
+            x_ptr, None, is_infinite | (row_peak >= SATURATES_FROM), tl.min(squares), num_rows_left, num_columns,
+            on_overflow, row_amax_ptr, row_counts_ptr, more_row_counts_ptr, IS_SQUARE, True, RULE, GRID, SCALE_GRID,
+            SATURATES_FROM, SIDE, TILES,
+        )  # fmt: skip
+    if has_column_counts:
+        count_tile(
+            x_ptr, matrix_ptr, is_infinite | (column_peak >= SATURATES_FROM), tl.min(squares), num_rows_left,
+            num_columns, on_overflow, column_amax_ptr, column_counts_ptr, more_column_counts_ptr, True, False, RULE,
+            GRID, SCALE_GRID, SATURATES_FROM, SIDE, TILES,
         )  # fmt: skip
 
 
 @triton.jit
-def store_blocks(
-    source, x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, noise_width, on_overflow,
-    amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr, counts_ptr, more_counts_ptr,
-    RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr, SATURATES_FROM: tl.constexpr, SIDE: tl.constexpr,
+def count_tile(
+    x_ptr, matrix_ptr, is_suspect, first_square, num_rows_left, num_columns, on_overflow, amax_ptr, counts_ptr,
+    more_counts_ptr,
+    IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
+    SATURATES_FROM: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Scale, round and store a tile whose blocks have the amaxes `largest`, which broadcast to the tile.
+    """`count_values` of the tile whose first row is at `x_ptr`, if there may be anything to count.
 
-    `source` is the tile x before its transform.
+    It is read again, one square after the other, and scaled again: what is kept takes registers in every program.
     """
+    if is_suspect:
+        for index in range(TILES):
+            at, inside = offsets_of_tile(first_square + index, num_columns, num_rows_left, SIDE, SIDE)
+            source = tl.load(x_ptr + at, mask=inside, other=0.0, volatile=True)
+            x = source
+            if matrix_ptr is not None:
+                x = transformed(source, matrix_ptr, SIDE, 1)
+            _, quant, _, _ = scales_of_tile(x, on_overflow, amax_ptr, IS_TALL, IS_WIDE, RULE, GRID, SCALE_GRID)
+            # A two-level scale that underflowed, FP32_MAX here, makes zeros of its block.
+            scaled = tl.where(quant < FP32_MAX, x.to(tl.float32) * quant, 0.0)
+            count_values(counts_ptr, more_counts_ptr, source.to(tl.float32), x.to(tl.float32), scaled, SATURATES_FROM)
+
+
+@triton.jit
+def scales_of_tile(
+    x, on_overflow, amax_ptr, IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr,
+    SCALE_GRID: tl.constexpr,
+):  # fmt: skip
+    """Amaxes, quantization scales, dequantization scales and their codes of a tile's blocks, which broadcast to it.
+
+    A block has all rows of the tile if IS_TALL, else one, and the columns of a square if IS_WIDE, else one. `amax_ptr`
+    is the amax of the tensor, for two-level scaling.
+    """
+    largest = tl.abs(x.to(tl.float32))
+    if IS_WIDE:
+        largest = tl.max(largest, axis=2, keep_dims=True)
+    if IS_TALL:
+        largest = tl.max(largest, axis=0, keep_dims=True)
     largest = without_nan(largest)
     if RULE == "two_level":
-        tensor_largest = tl.load(amax_ptr)
-        quant, dequant, scale_codes = two_level_scales(largest, tensor_largest, SCALE_GRID)
-        if tl.program_id(0) == 0:
-            tl.store(factor_ptr, tl.div_rn(tensor_largest, TOP))
+        quant, dequant, scale_codes = two_level_scales(largest, tl.load(amax_ptr), SCALE_GRID)
     elif RULE == "e8m0":
         quant, dequant, scale_codes = e8m0_scales(largest, GRID)
     else:
         quant = quant_scale_of(largest, on_overflow, RULE == "power_of_two", GRID)
         dequant = tl.div_rn(1.0, quant)
         scale_codes = dequant
+    return largest, quant, dequant, scale_codes
+
+
+@triton.jit
+def store_blocks(
+    x, scale_at, scale_inside, block_row, squares, num_rows, num_columns, noise_width, on_overflow,
+    amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr,
+    IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    """Scale, round and store a tile in the blocks of `scales_of_tile`.
+
+    Returns the largest scaled amax of two-level scaling, whose scales are rounded, so that finite values can saturate.
+    It is 0 for other scales.
+    """
+    largest, quant, dequant, scale_codes = scales_of_tile(
+        x, on_overflow, amax_ptr, IS_TALL, IS_WIDE, RULE, GRID, SCALE_GRID
+    )
+    peak = 0.0
+    if RULE == "two_level":
+        peak = tl.max(tl.where(quant < FP32_MAX, largest * quant, 0.0))  # FP32_MAX: the scale underflowed
+        if tl.program_id(0) == 0:
+            tl.store(factor_ptr, tl.div_rn(tl.load(amax_ptr), TOP))
     scaled = x.to(tl.float32) * quant
-    if counts_ptr is not None:
-        # A two-level scale that underflowed, FP32_MAX here, makes zeros of its block.
-        counted = tl.where(quant < FP32_MAX, scaled, 0.0)
-        count_values(counts_ptr, more_counts_ptr, source.to(tl.float32), x.to(tl.float32), counted, SATURATES_FROM)
     first_row = block_row * SIDE
     at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE)
     noise = None
@@ -247,13 +334,15 @@ def store_blocks(
         codes = round_to_code(scaled, noise, GRID)
         if GRID.code_bits == 4:  # two codes in a byte, the even element in its low half
             even, odd = tl.split(tl.reshape(codes, [SIDE, codes.shape[1], SIDE // 2, 2]))
-            codes, num_columns = even | (odd << 4), num_columns // 2
-            at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE // 2)
-        tl.store(codes_ptr + first_row * num_columns + at, codes.to(tl.uint8), mask=inside)
+            pair_at, pair_inside = offsets_of_tile(squares, num_columns // 2, num_rows - first_row, SIDE, SIDE // 2)
+            pairs = (even | (odd << 4)).to(tl.uint8)
+            tl.store(codes_ptr + first_row * (num_columns // 2) + pair_at, pairs, mask=pair_inside)
+        else:
+            tl.store(codes_ptr + first_row * num_columns + at, codes.to(tl.uint8), mask=inside)
     if values_ptr is not None:
         values = round_to_value(scaled, noise, GRID) * dequant
-        at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE)
         tl.store(values_ptr + first_row * num_columns + at, values.to(values_ptr.dtype.element_ty), mask=inside)
+    return peak
 
 
 @triton.jit

@@ -13,9 +13,10 @@ Finite values saturate under delayed scaling, with a margin below 0, under E8M0 
 two-level scale is subnormal, and beside a non-finite value of their block or tensor, whose scale is 1.
 
 On a CPU the amax that a quantizer needs anyway shows whether there is anything to count. Only then the tensor is read
-again. On a GPU the counts are sums on the device, without a wait. The Triton kernels that cast count in the same pass.
-Torch operations, which cast there with a margin, E8M0 scales that are rounded down, four-over-six scales and EDEN, take
-passes of their own. Not counted are values beside a non-finite one under the rowwise recipe and with a margin above 0.
+again. On a GPU the counts are sums on the device, without a wait. The Triton kernels that cast count, too, in tiles
+that have anything to count. Torch operations, which cast there with a margin, E8M0 scales that are rounded down, four-
+over-six scales and EDEN, take passes of their own. Not counted are values beside a non-finite one under the rowwise
+recipe and with a margin above 0.
 """
 
 from __future__ import annotations

@@ -213,28 +213,29 @@ def quantize_rowwise(
 def _quantize_tensor(
     source: Tensor, outputs: RuleOutputs, group: Optional[dist.ProcessGroup], delayed: Optional[DelayedScale]
 ) -> None:
-    rule, count, recorded_amax = outputs.rule, source.numel(), None
+    rule, count, recorded_amax, is_infinite = outputs.rule, source.numel(), None, None
     is_delayed = rule.scale_rule is ScaleRule.DELAYED
     if is_delayed:
         assert delayed is not None, "delayed scaling has its scale from before"
         scale_or_amax = delayed.quant_scale
         recorded_amax = None if delayed.amax is None else delayed.amax.view(torch.int32)
     else:
-        scale_or_amax = reduce_amax(_amax(source), group)
+        amax, is_infinite = _amax(source)
+        scale_or_amax = reduce_amax(amax, group)
     quantize_tensor_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
-        source, scale_or_amax, outputs.codes, outputs.values, outputs.factor, recorded_amax, *outputs.pair_of_counts,
-        count,
+        source, scale_or_amax, is_infinite, outputs.codes, outputs.values, outputs.factor, recorded_amax,
+        *outputs.pair_of_counts, count,
         POWER_OF_TWO=rule.scale_rule is ScaleRule.POWER_OF_TWO, IS_DELAYED=is_delayed, GRID=grid_of(rule.format),
         SATURATES_FROM=saturation_threshold(rule.format), PART=CHUNK_ELEMENTS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _amax(source: Tensor) -> Tensor:
-    """FP32 [1]."""
-    amax = torch.zeros(1, device=source.device)
+def _amax(source: Tensor) -> tuple[Tensor, Tensor]:
+    """The amax, FP32 [1], and whether any value is not finite, int32 [1]."""
+    found = torch.zeros(2, dtype=torch.int32, device=source.device)
     num_programs = min(AMAX_PROGRAMS, _cdiv(source.numel(), CHUNK_ELEMENTS))
-    amax_kernel[(num_programs,)](source, amax.view(torch.int32), source.numel(), PART=CHUNK_ELEMENTS)
-    return amax
+    amax_kernel[(num_programs,)](source, found[:1], found[1:], source.numel(), PART=CHUNK_ELEMENTS)
+    return found[:1].view(torch.float32), found[1:]
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ def _tensor_amaxes(
 ) -> tuple[Tensor, Tensor]:
     """FP32 scalars: the amax of a tensor, and that of its transform by `matrix`; without a matrix the same twice."""
     if matrix is None:
-        (amax,) = reduce_amax(_amax(source), group)
+        (amax,) = reduce_amax(_amax(source)[0], group)
         return amax, amax
     num_rows, num_columns = matrix_shape(source)
     tiles, num_warps, num_programs = _tiling(num_rows, num_columns, HADAMARD_SIZE)
