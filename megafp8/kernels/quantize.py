@@ -128,8 +128,8 @@ def quantize_tensor_kernel(
     if counts_ptr is not None:
         if IS_DELAYED:
             is_suspect = (tl.max(tl.abs(scaled)) >= SATURATES_FROM) | (tl.sum(zeros_unless_infinite(x)) != 0)
-        else:
-            is_suspect = tl.load(is_infinite_ptr) != 0  # finite values fit the scale of a finite amax
+        else:  # finite values fit the scale of a finite amax, which may be that of several ranks
+            is_suspect = (tl.load(scale_ptr) == INFINITY) | (tl.load(is_infinite_ptr) != 0)
         if is_suspect:
             x = tl.load(x_ptr + at, mask=at < count, other=0.0, volatile=True).to(tl.float32)
             count_values(counts_ptr, more_counts_ptr, x, x, x * scale, SATURATES_FROM)

@@ -20,6 +20,7 @@ from megafp8.quantization.counters import (
     SATURATED,
     count_non_finite_on_device,
     count_saturated_on_device,
+    saturation_threshold,
 )
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.linear import emulated_linear
@@ -272,6 +273,15 @@ def test_kernels_count_non_finite_values_themselves(rules: list[OperandRule], mo
     for times in (1, 2):
         quantize.quantize_for(x, [Use(rule) for rule in rules], counts=counts.unbind())
         assert counts[:, NON_FINITE].tolist() == [3 * times] * len(rules)
+
+
+def test_values_saturate_beside_an_infinity_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks share an amax, and an infinite one gives the scale 1."""
+    x = torch.linspace(-600, 600, 4 * 256, device=DEVICE).view(4, 256)
+    counts = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
+    monkeypatch.setattr(triton_quantize, "reduce_amax", lambda amax, group: torch.full_like(amax, torch.inf))
+    triton_quantize.quantize_for(x, [Use(OperandRule(format=E4M3))], counts=counts.unbind())
+    assert counts[0].tolist() == [0, int((x.abs() >= saturation_threshold(E4M3)).sum())] and counts[0, SATURATED]
 
 
 def test_torch_operations_where_kernels_run_count_non_finite_values(monkeypatch: pytest.MonkeyPatch) -> None:
