@@ -81,8 +81,8 @@ class Timed:
 def check_mode(options: argparse.Namespace, text: str) -> Checked:
     """A mode of megafp8, checked: RECIPE FLAGS on the shape, loader in this process."""
     recipe, _, extra = text.partition(" ")
-    long = "--train-iters 1000 --log-interval 100"  # COMMON is for programs of few steps
-    argv = shlex.split(f"{SHAPES[options.shape]} {COMMON} {long} {MODES[recipe]} {extra} {options.extra}")
+    many_steps = "--train-iters 1000 --log-interval 100"  # COMMON is for programs of few
+    argv = shlex.split(f"{SHAPES[options.shape]} {COMMON} {many_steps} {MODES[recipe]} {extra} {options.extra}")
     return check(*flags.parse_with_problems([*argv, "--num-workers", "0"]))
 
 

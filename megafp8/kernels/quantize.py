@@ -50,15 +50,15 @@ def store_amax(bits_ptr, x):
 
 
 @triton.jit
-def zeros_unless_infinite(x):
+def zeros_unless_non_finite(x):
     """Zeros, and NaN for values that are not finite. Their sum tells whether there are any, for the price of a product
     and an addition, which a GPU starts twice as often as a comparison."""
     return x.to(tl.float32) * 0.0
 
 
 @triton.jit
-def amax_kernel(x_ptr, amax_bits_ptr, is_infinite_ptr, count, PART: tl.constexpr):
-    """Amax of `count` elements, and 1 in `is_infinite_ptr` if any is not finite. A program takes every
+def amax_kernel(x_ptr, amax_bits_ptr, has_non_finite_ptr, count, PART: tl.constexpr):
+    """Amax of `count` elements, and 1 in `has_non_finite_ptr` if any is not finite. A program takes every
     `num_programs`-th chunk of PART elements.
     """
     first, step = tl.program_id(0).to(tl.int64) * PART, tl.num_programs(0) * PART
@@ -67,8 +67,8 @@ def amax_kernel(x_ptr, amax_bits_ptr, is_infinite_ptr, count, PART: tl.constexpr
         at = start + tl.arange(0, PART)
         x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-    if tl.sum(zeros_unless_infinite(largest)) != 0:
-        tl.store(is_infinite_ptr, 1)
+    if tl.sum(zeros_unless_non_finite(largest)) != 0:
+        tl.store(has_non_finite_ptr, 1)
         largest = tl.zeros([PART], tl.float32)
         for start in range(first, count, step):  # again, without NaN
             at = start + tl.arange(0, PART)
@@ -82,8 +82,8 @@ def count_values(counts_ptr, more_counts_ptr, source, x, scaled, SATURATES_FROM:
     """Add a tile's values to two counts: those of the source that are not finite, and finite ones of x whose product
     with the scale rounds beyond the format. `more_counts_ptr` has the counts of another use of the codes, or is None.
 
-    Kernels read the tile again for this, where there is anything to count: values that are kept for it would take
-    registers in all programs.
+    Most kernels read the tile again for this, where there may be anything to count: values that are kept for it would
+    take registers in all programs.
     """
     is_beyond = (tl.abs(scaled) >= SATURATES_FROM) & (tl.abs(x) < INFINITY)
     is_finite = tl.abs(source) < INFINITY  # false for NaN
@@ -100,14 +100,14 @@ def count_values(counts_ptr, more_counts_ptr, source, x, scaled, SATURATES_FROM:
 
 @triton.jit
 def quantize_tensor_kernel(
-    x_ptr, scale_ptr, is_infinite_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, counts_ptr,
+    x_ptr, scale_ptr, has_non_finite_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, counts_ptr,
     more_counts_ptr, count,
     POWER_OF_TWO: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SATURATES_FROM: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
     """Quantize with one scale; a program has PART elements.
 
-    `scale_ptr` is the tensor's amax, or with delayed scaling its quantization scale. `is_infinite_ptr` is that of
+    `scale_ptr` is the tensor's amax, or with delayed scaling its quantization scale. `has_non_finite_ptr` is that of
     `amax_kernel`; delayed scaling has none. `recorded_amax_ptr` is raised to the tensor's amax, for delayed scaling;
     None records nothing.
     """
@@ -121,16 +121,17 @@ def quantize_tensor_kernel(
     if recorded_amax_ptr is not None:
         store_amax(recorded_amax_ptr, x)
     scaled = x * scale
+    if IS_DELAYED and counts_ptr is not None:  # tiles saturate often
+        count_values(counts_ptr, more_counts_ptr, x, x, scaled, SATURATES_FROM)
     if codes_ptr is not None:
         tl.store(codes_ptr + at, round_to_code(scaled, None, GRID).to(tl.uint8), mask=at < count)
     if values_ptr is not None:
         tl.store(values_ptr + at, round_to_value(scaled, None, GRID).to(values_ptr.dtype.element_ty), mask=at < count)
-    if counts_ptr is not None:
-        if IS_DELAYED:
-            is_suspect = (tl.max(tl.abs(scaled)) >= SATURATES_FROM) | (tl.sum(zeros_unless_infinite(x)) != 0)
-        else:  # finite values fit the scale of a finite amax, which may be that of several ranks
-            is_suspect = (tl.load(scale_ptr) == INFINITY) | (tl.load(is_infinite_ptr) != 0)
+    if not IS_DELAYED and counts_ptr is not None:
+        # Finite values fit the scale of a finite amax, which may be that of several ranks.
+        is_suspect = (tl.load(scale_ptr) == INFINITY) | (tl.load(has_non_finite_ptr) != 0)
         if is_suspect:
+            # Volatile, or the compiler keeps the first read in registers.
             x = tl.load(x_ptr + at, mask=at < count, other=0.0, volatile=True).to(tl.float32)
             count_values(counts_ptr, more_counts_ptr, x, x, x * scale, SATURATES_FROM)
 
@@ -213,7 +214,7 @@ def quantize_blocks_kernel(
     has_row_counts: tl.constexpr = row_counts_ptr is not None
     has_column_counts: tl.constexpr = column_counts_ptr is not None
     if has_row_counts or has_column_counts:
-        is_infinite = tl.sum(zeros_unless_infinite(x)) != 0
+        has_non_finite = tl.sum(zeros_unless_non_finite(x)) != 0
     if row_codes_ptr is not None or row_values_ptr is not None:
         across = tl.cdiv(num_columns, SIDE)  # scales in a row of row blocks
         if IS_SQUARE:
@@ -237,15 +238,16 @@ def quantize_blocks_kernel(
             column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr,
             column_factor_ptr, True, False, RULE, GRID, SCALE_GRID, SIDE,
         )  # fmt: skip
+    first_square = tl.min(squares)  # of the tile
     if has_row_counts:
         count_tile(
-            x_ptr, None, is_infinite | (row_peak >= SATURATES_FROM), tl.min(squares), num_rows_left, num_columns,
+            x_ptr, None, has_non_finite | (row_peak >= SATURATES_FROM), first_square, num_rows_left, num_columns,
             on_overflow, row_amax_ptr, row_counts_ptr, more_row_counts_ptr, IS_SQUARE, True, RULE, GRID, SCALE_GRID,
             SATURATES_FROM, SIDE, TILES,
         )  # fmt: skip
     if has_column_counts:
         count_tile(
-            x_ptr, matrix_ptr, is_infinite | (column_peak >= SATURATES_FROM), tl.min(squares), num_rows_left,
+            x_ptr, matrix_ptr, has_non_finite | (column_peak >= SATURATES_FROM), first_square, num_rows_left,
             num_columns, on_overflow, column_amax_ptr, column_counts_ptr, more_column_counts_ptr, True, False, RULE,
             GRID, SCALE_GRID, SATURATES_FROM, SIDE, TILES,
         )  # fmt: skip
@@ -265,7 +267,7 @@ def count_tile(
     if is_suspect:
         for index in range(TILES):
             at, inside = offsets_of_tile(first_square + index, num_columns, num_rows_left, SIDE, SIDE)
-            source = tl.load(x_ptr + at, mask=inside, other=0.0, volatile=True)
+            source = tl.load(x_ptr + at, mask=inside, other=0.0, volatile=True)  # not the first read, kept
             x = source
             if matrix_ptr is not None:
                 x = transformed(source, matrix_ptr, SIDE, 1)

@@ -138,7 +138,7 @@ class StepRecord:
     num_saturated_operands: Optional[int] = None
     operand_counts: Optional[dict[str, OperandCounts]] = None
     """Both by operand and GEMM where they are not zero: `layers.3.linear_fc2.input.fprop`. In steps with non-finite
-    operands, and at --log-interval."""
+    operands, and in multiples of --log-interval."""
     timers_ms: Optional[dict[str, float]] = None
     """Time of parts of the step, by name."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Sequence
 from typing import Optional, Union
 
@@ -156,6 +157,7 @@ def quantize_by_torch(
         count_saturated_on_device(blocks, scales.quant, rule, counts)
     elif counts:
         is_narrow &= group is None or group.size() == 1  # else the tensor's amax is that of other ranks too
+        is_suspect |= rule.block is None and amax.item() == math.inf  # perhaps another rank's
         count_values(source, blocks, amax, scales, is_suspect, is_narrow, rule, counts)
     codes = codes[: rows.shape[0], : codes_shape(rows.shape, rule.format)[-1]]  # drop the padding of ragged edges
     codes = codes.reshape(codes_shape(source.shape, rule.format))

@@ -213,17 +213,17 @@ def quantize_rowwise(
 def _quantize_tensor(
     source: Tensor, outputs: RuleOutputs, group: Optional[dist.ProcessGroup], delayed: Optional[DelayedScale]
 ) -> None:
-    rule, count, recorded_amax, is_infinite = outputs.rule, source.numel(), None, None
+    rule, count, recorded_amax, has_non_finite = outputs.rule, source.numel(), None, None
     is_delayed = rule.scale_rule is ScaleRule.DELAYED
     if is_delayed:
         assert delayed is not None, "delayed scaling has its scale from before"
         scale_or_amax = delayed.quant_scale
         recorded_amax = None if delayed.amax is None else delayed.amax.view(torch.int32)
     else:
-        amax, is_infinite = _amax(source)
+        amax, has_non_finite = _amax(source)
         scale_or_amax = reduce_amax(amax, group)
     quantize_tensor_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
-        source, scale_or_amax, is_infinite, outputs.codes, outputs.values, outputs.factor, recorded_amax,
+        source, scale_or_amax, has_non_finite, outputs.codes, outputs.values, outputs.factor, recorded_amax,
         *outputs.pair_of_counts, count,
         POWER_OF_TWO=rule.scale_rule is ScaleRule.POWER_OF_TWO, IS_DELAYED=is_delayed, GRID=grid_of(rule.format),
         SATURATES_FROM=saturation_threshold(rule.format), PART=CHUNK_ELEMENTS, enable_fp_fusion=False,

@@ -133,8 +133,8 @@ def reduce_step_totals(
         depth_sums,
     )
     run.guard.agree_to_stop(totals.num_stopping_ranks)
-    is_logged = (progress.step + 1) % run.config.logging.log_interval == 0
-    faults = OperandFaults() if operands is None else operands.faults(totals, names_saturated=is_logged)
+    names_saturated = (progress.step + 1) % run.config.logging.log_interval == 0
+    faults = OperandFaults() if operands is None else operands.faults(totals, names_saturated)
     if not totals.num_bad_ranks or not run.config.training.check_for_nan_in_loss_and_grad:
         return totals, find_bad_operands(run, progress, faults), faults
     is_loss_finite = math.isfinite(totals.loss_sum)

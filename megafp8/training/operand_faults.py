@@ -1,12 +1,12 @@
 """Non-finite and saturated values in the operands of quantized linears, and what a run does about them.
 
 `quantization/counters.py` counts them in every step. Their sums over the ranks are reduced together with the loss, so
-that all ranks take the same decision before the update. Only a step with non-finite operands needs more: one reduction
-of the table, and the names of amax histories with an infinite amax. A step at `--log-interval` needs it too, if any
-operand saturates: under delayed scaling some do in nearly every step, and the table takes milliseconds of the host
-while a GPU waits for the update. Under the algorithm "max" such an amax would keep a scale until
-it leaves the history, so that it is removed in any case. Under "most_recent" the next amax makes a new scale, so that
-nothing has to be removed.
+that all ranks take the same decision before the update. A step with non-finite operands needs more: one reduction of
+the table, and the names of amax histories with an infinite amax. Under the algorithm "max" such an amax would keep a
+scale until it leaves the history, so that it is removed in any case. Under "most_recent" the next amax makes a new
+scale, so that nothing has to be removed. Operands that saturate are named at multiples of `--log-interval` only: under
+delayed scaling some do in nearly every step, and their table and names take milliseconds of the host while a GPU waits
+for the update.
 
 `--on-nonfinite-activation` says what follows from non-finite operands: `warn` records them, `stop` and `skip` treat the
 step as a bad one (`bad_steps.py`), and `bf16` also computes the linears in high precision from the next step on.

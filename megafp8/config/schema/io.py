@@ -161,7 +161,9 @@ class CheckpointConfig:
 class LoggingConfig:
     """Records of a run."""
 
-    log_interval: int = setting(100, "steps between console lines; the records have every step")
+    log_interval: int = setting(
+        100, "steps between console lines; the records have every step, and name saturated operands at this interval"
+    )
     tensorboard_dir: Optional[str] = setting(
         None, "folder for TensorBoard files; default tensorboard/ in --save", path=True
     )

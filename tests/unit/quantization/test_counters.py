@@ -202,6 +202,14 @@ def test_saturation_under_eden_is_that_of_the_cast() -> None:
     assert count.tolist() == [0, int((blocks.abs() / dequant >= 7).sum())]
 
 
+def test_values_saturate_beside_an_infinity_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks share an amax, and an infinite one gives the scale 1."""
+    x, count = torch.linspace(-600, 600, 1024).view(4, 256), torch.zeros(2, dtype=torch.int64)
+    monkeypatch.setattr(quantize_module, "reduce_amax", lambda amax, group: amax.fill_(torch.inf))
+    quantize_by_torch(x, OperandRule(format=E4M3), counts=[count])
+    assert count.tolist() == [0, int((x.abs() >= saturation_threshold(E4M3)).sum())] and count[1]
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 def test_every_quantizer_of_a_linear_is_counted(recipe: str) -> None:
     fp8_or_fp4 = "--fp4-format e2m1" if recipe == "nvfp4" else f"--fp8-format e4m3 --fp8-recipe {recipe}"
