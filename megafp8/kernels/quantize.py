@@ -57,23 +57,25 @@ def zeros_unless_non_finite(x):
 
 
 @triton.jit
-def amax_kernel(x_ptr, amax_bits_ptr, has_non_finite_ptr, count, PART: tl.constexpr):
-    """Amax of `count` elements, and 1 in `has_non_finite_ptr` if any is not finite. A program takes every
-    `num_programs`-th chunk of PART elements.
-    """
-    first, step = tl.program_id(0).to(tl.int64) * PART, tl.num_programs(0) * PART
+def largest_of_parts(x_ptr, count, LEAVES_OUT_NAN: tl.constexpr, PART: tl.constexpr):
+    """The largest magnitudes [PART] of every `num_programs`-th chunk of PART elements."""
     largest = tl.zeros([PART], tl.float32)
-    for start in range(first, count, step):
+    for start in range(tl.program_id(0).to(tl.int64) * PART, count, tl.num_programs(0) * PART):
         at = start + tl.arange(0, PART)
-        x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+        magnitudes = tl.abs(tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32))
+        if LEAVES_OUT_NAN:
+            magnitudes = without_nan(magnitudes)
+        largest = tl.maximum(largest, magnitudes, propagate_nan=tl.PropagateNan.ALL)
+    return largest
+
+
+@triton.jit
+def amax_kernel(x_ptr, amax_bits_ptr, has_non_finite_ptr, count, PART: tl.constexpr):
+    """Amax of `count` elements, and 1 in `has_non_finite_ptr` if any is not finite."""
+    largest = largest_of_parts(x_ptr, count, False, PART)
     if tl.sum(zeros_unless_non_finite(largest)) != 0:
         tl.store(has_non_finite_ptr, 1)
-        largest = tl.zeros([PART], tl.float32)
-        for start in range(first, count, step):  # again, without NaN
-            at = start + tl.arange(0, PART)
-            x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, without_nan(tl.abs(x)))
+        largest = largest_of_parts(x_ptr, count, True, PART)
     store_amax(amax_bits_ptr, largest)
 
 
@@ -211,9 +213,7 @@ def quantize_blocks_kernel(
     at, inside = offsets_of_tile(squares, num_columns, num_rows_left, SIDE, SIDE)
     x_ptr += block_row * SIDE * num_columns
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    has_row_counts: tl.constexpr = row_counts_ptr is not None
-    has_column_counts: tl.constexpr = column_counts_ptr is not None
-    if has_row_counts or has_column_counts:
+    if row_counts_ptr is not None or column_counts_ptr is not None:
         has_non_finite = tl.sum(zeros_unless_non_finite(x)) != 0
     if row_codes_ptr is not None or row_values_ptr is not None:
         across = tl.cdiv(num_columns, SIDE)  # scales in a row of row blocks
@@ -239,13 +239,13 @@ def quantize_blocks_kernel(
             column_factor_ptr, True, False, RULE, GRID, SCALE_GRID, SIDE,
         )  # fmt: skip
     first_square = tl.min(squares)  # of the tile
-    if has_row_counts:
+    if row_counts_ptr is not None:
         count_tile(
             x_ptr, None, has_non_finite | (row_peak >= SATURATES_FROM), first_square, num_rows_left, num_columns,
             on_overflow, row_amax_ptr, row_counts_ptr, more_row_counts_ptr, IS_SQUARE, True, RULE, GRID, SCALE_GRID,
             SATURATES_FROM, SIDE, TILES,
         )  # fmt: skip
-    if has_column_counts:
+    if column_counts_ptr is not None:
         count_tile(
             x_ptr, matrix_ptr, has_non_finite | (column_peak >= SATURATES_FROM), first_square, num_rows_left,
             num_columns, on_overflow, column_amax_ptr, column_counts_ptr, more_column_counts_ptr, True, False, RULE,
