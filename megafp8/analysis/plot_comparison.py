@@ -247,8 +247,8 @@ def _draw(axes: Axes, curves: Curves, *, marker: str = "") -> None:
 
 def thinned(curve: Curve) -> Curve:
     """Every n-th point of a curve, at most `MAX_POINTS`, with the last one."""
-    stride = math.ceil(len(curve.x) / MAX_POINTS) or 1
-    chosen = slice((len(curve.x) - 1) % stride if len(curve.x) else 0, None, stride)
+    stride = max(1, math.ceil(len(curve.x) / MAX_POINTS))
+    chosen = np.arange(len(curve.x) - 1, -1, -stride)[::-1]
     return Curve(x=curve.x[chosen], mean=curve.mean[chosen], low=curve.low[chosen], high=curve.high[chosen])
 
 
