@@ -50,8 +50,9 @@ class WeightCodes:
 
     Attributes:
         raw: uint8 [N, K], the bytes of the codes; a view into the gather buffer once there is one.
-        dequant_scale: FP32, scalar or [ceil(N / block rows), ceil(K / block columns)].
-        amax: FP32, amaxes of the last quantization, in the shape of `dequant_scale`.
+        dequant_scale: FP32, scalar or [ceil(N / block rows), ceil(K / block columns)]. Always the same tensor, which a
+            CUDA graph reads.
+        amax: FP32, amaxes of the last quantization, in the shape of `dequant_scale`. Always the same tensor, too.
         high_precision: values assigned since, until `quantize_assigned_weights` has quantized them; else None.
         exchange: reduces amaxes over a group of ranks, as `reduce_amax` does.
     """
@@ -74,7 +75,7 @@ class WeightCodes:
         if rule.block is not None:
             self.scales_shape = tuple(-(-size // length) for size, length in zip(self.shape, self.block, strict=True))
         self.raw = torch.zeros(self.shape, dtype=torch.uint8, device=self.device)
-        self.dequant_scale = self.amax = torch.zeros(self.scales_shape, device=self.device)
+        self.dequant_scale, self.amax = (torch.zeros(self.scales_shape, device=self.device) for _ in range(2))
         self.high_precision: Optional[Tensor] = high_precision
         self.exchange: Exchange = reduce_amax
 
@@ -135,7 +136,7 @@ class GatheredCodes(WeightCodes):
         """The last arguments are those of `WeightCodes`."""
         super().__init__(torch.empty(shape, dtype=rows.dtype, device="meta"), *options)
         self.high_precision, self.device = None, rows.device
-        self.dequant_scale = self.amax = torch.zeros(self.scales_shape, device=self.device)
+        self.dequant_scale, self.amax = (torch.zeros(self.scales_shape, device=self.device) for _ in range(2))
 
     def store(self, start: int, encoded: Tensor) -> None:
         """Keep the codes of this rank's rows for the next gathers."""
@@ -270,9 +271,13 @@ def _quantize_same_rule(
     for ranks in (group, weights[0].scale_group):
         weights[0].exchange(amax, ranks)
     scales = _scales(weights, amax)
-    split = zip(*(tensor.split(sizes) for tensor in (amax, scales.quant, scales.dequant)), strict=True)
-    for codes, shard, start, of_weight in zip(weights, shards, starts, split, strict=True):
-        codes.amax, quant_scale, codes.dequant_scale = (tensor.view(codes.scales_shape) for tensor in of_weight)
+    amaxes, quant_scales, dequant_scales = (
+        [each.view(codes.scales_shape) for each, codes in zip(tensor.split(sizes), weights, strict=True)]
+        for tensor in (amax, scales.quant, scales.dequant)
+    )
+    torch._foreach_copy_([codes.amax for codes in weights], amaxes)
+    torch._foreach_copy_([codes.dequant_scale for codes in weights], dequant_scales)
+    for codes, shard, start, quant_scale in zip(weights, shards, starts, quant_scales, strict=True):
         if shard is not None:
             assert start is not None
             codes.quantize(shard, start, quant_scale)

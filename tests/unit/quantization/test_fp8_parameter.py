@@ -121,6 +121,17 @@ def test_setting_a_weight_quantizes_it_like_bf16(recipe: LinearRecipe) -> None:
     assert torch.equal(weight.clone().nan_to_num(), master_weight(RAGGED, seed=1).bfloat16().nan_to_num())
 
 
+@each_recipe
+def test_an_update_leaves_codes_and_scales_at_their_addresses(recipe: LinearRecipe) -> None:
+    """A CUDA graph reads them there."""
+    state = state_for(recipe)
+    weight, master = settled(torch.randn(RAGGED), recipe, state), 3 * torch.randn(RAGGED)
+    codes, before = weight.codes.quantized(), weight.codes.amax
+    quantize_shards([weight], [master.flatten()], [0], None)
+    check_equal(codes, fully_quantized(master, recipe))
+    assert weight.codes.amax is before and before.max() == master.bfloat16().abs().max()
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-38, 3e38, math.inf, math.nan])
 @each_recipe
 def test_weights_of_one_number(recipe: LinearRecipe, value: float) -> None:
