@@ -21,6 +21,7 @@ from megafp8.device.layer_support import (
     context_parallel_attention_problems,
     emulated_only_options,
     expert_kernel_problems,
+    graph_problems,
     model_obstacles,
     quantizer_problems,
 )
@@ -139,6 +140,8 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
     found = [target.problem] if target.problem else []
     found += implementation_problems(config, target, implementation)
     found += recipe_problems(config.precision, target, implementation)
+    if target.kind == "cuda":
+        found += graph_problems(config, implementation, target.transformer_engine is not None)
     if implementation == "transformer_engine":
         found += [f"{text}; change it, or use --transformer-impl emulated" for text in layer_obstacles(config)]
         found += fp8_attention_problems(config, target) + quantizer_problems(config)
@@ -187,6 +190,7 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
         "--moe-expert-kernels triton": kernels == "triton",
         "--log-energy": config.logging.log_energy,
         "--use-nccl-ub": bool(config.parallel.use_nccl_ub),
+        f"--cuda-graph-impl {config.training.cuda_graph_impl}": derived.uses_cuda_graph(config),
     }
     if target.kind == "cpu":
         found += [
@@ -226,7 +230,6 @@ def te_only_options(config: RunConfig, target: Target, implementation: str) -> l
         "--fine-grained-activation-offloading": config.training.fine_grained_activation_offloading,
         "--use-precision-aware-optimizer": config.optimizer.use_precision_aware_optimizer and target.kind == "cuda",
         "--fp8-dot-product-attention": precision.fp8_dot_product_attention,
-        f"--cuda-graph-impl {config.training.cuda_graph_impl}": derived.uses_cuda_graph(config),
     }
     need = f"needs --transformer-impl transformer_engine, but this run uses {implementation}"
     reasons = {

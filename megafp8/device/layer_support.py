@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megafp8.config import derived, precision_map
+from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_obstacles
 from megafp8.config.planted_faults import EMULATED_FAULTS, INFINITE_ACTIVATION
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
@@ -166,3 +169,55 @@ def attention_kernel_problems(config: RunConfig) -> list[str]:
             "attention has windows without dropout only; use --attention-backend auto, or --attention-dropout 0"
         )
     return found
+
+
+def graph_problems(config: RunConfig, implementation: str, has_te: bool) -> list[str]:
+    """Layers that cannot be captured in the CUDA graph that was asked for.
+
+    Args:
+        has_te: Transformer Engine is installed.
+    """
+    if not derived.uses_cuda_graph(config):
+        return []
+    graph = f"--cuda-graph-impl {config.training.cuda_graph_impl}"
+    return [
+        f"{flag} with {graph}: {reason}; use --cuda-graph-impl none"
+        for flag, reason in graph_obstacles(config, implementation, has_te)
+    ]
+
+
+def graph_obstacles(config: RunConfig, implementation: str, has_te: bool) -> Iterator[tuple[str, str]]:
+    """What keeps layers of an implementation out of a CUDA graph: the flag, and why."""
+    flag, parallel = f"--transformer-impl {implementation}", config.parallel
+    sizes = (
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    )  # fmt: skip
+    if implementation == "local":
+        yield flag, "its layers have not been captured"
+    elif implementation == "emulated":
+        if not has_te:
+            yield flag, "graphs need the one-pass optimizer, whose state Transformer Engine keeps; it is not installed"
+        if max(sizes) > 1 or parallel.use_torch_fsdp2:
+            yield flag, "its graphs are of one GPU or data-parallel ranks"
+        if is_mixture(config.model):
+            yield flag, "its graphs have not been tested with experts"
+    else:
+        for recipe in derived.used_recipes(config.precision):
+            if recipe.is_stochastic(vars(config.precision)):
+                yield recipe.flag, "Transformer Engine's stochastic rounding, for Blackwell GPUs, has not been captured"
+                return
+
+
+def layers_without_default_graph(config: RunConfig, implementation: str, world_size: int) -> Iterator[tuple[str, str]]:
+    """Settings with which a graph of these layers has to be asked for: the flag, and why. Delete a line once it ran."""
+    model = config.model
+    untested = (
+        (world_size > 1, "several ranks"),
+        (config.precision.fp8_param_gather, "--fp8-param-gather"),
+        (derived.recompute_granularity(config.training) is not None, "recomputation"),
+        (bool(model.attention_dropout or model.hidden_dropout), "dropout"),
+    )
+    for is_there, setting in untested:
+        if implementation == "emulated" and is_there:
+            reason = "its graph has not been tested on GPUs; --cuda-graph-impl local tries it"
+            yield f"--transformer-impl emulated with {setting}", reason

@@ -112,6 +112,13 @@ class EmulatedLinearMixin:
         self.amax_exchange = exchange
         exchange.join(self.quantizer_state, amax_reduction_group(options))
 
+    @property
+    def noise(self) -> Optional[RoundingNoise]:
+        """The random numbers of stochastic rounding; None if the recipe rounds to nearest."""
+        if self.recipe is None or not self.recipe.is_stochastic:
+            return None
+        return self.quantizer_state if self.recipe.delayed is None else self.quantizer_state.noise
+
     def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
         """The process groups over which the amax of each operand is reduced."""
         raise NotImplementedError
@@ -158,9 +165,6 @@ class EmulatedLinearMixin:
         recipe = self.recipe if self.is_quantizing and not self.is_moved else UNQUANTIZED
         if self.received is not None and recipe is UNQUANTIZED:
             input = dequantized(input, self.received)
-        noise: Optional[RoundingNoise] = None
-        if recipe.is_stochastic:
-            noise = self.quantizer_state if recipe.delayed is None else self.quantizer_state.noise
         plan = LinearPlan(
             recipe=recipe,
             tensor_group=self.tp_group,
@@ -168,7 +172,7 @@ class EmulatedLinearMixin:
             allreduce_dgrad=allreduce_dgrad,
             amax_groups=self.amax_groups(sequence_parallel),
             fuse_wgrad=gradient_accumulation_fusion,
-            noise=noise,
+            noise=self.noise if recipe.is_stochastic else None,
             observer=self.observer,
             counts=self.counts,
             channel_scales=self.input_scales,
@@ -209,6 +213,8 @@ class EmulatedLinearMixin:
         """Start or stop caching the codes of the weight between forward passes, and drop the cached ones."""
         self.caches_weight_codes = is_cached
         self._weight_codes = None
+        if is_cached and self.noise is not None:
+            self.noise.start_step()
         if self.amax_exchange is not None:  # an error may have interrupted the last step
             self.amax_exchange.start_step()
             self.quantizer_state.kept_scales.clear()

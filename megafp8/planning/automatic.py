@@ -26,6 +26,7 @@ A flag always wins. The configuration that a run records has the values that wer
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Collection
@@ -44,6 +45,7 @@ from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
+from megafp8.device.layer_support import graph_obstacles, layers_without_default_graph
 from megafp8.device.nccl_environment import expandable_segments
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
@@ -317,14 +319,17 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
     none = {"training.cuda_graph_impl": "none"}
     if target.kind != "cuda":
         return none, []
-    if not _has_te_layers(config, target):
-        return none, [Choice("--cuda-graph-impl", "none", "needs Transformer Engine's layers")]
     if fault_injection.FAULTS_VARIABLE in os.environ:
         return none, [Choice("--cuda-graph-impl", "none", f"{fault_injection.FAULTS_VARIABLE} acts between kernels")]
-    if obstacle := next(default_graph_obstacles(config), None):
+    implementation = capability.resolve_implementation(config, target)
+    obstacles = itertools.chain(
+        graph_obstacles(config, implementation, target.transformer_engine is not None),
+        default_graph_obstacles(config), layers_without_default_graph(config, implementation, world_size),
+    )  # fmt: skip
+    if obstacle := next(obstacles, None):
         return none, [Choice("--cuda-graph-impl", "none", ": ".join(obstacle))]
     local = {"training.cuda_graph_impl": "local"}
-    if shortage := _memory_shortage(with_values(config, local), target, world_size):
+    if shortage := _memory_shortage(with_values(config, local), target, world_size, implementation):
         return none, [Choice("--cuda-graph-impl", "none", shortage)]
     return local, [Choice("--cuda-graph-impl", "local", "supported by all settings")]
 
@@ -350,7 +355,7 @@ def _expert_kernels(config: RunConfig, target: Target, world_size: int) -> tuple
     return {"parallel.moe_expert_kernels": kernels}, [Choice("--moe-expert-kernels", kernels, reason)]
 
 
-def _memory_shortage(config: RunConfig, target: Target, world_size: int) -> str:
+def _memory_shortage(config: RunConfig, target: Target, world_size: int, implementation: str) -> str:
     """Why the memory does not suffice for a CUDA graph, by the planner; empty if it does.
 
     Without `--vocab-size` the estimate leaves out the logits' memory.
@@ -359,9 +364,11 @@ def _memory_shortage(config: RunConfig, target: Target, world_size: int) -> str:
     if gpu is None or rules.setting_problems(config, world_size):
         return ""
     vocab_size = dimensions.padded_vocab_size(config, config.model.vocab_size or 1)
-    estimate = max(estimate_stages(config, world_size, vocab_size), key=lambda each: each.total_bytes)
+    stages = estimate_stages(config, world_size, vocab_size, implementation=implementation)
+    estimate = max(stages, key=lambda each: each.total_bytes)
     room = MIXTURE_GRAPH_ROOM if is_mixture(config.model) else GRAPH_ROOM
-    fragments_bytes, eager_bytes = int(room * estimate.total_bytes), cuda_graph_memory_bytes(config, estimate)
+    fragments_bytes = int(room * estimate.total_bytes)
+    eager_bytes = cuda_graph_memory_bytes(config, estimate, implementation=implementation)
     limit_bytes = int(gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION))
     free_bytes = limit_bytes - estimate.total_bytes - non_torch_bytes(config, world_size)
     if fragments_bytes + eager_bytes <= free_bytes:

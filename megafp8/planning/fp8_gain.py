@@ -13,6 +13,7 @@ from megafp8.config import derived, iterations, mixture, model_shapes
 from megafp8.config.precision_map import GEMMS
 from megafp8.config.rules import cuda_graph
 from megafp8.config.settings import with_values
+from megafp8.device.layer_support import graph_obstacles
 from megafp8.planning.compute import cast_s, gemm_s, grad_output_rows
 from megafp8.planning.mixture_time import expert_remarks
 from megafp8.planning.planned_run import BF16, PlannedRun, layer_gemms, layer_linears
@@ -87,7 +88,8 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     ]
     host_share = quantized.parts.get("host", 0.0) / quantized.seconds
     if host_share > 1 - 1 / MIN_SPEEDUP:
-        has_graph = not any(cuda_graph.default_graph_obstacles(run.config))
+        of_layers = graph_obstacles(run.config, "transformer_engine", has_te=True)
+        has_graph = not any((*of_layers, *cuda_graph.default_graph_obstacles(run.config)))
         or_graph = ", or --cuda-graph-impl local" if has_graph else ""
         lines.append(
             f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which launches more "

@@ -132,8 +132,16 @@ def check_hadamard_rows(num_rows: int) -> None:
 class RoundingNoise(nn.Module):
     """A reproducible stream of random generators for stochastic rounding.
 
+    A CUDA graph draws from the generators that it was captured with. Each step (`start_step`) therefore takes the
+    generators of the last one, in their order. A launched draw seeds its generator. A captured one does not: all of
+    them are seeded before a replay (`seed_draws`).
+
     Args:
         name: of the stream; equal names give equal numbers on equal devices.
+
+    Attributes:
+        generators: of the draws of a step, in their order.
+        place: of the next draw among them; None before the first step, when every draw has a new generator.
     """
 
     num_draws: Tensor
@@ -142,16 +150,38 @@ class RoundingNoise(nn.Module):
         super().__init__()
         self.name = name
         self.register_buffer("num_draws", torch.zeros(1, dtype=torch.int64))
+        self.generators: list[torch.Generator] = []
+        self.place: Optional[int] = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoundingNoise:
         """Stay on the CPU: reading the count must not synchronize with a device."""
         return self
 
+    def start_step(self) -> None:
+        """Take the generators of the last step again."""
+        self.place = 0
+
     def next_generator(self, device: torch.device) -> torch.Generator:
         """A generator for one tensor."""
+        if self.place is None:
+            return self._seed(torch.Generator(device))
+        if self.place == len(self.generators):
+            self.generators.append(torch.Generator(device))
+        self.place += 1
+        generator = self.generators[self.place - 1]
+        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return generator if is_captured else self._seed(generator)
+
+    def seed_draws(self, number: int) -> None:
+        """Seed the generators of the first draws of a step, before a replay that draws from them."""
+        for generator in self.generators[:number]:
+            self._seed(generator)
+
+    def _seed(self, generator: torch.Generator) -> torch.Generator:
+        """Seed a generator for the next draw of the stream."""
         digest = hashlib.sha256(f"{self.name}|{self.num_draws.item()}".encode()).digest()
         self.num_draws += 1
-        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        return generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 def random_bytes(count: int, generator: torch.Generator) -> Tensor:

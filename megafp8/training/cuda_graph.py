@@ -37,6 +37,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.optimizer.received_bytes import ReceivedBytes
+from megafp8.quantization.nvfp4 import RoundingNoise
 from megafp8.resilience import fault_injection
 
 RANDOM_STATE_MODULES = ("megatron.core.tensor_parallel.random", "transformer_engine.pytorch.distributed")
@@ -68,16 +69,25 @@ class PassGraph:
     Args:
         chunks: the model.
         counters: of the bytes that the passes receive. They count in Python, which a replay does not run.
+        noises: from which the passes draw the random numbers of stochastic rounding.
 
     Attributes:
         graph: None before the capture.
         received_bytes: of a replay, by counter.
+        num_draws: of a replay, by noise. A linear that was moved to BF16 draws nothing, and an evaluation less.
     """
 
-    def __init__(self, chunks: list[Any], device: torch.device, counters: Sequence[ReceivedBytes] = ()):
-        self.chunks, self.device, self.counters = chunks, device, counters
+    def __init__(
+        self,
+        chunks: list[Any],
+        device: torch.device,
+        counters: Sequence[ReceivedBytes] = (),
+        noises: Sequence[RoundingNoise] = (),
+    ):
+        self.chunks, self.device, self.counters, self.noises = chunks, device, counters, noises
         self.graph: Optional[torch.cuda.CUDAGraph] = None
         self.received_bytes: list[int] = []
+        self.num_draws: list[int] = []
         self.inputs: list[Batch] = []
         self.reports: list[dict[str, Tensor]] = []
 
@@ -103,6 +113,8 @@ class PassGraph:
             for counter, received in zip(self.counters, self.received_bytes, strict=True):
                 counter.received_bytes += received
         assert self.graph is not None
+        for noise, num_draws in zip(self.noises, self.num_draws, strict=True):
+            noise.seed_draws(num_draws)
         self.graph.replay()
         return self.reports
 
@@ -124,7 +136,8 @@ class PassGraph:
         graph = torch.cuda.CUDAGraph()
         tracker = tensor_parallel.get_cuda_rng_tracker()
         draws = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-        for state in (*(tracker.get_states().values() if draws else ()), *generators):
+        noises = (generator for noise in self.noises for generator in noise.generators)
+        for state in (*(tracker.get_states().values() if draws else ()), *generators, *noises):
             graph.register_generator_state(state)
         # Not "global": other threads use the device meanwhile. Loaders pin memory, and NCCL's watchdog queries events.
         captured = torch.cuda.graph(graph, pool=pool, stream=capture_stream(), capture_error_mode="thread_local")
@@ -134,6 +147,7 @@ class PassGraph:
         self.received_bytes = [
             counter.received_bytes - start for counter, start in zip(self.counters, before, strict=True)
         ]
+        self.num_draws = [noise.place or 0 for noise in self.noises]
         self.graph = graph
 
 
@@ -158,6 +172,8 @@ class StepGraph:
     ):
         self.chunks, self.device, self.counters = chunks, device, counters
         self.warm_up_steps, self.has_evaluation = warm_up_steps, has_evaluation
+        modules = (module for chunk in chunks for module in chunk.modules())
+        self.noises = [module for module in modules if isinstance(module, RoundingNoise)]
         self.reset()
 
     def reset(self) -> None:
@@ -169,7 +185,7 @@ class StepGraph:
 
     def new_graph(self) -> PassGraph:
         """One that is not captured yet."""
-        return PassGraph(self.chunks, self.device, self.counters)
+        return PassGraph(self.chunks, self.device, self.counters, self.noises)
 
     @property
     def pool(self) -> Any:

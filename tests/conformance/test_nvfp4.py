@@ -190,6 +190,21 @@ def test_noise_is_a_function_of_name_and_count() -> None:
     assert len(distinct) == 6
 
 
+def test_steps_and_replays_continue_the_stream() -> None:
+    """A step takes the generators of the last one again; a replay draws after they were seeded, all at once."""
+    cpu, free, noise = torch.device("cpu"), RoundingNoise("a"), RoundingNoise("a")
+    expected = [random_bytes(8, free.next_generator(cpu)).tolist() for _ in range(9)]
+    found = []
+    for _ in range(2):
+        noise.start_step()
+        found += [random_bytes(8, noise.next_generator(cpu)).tolist() for _ in range(3)]
+    assert len(noise.generators) == 3
+    noise.seed_draws(2)
+    found += [random_bytes(8, generator).tolist() for generator in noise.generators[:2]]
+    noise.seed_draws(1)
+    assert found + [random_bytes(8, noise.generators[0]).tolist()] == expected
+
+
 def test_noise_is_uniform() -> None:
     counts = torch.bincount(random_bytes(1 << 18, torch.Generator().manual_seed(9)).int(), minlength=256)
     expected = (1 << 18) / 256

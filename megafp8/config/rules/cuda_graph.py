@@ -60,7 +60,7 @@ Checks = Iterator[tuple[bool, str, str, str]]  # whether the obstacle is there, 
 
 
 def _kernel_obstacles(config: RunConfig) -> Checks:
-    """Random numbers, and precisions that change."""
+    """Random numbers of dropout, and precisions that change."""
     model, precision = config.model, config.precision
     granularity = derived.recompute_granularity(config.training)
     jitter = (("--moe-input-jitter-eps", model.moe_input_jitter_eps),) if model.moe_input_jitter_eps else ()
@@ -72,15 +72,6 @@ def _kernel_obstacles(config: RunConfig) -> Checks:
             f"than the forward pass",
             "leave out one of them",
         )
-    for recipe in derived.used_recipes(precision):
-        if recipe.is_stochastic(vars(precision)):
-            yield (
-                True,
-                recipe.flag,
-                "a graph of stochastic rounding has not been run: Transformer Engine's needs a Blackwell GPU",
-                NO_GRAPH,
-            )
-            break
     yield (
         config.training.fine_grained_activation_offloading,
         "--fine-grained-activation-offloading",

@@ -192,7 +192,7 @@ class TrainingConfig:
     cuda_graph_impl: str = setting(
         "auto",
         "CUDA graphs; local: run the forward and backward passes of a step as one graph, which removes launch "
-        "overhead (Transformer Engine's layers only), auto: local where it is supported and was run on GPUs",
+        "overhead (emulated layers: one GPU or data-parallel ranks), auto: local where it was run on GPUs",
         choices=("auto", "none", "local"),
     )
     cuda_graph_scope: str = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Optional
 
 import pytest
@@ -50,7 +51,6 @@ def test_compatible_settings(text: str) -> None:
         "--no-overlap-p2p-communication",
         "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2",
         "--tensor-model-parallel-size 2 --context-parallel-size 4",
-        "--fp4-recipe nvfp4 --fp4-format e2m1",
         "--fp8-schedule 1:bf16,10:fp8",
         "--fp16",
         "--loss-scale 2",
@@ -130,10 +130,37 @@ def test_warmup_steps_without_a_graph_have_no_effect(steps: int) -> None:
     assert not any("warmup-steps" in problem for problem in problems(text))
 
 
-def test_graphs_need_transformer_engine_layers() -> None:
-    config = flags.parse(f"{ASKED} --transformer-impl emulated".split()).config
-    found = capability.capability_problems(config, capability.TARGETS["h200"])
-    assert any(text.startswith("--cuda-graph-impl local: needs --transformer-impl") for text in found)
+@pytest.mark.parametrize(
+    ("name", "extra", "problem"),
+    [
+        ("cpu", "", "--cuda-graph-impl local: cpu has no CUDA device; remove the flag"),
+        (
+            "h200 without Transformer Engine",
+            "",
+            "--transformer-impl emulated with --cuda-graph-impl local: graphs need the one-pass optimizer",
+        ),
+        ("h200", "--transformer-impl local", "--transformer-impl local with --cuda-graph-impl local: its layers"),
+        ("h200", "--transformer-impl emulated", None),
+        ("h200", "--fp4-recipe nvfp4 --fp4-format e2m1", None),  # emulated
+        (
+            "b200",
+            "--fp4-recipe nvfp4 --fp4-format e2m1",
+            "--fp4-recipe nvfp4 with --cuda-graph-impl local: Transformer",
+        ),
+        (
+            "h200",
+            "--transformer-impl emulated --tensor-model-parallel-size 2 --sequence-parallel",
+            "--transformer-impl emulated with --cuda-graph-impl local: its graphs are of one GPU",
+        ),
+    ],
+)
+def test_layers_in_graphs(name: str, extra: str, problem: Optional[str]) -> None:
+    config = flags.parse(f"{ASKED} {extra}".split()).config
+    targets = capability.TARGETS
+    without_te = dataclasses.replace(targets["h200"], transformer_engine=None)
+    target = targets.get(name, without_te)
+    found = [text for text in capability.capability_problems(config, target) if "graph" in text]
+    assert len(found) == (problem is not None) and all(text.startswith(problem) for text in found)
 
 
 @pytest.mark.parametrize(

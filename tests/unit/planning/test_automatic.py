@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tarfile
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import pytest
 from automatic_runs import BETA2, DELAYED, MODEL, checked, chosen
@@ -209,13 +209,58 @@ def test_chosen_kernels_of_experts_make_the_padding_of_the_router_idle(flags: st
             "--context-parallel-size 2 with --cp-comm-type a2a: its graph has not been tested",
         ),
         ("--no-use-distributed-optimizer", "no --use-distributed-optimizer: CUDA graphs need the one-pass optimizer"),
-        ("--transformer-impl emulated", "needs Transformer Engine's layers"),
+        (
+            "--transformer-impl emulated --tensor-model-parallel-size 2 --sequence-parallel",
+            "--transformer-impl emulated: its graphs are of one GPU or data-parallel ranks",
+        ),
+        (
+            "--transformer-impl emulated",
+            "--transformer-impl emulated with several ranks: its graph has not been tested",
+        ),
     ],
 )
 def test_the_reason_for_no_graph_is_reported(extra: str, reason: str) -> None:
     run = checked(f"{DELAYED} {extra}", world_size=2)
     (found,) = (choice for choice in run.choices if choice.flag == "--cuda-graph-impl")
     assert found.value == "none" and found.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("recipe", ["--fp4-format e2m1 --fp4-recipe nvfp4", f"{DELAYED} --transformer-impl emulated"])
+def test_emulated_layers_are_a_graph_with_the_one_pass_optimizer_alone(recipe: str) -> None:
+    """Its state is that of Transformer Engine's Adam."""
+    assert chosen(recipe)["--cuda-graph-impl"] == "local"
+    target = dataclasses.replace(capability.TARGETS["h200"], transformer_engine=None)
+    config, choices = automatic.choose(flags.parse([*MODEL.split(), *recipe.split()]).config, target, 1)
+    (choice,) = (each for each in choices if each.flag == "--cuda-graph-impl")
+    assert config.training.cuda_graph_impl == choice.value == "none" and "one-pass optimizer" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("extra", "setting"),
+    [
+        ("--fp8-param-gather", "--fp8-param-gather"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "recomputation"),
+        ("--hidden-dropout 0.1", "dropout"),
+    ],
+)
+def test_untested_graphs_of_emulated_layers_have_to_be_asked_for(extra: str, setting: str) -> None:
+    flags_of_run = f"--fp8-format hybrid --fp8-recipe tensorwise --transformer-impl emulated {extra}"
+    (found,) = (choice for choice in checked(flags_of_run).choices if choice.flag == "--cuda-graph-impl")
+    assert found.value == "none" and found.reason.startswith(f"--transformer-impl emulated with {setting}: its graph")
+    assert checked(f"{flags_of_run} --cuda-graph-impl local").invocation.config.training.cuda_graph_impl == "local"
+
+
+def test_the_memory_of_a_graph_is_that_of_the_layers_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, estimate_stages = list[str](), automatic.estimate_stages
+
+    def recorded(*arguments: Any, implementation: str) -> Any:
+        asked.append(implementation)
+        return estimate_stages(*arguments, implementation=implementation)
+
+    monkeypatch.setattr(automatic, "estimate_stages", recorded)
+    for implementation in ("transformer_engine", "emulated"):
+        chosen(f"{DELAYED} --transformer-impl {implementation}")
+    assert asked == ["transformer_engine", "emulated"]
 
 
 def test_no_graph_where_memory_does_not_suffice_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +311,7 @@ def test_a_graph_leaves_room_for_fragments(recomputed: str, graph: str) -> None:
             "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2: the host reads how many tokens",
         ),
         ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction is not tested in CUDA graphs"),
-        ("--fp4-format e2m1 --fp4-recipe nvfp4", "--fp4-recipe nvfp4: a graph of stochastic rounding has not been run"),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4", "--fp4-recipe nvfp4: Transformer Engine's stochastic rounding"),
     ],
 )
 def test_the_reason_of_no_graph_is_the_setting_without_advice(extra: str, reason: str) -> None:

@@ -18,6 +18,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.optimizer.received_bytes import ReceivedBytes
+from megafp8.quantization.nvfp4 import RoundingNoise
 from megafp8.training import cuda_graph
 from megafp8.training import step as training_step
 from megafp8.training.cuda_graph import StepGraph, StepHooks
@@ -280,6 +281,56 @@ def test_a_graph_advances_the_random_states_of_dropout(device: Device, monkeypat
     graph.steps_left = 0
     graph.run(passes, None, 0)
     assert forked == ["dropout"] and device.graphs[0].random_states == [generator]
+
+
+class CudaGenerator:
+    """A generator on the simulated device."""
+
+    def __init__(self, _: Any):
+        self.seed: Optional[int] = None
+
+    def manual_seed(self, seed: int) -> CudaGenerator:
+        self.seed = seed
+        return self
+
+
+@pytest.mark.parametrize(("moved", "evaluation_draws"), [((), 0), ((5,), 0), ((9,), 0), ((9,), 1)])
+def test_replays_round_with_the_random_numbers_of_launched_steps(
+    device: Device, monkeypatch: pytest.MonkeyPatch, moved: tuple[int, ...], evaluation_draws: int
+) -> None:
+    """Also around validations, launched steps, steps with hooks, and a linear that quantizes no more from a step on."""
+    monkeypatch.setattr(torch, "Generator", CudaGenerator)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.captured is not None)
+    hooks = StepHooks(nullcontext)
+
+    def drawn(has_graph: bool) -> tuple[list[tuple[str, Optional[int]]], list[int]]:
+        seeds, noises = [], [RoundingNoise(name) for name in ("first", "second")]
+        quantizing, graph = list(noises), graph_of(torch.nn.ModuleList(noises))
+
+        def passes(batches: Any, is_step: bool = True) -> list[dict[str, Tensor]]:
+            for noise in noises:
+                noise.start_step()
+            for noise in (MICROBATCHES if is_step else evaluation_draws) * quantizing:
+                generator = noise.next_generator(SimpleNamespace(type="cuda"))
+                device.launch(lambda noise=noise, generator=generator: seeds.append((noise.name, generator.seed)))
+            return []
+
+        for number in range(12):
+            if number in moved:
+                quantizing.pop()
+                graph.reset()
+            if not has_graph or number == 7:
+                passes(None)
+            elif number in (1, 4, 6, 8, 10):
+                graph.run_with_hooks(passes, None, MICROBATCHES, [hooks])
+            else:
+                graph.run(passes, None, MICROBATCHES)
+            graph.evaluate(lambda batches: passes(batches, is_step=False), None, MICROBATCHES)
+        return seeds, [noise.num_draws.item() for noise in noises]
+
+    launched, replayed = drawn(False), drawn(True)
+    assert replayed == launched and len(set(launched[0])) == len(launched[0]) == sum(launched[1])
+    assert all(len(graph.random_states) == 2 * MICROBATCHES for graph in device.graphs)
 
 
 def test_generators_of_dropout_are_saved_and_restored_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

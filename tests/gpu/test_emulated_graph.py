@@ -1,0 +1,86 @@
+"""Emulated layers captured as a CUDA graph have the losses, weights, statistics and counts of launched kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from requirements import require_transformer_engine
+
+pytestmark = pytest.mark.gpu
+require_transformer_engine()
+
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, unbroken_and_resumed
+from small_run import SourceSamples, statistics_step, train, weights
+
+from megafp8.metrics.records import EventRecord
+from megafp8.training.evaluation import build_batches, evaluate
+from megafp8.training.extensions.statistics import StatisticsCollector
+
+GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
+EMULATED = "--transformer-impl emulated"
+ALL_RECIPES = RECIPES | {
+    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "rowwise": "--fp8-format e4m3 --fp8-recipe rowwise",
+    "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4",
+    "quartet2": "--fp4-format e2m1 --fp4-recipe quartet2",
+}
+
+
+def variants() -> Iterator[str]:
+    yield from ALL_RECIPES.values()
+    for recipe in FP8_RECIPES:
+        yield f"{RECIPES[recipe]} --fp8-param-gather"
+    for recipe in ("delayed", "nvfp4", "quartet2"):
+        yield f"{ALL_RECIPES[recipe]} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    yield f"{ALL_RECIPES['nvfp4']} --attention-dropout 0.1 --hidden-dropout 0.1"
+
+
+@pytest.mark.parametrize("extra", variants())
+def test_cuda_graph_equals_launched_kernels(extra: str) -> None:
+    found = []
+    for graph in ("", GRAPH):
+        with gpu_run(f"{extra} {EMULATED} {graph}") as run:
+            found.append((train(run, 7), weights(run)))
+            assert (run.graph is not None and run.graph.is_captured) == bool(graph)
+    (plain, plain_weights), (captured, captured_weights) = found
+    assert captured == plain
+    assert not [name for name in plain_weights if not torch.equal(plain_weights[name], captured_weights[name])]
+
+
+@pytest.mark.parametrize("extra", [*ALL_RECIPES.values(), f"{RECIPES['tensorwise']} --fp8-param-gather"])
+def test_validations_in_a_graph_have_the_losses_of_launched_kernels(extra: str) -> None:
+    found = []
+    for graph in ("", f"{GRAPH} --cuda-graph-evaluation"):
+        with gpu_run(f"{extra} {EMULATED} {graph}") as run:
+            samples, losses = SourceSamples(run.config.data.seq_length), []
+            for step in range(1, 9):
+                losses += train(run, 1, first_step=step).losses
+                record = evaluate(run, "valid", samples, step, 0)
+                assert record is not None
+                losses.append(record.loss)
+            assert not graph or (run.graph is not None and run.graph.evaluation.graph is not None)
+            found.append(losses)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "quartet2"])
+def test_resume_equals_the_unbroken_run(recipe: str, tmp_path: Path) -> None:
+    unbroken, resumed = unbroken_and_resumed(f"{ALL_RECIPES[recipe]} {EMULATED} {GRAPH}", 4, tmp_path)
+    assert resumed == unbroken
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in ALL_RECIPES if recipe != "bf16"])
+def test_statistics_and_counts_equal_those_of_launched_kernels(recipe: str) -> None:
+    found = []
+    for graph in ("", GRAPH):
+        with gpu_run(f"{ALL_RECIPES[recipe]} {EMULATED} --fp8-log-interval 2 --log-interval 1 {graph}") as run:
+            samples, collector = SourceSamples(run.config.data.seq_length), StatisticsCollector(run)
+            batches = build_batches(run, samples, 0, 12 * run.global_batch_size, num_workers=0)
+            steps = [statistics_step(run, batches, step, collector) for step in range(1, 13)]
+            losses = [(result.loss, result.operand_faults) for result, _ in steps]
+            records = [record for _, made in steps for record in made if not isinstance(record, EventRecord)]
+            found.append((losses, records))
+    assert found[0] == found[1]
