@@ -136,7 +136,9 @@ class _EmulatedLinear(torch.autograd.Function):
             saved_input = input.contiguous()
         _save(ctx, quantized_weight.dgrad, saved_input)
         if quantized_weight.fprop is None:
-            output = torch.matmul(_gather(input, plan)[0], plan.smoothed(weight).t())
+            gathered = _gather(input, plan)[0]
+            output = emulated_gemm(rows_of(gathered), plan.smoothed(weight).t(), None, input.dtype)
+            output = output.view(*gathered.shape[:-1], weight.shape[0])
             return output if bias is None else output + bias
         a = quantized[Gemm.FPROP]
         if isinstance(a, Quantized) and plan.gather_input:
@@ -240,7 +242,7 @@ def _dgrad(
     """dy . w; `rows` is grad_output in high precision."""
     if dy is None:
         assert isinstance(weight, Tensor)
-        return torch.mm(rows, weight)
+        return emulated_gemm(rows, weight, None, rows.dtype)
     weight = plan.backward_codes(weight, Operand.WEIGHT, Gemm.DGRAD)
     if isinstance(dy, Quantized):
         a, b = scaled_gemm.rows_along_sum(dy), scaled_gemm.columns_along_sum(weight)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.kernels.cpu_matmul import multiplies_bf16
 from megafp8.quantization import scaled_gemm
 from megafp8.quantization.counters import LinearCounts
 from megafp8.quantization.delayed_scaling import DelayedScales
@@ -152,12 +153,12 @@ class LinearPlan:
         """The dtype in which a GEMM multiplies decoded operands; None: it multiplies their codes.
 
         BF16 where that holds the operands exactly. A CUDA GEMM takes BF16 operands to an FP32 result; a CPU GEMM
-        returns the type of its operands, so that an FP32 result needs FP32 operands.
+        returns the type of its operands, so that an FP32 result needs FP32 operands, and many CPUs are slow in BF16.
         """
         if scaled_gemm.multiplies_codes(self.recipe, gemm, activation):
             return None
         is_exact = all(self._rule(operand, gemm).is_bf16_exact for operand in dict(OPERANDS_OF)[gemm])
-        fits = activation.is_cuda or activation.dtype == torch.bfloat16
+        fits = activation.is_cuda or (activation.dtype == torch.bfloat16 and multiplies_bf16())
         return torch.bfloat16 if fits and is_exact else torch.float32
 
 

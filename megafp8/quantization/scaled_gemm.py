@@ -23,6 +23,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from megafp8.kernels.cpu_matmul import multiplicable
 from megafp8.quantization.quantize import has_kernels
 from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes import registry
@@ -51,7 +52,7 @@ def emulated_gemm(
     """factor (a . b) + bias, summed in FP32 and rounded once to `dtype`.
 
     Args:
-        a, b: [M, K] and [K, N], in `LinearPlan.gemm_dtype`.
+        a, b: [M, K] and [K, N], of one dtype: `LinearPlan.gemm_dtype`, or that of high precision.
         factor: FP32 scalar on their device; None is 1.
         bias: [N] or None.
     """
@@ -60,6 +61,7 @@ def emulated_gemm(
             return torch.mm(a, b)
         product = torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
         return _finish(product, factor, bias, dtype)
+    a, b = multiplicable(a, b)
     alpha = 1.0 if factor is None else factor.item()
     if bias is None:  # beta is 0: the first operand is not read
         return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=alpha).to(dtype)
