@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.guard_calibration import FAULTS, planted, statistics_of
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.progress import SMOOTHED, Progress
-from megafp8.metrics.layer_statistics import GROWTH, LIMITS
+from megafp8.metrics.layer_statistics import GROWTH, INPUT_STATISTICS, LIMITS
 from megafp8.training import pretrain
 from megafp8.training.evaluation import build_batches
-from megafp8.training.extensions.guard import Key, findings, updated_trends
+from megafp8.training.extensions.guard import Key, findings, recorded, updated_trends
 from megafp8.training.operand_faults import emulated_linears_by_name
 
 RECIPES = {
@@ -165,6 +165,29 @@ def test_run_in_bf16_is_warned(tmp_path: Path) -> None:
     found = events(tmp_path)
     assert found and all(detail.startswith("attention logits of layers.") for *_, detail in found)
     assert {statistic for statistic, *_ in progress.history.layer_trends} == set(GROWTH)
+
+
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2"])
+def test_statistics_are_recorded(flags: str, tmp_path: Path) -> None:
+    """Every statistics step has a record, once, also where a resumption repeats it."""
+    world_size = 2 if flags else 1
+    command = f"{RECIPES['tensorwise']} {flags} {EVERY_SECOND_STEP} warn --train-iters 6"
+    run_loop(tmp_path / "straight", command, world_size, {})
+    run_loop(tmp_path / "resumed", f"{command} --exit-interval 3", world_size, {})
+    run_loop(tmp_path / "resumed", command, world_size, {})
+    records = load_run(tmp_path / "straight").guard_records
+    assert [record.step for record in records] == [2, 4, 6]
+    assert load_run(tmp_path / "resumed").guard_records == records
+    assert all(set(record.statistics) == set(LIMITS) for record in records)
+    for statistic, values in records[0].statistics.items():
+        ends = [f".linear_{kind}.input" for kind in ("qkv", "proj", "fc1", "fc2")]
+        ends = ends if statistic in INPUT_STATISTICS else [""]
+        assert set(values) == {f"layers.{layer}{end}" for layer in (0, 1) for end in ends}
+        assert all(0 <= value < math.inf for value in values.values())
+    # What was not taken has no entry.
+    assert recorded({("residual", "layers.0"): 1.23456789, ("residual", "layers.1"): -1.0}) == {
+        "residual": {"layers.0": 1.23457}
+    }
 
 
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])

@@ -42,7 +42,7 @@ from megafp8.metrics.layer_statistics import (
     smoothing_helps,
     swiglu_alignment,
 )
-from megafp8.metrics.records import EventRecord
+from megafp8.metrics.records import EventRecord, GuardRecord
 from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.quantization.smoothing import channel_scales
@@ -78,6 +78,7 @@ class LayerGuard(Extension):
         if self.statistics is None or not self.is_collecting:
             return
         values = self.statistics.take() | layer_snr(state.run, state.step)
+        state.sinks.write(GuardRecord(step=state.step, statistics=recorded(values)))
         if result.bad_step is not None:  # a step that is skipped moves nothing
             return
         history = state.progress.history
@@ -105,6 +106,15 @@ class LayerGuard(Extension):
             move_layer(state, layer, f"{statistic} of {name}")
         if smooths:
             smooth_layer(state, layer, f"{statistic} of {name}")
+
+
+def recorded(values: Mapping[Key, float]) -> dict[str, dict[str, float]]:
+    """What a record has of the statistics of a step; a value below 0 was not taken."""
+    found: dict[str, dict[str, float]] = {}
+    for (statistic, name), value in values.items():
+        if value >= 0:
+            found.setdefault(statistic, {})[name] = float(f"{value:.6g}")
+    return found
 
 
 def findings(values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]]) -> Iterator[tuple[Key, str]]:
