@@ -61,7 +61,7 @@ class SkipHistory:
         window: (loss, grad norm) of recent updates, newest last; empty without spike detection.
         num_overflows: updates skipped because gradients overflowed at their loss scale.
         moved_linears: linears that the run moved to high precision or smoothed, in the order of the changes.
-        layer_trends: (statistic, layer, last values, newest last) of the guard; empty without it.
+        layer_trends: (statistic, layer, last values, newest last) of the guard; empty without it, and at first.
         warnings: (statistic, layer or linear) of which the guard has warned.
     """
 

@@ -141,7 +141,7 @@ class Suite:
 
     @property
     def base_rate(self) -> float:
-        """The learning rate of all runs but those of the sweep: as given, else that of the size."""
+        """The learning rate as given, else that of the size; see `Size`."""
         rate = self.invocation.config.optimizer.lr if "optimizer.lr" in self.given else None
         return SIZES[self.size].lr if rate is None else rate
 

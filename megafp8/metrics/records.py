@@ -1,8 +1,9 @@
 """Schema of a run's records: one JSON object per line of records.jsonl, from which all reports are made.
 
 The field `kind` names the kind of a record: `run` at the start and after every resumption, `step` for each optimizer
-step, `quantization` for each statistics step, `eval` for each validation or test, and `event` for anything else
-(checkpoint saved, health finding, reason for stopping).
+step, `quantization` for each statistics step, `guard` for each one of `--fp8-guard`, `experts` for the load of experts,
+`eval` for each validation or test, and `event` for anything else (checkpoint saved, health finding, reason for
+stopping).
 
 The lines are strict JSON, which has no NaN and no infinity. Losses may become non-finite, so these values are written
 as the strings "nan", "inf" and "-inf", and read back as numbers where the schema declares a float. Inside `config`,
@@ -247,6 +248,18 @@ class QuantizationRecord:
     codes_changed_fraction: Optional[float] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class GuardRecord:
+    """The statistics of the layers in one step of `--fp8-guard`; a skipped step has its own, too."""
+
+    kind: ClassVar[str] = "guard"
+
+    step: int
+    statistics: dict[str, dict[str, float]]
+    """By statistic, and by layer or input: `layers.3`, `layers.3.linear_fc1.input`. The largest value over all ranks,
+    with 6 digits. What was not taken is omitted; NaN counts as infinity."""
+
+
 def linear_of(tensor: str) -> str:
     """Name of a tensor's linear: `layers.3.linear_fc1` for `layers.3.linear_fc1.input.row`."""
     return re.split(r"\.(?:input|weight|grad_output)\b", tensor)[0]
@@ -256,10 +269,8 @@ class TornLineError(DataError):
     """A line that is not JSON, such as the partial line of a killed run."""
 
 
-Record = Union[RunRecord, StepRecord, QuantizationRecord, EvalRecord, EventRecord, ExpertRecord]
-RECORD_TYPES: Mapping[str, type] = {
-    cls.kind: cls for cls in (RunRecord, StepRecord, QuantizationRecord, EvalRecord, EventRecord, ExpertRecord)
-}
+Record = Union[RunRecord, StepRecord, QuantizationRecord, GuardRecord, EvalRecord, EventRecord, ExpertRecord]
+RECORD_TYPES: Mapping[str, type] = {cls.kind: cls for cls in typing.get_args(Record)}
 NON_FINITE = ("nan", "inf", "-inf")
 
 

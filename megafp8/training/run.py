@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.directory import NON_PERSISTENT
 from megafp8.checkpoint.progress import MovedLinear, Progress, TrainingState
-from megafp8.config import iterations
+from megafp8.config import iterations, lr_schedule
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
@@ -106,6 +106,11 @@ class Run:
     def batch_schedule(self) -> BatchSchedule:
         """The global batch size of each step."""
         return iterations.batch_schedule(self.config, self.place.world_size)
+
+    @cached_property
+    def warmup_steps(self) -> float:
+        """Steps of the learning rate's warm-up, with a fraction if it ends within a batch."""
+        return self.batch_schedule.steps_until(lr_schedule.lr_warmup_samples(self.config, self.place.world_size))
 
     @property
     def global_batch_size(self) -> int:

@@ -14,6 +14,7 @@ from megafp8.metrics.records import (
     EvalRecord,
     EventRecord,
     ExpertRecord,
+    GuardRecord,
     QuantizationRecord,
     Record,
     RunRecord,
@@ -25,7 +26,7 @@ from megafp8.metrics.records import (
 from megafp8.utils.best_effort import LogFile
 from megafp8.utils.files import UnreadableFile, open_regular
 
-STEP_RECORDS = (StepRecord, QuantizationRecord, EvalRecord, ExpertRecord)
+STEP_RECORDS = (StepRecord, QuantizationRecord, GuardRecord, EvalRecord, ExpertRecord)
 
 
 class JsonlSink:

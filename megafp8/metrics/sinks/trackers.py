@@ -23,6 +23,7 @@ from megafp8.metrics.records import (
     EvalRecord,
     EventRecord,
     ExpertRecord,
+    GuardRecord,
     QuantizationRecord,
     Record,
     RunRecord,
@@ -73,7 +74,7 @@ class TensorBoardSink:
     def write(self, record: Record) -> None:
         if isinstance(record, RunRecord):
             self._write_run(record)
-        elif isinstance(record, (EvalRecord, QuantizationRecord, ExpertRecord)):
+        elif isinstance(record, (EvalRecord, QuantizationRecord, GuardRecord, ExpertRecord)):
             self._add_scalars(scalars(record), record.step)
             if isinstance(record, QuantizationRecord):
                 self._add_histograms(record)
@@ -190,7 +191,7 @@ class WandbSink:
                 self._outage.failed(error)
         self._outage.close()
 
-    def _log(self, record: Union[RunRecord, StepRecord, QuantizationRecord, EvalRecord, ExpertRecord]) -> None:
+    def _log(self, record: Union[RunRecord, ScalarRecord]) -> None:
         if isinstance(record, RunRecord):
             self._run.config.update(dataclasses.asdict(record), allow_val_change=True)
             return
@@ -206,6 +207,7 @@ class WandbSink:
             self._run.summary[f"final {record.split} loss"] = record.loss
 
 
+ScalarRecord = Union[StepRecord, QuantizationRecord, GuardRecord, EvalRecord, ExpertRecord]
 EVAL_NAMES = {"valid": "validation", "test": "test"}
 TENSOR_FIELDS = ("amax", "num_non_finite", "quant_scale_min", "quant_scale_max", "scale_spread_octaves",
                  "underflow_fraction", "saturated_fraction", "sqnr_db", "mean_local_sqnr_db", "staleness_octaves",
@@ -215,14 +217,14 @@ MODEL_FIELDS = ("gradient_signal", "gradient_noise", "gradient_noise_scale", "gr
 
 
 def scalars(
-    record: Union[StepRecord, QuantizationRecord, EvalRecord, ExpertRecord],
+    record: ScalarRecord,
     *,
     with_memory: bool = True,
     with_timers: bool = True,
 ) -> dict[str, float]:
     """The measured scalars of one record.
 
-    The load of experts is named `experts/FIELD/layer N`.
+    The load of experts is named `experts/FIELD/layer N`, statistics of `--fp8-guard` `guard/STATISTIC/NAME`.
 
     Quantization statistics are named `fp8/FIELD/TENSOR`, those of what-if recipes `what-if/RECIPE/FIELD/TENSOR`. The
     experts of a layer have their mean, and under `worst/FIELD/TENSOR` and `worst-expert/FIELD/TENSOR` the value and the
@@ -231,6 +233,12 @@ def scalars(
     """
     if isinstance(record, QuantizationRecord):
         return dict(_quantization_scalars(record))
+    if isinstance(record, GuardRecord):
+        return {
+            f"guard/{statistic}/{name}": value
+            for statistic, values in record.statistics.items()
+            for name, value in values.items()
+        }
     if isinstance(record, ExpertRecord):
         return {
             f"experts/{field}/layer {layer}": float(value)

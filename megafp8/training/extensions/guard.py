@@ -2,9 +2,10 @@
 
 Every `--fp8-guard-interval` steps hooks take the statistics of `metrics/layer_statistics.py` from the first microbatch
 of each rank. One MAX all-reduce over all ranks follows, so that they take the same decision. Other steps have no hooks.
-A decision depends on the statistics of the step, and on the last values of those whose growth is limited. These are in
-the checkpoint, as are the linears that were changed and the warnings that were given (`SkipHistory`), so that a resumed
-run decides as the uninterrupted one.
+A decision depends on the statistics of the step, and on the last values of those whose growth is limited, which are
+kept from some steps after the learning rate's warm-up on (`num_steps_not_kept`). They are in the checkpoint, as are the
+linears that were changed and the warnings that were given (`SkipHistory`), so that a resumed run decides as the
+uninterrupted one. All statistics are recorded (`GuardRecord`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from megafp8.metrics.layer_statistics import (
     LAYER_STATISTICS,
     LIMITS,
     NUM_REMEMBERED,
+    NUM_SETTLING,
     advice,
     attention_logit_bound,
     input_statistics,
@@ -42,7 +44,7 @@ from megafp8.metrics.layer_statistics import (
     smoothing_helps,
     swiglu_alignment,
 )
-from megafp8.metrics.records import EventRecord
+from megafp8.metrics.records import EventRecord, GuardRecord
 from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.quantization.smoothing import channel_scales
@@ -78,13 +80,17 @@ class LayerGuard(Extension):
         if self.statistics is None or not self.is_collecting:
             return
         values = self.statistics.take() | layer_snr(state.run, state.step)
+        state.sinks.write(GuardRecord(step=state.step, statistics=recorded(values)))
         if result.bad_step is not None:  # a step that is skipped moves nothing
             return
-        history = state.progress.history
-        trends = {(statistic, name): trend for statistic, name, trend in history.layer_trends}
+        is_kept = state.step > num_steps_not_kept(state.run)
+        # Before that there are none, unless an earlier version wrote the checkpoint.
+        kept = state.progress.history.layer_trends if is_kept else ()
+        trends = {(statistic, name): trend for statistic, name, trend in kept}
         for key, detail in findings(values, trends):
             self.handle(state, key, detail)
-        history = dataclasses.replace(state.progress.history, layer_trends=updated_trends(values, trends))
+        kept = updated_trends(values, trends) if is_kept else ()
+        history = dataclasses.replace(state.progress.history, layer_trends=kept)
         state.progress = dataclasses.replace(state.progress, history=history)
 
     def handle(self, state: LoopState, key: Key, detail: str) -> None:
@@ -107,11 +113,25 @@ class LayerGuard(Extension):
             smooth_layer(state, layer, f"{statistic} of {name}")
 
 
+def num_steps_not_kept(run: Run) -> float:
+    """Steps at the start of a run whose values are no measure of growth: the warm-up and `NUM_SETTLING` intervals."""
+    return run.warmup_steps + NUM_SETTLING * run.config.training.fp8_guard_interval
+
+
+def recorded(values: Mapping[Key, float]) -> dict[str, dict[str, float]]:
+    """What a record has of the statistics of a step; a value below 0 was not taken."""
+    found: dict[str, dict[str, float]] = {}
+    for (statistic, name), value in values.items():
+        if value >= 0:
+            found.setdefault(statistic, {})[name] = float(f"{value:.6g}")
+    return found
+
+
 def findings(values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]]) -> Iterator[tuple[Key, str]]:
     """The statistics above their limits, or that grew more than they may, with a description.
 
     Args:
-        trends: the last values, newest last, of the statistics in `GROWTH`.
+        trends: the last values that were kept, newest last, of the statistics in `GROWTH`.
     """
     for key, value in values.items():
         statistic, name = key

@@ -21,7 +21,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megafp8.checkpoint.save import finish_param_gather
-from megafp8.config import lr_schedule
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.errors import NumericsError
 from megafp8.metrics.collector import TensorObserver, build_statistics_plan, collect
@@ -113,8 +112,7 @@ class StatisticsCollector:
         self.run, self.interval = run, config.logging.fp8_log_interval
         self.plan = build_statistics_plan(config)
         self.linears = find_linears(unwrap_model(run.trainee.chunks), self.plan.recipes)
-        warmup_steps = run.batch_schedule.steps_until(lr_schedule.lr_warmup_samples(config, world_size))
-        self.health = HealthMonitor(config, world_size, warmup_steps, machine_problems)
+        self.health = HealthMonitor(config, world_size, run.warmup_steps, machine_problems)
         self.statistics = StepStatistics(self)
         self.is_collecting = False
 

@@ -5,7 +5,16 @@ import math
 import pytest
 
 from megafp8.errors import DataError
-from megafp8.metrics.records import EvalRecord, EventRecord, RunRecord, StepRecord, TornLineError, from_json, to_json
+from megafp8.metrics.records import (
+    EvalRecord,
+    EventRecord,
+    GuardRecord,
+    RunRecord,
+    StepRecord,
+    TornLineError,
+    from_json,
+    to_json,
+)
 
 RUN = RunRecord(
     config_hash="0123abcd",
@@ -39,7 +48,10 @@ EVAL = EvalRecord(
 EVENT = EventRecord(step=50, name="checkpoint saved", detail="a folder with ü in it")
 
 
-@pytest.mark.parametrize("record", [RUN, STEP, EVAL, EVENT], ids=lambda record: record.kind)
+GUARD = GuardRecord(step=50, statistics={"residual": {"layers.0": 0.5, "layers.1": math.inf}, "kurtosis": {}})
+
+
+@pytest.mark.parametrize("record", [RUN, STEP, GUARD, EVAL, EVENT], ids=lambda record: record.kind)
 def test_records_read_back(record) -> None:
     line = to_json(record)
     assert "\n" not in line

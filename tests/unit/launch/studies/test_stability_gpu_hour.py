@@ -1,9 +1,11 @@
-"""The size `gpu-hour` of the stability suite is an hour of a GPU by measured speeds; it was not run."""
+"""The size `gpu-hour` of the stability suite: an hour of a GPU by measured speeds, and learning rates of its parts."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+
+import pytest
 
 from megafp8.config.schema import RunConfig
 from megafp8.launch.stability import CONTROLS, FAULTS, PAIRS, SWEEP, Suite, build_study, part_runs, unique_runs
@@ -39,6 +41,20 @@ def test_a_suite_of_one_recipe_takes_an_hour(tmp_path: Path) -> None:
     in_steps = sum(seconds_of(run.config) for run in runs)
     assert len(runs) == 98 and 1400 < in_steps < 1700
     assert in_steps + START_S * len(runs) < 3600
+
+
+def test_rates_of_parts(tmp_path: Path) -> None:
+    """Those of small batches are lower, and the sweep goes on beyond BF16's largest stable rate, 4.8e-3."""
+
+    def rates(*parts: str, **fields) -> list[tuple[float, float]]:
+        optimizers = [run.config.optimizer for run in runs_of(tmp_path, *parts, **fields)]
+        return sorted({(optimizer.lr, optimizer.min_lr) for optimizer in optimizers})
+
+    assert rates(PAIRS) == [(6e-4, pytest.approx(6e-5))]
+    assert rates(FAULTS) == rates(CONTROLS) == [(4e-4, 4e-5)]
+    swept = [rate for rate, _ in rates(SWEEP)]
+    assert swept[0] == 6e-4 and swept[-1] >= 0.999 * 4.8e-3 * 2**3
+    assert rates(FAULTS, CONTROLS, flags=("--lr", "1e-3")) == [(1e-3, pytest.approx(1e-4))]
 
 
 def test_flags_of_a_part_yield_to_given_ones_and_ranks_share_its_batch(tmp_path: Path) -> None:

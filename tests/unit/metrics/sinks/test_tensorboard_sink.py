@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megafp8.errors import CapabilityError
+from megafp8.metrics.records import GuardRecord
 from megafp8.metrics.sinks.trackers import TensorBoardSink
 
 
@@ -110,6 +111,15 @@ def test_quantization_statistics_are_scalars_and_histograms(tmp_path, make_stati
     assert (event.step, histogram.num, histogram.min, histogram.max) == (100, 8, -1.5, 2.5)
     assert (histogram.bucket, histogram.bucket_limit) == ([1, 2, 1, 4], [-0.5, 0.5, 1.5, 2.5])
     assert (histogram.sum, histogram.sum_squares) == (1 * -1 + 1 * 1 + 4 * 2, 1 + 1 + 4 * 4)
+
+
+def test_statistics_of_the_guard_are_scalars(tmp_path) -> None:
+    sink = TensorBoardSink(tmp_path, log_interval=1000)
+    sink.write(GuardRecord(step=20, statistics={"attention logits": {"layers.0": 7.5, "layers.1": math.inf}}))
+    sink.close()
+    assert read_scalars(tmp_path) == {
+        "guard/attention logits/layers.0": {20: 7.5}, "guard/attention logits/layers.1": {20: math.inf}
+    }  # fmt: skip
 
 
 def test_a_temporarily_missing_folder_loses_only_its_content(tmp_path, make_run, make_step, capsys) -> None:

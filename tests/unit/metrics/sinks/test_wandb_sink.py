@@ -4,7 +4,7 @@ import types
 import pytest
 
 from megafp8.errors import CapabilityError
-from megafp8.metrics.records import EventRecord
+from megafp8.metrics.records import EventRecord, GuardRecord
 from megafp8.metrics.sinks.trackers import WandbSink
 
 
@@ -36,14 +36,16 @@ def test_records_arrive(monkeypatch, make_run, make_step, make_eval, make_statis
     sink.write(make_step(1))
     sink.write(make_eval(1, 3.0))
     sink.write(make_statistics(1))
+    sink.write(GuardRecord(step=1, statistics={"residual": {"layers.0": 0.5}}))
     sink.write(EventRecord(step=1, name="checkpoint saved"))
     sink.close()
     assert asked == {"project": "p", "entity": "e", "name": "n", "dir": "f"}
     assert run.settings["recipe"] == "bf16"
-    assert [step for step, _ in run.rows] == [1, 1, 1]
+    assert [step for step, _ in run.rows] == [1, 1, 1, 1]
     assert run.rows[2][1]["fp8/underflow_fraction/layers.0.linear_fc1.input"] == 0.25
     counts, edges = run.rows[2][1]["fp8/exponents/layers.0.linear_fc1.input"]
     assert (counts, edges) == ((1, 2, 1, 4), [-1.5, -0.5, 0.5, 1.5, 2.5])
+    assert run.rows[3][1] == {"guard/residual/layers.0": 0.5}
     assert run.rows[0][1]["lm loss"] == 4.0
     assert run.rows[1][1]["lm loss validation"] == 3.0
     assert run.summary == {"final valid loss": 3.0}
