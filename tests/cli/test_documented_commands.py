@@ -77,7 +77,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
     },
     "docs/mixture_of_experts.md": {
-        "megafp8 pretrain": {END: SHORT},
+        "megafp8 pretrain": {END: f"{SHORT} --seq-length 32"},
         "megafp8 plan": {END: "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"},
     },
     "docs/parallelism.md": {
@@ -116,7 +116,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
     "docs/comparing.md": {
         "bash examples/compare_recipes.sh": {
-            "bash": "STEPS=2 SEEDS=1 RECIPES=bf16,tensorwise EVAL_ITERS=1 MAX_BYTES=1000000 bash"
+            "bash": "STEPS=1 SEEDS=1 RECIPES=bf16,tensorwise EVAL_ITERS=1 MAX_BYTES=400000 bash"
         },
         "python tools/run_comparison.py": {"tensorwise,delayed": "delayed", "--seeds 3": "--seeds 1", "FLAGS": FLAGS},
         "python tools/compare_runs.py runs/bf16": {
@@ -135,11 +135,15 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
         "python tools/build_index.py": {END: "--seq-length 32 --train-iters 10 --global-batch-size 2"},
     },
-    "docs/devices.md": {"python tools/verify_device.py": {END: "--recipes delayed"}},
+    # tests/cli/test_verify_device.py runs the part that trains.
+    "docs/devices.md": {
+        "python tools/verify_device.py": {END: "--recipes delayed --parts casts linears speed attention"}
+    },
     "docs/doctor.md": {"python tools/doctor.py --gpus 8": {BEFORE: "mkdir runs\n", "--gpus 8 ": ""}},
     "docs/goodput.md": {
         "megafp8 plan --goodput --model-preset": {
-            "llama3-405b --gpus 16384": "llama-1b --gpus 8", END: "--replicas 19"
+            "llama3-405b --gpus 16384": "llama-1b --gpus 8",
+            END: "--replicas 19 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1",
         },
         "megafp8 plan --goodput --gpus": {END: "--replicas 19"},
     },
@@ -149,7 +153,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
     "docs/performance.md": {
         "torchrun": {
-            "torchrun": "torchrun --standalone", "llama3-8b": "tiny", "--log-energy": "",
+            "torchrun": "torchrun --standalone", "llama3-8b": "tiny", "128255": "255", "--log-energy": "",
             END: f"{SHAPE} --seq-length 32 {SHORT}",
         },
     },
@@ -161,7 +165,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
         "--train-iters 200": {END: f"{SHAPE} --seq-length 32 {SHORT} --loss-scale-window 2"},
         "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
-        "--train-iters 60": {END: f"{SHAPE} --seq-length 32 {SHORT} --train-iters 60"},
+        "--train-iters 60": {END: f"{SHAPE} --seq-length 32 {SHORT} --train-iters 20"},
         "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
         "--train-iters 2000": {END: f"{SHAPE} --seq-length 32 {SHORT} --save-interval 2"},
         "torchrun": RANKS | {"FLAGS": FLAGS},
