@@ -15,9 +15,8 @@ from megafp8.metrics.sinks.jsonl import JsonlSink
 TOKENS_PER_STEP = 1000
 
 
-@pytest.fixture
-def write_run(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a run's records; appends to existing ones. Returns the folder."""
+def run_writer(root: Path) -> Callable[..., Path]:
+    """A function that writes a run's records below a folder; appends to existing ones. It returns the run's folder."""
 
     def write(
         name: str,
@@ -38,7 +37,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
             "recipe": "bf16",
             "device_name": "cpu",
         }
-        sink = JsonlSink(tmp_path / name / "records.jsonl")
+        sink = JsonlSink(root / name / "records.jsonl")
         sink.write(RunRecord(**(fields | run_fields)))
         for index, loss in enumerate(losses):
             step = first_step + index
@@ -67,6 +66,18 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
                 )
             )
         sink.close()
-        return tmp_path / name
+        return root / name
 
     return write
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> Callable[..., Path]:
+    """Writes runs into the test's folder."""
+    return run_writer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def write_shared_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes runs that the tests of a file share."""
+    return run_writer(tmp_path_factory.mktemp("shared"))

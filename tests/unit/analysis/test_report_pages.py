@@ -51,17 +51,20 @@ class Page(HTMLParser):
         return re.findall(r"<h2>(.*?)</h2>", self.text)
 
 
-@pytest.fixture
-def comparison_page(write_run, tmp_path) -> Page:
+@pytest.fixture(scope="module")
+def comparison_page(write_shared_run, tmp_path_factory: pytest.TempPathFactory) -> Page:
     """Two recipes with two seeds each and everything measured."""
     fields = {"memory_peak_bytes": 2**30, "grad_norm": 1.0}
     folders = [
-        write_run(f"{name}/seed{seed}", [4.0, 3.5, 3.0], validations={2: 3.5, 3: 3.0 + seed / 100}, recipe=name,
-                  config={"training": {"seed": seed}}, step_fields=fields)
+        write_shared_run(
+            f"{name}/seed{seed}", [4.0, 3.5, 3.0], validations={2: 3.5, 3: 3.0 + seed / 100}, recipe=name,
+            config={"training": {"seed": seed}}, step_fields=fields,
+        )
         for name in ("bf16", "fp8") for seed in (1, 2)
     ]  # fmt: skip
-    publish_comparison(folders, output_folder=tmp_path / "out")
-    return Page((tmp_path / "out" / "report.html").read_text())
+    out = tmp_path_factory.mktemp("comparison")
+    publish_comparison(folders, output_folder=out)
+    return Page((out / "report.html").read_text())
 
 
 @pytest.fixture(scope="module")
