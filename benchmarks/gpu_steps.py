@@ -4,10 +4,10 @@
         "peer=@delayed" "delayed=delayed --use-transformer-engine-op-fuser" [--profile delayed] [--json FILE]
 
 A mode is NAME=RECIPE FLAGS..., with a recipe of `gpu_train.py`, or NAME=@RECIPE SETTINGS...: a bare megatron-core loop
-with its fastest settings (`megatron_loop.py`) but those named. Every round builds every mode, in alternating order. A
-mode runs warmup steps and then `--steps` steps, timed together between two synchronizations. Each build is a separate
-process, forked from one that has imported everything but not touched the GPU: it starts immediately, and cannot affect
-later modes.
+with its fastest settings (`megatron_loop.py`) but those named. Without NAME= its flags are its name. Every round builds
+every mode, in alternating order. A mode runs warmup steps and then `--steps` steps, timed together between two
+synchronizations. Each build is a separate process, forked from one that has imported everything but not touched the
+GPU: it starts immediately, and cannot affect later modes.
 """
 
 from __future__ import annotations
@@ -211,11 +211,17 @@ def rows_of(done: Sequence[Timed], first: str) -> list[dict[str, Any]]:
     return rows
 
 
+def named(mode: str) -> tuple[str, str]:
+    """Name and flags of a mode; without NAME= its flags are its name."""
+    name, separator, flags = mode.partition("=")
+    return (name, flags) if separator and " " not in name else (mode, mode)
+
+
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="A", help="model and batch")
-    parser.add_argument("--modes", nargs="+", required=True, help="NAME=RECIPE FLAGS, or NAME=@RECIPE SETTINGS")
+    parser.add_argument("--modes", nargs="+", required=True, help="[NAME=]RECIPE FLAGS, or [NAME=]@RECIPE SETTINGS")
     parser.add_argument("--rounds", type=int, default=2, help="builds of each mode")
     parser.add_argument("--once", nargs="*", default=[], help="modes that are built in the first round only")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before the timed ones")
@@ -232,7 +238,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Exit status 1 if a mode failed."""
     options = parse(argv)
-    modes = dict(mode.split("=", 1) for mode in options.modes)
+    modes = dict(map(named, options.modes))
     deadline = time.monotonic() + 60 * options.minutes
     import_everything()
     method = start_method()

@@ -35,6 +35,7 @@ INTERLEAVED = f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PP4, TP2 = "--pipeline-model-parallel-size 4 --num-layers 4", "--tensor-model-parallel-size 2 --sequence-parallel"
 DELAYED, FUSER = RECIPES["delayed"], "--use-transformer-engine-op-fuser"
+EMULATED = "--transformer-impl emulated"
 STATISTICS = "--fp8-log-interval 2 --fp8-what-if mxfp8,nvfp4"
 CODES = "--overlap-grad-reduce --overlap-param-gather --grad-reduce-in-fp8"
 # By name: the number of ranks, and the flags.
@@ -55,6 +56,8 @@ LAYOUTS = {
     "data codes": (2, CODES),
     "data codes delayed": (2, f"{CODES} --grad-reduce-fp8-scaling tensor {DELAYED}"),
     "data codes feedback": (2, f"{CODES} --grad-reduce-fp8-error-feedback"),
+    "data emulated delayed": (2, f"{DELAYED} {EMULATED}"),
+    "data emulated nvfp4": (2, f"--fp4-format e2m1 --fp4-recipe nvfp4 {EMULATED}"),
     "data O2": (2, "--overlap-grad-reduce --fp8-lm-level O2"),
     "pipeline 4 bf16": (4, PP4),
     "pipeline 4 delayed": (4, f"{PP4} {DELAYED}"),

@@ -22,6 +22,18 @@ def process(mode: str, number: int, step_ms: float) -> gpu_train.Process:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("peer=@delayed a=b", ("peer", "@delayed a=b")),
+        ("delayed", ("delayed", "delayed")),
+        ("delayed --precision a=b", ("delayed --precision a=b", "delayed --precision a=b")),
+    ],
+)
+def test_the_name_of_a_mode_is_optional(mode: str, expected: tuple[str, str]) -> None:
+    assert gpu_steps.named(mode) == expected
+
+
 def test_speed_is_compared_within_a_round() -> None:
     """In the second round, the machine runs both at 50% of the speed."""
     times = [("bf16", 0, 300), ("tensorwise", 0, 200), ("tensorwise", 1, 400), ("bf16", 1, 600)]
