@@ -17,7 +17,6 @@ from megafp8.metrics.records import (
     EvalRecord,
     EventRecord,
     ExpertRecord,
-    GuardRecord,
     QuantizationRecord,
     Record,
     RunRecord,
@@ -46,7 +45,6 @@ class LoadedRun:
     events: tuple[EventRecord, ...]
     quantization_records: tuple[QuantizationRecord, ...] = ()
     expert_records: tuple[ExpertRecord, ...] = ()
-    guard_records: tuple[GuardRecord, ...] = ()
 
     @property
     def info(self) -> RunRecord:
@@ -119,7 +117,6 @@ def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> LoadedR
         events=_of_type(records, EventRecord),
         quantization_records=tuple(sorted(_of_type(records, QuantizationRecord), key=lambda record: record.step)),
         expert_records=tuple(sorted(_of_type(records, ExpertRecord), key=lambda record: record.step)),
-        guard_records=tuple(sorted(_of_type(records, GuardRecord), key=lambda record: record.step)),
     )
 
 

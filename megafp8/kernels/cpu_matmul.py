@@ -1,8 +1,10 @@
-"""Products of BF16 matrices on CPUs that have no instructions for them."""
+"""Products of BF16 tensors on CPUs that have no instructions for them."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +19,16 @@ def multiplies_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def multiplicable(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Operands of one dtype in which their device multiplies them fast: FP32 in place of BF16 on such a CPU.
+def widened_for_cpu(*operands: Tensor) -> tuple[Tensor, ...]:
+    """BF16 operands as FP32 numbers on a CPU that is slow in BF16; else as they are.
 
     FP32 holds BF16 numbers exactly, and their products are summed in it anyway. The result has to be rounded to BF16.
     """
-    first = operands[0]
-    if first.dtype == torch.bfloat16 and first.device.type == "cpu" and not multiplies_bf16():
-        return tuple(operand.float() for operand in operands)
-    return operands
+    if multiplies_bf16() or any(each.dtype != torch.bfloat16 or each.device.type != "cpu" for each in operands):
+        return operands
+    return tuple(operand.float() for operand in operands)
+
+
+def multiplied(product: Callable[..., Tensor], *operands: Tensor, **options: Any) -> Tensor:
+    """`product(*operands, **options)` in the dtype of the operands, rounded once where they are widened."""
+    return product(*widened_for_cpu(*operands), **options).to(operands[0].dtype)

@@ -18,12 +18,12 @@ import functools
 import multiprocessing
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from megafp8.kernels.cpu_matmul import multiplicable, multiplies_bf16
+from megafp8.kernels.cpu_matmul import multiplied, multiplies_bf16
 from megafp8.mcore import mixture_patches
 from megafp8.mcore.cpu_adam import Adam, local
 from megafp8.mcore.import_patches import IMPORT_PATCHES
@@ -262,12 +262,19 @@ def patch_bf16_matmul() -> None:
     """Multiply BF16 matrices as FP32 numbers, and round the result, where the CPU is slow in BF16."""
     if multiplies_bf16():
         return
-    original = torch.matmul
+    for owner in (torch, torch.Tensor):
+        owner.matmul = widening(owner.matmul)
 
-    def matmul(a: torch.Tensor, b: torch.Tensor, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
-        return original(*multiplicable(a, b)).to(a.dtype) if out is None else original(a, b, out=out)
 
-    torch.matmul = torch.Tensor.matmul = matmul
+def widening(product: Callable[..., Any]) -> Callable[..., Any]:
+    """A product whose operands are widened if they are two BF16 tensors, without anything else."""
+
+    @functools.wraps(product)
+    def call(*operands: Any, **options: Any) -> Any:
+        is_bf16 = [isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16 for each in operands]
+        return product(*operands, **options) if options or is_bf16 != [True, True] else multiplied(product, *operands)
+
+    return call
 
 
 PATCHES = (

@@ -12,12 +12,13 @@ Attention logits, the residual and the SNR are also compared with their own past
 a hundred steps is early, and a fixed limit that is above the values of every healthy model is late. Healthy models
 grow, too: weights of queries and keys with the sum of the learning rates so far, and logits with its square. So values
 are compared with earlier ones only if these were taken `NUM_SETTLING` intervals after the warm-up, or later: the sum
-then at most doubles in two intervals, and its square grows by at most 4.
+then at most doubles in two intervals, and its square grows by at most 4. In five it may grow by 12, so that logits
+above 100 so early may be a finding in a healthy model, too.
 
 In a model of 8 layers and width 512 with a warm-up of 23 steps (two seeds, 60 and 104 steps of 2,048 tokens, emulated
 tensorwise scaling in FP32, peak learning rate 1.2e-3), logits grew by factors of up to 5 in 20 steps from step 24 on,
 and of up to 2.8 from step 44 on; a planted fault makes it 7 to 10. The residual grew by up to 6.4 in 50 steps from step
-24 on, and by up to 2.1 from step 44 on. One interval instead of two after the warm-up would have left a false alarm.
+24 on, and by up to 2.1 from step 44 on. One interval of 10 steps instead of two would have left a false alarm.
 
 The SNR of a healthy model falls to that of noise. It rises again when the loss grows, which is no early warning: in
 runs with planted faults it is noticed between 9 steps before and 6 steps after a loss that is 5% worse.

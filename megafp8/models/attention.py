@@ -27,7 +27,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megafp8.kernels.cpu_matmul import multiplicable
+from megafp8.kernels.cpu_matmul import multiplied
 
 
 def zigzag_positions(rank: int, size: int, local_length: int, device: torch.device) -> Tensor:
@@ -233,12 +233,11 @@ class CausalAttention(torch.nn.Module):
             )
         # cuDNN builds a plan for each number of keys, which takes 0.1 s for every token after a key-value cache.
         with sdpa_kernel(WITHOUT_PLANS) if is_last else nullcontext():
-            q, k, v = multiplicable(query, key, value)
-            output = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None and not is_last,
-                dropout_p=dropout, scale=self.softmax_scale, enable_gqa=key.shape[1] != query.shape[1],
+            return multiplied(
+                F.scaled_dot_product_attention, query, key, value, attn_mask=mask,
+                is_causal=mask is None and not is_last, dropout_p=dropout, scale=self.softmax_scale,
+                enable_gqa=key.shape[1] != query.shape[1],
             )  # fmt: skip
-        return output.to(query.dtype)
 
     def gather_key_value(
         self, query: Tensor, key: Tensor, value: Tensor

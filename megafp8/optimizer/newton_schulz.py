@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.config.muon import Polynomial
+from megafp8.kernels.cpu_matmul import multiplied
 
 EPSILON = 1e-7
 """A matrix with a smaller norm is divided by this instead; Megatron-LM's value."""
@@ -62,10 +63,11 @@ def newton_schulz(
     multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
     with product_precision(precision):
         for a, b, c in steps:
-            gram = x @ x.mT
+            gram = multiplied(torch.matmul, x, x.mT)
             if group is not None:
                 dist.all_reduce(gram, group=group)
-            x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            coefficients = multiplied(multiply_add, gram, gram, gram, beta=b, alpha=c)
+            x = multiplied(multiply_add, x, coefficients, x, beta=a)
     x = x.float()
     return x.mT if is_turned else x
 

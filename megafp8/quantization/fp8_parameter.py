@@ -50,9 +50,8 @@ class WeightCodes:
 
     Attributes:
         raw: uint8 [N, K], the bytes of the codes; a view into the gather buffer once there is one.
-        dequant_scale: FP32, scalar or [ceil(N / block rows), ceil(K / block columns)]. Always the same tensor, which a
-            CUDA graph reads.
-        amax: FP32, amaxes of the last quantization, in the shape of `dequant_scale`. Always the same tensor, too.
+        dequant_scale: FP32, scalar or [ceil(N / block rows), ceil(K / block columns)].
+        amax: FP32, amaxes of the last quantization, in the shape of `dequant_scale`.
         high_precision: values assigned since, until `quantize_assigned_weights` has quantized them; else None.
         exchange: reduces amaxes over a group of ranks, as `reduce_amax` does.
     """
@@ -75,9 +74,13 @@ class WeightCodes:
         if rule.block is not None:
             self.scales_shape = tuple(-(-size // length) for size, length in zip(self.shape, self.block, strict=True))
         self.raw = torch.zeros(self.shape, dtype=torch.uint8, device=self.device)
-        self.dequant_scale, self.amax = (torch.zeros(self.scales_shape, device=self.device) for _ in range(2))
+        self.dequant_scale, self.amax = self.new_scales(), self.new_scales()
         self.high_precision: Optional[Tensor] = high_precision
         self.exchange: Exchange = reduce_amax
+
+    def new_scales(self) -> Tensor:
+        """FP32 zeros in the shape of the scales; each update writes into them, since a CUDA graph reads them."""
+        return torch.zeros(self.scales_shape, device=self.device)
 
     def quantized(self) -> Quantized:
         """Codes and scales, for fprop and dgrad."""
@@ -136,7 +139,7 @@ class GatheredCodes(WeightCodes):
         """The last arguments are those of `WeightCodes`."""
         super().__init__(torch.empty(shape, dtype=rows.dtype, device="meta"), *options)
         self.high_precision, self.device = None, rows.device
-        self.dequant_scale, self.amax = (torch.zeros(self.scales_shape, device=self.device) for _ in range(2))
+        self.dequant_scale, self.amax = self.new_scales(), self.new_scales()
 
     def store(self, start: int, encoded: Tensor) -> None:
         """Keep the codes of this rank's rows for the next gathers."""

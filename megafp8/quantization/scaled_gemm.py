@@ -23,7 +23,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megafp8.kernels.cpu_matmul import multiplicable
+from megafp8.kernels.cpu_matmul import multiplies_bf16, widened_for_cpu
 from megafp8.quantization.quantize import has_kernels
 from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes import registry
@@ -61,7 +61,7 @@ def emulated_gemm(
             return torch.mm(a, b)
         product = torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
         return _finish(product, factor, bias, dtype)
-    a, b = multiplicable(a, b)
+    a, b = widened_for_cpu(a, b)
     alpha = 1.0 if factor is None else factor.item()
     if bias is None:  # beta is 0: the first operand is not read
         return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=alpha).to(dtype)
@@ -97,8 +97,8 @@ def accumulate(main_grad: Tensor, a: Tensor, b: Tensor, factor: Optional[Tensor]
     dtype = torch.promote_types(a.dtype, main_grad.dtype)
     is_bf16 = a.dtype == torch.bfloat16
     a, b = a.to(dtype), b.to(dtype)
-    if dtype != main_grad.dtype:
-        main_grad.add_(emulated_gemm(a, b, factor, dtype))
+    if dtype != main_grad.dtype or (dtype == torch.bfloat16 and not multiplies_bf16()):
+        main_grad.add_(emulated_gemm(a, b, factor, torch.promote_types(dtype, torch.float32)))
         return
     with _allow_bf16_units() if is_bf16 else contextlib.nullcontext():
         main_grad.addmm_(a, b, alpha=1.0 if factor is None else factor.item())

@@ -259,7 +259,7 @@ def _quantize_blocks(
     if rule.scale_rule is ScaleRule.TWO_LEVEL:
         row_amax, column_amax = _tensor_amaxes(source, matrix, group)
     row, column = row or RuleOutputs(rule), column or RuleOutputs(rule)
-    # A transform with counts takes 150 registers for a branch that hardly a tile takes: a quarter fewer warps at a time.
+    # With counts a transform takes 150 registers, which leaves room for a quarter fewer warps, for a rare branch.
     limits_registers = matrix is not None and bool(row.counts or column.counts)
     quantize_blocks_kernel[(num_programs,)](
         source, matrix, num_rows, num_columns, min(torch.finfo(source.dtype).max, FP32_MAX),

@@ -74,7 +74,7 @@ class PassGraph:
     Attributes:
         graph: None before the capture.
         received_bytes: of a replay, by counter.
-        num_draws: of a replay, by noise. A linear that was moved to BF16 draws nothing, and an evaluation less.
+        draws_per_replay: number by noise. A linear that was moved to BF16 draws nothing, and an evaluation less.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PassGraph:
         self.chunks, self.device, self.counters, self.noises = chunks, device, counters, noises
         self.graph: Optional[torch.cuda.CUDAGraph] = None
         self.received_bytes: list[int] = []
-        self.num_draws: list[int] = []
+        self.draws_per_replay: list[int] = []
         self.inputs: list[Batch] = []
         self.reports: list[dict[str, Tensor]] = []
 
@@ -113,8 +113,8 @@ class PassGraph:
             for counter, received in zip(self.counters, self.received_bytes, strict=True):
                 counter.received_bytes += received
         assert self.graph is not None
-        for noise, num_draws in zip(self.noises, self.num_draws, strict=True):
-            noise.seed_draws(num_draws)
+        for noise, number in zip(self.noises, self.draws_per_replay, strict=True):
+            noise.seed_draws(number)
         self.graph.replay()
         return self.reports
 
@@ -147,7 +147,7 @@ class PassGraph:
         self.received_bytes = [
             counter.received_bytes - start for counter, start in zip(self.counters, before, strict=True)
         ]
-        self.num_draws = [noise.place or 0 for noise in self.noises]
+        self.draws_per_replay = [noise.place or 0 for noise in self.noises]
         self.graph = graph
 
 

@@ -10,7 +10,8 @@ import torch
 from megafp8.kernels import cpu_matmul
 from megafp8.mcore import cpu_patches
 from megafp8.models.attention import CausalAttention
-from megafp8.quantization.scaled_gemm import emulated_gemm
+from megafp8.optimizer.newton_schulz import newton_schulz
+from megafp8.quantization import scaled_gemm
 
 CPUS = {"slow in BF16": False, "fast in BF16": True}
 
@@ -40,12 +41,12 @@ def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def test_only_bf16_is_multiplied_as_fp32_and_only_where_it_is_slow(dtype: torch.dtype, is_fast: bool) -> None:
     a, b = operands(dtype)
     expected = torch.float32 if dtype == torch.bfloat16 and not is_fast else dtype
-    assert [each.dtype for each in cpu_matmul.multiplicable(a, b)] == [expected, expected]
+    assert [each.dtype for each in cpu_matmul.widened_for_cpu(a, b)] == [expected, expected]
 
 
 def test_emulated_products_are_rounded_once(is_fast: bool) -> None:
     a, b = operands(torch.bfloat16)
-    product = emulated_gemm(a, b, torch.tensor(0.75), torch.bfloat16)
+    product = scaled_gemm.emulated_gemm(a, b, torch.tensor(0.75), torch.bfloat16)
     if not is_fast:
         assert torch.equal(product, (0.75 * (a.float() @ b.float())).bfloat16())
     torch.testing.assert_close(product.float(), 0.75 * (a.double() @ b.double()).float(), rtol=2**-8, atol=2**-8)
@@ -63,9 +64,37 @@ def test_matmul_and_its_gradients_are_those_of_fp32_rounded(patched: bool) -> No
             a.grad = b.grad = None
             product.sum().backward()
             assert torch.equal(a.grad, exact[0].grad.bfloat16()) and torch.equal(b.grad, exact[1].grad.bfloat16())
-    assert torch.matmul(*operands(torch.float32)).dtype == torch.float32
+
+
+def test_other_calls_of_matmul_are_those_of_torch(patched: bool) -> None:
+    (a, b), (wide, other) = operands(torch.bfloat16), operands(torch.float32)
     total = torch.empty(48, 32, dtype=torch.bfloat16)
-    assert torch.matmul(a.detach(), b.detach(), out=total) is total
+    assert torch.matmul(a, b, out=total) is total
+    for product in (torch.matmul(a, other=b), torch.matmul(input=a, other=b), a.matmul(other=b), a @ b):
+        assert product.dtype == torch.bfloat16
+    assert torch.equal(torch.matmul(wide, other), wide @ other)
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.matmul(a, other)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.matmul(wide, other).dtype == torch.bfloat16
+    torch.fx.symbolic_trace(lambda x: torch.matmul(x, x))
+
+
+@pytest.mark.parametrize("main_dtype", [torch.bfloat16, torch.float32])
+def test_products_are_added_to_gradients_of_any_type(
+    main_dtype: torch.dtype, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaled_gemm, "multiplies_bf16", lambda: is_fast)
+    (a, b), main_grad = operands(torch.bfloat16), torch.ones(48, 32, dtype=main_dtype)
+    scaled_gemm.accumulate(main_grad, a, b, torch.tensor(0.5))
+    expected = (1 + 0.5 * (a.double() @ b.double())).to(main_dtype)
+    torch.testing.assert_close(main_grad, expected, rtol=2**-7, atol=2**-7)
+
+
+def test_orthogonal_updates_are_alike(is_fast: bool) -> None:
+    matrix, steps = operands(torch.float32)[0], (((3.4445, -4.775, 2.0315),) * 5)
+    medium, highest = (newton_schulz(matrix, steps, precision) for precision in ("medium", "highest"))
+    torch.testing.assert_close(medium, highest, rtol=0.05, atol=0.05)
 
 
 def test_attention_has_the_dtype_of_its_query(is_fast: bool) -> None:
