@@ -23,7 +23,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megafp8.kernels.cpu_matmul import multiplies_bf16, widened_for_cpu
+from megafp8.kernels.cpu_matmul import widened_for_cpu
 from megafp8.quantization.quantize import has_kernels
 from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes import registry
@@ -96,9 +96,9 @@ def accumulate(main_grad: Tensor, a: Tensor, b: Tensor, factor: Optional[Tensor]
         return
     dtype = torch.promote_types(a.dtype, main_grad.dtype)
     is_bf16 = a.dtype == torch.bfloat16
-    a, b = a.to(dtype), b.to(dtype)
-    if dtype != main_grad.dtype or (dtype == torch.bfloat16 and not multiplies_bf16()):
-        main_grad.add_(emulated_gemm(a, b, factor, torch.promote_types(dtype, torch.float32)))
+    a, b = widened_for_cpu(a.to(dtype), b.to(dtype))
+    if a.dtype != main_grad.dtype:
+        main_grad.add_(emulated_gemm(a, b, factor, a.dtype))
         return
     with _allow_bf16_units() if is_bf16 else contextlib.nullcontext():
         main_grad.addmm_(a, b, alpha=1.0 if factor is None else factor.item())

@@ -81,10 +81,7 @@ def test_other_calls_of_matmul_are_those_of_torch(patched: bool) -> None:
 
 
 @pytest.mark.parametrize("main_dtype", [torch.bfloat16, torch.float32])
-def test_products_are_added_to_gradients_of_any_type(
-    main_dtype: torch.dtype, is_fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scaled_gemm, "multiplies_bf16", lambda: is_fast)
+def test_products_are_added_to_gradients_of_any_type(main_dtype: torch.dtype, is_fast: bool) -> None:
     (a, b), main_grad = operands(torch.bfloat16), torch.ones(48, 32, dtype=main_dtype)
     scaled_gemm.accumulate(main_grad, a, b, torch.tensor(0.5))
     expected = (1 + 0.5 * (a.double() @ b.double())).to(main_dtype)
