@@ -210,6 +210,8 @@ def graph_obstacles(config: RunConfig, implementation: str, has_te: bool) -> Ite
 
 def layers_without_default_graph(config: RunConfig, implementation: str, world_size: int) -> Iterator[tuple[str, str]]:
     """Settings with which a graph of these layers has to be asked for: the flag, and why. Delete a line once it ran."""
+    if implementation != "emulated":
+        return
     model = config.model
     untested = (
         (world_size > 1, "several ranks"),
@@ -218,6 +220,6 @@ def layers_without_default_graph(config: RunConfig, implementation: str, world_s
         (bool(model.attention_dropout or model.hidden_dropout), "dropout"),
     )
     for is_there, setting in untested:
-        if implementation == "emulated" and is_there:
+        if is_there:
             reason = "its graph has not been tested on GPUs; --cuda-graph-impl local tries it"
             yield f"--transformer-impl emulated with {setting}", reason
