@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from gpu_sizes import FP8_RECIPES, RECIPES, SIZES
-from small_run import Curve, build_run, train
+from small_run import Curve, build_run, train, weights
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.config import flags, rules
@@ -19,7 +19,11 @@ from megafp8.config.schema.model import ParallelConfig
 from megafp8.device import capability, platform
 from megafp8.mcore import cpu_patches
 
-__all__ = ["FP8_RECIPES", "RECIPES", "SIZES", "gap", "gpu_curve", "gpu_run", "unbroken_and_resumed"]
+__all__ = [
+    "FP8_RECIPES", "GRAPH", "RECIPES", "SIZES", "check_graph_equals_launched_kernels", "gap", "gpu_curve", "gpu_run",
+    "unbroken_and_resumed",
+]  # fmt: skip
+GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 cpu_patches.install()
 platform.enable_determinism()  # equal runs give equal bits
 
@@ -54,6 +58,18 @@ def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
         destroy_process_groups()
         FP8GlobalStateManager.reset()
         torch.cuda.empty_cache()
+
+
+def check_graph_equals_launched_kernels(extra: str) -> None:
+    """Seven steps of a run as a CUDA graph have the losses, gradient norms and weights of launched kernels, bitwise."""
+    found = []
+    for graph in ("", GRAPH):
+        with gpu_run(f"{extra} {graph}") as run:
+            found.append((train(run, 7), weights(run)))
+            assert (run.graph is not None and run.graph.is_captured) == bool(graph)
+    (plain, plain_weights), (captured, captured_weights) = found
+    assert captured == plain
+    assert not [name for name in plain_weights if not torch.equal(plain_weights[name], captured_weights[name])]
 
 
 @functools.cache

@@ -6,20 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from requirements import require_transformer_engine
 
 pytestmark = pytest.mark.gpu
 require_transformer_engine()
 
-from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, unbroken_and_resumed
-from small_run import SourceSamples, statistics_step, train, weights
+from gpu_runs import (
+    FP8_RECIPES,
+    GRAPH,
+    RECIPES,
+    check_graph_equals_launched_kernels,
+    gpu_run,
+    unbroken_and_resumed,
+)
+from small_run import SourceSamples, statistics_step, train
 
 from megafp8.metrics.records import EventRecord
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.statistics import StatisticsCollector
 
-GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 EMULATED = "--transformer-impl emulated"
 ALL_RECIPES = RECIPES | {
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
@@ -40,14 +45,7 @@ def variants() -> Iterator[str]:
 
 @pytest.mark.parametrize("extra", variants())
 def test_cuda_graph_equals_launched_kernels(extra: str) -> None:
-    found = []
-    for graph in ("", GRAPH):
-        with gpu_run(f"{extra} {EMULATED} {graph}") as run:
-            found.append((train(run, 7), weights(run)))
-            assert (run.graph is not None and run.graph.is_captured) == bool(graph)
-    (plain, plain_weights), (captured, captured_weights) = found
-    assert captured == plain
-    assert not [name for name in plain_weights if not torch.equal(plain_weights[name], captured_weights[name])]
+    check_graph_equals_launched_kernels(f"{extra} {EMULATED}")
 
 
 @pytest.mark.parametrize("extra", [*ALL_RECIPES.values(), f"{RECIPES['tensorwise']} --fp8-param-gather"])

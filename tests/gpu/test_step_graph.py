@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from requirements import require_transformer_engine
 
 pytestmark = pytest.mark.gpu
 require_transformer_engine()
 
-from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, unbroken_and_resumed
-from small_run import SourceSamples, statistics_step, train, weights
+from gpu_runs import (
+    FP8_RECIPES,
+    GRAPH,
+    RECIPES,
+    check_graph_equals_launched_kernels,
+    gpu_run,
+    unbroken_and_resumed,
+)
+from small_run import SourceSamples, statistics_step
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.metrics.records import EventRecord
@@ -25,7 +31,6 @@ from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
 
-GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 FUSER = "--use-transformer-engine-op-fuser"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -63,15 +68,7 @@ def variants() -> Iterator[str]:
 
 @pytest.mark.parametrize("extra", variants())
 def test_cuda_graph_equals_launched_kernels(extra: str) -> None:
-    found = []
-    for graph in ("", GRAPH):
-        with gpu_run(f"{extra} {graph}") as run:
-            curve = train(run, 7)
-            found.append((curve, weights(run)))
-            assert (run.graph is not None and run.graph.is_captured) == bool(graph)
-    (plain, plain_weights), (captured, captured_weights) = found
-    assert captured == plain
-    assert not [name for name in plain_weights if not torch.equal(plain_weights[name], captured_weights[name])]
+    check_graph_equals_launched_kernels(extra)
 
 
 def leaves(value: Any, name: str = "") -> dict[str, Any]:
