@@ -11,6 +11,10 @@ MODEL = (
 )
 DELAYED = "--fp8-format hybrid --fp8-recipe delayed"
 BETA2 = "--adam-beta2 0.95"
+MIXTURE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall "
+    "--moe-grouped-gemm --eval-iters 0"
+)
 
 
 def checked(extra: str, target: str = "h200", world_size: int = 1) -> Checked:

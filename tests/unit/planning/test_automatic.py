@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import tarfile
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import pytest
-from automatic_runs import BETA2, DELAYED, MODEL, checked, chosen
+from automatic_runs import BETA2, DELAYED, MIXTURE, MODEL, checked, chosen
 
 from megafp8.config import flags, settings
 from megafp8.device import capability
@@ -16,12 +16,6 @@ from megafp8.errors import ConfigError
 from megafp8.planning import automatic
 from megafp8.training import checks
 from megafp8.training.checks import check
-
-MIXTURE = (
-    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall "
-    "--moe-grouped-gemm --eval-iters 0"
-)
-STAGES = "--pipeline-model-parallel-size 2"
 
 
 def test_one_gpu() -> None:
@@ -116,50 +110,6 @@ def test_a_flag_wins(flag: str, field: str) -> None:
     assert str(getattr(getattr(config, section), attribute)) == value
 
 
-@pytest.mark.parametrize("extra", [STAGES, "--recompute-activations", "--attention-dropout 0.1"])
-def test_graphs_that_ran_on_two_gpus_are_chosen(extra: str) -> None:
-    assert chosen(f"{DELAYED} {extra}", world_size=2)["--cuda-graph-impl"] == "local"
-
-
-def test_evaluations_are_a_graph_where_gpus_have_run_them() -> None:
-    assert chosen(DELAYED)["--cuda-graph-evaluation"] == "on"
-    for extra, world_size in (("", 2), ("--cuda-graph-impl none", 1), ("--no-cuda-graph-evaluation", 1), (MIXTURE, 1)):
-        assert "--cuda-graph-evaluation" not in chosen(f"{DELAYED} {extra}", world_size=world_size)
-
-
-@pytest.mark.parametrize(
-    ("extra", "graph"),
-    [
-        (STAGES, "local"),
-        ("--pipeline-model-parallel-size 4", "local"),
-        (f"{STAGES} --tensor-model-parallel-size 2 --sequence-parallel", "local"),
-        ("--context-parallel-size 2", "local"),
-        ("--context-parallel-size 4", "none"),
-        (f"{STAGES} --context-parallel-size 2", "none"),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", "none"),
-    ],
-)
-def test_layouts_of_four_ranks_are_graphs_where_gpus_have_run_them(extra: str, graph: str) -> None:
-    assert chosen(f"{DELAYED} {extra}", world_size=4)["--cuda-graph-impl"] == graph
-
-
-def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    mixture = f"{MIXTURE} --fp8-format e4m3 --fp8-recipe tensorwise"
-    assert chosen(mixture)["--cuda-graph-impl"] == "local"
-    assert chosen(f"{mixture} --moe-expert-kernels te")["--cuda-graph-impl"] == "none"
-    assert chosen(f"{mixture} --expert-model-parallel-size 2", world_size=2)["--cuda-graph-impl"] == "none"
-    config = checked(mixture).invocation.config
-    needed = max(each.total_bytes for each in automatic.estimate_stages(config, 1, 50_304))
-    needed += automatic.non_torch_bytes(config, 1)
-    gpu = automatic.find_gpu("h200")
-    assert gpu is not None
-    sized = dataclasses.replace(gpu, memory_bytes=int(1.03 * needed / 0.95))
-    monkeypatch.setattr(automatic, "find_gpu", lambda name: sized)
-    assert chosen(mixture)["--cuda-graph-impl"] == "none"
-
-
 @pytest.mark.parametrize(
     ("flags", "kernels", "reason"),
     [
@@ -191,132 +141,6 @@ def test_chosen_kernels_of_experts_make_the_padding_of_the_router_idle(flags: st
     text = f"{MIXTURE} --fp8-recipe tensorwise {flags} --moe-router-padding-for-quantization"
     found = [each for each in checked(text, world_size=2).notices if "--moe-router-padding-for-quantization" in each]
     assert len(found) == (notice is not None) and all(notice in each for each in found)
-
-
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [
-        (
-            "--attention-dropout 0.1 --recompute-activations",
-            "--attention-dropout 0.1: in a CUDA graph, recomputation (--recompute-granularity selective) would draw",
-        ),
-        (
-            f"{STAGES} --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
-            "virtual pipeline stages: their graph has been tested in BF16 on two GPUs only; --cuda-graph-impl local",
-        ),
-        (
-            "--context-parallel-size 2 --cp-comm-type a2a",
-            "--context-parallel-size 2 with --cp-comm-type a2a: its graph has not been tested",
-        ),
-        ("--no-use-distributed-optimizer", "no --use-distributed-optimizer: CUDA graphs need the one-pass optimizer"),
-        (
-            "--transformer-impl emulated --tensor-model-parallel-size 2 --sequence-parallel",
-            "--transformer-impl emulated: its graphs are of one GPU or data-parallel ranks",
-        ),
-        (
-            "--transformer-impl emulated",
-            "--transformer-impl emulated with several ranks: its graph has not been tested",
-        ),
-    ],
-)
-def test_the_reason_for_no_graph_is_reported(extra: str, reason: str) -> None:
-    run = checked(f"{DELAYED} {extra}", world_size=2)
-    (found,) = (choice for choice in run.choices if choice.flag == "--cuda-graph-impl")
-    assert found.value == "none" and found.reason.startswith(reason)
-
-
-@pytest.mark.parametrize("recipe", ["--fp4-format e2m1 --fp4-recipe nvfp4", f"{DELAYED} --transformer-impl emulated"])
-def test_emulated_layers_are_a_graph_with_the_one_pass_optimizer_alone(recipe: str) -> None:
-    """Its state is that of Transformer Engine's Adam."""
-    assert chosen(recipe)["--cuda-graph-impl"] == "local"
-    target = dataclasses.replace(capability.TARGETS["h200"], transformer_engine=None)
-    config, choices = automatic.choose(flags.parse([*MODEL.split(), *recipe.split()]).config, target, 1)
-    (choice,) = (each for each in choices if each.flag == "--cuda-graph-impl")
-    assert config.training.cuda_graph_impl == choice.value == "none" and "one-pass optimizer" in choice.reason
-
-
-@pytest.mark.parametrize(
-    ("extra", "setting"),
-    [
-        ("--fp8-param-gather", "--fp8-param-gather"),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "recomputation"),
-        ("--hidden-dropout 0.1", "dropout"),
-    ],
-)
-def test_untested_graphs_of_emulated_layers_have_to_be_asked_for(extra: str, setting: str) -> None:
-    flags_of_run = f"--fp8-format hybrid --fp8-recipe tensorwise --transformer-impl emulated {extra}"
-    (found,) = (choice for choice in checked(flags_of_run).choices if choice.flag == "--cuda-graph-impl")
-    assert found.value == "none" and found.reason.startswith(f"--transformer-impl emulated with {setting}: its graph")
-    assert checked(f"{flags_of_run} --cuda-graph-impl local").invocation.config.training.cuda_graph_impl == "local"
-
-
-def test_the_memory_of_a_graph_is_that_of_the_layers_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, estimate_stages = list[str](), automatic.estimate_stages
-
-    def recorded(*arguments: Any, implementation: str) -> Any:
-        asked.append(implementation)
-        return estimate_stages(*arguments, implementation=implementation)
-
-    monkeypatch.setattr(automatic, "estimate_stages", recorded)
-    for implementation in ("transformer_engine", "emulated"):
-        chosen(f"{DELAYED} --transformer-impl {implementation}")
-    assert asked == ["transformer_engine", "emulated"]
-
-
-def test_no_graph_where_memory_does_not_suffice_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = automatic.find_gpu("h200")
-    assert gpu is not None
-    found = {}
-    for gib in (10, 68, 90, 140):
-        sized = dataclasses.replace(gpu, memory_bytes=gib * 2**30)
-        monkeypatch.setattr(automatic, "find_gpu", lambda name, sized=sized: sized)
-        found[gib] = chosen(f"{DELAYED} --fp8-log-interval 10")["--cuda-graph-impl"]
-        if gib == 68:
-            (choice,) = (each for each in checked(f"{DELAYED} --fp8-log-interval 10").choices if "graph" in each.flag)
-            assert "are expected to be free" in choice.reason and "validations that are no graph" in choice.reason
-    assert found == {10: "none", 68: "none", 90: "none", 140: "local"}
-
-
-LONG = (
-    f"--model-preset llama3-8b {DELAYED} --num-layers 8 --seq-length 131072 --max-position-embeddings 131072 "
-    "--micro-batch-size 1 --global-batch-size 1 --eval-iters 0 --recompute-granularity "
-)
-
-
-@pytest.mark.parametrize(
-    ("recomputed", "graph"),
-    [
-        ("selective --recompute-modules mlp", "none"),
-        ("full --recompute-method uniform --recompute-num-layers 1", "local"),
-    ],
-)
-def test_a_graph_leaves_room_for_fragments(recomputed: str, graph: str) -> None:
-    """On an H200 launched steps of the first one trained, and the capture failed."""
-    (choice,) = (each for each in checked(LONG + recomputed).choices if each.flag == "--cuda-graph-impl")
-    assert choice.value == graph
-    assert graph == "local" or choice.reason == (
-        "2.07 GiB are expected to be free, and a graph needs 3.71 for fragments"
-    )
-
-
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [
-        (
-            f"{MIXTURE} --expert-model-parallel-size 2",
-            "--expert-model-parallel-size 2: the host reads how many tokens its ranks exchange",
-        ),
-        (
-            f"{MIXTURE} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
-            "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2: the host reads how many tokens",
-        ),
-        ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction is not tested in CUDA graphs"),
-        ("--fp4-format e2m1 --fp4-recipe nvfp4", "--fp4-recipe nvfp4: Transformer Engine's stochastic rounding"),
-    ],
-)
-def test_the_reason_of_no_graph_is_the_setting_without_advice(extra: str, reason: str) -> None:
-    found = {choice.flag: choice for choice in checked(extra, "b200", 2).choices}["--cuda-graph-impl"]
-    assert found.value == "none" and found.reason.startswith(reason) and "; use " not in found.reason
 
 
 @pytest.mark.parametrize("target", ["h200", "cpu"])
@@ -424,9 +248,3 @@ def test_every_automatic_setting_is_listed() -> None:
     mixture, chosen_mixture = flags.parse(experts).config, check(*flags.parse_with_problems(experts)).invocation.config
     changed = settings.diff(asked, recorded) + settings.diff(mixture, chosen_mixture)
     assert {line.partition(":")[0] for line in changed} == set(automatic.AUTOMATIC)
-
-
-def test_performance_max_of_a_mixture_is_a_graph() -> None:
-    """Its memory is estimated with the precision map that the flag adds."""
-    text = f"{MIXTURE} --fp8-format e4m3 --fp8-recipe tensorwise --performance max"
-    assert chosen(text)["--cuda-graph-impl"] == "local" and chosen(text)["--precision"] == "output_layer=tensorwise"
