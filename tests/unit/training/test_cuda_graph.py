@@ -2,87 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
-from megatron.core import tensor_parallel
+from simulated_device import MICROBATCHES, WARM_UP, Device, Stream, graph_of
 from torch import Tensor
 
-from megafp8.checkpoint import state_dict
 from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.optimizer.received_bytes import ReceivedBytes
-from megafp8.quantization.nvfp4 import RoundingNoise
 from megafp8.training import cuda_graph
 from megafp8.training import step as training_step
 from megafp8.training.cuda_graph import StepGraph, StepHooks
 from megafp8.training.extensions import rollback
-
-WARM_UP, MICROBATCHES = 2, 3
-Kernel = Callable[[], Any]
-
-
-class Device:
-    """CUDA's handling of kernels: it runs them, or records them for replays during a capture."""
-
-    def __init__(self) -> None:
-        self.graphs: list[Device.Graph] = []
-        self.captured: Optional[Device.Graph] = None
-        self.streams: list[Any] = []  # of the captures
-        self.pools: list[Any] = []
-
-    class Graph:
-        def __init__(self) -> None:
-            self.kernels: list[Kernel] = []
-            self.num_replays = 0
-            self.random_states: list[Any] = []
-
-        def register_generator_state(self, state: Any) -> None:
-            self.random_states.append(state)
-
-        def pool(self) -> Any:
-            return self
-
-        def replay(self) -> None:
-            self.num_replays += 1
-            for kernel in self.kernels:
-                kernel()
-
-    @contextmanager
-    def capture(self, graph: Graph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
-        self.graphs.append(graph)
-        self.pools.append(pool)
-        self.streams.append(stream)
-        self.captured = graph
-        yield
-        self.captured = None
-
-    def launch(self, kernel: Kernel) -> None:
-        kernel() if self.captured is None else self.captured.kernels.append(kernel)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    device = Device()
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Device.Graph)
-    monkeypatch.setattr(torch.cuda, "graph", device.capture)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    cuda_graph.capture_stream.cache_clear()
-    yield device
-    cuda_graph.capture_stream.cache_clear()
-
-
-class Stream:
-    """A stream that waits for nothing."""
-
-    def wait_stream(self, other: Any) -> None:
-        pass
 
 
 class Trainer:
@@ -105,10 +43,6 @@ class Trainer:
     def evaluate(self) -> float:
         (report,) = self.graph.evaluate(self.passes, self.batches, MICROBATCHES)
         return report["loss"].item()
-
-
-def graph_of(*chunks: torch.nn.Module, has_evaluation: bool = True) -> StepGraph:
-    return StepGraph(list(chunks), WARM_UP, torch.device("cpu"), has_evaluation)
 
 
 def test_steps_warm_up_then_one_capture_then_replays(device: Device) -> None:
@@ -237,119 +171,6 @@ def test_weight_codes_are_computed_within_the_graph(device: Device) -> None:
     assert layer._fp8_workspaces and experts.codes is not None
     trainer.step()
     assert not layer._fp8_workspaces and experts.codes is None
-
-
-def test_random_states_are_not_swapped_during_a_capture(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(*_: Any, **__: Any) -> None:
-        raise AssertionError("states cannot be exchanged now")
-
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    monkeypatch.setattr(type(tracker), "fork", exchange)
-    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
-        monkeypatch.setattr(f"megatron.core.tensor_parallel.random.{name}", exchange)
-    graph = graph_of()
-
-    def passes(batches: Optional[Iterator[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
-        assert batches is None  # a stage that reads none
-        with tracker.fork("dropout"):
-            inputs = torch.ones(3, requires_grad=True)
-            tensor_parallel.checkpoint(torch.square, False, inputs).sum().backward()
-            assert torch.equal(inputs.grad, 2 * torch.ones(3))
-            return []
-
-    graph.steps_left = 0
-    graph.run(passes, None, 0)
-    with pytest.raises(AssertionError, match="states"):
-        tracker.fork()
-    with pytest.raises(AssertionError, match="states"):
-        tensor_parallel.checkpoint(torch.square, False, torch.ones(1, requires_grad=True))
-
-
-def test_a_graph_advances_the_random_states_of_dropout(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the states are generators, a capture switches between them as a launched step does."""
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    generator, forked = torch.Generator(), list[str]()
-    monkeypatch.setattr(tracker, "use_cudagraphable_rng", True)
-    monkeypatch.setattr(tracker, "states_", {"dropout": generator})
-    monkeypatch.setattr(type(tracker), "fork", lambda self, name: nullcontext(forked.append(name)))
-
-    def passes(batches: Optional[Iterator[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
-        with tracker.fork("dropout"):
-            return []
-
-    graph = graph_of()
-    graph.steps_left = 0
-    graph.run(passes, None, 0)
-    assert forked == ["dropout"] and device.graphs[0].random_states == [generator]
-
-
-class CudaGenerator:
-    """A generator on the simulated device."""
-
-    def __init__(self, _: Any):
-        self.seed: Optional[int] = None
-
-    def manual_seed(self, seed: int) -> CudaGenerator:
-        self.seed = seed
-        return self
-
-
-@pytest.mark.parametrize(("moved", "evaluation_draws"), [((), 0), ((5,), 0), ((9,), 0), ((9,), 1)])
-def test_replays_round_with_the_random_numbers_of_launched_steps(
-    device: Device, monkeypatch: pytest.MonkeyPatch, moved: tuple[int, ...], evaluation_draws: int
-) -> None:
-    """Also around validations, launched steps, steps with hooks, and a linear that quantizes no more from a step on."""
-    monkeypatch.setattr(torch, "Generator", CudaGenerator)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.captured is not None)
-    hooks = StepHooks(nullcontext)
-
-    def drawn(has_graph: bool) -> tuple[list[tuple[str, Optional[int]]], list[int]]:
-        seeds, noises = [], [RoundingNoise(name) for name in ("first", "second")]
-        quantizing, graph = list(noises), graph_of(torch.nn.ModuleList(noises))
-
-        def passes(batches: Any, is_step: bool = True) -> list[dict[str, Tensor]]:
-            for noise in noises:
-                noise.start_step()
-            for noise in (MICROBATCHES if is_step else evaluation_draws) * quantizing:
-                generator = noise.next_generator(SimpleNamespace(type="cuda"))
-                device.launch(lambda noise=noise, generator=generator: seeds.append((noise.name, generator.seed)))
-            return []
-
-        for number in range(12):
-            if number in moved:
-                quantizing.pop()
-                graph.reset()
-            if not has_graph or number == 7:
-                passes(None)
-            elif number in (1, 4, 6, 8, 10):
-                graph.run_with_hooks(passes, None, MICROBATCHES, [hooks])
-            else:
-                graph.run(passes, None, MICROBATCHES)
-            graph.evaluate(lambda batches: passes(batches, is_step=False), None, MICROBATCHES)
-        return seeds, [noise.num_draws.item() for noise in noises]
-
-    launched, replayed = drawn(False), drawn(True)
-    assert replayed == launched and len(set(launched[0])) == len(launched[0]) == sum(launched[1])
-    assert all(len(graph.random_states) == 2 * MICROBATCHES for graph in device.graphs)
-
-
-def test_generators_of_dropout_are_saved_and_restored_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint has tensors, which also a run without a graph loads; a graph keeps its generators."""
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    generator = torch.Generator().manual_seed(7)
-    monkeypatch.setattr(tracker, "use_cudagraphable_rng", True)
-    monkeypatch.setattr(tracker, "states_", {"dropout": generator})
-    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
-    monkeypatch.setattr(state_dict, "parallel_layout", lambda: (1, 1, 1))
-    for axis in ("pipeline_model_parallel", "tensor_model_parallel", "data_parallel"):
-        monkeypatch.setattr(state_dict.parallel_state, f"get_{axis}_rank", lambda **_: 0)
-    saved = state_dict.rng_state().data
-    assert torch.equal(saved["tracker"]["dropout"], torch.Generator().manual_seed(7).get_state())
-    drawn = torch.rand(3, generator=generator)
-    state_dict.restore_rng_state(saved)
-    assert tracker.get_states()["dropout"] is generator
-    assert torch.equal(torch.rand(3, generator=generator), drawn)
 
 
 def test_a_step_with_hooks_has_a_graph_in_the_memory_of_the_others(
