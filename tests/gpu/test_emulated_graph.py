@@ -22,6 +22,7 @@ from gpu_runs import (
 from small_run import SourceSamples, statistics_step, train
 
 from megafp8.metrics.records import EventRecord
+from megafp8.recipes.known_bad import KNOWN_BAD
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.statistics import StatisticsCollector
 
@@ -33,6 +34,14 @@ ALL_RECIPES = RECIPES | {
     "quartet2": "--fp4-format e2m1 --fp4-recipe quartet2",
 }
 
+OTHER_SETTINGS = (
+    *(flags for _, flags in KNOWN_BAD.values()),
+    f"{ALL_RECIPES['nvfp4']} --fp4-four-over-six",
+    f"{ALL_RECIPES['tensorwise']} --fp8-saved-activations norm activation",
+    f"{ALL_RECIPES['mxfp8']} --multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 32 "
+    "--qk-pos-emb-head-dim 32 --v-head-dim 64 --rope-type rope",
+)
+
 
 def variants() -> Iterator[str]:
     yield from ALL_RECIPES.values()
@@ -41,6 +50,7 @@ def variants() -> Iterator[str]:
     for recipe in ("delayed", "nvfp4", "quartet2"):
         yield f"{ALL_RECIPES[recipe]} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     yield f"{ALL_RECIPES['nvfp4']} --attention-dropout 0.1 --hidden-dropout 0.1"
+    yield from OTHER_SETTINGS
 
 
 @pytest.mark.parametrize("extra", variants())

@@ -58,6 +58,11 @@ LAYOUTS = {
     "data codes feedback": (2, f"{CODES} --grad-reduce-fp8-error-feedback"),
     "data emulated delayed": (2, f"{DELAYED} {EMULATED}"),
     "data emulated nvfp4": (2, f"--fp4-format e2m1 --fp4-recipe nvfp4 {EMULATED}"),
+    "fsdp2 FP8 weights": (
+        2,
+        f"--no-use-distributed-optimizer --use-torch-fsdp2 --no-gradient-accumulation-fusion {RECIPES['tensorwise']} "
+        "--fp8-param-gather",
+    ),
     "data O2": (2, "--overlap-grad-reduce --fp8-lm-level O2"),
     "pipeline 4 bf16": (4, PP4),
     "pipeline 4 delayed": (4, f"{PP4} {DELAYED}"),

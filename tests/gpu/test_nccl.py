@@ -90,6 +90,7 @@ EXACT = (
     f"{SIZES} --bf16 {RECIPES['delayed']} {OVERLAPS} --train-iters {LAST} --save-interval {HALF} --eval-iters 0 "
     f"--log-interval 1 --deterministic-mode {EAGER}"
 )
+OTHER_BUFFERS = {"not registered": "--no-use-nccl-ub", "small buckets": "--ddp-bucket-size 100000"}
 LOOKS = f"{W} --eval-iters 2 --eval-interval 3 --fp8-log-interval 4"
 KILLED_SOON_S = 15.0
 # The rank that something happens to, by the number of ranks.
@@ -152,6 +153,7 @@ def exact_launches(folder: Path) -> list[Launch]:
         Launch(name="whole graph", num_ranks=2, flags=f"{EXACT} {GRAPH}"),
         Launch(name="looks", num_ranks=2, flags=f"{EXACT} {LOOKS}"),
         Launch(name="looks graph", num_ranks=2, flags=f"{EXACT} {LOOKS} {GRAPH}"),
+        *(Launch(name=name, num_ranks=2, flags=f"{exact(2)} {flags}") for name, flags in OTHER_BUFFERS.items()),
     ]
     for num_ranks in WORLD_SIZES:
         for label, weights in EXACTLY.items():
@@ -246,6 +248,11 @@ def test_four_ranks_of_other_models_follow_one_rank(runs: Runs, name: str) -> No
 
 def test_cuda_graphs_of_two_ranks_equal_launched_kernels(runs: Runs) -> None:
     assert runs.losses("whole graph") == runs.losses("whole 2")
+
+
+@pytest.mark.parametrize("name", OTHER_BUFFERS)
+def test_buffers_change_no_loss(runs: Runs, name: str) -> None:
+    assert runs.losses(name) == runs.losses("whole 2")
 
 
 @pytest.mark.parametrize("graph", ["", " graph"])
