@@ -1,4 +1,4 @@
-"""Options of the model and of the number formats that only some layers support."""
+"""Options of the model and of number formats that only some layers support, and layers that cannot be in a graph."""
 
 from __future__ import annotations
 
@@ -212,12 +212,14 @@ def layers_without_default_graph(config: RunConfig, implementation: str, world_s
     """Settings with which a graph of these layers has to be asked for: the flag, and why. Delete a line once it ran."""
     if implementation != "emulated":
         return
-    model = config.model
+    model, precision, training = config.model, config.precision, config.training
     untested = (
-        (world_size > 1, "several ranks"),
-        (config.precision.fp8_param_gather, "--fp8-param-gather"),
-        (derived.recompute_granularity(config.training) is not None, "recomputation"),
-        (bool(model.attention_dropout or model.hidden_dropout), "dropout"),
+        (world_size > 1 and precision.fp8_param_gather, "--fp8-param-gather on several ranks"),
+        (precision.fp4_four_over_six, "--fp4-four-over-six"),
+        (bool(precision.fp8_saved_activations), "--fp8-saved-activations"),
+        (model.multi_latent_attention, "--multi-latent-attention"),
+        (training.fp8_guard != "off", f"--fp8-guard {training.fp8_guard}"),
+        (training.on_nonfinite_activation == "bf16", "--on-nonfinite-activation bf16"),
     )
     for is_there, setting in untested:
         if is_there:

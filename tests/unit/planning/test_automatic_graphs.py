@@ -12,6 +12,8 @@ from megafp8.config import flags
 from megafp8.device import capability
 from megafp8.planning import automatic
 
+TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
+
 STAGES = "--pipeline-model-parallel-size 2"
 
 
@@ -80,8 +82,8 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
             "--transformer-impl emulated: its graphs are of one GPU or data-parallel ranks",
         ),
         (
-            "--transformer-impl emulated",
-            "--transformer-impl emulated with several ranks: its graph has not been tested",
+            "--transformer-impl emulated --fp8-param-gather",
+            "--transformer-impl emulated with --fp8-param-gather on several ranks: its graph has not been tested",
         ),
     ],
 )
@@ -102,15 +104,32 @@ def test_emulated_layers_are_a_graph_with_the_one_pass_optimizer_alone(recipe: s
 
 
 @pytest.mark.parametrize(
+    ("extra", "world_size"),
+    [
+        ("", 1),
+        ("", 2),
+        ("--fp8-param-gather", 1),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+        ("--hidden-dropout 0.1", 1),
+    ],
+)
+def test_emulated_layers_are_a_graph_where_gpus_ran_it(extra: str, world_size: int) -> None:
+    text = f"{TENSORWISE} --transformer-impl emulated {extra}"
+    assert chosen(text, world_size=world_size)["--cuda-graph-impl"] == "local"
+
+
+@pytest.mark.parametrize(
     ("extra", "setting"),
     [
-        ("--fp8-param-gather", "--fp8-param-gather"),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "recomputation"),
-        ("--hidden-dropout 0.1", "dropout"),
+        (f"{TENSORWISE} --fp8-saved-activations norm activation", "--fp8-saved-activations"),
+        (f"{TENSORWISE} --fp8-guard bf16-layer", "--fp8-guard bf16-layer"),
+        (f"{TENSORWISE} --on-nonfinite-activation bf16 --max-skipped-steps 9", "--on-nonfinite-activation bf16"),
+        (f"{TENSORWISE} --multi-latent-attention --rope-type rope", "--multi-latent-attention"),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4 --fp4-four-over-six", "--fp4-four-over-six"),
     ],
 )
 def test_untested_graphs_of_emulated_layers_have_to_be_asked_for(extra: str, setting: str) -> None:
-    flags_of_run = f"--fp8-format hybrid --fp8-recipe tensorwise --transformer-impl emulated {extra}"
+    flags_of_run = f"--transformer-impl emulated {extra}"
     (found,) = (choice for choice in checked(flags_of_run).choices if choice.flag == "--cuda-graph-impl")
     assert found.value == "none" and found.reason.startswith(f"--transformer-impl emulated with {setting}: its graph")
     assert checked(f"{flags_of_run} --cuda-graph-impl local").invocation.config.training.cuda_graph_impl == "local"
