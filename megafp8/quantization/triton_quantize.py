@@ -259,8 +259,6 @@ def _quantize_blocks(
     if rule.scale_rule is ScaleRule.TWO_LEVEL:
         row_amax, column_amax = _tensor_amaxes(source, matrix, group)
     row, column = row or RuleOutputs(rule), column or RuleOutputs(rule)
-    # With counts a transform takes 150 registers, which leaves room for a quarter fewer warps, for a rare branch.
-    limits_registers = matrix is not None and bool(row.counts or column.counts)
     quantize_blocks_kernel[(num_programs,)](
         source, matrix, num_rows, num_columns, min(torch.finfo(source.dtype).max, FP32_MAX),
         row_amax, row.noise, row.codes, _raw(row.scales), row.values, row.factor, *row.pair_of_counts,
@@ -268,7 +266,7 @@ def _quantize_blocks(
         *column.pair_of_counts,
         IS_SQUARE=min(sized_block(row.rule)) > 1, RULE=RULE_NAMES[rule.scale_rule], GRID=grid_of(rule.format),
         SCALE_GRID=grid_of(E4M3), SATURATES_FROM=saturation_threshold(rule.format), SIDE=side, TILES=tiles,
-        num_warps=num_warps, enable_fp_fusion=False, maxnreg=128 if limits_registers else None,
+        num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
