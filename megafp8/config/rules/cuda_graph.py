@@ -38,12 +38,16 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
     context, messages = parallel.context_parallel_size, parallel.cp_comm_type
     has_other_ranks = max(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) > 1
     flag, untested = f"--context-parallel-size {context}", "its graph has not been tested on GPUs"
+    fsdp2 = (
+        "losses of its graph, which shortens steps only with --fp8-param-gather, have not been compared with those of "
+        "launched kernels"
+    )
     checks = (
         (is_interleaved(config), "virtual pipeline stages", "their graph has been tested in BF16 on two GPUs only"),
         (context > 2, flag, untested),
         (context == 2 and messages != "p2p", f"{flag} with --cp-comm-type {messages}", untested),
         (context == 2 and has_other_ranks, f"{flag} with tensor- or pipeline-parallel ranks", untested),
-        (parallel.use_torch_fsdp2, "--use-torch-fsdp2", "a graph shortens its steps only with --fp8-param-gather"),
+        (parallel.use_torch_fsdp2, "--use-torch-fsdp2", fsdp2),
     )
     yield from ((what, f"{why}; --cuda-graph-impl local tries it") for is_there, what, why in checks if is_there)
 

@@ -15,6 +15,7 @@ from megafp8.planning import automatic
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
 
 STAGES = "--pipeline-model-parallel-size 2"
+FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
 
 
 @pytest.mark.parametrize("extra", [STAGES, "--recompute-activations", "--attention-dropout 0.1"])
@@ -85,6 +86,8 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
             "--transformer-impl emulated --fp8-param-gather",
             "--transformer-impl emulated with --fp8-param-gather on several ranks: its graph has not been tested",
         ),
+        (FSDP2, "--use-torch-fsdp2: losses of its graph, which shortens steps only with --fp8-param-gather, have not"),
+        (f"{FSDP2} --fp8-recipe tensorwise --fp8-param-gather", "--use-torch-fsdp2: losses of its graph"),
     ],
 )
 def test_the_reason_for_no_graph_is_reported(extra: str, reason: str) -> None:
