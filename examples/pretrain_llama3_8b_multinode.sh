@@ -50,8 +50,7 @@ precision=(--bf16 --fp8-format hybrid --fp8-recipe tensorwise)
 # For longer sequences add --context-parallel-size.
 parallel=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2)
 # 512 sequences are 4.2 million tokens per step; 240,000 steps are a trillion tokens. All ranks collect Python's garbage
-# in the same step, so that none waits for another. With this pipeline a step is no CUDA graph, unless
-# --cuda-graph-impl local asks for one.
+# in the same step, so that none waits for another.
 training=(
   --micro-batch-size 1 --global-batch-size 512 --train-iters 240000
   --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01
