@@ -11,14 +11,14 @@
 Attention logits, the residual and the SNR are also compared with their own past (`GROWTH`), since a factor of a few in
 a hundred steps is early, and a fixed limit that is above the values of every healthy model is late. Healthy models
 grow, too: weights of queries and keys with the sum of the learning rates so far, and logits with its square. So values
-are compared with earlier ones only if these were taken `NUM_SETTLING` intervals after the warm-up, or later: the sum
-then at most doubles in two intervals, and its square grows by at most 4. In five it may grow by 12, so that logits
-above 100 so early may be a finding in a healthy model, too.
+are compared with earlier ones only if these were taken after the steps of `first_steps_not_kept`: more than
+`SETTLING_STEPS` after the warm-up, and where the sum at most doubles in two intervals, so that its square grows by at
+most 4. In five it may grow by 12, so that logits above 100 so early may be a finding in a healthy model, too.
 
 In a model of 8 layers and width 512 with a warm-up of 23 steps (two seeds, 60 and 104 steps of 2,048 tokens, emulated
 tensorwise scaling in FP32, peak learning rate 1.2e-3), logits grew by factors of up to 5 in 20 steps from step 24 on,
 and of up to 2.8 from step 44 on; a planted fault makes it 7 to 10. The residual grew by up to 6.4 in 50 steps from step
-24 on, and by up to 2.1 from step 44 on. One interval of 10 steps instead of two would have left a false alarm.
+24 on, and by up to 2.1 from step 44 on. With 10 steps after the warm-up instead of 20 there was a false alarm.
 
 The SNR of a healthy model falls to that of noise. It rises again when the loss grows, which is no early warning: in
 runs with planted faults it is noticed between 9 steps before and 6 steps after a loss that is 5% worse.
@@ -89,8 +89,9 @@ LIMITS = {
 }
 NUM_REMEMBERED = 5
 """Observations that are kept: with the default interval those of 100 steps."""
-NUM_SETTLING = 2
-"""Intervals after the learning rate's warm-up whose values are not kept for a comparison."""
+SETTLING_STEPS = 20
+"""Steps after the learning rate's warm-up whose values are not kept for a comparison; steps, since the limits of growth
+were calibrated at one interval, and at a longer one as many intervals would leave a run unwatched for longer."""
 GROWTH = {
     "attention logits": (Growth(4.0, 100.0, NUM_REMEMBERED), Growth(4.5, 15.0, 2)),
     "residual": (Growth(4.0, 10.0, NUM_REMEMBERED),),
@@ -99,6 +100,15 @@ GROWTH = {
 INPUT_STATISTICS = ("kurtosis", "outlier share", "subnormal share")
 LAYER_STATISTICS = (ALIGNMENT, "attention logits", "residual")
 GRADIENT_SNR = "gradient SNR"
+
+
+def first_steps_not_kept(warmup_steps: float, interval: int) -> float:
+    """Steps at the start of a run whose values are not kept for a comparison.
+
+    They depend on the interval only if it is long beside the warm-up. A linear warm-up counts as half of its steps at
+    the full learning rate; once the sum of the learning rates is that of two intervals, two more at most double it.
+    """
+    return max(warmup_steps + SETTLING_STEPS, warmup_steps / 2 + 2 * interval)
 
 
 def smoothing_helps(statistic: str, name: str) -> bool:

@@ -161,8 +161,8 @@ def test_logits_are_those_of_the_scale_and_cap_of_the_run() -> None:
 
 def test_run_in_bf16_is_warned(tmp_path: Path) -> None:
     """Of what does not depend on quantization."""
-    fault = "--planted-fault inflated-qk --planted-fault-step 2 --planted-fault-growth 8"
-    flags = f"--bf16 {EVERY_SECOND_STEP} warn {fault} --train-iters 6"
+    fault = "--planted-fault inflated-qk --planted-fault-step 18 --planted-fault-growth 8"
+    flags = f"--bf16 {EVERY_SECOND_STEP} warn {fault} --train-iters 22"
     ((progress, _),) = run_loop(tmp_path, flags, first_bad_steps={}, style="gpt2")
     found = events(tmp_path)
     assert found and all(detail.startswith("attention logits of layers.") for *_, detail in found)
@@ -170,10 +170,10 @@ def test_run_in_bf16_is_warned(tmp_path: Path) -> None:
 
 
 def inflated_qk(warmup_steps: int) -> str:
-    """A run in BF16 whose attention logits grow from step 2 on, but not beyond the fixed limit."""
+    """A run in BF16 whose attention logits grow from step 18 on, but not beyond the fixed limit."""
     return (
-        f"--bf16 {EVERY_SECOND_STEP} warn --train-iters 15 --lr-warmup-iters {warmup_steps} "
-        "--planted-fault inflated-qk --planted-fault-step 2 --planted-fault-growth 1.7"
+        f"--bf16 {EVERY_SECOND_STEP} warn --train-iters 31 --lr-warmup-iters {warmup_steps} "
+        "--planted-fault inflated-qk --planted-fault-step 18 --planted-fault-growth 1.7"
     )
 
 
@@ -191,17 +191,17 @@ def test_growth_in_the_warmup_is_no_alarm(tmp_path: Path) -> None:
     ((within, _),) = run_loop(tmp_path / "within", inflated_qk(11), first_bad_steps={}, style="gpt2")
     assert events(tmp_path / "within") == [] and within.history.layer_trends == ()
     values = logits(tmp_path / "within")
-    assert all(is_growth(values, step) for step in (10, 12, 14))
+    assert all(is_growth(values, step) for step in (26, 28, 30))
 
 
-def test_growth_is_compared_with_values_some_intervals_after_the_warmup(tmp_path: Path) -> None:
+def test_growth_is_compared_with_values_20_steps_after_the_warmup(tmp_path: Path) -> None:
     """Also in a run that is interrupted before and after the first of these values."""
     flags = inflated_qk(5)
     ((straight, _),) = run_loop(tmp_path / "straight", flags, first_bad_steps={}, style="gpt2")
     found, values = events(tmp_path / "straight"), logits(tmp_path / "straight")
-    assert all(is_growth(values, step) for step in (10, 12, 14))
-    assert found and min(step for step, *_ in found) == 14, "the values of 5 + 2 x 2 steps are not compared with"
-    for interval in (3, 11):
+    assert all(is_growth(values, step) for step in (26, 28, 30))
+    assert found and min(step for step, *_ in found) == 30, "the values of 5 + 20 steps are not compared with"
+    for interval in (19, 27):
         folder = tmp_path / f"resumed_after_{interval}"
         run_loop(folder, f"{flags} --exit-interval {interval}", first_bad_steps={}, style="gpt2")
         ((resumed, _),) = run_loop(folder, flags, first_bad_steps={}, style="gpt2")
@@ -301,9 +301,9 @@ def test_resumed_run_warns_of_nothing_again(tmp_path: Path) -> None:
 
 
 def test_smoothed_linear_is_resumed(tmp_path: Path) -> None:
-    flags = f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} smooth-swiglu --train-iters 6"
+    flags = f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} smooth-swiglu --train-iters 25"
     ((progress, straight),) = run_loop(tmp_path / "straight", flags)
-    run_loop(tmp_path / "resumed", f"{flags} --exit-interval 5")
+    run_loop(tmp_path / "resumed", f"{flags} --exit-interval 23")
     ((resumed_progress, resumed),) = run_loop(tmp_path / "resumed", flags)
     assert [(linear.name, linear.form) for linear in progress.history.moved_linears] == [
         ("layers.1.linear_fc2", SMOOTHED)

@@ -3,8 +3,8 @@
 Every `--fp8-guard-interval` steps hooks take the statistics of `metrics/layer_statistics.py` from the first microbatch
 of each rank. One MAX all-reduce over all ranks follows, so that they take the same decision. Other steps have no hooks.
 A decision depends on the statistics of the step, and on the last values of those whose growth is limited, which are
-kept from some steps after the learning rate's warm-up on (`num_steps_not_kept`). They are in the checkpoint, as are the
-linears that were changed and the warnings that were given (`SkipHistory`), so that a resumed run decides as the
+kept from some steps after the learning rate's warm-up on (`first_steps_not_kept`). They are in the checkpoint, as are
+the linears that were changed and the warnings that were given (`SkipHistory`), so that a resumed run decides as the
 uninterrupted one. All statistics are recorded (`GuardRecord`).
 """
 
@@ -36,9 +36,9 @@ from megafp8.metrics.layer_statistics import (
     LAYER_STATISTICS,
     LIMITS,
     NUM_REMEMBERED,
-    NUM_SETTLING,
     advice,
     attention_logit_bound,
+    first_steps_not_kept,
     input_statistics,
     root_mean_square,
     smoothing_helps,
@@ -83,7 +83,8 @@ class LayerGuard(Extension):
         state.sinks.write(GuardRecord(step=state.step, statistics=recorded(values)))
         if result.bad_step is not None:  # a step that is skipped moves nothing
             return
-        is_kept = state.step > num_steps_not_kept(state.run)
+        interval = state.run.config.training.fp8_guard_interval
+        is_kept = state.step > first_steps_not_kept(state.run.warmup_steps, interval)
         # Before that there are none, unless an earlier version wrote the checkpoint.
         kept = state.progress.history.layer_trends if is_kept else ()
         trends = {(statistic, name): trend for statistic, name, trend in kept}
@@ -111,11 +112,6 @@ class LayerGuard(Extension):
             move_layer(state, layer, f"{statistic} of {name}")
         if smooths:
             smooth_layer(state, layer, f"{statistic} of {name}")
-
-
-def num_steps_not_kept(run: Run) -> float:
-    """Steps at the start of a run whose values are no measure of growth: the warm-up and `NUM_SETTLING` intervals."""
-    return run.warmup_steps + NUM_SETTLING * run.config.training.fp8_guard_interval
 
 
 def recorded(values: Mapping[Key, float]) -> dict[str, dict[str, float]]:

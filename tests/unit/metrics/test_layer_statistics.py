@@ -12,8 +12,10 @@ from megafp8.metrics.health_advice import Case
 from megafp8.metrics.layer_statistics import (
     INPUT_STATISTICS,
     LIMITS,
+    SETTLING_STEPS,
     advice,
     attention_logit_bound,
+    first_steps_not_kept,
     input_statistics,
     root_mean_square,
     swiglu_alignment,
@@ -91,6 +93,24 @@ def test_bound_of_capped_attention_logits() -> None:
     assert attention_logit_bound(1e3 * query, key, 1.0, cap) == cap
     query[0, 0, 0, 0] = torch.inf
     assert attention_logit_bound(query, key, 1.0, cap) == torch.inf, "such logits are not finite"
+
+
+@pytest.mark.parametrize("interval", [1, 10, 20, 50])
+@pytest.mark.parametrize("warmup", [23, 200, 2000])
+def test_runs_are_unwatched_for_20_steps_after_the_warmup(warmup: int, interval: int) -> None:
+    """At every interval, unless the warm-up is short beside it: the learning rates of two more intervals then at most
+    double their sum."""
+    first, needed = first_steps_not_kept(warmup, interval), warmup / 2 + 2 * interval
+    assert first == (warmup + 20 if needed <= warmup + 20 else needed)
+    rates = [min(1.0, step / warmup) for step in range(1, 2101)]
+    kept = int(first) + 1
+    assert sum(rates[: kept + 2 * interval]) <= 2 * sum(rates[:kept])
+    assert SETTLING_STEPS == 20
+
+
+def test_a_warmup_of_a_benchmark_leaves_a_value_before_its_fault_at_the_default_interval() -> None:
+    """23 steps, and a fault from step 70 on: those of step 60 are kept, which two intervals did not."""
+    assert first_steps_not_kept(23, 10) == 43 and first_steps_not_kept(23, 20) < 60
 
 
 def advice_of(statistic: str, name: str, words: str) -> str:
