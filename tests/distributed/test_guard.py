@@ -355,6 +355,8 @@ def test_growth_is_found_below_the_limit() -> None:
     assert [found for found, _ in findings({key: 199.0, other: 9.0}, trends)] == []  # not four times; small
     ((found, detail),) = findings({key: 201.0, other: 9.0}, trends)
     assert found == key and detail == "attention logits of layers.0 grew from 50 to 201 in 2 intervals"
+    ((_, detail),) = findings({key: 15.1}, {key: (3.3,)})
+    assert detail == "attention logits of layers.0 grew from 3.3 to 15.1 in 1 interval"
     assert list(findings({key: 201.0}, {})) == []
     assert list(findings({key: 14.9}, {key: (3.0, 5.0)})) == [], "small"
     assert list(findings({key: 15.1}, {key: (1.0, 3.4, 6.0)})) == [], "less than 4.5 times the smaller of two values"

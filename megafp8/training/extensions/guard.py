@@ -137,7 +137,8 @@ def findings(values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]
         for limit in GROWTH.get(statistic, ()):
             trend = trends.get(key, ())[-limit.num_intervals :]
             if trend and value > max(limit.floor, limit.factor * min(trend)):
-                yield key, f"{statistic} of {name} grew from {min(trend):.3g} to {value:.3g} in {len(trend)} intervals"
+                span = f"{len(trend)} interval{'s' if len(trend) > 1 else ''}"
+                yield key, f"{statistic} of {name} grew from {min(trend):.3g} to {value:.3g} in {span}"
                 break
 
 
