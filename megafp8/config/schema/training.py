@@ -165,7 +165,9 @@ class TrainingConfig:
         6.0, "threshold of the loss, in standard deviations above the line through the losses of --spike-window updates"
     )
     spike_norm_factor: float = setting(
-        50.0, "threshold of the gradient norm, over the median of --spike-window updates"
+        100.0,
+        "threshold of the gradient norm, over the median of --spike-window updates; norms of clean batches in runs of "
+        "a small model were at most 52 times the median",
     )
     spike_min_steps: int = setting(32, "minimum number of previous updates for spike detection")
     spike_rollback_steps: int = setting(100, "rollback: minimum number of steps to go back, if there is a checkpoint")

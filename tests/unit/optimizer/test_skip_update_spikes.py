@@ -9,7 +9,8 @@ from fractions import Fraction
 import pytest
 
 from megafp8.checkpoint.progress import SkipHistory
-from megafp8.optimizer.skip_update import SpikeDetector, Window
+from megafp8.config.schema import TrainingConfig
+from megafp8.optimizer.skip_update import SpikeDetector, Window, extrapolate
 
 DETECTOR = SpikeDetector(window=16, sigma=6.0, min_steps=4, norm_factor=20.0)
 
@@ -91,6 +92,22 @@ def test_bursts_of_the_gradient_norm_are_no_spikes() -> None:
     window = tuple((1.0 + step % 2 / 100, 1.0 + step % 2 / 10) for step in range(16))
     assert DETECTOR.find_spike(window, 1.0, 15.0) is None
     assert DETECTOR.find_spike(window, 1.0, 25.0) is not None
+
+
+def test_the_default_limits_let_bursts_of_clean_runs_pass_and_find_bad_batches_by_their_loss() -> None:
+    """The measured values: clean norms reach 52 times the median, planted bad batches 12 to 60 times, and their losses
+    are 8.7 standard deviations above the line or more. A fault of the arithmetic has a norm beyond both."""
+    training = TrainingConfig()
+    detector = SpikeDetector(
+        training.spike_window, training.spike_sigma, training.spike_min_steps, training.spike_norm_factor
+    )
+    window = tuple((3.0 + 0.1 * (step % 2), 1.3) for step in range(32))
+    expected, deviation = extrapolate([loss for loss, _ in window])
+    clean = expected + 5.0 * deviation
+    assert detector.find_spike(window, clean, 52.0 * 1.3) is None
+    assert detector.find_spike(window, clean, 90.0 * 1.3) is None, "room above clean runs"
+    assert "loss " in (detector.find_spike(window, expected + 8.7 * deviation, 12.0 * 1.3) or "")
+    assert "gradient norm " in (detector.find_spike(window, expected, 1e3 * 1.3) or "")
 
 
 def test_the_text_has_value_deviation_and_expectation() -> None:
