@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import known_bad_controls, planted_faults
 from megafp8.analysis.stability_faults import FaultCost, fault_cost
-from megafp8.config.planted_faults import ALIGNED_SWIGLU
+from megafp8.config.planted_faults import ALIGNED_SWIGLU, INFLATED_QK
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of
 from megafp8.launch.stability_faults import CLEAN, REPAIR
@@ -35,12 +36,29 @@ def run_small(folder: Path, flags: str = "--steps 20 --fault-step 4 --growth 4")
     return child.exitcode or 0
 
 
+def change_training(monkeypatch: pytest.MonkeyPatch, flags: str, changed: str) -> None:
+    """Give the benchmark's runs other flags."""
+    assert flags in planted_faults.TRAINING
+    monkeypatch.setattr(planted_faults, "TRAINING", planted_faults.TRAINING.replace(flags, changed))
+
+
 def shrink_batch(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
     """Give the benchmark's runs batches of fewer samples than its 16: a step's time grows with them."""
     size = "--micro-batch-size 16 --global-batch-size 16"
-    assert size in planted_faults.TRAINING
-    smaller = planted_faults.TRAINING.replace(size, size.replace("16", str(samples)))
-    monkeypatch.setattr(planted_faults, "TRAINING", smaller)
+    change_training(monkeypatch, size, size.replace("16", str(samples)))
+
+
+def entries_of(folder: Path) -> dict[str, Any]:
+    """The runs of the benchmark by the names of their arms."""
+    entries = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    return {entry["arm"]["name"]: entry for entry in entries}
+
+
+def cost_of(entries: dict[str, Any], name: str, fault_step: int) -> FaultCost:
+    """What a fault did to a run of the benchmark, beside the clean one."""
+    found = [EventRecord(step=step, name=what, detail=detail) for step, what, detail in entries[name]["events"]]
+    fault, _, repair = name.partition(REPAIR)
+    return fault_cost(entries[name]["losses"], entries[CLEAN]["losses"], found, fault_step, fault, repair)
 
 
 @pytest.mark.slow
@@ -82,22 +100,32 @@ def test_at_the_default_interval_a_gradual_fault_is_noticed_50_steps_early_and_r
     flags = f"--steps 140 --fault-step {fault_step} --growth 1.2 --guard-interval {interval}"
     flags = f"{flags} --arms {ALIGNED_SWIGLU},{repair}"
     assert run_small(tmp_path, flags) == 0
-    entries = {}
-    for line in (tmp_path / "runs.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        entries[entry["arm"]["name"]] = entry
+    entries = entries_of(tmp_path)
     assert entries[CLEAN]["events"] == []
-
-    def cost(name: str) -> FaultCost:
-        found = [EventRecord(step=step, name=what, detail=detail) for step, what, detail in entries[name]["events"]]
-        losses, clean = entries[name]["losses"], entries[CLEAN]["losses"]
-        return fault_cost(losses, clean, found, fault_step, ALIGNED_SWIGLU, name.partition(REPAIR)[2])
-
-    harmed, repaired = cost(ALIGNED_SWIGLU), cost(repair)
+    harmed, repaired = cost_of(entries, ALIGNED_SWIGLU, fault_step), cost_of(entries, repair, fault_step)
     assert harmed.worse is not None and harmed.noticed is not None, "the fault does harm, and is noticed"
     assert harmed.worse - harmed.noticed >= 50
     assert harmed.lost_fraction > 0.05 and repaired.repaired is not None
     assert repaired.worse is None and abs(repaired.lost_fraction) < 0.01
+
+
+@pytest.mark.slow
+def test_at_the_default_interval_growing_logits_are_noticed_50_steps_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The benchmark's own runs up to step 140: the values of step 60, 37 after the warm-up, are compared with."""
+    change_training(monkeypatch, "--lr-decay-style cosine", "--lr-decay-style cosine --lr-decay-iters 230")
+    interval, fault_step, num_steps = value_of(RunConfig(), "training.fp8_guard_interval"), 70, 140
+    flags = f"--steps {num_steps} --fault-step {fault_step} --guard-interval {interval} --arms {INFLATED_QK}"
+    assert interval == 20 and run_small(tmp_path, flags) == 0
+    entries = entries_of(tmp_path)
+    assert entries[CLEAN]["events"] == []
+    step, name, detail = entries[INFLATED_QK]["events"][0]
+    assert (step, name) == (80, "guard")
+    assert detail.startswith("attention logits of layers.") and " grew from " in detail
+    cost = cost_of(entries, INFLATED_QK, fault_step)
+    worse = num_steps - fault_step if cost.worse is None else cost.worse  # not yet at the end
+    assert cost.noticed is not None and worse - cost.noticed >= 50
 
 
 def test_the_table_of_controls_says_what_is_worse_and_what_it_takes() -> None:
