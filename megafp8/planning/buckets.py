@@ -6,6 +6,7 @@ import os
 from typing import Optional
 
 from megafp8.config import dimensions, rules
+from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.device.gpus import Gpu
 from megafp8.planning.memory import parameters_on_stage
@@ -25,14 +26,19 @@ def default_size(num_ranks: int) -> int:
 def size_in_node(config: RunConfig, gpu: Optional[Gpu], world_size: int, num_ranks: int) -> Optional[int]:
     """A size above the default, for `num_ranks` ranks with the same weights; None where the default is better.
 
-    Without `--vocab-size` the embedding does not count. FSDP2 has no such buckets, and codes of gradients can have one
-    scale for each: both keep the default.
+    Without `--vocab-size` the embedding does not count. The default is kept with FSDP2, which has no such buckets, with
+    codes of gradients, which can have one scale for each, and where several buffers share the weights: those of virtual
+    stages, and of experts on several ranks.
     """
     parallel = config.parallel
+    has_one_buffer = parallel.expert_model_parallel_size == 1 and not is_interleaved(config)
     reduces = parallel.overlap_grad_reduce and num_ranks > 1 and not parallel.use_torch_fsdp2
-    if not reduces or config.precision.grad_reduce_in_fp8 or gpu is None or world_size > gpu.gpus_per_node:
+    if not (reduces and has_one_buffer) or config.precision.grad_reduce_in_fp8:
         return None
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size or rules.setting_problems(config, world_size):
+    if gpu is None or world_size > gpu.gpus_per_node:
+        return None
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # a dry run has no such variable
+    if local_ranks < world_size or rules.setting_problems(config, world_size):
         return None
     padded_vocab = dimensions.padded_vocab_size(config, config.model.vocab_size or 1)
     size = min(MAX_SIZE_IN_NODE, sum(parameters_on_stage(config, padded_vocab, 0)) // MIN_BUCKETS)

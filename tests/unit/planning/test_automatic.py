@@ -72,6 +72,9 @@ def test_weights_that_are_gathered_beside_the_forward_pass_are_registered(monkey
     assert chosen(DELAYED, world_size=8)["--use-nccl-ub"] == "off"
 
 
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+
+
 def test_gradient_buckets_are_larger_in_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the model, 200M parameters at most, where that is more than megatron-core's 40M."""
     large = f"{DELAYED} --model-preset llama3-8b --vocab-size 50303"
@@ -86,6 +89,8 @@ def test_gradient_buckets_are_larger_in_one_node(monkeypatch: pytest.MonkeyPatch
         (f"{large} --grad-reduce-in-fp8", 2),
         (f"{large} --no-overlap-grad-reduce", 2),
         (f"{large} --use-torch-fsdp2", 2),
+        (f"{large} {VIRTUAL}", 4),
+        (f"{large} {MIXTURE} --expert-model-parallel-size 2", 2),
     ):
         assert "--ddp-bucket-size" not in chosen(flags_of_run, world_size=world_size)
     assert "--ddp-bucket-size" not in chosen(large, "cpu", world_size=2)
