@@ -213,8 +213,11 @@ def layers_without_default_graph(config: RunConfig, implementation: str, world_s
     if implementation != "emulated":
         return
     model, precision, training = config.model, config.precision, config.training
+    recomputes = derived.recompute_granularity(training) is not None
     untested = (
         (world_size > 1 and precision.fp8_param_gather, "--fp8-param-gather on several ranks"),
+        (world_size > 1 and recomputes, "recomputation on several ranks"),
+        (world_size > 1 and bool(model.attention_dropout or model.hidden_dropout), "dropout on several ranks"),
         (precision.fp4_four_over_six, "--fp4-four-over-six"),
         (bool(precision.fp8_saved_activations), "--fp8-saved-activations"),
         (model.multi_latent_attention, "--multi-latent-attention"),

@@ -86,6 +86,15 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
             "--transformer-impl emulated --fp8-param-gather",
             "--transformer-impl emulated with --fp8-param-gather on several ranks: its graph has not been tested",
         ),
+        (
+            "--transformer-impl emulated --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            "--transformer-impl emulated with recomputation on several ranks: its graph has not been tested",
+        ),
+        (
+            "--transformer-impl emulated --hidden-dropout 0.1",
+            "--transformer-impl emulated with dropout on several ranks: its graph has not been tested",
+        ),
         (FSDP2, "--use-torch-fsdp2: losses of its graph, which shortens steps only with --fp8-param-gather, have not"),
         (f"{FSDP2} --fp8-recipe tensorwise --fp8-param-gather", "--use-torch-fsdp2: losses of its graph"),
     ],
