@@ -9,7 +9,7 @@
 # same text. All recipes, including BF16, use the loss and the optimizer that are fastest on one GPU, and CUDA graphs,
 # since layers of this size are bound by kernel launches; without graphs a run took about three minutes on one H200.
 # All recipes of a seed run before the next seed. If it is interrupted, also by a SIGTERM, run it again to resume.
-# Environment variables: STEPS, SEEDS (default 3), RECIPES (only native ones: emulated layers have no graph), PARALLEL
+# Environment variables: STEPS, SEEDS (default 3), RECIPES (default: native ones and a control), PARALLEL
 # (default: one run per GPU), NO_REPORT=1 to train only. The report can be created again from the records on any
 # machine:
 #
