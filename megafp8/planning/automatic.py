@@ -4,7 +4,6 @@
     --overlap-grad-reduce            with the distributed optimizer of several data-parallel ranks
     --overlap-param-gather           the same
     --use-nccl-ub                    with the latter, unless torch's allocator has expandable segments
-    --ddp-bucket-size                up to 200M parameters with --overlap-grad-reduce in one node
     --cross-entropy-loss-fusion      Transformer Engine's kernel, with its layers
     --cuda-graph-impl                local where a step can be captured and memory allows it
     --cuda-graph-evaluation          on one GPU whose steps are a graph, without experts
@@ -48,7 +47,6 @@ from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
 from megafp8.device.layer_support import graph_obstacles, layers_without_default_graph
 from megafp8.device.nccl_environment import expandable_segments
-from megafp8.planning import buckets
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
 from megafp8.planning.process_memory import FREE_MEMORY_FRACTION, non_torch_bytes
@@ -111,7 +109,7 @@ def choose(
     config = with_values(config, values)
     performance = partial(_performance, saved_config=saved_config, given=given)
     for chooser in (
-        _accumulation, performance, _overlap, _nccl_buffers, _buckets, _cross_entropy, _cuda_graph, _evaluation_graph,
+        _accumulation, performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _evaluation_graph,
         _expert_kernels,
     ):  # fmt: skip
         values, choices = chooser(config, target, world_size)
@@ -124,7 +122,6 @@ AUTOMATIC = (
     "parallel.overlap_grad_reduce",
     "parallel.overlap_param_gather",
     "parallel.use_nccl_ub",
-    "parallel.ddp_bucket_size",
     "precision.cross_entropy_loss_fusion",
     "precision.cross_entropy_fusion_impl",
     "training.cuda_graph_impl",
@@ -300,15 +297,6 @@ def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[V
     if obstacle := expandable_segments():
         return {"parallel.use_nccl_ub": False}, [Choice("--use-nccl-ub", "off", f"{obstacle} excludes it")]
     return {"parallel.use_nccl_ub": True}, [Choice("--use-nccl-ub", "on", "copy engines gather weights")]
-
-
-def _buckets(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
-    """Large ones in a node, where the last one is soon sent."""
-    name = "parallel.ddp_bucket_size"
-    if value_of(config, name) is not None:
-        return {}, []
-    size = buckets.size_in_node(config, find_gpu(target.name), world_size, _ranks_that_share(config, world_size))
-    return {name: size}, [Choice("--ddp-bucket-size", str(size), "all ranks are in one node")] if size else []
 
 
 def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:

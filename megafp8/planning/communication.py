@@ -15,7 +15,6 @@ from typing import NamedTuple
 from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, topology
 from megafp8.config.model_shapes import count_parameters
 from megafp8.config.muon import has_flat_shards
-from megafp8.planning import buckets
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
 from megafp8.planning.memory import parameters_on_stage
 from megafp8.planning.mixture_memory import expert_parameters_on_stage
@@ -27,6 +26,8 @@ NETWORK_FRACTION = 0.85
 """Fraction of the network adapters' bandwidth that is reached. Assumed: only one node was measured."""
 GRADIENT_BLOCK = 128
 """Gradients that share a scale of one byte with --grad-reduce-in-fp8."""
+MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
+"""Parameters in a gradient bucket: megatron-core takes the larger of the first and the second times the group size."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ def _group_traffic(run: PlannedRun, stage: int, group: RankGroup, quantizable: i
     levels = reduction_levels(run, stage, group, quantizable, other, num_phases)
     num_codes = quantizable * quantized_fraction(config, stage) if config.precision.fp8_param_gather else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes
-    bucket_size = config.parallel.ddp_bucket_size or buckets.default_size(group.size)
+    bucket_size = config.parallel.ddp_bucket_size or max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * group.size)
     num_buckets, num_microbatches = -(-parameters // bucket_size), 1
     if config.parallel.use_torch_fsdp2:
         assert config.model.num_layers is not None

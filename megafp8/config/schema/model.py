@@ -292,11 +292,7 @@ class ParallelConfig(MixtureParallelConfig):
     tp_comm_bootstrap_backend: str = setting(
         "nccl", "communication backend for the setup of user buffers", choices=("nccl", "gloo", "mpi")
     )
-    ddp_bucket_size: Optional[int] = setting(
-        None,
-        "parameters per gradient bucket; default: of megatron-core, on GPUs of one node up to 200 million, a tenth of "
-        "the model at most",
-    )
+    ddp_bucket_size: Optional[int] = setting(None, "parameters per gradient bucket; default: megatron-core's")
     ddp_average_in_collective: bool = setting(
         False, "no effect: gradients are always averaged over the tokens of the global batch"
     )

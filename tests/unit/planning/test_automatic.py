@@ -72,32 +72,6 @@ def test_weights_that_are_gathered_beside_the_forward_pass_are_registered(monkey
     assert chosen(DELAYED, world_size=8)["--use-nccl-ub"] == "off"
 
 
-VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-
-
-def test_gradient_buckets_are_larger_in_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the model, 200M parameters at most, where that is more than megatron-core's 40M."""
-    large = f"{DELAYED} --model-preset llama3-8b --vocab-size 50303"
-    assert chosen(f"{large} --num-layers 8", world_size=2)["--ddp-bucket-size"] == "200000000"
-    small = int(chosen(f"{large} --num-layers 1", world_size=2)["--ddp-bucket-size"])
-    assert 40_000_000 < small < 70_000_000
-    for flags_of_run, world_size in (
-        (f"{DELAYED} --num-layers 2", 2),  # a small model
-        (large, 1),
-        (f"{large} --global-batch-size 128", 16),  # two nodes
-        (f"{large} --ddp-bucket-size 50000000", 2),
-        (f"{large} --grad-reduce-in-fp8", 2),
-        (f"{large} --no-overlap-grad-reduce", 2),
-        (f"{large} --use-torch-fsdp2", 2),
-        (f"{large} {VIRTUAL}", 4),
-        (f"{large} {MIXTURE} --expert-model-parallel-size 2", 2),
-    ):
-        assert "--ddp-bucket-size" not in chosen(flags_of_run, world_size=world_size)
-    assert "--ddp-bucket-size" not in chosen(large, "cpu", world_size=2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert "--ddp-bucket-size" not in chosen(large, world_size=2)
-
-
 def test_fsdp_chooses_nothing_that_it_excludes() -> None:
     """Also where it is refused with the distributed optimizer of a level."""
     with pytest.raises(ConfigError) as refused:
