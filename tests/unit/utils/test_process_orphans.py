@@ -32,9 +32,11 @@ def test_a_process_whose_parent_ended_first_gets_the_signal_at_once() -> None:
         assert process.exitcode == status
 
 
-def outlive(lives: int) -> None:
-    """A process that waits for the end of its parent, and reports if it survives its request to end with it."""
-    parent = os.getppid()
+def outlive(lives: int, parent: int) -> None:
+    """A process that waits for the end of its parent, and reports if it survives its request to end with it.
+
+    On a busy machine the parent may have ended before this begins.
+    """
     while os.getppid() == parent:
         pass
     set_worker_death_signal(signal.SIGKILL)
@@ -43,7 +45,7 @@ def outlive(lives: int) -> None:
 
 def be_starter(lives: int) -> None:
     become_child()
-    multiprocessing.get_context("fork").Process(target=outlive, args=(lives,)).start()
+    multiprocessing.get_context("fork").Process(target=outlive, args=(lives, os.getpid())).start()
     os._exit(0)
 
 
