@@ -279,7 +279,11 @@ def recipe_obstacles(precision: PrecisionConfig, target: Target) -> list[str]:
             capability_text(since) + (f" and below {capability_text(end)}" if end < ANY_LATER else "")
             for since, end in recipe.native_capabilities
         )
-        found.append(f"{asked}: needs compute capability {ranges}, but {target.name} has {capability_text(capability)}")
+        is_newer = capability >= recipe.native_capabilities[-1][1]
+        reason = f" ({recipe.beyond_capabilities})" if is_newer and recipe.beyond_capabilities else ""
+        found.append(
+            f"{asked}: needs compute capability {ranges}, but {target.name} has {capability_text(capability)}{reason}"
+        )
     return found
 
 

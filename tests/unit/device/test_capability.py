@@ -76,6 +76,15 @@ def test_recipes_that_transformer_engine_runs(target: Target, native: tuple[str,
     )
 
 
+def test_nvfp4_is_emulated_on_newer_gpus_than_its_kernels_are_right_on() -> None:
+    config = RunConfig(precision=PrecisionConfig(fp4_format="e2m1", fp4_recipe="nvfp4", transformer_impl="auto"))
+    consumer = Target("NVIDIA GeForce RTX 5090", "cuda", (12, 0), "2.20")
+    assert resolve_implementation(config, B200) == "transformer_engine"
+    assert resolve_implementation(config, consumer) == "emulated"
+    (notice,) = capability.emulation_notices(config, consumer)
+    assert "below 12.0" in notice and "stochastic rounding gave gradients of zero" in notice
+
+
 def test_an_unsupported_recipe_names_the_supported_ones() -> None:
     config = fp8("mxfp8", transformer_impl="transformer_engine")
     found = only_problem(config, H200)

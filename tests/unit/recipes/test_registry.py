@@ -81,6 +81,7 @@ def test_properties_derived_from_the_rules(name: str) -> None:
     ("name", "capability", "expected"),
     [("tensorwise", (8, 0), False), ("tensorwise", (8, 9), True), ("blockwise", (8, 9), False),
      ("blockwise", (9, 0), True), ("mxfp8", (9, 0), False), ("mxfp8", (10, 3), True), ("mxfp8", (12, 0), False),
+     ("nvfp4", (10, 3), True), ("nvfp4", (12, 1), False),
      ("rowwise", (9, 0), False), ("tensorwise", None, False)],
 )  # fmt: skip
 def test_where_transformer_engine_has_a_recipe(name: str, capability: tuple[int, int] | None, expected: bool) -> None:
