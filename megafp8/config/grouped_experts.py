@@ -6,13 +6,16 @@ Otherwise the experts are Transformer Engine's grouped linear, or an MLP each.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from megafp8.config import mixture, multi_token, precision_map
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.planted_faults import INFINITE_ACTIVATION
 from megafp8.config.precision_map import EXPERTS, MLP_LINEARS, LinearChoice
 from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
 from megafp8.recipes import registry
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand
 
@@ -59,6 +62,34 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
         yield "emulated experts, unless --moe-expert-kernels triton is given"
 
 
+def one_launch_remedy(config: RunConfig, is_emulated: bool = False) -> str:
+    """What makes experts that run one by one run in one launch: the fewest flags, or the first obstacle.
+
+    Args:
+        is_emulated: the layers are emulated, whose experts run in one launch only with `--moe-expert-kernels triton`.
+    """
+    kernels = {"--moe-expert-kernels triton": {"parallel.moe_expert_kernels": "triton"}}
+    changes: dict[str, dict[str, Any]] = {
+        "--moe-token-dispatcher-type alltoall": {"parallel.moe_token_dispatcher_type": "alltoall"}
+    }
+    if config.precision.fp8_format is not None:
+        changes["--fp8-format e4m3"] = {"precision.fp8_format": "e4m3"}
+        recipes = (each for each in registry.recipes() if each.grouped_gemm_formats)
+        changes |= {each.flag: {"precision.fp8_recipe": each.name} for each in recipes}
+    # `te` is also what the program chose because of the obstacle
+    free = with_values(config, {"parallel.moe_expert_kernels": "triton" if is_emulated else None})
+    needed = list(kernels) if is_emulated and config.parallel.moe_expert_kernels != "triton" else []
+    if not is_emulated:
+        changes |= kernels
+    for number in range(4):
+        for flags in itertools.combinations(changes, number):
+            values = {name: value for flag in flags for name, value in changes[flag].items()}
+            if not any(grouped_expert_obstacles(with_values(free, values))):
+                given = f"with {' '.join([*flags, *needed])}" if flags or needed else "without --moe-expert-kernels te"
+                return f"{given} all of them run in one launch"
+    return f"one launch does not support {next(grouped_expert_obstacles(free))}"
+
+
 def layout_obstacles(config: RunConfig) -> Iterator[str]:
     """Layouts that exclude one launch for all experts of a rank."""
     parallel = config.parallel
@@ -69,8 +100,8 @@ def layout_obstacles(config: RunConfig) -> Iterator[str]:
         yield "expert tensor-parallel ranks: give --expert-tensor-parallel-size 1"
     if not has_expert_ranks:
         return
-    if parallel.moe_token_dispatcher_type != "alltoall":
-        yield f"--moe-token-dispatcher-type {parallel.moe_token_dispatcher_type} with expert-parallel ranks"
+    if (dispatcher := mixture.token_dispatcher(config)) != "alltoall":
+        yield f"--moe-token-dispatcher-type {dispatcher} with expert-parallel ranks"
     if parallel.moe_shared_expert_overlap:
         yield "--moe-shared-expert-overlap with expert-parallel ranks"
 

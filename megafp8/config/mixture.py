@@ -62,9 +62,25 @@ def expert_ranks_flag(config: RunConfig) -> str:
     )
 
 
+def token_dispatcher(config: RunConfig) -> str:
+    """The exchange of tokens: `allgather`, `alltoall` or `flex`.
+
+    `auto` is `alltoall` where ranks exchange tokens, of which it sends only what an expert needs, and for settings that
+    megatron-core has with `alltoall` only.
+    """
+    model, parallel = config.model, config.parallel
+    if parallel.moe_token_dispatcher_type != "auto":
+        return parallel.moe_token_dispatcher_type
+    needs_alltoall = (
+        parallel.expert_model_parallel_size > 1, has_capacity(model), model.moe_router_padding_for_quantization,
+        parallel.moe_shared_expert_overlap,
+    )  # fmt: skip
+    return "alltoall" if any(needs_alltoall) else "allgather"
+
+
 def exchange_library(config: RunConfig) -> Optional[str]:
     """The library by which ranks exchange tokens, DeepEP or HybridEP; None without the flex dispatcher."""
-    if not is_mixture(config.model) or config.parallel.moe_token_dispatcher_type != "flex":
+    if not is_mixture(config.model) or token_dispatcher(config) != "flex":
         return None
     return {"deepep": "DeepEP", "hybridep": "HybridEP"}[config.parallel.moe_flex_dispatcher_backend]
 

@@ -12,12 +12,11 @@ SAME_NAME_IN_MODEL = (
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk", "moe_z_loss_coeff",
     "moe_input_jitter_eps", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_num_groups", "moe_router_group_topk",
-    "moe_router_force_load_balancing", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
+    "moe_router_force_load_balancing", "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy", "moe_apply_probs_on_input",
 )  # fmt: skip
 SAME_NAME_IN_PARALLEL = (
-    "expert_model_parallel_size", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend",
-    "moe_shared_expert_overlap",
+    "expert_model_parallel_size", "moe_flex_dispatcher_backend", "moe_shared_expert_overlap",
 )  # fmt: skip
 
 
@@ -38,7 +37,9 @@ def mixture_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
         **{name: getattr(parallel, name) for name in SAME_NAME_IN_PARALLEL},
         **_num_sms(parallel),
         "num_moe_experts": model.num_experts,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor if mixture.has_capacity(model) else None,
         "expert_tensor_parallel_size": mixture.expert_tensor_size(parallel),
+        "moe_token_dispatcher_type": mixture.token_dispatcher(config),
         "moe_layer_freq": [int(has_experts) for has_experts in mixture.expert_layers(model)],
         "moe_ffn_hidden_size": mixture.moe_ffn_hidden_size(model),
         "moe_router_load_balancing_type": types,

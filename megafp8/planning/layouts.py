@@ -25,7 +25,6 @@ MICRO = "training.micro_batch_size"
 GRANULARITY, METHOD = "training.recompute_granularity", "training.recompute_method"
 NUM_LAYERS, MODULES = "training.recompute_num_layers", "training.recompute_modules"
 EXPERT, EXPERT_TENSOR = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
-DISPATCHER = "parallel.moe_token_dispatcher_type"
 MAX_EXPERT_PARALLEL = 64
 MAX_MICRO_BATCH_SIZE, MAX_MICRO_BATCH_TOKENS = 32, 2**16
 MAX_CONTEXT_PARALLEL = 16
@@ -208,8 +207,7 @@ def recomputations(config: RunConfig) -> tuple[dict[str, Any], ...]:
 def expert_layouts(config: RunConfig, tensor: int, num_ranks: int, given: Collection[str]) -> list[dict[str, Any]]:
     """Expert- and expert tensor-parallel sizes to try; one without settings for a dense model.
 
-    Experts are complete on a rank; a few large ones are also divided as the other layers are. With several ranks
-    alltoall exchanges the tokens, which sends only what an expert needs.
+    Experts are complete on a rank; a few large ones are also divided as the other layers are.
 
     Args:
         num_ranks: of one pipeline stage.
@@ -221,8 +219,7 @@ def expert_layouts(config: RunConfig, tensor: int, num_ranks: int, given: Collec
     is_divided = config.model.num_experts <= FEW_EXPERTS
     splits = _choices(config, given, EXPERT_TENSOR, sorted({1, tensor}) if is_divided else [1])
     pairs = [(size, split) for size in sizes for split in splits if num_ranks % (size * (split or tensor)) == 0]
-    exchange = {} if DISPATCHER in given else {DISPATCHER: "alltoall"}
-    return [{EXPERT: size, EXPERT_TENSOR: split} | (exchange if size > 1 else {}) for size, split in pairs]
+    return [{EXPERT: size, EXPERT_TENSOR: split} for size, split in pairs]
 
 
 def _choices(config: RunConfig, given: Collection[str], name: str, choices: Sequence[int]) -> Sequence[int]:

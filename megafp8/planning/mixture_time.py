@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 from megafp8.config import derived, mixture
 from megafp8.config.activations import is_gated
-from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config.grouped_experts import grouped_expert_obstacles, one_launch_remedy
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import with_values
 from megafp8.planning.communication import RankGroup, all_to_all_s, ring_collective_s
 from megafp8.planning.compute import BF16_BYTES, TILE, LayerTime, bytes_per_element, cast_s, gemm_flops_per_s
 from megafp8.planning.optimizer_memory import BYTES
@@ -66,9 +65,9 @@ def exchanged_bytes(config: RunConfig) -> int:
     assert model.hidden_size is not None
     splits, ranks = mixture.expert_tensor_size(parallel), parallel.expert_model_parallel_size
     rows = rows_per_rank(config) // splits
-    if parallel.moe_token_dispatcher_type == "allgather":
+    if mixture.token_dispatcher(config) == "allgather":
         sent: float = rows // model.moe_router_topk * (ranks * splits - 1)
-    elif parallel.moe_token_dispatcher_type == "flex":
+    elif mixture.token_dispatcher(config) == "flex":
         sent = flex_rows(config) * (ranks * splits - 1) / (ranks * splits)
     else:
         sent = rows * (ranks - 1) // ranks
@@ -164,10 +163,10 @@ def exchange_s(run: PlannedRun) -> float:
     config = run.config
     splits, ranks = mixture.expert_tensor_size(config.parallel), config.parallel.expert_model_parallel_size
     row_bytes = BF16_BYTES * run.hidden_size
-    if config.parallel.moe_token_dispatcher_type == "allgather":
+    if mixture.token_dispatcher(config) == "allgather":
         group = RankGroup(ranks * splits, 1)
         return 2 * ring_collective_s(run, group, row_bytes * run.sharded_tokens * group.size)
-    if config.parallel.moe_token_dispatcher_type == "flex":
+    if mixture.token_dispatcher(config) == "flex":
         return 2 * all_to_all_s(run, RankGroup(ranks * splits, 1), row_bytes * flex_rows(config))
     rows = rows_per_rank(config)
     gather_s = ring_collective_s(run, RankGroup(splits, 1), row_bytes * rows)
@@ -201,13 +200,7 @@ def remedy(config: RunConfig) -> str:
     """What makes FP8 experts faster."""
     if is_one_launch(config):
         return "more tokens for each expert need a larger micro batch or more expert-parallel ranks"
-    free = with_values(config, {"parallel.moe_expert_kernels": None})
-    obstacle = next(grouped_expert_obstacles(free), None)
-    if obstacle is None:
-        return "without --moe-expert-kernels te all of them run in one launch"
-    if is_one_launch(with_values(free, {"precision.fp8_format": "e4m3"})):
-        return "with --fp8-format e4m3 all of them run in one launch"
-    return f"they are launched one by one: one launch does not support {obstacle}"
+    return one_launch_remedy(config)
 
 
 MIN_SPEEDUP = 1.05

@@ -16,6 +16,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
 from megafp8.device import capability
 from megafp8.device.capability import Target
+from megafp8.device.layer_support import expert_launch_notices
 from megafp8.device.local_environment import exchange_library_problems, offloading_problems, package_problems
 from megafp8.device.platform import enable_determinism, limit_device_connections, silence_other_ranks, world_size
 from megafp8.errors import CheckpointError, ConfigError
@@ -80,6 +81,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     found += fault_problems(config, implementation)
     notices += rules.notices(config, implementation, ranks) + capability.emulation_notices(config, target)
     notices += capability.environment_notices(config.precision, implementation)
+    notices += expert_launch_notices(config, target.kind, implementation)
     if invocation.dry_run:
         notices += unchecked_settings(config)
     if invocation.world_size is None and invocation.target is None:

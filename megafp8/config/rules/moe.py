@@ -38,7 +38,7 @@ def layers_with_experts_are_layers(config: RunConfig, world_size: int) -> Iterat
 
 def capacity_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
     """A capacity needs the alltoall dispatcher and a router that assigns without it; its options need a capacity."""
-    model, dispatcher = config.model, config.parallel.moe_token_dispatcher_type
+    model, dispatcher = config.model, mixture.token_dispatcher(config)
     if not mixture.is_mixture(model):
         return
     if not mixture.has_capacity(model):
@@ -78,9 +78,9 @@ def shared_experts_have_their_parts(config: RunConfig, world_size: int) -> Itera
             f"--moe-shared-expert-intermediate-size {size} is not divisible by --tensor-model-parallel-size {tp}: use "
             f"{round_up(size, tp)}"
         )
-    if parallel.moe_shared_expert_overlap and parallel.moe_token_dispatcher_type != "alltoall":
+    if parallel.moe_shared_expert_overlap and mixture.token_dispatcher(config) != "alltoall":
         yield (
-            f"--moe-shared-expert-overlap with --moe-token-dispatcher-type {parallel.moe_token_dispatcher_type}: use "
+            f"--moe-shared-expert-overlap with --moe-token-dispatcher-type {mixture.token_dispatcher(config)}: use "
             "alltoall"
         )
 
@@ -161,7 +161,7 @@ def padding_is_for_quantized_experts(config: RunConfig, world_size: int) -> Iter
         return
     if not derived.used_recipes(config.precision):
         yield no_effect_without(PADDING, "--fp8-format or --fp4-format")
-    elif config.parallel.moe_token_dispatcher_type == "allgather":
+    elif mixture.token_dispatcher(config) == "allgather":
         yield f"{PADDING} with --moe-token-dispatcher-type allgather: use alltoall"
 
 
@@ -217,8 +217,8 @@ def dispatch_in_fp8_sends_codes(config: RunConfig, world_size: int) -> Iterator[
     if not mixture.is_mixture(config.model) or parallel.expert_model_parallel_size == 1:
         yield no_effect_without(flag, "--expert-model-parallel-size 2 or more")
         return
-    if parallel.moe_token_dispatcher_type != "alltoall":
-        yield f"{flag} with --moe-token-dispatcher-type {parallel.moe_token_dispatcher_type}: use alltoall"
+    if mixture.token_dispatcher(config) != "alltoall":
+        yield f"{flag} with --moe-token-dispatcher-type {mixture.token_dispatcher(config)}: use alltoall"
     if parallel.moe_shared_expert_overlap:
         yield f"{flag} with --moe-shared-expert-overlap: remove one"
     if config.model.moe_apply_probs_on_input:

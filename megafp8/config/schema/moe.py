@@ -97,9 +97,10 @@ class MixtureParallelConfig:
         None, "number of tensor-parallel ranks of the experts; default: that of the other layers"
     )
     moe_token_dispatcher_type: str = setting(
-        "allgather",
-        "exchange of tokens between expert-parallel ranks; flex: by DeepEP or HybridEP, which must be installed",
-        choices=("allgather", "alltoall", "flex"),
+        "auto",
+        "exchange of tokens between expert-parallel ranks; auto: alltoall with several of them and where a setting "
+        "needs it, else allgather; flex: by DeepEP or HybridEP, which must be installed",
+        choices=("auto", "allgather", "alltoall", "flex"),
     )
     moe_dispatch_in_fp8: bool = setting(
         False,

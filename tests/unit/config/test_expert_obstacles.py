@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import pytest
 
-from megafp8.config import flags
-from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config import flags, mixture
+from megafp8.config.grouped_experts import grouped_expert_obstacles, one_launch_remedy
+from megafp8.device.layer_support import expert_launch_notices
 
 DELAYED, HYBRID = "--fp8-format e4m3 --fp8-recipe delayed", "--fp8-format hybrid --fp8-recipe delayed"
 ROWWISE = "--fp8-format e4m3 --fp8-recipe rowwise"
@@ -37,3 +40,60 @@ OTHERS = ["experts in another precision than BF16 or tensorwise e4m3, delayed e4
 def test_obstacles(extra: str, obstacles: list[str]) -> None:
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
     assert list(grouped_expert_obstacles(config)) == obstacles
+
+
+EP2 = "--expert-model-parallel-size 2"
+FORMAT = "with --fp8-format e4m3 all of them run in one launch"
+
+
+@pytest.mark.parametrize(
+    ("extra", "implementation", "remedy"),
+    [
+        (DELAYED, "transformer_engine", None),
+        ("", "transformer_engine", None),
+        (EP2, "transformer_engine", None),
+        (HYBRID, "transformer_engine", FORMAT),
+        (f"{HYBRID} --moe-expert-kernels te", "transformer_engine", FORMAT),
+        (f"{DELAYED} --moe-expert-kernels te", "transformer_engine", "without --moe-expert-kernels te all of them run"),
+        (
+            f"{EP2} --moe-token-dispatcher-type allgather",
+            "transformer_engine",
+            "with --moe-token-dispatcher-type alltoall",
+        ),
+        (f"{DELAYED} --recompute-granularity full", "transformer_engine", "does not support --recompute-granularity"),
+        (ROWWISE, "emulated", "with --moe-expert-kernels triton all of them run in one launch"),
+        (f"{ROWWISE} {TRITON}", "emulated", None),
+        ("", "local", "--transformer-impl auto may run them in one launch"),
+    ],
+)
+def test_a_run_whose_experts_run_one_by_one_says_what_avoids_it(
+    extra: str, implementation: str, remedy: Optional[str]
+) -> None:
+    config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
+    found = expert_launch_notices(config, "cuda", implementation)
+    assert bool(found) == (remedy is not None)
+    assert all(remedy in notice and "16 times as long" in notice for notice in found if remedy)
+    assert expert_launch_notices(config, "cpu", implementation) == []
+
+
+def test_the_remedy_may_be_several_flags() -> None:
+    text = f"--fp8-format hybrid --fp8-recipe blockwise {EP2} --moe-token-dispatcher-type allgather"
+    config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {text}".split()).config
+    remedy = one_launch_remedy(config)
+    assert all(flag in remedy for flag in ("--moe-token-dispatcher-type alltoall", "--fp8-format e4m3", "--fp8-recipe"))
+
+
+@pytest.mark.parametrize(
+    ("extra", "dispatcher"),
+    [
+        ("", "allgather"),
+        (EP2, "alltoall"),
+        (f"{EP2} --moe-token-dispatcher-type allgather", "allgather"),
+        ("--moe-expert-capacity-factor 1.5", "alltoall"),
+        ("--moe-expert-capacity-factor -1", "allgather"),
+        (f"{EP2} --moe-token-dispatcher-type flex", "flex"),
+    ],
+)
+def test_tokens_are_exchanged_by_alltoall_where_ranks_exchange_them(extra: str, dispatcher: str) -> None:
+    config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
+    assert mixture.token_dispatcher(config) == dispatcher

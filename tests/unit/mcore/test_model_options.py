@@ -1,5 +1,7 @@
 """Activations, windows and layers without rotary embedding in megatron-core's modules, against their definition."""
 
+from typing import Optional
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ cpu_patches.install()
 
 from megafp8.mcore.config import activation_function, build_transformer_config
 
+NO_BIAS = "--disable-bias-linear"
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 2"
 
 
@@ -31,6 +34,14 @@ def test_activations() -> None:
         model = flags.parse(f"{SHAPE} {text}".split()).config.model
         torch.testing.assert_close(activation_function(model)(x), values, rtol=1e-6, atol=1e-6)
         assert core_config(text).gated_linear_unit == (text in ("--quick-geglu", "--swiglu"))
+
+
+@pytest.mark.parametrize(("factor", "expected"), [("-1", None), ("1.5", 1.5)])
+def test_a_negative_capacity_reaches_megatron_core_as_no_limit(factor: str, expected: Optional[float]) -> None:
+    """megatron-core replaces it, which the check against what was asked for reports as a change."""
+    experts = f"--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --swiglu {NO_BIAS}"
+    text = f"{experts} --moe-expert-capacity-factor {factor}"
+    assert core_config(text).moe_expert_capacity_factor == expected
 
 
 @pytest.mark.parametrize(
