@@ -18,13 +18,14 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megafp8.checkpoint import local_scales
 from megafp8.checkpoint.compatibility import is_extra_state
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, load_common_state, load_errors
 from megafp8.checkpoint.serialization import SafeLoadPlanner, SafeReader
 from megafp8.checkpoint.standalone import no_process_group
 
 # Plain values that depend on how the run was started or sharded.
-NON_STATE_KEYS = ("config", "layout", "content_metadata")
+NON_STATE_KEYS = ("config", "layout", "content_metadata", local_scales.KEY)
 RNG_STATE_PREFIX = "random_state"
 GROUP_BYTES = 2**26
 """Tensors that a fingerprint reads together: torch takes milliseconds for each read."""

@@ -12,7 +12,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.utils import unwrap_model
 
-from megafp8.checkpoint import compatibility, fsdp_rows, gradient_residuals, optimizer_exchange, state_dict
+from megafp8.checkpoint import (
+    compatibility,
+    fsdp_rows,
+    gradient_residuals,
+    local_scales,
+    optimizer_exchange,
+    state_dict,
+)
 from megafp8.checkpoint.metadata import embedding_rows, load_common_state, load_errors, skip_history
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.serialization import SafeLoadStrategy
@@ -59,6 +66,7 @@ def load_checkpoint(
     with_rng = not (weights_only or config.checkpoint.no_load_rng or saved.checkpoint.no_save_rng) and same_layout
 
     model = state_dict.model_state(training_state.chunks)
+    scale_note = local_scales.request(model, common.get(local_scales.KEY), local_scales.group_sizes(config))
     num_rows = embedding_rows(path)
     known = state_dict.known_vocab_rows(model, num_rows)
     state = dict(model)
@@ -93,7 +101,7 @@ def load_checkpoint(
         state_dict.restore_rng_state(state["random_state"])
     consumers = "" if same_device else random_consumers(config)
     notes = key_notes + load_notes(weights_only, with_optimizer, with_rng, same_layout, consumers)
-    notes += (residual_note,) if residual_note else ()
+    notes += tuple(note for note in (residual_note, scale_note) if note)
     if weights_only:
         return LoadResult(Progress(), notes)
     grad_factor = common.get("grad_factor", 1.0)  # older checkpoints lack it

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megafp8.checkpoint import directory, gradient_residuals, state_dict
+from megafp8.checkpoint import directory, gradient_residuals, local_scales, state_dict
 from megafp8.checkpoint.directory import Retention
 from megafp8.checkpoint.manifest import FileEntry, build_manifest
 from megafp8.checkpoint.metadata import check_readable
@@ -255,6 +255,8 @@ def build_state_dict(
     finish_param_gather(config, training_state)
     state = state_dict.model_state(training_state.chunks)
     model = dict(state)
+    if (scale_groups := local_scales.group_sizes(config)) is not None:
+        local_scales.name_by_rank(model)
     if not config.checkpoint.no_save_optim:
         state["optimizer"] = state_dict.optimizer_state(training_state, model, is_loading=False)
         state["schedule"] = training_state.schedule.state_dict()
@@ -272,6 +274,7 @@ def build_state_dict(
         "samples": None if samples is None else samples.plain(),
         "config": to_json(config),
         "layout": list(state_dict.parallel_layout()),
+        local_scales.KEY: scale_groups,
         "num_threads": torch.get_num_threads(),
         "content_metadata": state_dict.content_metadata(),
     }
