@@ -53,7 +53,9 @@ def request(model: dict[str, Any], saved: Optional[list[int]], own: Optional[lis
         if own is not None:
             name_by_rank(model)
         return ""
-    reason = "the checkpoint has no others" if saved is None else f"the others fit {describe(saved)}, not {describe(own)}"
+    reason = (
+        "the checkpoint has no others" if saved is None else f"the others fit {describe(saved)}, not {describe(own)}"
+    )
     return f"all ranks start with the scales and amax histories of the first rank ({FLAG}): {reason}"
 
 

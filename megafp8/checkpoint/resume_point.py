@@ -7,7 +7,7 @@ checkpoints only is an error: the run does not restart from step 0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.checkpoint.directory import CORRUPT, RETIRED, checkpoint_path, find_checkpoint, list_steps, set_aside
-from megafp8.checkpoint.manifest import MAX_LISTED_PROBLEMS, find_damage, summarize
+from megafp8.checkpoint.manifest import MAX_LISTED_PROBLEMS, find_damage, read_manifest, summarize
+from megafp8.checkpoint.progress import ROLLBACK, SkipHistory
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, rank_and_size
 from megafp8.errors import CheckpointError
 
@@ -107,12 +108,36 @@ def set_damaged_aside(damaged: list[tuple[Path, str]], is_own: bool) -> tuple[st
 
 def retire_newer(folder: Path, step: int) -> tuple[str, ...]:
     """Rename the checkpoints newer than `step` before a run resumes from it; return notes. All ranks call it."""
+    return retire(folder, lambda path, each: f"is newer than step {step}" if each > step else "")
 
-    def retire() -> list[str]:
-        newer = [checkpoint_path(folder, each) for each in list_steps(folder) if each > step]
-        return [f"{path.name} is newer than step {step}, renamed to {set_aside(path, RETIRED).name}" for path in newer]
 
-    return tuple(call_on_rank_0(retire))
+def retire_abandoned(folder: Path, history: SkipHistory) -> tuple[str, ...]:
+    """Rename the checkpoints that rollbacks went back behind; return notes. All ranks call it.
+
+    A checkpoint with the history must be complete. Without it, a restart needs those checkpoints to come to the bad
+    step again, and the rollback would be lost.
+    """
+    ranges = [samples for samples in history.skipped if samples.reason == ROLLBACK]
+
+    def reason(path: Path, step: int) -> str:
+        try:
+            consumed = read_manifest(path).consumed_samples
+        except CheckpointError:
+            return ""  # damaged: it is never loaded
+        return "was abandoned by a rollback" if any(each.first < consumed < each.end for each in ranges) else ""
+
+    return retire(folder, reason) if ranges else ()
+
+
+def retire(folder: Path, reason: Callable[[Path, int], str]) -> tuple[str, ...]:
+    """Rename the checkpoints for which there is a reason, by path and step; return notes. All ranks call it."""
+
+    def rename() -> list[str]:
+        paths = {checkpoint_path(folder, step): step for step in list_steps(folder)}
+        reasons = {path: text for path, step in paths.items() if (text := reason(path, step))}
+        return [f"{path.name} {text}, renamed to {set_aside(path, RETIRED).name}" for path, text in reasons.items()]
+
+    return tuple(call_on_rank_0(rename))
 
 
 def steps_on_all_ranks(folders: tuple[Path, ...]) -> list[tuple[int, Path]]:

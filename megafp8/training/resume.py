@@ -15,7 +15,7 @@ from megafp8.checkpoint.directory import CORRUPT, clean_up, list_steps, set_asid
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.metadata import load_common_state, skip_history
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear, Progress
-from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_newer
+from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_abandoned, retire_newer
 from megafp8.config import derived, precision_map, settings
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.collective_errors import call_on_rank_0
@@ -57,9 +57,10 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     loaded = load_checkpoint(chosen.path, run.config, run.trainee, weights_only)
     run.guard.load_succeeded()
     fault_injection.point("load.end")
-    if is_own and checkpoint.ckpt_step is not None and continues_training:
+    if is_own and continues_training:
         for folder in folders:
-            notes += retire_newer(folder, chosen.step)
+            notes += () if checkpoint.ckpt_step is None else retire_newer(folder, chosen.step)
+            notes += retire_abandoned(folder, loaded.progress.history)  # a kill may have come before
     notes += change_linears(run, chosen.path, loaded.progress.history.moved_linears)
     return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
 

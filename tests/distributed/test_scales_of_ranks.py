@@ -64,7 +64,9 @@ def test_another_layout_of_as_many_data_parallel_ranks_keeps_them(tmp_path: Path
         (1, 2, "the checkpoint has no others"),
     ],
 )
-def test_other_data_parallel_ranks_start_with_those_of_the_first(before: int, after: int, reason: str, tmp_path: Path) -> None:
+def test_other_data_parallel_ranks_start_with_those_of_the_first(
+    before: int, after: int, reason: str, tmp_path: Path
+) -> None:
     saved, _ = run_ranks(before, states_and_notes, small_config("llama", LOCAL, before), tmp_path, True)[0]
     for states, notes in run_ranks(after, states_and_notes, small_config("llama", LOCAL, after), tmp_path, False):
         assert all(torch.equal(state, saved[name]) for name, state in states.items())

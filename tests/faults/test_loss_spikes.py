@@ -97,6 +97,16 @@ def test_rollback_skips_the_batches(tmp_path: Path) -> None:
     assert run_loop(tmp_path / "parts", SPIKE_AT_7, back) == unbroken, "stopped after it went back"
 
 
+def test_abandoned_checkpoints_stay_until_a_later_one_is_complete(tmp_path: Path) -> None:
+    """The disk is full when the rollback is saved at step 8. The next save is at step 10."""
+    plan = "nan:rank=1,step=7,at=step.loss;full:rank=0,step=8,at=save.before_rename"
+    run_loop(tmp_path, plan, f"{PLAIN} {BACK}")
+    assert complete_steps(tmp_path) == [2, 4, 10, 12] and (tmp_path / "iter_0000006.retired").is_dir()
+    events = [event.name for event in load_run(tmp_path).events if event.name.startswith(("checkpoint", "rolled"))]
+    saves = ["checkpoint", *["checkpoint saved"] * 3, "rolled back", "checkpoint failed", "checkpoint saved"]
+    assert events == [*saves, "checkpoint", "checkpoint saved"]
+
+
 def test_rollbacks_are_limited(tmp_path: Path) -> None:
     """Non-finite values are also a spike. The second rollback exceeds the limit."""
     plan = "nan:rank=1,step=7,at=step.loss;nan:rank=0,step=11,at=step.loss"

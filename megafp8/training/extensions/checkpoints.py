@@ -123,7 +123,7 @@ class CheckpointSaver:
 
         Args:
             is_last: the run ends after this step: also wait for the asynchronous save.
-            is_due: write a persistent checkpoint, whatever the interval.
+            is_due: write a persistent checkpoint, whatever the interval, and delete no older one.
 
         Returns:
             Whether this step is saved or being saved.
@@ -135,6 +135,7 @@ class CheckpointSaver:
         if due is None:
             return False
         folder, keep = due
+        keep = None if is_due else keep
         self._wait_for_previous(progress.step)
         self._sinks.flush()  # a run that resumes from here does not repeat the step
         run.guard.enter("save", progress.step)

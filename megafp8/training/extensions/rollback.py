@@ -13,7 +13,7 @@ from typing import Optional
 
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
-from megafp8.checkpoint.resume_point import choose_rollback_checkpoint, retire_newer
+from megafp8.checkpoint.resume_point import choose_rollback_checkpoint, retire_abandoned
 from megafp8.checkpoint.save import finish_param_gather
 from megafp8.data.loader import describe_samples
 from megafp8.errors import NumericsError
@@ -24,6 +24,7 @@ from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.checkpoints import Checkpoints
 from megafp8.training.run import Run, checkpoint_folders
 from megafp8.training.run_record import run_record
+from megafp8.training.step import StepResult
 
 
 class Rollback(Extension):
@@ -31,9 +32,13 @@ class Rollback(Extension):
 
     def __init__(self, checkpoints: Checkpoints):
         self.checkpoints = checkpoints
+        self.unsaved_step: Optional[int] = None  # to which a rollback went, until a checkpoint has it
 
     def recover(self, state: LoopState, error: NumericsError) -> bool:
         """Roll back, and save at once, so that a restart resumes from the new position.
+
+        The rollback counts from the moment when this checkpoint is complete. Until then the checkpoints behind which it
+        goes back stay: a restart resumes from the newest, comes to the bad step again, and rolls back.
 
         Raises:
             NumericsError: there is no checkpoint to return to.
@@ -45,8 +50,24 @@ class Rollback(Extension):
         run.guard.enter("rollback", state.step + 1)
         progress = roll_back(run, state.sinks, state.progress, error)
         saver.save(progress, is_last=progress.step == run.last_step(progress), is_due=True)
+        saver.finish(is_last=False)
         state.move_to(progress)
+        self.unsaved_step = progress.step
+        self.retire_abandoned(state)
         return True
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        """Retire abandoned checkpoints after a later save, if that of the rollback failed."""
+        self.retire_abandoned(state)
+
+    def retire_abandoned(self, state: LoopState) -> None:
+        """Retire the checkpoints behind which a rollback went back, once a newer one is complete."""
+        if self.unsaved_step is None or (self.checkpoints.saver.saved_step or 0) < self.unsaved_step:
+            return
+        self.unsaved_step = None
+        for folder in checkpoint_folders(state.run.config):
+            for note in retire_abandoned(folder, state.progress.history):
+                state.sinks.write(EventRecord(step=state.step, name="checkpoint", detail=note))
 
     def close(self, state: LoopState, error: Optional[BaseException]) -> None:
         """Record the samples skipped by rollbacks and by skipped updates."""
@@ -83,7 +104,6 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, error: NumericsError) 
     checkpoint = dataclasses.replace(run.config.checkpoint, no_load_optim=False, no_load_rng=False)
     config = dataclasses.replace(run.config, checkpoint=checkpoint)
     loaded = load_checkpoint(chosen.path, config, run.trainee).progress
-    notes = (*chosen.notes, *(note for folder in folders for note in retire_newer(folder, chosen.step)))
     num_batches = min(max(training.spike_skip_batches, step - chosen.step), run.last_step(loaded) - chosen.step)
     resumed = progress_after_rollback(run, progress, loaded, num_batches)
     sinks.write(run_record(run, chosen.step))
@@ -93,7 +113,7 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, error: NumericsError) 
     )
     detail = f"to {chosen.path}, {past}, because of {cause}"
     sinks.write(EventRecord(step=chosen.step, name="rolled back", detail=detail))
-    for note in notes:
+    for note in chosen.notes:
         sinks.write(EventRecord(step=chosen.step, name="checkpoint", detail=note))
     if run.parameter_traffic is not None:
         run.parameter_traffic.take()  # the gather of the load does not count for the next step

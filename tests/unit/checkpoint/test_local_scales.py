@@ -44,12 +44,14 @@ def test_each_rank_has_its_own_keys(rank: int, suffix: str) -> None:
         (None, None, ""),
         (None, [2, 2], "the checkpoint has no others"),
         ([2, 2], None, "not a run in which all ranks have the same"),
-        ([4, 4], [4, 2], "fit 4 data x context parallel ranks (4 with the same experts), not 4 data x context parallel"),
+        (
+            [4, 4],
+            [4, 2],
+            "fit 4 data x context parallel ranks (4 with the same experts), not 4 data x context parallel",
+        ),
     ],
 )
-def test_ranks_start_alike_or_from_their_own(
-    saved: Optional[list[int]], own: Optional[list[int]], reason: str
-) -> None:
+def test_ranks_start_alike_or_from_their_own(saved: Optional[list[int]], own: Optional[list[int]], reason: str) -> None:
     model = model_of(3)
     note = request(model, saved, own)
     assert reason in note and bool(note) == bool(reason) == (FLAG in note)
