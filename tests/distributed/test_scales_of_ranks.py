@@ -1,4 +1,4 @@
-"""Scales that differ between data-parallel ranks (`--tp-only-amax-red`): in checkpoints, and after a change of layout."""
+"""Scales that differ between data-parallel ranks (`--tp-only-amax-red`): in checkpoints and in other layouts."""
 
 from __future__ import annotations
 
