@@ -24,6 +24,8 @@ MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 MAX_LISTED_PROBLEMS = 4
 FOLDER_NAME = re.compile(r"iter_(\d{7,})")
+# All other files (settings, index) are small, and read before any tensor.
+TENSOR_SUFFIX = ".distcp"
 
 
 def folder_name(step: int) -> str:
@@ -112,13 +114,20 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_damage(path: Path, with_hashes: bool = True, rank: int = 0, num_ranks: int = 1) -> list[str]:
-    """Return the problems of a checkpoint. With several ranks, each hashes its share of the files."""
+    """Return the problems of a checkpoint. With several ranks, each hashes its share of the files.
+
+    Args:
+        with_hashes: hash all files; otherwise compare the sizes of those with tensors, and hash the others.
+    """
     try:
         manifest = read_manifest(path)
         found = differences(path, manifest)
-        if found or not with_hashes:
+        if found:
             return found
-        return changed_files(path, rank_share(manifest.files, rank, num_ranks))
+        hashed = {
+            name: entry for name, entry in manifest.files.items() if with_hashes or not name.endswith(TENSOR_SUFFIX)
+        }
+        return changed_files(path, rank_share(hashed, rank, num_ranks))
     except (CheckpointError, OSError) as error:
         return [str(error)]
 

@@ -25,6 +25,7 @@ from megafp8.checkpoint.serialization import COMMON_FILE, SafeLoadStrategy, Safe
 from megafp8.checkpoint.state_dict import EMBEDDING
 from megafp8.config import settings
 from megafp8.config.schema import RunConfig
+from megafp8.data.sample_hash import SampleHash
 from megafp8.device.collective_errors import error_text, raise_peer_lost
 from megafp8.errors import CheckpointError, PeerLost
 
@@ -47,12 +48,28 @@ def read_config(path: Path) -> RunConfig:
 
 
 def load_common_state(path: Path) -> dict[str, Any]:
-    """Load the plain values of a checkpoint."""
+    """Load the plain values of a checkpoint.
+
+    Raises:
+        CheckpointError: it is not a checkpoint of megafp8, or a value does not have its form.
+    """
     with load_errors(path):
         state = dist_checkpointing.load_common_state_dict(str(path))
-    if "config" not in state:
-        raise CheckpointError(f"{path} is a megatron-core checkpoint without megafp8's configuration")
+        if "config" not in state:
+            raise CheckpointError(f"{path} is a megatron-core checkpoint without megafp8's configuration")
+        check_form(state)
     return state
+
+
+def check_form(common: dict[str, Any]) -> None:
+    """Make what is made of the plain values later, so that values of another form are found when they are read."""
+    settings.from_json(common["config"])
+    skip_history(common)
+    if common.get("samples") is not None:
+        SampleHash.from_plain(common["samples"])
+    counts = (common["step"], common["consumed_samples"], *common["layout"])
+    if any(type(count) is not int or count < 0 for count in counts):
+        raise ValueError(f"step, samples and layout are {counts}, not numbers of 0 or more")
 
 
 def check_readable(path: Path) -> None:

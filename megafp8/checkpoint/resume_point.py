@@ -7,6 +7,7 @@ checkpoints only is an error: the run does not restart from step 0.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.checkpoint.directory import CORRUPT, RETIRED, checkpoint_path, find_checkpoint, list_steps, set_aside
-from megafp8.checkpoint.manifest import MAX_LISTED_PROBLEMS, find_damage, read_manifest, summarize
+from megafp8.checkpoint.manifest import (
+    FOLDER_NAME,
+    MANIFEST,
+    MAX_LISTED_PROBLEMS,
+    check_complete,
+    find_damage,
+    read_manifest,
+    summarize,
+)
 from megafp8.checkpoint.progress import ROLLBACK, SkipHistory
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, rank_and_size
 from megafp8.errors import CheckpointError
@@ -43,7 +52,7 @@ def choose_checkpoint(
 
     Args:
         folders: any of them may hold the newest checkpoint.
-        with_hashes: read all files, divided among the ranks; otherwise compare sizes only.
+        with_hashes: hash all files, divided among the ranks; otherwise those without tensors.
         is_own: the run also saves to these folders: rename damaged checkpoints to `.corrupt`.
 
     Raises:
@@ -63,6 +72,28 @@ def choose_checkpoint(
     lines = "\n".join(f"  {path.name}: {text}" for path, text in damaged)
     where, which = " and ".join(map(str, folders)), f" of step {step}" if step else ""
     raise CheckpointError(f"{where} has no complete checkpoint{which}:\n{lines}")
+
+
+def find_source(source: Path, step: Optional[int] = None, flag: str = "") -> ResumePoint:
+    """Return the checkpoint that a command reads, after a line on standard error for each newer one that is damaged.
+
+    Args:
+        source: folder of a run or of one checkpoint.
+        step: of the checkpoint; None is the newest intact one.
+        flag: that gives the folder, with a space, for messages.
+
+    Raises:
+        CheckpointError: there is none, or the one that is asked for is damaged.
+    """
+    if step is None and (FOLDER_NAME.fullmatch(source.resolve().name) or (source / MANIFEST).is_file()):
+        check_complete(source)
+        return ResumePoint(read_manifest(source).step, source)
+    found = choose_checkpoint(source, step=step)
+    if found is None:
+        raise CheckpointError(f"{flag}{source} holds no checkpoint; give the folder that a run had as --save")
+    for note in found.notes:
+        print(f"warning: {note}", file=sys.stderr, flush=True)
+    return found
 
 
 def choose_rollback_checkpoint(*folders: Path, step: int, with_hashes: bool = True) -> Optional[ResumePoint]:

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megafp8.checkpoint import directory
-from megafp8.checkpoint.manifest import FileEntry, build_manifest, check_complete
+from megafp8.checkpoint.manifest import FileEntry, build_manifest
 from megafp8.checkpoint.metadata import check_readable, load_errors
 from megafp8.checkpoint.save import BACKEND
 from megafp8.checkpoint.serialization import COMMON_FILE, SafeLoadPlanner, SafeReader
@@ -320,9 +320,8 @@ def load_matching(path: Path, pattern: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors whose names match a shell pattern.
 
     Raises:
-        CheckpointError: nothing matches, or the checkpoint is damaged or cannot be read.
+        CheckpointError: nothing matches, or the checkpoint cannot be read.
     """
-    check_complete(path)
     tensors = CheckpointTensors(path)
     wanted = [
         name

@@ -7,12 +7,12 @@
     python tools/checkpoint.py hash runs/first
     python tools/checkpoint.py seal runs/old/iter_0000200
 
-A folder is a run's (its --save) or a single checkpoint's. `list` compares file sizes with the manifest. `verify` reads
-every byte. `show` prints settings and tensors. `prune` verifies the newest checkpoints, then deletes all others. `hash`
-prints a hash that is equal for equal contents, in every layout of files. `seal` writes a manifest for a checkpoint that
-has none. `list`, `verify`, `show` and `hash` include the run's `non_persistent` folder; give a
---non-persistent-global-ckpt-dir as a folder of its own. Exit status: 0; 64 for wrong flags; 74 for a checkpoint that is
-damaged, missing or refused. No code from a checkpoint is run.
+A folder is a run's (its --save) or a single checkpoint's. `list` compares file sizes, and hashes of
+small files, with the manifest. `verify` reads every byte. `show` prints settings and tensors. `prune` verifies the
+newest checkpoints, then deletes all others. `hash` prints a hash that is equal for equal contents, in every layout of
+files. `seal` writes a manifest for a checkpoint that has none. `list`, `verify`, `show` and `hash` include the run's
+`non_persistent` folder; give a --non-persistent-global-ckpt-dir as a folder of its own. Exit status: 0; 64 for wrong
+flags; 74 for a checkpoint that is damaged, missing or refused. No code from a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -161,8 +161,11 @@ def show(options: argparse.Namespace) -> int:
     from megafp8.checkpoint.metadata import read_contents
 
     path = checkpoints_of(options.folder, options.ckpt_step)[-1]
-    contents = read_contents(path)
     state = state_of(path, with_hashes=False)
+    if not state["is_whole"]:
+        print_states([state], options)
+        return status_of([state])
+    contents = read_contents(path)
     if options.json:
         settings = {"config": parse_json(contents.config), "num_parameters": contents.num_parameters}
         print(json.dumps(state | dataclasses.asdict(contents) | settings, indent=1))
@@ -214,6 +217,7 @@ def hash_(options: argparse.Namespace) -> int:
     from megafp8.checkpoint.fingerprint import fingerprint
 
     path = checkpoints_of(options.folder, options.ckpt_step)[-1]
+    manifest.check_complete(path)
     parts = fingerprint(path)
     print(f"hash of {path}", file=sys.stderr)  # standard output is for comparing
     print(json.dumps(parts) if options.json else "\n".join(f"{name:9}  {value}" for name, value in parts.items()))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
-from megafp8.errors import CheckpointError, ConfigError
+from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import path_argument, path_text
 from megafp8.utils.formatting import text_table
@@ -100,19 +100,11 @@ def tensors_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
 
 def checkpoint_tensors(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of a checkpoint, given by its own folder or its run's."""
-    from megafp8.checkpoint.directory import find_checkpoint
-    from megafp8.checkpoint.manifest import MANIFEST
-
-    path: Optional[Path] = folder
-    if not (folder / MANIFEST).is_file():
-        found = find_checkpoint(folder, arguments.ckpt_step)
-        path = found[1] if found else None
-    if path is None:
-        raise CheckpointError(f"{folder} holds no checkpoint; give the folder that a run had as --save")
     install_patches()
+    from megafp8.checkpoint.resume_point import find_source
     from megafp8.checkpoint.standalone import load_matching
 
-    yield from load_matching(path, arguments.parameter or WEIGHTS_OF_LINEARS)
+    yield from load_matching(find_source(folder, arguments.ckpt_step).path, arguments.parameter or WEIGHTS_OF_LINEARS)
 
 
 def problems(arguments: argparse.Namespace) -> list[str]:

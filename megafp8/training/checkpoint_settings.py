@@ -45,14 +45,15 @@ def read_settings(checkpoint: CheckpointConfig, folders: Sequence[Path]) -> tupl
 
     cpu_patches.install()
     from megafp8.checkpoint.convert.megatron_folder import refuse_megatron_folder
-    from megafp8.checkpoint.directory import find_checkpoint
     from megafp8.checkpoint.metadata import read_config
+    from megafp8.checkpoint.resume_point import choose_checkpoint
 
     for folder in folders:
         refuse_megatron_folder(folder)
-        found = find_checkpoint(folder, checkpoint.ckpt_step if str(folder) == checkpoint.load else None)
+        step = checkpoint.ckpt_step if str(folder) == checkpoint.load else None
+        found = choose_checkpoint(folder, step=step, with_hashes=False)
         if found is not None:
-            return found[1], chosen_settings(read_config(found[1]), checkpoint.use_mp_args_from_checkpoint_args)
+            return found.path, chosen_settings(read_config(found.path), checkpoint.use_mp_args_from_checkpoint_args)
     return None
 
 

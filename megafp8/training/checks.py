@@ -163,12 +163,12 @@ def saved_config(config: RunConfig) -> Optional[RunConfig]:
         return None
     cpu_patches.install()
     # Imported only here: megatron-core takes seconds to import, which errors should not wait for.
-    from megafp8.checkpoint.directory import find_checkpoint
     from megafp8.checkpoint.metadata import read_config
+    from megafp8.checkpoint.resume_point import choose_checkpoint
 
     try:
-        found = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
-        return None if found is None else read_config(found[1])
+        found = choose_checkpoint(Path(checkpoint.load), step=checkpoint.ckpt_step, with_hashes=False)
+        return None if found is None else read_config(found.path)
     except CheckpointError:
         return None  # the resume reports it
 

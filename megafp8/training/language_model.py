@@ -15,17 +15,16 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_weights
-from megafp8.checkpoint.manifest import check_complete
 from megafp8.checkpoint.metadata import embedding_rows, read_config
+from megafp8.checkpoint.resume_point import find_source
 from megafp8.config import derived, dimensions, precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.data.tokenizers.build import Tokenizer, build_trained_tokenizer
 from megafp8.device import capability
 from megafp8.device.platform import Platform, detect_platform, init_distributed, set_num_threads
-from megafp8.errors import CapabilityError, CheckpointError, DataError
+from megafp8.errors import CapabilityError, DataError
 from megafp8.mcore.config import build_transformer_config
 from megafp8.mcore.process_groups import build_process_groups
 from megafp8.models.builder import build_model
@@ -115,13 +114,10 @@ def load_language_model(
         DataError: the tokenizer's files are missing, or of another tokenizer.
         CapabilityError: this device does not support the precision.
     """
-    found = find_checkpoint(folder, step)
-    if found is None:
-        raise CheckpointError(f"--load {folder} holds no checkpoint; give the folder that a run had as --save")
-    path = found[1]
-    check_complete(path)
+    found = find_source(folder, step, flag="--load ")
+    path = found.path
     saved, platform = read_config(path), detect_platform()
-    trained = trained_config(saved, found[0])
+    trained = trained_config(saved, found.step)
     chosen = generation_config(trained, precision, uses_cache, platform.has_bf16_units())
     config, implementation = single_device_config(chosen, capability.detect_target(), uses_cache)
     config = with_values(config, {f"data.{name}": value for name, value in (tokenizer_files or {}).items()})

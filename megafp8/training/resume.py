@@ -68,7 +68,8 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
 def preview(config: RunConfig, implementation: str, vocab_size: int) -> tuple[Optional[ResumePoint], bool]:
     """The checkpoint that a start would load, after the checks that need no ranks; renames nothing.
 
-    Not checked are the hashes of its files, the order of samples, the learning-rate schedule and the names of tensors.
+    Not checked are the hashes of files with tensors, the order of samples, the learning-rate schedule and the names of
+    tensors.
 
     Args:
         vocab_size: padded number of rows of the embedding.
@@ -105,7 +106,7 @@ def select_checkpoint(config: RunConfig, with_hashes: bool, is_own: bool) -> tup
     """The checkpoint that the flags select, and whether only its weights are loaded; all ranks call it.
 
     Args:
-        with_hashes: read all files to find damage, otherwise compare sizes only.
+        with_hashes: hash all files to find damage, otherwise those without tensors.
         is_own: rename damaged checkpoints, and remove what killed saves left.
 
     Raises:

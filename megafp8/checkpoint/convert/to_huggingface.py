@@ -20,9 +20,8 @@ from megafp8.checkpoint.convert.safetensors_files import TensorSpec, WeightForm,
 from megafp8.checkpoint.convert.safetensors_writer import TensorBatch, write_batches
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
 from megafp8.checkpoint.convert.tokenizer import tokenizer_notes, write_tokenizer
-from megafp8.checkpoint.directory import find_checkpoint
-from megafp8.checkpoint.manifest import FOLDER_NAME, check_complete
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, read_config
+from megafp8.checkpoint.resume_point import find_source
 from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.checkpoint.state_dict import EMBEDDING
 from megafp8.checkpoint.writer import to_cpu
@@ -110,8 +109,7 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
         CheckpointError: there is no checkpoint, it is damaged, or the model is not supported.
         DataError: the tokenizer's files are missing.
     """
-    path = find_source_checkpoint(source, options.step)
-    check_complete(path)
+    path = find_source(source, options.step).path
     config = resolved_config(read_config(path), options.tokenizer_files)
     depths = multi_token.num_depths(config.model)
     if depths and not options.drops_mtp:
@@ -158,20 +156,6 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
         notes += more
     batches = [tensor_batch(tensors, row, dtype, forms.get(row.name)) for row in table]
     return Export(path, config, table, batches, fields, tokenizer, notes)
-
-
-def find_source_checkpoint(source: Path, step: Optional[int]) -> Path:
-    """Return the checkpoint for a folder of a run or of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if FOLDER_NAME.fullmatch(source.resolve().name) and step is None:
-        return source
-    found = find_checkpoint(source, step)
-    if found is None:
-        raise CheckpointError(f"{source} holds no checkpoint; give the folder that a run had as --save")
-    return found[1]
 
 
 def resolved_config(saved: RunConfig, tokenizer_files: Mapping[str, str]) -> RunConfig:

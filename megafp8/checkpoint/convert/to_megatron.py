@@ -23,10 +23,9 @@ from megafp8.checkpoint.convert.from_huggingface import report_bytes
 from megafp8.checkpoint.convert.from_megatron import tensor_source
 from megafp8.checkpoint.convert.megatron_args import args_of_settings, unexpressed_settings
 from megafp8.checkpoint.convert.problems import format_problems
-from megafp8.checkpoint.convert.to_huggingface import find_source_checkpoint
 from megafp8.checkpoint.directory import POINTER, checkpoint_path
-from megafp8.checkpoint.manifest import check_complete
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, check_readable, load_common_state
+from megafp8.checkpoint.resume_point import find_source
 from megafp8.checkpoint.standalone import CheckpointTensors, LazyTensor, write_files
 from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
 from megafp8.config import derived
@@ -95,8 +94,7 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or Megatron-LM has no such model.
     """
-    path = find_source_checkpoint(source, step)
-    check_complete(path)
+    path = find_source(source, step).path
     saved = load_common_state(path)
     config, tensors = from_json(saved["config"]), CheckpointTensors(path)
     if problems := unexpressed_settings(config):

@@ -104,7 +104,7 @@ class CheckpointConfig:
     ckpt_max_failures: int = setting(3, "consecutive failed saves after which the run stops; 0: no limit")
     ckpt_verify: str = setting(
         "hash",
-        "check against the checkpoint's manifest before loading; hash: every byte, size: file sizes only",
+        "check against the checkpoint's manifest before loading; hash: every byte, size: sizes, and small files",
         choices=("hash", "size"),
     )
     no_save_optim: bool = setting(False, "do not save optimizer state")
