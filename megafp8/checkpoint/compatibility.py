@@ -22,20 +22,11 @@ from megafp8.checkpoint.metadata import embedding_rows, load_common_state, read_
 from megafp8.config import derived, dimensions, precision_map, settings
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.setting_roles import NOT_OF_THE_WEIGHTS, UNNAMED_CHANGES
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
 from megafp8.errors import CheckpointError
 from megafp8.recipes import registry
 
-# Settings of the model section that change no parameter shape. They may differ from the checkpoint's.
-UNCHECKED_MODEL_SETTINGS = (
-    "model.model_preset",
-    "model.add_position_embedding",
-    "model.attention_dropout",
-    "model.hidden_dropout",
-    "model.init_method_std",
-    "model.embedding_init_method_std",
-    "model.padded_vocab_size",  # `check_vocabulary` compares the rows
-)
 NULL_TOKENIZER = "NullTokenizer"
 # Fields of megatron-core's scheduler state, with the flags that set them. Steps are counted in samples.
 SCHEDULE_FLAGS = {
@@ -76,24 +67,43 @@ def check_settings(path: Path, saved: RunConfig, config: RunConfig, with_optimiz
 
 
 def check_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
-    """Raise if the checkpoint is of another model, with the differences.
+    """Raise if the checkpoint is of another model, with the differences. `changed_settings` names the others.
 
     `vocab_size` is compared only where both runs take it the same way: NullTokenizer adds an ID, and other tokenizers
     may bring their own vocabulary. `check_vocabulary` covers the other cases.
     """
     is_null = [each.data.tokenizer_type == NULL_TOKENIZER for each in (saved, config)]
-    unchecked: tuple[str, ...] = UNCHECKED_MODEL_SETTINGS
+    unchecked = set(NOT_OF_THE_WEIGHTS)
     if None in (saved.model.vocab_size, config.model.vocab_size) or is_null[0] != is_null[1]:
-        unchecked += ("model.vocab_size",)
+        unchecked.add("model.vocab_size")
+    # Sinkhorn selects experts by other scores than all other types.
+    if len({"sinkhorn" in each.model.moe_router_load_balancing_type for each in (saved, config)}) == 1:
+        unchecked.add("model.moe_router_load_balancing_type")
     different = settings.diff(with_explicit_sizes(saved), with_explicit_sizes(config))
-    lines = [line for line in different if line.startswith("model.")]
-    lines = [line for line in lines if not line.startswith(unchecked)]
+    lines = [line for line in different if line.startswith("model.") and line.partition(":")[0] not in unchecked]
     if lines:
         raise CheckpointError(
             f"{path} is a checkpoint of a different model (checkpoint -> this run):\n"
             + "\n".join(f"  {line}" for line in lines)
             + "\nfix: use the checkpoint's values, or start from another checkpoint"
         )
+
+
+def changed_settings(path: Path, config: RunConfig, weights_only: bool) -> tuple[str, ...]:
+    """Return a note with all settings that the checks accept and that change what a run learns; none if none differs.
+
+    Args:
+        weights_only: compare only the model; else also optimizer, data, gradients and the rest of training.
+    """
+    saved = read_config(path)
+    refused = {f"precision.{name}" for each in (saved, config) for name in number_formats(each.precision)}
+    lines = [
+        line
+        for line in settings.diff(with_explicit_sizes(saved), with_explicit_sizes(config))
+        if not line.startswith(UNNAMED_CHANGES) and line.partition(":")[0] not in refused
+        and (line.startswith("model.") or not weights_only)
+    ]  # fmt: skip
+    return (f"settings that differ from the checkpoint's: {'; '.join(lines)}",) if lines else ()
 
 
 def with_explicit_sizes(config: RunConfig) -> RunConfig:
@@ -210,23 +220,41 @@ def check_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_optimi
     raise CheckpointError(f"{path} {problem}; use the checkpoint's setting, or --no-load-optim")
 
 
-def check_schedule(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+def check_schedule(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Raise if the learning-rate schedules differ, with the differences.
 
     Args:
         saved, now: `OptimizerParamScheduler.state_dict()` of the checkpoint and of this run.
+
+    Returns:
+        The changes that are no difference up to the checkpoint: text by the field's name.
     """
-    different = [name for name in SCHEDULE_FLAGS if saved[name] != now[name]]
-    if different:
-        lines = "\n".join(
-            f"  {SCHEDULE_FLAGS[name]}: {format_schedule_value(saved[name])} -> {format_schedule_value(now[name])}"
-            for name in different
-        )
+    changes = {
+        name: f"{text}: {format_schedule_value(saved[name])} -> {format_schedule_value(now[name])}"
+        for name, text in SCHEDULE_FLAGS.items()
+        if saved[name] != now[name]
+    }
+    later = later_fields(saved, now)
+    if lines := "\n".join(f"  {text}" for name, text in changes.items() if name not in later):
         raise CheckpointError(
             f"{path} has a different learning-rate schedule (checkpoint -> this run):\n{lines}\nfix: use the "
             "checkpoint's values, --override-opt_param-scheduler to use this run's schedule, or "
             "--use-checkpoint-opt_param-scheduler to use the checkpoint's"
         )
+    return changes
+
+
+def later_fields(saved: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    """Return the fields of two schedules that no rate up to the saved position depends on: lengths, before a decay."""
+    both, fields = (saved, now), set()
+    if all(each["wd_incr_style"] == "constant" for each in both):
+        fields.add("wd_incr_steps")
+    if all(each["lr_decay_style"] == "constant" for each in both) or (
+        all(each["lr_decay_style"] == "WSD" for each in both)
+        and saved["num_steps"] <= min(each["lr_decay_steps"] - each["wsd_decay_steps"] for each in both)
+    ):
+        fields.add("lr_decay_steps")
+    return fields
 
 
 def thread_count_notes(path: Path) -> tuple[str, ...]:

@@ -88,9 +88,10 @@ def load_checkpoint(
     if with_optimizer:
         with torch.no_grad():
             state_dict.load_optimizer_state(training_state, state["optimizer"], known, is_exchanged)
-        restore_schedule(path, training_state, state["schedule"])
+        schedule_notes = restore_schedule(path, training_state, state["schedule"])
         gradient_residuals.load(residuals, state.get(gradient_residuals.KEY, {}))
     else:
+        schedule_notes = ()
         # Copy the loaded weights to the master weights.
         training_state.optimizer.reload_model_params()
     quantize_assigned_weights(training_state.chunks)
@@ -100,7 +101,7 @@ def load_checkpoint(
     if with_rng and same_device:
         state_dict.restore_rng_state(state["random_state"])
     consumers = "" if same_device else random_consumers(config)
-    notes = key_notes + load_notes(weights_only, with_optimizer, with_rng, same_layout, consumers)
+    notes = key_notes + schedule_notes + load_notes(weights_only, with_optimizer, with_rng, same_layout, consumers)
     notes += tuple(note for note in (residual_note, scale_note) if note)
     if weights_only:
         return LoadResult(Progress(), notes)
@@ -174,8 +175,11 @@ def read_tensors(
     return state, compatibility.check_keys(path, strictness, set().union(*absent_by_rank), not_loaded)
 
 
-def restore_schedule(path: Path, training_state: TrainingState, saved: dict[str, Any]) -> None:
+def restore_schedule(path: Path, training_state: TrainingState, saved: dict[str, Any]) -> tuple[str, ...]:
     """Restore the learning-rate schedule. A different one is refused unless flags say which of the two to use.
+
+    Returns:
+        A note if the schedule is the same up to the checkpoint, and has another end.
 
     Raises:
         CheckpointError: the checkpoint has another schedule.
@@ -183,8 +187,10 @@ def restore_schedule(path: Path, training_state: TrainingState, saved: dict[str,
     schedule = training_state.schedule
     now = schedule.state_dict()
     saved = now | saved  # older checkpoints lack the fields of --lr-warmup-init and of WSD
+    changes: dict[str, str] = {}
     if not (schedule.override_opt_param_scheduler or schedule.use_checkpoint_opt_param_scheduler):
-        compatibility.check_schedule(path, saved, now)
+        changes = compatibility.check_schedule(path, saved, now)
+        saved |= {name: now[name] for name in changes}
     planned = schedule.lr_decay_steps
     schedule.num_steps = 0  # megatron-core adds the saved steps, and after a rollback this is not 0
     schedule.load_state_dict(saved)
@@ -197,6 +203,9 @@ def restore_schedule(path: Path, training_state: TrainingState, saved: dict[str,
             f"rate is {schedule.min_lr}; --override-opt_param-scheduler uses this run's schedule",
             flush=True,
         )
+    if not changes:
+        return ()
+    return (f"the end of the schedule has moved, no rate before it: {'; '.join(changes.values())}",)
 
 
 def random_consumers(config: RunConfig) -> str:

@@ -138,7 +138,8 @@ def check_vocabulary_and_formats(config: RunConfig, vocab_size: int, path: Path,
     """
     compatibility.check_vocabulary(path, config, vocab_size)
     continues_training = not (weights_only or config.training.skip_train)
-    return compatibility.check_number_formats(path, config) if continues_training else ()
+    notes = compatibility.check_number_formats(path, config) if continues_training else ()
+    return notes + compatibility.changed_settings(path, config, not continues_training)
 
 
 def change_linears(run: Run, path: Path, moved: tuple[MovedLinear, ...]) -> tuple[str, ...]:

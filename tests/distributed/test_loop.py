@@ -126,3 +126,33 @@ def test_finetune_starts_at_step_one(tmp_path: Path) -> None:
     base, tuned = load_run(tmp_path / "base"), load_run(tmp_path / "tuned")
     assert [record.step for record in tuned.steps] == [1, 2, 3, 4, 5, 6]
     assert tuned.steps[0].loss < base.steps[0].loss - 0.1, "from the weights that the base run left"
+
+
+@pytest.mark.parametrize(
+    "schedule", ["--lr-decay-style constant", "--lr-decay-style WSD --lr-wsd-decay-iters 2"], ids=["constant", "WSD"]
+)
+def test_a_longer_run_continues_a_shorter_one(schedule: str, tmp_path: Path, capfd) -> None:
+    """It needs no flag, ends as if it had been as long from the start, and says what was extended."""
+    flags = f"{PLAIN} {schedule}"
+    unbroken = run_loop(tmp_path / "unbroken", f"{flags} --train-iters 8", 1)
+    run_loop(tmp_path / "parts", f"{flags} --train-iters 6 --exit-interval 4", 1)
+    assert run_loop(tmp_path / "parts", f"{flags} --train-iters 8", 1) == unbroken
+    whole, parts = load_run(tmp_path / "unbroken"), load_run(tmp_path / "parts")
+    assert [record.learning_rate for record in parts.steps] == [record.learning_rate for record in whole.steps]
+    (note,) = (event.detail for event in parts.events if "the end of the schedule has moved" in event.detail)
+    assert "samples of the run (--train-iters or --train-samples): 48 -> 64" in note
+    assert capfd.readouterr().out.count(note) == 1
+
+
+def test_changed_settings_are_named_in_one_line(tmp_path: Path, capfd) -> None:
+    run_loop(tmp_path, f"{PLAIN} --exit-interval 2", 1)
+    run_loop(tmp_path, f"{PLAIN} --exit-interval 4", 1)
+    assert not [event for event in load_run(tmp_path).events if "differ from" in event.detail]
+    run_loop(tmp_path, f"{PLAIN} --clip-grad 0.5 --hidden-dropout 0.1 --no-load-optim", 1)
+    details = [event.detail for event in load_run(tmp_path).events if event.name == "checkpoint"]
+    note = (
+        "settings that differ from the checkpoint's: model.hidden_dropout: 0.0 -> 0.1; optimizer.clip_grad: 1.0 -> 0.5"
+    )
+    assert details.count(note) == 1 and "optimizer state and schedule restart" in details
+    output = capfd.readouterr().out
+    assert output.count(note) == 1 and "optimizer state and schedule restart" in output

@@ -24,23 +24,11 @@ from megafp8.checkpoint.convert.tensor_mapping import (
 )
 from megafp8.config import attention_layers, dimensions, latent_attention, mixture
 from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.config.setting_roles import NOT_OF_THE_FUNCTION
 from megafp8.config.settings import Setting, all_settings, value_of, with_values
 
 OUTPUT_LAYER = "output_layer"
 HF_EXPERT_BIAS = "e_score_correction_bias"
-# Settings of the model that do not change its function: how it is trained, initialized or computed. The number of
-# query groups is explicit when models are compared.
-NOT_OF_THE_FUNCTION = frozenset(
-    f"model.{name}"
-    for name in (
-        "model_preset", "vocab_size", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout",
-        "init_method_std", "embedding_init_method_std", "init_method_xavier_uniform", "group_query_attention",
-        "attention_softmax_in_fp32", "apply_query_key_layer_scaling", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-        "moe_input_jitter_eps", "moe_router_bias_update_rate", "moe_router_dtype",
-        "moe_router_padding_for_quantization", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
-        "moe_token_drop_policy", "mtp_loss_scaling_factor",
-    )
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
