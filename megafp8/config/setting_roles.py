@@ -23,11 +23,12 @@ NOT_OF_THE_WEIGHTS = (NOT_OF_THE_FUNCTION - {"model.vocab_size"}) | {
     "model.moe_router_force_load_balancing",
 }
 # Prefixes of settings whose change is not named when a run continues a checkpoint: what has no effect on what it
-# learns, or is compared elsewhere (layout, rows of the embedding, threads).
+# learns, or is compared elsewhere (layout, samples, rows of the embedding, threads).
 UNNAMED_CHANGES = (
     "parallel.", "checkpoint.", "logging.", "model.model_preset", "model.vocab_size", "model.padded_vocab_size",
-    "model.init_method_", "model.embedding_init_method_std", "data.num_workers", "data.data_cache_path",
-    "data.mmap_bin_files", "data.create_attention_mask_in_dataloader", "training.eval_", "training.start_eval_at_iter",
+    "model.init_method_", "model.embedding_init_method_std", "data.data_path", "data.train_data_path",
+    "data.valid_data_path", "data.test_data_path", "data.data_cache_path", "data.num_workers", "data.mmap_bin_files",
+    "data.create_attention_mask_in_dataloader", "training.eval_", "training.start_eval_at_iter",
     "training.skip_train", "training.exit_", "training.step_timeout_s", "training.checkpoint_timeout_s",
     "training.max_crashes", "training.micro_batch_size_memory_limit", "training.recompute_",
     "training.moe_layer_recompute", "training.fine_grained_activation_offloading", "training.offload_modules",

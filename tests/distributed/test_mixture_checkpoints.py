@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import run_ranks
 from small_run import Curve, build_run, fingerprint, small_config, train, weights
 from tolerances import LAYOUT_LOSS
@@ -14,6 +15,7 @@ from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config.schema import RunConfig
+from megafp8.models.router import Router
 
 STEPS = 2
 EXPERTS = (
@@ -66,6 +68,14 @@ def load_each_and_continue(config: RunConfig, saved_layouts: list[str], folder: 
         load_checkpoint(checkpoint_path(folder / saved, STEPS), config, run.trainee)
         curves[saved] = train(run, STEPS, STEPS + 1)
     return curves
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of one rank. Tests must not write to it."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(1, save_and_continue, config_of("one", PLAIN), folder)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -123,3 +133,47 @@ def test_the_distributed_optimizer_may_change_with_the_layout(
     loaded = config_of(after, f"{PLAIN} {loading}")
     continued = run_ranks(LAYOUTS[after][0], load_and_continue, loaded, tmp_path)[0][0]
     assert continued.losses == pytest.approx(curve.losses, abs=LAYOUT_LOSS, rel=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "--moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 0.001",
+        "--moe-router-load-balancing-type global_aux_loss",
+        "--moe-router-load-balancing-type none",
+        "--moe-router-dtype fp64 --moe-input-jitter-eps 0.01",
+        "--moe-router-force-load-balancing",
+        "--make-vocab-size-divisible-by 512",
+    ],
+)
+def test_coefficients_of_training_may_change(saved: Path, change: str) -> None:
+    """All weights are those of the checkpoint, and training continues."""
+
+    def load(config: RunConfig) -> dict[str, str]:
+        run = build_run(config)
+        load_checkpoint(checkpoint_path(saved, STEPS), config, run.trainee)
+        found = weights(run)
+        train(run, 1, STEPS + 1)
+        return {name: fingerprint({name: tensor[:256]}) for name, tensor in found.items()}  # without more padding
+
+    same = run_ranks(1, load, config_of("one", PLAIN))[0]
+    assert run_ranks(1, load, config_of("one", f"{PLAIN} {change}"))[0] == same
+
+
+@pytest.mark.parametrize(("before", "after"), [(1e-3, 0), (0, 1e-3)])
+def test_updates_of_the_expert_bias_may_stop_and_start(before: float, after: float, tmp_path: Path) -> None:
+    """The bias goes on from the checkpoint's, and stays where its rate is 0."""
+    saving, loading = (config_of("one", f"{PLAIN} --moe-router-bias-update-rate {rate}") for rate in (before, after))
+    run_ranks(1, save_and_continue, saving, tmp_path)
+
+    def biases_around_a_step() -> list[torch.Tensor]:
+        run = build_run(loading)
+        load_checkpoint(checkpoint_path(tmp_path, STEPS), loading, run.trainee)
+        routers = [module for module in run.trainee.chunks[0].modules() if isinstance(module, Router)]
+        found = [torch.stack([router.expert_bias for router in routers])]
+        train(run, 1, STEPS + 1)
+        return [*found, torch.stack([router.expert_bias for router in routers])]
+
+    loaded, trained = run_ranks(1, biases_around_a_step)[0]
+    assert bool(loaded.any()) == (before > 0)
+    assert torch.equal(trained, loaded) == (after == 0)
