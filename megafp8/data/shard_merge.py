@@ -6,12 +6,11 @@ absent. An output that exists and was made from the same inputs is kept, so that
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
-
-import numpy as np
 
 from megafp8.config.derived import split_shares
 from megafp8.data.shard_verification import check_structure, content_key, failures, verify_shard
@@ -236,7 +235,7 @@ def _plan_outputs(job: MergeJob, indices: Sequence[ShardIndex]) -> list[_OutputS
         named = zip(SPLIT_NAMES, cuts[:-1], cuts[1:], shares, strict=False)
         outputs = [_OutputShard(f"{prefix}_{name}", first, last) for name, first, last, share in named if share]
     elif job.num_parts is not None:
-        cuts = [0, *(_cut_at_tokens(indices, part / job.num_parts) for part in range(1, job.num_parts)), total]
+        cuts = [0, *_cuts_at_tokens(indices, job.num_parts), total]
         outputs = _number_outputs(prefix, cuts)
     elif job.documents_per_part is not None:
         outputs = _number_outputs(prefix, [*range(0, total, job.documents_per_part), total])
@@ -253,16 +252,21 @@ def _number_outputs(prefix: str, cuts: Sequence[int]) -> list[_OutputShard]:
     return [_OutputShard(*fields) for fields in zip(names, cuts[:-1], cuts[1:], strict=True)]
 
 
-def _cut_at_tokens(indices: Sequence[ShardIndex], fraction: float) -> int:
-    """The number of the document before which there is about this fraction of all tokens."""
-    target, num_documents = fraction * sum(index.num_tokens for index in indices), 0
-    for index in indices:
-        if target < index.num_tokens:
-            sequence = np.searchsorted(index.sequence_pointers, target * index.dtype.itemsize)
-            return num_documents + int(np.searchsorted(index.document_indices[:-1], sequence))
-        target -= index.num_tokens
-        num_documents += index.num_documents
-    return num_documents
+def _cuts_at_tokens(indices: Sequence[ShardIndex], num_parts: int) -> list[int]:
+    """The numbers of the documents before which there are about 1/N, 2/N, ... of all tokens, for N parts."""
+    shard_tokens, cuts = [index.num_tokens for index in indices], []
+    for part in range(1, num_parts):
+        target, num_documents = -(-part * sum(shard_tokens) // num_parts), 0
+        for index, num_tokens in zip(indices, shard_tokens, strict=True):
+            if target < num_tokens:
+                # numpy.searchsorted would copy each array, because the entries of a mapped index are not aligned.
+                sequence = bisect_left(index.sequence_pointers, target * index.dtype.itemsize)
+                num_documents += bisect_left(index.document_indices, sequence, hi=index.num_documents)
+                break
+            target -= num_tokens
+            num_documents += index.num_documents
+        cuts.append(num_documents)
+    return cuts
 
 
 def _slices(output: _OutputShard, inputs: Sequence[_InputShard]) -> list[tuple[_InputShard, int, int]]:

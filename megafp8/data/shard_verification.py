@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -321,8 +322,8 @@ def _read_tokens(
 
 def _document_of(index: ShardIndex, position: int) -> int:
     """Number of the document with the token at `position`."""
-    sequence = int(np.searchsorted(index.sequence_pointers, position * index.dtype.itemsize, side="right")) - 1
-    return int(np.searchsorted(index.document_indices, sequence, side="right")) - 1
+    sequence = bisect_right(index.sequence_pointers, position * index.dtype.itemsize) - 1
+    return bisect_right(index.document_indices, sequence) - 1
 
 
 def _check_ends(prefix: str, index: ShardIndex, eod: int) -> ShardCheckResult:

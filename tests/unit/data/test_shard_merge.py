@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from shard_writer import ShardWriter
 from megafp8.data import shard_merge
 from megafp8.data.shard_merge import MergeJob, find_shards, merge_shards
 from megafp8.data.shard_verification import check_shard, failures, verify_shard
-from megafp8.data.shards import ShardManifest, load_manifest, manifest_path, save_manifest
+from megafp8.data.shards import ShardManifest, build_document_index, load_manifest, manifest_path, save_manifest
 from megafp8.errors import ConfigError, DataError
 
 A = [[[1, 2], [3]], [], [[4]]]
@@ -94,6 +95,31 @@ def test_split_shards_equal_megatrons_builder(tmp_path, monkeypatch, copy_bytes,
         assert content_of(prefix) == content_of(expected)
         assert failures(verify_shard(prefix)) == []
         assert sum(part["num_documents"] for part in manifest.parts) == last - first == manifest.num_documents
+
+
+class CountedReads(Sequence):
+    """An array of an index that counts the entries that are read."""
+
+    def __init__(self, array):
+        self.array, self.num_reads = array, 0
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, place):
+        self.num_reads += 1
+        return self.array[place]
+
+
+def test_cuts_read_a_few_entries_of_an_index():
+    """Arrays of a mapped index are not aligned, so that numpy's search would copy them, for every cut."""
+    index = build_document_index(np.full(10_000, 7, np.int32), np.dtype(np.uint16))
+    pointers, entries = CountedReads(index.sequence_pointers), CountedReads(index.document_indices)
+    index = dataclasses.replace(index, sequence_pointers=pointers, document_indices=entries)
+    outputs = shard_merge._plan_outputs(MergeJob(inputs=("a",), output_prefix="b", num_parts=10), [index])
+    assert [output.last for output in outputs] == [1000 * part for part in range(1, 11)]
+    assert pointers.num_reads < 200
+    assert entries.num_reads < 200
 
 
 def test_split_and_merged_shards_equal_the_original(tmp_path, shard):
