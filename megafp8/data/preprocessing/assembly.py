@@ -17,7 +17,7 @@ from megafp8.data.preprocessing.part_files import PartFolder, PartRecord
 from megafp8.data.preprocessing.plan import InputPart, Unit
 from megafp8.data.preprocessing.sources import InputSource
 from megafp8.data.shards import ShardIndex, ShardTotals, build_document_index, publish_shard, write_index_file
-from megafp8.utils.files import sync
+from megafp8.utils.files import publish, sync
 from megafp8.utils.strict_json import parse_json
 
 # Errors of copy_file_range() where a kernel or a file system does not support it.
@@ -66,9 +66,10 @@ class ShardAssembly:
     def publish(self, output_prefix: str, prefixes: Sequence[str]) -> list[ShardTotals]:
         """Write the shards, one per key, and the list of skipped records if there are any."""
         assert self._next_name() is None and not self._records
+        sync(self._skipped)
         self._skipped.close()
         if self.num_skipped:
-            os.replace(self._skipped.name, skipped_path(output_prefix))
+            publish(Path(self._skipped.name), skipped_path(output_prefix))
         else:
             skipped_path(output_prefix).unlink(missing_ok=True)
         return [shard.publish(prefix) for shard, prefix in zip(self._shards, prefixes, strict=True)]
@@ -174,9 +175,12 @@ def _copy(source: int, content: mmap.mmap, target: int) -> None:
     num_copied = 0
     while num_copied < len(content):
         try:
-            num_copied += os.copy_file_range(source, target, len(content) - num_copied)
+            num_bytes = os.copy_file_range(source, target, len(content) - num_copied, num_copied)
         except OSError as error:
             if error.errno not in UNSUPPORTED_COPY_ERRORS:
                 raise
+            num_bytes = 0
+        if not num_bytes:  # unsupported; some file systems copy nothing instead of raising an error
             with memoryview(content) as view:
-                num_copied += os.write(target, view[num_copied:])
+                num_bytes = os.write(target, view[num_copied:])
+        num_copied += num_bytes

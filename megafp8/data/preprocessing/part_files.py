@@ -7,7 +7,8 @@
     NAME.skipped      one line of JSON for each skipped record; only where there are any
     NAME.json         the part's record, written last: where it exists, the part is complete
 
-A job that is killed at any point resumes from the parts that are complete.
+All files are synced before the record is written. A job that is killed at any point, also with its machine, resumes
+from the parts whose files have the hashes of their records.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, BinaryIO, Optional
 import numpy as np
 
 from megafp8.errors import DataError
-from megafp8.utils.files import LIST_BYTES, UnreadableFile, atomic_write_json
+from megafp8.utils.files import LIST_BYTES, HashedStream, UnreadableFile, atomic_write_json, file_sha256, sync
 from megafp8.utils.strict_json import read_json
 
 LOCK_PATIENCE_S = 30.0
@@ -41,6 +42,7 @@ class PartRecord:
         input_bytes: size of its input on disk.
         num_skipped: records that were skipped.
         num_records: (number of the source, number of records) for each source.
+        sha256: name and SHA-256 of each of its files.
     """
 
     num_documents: int
@@ -48,6 +50,7 @@ class PartRecord:
     input_bytes: int
     num_skipped: int
     num_records: tuple[tuple[int, int], ...]
+    sha256: dict[str, str]
 
 
 class PartFolder:
@@ -114,6 +117,24 @@ class PartFolder:
         expected = [(tokens * self.dtype.itemsize, record.num_documents * 4) for tokens in record.num_tokens]
         return record if sizes == expected else None
 
+    def drop_damaged(self) -> list[str]:
+        """Delete the records of parts whose files differ from what was written. Returns the names of these parts."""
+        damaged = []
+        for path in sorted(self.path.glob("*.json")):
+            if path.name != "job.json" and not self._is_whole(path.stem):
+                path.unlink()
+                damaged.append(path.stem)
+        return damaged
+
+    def _is_whole(self, name: str) -> bool:
+        record = self.load_record(name)
+        try:
+            return record is not None and all(
+                file_sha256(self.path / file) == sha256 for file, sha256 in record.sha256.items()
+            )
+        except OSError:
+            return False
+
     def token_path(self, name: str, key: int) -> Path:
         """Path of the tokens of a part."""
         return self.path / f"{name}.{key}.bin"
@@ -153,32 +174,29 @@ class PartWriter:
 
     def __init__(self, folder: PartFolder, name: str):
         self._folder, self._name = folder, name
-        self._streams: list[tuple[BinaryIO, BinaryIO]] = []
-        self._skipped: Optional[BinaryIO] = None
+        self._files: dict[Path, tuple[BinaryIO, HashedStream]] = {}
         self._num_documents = self._num_skipped = 0
         self._num_tokens = [0] * folder.num_keys
         self._num_records: dict[int, int] = {}
 
     def __enter__(self) -> "PartWriter":
         for key in range(self._folder.num_keys):
-            paths = (self._folder.token_path(self._name, key), self._folder.length_path(self._name, key))
-            self._streams.append((open(paths[0], "wb"), open(paths[1], "wb")))
+            self._open(self._folder.token_path(self._name, key))
+            self._open(self._folder.length_path(self._name, key))
         return self
 
     def add(self, shards: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Append documents: for each key their token ids, and their lengths in int32."""
         for key, (tokens, lengths) in enumerate(shards):
-            token_stream, length_stream = self._streams[key]
-            token_stream.write(tokens.data.cast("B"))
-            length_stream.write(lengths.data.cast("B"))
+            self._open(self._folder.token_path(self._name, key)).write(tokens.data.cast("B"))
+            self._open(self._folder.length_path(self._name, key)).write(lengths.data.cast("B"))
             self._num_tokens[key] += len(tokens)
         self._num_documents += len(shards[0][1])
 
     def skip(self, source: int, number: int, reason: str) -> None:
         """Note a skipped record: its source, its number in the part and what is wrong with it."""
-        if self._skipped is None:
-            self._skipped = open(self._folder.skipped_path(self._name), "wb")  # noqa: SIM115  __exit__ closes it
-        self._skipped.write((json.dumps([source, number, reason]) + "\n").encode("utf-8"))
+        line = json.dumps([source, number, reason]) + "\n"
+        self._open(self._folder.skipped_path(self._name)).write(line.encode("utf-8"))
         self._num_skipped += 1
 
     def count_records(self, source: int, count: int) -> None:
@@ -190,30 +208,34 @@ class PartWriter:
         return self._num_records.get(source, 0)
 
     def finish(self, input_bytes: int) -> PartRecord:
-        """Complete the part."""
-        self._close()
+        """Complete the part: sync its files, then write the record.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        for stream, _ in self._files.values():
+            sync(stream)
         record = PartRecord(
             num_documents=self._num_documents,
             num_tokens=tuple(self._num_tokens),
             input_bytes=input_bytes,
             num_skipped=self._num_skipped,
             num_records=tuple(self._num_records.items()),
+            sha256={path.name: hashed.sha256 for path, (_, hashed) in self._files.items()},
         )
-        path = self._folder.path / f"{self._name}.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(record)), encoding="utf-8")
-        os.replace(temporary, path)
+        atomic_write_json(self._folder.path / f"{self._name}.json", asdict(record))
         return record
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        for stream, _hashed in self._files.values():
+            stream.close()
 
-    def _close(self) -> None:
-        for streams in self._streams:
-            for stream in streams:
-                stream.close()
-        if self._skipped is not None:
-            self._skipped.close()
+    def _open(self, path: Path) -> HashedStream:
+        """Return a file of the part; opened at the first call."""
+        if path not in self._files:
+            stream = open(path, "wb")  # noqa: SIM115  __exit__ closes it
+            self._files[path] = stream, HashedStream(stream)
+        return self._files[path][1]
 
 
 def _open_nonblocking(path: str, flags: int) -> int:

@@ -46,6 +46,7 @@ from megafp8.errors import CapabilityError, DataError
 # Below this size, comparing encoders takes as long as encoding everything with the library.
 SMALL_INPUT_BYTES = 512 << 10
 COMPRESSION_FACTOR = 10
+SHOWN_PARTS = 10
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,10 @@ class _JobRun:
         """
         saved = self.folder.load_job()
         if saved is not None and saved.get("job") == self.description:
+            if damaged := self.folder.drop_damaged():
+                shown = ", ".join(damaged[:SHOWN_PARTS]) + (", ..." if len(damaged) > SHOWN_PARTS else "")
+                parts = "1 part" if len(damaged) == 1 else f"{len(damaged)} parts"
+                self.on_notice(f"made again, because damaged in {self.folder.path}: {parts} ({shown})")
             return saved
         if saved is not None and not self.job.overwrite:
             found = saved.get("job", {})

@@ -161,18 +161,63 @@ def test_an_incomplete_part_is_rebuilt(job, shard, monkeypatch, small_parts, suf
         with pytest.raises(Interrupted):
             preprocess(job)
     path = Path(f"{job.output_prefix}.parts/000002.{suffix}")
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-2])
     seen = []
     ((prefix, _),) = preprocess(job, on_progress=seen.append).shards
     assert len(seen) == 2
     assert shard_bytes(prefix) == shard_bytes(shard)
 
 
-def test_parts_are_joined_without_kernel_copy(job, shard, monkeypatch, small_parts):
-    def refuse(*_):
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("damaged", ["0.bin", "0.lengths", "skipped"])
+def test_a_damaged_part_is_named_and_made_again(tmp_path, monkeypatch, small_parts, damaged, suffix):
+    """After a crash of the machine, or with a bad disk, a file may have its size and other bytes."""
+    lines = "\n".join(f'{{"text": "{n}"}}' if n % 50 else "{" for n in range(1000)).encode()
+    path = tmp_path / f"c.{suffix}"
+    path.write_bytes(gzip.compress(lines, 0) if suffix.endswith("gz") else lines)
+    job = dataclasses.replace(null_job(tmp_path, []), inputs=(str(path),), skip_bad=True)
+    whole = shard_bytes(preprocess(job).shards[0][0]), skipped_path(job.output_prefix).read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
+        with pytest.raises(Interrupted):
+            preprocess(dataclasses.replace(job, overwrite=True))
+    folder = Path(f"{job.output_prefix}.parts")
+    name = sorted(folder.glob("0*.json"))[2].stem
+    content = bytearray((folder / f"{name}.{damaged}").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / f"{name}.{damaged}").write_bytes(content)
+    notices = []
+    ((prefix, _),) = preprocess(dataclasses.replace(job, overwrite=True), on_notice=notices.append).shards
+    assert f"made again, because damaged in {folder}: 1 part ({name})" in notices
+    assert (shard_bytes(prefix), skipped_path(job.output_prefix).read_text()) == whole
 
-    monkeypatch.setattr(os, "copy_file_range", refuse)
+
+def test_a_part_is_on_the_disk_before_its_record(job, monkeypatch, small_parts):
+    synced, real = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    preprocess(job)
+    first = [name for name in synced if "000000" in name]
+    assert first[:2] == ["000000.0.bin", "000000.0.lengths"]
+    assert first[2].startswith(".000000.json.")
+
+
+@pytest.mark.parametrize("kernel", ["refuses", "copies nothing", "stops in the middle"])
+def test_parts_are_joined_without_kernel_copy(job, shard, monkeypatch, small_parts, kernel):
+    real = os.copy_file_range
+
+    def copy(source, target, count, offset):
+        if kernel == "stops in the middle" and offset == 0:
+            return real(source, target, count // 2, offset)
+        if kernel == "refuses":
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return 0
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
     ((prefix, manifest),) = preprocess(job).shards
     assert shard_bytes(prefix) == shard_bytes(shard)
     assert manifest.bin_sha256 == file_sha256(f"{prefix}.bin")
