@@ -50,7 +50,13 @@ REMAKE = " Create the shard again (megafp8 preprocess --overwrite), or copy it a
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype that Megatron gives the ids of a vocabulary of this size."""
+    """Return the dtype that Megatron gives the ids of a vocabulary of this size.
+
+    Raises:
+        DataError: its ids do not fit int32.
+    """
+    if vocab_size > 1 << 31:
+        raise DataError(f"The vocabulary has the token id {vocab_size - 1}; shards hold ids up to 2^31 - 1.")
     return np.dtype(np.uint16 if vocab_size < UINT16_MAX_VOCAB_SIZE else np.int32)
 
 

@@ -12,6 +12,7 @@ from megafp8.checkpoint.convert.safetensors_files import write_json
 from megafp8.config import derived
 from megafp8.config.schema import DataConfig
 from megafp8.data.tokenizers.build import SENTENCEPIECE_TYPES, Tokenizer, build_tokenizer
+from megafp8.data.tokenizers.library_calls import library_failures, read_tokenizer_file
 from megafp8.errors import CapabilityError, DataError
 
 SETTINGS_FILE, VOCAB_FILE, MERGES_FILE, SENTENCEPIECE_FILE = (
@@ -101,11 +102,17 @@ def differences_from_llama(path: Path) -> list[str]:
 
 
 def read_sentencepiece(path: Path) -> Any:
-    """Return the protobuf message of a SentencePiece model."""
+    """Return the protobuf message of a SentencePiece model.
+
+    Raises:
+        DataError: the file is none.
+    """
     from sentencepiece import sentencepiece_model_pb2
 
     # protobuf makes the class at import, so type checkers do not see it.
-    return vars(sentencepiece_model_pb2)["ModelProto"].FromString(path.read_bytes())
+    with library_failures(f"{path} is not a SentencePiece model"):
+        content = read_tokenizer_file(path, "--tokenizer-model")
+        return vars(sentencepiece_model_pb2)["ModelProto"].FromString(content)
 
 
 @dataclass(frozen=True)

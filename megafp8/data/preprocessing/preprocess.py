@@ -40,13 +40,20 @@ from megafp8.data.tokenizers.build import (
     describe_tokenizer,
     tokenizer_settings,
 )
-from megafp8.data.tokenizers.encoders import EncoderChoice, EncoderMismatchError, LibraryEncoder, choose_encoder
+from megafp8.data.tokenizers.encoders import (
+    EncoderChoice,
+    EncoderMismatchError,
+    LibraryEncoder,
+    choose_encoder,
+    lost_fraction,
+)
 from megafp8.errors import CapabilityError, DataError
 
 # Below this size, comparing encoders takes as long as encoding everything with the library.
 SMALL_INPUT_BYTES = 512 << 10
 COMPRESSION_FACTOR = 10
 SHOWN_PARTS = 10
+SHOWN_LOSS = 0.001
 
 
 @dataclass(frozen=True)
@@ -148,8 +155,10 @@ class _JobRun:
     def _make_shards(self) -> PreprocessSummary:
         """Make the shards from the parts in the locked folder and those that are missing."""
         saved = self._resume_or_restart()
-        choice = self._choose_encoder(saved["refused"])
+        sample = sample_texts(self.sources, self.job.json_keys)
+        choice = self._choose_encoder(saved["refused"], sample)
         self.on_notice(f"tokenizing with {choice.encoder.name}: {choice.reason}")
+        self._warn(sample)
         saved.setdefault("part_bytes", choose_part_bytes(self.total_bytes, choice.encoder.part_bytes))
         self.folder.save_job(saved)
         units = divide(self.sources, self.job.json_keys, saved["part_bytes"])
@@ -196,7 +205,17 @@ class _JobRun:
         self.folder.clear()
         return {"job": self.description, "refused": ""}
 
-    def _choose_encoder(self, refused: str) -> EncoderChoice:
+    def _warn(self, sample: Sequence[str]) -> None:
+        """Say what was turned off in the tokenizer, and which fraction of the text it loses."""
+        for notice in self.tokenizer.notices:
+            self.on_notice(notice)
+        if (lost := lost_fraction(self.tokenizer, sample)) >= SHOWN_LOSS:
+            self.on_notice(
+                f"warning: the tokenizer loses {lost:.1%} of the characters of a sample of the text: decoding its ids "
+                "does not return them"
+            )
+
+    def _choose_encoder(self, refused: str, sample: Sequence[str]) -> EncoderChoice:
         job, tokenizer = self.job, self.tokenizer
         if job.encoder == AUTO and refused:
             return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, refused)
@@ -206,7 +225,7 @@ class _JobRun:
         )
         if job.encoder == AUTO and text_bytes < SMALL_INPUT_BYTES:
             return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, "the input is small")
-        return choose_encoder(tokenizer, job.encoder, lambda: sample_texts(self.sources, job.json_keys))
+        return choose_encoder(tokenizer, job.encoder, sample)
 
     def _make_parts(self, worker: Worker, units: Sequence[Unit], assembly: ShardAssembly) -> None:
         """Make the parts that do not exist, and give all parts to the assembly.

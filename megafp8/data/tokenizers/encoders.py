@@ -30,6 +30,7 @@ from megafp8.data.tokenizers.libraries import (
     SentencePieceTokenizer,
     TikTokenizer,
 )
+from megafp8.data.tokenizers.library_calls import is_library_failure
 from megafp8.errors import CapabilityError, DataError
 
 # Characters per probe text. One call for each character would cost more than encoding it.
@@ -103,13 +104,13 @@ def build_encoder(tokenizer: Tokenizer, kind: str) -> Encoder:
     return GigatokenEncoder(tokenizer) if kind == GIGATOKEN else LibraryEncoder(tokenizer)
 
 
-def choose_encoder(tokenizer: Tokenizer, requested: str, sample: Callable[[], Sequence[str]]) -> EncoderChoice:
+def choose_encoder(tokenizer: Tokenizer, requested: str, sample: Sequence[str]) -> EncoderChoice:
     """Choose an encoder.
 
     Args:
         tokenizer: the job's tokenizer.
         requested: one of ENCODERS; AUTO takes gigatoken if it passes the check.
-        sample: returns texts of the job's input.
+        sample: texts of the job's input.
 
     Raises:
         CapabilityError: gigatoken was requested, and is not installed or fails the check.
@@ -120,14 +121,30 @@ def choose_encoder(tokenizer: Tokenizer, requested: str, sample: Callable[[], Se
         encoder = GigatokenEncoder(tokenizer)
         encoder.check(SHAPES)
         encoder.check(probe_texts())
-        texts = sample()
-        encoder.check(texts)
+        encoder.check(sample)
     except (UnsupportedTokenizerError, EncoderMismatchError) as error:
         if requested == GIGATOKEN:
             raise CapabilityError(f"--encoder gigatoken cannot be used: {error}") from error
         return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, f"gigatoken is not used: {error}")
-    reason = f"its ids equal those of the tokenizer's own library on {len(texts)} texts of this input"
+    reason = f"its ids equal those of the tokenizer's own library on {len(sample)} texts of this input"
     return EncoderChoice(encoder, GIGATOKEN, reason)
+
+
+def lost_fraction(tokenizer: Tokenizer, texts: Sequence[str]) -> float:
+    """Return the fraction of the characters of texts, except for spaces, that do not come back from their ids.
+
+    Counts characters, not their order. Texts that the tokenizer rejects are left out.
+    """
+    num_lost = num_characters = 0
+    for text in texts:
+        try:
+            known = [token for token in tokenizer.tokenize(text) if token != tokenizer.unknown_id]
+        except DataError:
+            continue
+        characters = Counter("".join(text.split()))
+        num_characters += sum(characters.values())
+        num_lost += sum((characters - Counter(tokenizer.detokenize(known))).values())
+    return num_lost / max(num_characters, 1)
 
 
 def probe_texts() -> list[str]:
@@ -263,8 +280,7 @@ class GigatokenEncoder:
         try:
             rows = self._backend.encode_batch(list(texts), parallel=False).layout
         except BaseException as error:
-            # A panic of Rust code does not derive from Exception.
-            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            if is_library_failure(error):
                 raise EncoderMismatchError(f"it failed: {error}") from error
             raise
         offsets = np.asarray(rows.offsets.data)

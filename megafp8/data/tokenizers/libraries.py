@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import importlib
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional
 
+from megafp8.data.tokenizers.library_calls import library_call, library_failures, read_tokenizer_file
 from megafp8.errors import CapabilityError, ConfigError, DataError
 from megafp8.utils import strict_json
 from megafp8.utils.files import UnreadableFile, file_sha256
@@ -38,10 +39,16 @@ class _BaseTokenizer:
 
     Attributes:
         library_tokenizer: the library's own tokenizer, if there is a library.
+        origin: where it comes from, for messages: a flag with its file.
+        unknown_id: id of text that the vocabulary lacks, if there is one.
+        notices: what was turned off, for the user.
     """
 
     vocab_size: int
     eod: int
+    origin: str
+    unknown_id: Optional[int] = None
+    notices: tuple[str, ...] = ()
     unique_identifiers: "OrderedDict[str, Any]"
     library_tokenizer: Any = None
 
@@ -51,6 +58,7 @@ class _BaseTokenizer:
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.tokenize(text) for text in texts]
 
+    @library_call
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.library_tokenizer.decode([int(token) for token in ids])
 
@@ -72,25 +80,24 @@ class SentencePieceTokenizer(_BaseTokenizer):
 
     def __init__(self, model_file: str):
         sentencepiece = load_library("sentencepiece", "SentencePieceTokenizer")
-        path = _existing_file(model_file, "--tokenizer-model")
-        try:
-            self.library_tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError) as error:
-            raise DataError(
-                f"--tokenizer-model {path} is not a SentencePiece model ({path.stat().st_size} bytes): {error}"
-            ) from error
-        self.vocab_size = self.library_tokenizer.get_piece_size()
-        self.eod = self.library_tokenizer.eos_id()
+        self.origin = f"--tokenizer-model {model_file}"
+        model = read_tokenizer_file(Path(model_file), "--tokenizer-model")
+        with library_failures(f"{self.origin} is not a SentencePiece model ({len(model)} bytes)"):
+            self.library_tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self.vocab_size = self.library_tokenizer.get_piece_size()
+            self.eod, self.unknown_id = self.library_tokenizer.eos_id(), self.library_tokenizer.unk_id()
         if self.eod < 0:
             raise DataError(
-                f"--tokenizer-model {path} has no end-of-sentence piece, which is needed as the end-of-document token. "
+                f"{self.origin} has no end-of-sentence piece, which is needed as the end-of-document token. "
                 "Train the tokenizer with an eos piece, as megafp8 train-tokenizer does."
             )
-        self._set_identifiers([file_sha256(path)])
+        self._set_identifiers([sha256(model).hexdigest()])
 
+    @library_call
     def tokenize(self, text: str) -> list[int]:
         return self.library_tokenizer.encode(text)
 
+    @library_call
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self.library_tokenizer.encode(list(texts), num_threads=1)
 
@@ -98,20 +105,30 @@ class SentencePieceTokenizer(_BaseTokenizer):
 class _TokenizersTokenizer(_BaseTokenizer):
     """Common part of the tokenizers through Hugging Face's library `tokenizers`."""
 
+    @library_call
     def tokenize(self, text: str) -> list[int]:
         return self.library_tokenizer.encode(text, add_special_tokens=False).ids
 
+    @library_call
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [
             encoding.ids for encoding in self.library_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
+    @library_call
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.library_tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
-    def _num_ids(self) -> int:
-        """Largest id + 1. Ids may have gaps."""
-        return max(self.library_tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    def _read_vocabulary(self) -> None:
+        """Set `vocab_size`, the largest id + 1 (ids may have gaps), and `unknown_id`."""
+        largest = max(self.library_tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest < 0:
+            raise DataError(f"{self.origin} has no tokens.")
+        if largest >= 1 << 31:
+            raise DataError(f"{self.origin} has the token id {largest}; shards hold ids up to 2^31 - 1.")
+        self.vocab_size = largest + 1
+        unknown = getattr(self.library_tokenizer.model, "unk_token", None)
+        self.unknown_id = None if unknown is None else self.library_tokenizer.token_to_id(unknown)
 
 
 class HuggingFaceTokenizer(_TokenizersTokenizer):
@@ -131,24 +148,33 @@ class HuggingFaceTokenizer(_TokenizersTokenizer):
                 f"the Hugging Face Hub first: hf download {model} tokenizer.json tokenizer_config.json --local-dir "
                 "FOLDER"
             )
-        path = _existing_file(str(path / "tokenizer.json" if path.is_dir() else path), "--tokenizer-model")
-        try:
-            self.library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for every malformed file
-            raise DataError(f"--tokenizer-model {path} is not a tokenizer.json: {error}") from error
-        # The file may hold the settings of a fine-tuning, which would truncate or pad documents.
+        path = path / "tokenizer.json" if path.is_dir() else path
+        self.origin = f"--tokenizer-model {path}"
+        content = read_tokenizer_file(path, "--tokenizer-model")
+        with library_failures(f"{self.origin} is not a tokenizer.json"):
+            self.library_tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        # The file may hold the settings of a fine-tuning, which would truncate, pad or randomize documents.
         self.library_tokenizer.no_truncation()
         self.library_tokenizer.no_padding()
-        self.vocab_size = self._num_ids()
+        model = self.library_tokenizer.model
+        if getattr(model, "dropout", None):
+            self.notices = (f"{self.origin}: dropout {model.dropout:g} is turned off, because it makes ids random",)
+            model.dropout = None
+        self._read_vocabulary()
         self.eod = self._eos_id(path.parent)
-        self._set_identifiers([file_sha256(path)])
+        self._set_identifiers([sha256(content).hexdigest()])
 
     def _eos_id(self, folder: Path) -> int:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            token = _read_json(folder / name).get("eos_token") if (folder / name).is_file() else None
+            content = _read_json(folder / name) if (folder / name).is_file() else {}
+            if not isinstance(content, dict):
+                raise DataError(f"{folder / name} is not an object of JSON, but a {type(content).__name__}.")
+            token = content.get("eos_token")
             text = token.get("content") if isinstance(token, dict) else token
             if text is None:
                 continue
+            if not isinstance(text, str):
+                raise DataError(f"{folder / name}: eos_token {token!r} is not text.")
             token_id = self.library_tokenizer.token_to_id(text)
             if token_id is None:
                 raise DataError(f"{folder / name} names the eos_token {text!r}, which the tokenizer does not have.")
@@ -169,25 +195,22 @@ class GPT2BPETokenizer(_TokenizersTokenizer):
 
     def __init__(self, vocab_file: str, merge_file: str):
         tokenizers = load_library("tokenizers", "GPT2BPETokenizer")
-        vocab_path = _existing_file(vocab_file, "--vocab-file")
-        merge_path = _existing_file(merge_file, "--merge-file")
-        try:
-            model = tokenizers.models.BPE.from_file(str(vocab_path), str(merge_path))
-        except Exception as error:  # the library raises bare Exception for every malformed file
-            raise DataError(
-                f"--vocab-file {vocab_path} and --merge-file {merge_path} are not a GPT-2 vocabulary: {error}"
-            ) from error
+        self.origin = f"--vocab-file {vocab_file} and --merge-file {merge_file}"
+        vocab = read_tokenizer_file(Path(vocab_file), "--vocab-file")
+        merges = read_tokenizer_file(Path(merge_file), "--merge-file")
+        with library_failures(f"{self.origin} are not a GPT-2 vocabulary"):
+            model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
         tokenizer = self.library_tokenizer = tokenizers.Tokenizer(model)
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        self.vocab_size = self._num_ids()
+        self._read_vocabulary()
         end_of_text = tokenizer.token_to_id(self.END_OF_TEXT)
         if end_of_text is None:
             raise DataError(
-                f"--vocab-file {vocab_path} has no {self.END_OF_TEXT}, which is needed as the end-of-document token."
+                f"--vocab-file {vocab_file} has no {self.END_OF_TEXT}, which is needed as the end-of-document token."
             )
         self.eod = end_of_text
-        self._set_identifiers([file_sha256(vocab_path), file_sha256(merge_path)])
+        self._set_identifiers([sha256(vocab).hexdigest(), sha256(merges).hexdigest()])
 
 
 class ByteLevelTokenizer(_BaseTokenizer):
@@ -248,11 +271,13 @@ class TikTokenizer(_BaseTokenizer):
         self, model: str, pattern: Optional[str], num_special_tokens: Optional[int], vocab_size: Optional[int]
     ):
         tiktoken = load_library("tiktoken", "TikTokenizer")
+        self.origin = f"--tokenizer-model {model}"
         if Path(model).is_file():
             self._from_file(tiktoken, Path(model), pattern or "v2", num_special_tokens, vocab_size)
         else:
             self._from_name(tiktoken, model, pattern, num_special_tokens)
 
+    @library_call
     def tokenize(self, text: str) -> list[int]:
         return self.library_tokenizer.encode_ordinary(text)
 
@@ -324,12 +349,6 @@ def load_library(name: str, kind: str) -> ModuleType:
         ) from error
 
 
-def _existing_file(path: str, flag: str) -> Path:
-    if not Path(path).is_file():
-        raise DataError(f"{flag} {path}: no such file.")
-    return Path(path)
-
-
 def _read_json(path: Path) -> Any:
     try:
         return strict_json.read_json(path)
@@ -360,7 +379,7 @@ def _read_ranks(path: Path) -> list[bytes]:
 
 def _hash_encoding(encoding: Any) -> str:
     """SHA-256 of everything that decides the ids of an encoding, which has no file of its own to hash."""
-    digest = hashlib.sha256(json.dumps([encoding._pat_str, sorted(encoding._special_tokens.items())]).encode())
+    digest = sha256(json.dumps([encoding._pat_str, sorted(encoding._special_tokens.items())]).encode())
     for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
         digest.update(b"%d %s\n" % (rank, base64.b64encode(token)))
     return digest.hexdigest()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from shard_files import NULL, names_in, null_job, shard_bytes
 
+from megafp8.config.schema import DataConfig
 from megafp8.data.preprocessing import preprocess as preprocess_module
 from megafp8.data.preprocessing.plan import InputPart, Stream, build_tasks, choose_part_bytes, divide
 from megafp8.data.preprocessing.preprocess import preprocess
@@ -109,6 +110,27 @@ def test_many_small_files_are_one_shard_in_order(tmp_path, job, shard, documents
         (tmp_path / "texts" / f"{number:03}.txt").write_bytes(text.encode())
     job = dataclasses.replace(job, inputs=(str(tmp_path / "texts"),), output_prefix=str(tmp_path / "t"), workers=2)
     assert shard_bytes(preprocess(job).shards[0][0]) == shard_bytes(shard)
+
+
+def test_a_tokenizer_that_loses_text_is_said(tmp_path, job, documents):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.BPE({"e": 0, "</s>": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    one_letter = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    warnings = []
+    for tokenizer in (one_letter, job.tokenizer):
+        notices = []
+        preprocess(dataclasses.replace(job, tokenizer=tokenizer, overwrite=True), on_notice=notices.append)
+        warnings.append([notice for notice in notices if "loses" in notice])
+    letters = "".join("".join(documents[:16]).split())
+    lost = 1 - letters.count("e") / len(letters)
+    assert warnings == [
+        [
+            f"warning: the tokenizer loses {lost:.1%} of the characters of a sample of the text: decoding its ids does "
+            "not return them"
+        ],
+        [],
+    ]
 
 
 def test_several_keys(job, shard, small_parts):

@@ -173,10 +173,10 @@ def test_gigatoken_restarts_when_its_cache_is_full(bpe, texts, monkeypatch):
 
 
 def test_gigatoken_is_chosen_where_it_agrees(bpe, texts):
-    choice = choose_encoder(bpe, AUTO, lambda: texts)
+    choice = choose_encoder(bpe, AUTO, texts)
     assert choice.kind == GIGATOKEN
     assert f"on {len(texts)} texts of this input" in choice.reason
-    assert choose_encoder(bpe, LIBRARY, lambda: texts).kind == LIBRARY
+    assert choose_encoder(bpe, LIBRARY, texts).kind == LIBRARY
 
 
 class _Other:
@@ -194,11 +194,11 @@ class _Other:
 
 def test_a_difference_is_detected_before_and_during_the_job(bpe, texts):
     other = _Other(bpe, "Thing7")
-    choice = choose_encoder(other, AUTO, lambda: texts)
+    choice = choose_encoder(other, AUTO, texts)
     assert choice.kind == LIBRARY
     assert "gigatoken is not used: near " in choice.reason
     with pytest.raises(CapabilityError, match="--encoder gigatoken cannot be used: near"):
-        choose_encoder(other, GIGATOKEN, lambda: texts)
+        choose_encoder(other, GIGATOKEN, texts)
     with pytest.raises(EncoderMismatchError, match="its ids are"):
         GigatokenEncoder(other).encode(["Thing7"])
     # Letters beyond ASCII first: they are checked everywhere in the batch.
@@ -235,18 +235,18 @@ def test_unsupported_tokenizers_use_the_library(tmp_path, corpus_file, tiktoken_
         tokenizer = build_tokenizer(config, vocab_size)
         with pytest.raises(UnsupportedTokenizerError, match=reason):
             GigatokenEncoder(tokenizer)
-        choice = choose_encoder(tokenizer, AUTO, list)
+        choice = choose_encoder(tokenizer, AUTO, [])
         assert choice.kind == LIBRARY
         assert reason in choice.reason
 
 
 def test_without_gigatoken(bpe, texts, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    choice = choose_encoder(bpe, AUTO, lambda: texts)
+    choice = choose_encoder(bpe, AUTO, texts)
     assert choice.kind == LIBRARY
     assert "pip install 'megafp8[data]'" in choice.reason
     with pytest.raises(CapabilityError, match="cannot be imported"):
-        choose_encoder(bpe, GIGATOKEN, lambda: texts)
+        choose_encoder(bpe, GIGATOKEN, texts)
 
 
 def test_modules_import_without_gigatoken_and_orjson():
