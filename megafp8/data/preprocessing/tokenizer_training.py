@@ -283,11 +283,13 @@ def _load_finished(model_path: Path, record_path: Path, settings: dict[str, Any]
     """Accept an existing model if its record has the same settings and inputs."""
     try:
         record = read_json(record_path, LIST_BYTES)
-    except UnreadableFile:
-        record = {}
-    if record.get("settings") != settings or record.get("model_sha256") != file_sha256(model_path):
+        counts = record["num_verified_documents"], record["num_lossy_documents"]
+        is_same = record["settings"] == settings and record["model_sha256"] == file_sha256(model_path)
+    except (UnreadableFile, TypeError, KeyError):
+        is_same = False
+    if not is_same:
         raise DataError(
             f"{model_path} already exists, with different settings or inputs (see {record_path}). Choose another "
             "--model-prefix, or use --overwrite."
         )
-    return TrainingSummary(model_path, record["num_verified_documents"], record["num_lossy_documents"], trained=False)
+    return TrainingSummary(model_path, *counts, trained=False)
