@@ -156,10 +156,12 @@ class HuggingFaceTokenizer(_TokenizersTokenizer):
         # The file may hold the settings of a fine-tuning, which would truncate, pad or randomize documents.
         self.library_tokenizer.no_truncation()
         self.library_tokenizer.no_padding()
-        model = self.library_tokenizer.model
-        if getattr(model, "dropout", None):
-            self.notices = (f"{self.origin}: dropout {model.dropout:g} is turned off, because it makes ids random",)
-            model.dropout = None
+        library_model = self.library_tokenizer.model
+        if getattr(library_model, "dropout", None):
+            self.notices = (
+                f"{self.origin}: dropout {library_model.dropout:g} is turned off, because it makes ids random",
+            )
+            library_model.dropout = None
         self._read_vocabulary()
         self.eod = self._eos_id(path.parent)
         self._set_identifiers([sha256(content).hexdigest()])
