@@ -111,7 +111,9 @@ def _external() -> Iterator[Recipe]:
     for place in filter(None, os.environ.get(RECIPES_VARIABLE, "").split(",")):
         try:
             recipe = runpy.run_path(place)["RECIPE"] if place.endswith(".py") else importlib.import_module(place).RECIPE
-        except Exception as error:  # user code may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # user code may raise anything, and call sys.exit
             raise ConfigError(
                 f"{RECIPES_VARIABLE}: {place}: {type(error).__name__}: {error}; it must define RECIPE"
             ) from error

@@ -111,11 +111,12 @@ def test_the_environment_adds_a_recipe(monkeypatch: pytest.MonkeyPatch, fresh_re
 @pytest.mark.parametrize(
     ("text", "message"),
     [("", "must define RECIPE"), ("RECIPE = 3", "must be a megafp8.recipes.base.Recipe"),
-     ("1 / 0", "ZeroDivisionError"),
+     ("1 / 0", "ZeroDivisionError"), ("import sys\nsys.exit(0)", "mine.py: SystemExit: 0; it must define RECIPE"),
+     ("class Panic(BaseException): ...\nraise Panic('of a library')", "Panic: of a library"),
      ("from megafp8.recipes.mxfp8 import RECIPE", "a recipe 'mxfp8' already exists"),
      ("import dataclasses\nfrom megafp8.recipes.mxfp8 import RECIPE\nRECIPE = dataclasses.replace(RECIPE, name='a-b')",
       "letters, digits and underscores")],
-    ids=["empty", "no recipe", "raises", "taken", "name"],
+    ids=["empty", "no recipe", "raises", "exits", "panics", "taken", "name"],
 )  # fmt: skip
 def test_invalid_external_recipes_are_reported(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_registry: None
@@ -123,6 +124,15 @@ def test_invalid_external_recipes_are_reported(
     (tmp_path / "mine.py").write_text(text)
     monkeypatch.setenv(registry.RECIPES_VARIABLE, str(tmp_path / "mine.py"))
     with pytest.raises(ConfigError, match=message):
+        registry.names()
+
+
+def test_an_interrupt_ends_the_import_of_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_registry: None
+) -> None:
+    (tmp_path / "mine.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.setenv(registry.RECIPES_VARIABLE, str(tmp_path / "mine.py"))
+    with pytest.raises(KeyboardInterrupt):
         registry.names()
 
 
