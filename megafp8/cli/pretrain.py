@@ -12,10 +12,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
-from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, OutOfMemory
+from megafp8.errors import INTERNAL, CapabilityError, CheckpointError, Megafp8Error, OutOfMemory
 from megafp8.utils.process import die_with_torchrun
+
+if TYPE_CHECKING:
+    from megafp8.training.checks import Checked
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -28,13 +31,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if argv is None:
             die_with_torchrun()  # before the imports, which take seconds
             gc.disable()  # collections would take a tenth of them, and find nothing
-        from megafp8.training import checkpoint_settings
-
-        invocation, problems = checkpoint_settings.parse(sys.argv[1:] if argv is None else argv)
-        from megafp8.training.checks import check
-
-        checked = check(invocation, problems)
-        if invocation.dry_run:
+        checked = check_command_line(sys.argv[1:] if argv is None else argv)
+        if checked.invocation.dry_run:
             from megafp8.device.platform import rank
             from megafp8.training.dry_run import describe_run
 
@@ -60,8 +58,34 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except Exception as error:
         traceback.print_exc()
         if isinstance(error, ModuleNotFoundError):
-            print(f"{sys.executable} lacks it: another environment? See megafp8 doctor", file=sys.stderr)
+            print(how_to_install(error.name), file=sys.stderr)
         return INTERNAL
+
+
+def check_command_line(argv: Sequence[str]) -> Checked:
+    """Parse a command line, which needs no package, and check it.
+
+    Raises:
+        Megafp8Error: every problem. Without a package of the checks: the problems of the flags, and what to install.
+    """
+    from megafp8.config import flags
+    from megafp8.training import checkpoint_settings
+
+    try:
+        invocation, problems = checkpoint_settings.parse(argv)
+        from megafp8.training.checks import check
+    except ModuleNotFoundError as error:
+        _, problems = flags.parse_with_problems(argv)
+        raise CapabilityError([*problems, how_to_install(error.name)]) from error
+    return check(invocation, problems)
+
+
+def how_to_install(package: Optional[str]) -> str:
+    """The line that says how to get a package that this Python does not have."""
+    return (
+        f"{sys.executable} has no {package}: in the checkout, `. tools/setup_venv.sh` makes an environment with all "
+        f"packages, and `{sys.executable} -m pip install -e .` installs them into this one. See megafp8 doctor"
+    )
 
 
 def is_reported_elsewhere(error: Megafp8Error) -> bool:

@@ -84,11 +84,18 @@ def test_help_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
-def test_a_python_without_torch_is_named() -> None:
-    code = "import sys\nsys.modules['torch'] = None\nfrom megafp8.cli import pretrain\nsys.exit(pretrain.main([]))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 70
-    assert result.stderr.splitlines()[-1].startswith(f"{sys.executable} lacks it")
+@pytest.mark.parametrize("package", ["torch", "psutil"])
+@pytest.mark.parametrize("also", ["", "--use-checkpoint-args --load r"])
+def test_a_python_without_a_package_reports_the_command_line_and_what_to_install(package: str, also: str) -> None:
+    code = f"import sys\nsys.modules['{package}'] = None\nfrom megafp8.cli import pretrain\nsys.exit(pretrain.main())"
+    words = [sys.executable, "-c", code, "--hiden-size", "64", *also.split()]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 64, result.stderr
+    head, flag, missing = result.stderr.splitlines()
+    assert head.endswith("2 problems with the settings:")
+    assert "--hiden-size" in flag and "did you mean --hidden-size" in flag
+    assert missing.startswith(f"  - {sys.executable} has no {package}")
+    assert ". tools/setup_venv.sh" in missing and f"{sys.executable} -m pip install -e ." in missing
 
 
 def test_presets_are_listed() -> None:
