@@ -16,6 +16,7 @@ from typing import Optional
 
 from megafp8 import __version__
 from megafp8.cli.subcommands import SUBCOMMANDS
+from megafp8.errors import ConfigError, Megafp8Error
 
 
 def help_text() -> str:
@@ -35,7 +36,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     name = words[0].replace("_", "-") if words else ""
     if name in SUBCOMMANDS:
         sys.argv = [f"megafp8 {name}", *words[1:]]  # argparse takes the name in usage lines from here
-        return importlib.import_module(f"megafp8.cli.{name.replace('-', '_')}").main()
+        try:
+            command = importlib.import_module(f"megafp8.cli.{name.replace('-', '_')}")
+        except Megafp8Error as error:  # in a recipe of MEGAFP8_RECIPES, whose names are choices of flags
+            print(f"megafp8 {name}: {error}", file=sys.stderr)
+            return error.exit_status
+        return command.main()
     if words in (["--help"], ["-h"]):
         print(help_text(), end="")
         return 0
@@ -43,8 +49,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print(f"megafp8 {__version__}")
         return 0
     from difflib import get_close_matches
-
-    from megafp8.errors import ConfigError
 
     if not words:
         problem = "which subcommand? See megafp8 --help"

@@ -48,7 +48,7 @@ def test_every_module_is_a_subcommand_with_a_script() -> None:
 def test_the_command_lists_subcommands_without_importing_them() -> None:
     code = (
         "import sys; from megafp8.cli import main; status = main.main(sys.argv[1:]); "
-        "assert sum(name.startswith('megafp8') for name in sys.modules) == 4; sys.exit(status)"
+        "assert sum(name.startswith('megafp8') for name in sys.modules) == 5; sys.exit(status)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -62,6 +62,17 @@ def test_the_exit_status_is_the_subcommands(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(sys, "argv", ["megafp8"])
     assert main.main(["plan", "--gpus", "0", "--model-preset", "tiny"]) == 64
     assert capsys.readouterr().err.startswith("plan: 1 problem with the settings:\n  - --gpus 0")
+
+
+@pytest.mark.parametrize("words", ["plan --gpus 8", "study --help"])
+def test_a_recipe_module_that_exits_is_reported(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "mine.py"
+    module.write_text("import sys\nsys.exit(0)")
+    monkeypatch.setenv("MEGAFP8_RECIPES", str(module))
+    command = [sys.executable, "-m", "megafp8.cli.main", *words.split()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 64
+    assert f"{module}: SystemExit: 0" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
