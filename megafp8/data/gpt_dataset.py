@@ -16,7 +16,7 @@ paths of the shards.
 
 Guarded files. megatron-core opens a shard once and never checks it again. If the shard is rewritten in place, it
 returns other tokens; if it is truncated, the process dies (mapped memory) or gets uninitialized memory (file reads).
-Here each read first checks size and modification time of the open files. Renaming or deleting a shard is harmless,
+Here each read first checks size and modification time of the open files, the index too. Renaming or deleting a shard is harmless,
 because the open files remain. A loader process that is started later and would open other files raises an error.
 """
 
@@ -260,25 +260,23 @@ class GuardedFile:
 
 
 class GuardedReader:
-    """Reads tokens, with the interface of megatron-core's readers, and checks the files first.
+    """Reads tokens, with the interface of megatron-core's readers, and checks the file first.
 
     Args:
         tokens: the `.bin`.
-        index: the `.idx`. It is only checked here; megatron-core reads it.
         use_mmap: map the tokens into memory; False reads them from the file.
     """
 
-    def __init__(self, tokens: GuardedFile, index: GuardedFile, *, use_mmap: bool):
-        self._tokens, self._index = tokens, index
+    def __init__(self, tokens: GuardedFile, *, use_mmap: bool):
+        self._tokens = tokens
         self._map = mmap.mmap(tokens.descriptor, 0, access=mmap.ACCESS_READ) if use_mmap else None
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray:
         """Return `count` ids from the byte `offset` on, of shape [count].
 
         Raises:
-            DataError: the shard has changed since it was opened.
+            DataError: the tokens have changed since they were opened.
         """
-        self._index.check()
         self._tokens.check()
         if self._map is not None:
             return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
@@ -313,14 +311,36 @@ class GuardedIndexedDataset(IndexedDataset):
         index = GuardedFile(idx_path(path_prefix), idx_sha256, self.stamps[1])
         tokens.check()
         index.check()
-        self.stamps = tokens.stamp, index.stamp
+        self._index_file, self.stamps = index, (tokens.stamp, index.stamp)
         if tokens.stamp.num_bytes == 0:
             raise DataError(f"{tokens.path} is empty.")
         super().initialize(path_prefix, multimodal, mmap, *args)
-        self.bin_reader = GuardedReader(tokens, index, use_mmap=mmap)
+        self.bin_reader = GuardedReader(tokens, use_mmap=mmap)
         # megatron-core opened the index by its name. Check that it is the file that was opened above.
         if _file_stamp(os.stat(index.path)) != index.stamp:
             raise DataError(f"{index.path} was replaced while this run opened it. Start the run again.")
+
+    # megatron-core maps the index, and reading pages of it that are gone would end the process.
+
+    def __getitem__(self, idx: Any) -> Any:
+        """The tokens of a sequence or of a slice; errors as `get`."""
+        self._index_file.check()
+        return super().__getitem__(idx)
+
+    def get(self, idx: int, offset: int = 0, length: Optional[int] = None) -> Any:
+        """The tokens of a sequence, or some of them.
+
+        Raises:
+            DataError: the shard has changed since it was opened.
+        """
+        self._index_file.check()
+        return super().get(idx, offset, length)
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """Tokens in each sequence, int32 [sequences], mapped; errors as `get`."""
+        self._index_file.check()
+        return super().sequence_lengths
 
     def __getstate__(self) -> Any:
         return super().__getstate__(), self.stamps

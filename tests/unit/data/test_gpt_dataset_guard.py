@@ -1,5 +1,6 @@
 """A shard that changes during a run stops the run. It never gives other tokens."""
 
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -66,6 +67,23 @@ def test_a_change_in_place_is_an_error_at_the_next_read(prefix, is_mapped, damag
     damage(prefix)
     with pytest.raises(DataError, match="was modified while this run reads it"):
         dataset.get(0)
+
+
+@pytest.mark.parametrize("read", [lambda dataset: dataset[3999], lambda dataset: dataset.sequence_lengths.sum()])
+def test_an_index_of_several_pages_that_is_cut_short_is_an_error(tmp_path, read):
+    """In a process of its own: an access to a mapped page that is gone ends the process."""
+    prefix = write_shard(tmp_path / "s", [[1]] * 4000)
+    dataset = GuardedIndexedDataset(prefix)
+    os.truncate(f"{prefix}.idx", 40)
+
+    def expect_error():
+        with pytest.raises(DataError, match="idx was modified while this run reads it"):
+            read(dataset)
+
+    process = multiprocessing.get_context("fork").Process(target=expect_error)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_an_open_shard_is_read_after_its_file_is_replaced(tmp_path, prefix, is_mapped):
