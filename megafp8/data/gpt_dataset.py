@@ -16,8 +16,9 @@ paths of the shards.
 
 Guarded files. megatron-core opens a shard once and never checks it again. If the shard is rewritten in place, it
 returns other tokens; if it is truncated, the process dies (mapped memory) or gets uninitialized memory (file reads).
-Here each read first checks size and modification time of the open files, the index too. Renaming or deleting a shard is harmless,
-because the open files remain. A loader process that is started later and would open other files raises an error.
+Here each read first checks size and modification time of the open files, the index too. Renaming or deleting a shard
+is harmless, because the open files remain. A loader process that is started later and would open other files raises an
+error.
 """
 
 from __future__ import annotations

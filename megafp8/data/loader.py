@@ -10,7 +10,7 @@ number of consumed samples.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkContext, ForkProcess
@@ -102,7 +102,7 @@ def build_loader(
     num_workers: int,
     total_samples: int,
     pin_memory: bool = False,
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Generator[dict[str, torch.Tensor], None, None]:
     """Iterate once over this rank's microbatches, from sample `consumed_samples` to `total_samples`.
 
     The global random state is neither used nor changed.
@@ -116,8 +116,9 @@ def build_loader(
         pin_memory: return page-locked tensors, for asynchronous copies to a CUDA device.
 
     Returns:
-        Iterator of dicts with tokens, labels and position_ids, int64 [micro_batch_size, seq_length], and loss_mask,
-        float32 of the same shape; with `--reset-attention-mask` also document_starts, bool of the same shape.
+        Generator, whose `close` ends the processes, of dicts with tokens, labels and position_ids, int64
+        [micro_batch_size, seq_length], and loss_mask, float32 of the same shape; with `--reset-attention-mask` also
+        document_starts, bool of the same shape.
 
     Raises:
         DataError: the dataset holds fewer than `total_samples`; while iterating, a sample cannot be read.
@@ -200,7 +201,7 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _raise_errors(batches: Iterator[Any]) -> Iterator[dict[str, torch.Tensor]]:
+def _raise_errors(batches: Iterator[Any]) -> Generator[dict[str, torch.Tensor], None, None]:
     """Yield the batches up to the first that could not be read, and raise its error."""
     try:
         for batch in batches:

@@ -6,6 +6,7 @@ by name. `extensions/__init__.py` lists them in the order of the calls.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -17,7 +18,7 @@ from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.cuda_graph import StepHooks
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
-from megafp8.training.step import Batches, StepResult
+from megafp8.training.step import Batch, StepResult
 
 
 @dataclass
@@ -43,7 +44,7 @@ class LoopState:
     started: float
     total_steps: int = field(init=False)
     first_step: int = field(init=False)
-    batches: Batches = field(init=False)
+    batches: Optional[Generator[Batch, None, None]] = field(init=False, default=None)
     stop_reason: Optional[str] = None
     needs_eager_step: bool = False
     step_hooks: list[StepHooks] = field(default_factory=list)
@@ -73,9 +74,15 @@ class LoopState:
 
     def move_to(self, progress: Progress) -> None:
         """Continue training from another position in the data."""
+        self.close()
         run, self.progress = self.run, progress
         self.total_steps, end = run.last_step(progress), run.end_sample(progress)
         self.batches = build_batches(run, run.datasets[0], progress.consumed_samples, end, run.config.data.num_workers)
+
+    def close(self) -> None:
+        """End the loader processes, also if something, such as the traceback of an error, still refers to the state."""
+        if self.batches is not None:
+            self.batches.close()
 
 
 class Extension:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from megafp8.data.loader import loader_exits_as_data_errors
 from megafp8.errors import NumericsError
@@ -13,12 +13,12 @@ from megafp8.training.step import train_step
 
 
 def train_steps(state: LoopState, extensions: Sequence[Extension]) -> None:
-    """Train until the run is complete or has to stop; all ranks call it.
+    """Train until the run is complete or has to stop, and close the state; all ranks call it.
 
     Raises:
         NumericsError: a bad step that no extension recovers from.
     """
-    with loader_exits_as_data_errors(), opened(extensions, state):
+    with loader_exits_as_data_errors(), closing(state), opened(extensions, state):
         while not state.is_last:
             make_step(state, extensions)
 

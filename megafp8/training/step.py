@@ -27,7 +27,8 @@ from megafp8.training.cuda_graph import StepHooks
 from megafp8.training.operand_faults import OperandFaults
 from megafp8.training.run import Run
 
-Batches = Optional[Iterator[dict[str, Tensor]]]
+Batch = dict[str, Tensor]
+Batches = Optional[Iterator[Batch]]
 
 
 @dataclass(frozen=True)

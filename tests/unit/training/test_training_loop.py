@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
+import torch
 
 from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
+from megafp8.config.batch_schedule import constant
+from megafp8.data.loader import BATCH_KEYS, build_loader
 from megafp8.errors import NumericsError
 from megafp8.metrics.sinks import Sinks
-from megafp8.training import loop
+from megafp8.training import extension, loop
 from megafp8.training.extension import Extension
 
 EXTENSION_METHODS = ("open", "before_step", "before_update", "after_step", "recover", "close")
@@ -38,6 +43,9 @@ class State:
 
     def advance(self, result: Any) -> None:
         self.step += 1
+
+    def close(self) -> None:
+        pass
 
 
 class Recorder(Extension):
@@ -134,6 +142,40 @@ def test_eager_steps_and_steps_with_hooks_are_requested_for_each_step(calls: Cal
 
     loop.train_steps(State(total_steps=3), [Recorder("a", calls, before_step=ask)])
     assert [call for call in calls if "step" in call and "." not in call] == ["eager step", "step with hooks", "step"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_loader_processes_end_with_the_loop_although_its_state_is_kept(
+    fails: bool, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that keeps an earlier exception keeps the frames in its traceback, and all that they refer to."""
+
+    def build_batches(*_: Any) -> Any:
+        sizes = {"micro_batch_size": 1, "data_parallel_rank": 0, "data_parallel_size": 1, "total_samples": 8}
+        dataset = [dict.fromkeys(BATCH_KEYS, torch.zeros(1))] * 8
+        return build_loader(dataset, consumed_samples=0, batch_schedule=constant(1), num_workers=1, **sizes)
+
+    monkeypatch.setattr(extension, "build_batches", build_batches)
+    data = SimpleNamespace(num_workers=1)
+    run: Any = SimpleNamespace(
+        last_step=lambda progress: 1, end_sample=lambda progress: 8, datasets=[None], config=SimpleNamespace(data=data)
+    )
+    progress: Any = SimpleNamespace(step=0, consumed_samples=0)
+    state, num_processes = extension.LoopState(run, Sinks(()), progress, 0.0), list[int]()
+
+    def read(state: Any) -> None:
+        for _ in range(2):
+            next(state.batches)
+            num_processes.append(len(multiprocessing.active_children()))
+            state.move_to(progress)
+        state.stop_reason = "read enough"
+        if fails:
+            raise NumericsError("bad numbers")
+
+    with pytest.raises(NumericsError) if fails else contextlib.nullcontext():
+        loop.train_steps(state, [Recorder("a", calls, open=read)])
+    assert num_processes == [1, 1]
+    assert multiprocessing.active_children() == []
 
 
 def test_the_loop_knows_no_extension_by_name() -> None:
