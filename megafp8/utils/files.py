@@ -204,7 +204,11 @@ def read_bytes(path: AnyPath, max_bytes: int = MAX_BYTES) -> bytes:
     """
     with open_regular(path) as stream:
         try:
-            content = stream.read(max_bytes + 1)
+            # `read` allocates what it is asked for, before it reads.
+            num_bytes = os.fstat(stream.fileno()).st_size
+            content = stream.read(min(num_bytes, max_bytes) + 1)
+            if len(content) > num_bytes:  # it has grown, or the kernel makes the content and says 0
+                content += stream.read(max_bytes + 1 - len(content))
         except OSError as error:
             raise UnreadableFile(error.strerror or str(error), path) from error
     if len(content) > max_bytes:

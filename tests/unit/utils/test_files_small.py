@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import hostile_files
 import pytest
 
 from megafp8.utils import strict_yaml
-from megafp8.utils.files import MAX_BYTES, UnreadableFile, open_regular, read_bytes, read_text
+from megafp8.utils.files import LIST_BYTES, MAX_BYTES, UnreadableFile, open_regular, read_bytes, read_text
 from megafp8.utils.strict_json import MAX_DEPTH, parse_json, read_json
 from megafp8.utils.strict_yaml import compose_yaml, parse_yaml, read_yaml
 
@@ -78,6 +79,21 @@ def test_the_limit_itself_is_allowed(tmp_path: Path) -> None:
     assert read_bytes(tmp_path / "file", 4) == b"1234"
     with pytest.raises(UnreadableFile, match="more than 3 bytes"):
         read_bytes(tmp_path / "file", 3)
+
+
+def test_a_small_file_takes_little_memory_under_a_high_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1234")
+    tracemalloc.start()
+    try:
+        assert read_bytes(tmp_path / "file", LIST_BYTES) == b"1234"
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES // 16
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_without_a_size_is_read() -> None:
+    assert os.stat("/proc/self/status").st_size == 0
+    assert read_bytes("/proc/self/status").endswith(b"\n")
 
 
 @pytest.mark.parametrize("content", hostile_files.JSON)
