@@ -50,9 +50,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             return run_training(checked)
         return 0
     except Megafp8Error as error:
+        if isinstance(error, OutOfMemory):
+            from megafp8.training.out_of_memory import end_process
+
+            end_process(error)
         if not is_reported_elsewhere(error):
-            if isinstance(error, OutOfMemory):
-                traceback.print_exception(error.__cause__)  # where it was
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_status
     except Exception as error:

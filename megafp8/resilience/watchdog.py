@@ -35,7 +35,7 @@ from megafp8.errors import HUNG, INTERNAL, PREEMPTED
 from megafp8.resilience.run_lock import RunLock
 from megafp8.resilience.run_state import RunStateWriter
 from megafp8.utils.formatting import utc_now
-from megafp8.utils.process import STOPPED_STATE, Process, handled_stop_signals, stop_with_torchrun
+from megafp8.utils.process import STDERR, STOPPED_STATE, Process, exit_later, handled_stop_signals, stop_with_torchrun
 
 IMMEDIATE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # torchrun forwards signals that the ranks may have received already as members of a process group or of a job.
@@ -55,7 +55,6 @@ FORCED_EXIT_S = 10.0
 # The faulthandler timer fires this long after a limit, so that the watchdog thread acts first.
 TIMER_MARGIN_S = 15.0
 STACKS_FOLDER = "logs/watchdog"
-STDERR = 2  # file descriptor; sys.stderr may be replaced
 # The start has no limit: building an index may take hours, and the rendezvous has its own timeout.
 START = "start"
 STEP, EVALUATION, AFTER_STEP = "step", "evaluation batch", "what follows step"
@@ -97,13 +96,14 @@ class Watchdog:
     # Methods of the training thread.
 
     def start(self) -> None:
-        """Install signal handlers and start the thread. Call it from the main thread."""
+        """Start the thread and install signal handlers. Call it from the main thread."""
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        thread = threading.Thread(target=self.run, name="guard", daemon=True)
+        thread.start()  # before the handlers: without memory it may never return, and only the thread acts on a signal
+        self.thread = thread
         if self.handles_signals:
             signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
             self.handlers = {number: signal.signal(number, self.record_signal) for number in handled_stop_signals()}
-        self.thread = threading.Thread(target=self.watch, name="guard", daemon=True)
-        self.thread.start()
 
     def attach(self, run_state: Optional[RunStateWriter], lock: Optional[RunLock], peers: dict[int, Process]) -> None:
         """Set what to watch, once the ranks have met.
@@ -212,6 +212,13 @@ class Watchdog:
 
     # Methods of the watchdog thread.
 
+    def run(self) -> None:
+        """Watch, and end the process if that fails: signals and hangs would go unnoticed."""
+        try:
+            self.watch()
+        except Exception as error:
+            self.abort("failed", f"the watchdog failed: {type(error).__name__}: {error}", INTERNAL)
+
     def watch(self) -> None:
         """Poll once per second until closed."""
         last_tick = time.monotonic()
@@ -250,7 +257,7 @@ class Watchdog:
         if left_s is None:
             faulthandler.cancel_dump_traceback_later()
             return
-        faulthandler.dump_traceback_later(max(left_s, 0.0) + TIMER_MARGIN_S, exit=True, file=STDERR)
+        exit_later(max(left_s, 0.0) + TIMER_MARGIN_S)
 
     def check_time(self, now: float) -> None:
         """End the process when a phase exceeds its limit or the grace period is over."""
@@ -289,21 +296,23 @@ class Watchdog:
 
     def abort(self, state: str, reason: str, exit_status: int) -> None:
         """End this process and its children after reporting the reason and the stacks. Does not return."""
-        faulthandler.dump_traceback_later(FORCED_EXIT_S, exit=True, file=STDERR)
-        text = f"rank {self.rank}: {reason}"
-        with contextlib.suppress(OSError):  # e.g. a closed terminal
-            print(f"megafp8: {text}{self.dump_stacks(text)}", file=sys.__stderr__, flush=True)
-        if self.run_state is not None:
-            self.run_state.end(state, text, exit_status)
-        time.sleep(PEER_STACKS_S)
-        for child in multiprocessing.active_children():
-            child.kill()
-        if self.lock is not None:
-            self.lock.release()
-        for _, process in self.stopped_peers():
-            with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGCONT)  # it then detects the lost peers and ends
-        os._exit(exit_status)
+        exit_later(FORCED_EXIT_S)
+        try:
+            text = f"rank {self.rank}: {reason}"
+            with contextlib.suppress(OSError):  # e.g. a closed terminal
+                print(f"megafp8: {text}{self.dump_stacks(text)}", file=sys.__stderr__, flush=True)
+            if self.run_state is not None:
+                self.run_state.end(state, text, exit_status)
+            time.sleep(PEER_STACKS_S)
+            for child in multiprocessing.active_children():
+                child.kill()
+            if self.lock is not None:
+                self.lock.release()
+            for _, process in self.stopped_peers():
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGCONT)  # it then detects the lost peers and ends
+        finally:
+            os._exit(exit_status)
 
     def dump_stacks(self, text: str) -> str:
         """Write the stacks of all threads to the run's folder, else to standard error; return where they are."""

@@ -36,7 +36,7 @@ from megafp8.training.extensions import build_extensions
 from megafp8.training.extensions.checkpoints import check_checkpoint_folders
 from megafp8.training.loop import train_steps
 from megafp8.training.micro_batch_search.search import choose_micro_batch
-from megafp8.training.out_of_memory import advice_on_memory
+from megafp8.training.out_of_memory import advice_on_memory, check_limits
 from megafp8.training.resume import check_no_newer_checkpoint, resume, resumes_own_run
 from megafp8.training.run import Run, run_folder
 from megafp8.training.run_record import describe_threads, describe_update, recipe_lines, run_record
@@ -44,7 +44,7 @@ from megafp8.training.setup import build_training_run
 from megafp8.training.signals import record_stop_signals
 from megafp8.utils.best_effort import optional_write, reason_of
 from megafp8.utils.files import atomic_write
-from megafp8.utils.process import Process, current_process
+from megafp8.utils.process import Process, current_process, exit_later
 
 # Between a stop signal and a kill, by default of torchrun and of Slurm.
 DEFAULT_GRACE_S = "30"
@@ -68,7 +68,8 @@ def run_training(checked: Checked) -> int:
         # Notices about a size that is not known yet would not be those of the run.
         print("\n".join([opening_line(config), *([] if is_auto(config) else notice_lines(checked))]), flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
-    with guarded(config) as guard:
+    check_limits()
+    with advice_on_memory(config), guarded(config) as guard:
         init_distributed(platform, config.parallel)
         claim_run(config, guard)
         details = dict[str, str]()
@@ -85,7 +86,7 @@ def run_training(checked: Checked) -> int:
             if run.graph is not None:
                 run.graph.reset()  # NCCL cannot destroy a communicator that a CUDA graph uses
         guard.finish()
-    faulthandler.dump_traceback_later(SHUTDOWN_TIMEOUT_S, exit=True)
+    exit_later(SHUTDOWN_TIMEOUT_S)
     shutdown_distributed()
     faulthandler.cancel_dump_traceback_later()
     return guard.exit_status
@@ -192,10 +193,10 @@ def guarded(config: RunConfig) -> Iterator[Watchdog]:
     try:
         yield guard
     except BaseException as raised:
+        clear_frames(raised)  # first, as it frees memory
         error = raised if isinstance(raised, OutOfMemory) else explain_lost_peer(raised, guard)
         if guard.run_state is not None:
             record_failure(error, guard.rank, guard.run_state)
-        clear_frames(raised)
         if error is raised:
             raise
         raise error from raised

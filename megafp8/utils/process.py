@@ -6,7 +6,9 @@ imports nothing that is slow to load.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import functools
 import os
 import signal
@@ -29,6 +31,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 SLURM_JOB_VARIABLE = "SLURM_JOB_ID"
 # Signals on which a run saves a checkpoint and exits. SIGHUP means that the terminal was closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STDERR = 2  # file descriptor; sys.stderr may be replaced
 CONNECT_TIMEOUT_S = 5.0  # for a connection within this machine
 T = TypeVar("T")
 
@@ -133,6 +136,15 @@ def in_thread(action: Callable[..., T], *arguments: Any) -> Future[T]:
 
     threading.Thread(target=work, daemon=True, name=f"megafp8-{getattr(action, '__name__', 'work')}").start()
     return future
+
+
+def exit_later(seconds: float) -> None:
+    """Have a thread of faulthandler write the stacks and exit with status 1 after this time, unless it is cancelled.
+
+    It works also where Python's threads cannot run. Without memory for it, nothing happens.
+    """
+    with contextlib.suppress(RuntimeError, MemoryError):
+        faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
 
 def is_under_torchrun() -> bool:

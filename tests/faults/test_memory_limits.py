@@ -1,0 +1,118 @@
+"""Runs whose limits leave too little memory end with status 70 and a line that names the limit, or they train."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import HUNG, be_command, prepare
+
+from megafp8.errors import PREEMPTED
+from megafp8.resilience.watchdog import Watchdog
+from megafp8.training import out_of_memory
+
+FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1
+    --global-batch-size 2 --lr 1e-3 --bf16 --eval-iters 0 --train-iters 2 --num-workers 1 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 60 --position-embedding-type rope"""
+# Names in /proc/self/status, by the flag of ulimit.
+USED = {"-v": "VmSize:", "-d": "VmData:"}
+fork = multiprocessing.get_context("fork").Process
+
+
+def limit_memory(flag: str, megabytes: int) -> None:
+    """Limit this process to so much more than it has."""
+    fields = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    used = next(int(field[1]) << 10 for field in fields if field[0] == USED[flag])
+    limit = used + (megabytes << 20)
+    resource.setrlimit(out_of_memory.LIMITS[flag], (limit, limit))
+
+
+def run_limited(flag: str, megabytes: int, folder: Path) -> tuple[int, str]:
+    """The exit status of a run with so much memory beside the libraries, and its output."""
+    prepare()
+
+    def command() -> None:
+        limit_memory(flag, megabytes)
+        words = [*FLAGS.split(), "--save", str(folder / "run")]
+        be_command(0, 1, folder, words, {"MASTER_ADDR": "localhost"})
+
+    return end_of(fork(target=command)), (folder / "output0").read_text()
+
+
+def end_of(process: Any) -> int:
+    """Start a process, and return its exit status; `HUNG` if it was killed after 20 s."""
+    process.start()
+    process.join(20)
+    is_late = process.is_alive()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    return HUNG if is_late else process.exitcode
+
+
+@pytest.mark.parametrize("flag", USED)
+@pytest.mark.parametrize("megabytes", [30, 80, 300])
+def test_a_run_without_memory_for_its_threads_is_refused(flag: str, megabytes: int, tmp_path: Path) -> None:
+    status, output = run_limited(flag, megabytes, tmp_path)
+    assert status == 70, output
+    assert output.splitlines()[-1].startswith(f"OutOfMemory: ulimit {flag} ")
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("megabytes", [520, 560, 600])
+def test_a_run_with_little_memory_trains_or_names_the_limit(megabytes: int, tmp_path: Path) -> None:
+    status, output = run_limited("-v", megabytes, tmp_path)
+    assert status in (0, 70, 74), output  # 74: no memory for the threads of the last save
+    if status == 70:
+        assert "\nOutOfMemory: " in output and "  - a higher limit of the process than ulimit -v" in output
+
+
+def fail_to_start(*_: Any, **__: Any) -> None:
+    raise RuntimeError("unable to start watchdog thread")
+
+
+def test_a_signal_ends_a_run_that_hangs_without_memory_for_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", fail_to_start)
+
+    def hang() -> None:
+        os.setpgid(0, 0)
+        guard = Watchdog(grace_s=0.5)
+        guard.enter("load")
+        guard.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1000)
+
+    assert end_of(fork(target=hang)) == PREEMPTED
+
+
+def test_an_error_of_the_watchdog_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    def hang() -> None:
+        os.setpgid(0, 0)
+        monkeypatch.setattr(Watchdog, "check_peers", fail)
+        monkeypatch.setattr(Watchdog, "dump_stacks", fail)
+        Watchdog().start()
+        time.sleep(1000)
+
+    assert end_of(fork(target=hang)) == 70
+
+
+def test_a_run_out_of_memory_does_not_wait_for_its_threads(capfd: pytest.CaptureFixture[str]) -> None:
+    def end() -> None:
+        os.setpgid(0, 0)
+        threading.Thread(target=time.sleep, args=[1000]).start()
+        out_of_memory.end_process(out_of_memory.OutOfMemory("no more"))
+
+    assert end_of(fork(target=end)) == 70
+    assert capfd.readouterr().err == "OutOfMemory: no more\n"
