@@ -85,8 +85,8 @@ def check_command_line(argv: Sequence[str]) -> Checked:
 def how_to_install(package: Optional[str]) -> str:
     """The line that says how to get a package that this Python does not have."""
     return (
-        f"{sys.executable} has no {package}: in the checkout, `. tools/setup_venv.sh` makes an environment with all "
-        f"packages, and `{sys.executable} -m pip install -e .` installs them into this one. See megafp8 doctor"
+        f"{sys.executable} has no {package}: `{sys.executable} -m pip install -e .` in the checkout installs what is "
+        "missing. Is it the right environment? See megafp8 doctor"
     )
 
 

@@ -95,7 +95,7 @@ def test_a_python_without_a_package_reports_the_command_line_and_what_to_install
     assert head.endswith("2 problems with the settings:")
     assert "--hiden-size" in flag and "did you mean --hidden-size" in flag
     assert missing.startswith(f"  - {sys.executable} has no {package}")
-    assert ". tools/setup_venv.sh" in missing and f"{sys.executable} -m pip install -e ." in missing
+    assert f"`{sys.executable} -m pip install -e .` in the checkout" in missing
 
 
 def test_presets_are_listed() -> None:
