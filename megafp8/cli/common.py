@@ -13,6 +13,7 @@ from megafp8 import __version__
 from megafp8.cli.subcommands import SUBCOMMANDS
 from megafp8.errors import ConfigError, Megafp8Error
 from megafp8.utils.files import path_text
+from megafp8.utils.numbers import number, whole_number
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -26,7 +27,16 @@ TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _VOCAB_SIZE = "model.vocab_size"
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """argparse whose types int and float are those of `utils/numbers.py`, also in subparsers."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.register("type", int, whole_number)
+        self.register("type", float, number)
+
+
+class Parser(CommandParser):
     """argparse that exits with megafp8's status for wrong flags (64) instead of its own (2)."""
 
     def error(self, message: str) -> NoReturn:
@@ -36,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_command_parser(
-    description: Optional[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser, **options: Any
+    description: Optional[str], parser_class: type[argparse.ArgumentParser] = CommandParser, **options: Any
 ) -> argparse.ArgumentParser:
     """Build the parser of a program.
 

@@ -126,7 +126,7 @@ def add_megatron_commands(commands: Any) -> tuple[argparse.ArgumentParser, argpa
 
 def num_bytes(text: str) -> int:
     """Parse a size such as 500MB."""
-    match = re.fullmatch(r"(\d+)(|KB|MB|GB)", text.strip().upper())
+    match = re.fullmatch(r"([0-9]+)(|KB|MB|GB)", text.upper())
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 500MB or 5GB")
     return int(match[1]) * UNITS[match[2]]

@@ -18,6 +18,7 @@ from typing import Optional
 
 from megafp8.config.schema.setting import INT64_MAX
 from megafp8.errors import ConfigError
+from megafp8.utils.numbers import is_number
 
 MAX_INCREMENTS = 100_000
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -225,4 +226,7 @@ def _read_number(text: str) -> int:
     """The value of a number with an optional suffix, rounded down as in megatron-core."""
     number = text.strip().upper()
     factor = SUFFIXES.get(number[-1:], 1)
-    return int(float(number[:-1] if factor > 1 else number) * factor)
+    digits = number[:-1] if factor > 1 else number
+    if not is_number(digits):
+        raise ValueError
+    return int(float(digits) * factor)

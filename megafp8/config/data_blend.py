@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
+from megafp8.utils.numbers import is_number
+
 
 @dataclass(frozen=True)
 class Blend:
@@ -53,6 +55,6 @@ def _as_number(word: str) -> Optional[float]:
         number = float(word)
     except ValueError:
         return None
-    if not word.isascii():  # float() accepts the digits of every script
+    if math.isfinite(number) and not is_number(word):  # float() accepts the digits of every script
         raise ValueError(f"a weight must be in the digits 0 to 9, and {word!r} is not")
     return number

@@ -50,7 +50,7 @@ def split_shares(text: str) -> tuple[float, ...]:
         ValueError: not one to three numbers without exponents, which megatron-core does not parse, or their sum is 0.
     """
     parts = [part.strip() for part in text.strip("'\"").split(",")]
-    shares = tuple(float(part) for part in parts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", part))
+    shares = tuple(float(part) for part in parts if re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", part))
     if len(shares) < len(parts) or len(shares) > 3 or not sum(shares):
         raise ValueError(text)
     return shares

@@ -10,7 +10,6 @@ import argparse
 import copy
 import functools
 import itertools
-import math
 import os
 import re
 import sys
@@ -26,6 +25,7 @@ from megafp8.config.settings import Setting, all_settings, section_titles, value
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import path_text, printable
+from megafp8.utils.numbers import number, whole_number
 
 TARGETS = ("cpu", "h100", "h200", "b200")
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
@@ -147,7 +147,7 @@ def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--dry-run", action="store_true", help="check all settings, print the plan of the run and exit")
     group.add_argument(
-        "--world-size", type=_whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
+        "--world-size", type=whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
     )
     group.add_argument("--target", choices=TARGETS, help="machine to plan for, with --dry-run")
     group.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the model presets and exit")
@@ -188,7 +188,7 @@ def _help_of(setting: Setting) -> str:
 
 
 def _converter(setting: Setting) -> Callable[[str], Any]:
-    converters: dict[type, Callable[[str], Any]] = {float: _number, int: _whole_number, str: str}
+    converters: dict[type, Callable[[str], Any]] = {float: number, int: whole_number, str: str}
     convert, known = converters[setting.type], [str(choice) for choice in setting.choices]
     # `none` lets a flag reset what a --config file or a preset gives.
     words = ({"none": None} if setting.optional else {}) | ({"auto": AUTO} if setting.auto else {})
@@ -206,27 +206,6 @@ def _converter(setting: Setting) -> Callable[[str], Any]:
         return value
 
     return read
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number{_unexpanded(text)}") from None
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
-    return value
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer{_unexpanded(text)}") from None
-
-
-def _unexpanded(text: str) -> str:
-    return ": no shell replaced this variable" if text.startswith("$") else ""
 
 
 class _ListPresets(argparse.Action):

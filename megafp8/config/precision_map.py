@@ -41,7 +41,7 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 HIGH_PRECISION_DTYPES = ("bf16", "fp32")
 _ENTRY_PATTERN = re.compile(r"(?P<pattern>[^:=]+)(?::(?P<gemms>[^:=]+))?=(?P<recipe>[^:=/]+)(?:/(?P<format>[^:=/]+))?")
 _EXPERT_NUMBER = re.compile(r"(\.experts\.)\d+\.")
-_LAYER_RANGE = re.compile(r"layers\.(\d+)-(\d+)\.(.+)")
+_LAYER_RANGE = re.compile(r"layers\.([0-9]+)-([0-9]+)\.(.+)")
 
 
 class GemmChoice(NamedTuple):

@@ -142,7 +142,7 @@ def parse_schedule(text: str) -> tuple[SchedulePhase, ...]:
         word, colon, step = part.strip().partition(":")
         if word not in (*RECIPE_FAMILIES, *HIGH_PRECISION_DTYPES):
             raise ValueError(f"{word!r} is not one of {', '.join((*HIGH_PRECISION_DTYPES, *RECIPE_FAMILIES))}")
-        if colon and not step.isdecimal():
+        if colon and not (step.isascii() and step.isdecimal()):
             raise ValueError(f"{part.strip()!r}: the last step of a phase must be an integer")
         phases.append(SchedulePhase(word, int(step) if colon else None))
     steps = [phase.last_step for phase in phases[:-1] if phase.last_step is not None]

@@ -76,9 +76,9 @@ def expand_layout(text: str) -> list[str]:
         ConfigError: a number in it is above `MAX_REPEATS`.
     """
     text = text.replace(",", "")
-    if any(int(number) > MAX_REPEATS for number in re.findall(r"\*(\d{1,18})", text)):
+    if any(int(number) > MAX_REPEATS for number in re.findall(r"\*([0-9]{1,18})", text)):
         raise ConfigError(f"--pipeline-model-parallel-layout {text}: numbers may be at most {MAX_REPEATS}")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+    for repeated in (r"\(([^)]+)\)\*([0-9]+)", r"(.)\*([0-9]+)"):
         text = re.sub(repeated, lambda match: match.group(1) * int(match.group(2)), text)
     return text.split("|")
 

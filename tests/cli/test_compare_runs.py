@@ -63,7 +63,7 @@ def test_bad_input_is_a_one_line_error_with_status_66(folders, tmp_path) -> None
     ("words", "said"),
     [
         ([], "the following arguments are required: RUN"),
-        (["a", "--bound", "much"], "invalid float value: 'much'"),
+        (["a", "--bound", "much"], "'much' is not a number"),
         (["a", "--bound", "-1"], "--bound -1 must be from 0 to below 100 percent"),
         (["a", "--confidence", "100"], "--confidence 100 must be above 0 and below 100 percent"),
         (["a", "--warmup-steps", "-3"], "--warmup-steps -3 must be at least 0"),

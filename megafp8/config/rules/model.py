@@ -122,7 +122,7 @@ def rope_scaling_needs_rope(config: RunConfig, world_size: int) -> Iterator[str]
 def rotated_channels_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
     """Rotary embeddings rotate pairs of channels."""
     model = config.model
-    if model.position_embedding_type not in ("rope", "yarn") or not all_positive(model.rotary_percent):
+    if model.position_embedding_type not in ("rope", "yarn") or not 0 < model.rotary_percent <= 1:
         return
     if model.multi_latent_attention:  # `rules.mla` has its own
         return

@@ -74,8 +74,6 @@ def losses_have_coefficients(config: RunConfig, world_size: int) -> Iterator[str
             f"{shown} with --moe-aux-loss-coeff {numbers}: {len(types)} types and {len(coefficients)} coefficients; "
             "give one coefficient for each type"
         )
-    if any(each < 0 for each in coefficients):
-        yield f"--moe-aux-loss-coeff {numbers}: coefficients must be at least 0"
     if len(set(types)) != len(types) or (len(types) > 1 and not set(types) <= set(mixture.AUXILIARY_LOSSES)):
         yield f"{shown}: only different auxiliary losses ({', '.join(mixture.AUXILIARY_LOSSES)}) can be combined"
     elif types == ("sinkhorn",) and any(coefficients):

@@ -106,9 +106,16 @@ class _Range:
 
 
 _AT_LEAST_1 = _Range(1)
-_ABOVE_1 = _Range(1, low_open=True)
 _NOT_NEGATIVE = _Range(0)
-_ABOVE_0 = _Range(0, low_open=True)
+# Numbers far above all that models use, but small enough that no product of a few of them overflows.
+_COEFFICIENT = _Range(0, 1e3)
+_POSITIVE_COEFFICIENT = _Range(0, 1e3, low_open=True)
+_LIMIT = _Range(0, 1e12)
+_POSITIVE_LIMIT = _Range(0, 1e12, low_open=True)
+_ROTARY = _Range(1, 1e12)
+_SIGNED = _Range(-1e12, 1e12)
+_GROWTH = _Range(1, 1e3, low_open=True)
+_LOSS_SCALE = _Range(0, 2.0**126, low_open=True)
 _FRACTION_BELOW_1 = _Range(0, 1, high_open=True)
 _FRACTION_ABOVE_0 = _Range(0, 1, low_open=True)
 _AT_LEAST_3 = _Range(3)
@@ -121,10 +128,10 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "parallel.moe_flex_dispatcher_num_sms "
         "parallel.expert_tensor_parallel_size model.mtp_num_layers "
         "model.q_lora_rank model.kv_lora_rank model.qk_head_dim model.qk_pos_emb_head_dim model.v_head_dim "
-        "model.num_query_groups model.max_position_embeddings model.rotary_base model.vocab_size "
+        "model.num_query_groups model.max_position_embeddings model.vocab_size "
         "model.rotary_seq_len_interpolation_factor model.make_vocab_size_divisible_by "
         "model.rotary_base_local "
-        "model.yarn_original_max_position_embeddings model.rotary_scaling_factor "
+        "model.yarn_original_max_position_embeddings "
         "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size parallel.context_parallel_size "
         "parallel.num_layers_per_virtual_pipeline_stage parallel.num_virtual_stages_per_pipeline_rank "
         "parallel.decoder_first_pipeline_num_layers parallel.decoder_last_pipeline_num_layers "
@@ -145,35 +152,43 @@ _SETTINGS_BY_RANGE: Mapping[_Range, str] = {
         "checkpoint.non_persistent_save_interval "
         "optimizer.muon_num_ns_steps logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval"
     ),
-    _ABOVE_1: "training.planted_fault_growth",
+    _ROTARY: "model.rotary_base model.rotary_scaling_factor",
+    _GROWTH: "training.planted_fault_growth",
     _NOT_NEGATIVE: (
         "training.cuda_graph_warmup_steps training.min_offloaded_tensor_size "
-        "checkpoint.ckpt_max_failures model.num_experts model.moe_z_loss_coeff model.moe_router_bias_update_rate "
+        "checkpoint.ckpt_max_failures model.num_experts "
+        "precision.num_layers_at_start_in_bf16 precision.num_layers_at_end_in_bf16 "
+        "optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
+        "data.num_workers training.eval_iters training.seed training.manual_gc_interval "
+        "training.max_crashes training.max_skipped_steps "
+        "logging.profile_step_start logging.profile_step_end logging.profile_ranks logging.logging_level"
+    ),
+    _COEFFICIENT: (
+        "model.moe_aux_loss_coeff model.moe_z_loss_coeff model.moe_router_bias_update_rate "
         "model.mtp_loss_scaling_factor "
         "model.init_method_std model.embedding_init_method_std model.mscale model.mscale_all_dim "
-        "precision.num_layers_at_start_in_bf16 precision.num_layers_at_end_in_bf16 "
-        "optimizer.min_lr optimizer.lr_warmup_init optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
-        "optimizer.decoupled_min_lr optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay "
-        "optimizer.clip_grad data.num_workers training.eval_iters training.seed training.manual_gc_interval "
-        "training.step_timeout_s training.checkpoint_timeout_s training.max_crashes training.max_skipped_steps "
-        "logging.profile_step_start logging.profile_step_end logging.logging_level"
+        "optimizer.min_lr optimizer.lr_warmup_init "
+        "optimizer.decoupled_min_lr optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay"
     ),
-    _ABOVE_0: (
-        "model.moe_router_topk_scaling_factor model.norm_epsilon model.rope_scaling_factor "
-        "model.yarn_beta_fast model.yarn_beta_slow "
+    _POSITIVE_COEFFICIENT: (
+        "model.moe_router_topk_scaling_factor optimizer.lr optimizer.decoupled_lr optimizer.muon_extra_scale_factor"
+    ),
+    _LIMIT: "optimizer.clip_grad training.step_timeout_s training.checkpoint_timeout_s",
+    _POSITIVE_LIMIT: (
+        "model.rope_scaling_factor model.yarn_beta_fast model.yarn_beta_slow "
         "model.attention_logit_softcapping model.output_logit_softcapping model.activation_func_clamp_value "
-        "optimizer.lr optimizer.decoupled_lr optimizer.adam_eps optimizer.muon_extra_scale_factor "
         "model.softmax_scale model.logits_scaling model.embedding_multiplier model.residual_multiplier "
-        "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
-        "training.exit_signal_grace_s training.spike_sigma training.spike_norm_factor "
+        "optimizer.loss_scale_window training.exit_signal_grace_s training.spike_sigma training.spike_norm_factor "
         "training.micro_batch_size_memory_limit parallel.rendezvous_timeout_s"
     ),
+    _SIGNED: "model.glu_linear_offset model.moe_expert_capacity_factor",  # a capacity below 0 is none
+    _LOSS_SCALE: "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale",
     _FRACTION_BELOW_1: (
         "model.moe_input_jitter_eps "
         "model.attention_dropout model.hidden_dropout optimizer.adam_beta1 optimizer.adam_beta2 "
         "optimizer.sgd_momentum optimizer.muon_momentum optimizer.lr_warmup_fraction"
     ),
-    _FRACTION_ABOVE_0: "model.rotary_percent",
+    _FRACTION_ABOVE_0: "model.rotary_percent model.norm_epsilon optimizer.adam_eps",
     _AT_LEAST_3: "training.spike_window training.spike_min_steps",
     _FP32_EXPONENT: "precision.fp8_margin precision.fp8_tensorwise_margin",
 }
@@ -187,11 +202,11 @@ _values_with_a_range = operator.attrgetter(*RANGES)
 def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every number is in its range."""
     for (name, allowed), value in zip(RANGES.items(), _values_with_a_range(config), strict=True):
-        if value is None or allowed.holds(value):
+        if value is None or all(map(allowed.holds, value if isinstance(value, tuple) else (value,))):
             continue
         setting = settings_by_name()[name]
         if not (setting.auto and value == AUTO):
-            yield f"{setting.flags[0]} {value} must be {allowed}"
+            yield f"{setting.as_flag(value)} must be {allowed}"
 
 
 def profiled_ranks_exist(config: RunConfig, world_size: int) -> Iterator[str]:
