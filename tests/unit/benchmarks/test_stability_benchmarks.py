@@ -19,6 +19,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of
 from megafp8.launch.stability_faults import CLEAN, REPAIR
 from megafp8.metrics.records import EventRecord
+from megafp8.utils.integers import round_up
 
 HUNG_S = 600
 
@@ -113,15 +114,19 @@ def test_at_the_default_interval_a_gradual_fault_is_noticed_50_steps_early_and_r
 def test_at_the_default_interval_growing_logits_are_noticed_50_steps_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The benchmark's own runs up to step 140: the values of step 60, 37 after the warm-up, are compared with."""
+    """The benchmark's own runs up to step 140: the values of step 60, 37 after the warm-up, are compared with.
+
+    The fault begins so early that the first statistics are clearly above the limits: the text, which is the standard
+    library of this Python, and the CPU's BF16 products move the logits by a third.
+    """
     change_training(monkeypatch, "--lr-decay-style cosine", "--lr-decay-style cosine --lr-decay-iters 230")
-    interval, fault_step, num_steps = value_of(RunConfig(), "training.fp8_guard_interval"), 70, 140
+    interval, fault_step, num_steps = value_of(RunConfig(), "training.fp8_guard_interval"), 65, 140
     flags = f"--steps {num_steps} --fault-step {fault_step} --guard-interval {interval} --arms {INFLATED_QK}"
     assert interval == 20 and run_small(tmp_path, flags) == 0
     entries = entries_of(tmp_path)
     assert entries[CLEAN]["events"] == []
     step, name, detail = entries[INFLATED_QK]["events"][0]
-    assert (step, name) == (80, "guard")
+    assert (step, name) == (round_up(fault_step, interval), "guard")
     assert detail.startswith("attention logits of layers.") and " grew from " in detail
     cost = cost_of(entries, INFLATED_QK, fault_step)
     worse = num_steps - fault_step if cost.worse is None else cost.worse  # not yet at the end
