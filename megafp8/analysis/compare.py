@@ -171,7 +171,7 @@ def compare_runs(
         recipes.append(replace(recipe, verdict=verdict))
         rows += group_rows
         warnings += _seed_warnings(base, group, pairs)
-        warnings += [text for run in group.runs for text in pairing.change_warnings(run)]
+        warnings += [text for run in group.runs for text in (*pairing.change_warnings(run), *pairing.undrawn(run))]
         warnings += [text for pair in pairs for text in _pair_warnings(pair)]
         warnings += [
             f"{row.name} left its weights as they were in {row.skipped_steps} of its steps"

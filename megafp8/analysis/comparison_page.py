@@ -25,6 +25,7 @@ from megafp8.analysis.runs import (
     run_names,
 )
 from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, WITHIN
+from megafp8.utils.files import atomic_write_text
 
 TITLE = "Comparison of recipes"
 
@@ -270,7 +271,7 @@ def publish_comparison(
         gaps = plot_comparison.plot_gaps(comparison, table_colors(comparison, recipes))
         written[folder / "gaps.svg"] = standalone_svg(to_svg(gaps, "gaps of the validation loss"))
     for path, text in written.items():
-        path.write_text(text, encoding="utf-8")
+        atomic_write_text(path, text)
     return comparison, [*written, picture]
 
 

@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megafp8.analysis.plotting import take_names_literally
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -35,6 +37,7 @@ def to_svg(figure: Figure, name: str) -> str:
     """
     import matplotlib
 
+    take_names_literally(figure)
     stream = io.StringIO()
     # With a fixed salt the ids depend on the figure only, so the same runs give the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):

@@ -7,6 +7,7 @@ machines. Shards with different names count as different data.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -150,6 +151,14 @@ def change_warnings(run: LoadedRun) -> list[str]:
         "of all its steps, not of the last settings alone"
         for stage in stages_of(run)[1:]
     ]
+
+
+def undrawn(run: LoadedRun) -> list[str]:
+    """A warning if losses are missing in the plots, because they are not finite."""
+    steps = [record.step for record in run.steps if not math.isfinite(record.loss)]
+    steps += [record.step for record in run.evals_of("valid") if not math.isfinite(record.loss)]
+    text = f"{run.name}: {len(steps)} losses, the first in step {min(steps, default=0)}, are infinite or not a number"
+    return [f"{text}, and left out of the plots"] if steps else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ LEGEND_ROW_INCHES = 0.2
 LETTERS_PER_INCH, LINE_LETTERS = 12, 6  # of names in a legend, and the width of the line beside a name
 MIN_REACH_FRACTION = 0.001  # smallest range of a gap axis, so that noise does not fill it
 GIB = 2**30
+MAX_EXPONENT = 700  # of e, in FP64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +283,7 @@ def _limit_gaps(axes: Axes) -> None:
 
 def _add_perplexity(axes: Axes) -> None:
     right = axes.secondary_yaxis("right")
-    right.yaxis.set_major_formatter(lambda loss, _: f"{math.exp(loss):.3g}")
+    right.yaxis.set_major_formatter(lambda loss, _: f"{math.exp(loss):.3g}" if loss < MAX_EXPONENT else "")
     right.set_ylabel("perplexity", color=INK, size=FONT)
     right.tick_params(labelsize=FONT, color=GRID, labelcolor=INK)
     right.spines["right"].set_visible(False)

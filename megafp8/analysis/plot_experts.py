@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ def grid_of(run: LoadedRun, layers: list[str], field: str) -> np.ndarray:
     for column, record in enumerate(run.expert_records):
         for row, layer in enumerate(layers):
             value = getattr(record.layers.get(layer), field, None)
-            if value is not None:
+            if value is not None and math.isfinite(value):
                 grid[row, column] = value
     return grid
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union
 
+from megafp8.utils.files import atomic_write
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -28,9 +30,23 @@ def new_figure(width_inches: float, height_inches: float, dpi: int = 100) -> Fig
 def save_figure(figure: Figure, path: Union[str, Path]) -> Path:
     """Write a figure in the format of the file's suffix; the folder is created."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    take_names_literally(figure)
+    with atomic_write(path) as stream:
+        figure.savefig(stream, format=path.suffix[1:])
     return path
+
+
+def take_names_literally(figure: Figure) -> None:
+    """Turn formulas between dollar signs off, which names of runs may have; labels of powers keep them."""
+    from matplotlib.text import Text
+    from matplotlib.ticker import LogFormatter
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if isinstance(axis.get_major_formatter(), LogFormatter):
+            for label in axis.get_ticklabels(which="both"):
+                label.set_parse_math(True)
 
 
 def style_axes(

@@ -25,6 +25,7 @@ from megafp8.metrics.records import (
 )
 from megafp8.metrics.sinks.jsonl import current_records, lines_of, read_records
 from megafp8.resilience.run_state import current_state
+from megafp8.utils.files import visible
 
 SEED_FOLDER = re.compile(r"seed-?\d+")
 
@@ -108,7 +109,7 @@ def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> LoadedR
         unknown = f"{path} holds {len(records)} records and no run record, so it is not known what was run"
         raise DataError(unknown + _first_error(path))
     return LoadedRun(
-        name=name or path.resolve().parent.name,
+        name=name or visible(path.resolve().parent.name),
         folder=path.parent,
         runs=runs,
         steps=tuple(sorted(_of_type(records, StepRecord), key=lambda record: record.step)),
@@ -136,7 +137,7 @@ def run_names(folders: Sequence[Union[str, Path]]) -> list[str]:
     Raises:
         DataError: a folder is given twice.
     """
-    parts = [folder_of(folder).resolve().parts for folder in folders]
+    parts = [tuple(map(visible, folder_of(folder).resolve().parts)) for folder in folders]
     for index, own in enumerate(parts):
         if own in parts[:index]:
             raise DataError(f"{folders[index]} is given twice; every run must be another one")
@@ -155,7 +156,7 @@ def recipe_folder(folder: Path, name: str) -> Optional[str]:
     folder = folder.resolve()
     if not SEED_FOLDER.fullmatch(folder.name):
         return None
-    return name.rpartition("/")[0] or folder.parent.name
+    return name.rpartition("/")[0] or visible(folder.parent.name)
 
 
 def load_runs(folders: Iterable[Union[str, Path]], *, left_out: Collection[Path] = ()) -> list[LoadedRun]:

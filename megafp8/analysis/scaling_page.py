@@ -16,6 +16,7 @@ from megafp8.analysis.plotting import new_figure, style_axes, use_si_prefixes
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
 from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse, count_text
 from megafp8.analysis.study_points import POINTS_FILE, load_points
+from megafp8.utils.files import atomic_write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -242,7 +243,7 @@ def publish_study(
         POINTS_FILE: points.to_json(),
     }  # fmt: skip
     for name, text in contents.items():
-        (output / name).write_text(text, encoding="utf-8")
+        atomic_write_text(output / name, text)
     return report, [output / name for name in contents]
 
 

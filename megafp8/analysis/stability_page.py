@@ -38,6 +38,7 @@ from megafp8.analysis.stability_gaps import WORSE, SuiteGap
 from megafp8.analysis.stability_runs import losses_by_seed, names_of
 from megafp8.analysis.stability_sweep import AS_WIDE, NARROWER, WIDER, SweepRow, divergence_limit
 from megafp8.config.variants import BASELINE
+from megafp8.utils.files import atomic_write_text
 from megafp8.utils.formatting import text_table
 from megafp8.utils.strict_json import to_strict_json
 
@@ -78,7 +79,7 @@ def publish_suite(folder: Path) -> tuple[SuiteReport, list[Path]]:
         folder / "report" / "stability.json": to_strict_json(report.to_plain()),
     }
     for path, text in written.items():
-        path.write_text(text, encoding="utf-8")
+        atomic_write_text(path, text)
     return report, list(written)
 
 

@@ -11,6 +11,7 @@ from megafp8.analysis.compare import Comparison, ComparisonRow, RecipeRow
 from megafp8.analysis.findings import headline
 from megafp8.analysis.percent import percent, signed, signed_interval
 from megafp8.analysis.seed_statistics import CONTROL, Interval
+from megafp8.utils.files import visible
 from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, text_table
 from megafp8.utils.strict_json import to_strict_json
 
@@ -22,8 +23,8 @@ Row = Union[RecipeRow, ComparisonRow]
 
 def to_text(comparison: Comparison) -> str:
     """For a terminal: the headline, aligned tables, then notes, differences and warnings."""
-    parts = [headline(comparison), *(text_table(header, rows, WORDS) for header, rows in _tables(comparison))]
-    remarks = [*notes(comparison), *comparison.differences, *_warnings(comparison)]
+    parts = [visible(headline(comparison)), *(text_table(header, rows, WORDS) for header, rows in _tables(comparison))]
+    remarks = map(visible, (*notes(comparison), *comparison.differences, *_warnings(comparison)))
     return "\n\n".join([*parts, "\n".join(remarks)]).rstrip()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional
 from megafp8 import __version__
 from megafp8.cli.subcommands import SUBCOMMANDS
 from megafp8.errors import ConfigError, Megafp8Error
-from megafp8.utils.files import path_text
+from megafp8.utils.files import path_text, visible
 from megafp8.utils.numbers import number, whole_number
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def build_command_parser(
 def returns_exit_status(prefix: Optional[str] = None) -> Callable[[Callable[[Sequence[str]], int]], Callable[..., int]]:
     """Decorate a `main`: arguments default to the process's, and a `Megafp8Error` is printed and returns its status.
 
+    So is an error of the system, such as a full disk or a folder that cannot be made, with status 74.
+
     Args:
         prefix: text before the message; None: the error's class.
     """
@@ -78,14 +81,21 @@ def returns_exit_status(prefix: Optional[str] = None) -> Callable[[Callable[[Seq
         def run(argv: Optional[Sequence[str]] = None) -> int:
             try:
                 return main(sys.argv[1:] if argv is None else argv)
-            except Megafp8Error as error:
+            except (Megafp8Error, OSError) as error:
                 head = type(error).__name__ if prefix is None else prefix
-                print(f"{head}: {error}" if head else error, file=sys.stderr, flush=True)
-                return error.exit_status
+                text = system_error_text(error) if isinstance(error, OSError) else str(error)
+                lines = map(visible, (f"{head}: {text}" if head else text).split("\n"))
+                print("\n".join(lines), file=sys.stderr, flush=True)
+                return os.EX_IOERR if isinstance(error, OSError) else error.exit_status
 
         return run
 
     return decorate
+
+
+def system_error_text(error: OSError) -> str:
+    """The file and what the system says: `report/report.html: No space left on device`."""
+    return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror or str(error)
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, description: Optional[str] = None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.errors import ConfigError
-from megafp8.utils.files import path_argument, path_text
+from megafp8.utils.files import path_argument, path_text, visible
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -86,5 +86,5 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     print(tables.to_json(comparison) if arguments.json else tables.to_text(comparison))
     for path in written:
-        print(f"wrote {path}", file=sys.stderr)
+        print(visible(f"wrote {path}"), file=sys.stderr)
     return 0

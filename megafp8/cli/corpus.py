@@ -11,8 +11,6 @@ r"""Write a text corpus from this machine's Python standard library, without net
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 
 from megafp8.cli.common import build_command_parser, returns_exit_status
@@ -39,13 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit status."""
     options = build_parser().parse_args(argv)
-    try:
-        summary = write_stdlib_corpus(
-            options.output, folder=options.folder, max_bytes=options.max_bytes, seed=options.seed
-        )
-    except OSError as error:
-        print(f"--output {options.output} cannot be written: {error}", file=sys.stderr)
-        return os.EX_IOERR
+    summary = write_stdlib_corpus(options.output, folder=options.folder, max_bytes=options.max_bytes, seed=options.seed)
     state = "written" if summary.changed else "unchanged"
     print(f"{summary.path} {state}: {summary.num_documents} modules, {summary.text_bytes / 1e6:.2f} MB of text")
     return 0

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Optional
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
-from megafp8.utils.files import path_argument, path_text
+from megafp8.utils.files import atomic_write_text, path_argument, path_text, visible
 from megafp8.utils.formatting import text_table
 from megafp8.utils.strict_json import to_strict_json
 
@@ -228,7 +228,10 @@ def main(argv: Sequence[str]) -> int:
         title = title_of(name, tensor, findings)
         panels.append((title, findings))
         if not arguments.json:
-            print(f"{title}\n{text_table(HEADER, [cells_of(each) for each in findings], ALIGNMENT)}\n", flush=True)
+            print(
+                f"{visible(title)}\n{text_table(HEADER, [cells_of(each) for each in findings], ALIGNMENT)}\n",
+                flush=True,
+            )
     everything = [each for _, findings in panels for each in findings]
     table = to_strict_json([dataclasses.asdict(each) for each in everything])
     if arguments.json:
@@ -237,6 +240,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"all {len(panels)} tensors, as {operand.value}\n{summary(everything)}")
     if arguments.output_dir is not None:
         picture = draw(arguments.output_dir, panels)
-        (arguments.output_dir / TABLE).write_text(table, encoding="utf-8")
-        print(f"wrote {picture}\nwrote {arguments.output_dir / TABLE}", file=sys.stderr)
+        atomic_write_text(arguments.output_dir / TABLE, table)
+        for path in (picture, arguments.output_dir / TABLE):
+            print(visible(f"wrote {path}"), file=sys.stderr)
     return 0

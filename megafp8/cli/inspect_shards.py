@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -209,16 +208,12 @@ def main(argv: Sequence[str]) -> int:
     options = build_parser().parse_args(argv)
     prefixes = list(dict.fromkeys(name.removesuffix(".bin").removesuffix(".idx") for name in options.shards))
     reports, summaries = [], []
-    try:
-        for prefix in prefixes:
-            report, summary = inspect(options, prefix)
-            reports.append(report)
-            summaries += [] if summary is None else [summary]
-        if options.plot is not None and summaries:
-            print(f"wrote {draw(summaries, options.plot)}", file=sys.stderr)
-    except OSError as error:
-        print(f"inspect_shards: {error}", file=sys.stderr)
-        return os.EX_IOERR
+    for prefix in prefixes:
+        report, summary = inspect(options, prefix)
+        reports.append(report)
+        summaries += [] if summary is None else [summary]
+    if options.plot is not None and summaries:
+        print(f"wrote {draw(summaries, options.plot)}", file=sys.stderr)
     if options.json:
         print(json.dumps(reports, indent=2))
     is_wrong = any("error" in report or not report.get("is_sound", True) for report in reports)

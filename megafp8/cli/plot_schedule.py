@@ -23,7 +23,7 @@ from megafp8.config.rules import batch, training
 from megafp8.config.rules import optimizer as schedule
 from megafp8.config.rules.notices import warmup_notices
 from megafp8.config.schema import RunConfig
-from megafp8.errors import ConfigError, DataError
+from megafp8.errors import ConfigError
 from megafp8.utils.files import path_argument
 from megafp8.utils.formatting import text_table
 
@@ -140,10 +140,7 @@ def main(argv: Sequence[str]) -> int:
         corners = {min(last, round(step)) for step in marks.values()}
         corners |= {near for step in batch_changes(config, ranks) for near in (step - 1, step)}
         drawn = preview_schedule(config, ranks, sorted({*range(1, last + 1, stride), *corners, last}))
-        try:
-            draw(drawn, marks, config, options.output)
-        except OSError as error:
-            raise DataError(f"--output {options.output}: {error.strerror}") from error
+        draw(drawn, marks, config, options.output)
         print(f"wrote {options.output}", file=sys.stderr)
     return 0
 

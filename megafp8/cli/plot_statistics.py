@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from megafp8.cli.common import build_command_parser, returns_exit_status
-from megafp8.utils.files import path_argument, path_text
+from megafp8.utils.files import path_argument, path_text, visible
 
 if TYPE_CHECKING:
     from megafp8.analysis.runs import LoadedRun
@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
         pictures.append(plot_telemetry(run, picture, field=arguments.field, recipe=arguments.recipe))
     for event in run.events:
         if event.name == "health":
-            print(f"step {event.step}: {event.detail}")
+            print(visible(f"step {event.step}: {event.detail}"))
     for line in worst_experts(run, arguments.field, arguments.recipe):
-        print(line)
+        print(visible(line))
     for picture in pictures:
-        print(f"wrote {picture}", file=sys.stderr)
+        print(visible(f"wrote {picture}"), file=sys.stderr)
     return 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +35,7 @@ from megafp8.launch.stability_sizes import (
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
 from megafp8.recipes.known_bad import KNOWN_BAD
+from megafp8.utils.files import atomic_write_json
 
 SUITE_FILE = "stability.json"
 NUM_SEEDS, NUM_FAULT_SEEDS = 5, 2
@@ -326,9 +326,8 @@ def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
             for each in runs
         ],
     }  # fmt: skip
-    suite.folder.mkdir(parents=True, exist_ok=True)
     path = suite.folder / SUITE_FILE
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    atomic_write_json(path, content)
     return path
 
 

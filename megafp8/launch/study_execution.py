@@ -30,7 +30,7 @@ from megafp8.planning.automatic import with_choices
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.step_time import step_time
 from megafp8.resilience.run_state import RunState, current_state, last_recorded_step
-from megafp8.utils.files import UnreadableFile, read_text
+from megafp8.utils.files import UnreadableFile, atomic_write_json, atomic_write_text, read_text
 from megafp8.utils.strict_json import parse_json
 
 SUBMITTED_FILE = "submitted.jsonl"
@@ -103,8 +103,7 @@ def submit(study: Study, runs: Sequence[StudyRun]) -> list[str]:
     lines = []
     for job in jobs:
         path = Path(job.log_folder, f"{job.name}.sbatch")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(slurm.script(job), encoding="utf-8")
+        atomic_write_text(path, slurm.script(job))
         number = slurm.submit(path)
         ids = [run.id for run in runs if run.world_size == job.world_size]
         with open(study.folder / SUBMITTED_FILE, "a", encoding="utf-8") as stream:
@@ -340,7 +339,6 @@ def write_study_file(study: Study, runs: Sequence[StudyRun]) -> Path:
             {"id": run.id, "label": run.label, "folder": run.folder.name, "choice": dict(run.choice)} for run in runs
         ],
     }
-    study.folder.mkdir(parents=True, exist_ok=True)
     path = study.folder / STUDY_FILE
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    atomic_write_json(path, content)
     return path

@@ -272,6 +272,8 @@ class TornLineError(DataError):
 Record = Union[RunRecord, StepRecord, QuantizationRecord, GuardRecord, EvalRecord, EventRecord, ExpertRecord]
 RECORD_TYPES: Mapping[str, type] = {cls.kind: cls for cls in typing.get_args(Record)}
 NON_FINITE = ("nan", "inf", "-inf")
+LARGEST = (2 - 2**-23) * 2.0**127
+"""Of FP32, in which runs compute: a larger number in a file is read as infinity, with which readers can deal."""
 
 
 def to_json(record: Record) -> str:
@@ -355,7 +357,8 @@ def _decode(value: Any, expected: Any, where: str) -> Any:
     if expected is Any:
         return value
     if expected is float and (type(value) in (int, float) or (isinstance(value, str) and value in NON_FINITE)):
-        return float(value)
+        number = float(value)
+        return math.copysign(math.inf, number) if abs(number) > LARGEST else number
     if expected in (int, str, bool) and type(value) is expected:
         return value
     name = getattr(origin or expected, "__name__", str(expected))

@@ -97,7 +97,7 @@ def atomic_write(path: Union[str, Path]) -> Iterator[BinaryIO]:
     """Open `path` for writing bytes. It is replaced when the block succeeds, and left as it was when the block raises.
 
     Raises:
-        OSError: the folder cannot be written or the disk is full.
+        OSError: the folder cannot be written or the disk is full. It names `path`, also where the system names no file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,14 +107,23 @@ def atomic_write(path: Union[str, Path]) -> Iterator[BinaryIO]:
             yield stream
             sync(stream)
         publish(temporary, path)
+    except OSError as error:
+        if error.filename in (None, str(temporary)):
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def atomic_write_text(path: Union[str, Path], text: str) -> None:
+    """Write `text` atomically in UTF-8."""
+    with atomic_write(path) as stream:
+        stream.write(text.encode("utf-8"))
+
+
 def atomic_write_json(path: Union[str, Path], content: dict[str, Any]) -> None:
     """Write `content` atomically as indented JSON with a final newline."""
-    with atomic_write(path) as stream:
-        stream.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+    atomic_write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 # ---- hashes -------------------------------------------------------------------------------------------------------
@@ -260,9 +269,14 @@ def path_problem(path: str) -> Optional[str]:
     return None
 
 
+def visible(text: object) -> str:
+    """A text with its unprintable characters escaped, which would control a terminal: names of files may have any."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(text))
+
+
 def printable(text: str) -> str:
     """The first characters of a text for an error message, with unprintable characters escaped."""
-    text = text if text.isprintable() else ascii(text)[1:-1]
+    text = visible(text)
     return text if len(text) <= MAX_PRINTED_CHARS else f"{text[:MAX_PRINTED_CHARS]}..."
 
 

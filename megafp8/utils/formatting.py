@@ -17,6 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megafp8.errors import ConfigError
+from megafp8.utils.files import visible
 
 # Characters that are markup anywhere, and those that are markup only at the start of a line. `_` is not escaped: names
 # contain many, and within a word CommonMark does not treat it as markup.
@@ -25,7 +26,8 @@ LINE_START = re.compile(r"^(?:[+-]|#+|(\d+)(?=[.)]))(?=[.)]? )")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "l") -> str:
-    """A table for a terminal: header, rule, one line per row."""
+    """A table for a terminal: header, rule, one line per row. Unprintable characters of the cells are escaped."""
+    header, *rows = [[*map(visible, cells)] for cells in (header, *rows)]
     widths = _column_widths(header, rows)
     rule = ["-" * width for width in widths]
     return "\n".join("  ".join(_pad_cells(cells, widths, sides)).rstrip() for cells in (header, rule, *rows))

@@ -97,7 +97,10 @@ def test_finished_runs_are_reused_and_other_settings_are_refused(finished, compa
 
 
 def test_wrong_flags_of_the_tool_are_status_64(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (([], "required: --output-dir"), (["--output-dir", "a", "--seeds", "x"], "int value: 'x'")):
+    for words, said in (
+        ([], "required: --output-dir"),
+        (["--output-dir", "a", "--seeds", "x"], "'x' is not an integer"),
+    ):
         with pytest.raises(SystemExit) as ended:
             tool.main(words)
         assert ended.value.code == 64 and said in capsys.readouterr().err

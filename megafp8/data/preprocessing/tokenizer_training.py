@@ -7,6 +7,7 @@ U+2581, which SentencePiece uses for the space: it is decoded as a space.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tempfile
@@ -167,8 +168,13 @@ def train_byte_bpe(
 
     record_path.unlink(missing_ok=True)  # it must not describe a model that is not complete
     with tempfile.TemporaryDirectory() as temporary:
-        tokenizer.model.save(temporary)
-        tokenizer.save(str(Path(temporary) / "tokenizer.json"))
+        try:
+            tokenizer.model.save(temporary)
+            tokenizer.save(str(Path(temporary) / "tokenizer.json"))
+        except Exception as error:
+            if type(error) is not Exception:  # the library has no class of its own for a failed write
+                raise
+            raise OSError(errno.EIO, str(error), temporary) from error
         atomic_write_json(Path(temporary) / "tokenizer_config.json", {"eos_token": END_OF_TEXT})
         for name in BYTE_BPE_FILES:
             with atomic_write(Path(folder) / name) as stream:
