@@ -106,6 +106,6 @@ def test_a_short_run_of_a_long_schedule_may_warm_up(tool, capsys) -> None:
 def test_a_picture_that_cannot_be_written_is_an_error(tool, tmp_path: Path, capsys) -> None:
     assert tool.main([*RUN, "--output", str(tmp_path / "x.xyz")]) == 64
     (tmp_path / "file").touch()
-    assert tool.main([*RUN, "--output", str(tmp_path / "file" / "x.png")]) == 66
+    assert tool.main([*RUN, "--output", str(tmp_path / "file" / "x.png")]) == 74
     told = capsys.readouterr().err
     assert "a picture ends with .png, .svg, .pdf" in told and "Traceback" not in told
