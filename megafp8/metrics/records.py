@@ -95,6 +95,9 @@ class StepRecord:
     """Mean over the tokens of the global batch, in nats."""
     learning_rate: float
     step_ms: float
+    """From the end of the previous step to the end of this one, without `between_ms`; of the first step of a process,
+    from its start. Work on the records of the previous step is part of it. Earlier versions left out what the host did
+    between two steps."""
     tokens_per_second: float
     global_batch_size: Optional[int] = None
     """Sequences of the step; None in records of earlier versions."""
@@ -141,7 +144,11 @@ class StepRecord:
     """Both by operand and GEMM where they are not zero: `layers.3.linear_fc2.input.fprop`. In steps with non-finite
     operands, and in multiples of --log-interval."""
     timers_ms: Optional[dict[str, float]] = None
-    """Time of parts of the step, by name."""
+    """Time of parts of the step, by name; `records` is what the host does for the records of the previous step."""
+    between_ms: Optional[dict[str, float]] = None
+    """Time since the end of the previous step that is in the time of no step, by name: validation, checkpoints, replica
+    check, calibration, profile, rollback (with the steps that it repeats). None without any, and in records of earlier
+    versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

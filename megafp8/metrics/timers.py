@@ -1,18 +1,39 @@
-"""Timers of a training step and its parts."""
+"""Timers of a training step, its parts, and what happens between steps."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Optional
+from typing import NamedTuple, Optional
+
+RECORDS = "records"
+"""The part of a step in which the host makes and writes records."""
+BETWEEN_STEPS = (VALIDATION, CHECKPOINTS, REPLICA_CHECK, CALIBRATION, PROFILE, ROLLBACK) = (
+    "validation", "checkpoints", "replica check", "calibration", "profile", "rollback",
+)  # fmt: skip
+"""Spans that are in the time of no step."""
+
+
+class StepTimes(NamedTuple):
+    """Where the time since the end of the previous step went, in milliseconds: `step_ms` and `between_ms` are all.
+
+    Attributes:
+        step_ms: the step, also what has no name.
+        spans_ms: its named parts.
+        between_ms: spans of `BETWEEN_STEPS`.
+    """
+
+    step_ms: float
+    spans_ms: dict[str, float]
+    between_ms: dict[str, float]
 
 
 class StepTimer:
-    """Times steps and named parts of a step.
+    """Divides the time from the end of one step to the end of the next into the step, its parts, and other spans.
 
-    Each `start` begins a new step and clears the parts. If a part is entered several times in a step, for example once
-    per microbatch, its times add up.
+    At every moment one span is timed, the innermost one: its time is not in the spans around it. The times of spans
+    with the same name add up.
 
     All times are of the host: work that is queued on a GPU counts where the host waits for it.
 
@@ -22,32 +43,39 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
-        self._started: Optional[float] = None
-        self._spans_ms: dict[str, float] = {}
+        self._current: Optional[str] = None
+        self.start()
 
     def start(self) -> None:
-        """Start a step."""
-        self._spans_ms = {}
-        self._started = self._clock()
+        """Start the first step: what was timed before counts for none."""
+        self._spent_ms: dict[Optional[str], float] = {}
+        self._counted_until = self._clock()
 
-    def stop(self) -> float:
-        """Stop the step and return its time in milliseconds."""
-        assert self._started is not None, "StepTimer.stop without start"
-        elapsed_ms = (self._clock() - self._started) * 1000
-        self._started = None
-        return elapsed_ms
+    def end_step(self) -> StepTimes:
+        """End a step and start the next one."""
+        self._count()
+        spent, self._spent_ms = self._spent_ms, {}
+        between = {name: spent.pop(name) for name in BETWEEN_STEPS if name in spent}
+        step_ms = sum(spent.values())
+        return StepTimes(step_ms, {name: ms for name, ms in spent.items() if name is not None}, between)
+
+    def set_aside(self, name: str) -> None:
+        """Count what the current step took so far as a span of `BETWEEN_STEPS`, since the step has to be repeated."""
+        step_ms, _, self._spent_ms = self.end_step()
+        self._spent_ms[name] = self._spent_ms.get(name, 0.0) + step_ms
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Time the block as part `name` of the current step, also if it raises."""
-        started = self._clock()
+    def span(self, name: Optional[str]) -> Iterator[None]:
+        """Time the block as `name`, also if it raises; None: as the step."""
+        self._count()
+        outer, self._current = self._current, name
         try:
             yield
         finally:
-            elapsed_ms = (self._clock() - started) * 1000
-            self._spans_ms[name] = self._spans_ms.get(name, 0.0) + elapsed_ms
+            self._count()
+            self._current = outer
 
-    @property
-    def spans_ms(self) -> dict[str, float]:
-        """Milliseconds of each part of the current or last step, in order of first use."""
-        return dict(self._spans_ms)
+    def _count(self) -> None:
+        now = self._clock()
+        spent_ms = self._spent_ms.get(self._current, 0.0) + (now - self._counted_until) * 1000
+        self._spent_ms[self._current], self._counted_until = spent_ms, now

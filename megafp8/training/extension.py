@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import ClassVar, Optional
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.errors import NumericsError
@@ -89,7 +89,13 @@ class Extension:
     """One concern of the training loop.
 
     All ranks call the methods of all extensions in the same order, so that extensions may use collectives.
+
+    Attributes:
+        span: the part of a step that the time of its methods counts for; None is the step without a name. What counts
+            for no step, such as a validation, enters a span of its own (`metrics/timers.py`).
     """
+
+    span: ClassVar[Optional[str]] = None
 
     def open(self, state: LoopState) -> None:
         """Before the first step. There is no step if it sets `state.stop_reason`."""

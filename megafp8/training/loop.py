@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 from megafp8.data.loader import loader_exits_as_data_errors
 from megafp8.errors import NumericsError
+from megafp8.metrics.timers import RECORDS, ROLLBACK
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.step import train_step
@@ -19,6 +20,7 @@ def train_steps(state: LoopState, extensions: Sequence[Extension]) -> None:
         NumericsError: a bad step that no extension recovers from.
     """
     with loader_exits_as_data_errors(), closing(state), opened(extensions, state):
+        state.run.timer.start()
         while not state.is_last:
             make_step(state, extensions)
 
@@ -26,13 +28,21 @@ def train_steps(state: LoopState, extensions: Sequence[Extension]) -> None:
 def make_step(state: LoopState, extensions: Sequence[Extension]) -> None:
     """Train on one global batch, and call the extensions before and after it."""
 
+    timer = state.run.timer
+
     def before_update(totals: StepTotals) -> None:
         for extension in extensions:
-            extension.before_update(state, totals)
+            with timer.span(extension.span):
+                extension.before_update(state, totals)
+
+    def write_records() -> None:
+        with timer.span(RECORDS):
+            state.sinks.flush()
 
     state.needs_eager_step, state.step_hooks = False, []
     for extension in extensions:
-        extension.before_step(state)
+        with timer.span(extension.span):
+            extension.before_step(state)
     try:
         result = train_step(
             state.run,
@@ -41,15 +51,17 @@ def make_step(state: LoopState, extensions: Sequence[Extension]) -> None:
             before_update,
             state.needs_eager_step,
             state.step_hooks,
-            after_launch=state.sinks.flush,
+            after_launch=write_records,
         )
     except NumericsError as error:
         if not any(extension.recover(state, error) for extension in extensions):
             raise
+        timer.set_aside(ROLLBACK)
         return
     state.advance(result)
     for extension in extensions:
-        extension.after_step(state, result)
+        with timer.span(extension.span):
+            extension.after_step(state, result)
 
 
 @contextmanager

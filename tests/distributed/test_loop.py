@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import complete_steps
 from megafp8.checkpoint.progress import Progress
 from megafp8.errors import CheckpointError
+from megafp8.metrics.timers import StepTimer, StepTimes
 from megafp8.training.pretrain import train
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
@@ -79,6 +81,52 @@ def test_all_records_read_back(tmp_path: Path) -> None:
         assert isinstance(record.num_zeros_in_grad, int)
         assert record.params_norm is not None and record.params_norm > 0
         assert record.memory_peak_bytes is not None and record.memory_peak_bytes > 0
+
+
+class Ticks(StepTimer):
+    """A timer whose clock advances by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now_s, self.started_s, self.ended_s = 0.0, 0.0, 0.0
+        super().__init__(self.tick)
+
+    def tick(self) -> float:
+        self.now_s += 1
+        return self.now_s
+
+    def start(self) -> None:
+        super().start()
+        self.started_s = self.now_s
+
+    def end_step(self) -> StepTimes:
+        times = super().end_step()
+        self.ended_s = self.now_s
+        return times
+
+
+def test_the_recorded_times_are_all_that_passed(tmp_path: Path) -> None:
+    """Steps, validations, saves and replica checks, from the start of the first step to the end of the last one."""
+    flags = f"{PLAIN} --save-interval 3 --check-weight-hash-across-dp-replicas-interval 4"
+    config = small_config("llama", f"{LENGTH} --save {tmp_path} {flags}")
+
+    def start() -> float:
+        timer = Ticks()
+        train(dataclasses.replace(build_run(config), timer=timer))
+        return timer.ended_s - timer.started_s
+
+    (passed_s,) = run_ranks(1, start)
+    steps = load_run(tmp_path).steps
+    between = [record.between_ms or {} for record in steps]
+    assert sum(record.step_ms + sum(times.values()) for record, times in zip(steps, between, strict=True)) == (
+        1000 * passed_s
+    )
+    names = [set(), set(), {"validation"}, {"checkpoints"}, {"validation", "replica check"}, set()]
+    assert [set(times) for times in between] == names
+    for record in steps:
+        spans = record.timers_ms or {}
+        assert set(spans) == {"records", "forward-backward", "optimizer"} and sum(spans.values()) <= record.step_ms
+        rate = record.tokens_per_second * record.step_ms / 1000
+        assert rate == pytest.approx((record.global_batch_size or 0) * config.data.seq_length)
 
 
 def test_a_finished_run_does_nothing(tmp_path: Path) -> None:

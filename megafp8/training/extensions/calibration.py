@@ -26,6 +26,7 @@ from megafp8.checkpoint.state_dict import restore_rng_state, rng_state
 from megafp8.config import derived
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.metrics.records import EventRecord
+from megafp8.metrics.timers import CALIBRATION
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
@@ -56,7 +57,8 @@ class AmaxCalibration(Extension):
         run = state.run
         if is_quantized_at(run.config.precision, state.step + 1) and needs_calibration(run):
             run.guard.enter("calibration")
-            state.sinks.write(calibrate(run, state.progress))
+            with run.timer.span(CALIBRATION):
+                state.sinks.write(calibrate(run, state.progress))
 
 
 def needs_calibration(run: Run) -> bool:

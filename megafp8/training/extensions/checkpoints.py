@@ -19,6 +19,7 @@ from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.errors import CheckpointError, NumericsError
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
+from megafp8.metrics.timers import CHECKPOINTS
 from megafp8.resilience import fault_injection
 from megafp8.resilience.watchdog import AFTER_STEP
 from megafp8.training.extension import Extension, LoopState, is_multiple
@@ -131,11 +132,16 @@ class CheckpointSaver:
         Raises:
             CheckpointError: the save failed, and it was the run's last or exceeded `--ckpt-max-failures`.
         """
-        run, due = self._run, folder_due(self._run.config, progress.step, is_last or is_due)
+        due = folder_due(self._run.config, progress.step, is_last or is_due)
         if due is None:
             return False
         folder, keep = due
-        keep = None if is_due else keep
+        with self._run.timer.span(CHECKPOINTS):
+            self._save_to(folder, None if is_due else keep, progress, is_last)
+        return progress.step in (self.saved_step, self._under_way and self._under_way.progress.step)
+
+    def _save_to(self, folder: Path, keep: Optional[Retention], progress: Progress, is_last: bool) -> None:
+        run = self._run
         self._wait_for_previous(progress.step)
         self._sinks.flush()  # a run that resumes from here does not repeat the step
         run.guard.enter("save", progress.step)
@@ -153,7 +159,6 @@ class CheckpointSaver:
         if is_last:
             self.finish(is_last)
         run.guard.enter(AFTER_STEP, progress.step)
-        return progress.step in (self.saved_step, self._under_way and self._under_way.progress.step)
 
     def poll(self) -> None:
         """Check after each step whether an asynchronous save has ended.
@@ -162,7 +167,8 @@ class CheckpointSaver:
             CheckpointError: it failed and exceeded `--ckpt-max-failures`.
         """
         if self._under_way is not None:
-            self._check(is_waiting=False, is_last=False)
+            with self._run.timer.span(CHECKPOINTS):
+                self._check(is_waiting=False, is_last=False)
 
     def finish(self, is_last: bool) -> None:
         """Wait for an asynchronous save.

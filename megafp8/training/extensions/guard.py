@@ -45,6 +45,7 @@ from megafp8.metrics.layer_statistics import (
     swiglu_alignment,
 )
 from megafp8.metrics.records import EventRecord, GuardRecord
+from megafp8.metrics.timers import RECORDS
 from megafp8.optimizer.gradient_snr import gradient_snr
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.quantization.smoothing import channel_scales
@@ -62,6 +63,8 @@ Key = tuple[str, str]
 
 class LayerGuard(Extension):
     """Warns of statistics above their limits, once for each layer or linear, and moves layers if the run wants it."""
+
+    span = RECORDS
 
     def __init__(self) -> None:
         self.statistics: Optional[LayerStatistics] = None

@@ -7,6 +7,7 @@ from typing import Optional
 
 import torch
 
+from megafp8.metrics.timers import PROFILE
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run, run_folder
 from megafp8.training.step import StepResult
@@ -26,7 +27,8 @@ class Profiler(Extension):
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
         if self.profile is not None:
-            self.profile.step()
+            with state.run.timer.span(PROFILE):
+                self.profile.step()
 
     def close(self, state: LoopState, error: Optional[BaseException]) -> None:
         if self.profile is not None:

@@ -37,6 +37,7 @@ from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.errors import NumericsError
 from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
 from megafp8.metrics.records import EventRecord
+from megafp8.metrics.timers import REPLICA_CHECK
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.extension import Extension, LoopState, is_multiple
@@ -112,7 +113,8 @@ class ReplicaCheck(Extension):
         if not is_multiple(state.step, interval):
             return
         try:
-            check_replicas(state.run, state.step)
+            with state.run.timer.span(REPLICA_CHECK):
+                check_replicas(state.run, state.step)
         except NumericsError as error:
             state.sinks.write(EventRecord(step=state.step, name="replicas differ", detail=str(error)))
             raise

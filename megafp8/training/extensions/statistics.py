@@ -27,6 +27,7 @@ from megafp8.metrics.collector import TensorObserver, build_statistics_plan, col
 from megafp8.metrics.health import HealthMonitor
 from megafp8.metrics.records import QuantizationRecord, Record
 from megafp8.metrics.tensor_table import StatisticsTable
+from megafp8.metrics.timers import RECORDS
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.optimizer.schedules import current_loss_scale
@@ -53,6 +54,7 @@ from megafp8.training.step import StepResult, clear_gradients, forward_backward
 class QuantizationStatistics(Extension):
     """Records quantization statistics and health findings, of statistics steps and of a step that failed."""
 
+    span = RECORDS
     collector: Optional[StatisticsCollector] = None
 
     def open(self, state: LoopState) -> None:

@@ -19,6 +19,7 @@ from megafp8.device.gpus import peak_flops
 from megafp8.errors import NumericsError
 from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
 from megafp8.metrics.records import EventRecord, StepRecord
+from megafp8.metrics.timers import RECORDS
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run
@@ -27,7 +28,9 @@ from megafp8.training.step import StepResult
 
 
 class StepRecords(Extension):
-    """Times each step and writes its record, before all other records of the step."""
+    """Ends the time of each step and writes its record, before all other records of the step."""
+
+    span = RECORDS
 
     def open(self, state: LoopState) -> None:
         run, self.reported_operands = state.run, frozenset[str]()
@@ -40,7 +43,6 @@ class StepRecords(Extension):
 
     def before_step(self, state: LoopState) -> None:
         self.batch_size = state.run.batch_size_at(state.progress.consumed_samples)
-        state.run.timer.start()
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
         state.sinks.write(self.record(state, result))
@@ -71,8 +73,8 @@ class StepRecords(Extension):
 
         Steps are logged at `--log-interval`, and so are the first step of this process and the last of the run.
         """
-        run, step_ms, faults = state.run, state.run.timer.stop(), result.operand_faults
-        tokens_per_second = self.batch_size * run.seq_length / (step_ms / 1000)
+        run, times, faults = state.run, state.run.timer.end_step(), result.operand_faults
+        tokens_per_second = self.batch_size * run.seq_length / (times.step_ms / 1000)
         flops_per_device = tokens_per_second * self.flops_per_token / run.place.world_size
         ends = (state.first_step, state.total_steps)
         codes, has_factor = result.grad_codes, run.config.precision.grad_reduce_fp8_scaling == "tensor"
@@ -89,7 +91,7 @@ class StepRecords(Extension):
             mtp_losses=result.mtp_losses,
             learning_rate=result.learning_rate,
             global_batch_size=self.batch_size,
-            step_ms=step_ms,
+            step_ms=times.step_ms,
             tokens_per_second=tokens_per_second,
             grad_norm=result.grad_norm,
             model_tflops_per_device=flops_per_device / 1e12,
@@ -108,7 +110,8 @@ class StepRecords(Extension):
             operand_counts=dict(faults.counts) or None,
             joules_per_token=joules,
             watts_per_device=watts,
-            timers_ms=run.timer.spans_ms,
+            timers_ms=times.spans_ms,
+            between_ms=times.between_ms or None,
             memory_peak_bytes=max_memory_bytes(run) if is_logged else None,
             params_norm=params_norm(run) if is_logged and run.config.logging.log_params_norm else None,
         )

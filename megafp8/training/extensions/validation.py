@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megafp8.metrics.timers import VALIDATION
 from megafp8.training.evaluation import validate
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.step import StepResult
@@ -18,4 +19,5 @@ class Validation(Extension):
         training = state.run.config.training
         is_early = state.step < (training.start_eval_at_iter or 0)
         if is_multiple(state.step, training.eval_interval) and not is_early and state.step < state.total_steps:
-            validate(state.run, state.sinks, state.progress)
+            with state.run.timer.span(VALIDATION):
+                validate(state.run, state.sinks, state.progress)

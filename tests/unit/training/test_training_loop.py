@@ -19,7 +19,9 @@ cpu_patches.install()
 from megafp8.config.batch_schedule import constant
 from megafp8.data.loader import BATCH_KEYS, build_loader
 from megafp8.errors import NumericsError
+from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
+from megafp8.metrics.timers import BETWEEN_STEPS, RECORDS, ROLLBACK, VALIDATION, StepTimer, StepTimes
 from megafp8.training import extension, loop
 from megafp8.training.extension import Extension
 
@@ -30,7 +32,7 @@ class State:
     """A run of a few steps without a model."""
 
     def __init__(self, total_steps: int = 2):
-        self.run, self.batches, self.progress = None, None, None
+        self.run, self.batches, self.progress = SimpleNamespace(timer=StepTimer()), None, None
         self.step, self.total_steps = 0, total_steps
         self.stop_reason: Optional[str] = None
         self.needs_eager_step = False
@@ -158,7 +160,11 @@ def test_loader_processes_end_with_the_loop_although_its_state_is_kept(
     monkeypatch.setattr(extension, "build_batches", build_batches)
     data = SimpleNamespace(num_workers=1)
     run: Any = SimpleNamespace(
-        last_step=lambda progress: 1, end_sample=lambda progress: 8, datasets=[None], config=SimpleNamespace(data=data)
+        timer=StepTimer(),
+        last_step=lambda progress: 1,
+        end_sample=lambda progress: 8,
+        datasets=[None],
+        config=SimpleNamespace(data=data),
     )
     progress: Any = SimpleNamespace(step=0, consumed_samples=0)
     state, num_processes = extension.LoopState(run, Sinks(()), progress, 0.0), list[int]()
@@ -176,6 +182,100 @@ def test_loader_processes_end_with_the_loop_although_its_state_is_kept(
         loop.train_steps(state, [Recorder("a", calls, open=read)])
     assert num_processes == [1, 1]
     assert multiprocessing.active_children() == []
+
+
+class Clock:
+    """A clock that advances only where a test lets time pass."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> Any:
+        def advance(*_: Any) -> None:
+            self.now += seconds
+
+        return advance
+
+
+class Timed(Extension):
+    """Ends the time of each step, as the step records do; what it writes takes 3 s, and its calls before a step 5 s."""
+
+    span = RECORDS
+
+    def __init__(self, clock: Clock):
+        self.clock, self.times, self.ended = clock, list[StepTimes](), list[float]()
+
+    def before_step(self, state: Any) -> None:
+        self.clock.now += 5
+
+    def after_step(self, state: Any, result: Any) -> None:
+        self.times.append(state.run.timer.end_step())
+        self.ended.append(self.clock.now)
+        self.clock.now += 3
+
+
+class Between(Extension):
+    """Takes 7 s after the second step, which are no step's, and 11 s after each step, which are."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    def after_step(self, state: Any, result: Any) -> None:
+        self.clock.now += 11
+        if state.step == 2:
+            with state.run.timer.span(VALIDATION):
+                self.clock.now += 7
+
+    def recover(self, state: Any, error: NumericsError) -> bool:
+        self.clock.now += 13
+        return True
+
+
+def test_the_times_of_steps_and_what_is_between_them_are_all_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is timed from the end of the one before: also what extensions and deferred records take."""
+    clock, num_bad, event = Clock(), 0, EventRecord(step=1, name="late")
+    clock.now = 100.0
+
+    def train_step(run: Any, *args: Any, after_launch: Any) -> Any:
+        nonlocal num_bad
+        with run.timer.span("forward-backward"):
+            clock.now += 17
+            after_launch()
+            clock.now += 2
+        if num_bad:
+            num_bad -= 1
+            raise NumericsError("bad numbers")
+        clock.now += 0.5
+
+    def defer(state: Any, result: Any) -> None:
+        nonlocal num_bad
+        num_bad = int(state.step == 3)
+        state.sinks.defer(lambda: [clock.passes(19)(), event][1:])
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    state, timed = State(total_steps=4), Timed(clock)
+    state.run.timer = StepTimer(clock)
+    loop.train_steps(state, [Recorder("a", [], open=clock.passes(1000), after_step=defer), timed, Between(clock)])
+    own = {"records": 5.0, "forward-backward": 19.0}
+    later = own | {"records": 5.0 + 3 + 19}
+    expected = [
+        (24.5, own, {}),
+        (24.5 + 3 + 19 + 11, later, {}),
+        (24.5 + 3 + 19 + 11, later, {VALIDATION: 7.0}),
+        (24.5, own, {ROLLBACK: 3 + 11 + 5 + 19 + 19 + 13.0}),
+    ]
+    seconds = [tuple(_in_seconds(part) for part in times) for times in timed.times]
+    assert seconds == expected
+    recorded_s = sum(step + sum(between.values()) for step, _, between in seconds)
+    assert recorded_s == timed.ended[-1] - 1100, "opening is before the first step"
+    for step, spans, between in seconds:
+        assert sum(spans.values()) <= step and set(between) <= set(BETWEEN_STEPS)
+
+
+def _in_seconds(times: Any) -> Any:
+    return {name: ms / 1000 for name, ms in times.items()} if isinstance(times, dict) else times / 1000
 
 
 def test_the_loop_knows_no_extension_by_name() -> None:

@@ -16,6 +16,7 @@ cpu_patches.install()
 
 from megafp8.config.schema import LoggingConfig, RunConfig, TrainingConfig
 from megafp8.errors import CheckpointError, NumericsError
+from megafp8.metrics.timers import StepTimer
 from megafp8.training import extensions
 from megafp8.training.extension import Extension
 from megafp8.training.extensions import build_extensions, checkpoints, profiler, stop, validation
@@ -159,7 +160,7 @@ def test_validations_start_at_the_step_of_their_flag(monkeypatch: pytest.MonkeyP
     steps: list[int] = []
     monkeypatch.setattr(validation, "validate", lambda run, sinks, progress: steps.append(progress))
     config = RunConfig(training=TrainingConfig(eval_interval=2, start_eval_at_iter=4))
-    run = SimpleNamespace(config=config)
+    run = SimpleNamespace(config=config, timer=StepTimer())
     for step in range(1, 11):
         state: Any = SimpleNamespace(run=run, sinks=None, progress=step, step=step, total_steps=10)
         validation.Validation().after_step(state, None)
