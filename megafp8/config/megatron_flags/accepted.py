@@ -78,7 +78,7 @@ ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
         "checkpoints do not contain the files of the tokenizer",
     ),
     ("--dist-ckpt-optim-fully-reshardable", 0, "checkpoints can always be loaded under another layout"),
-    ("--log-straggler", 0, "slow ranks are always reported, with the console lines"),
+    ("--log-straggler", 0, "slow ranks are always reported, with the console lines, unless steps are CUDA graphs"),
     ("--straggler-ctrlr-port --straggler-minmax-count", 1, "slow ranks are reported without a server"),
     ("--exit-signal-handler-for-training", 0, "signals are handled; see --exit-signal-handler"),
     (

@@ -1,53 +1,66 @@
 """Stragglers: detection of ranks that the others wait for.
 
 The gradient reduction ends a step at the same time on all ranks. What differs is the local time: from the start of a
-step until the rank's first gradient bucket is ready for the reduction, without waits for gathered parameters. Its mean
-is exchanged at the steps that are logged, and compared among the ranks of a pipeline stage. Tensor- and
-context-parallel ranks wait for each other in every layer, so that a slow rank makes its group appear slow.
+step until the rank's first gradient bucket is ready for the reduction, without waits for gathered parameters. At the
+steps that are logged, rank 0 gets the means of all ranks and compares those of a pipeline stage. Tensor- and
+context-parallel ranks wait for each other in every layer, so that a slow rank makes its group appear slow. A CUDA graph
+calls no hooks, so that there is nothing to compare.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
 
+from megafp8.config.topology import layout_of
 from megafp8.mcore.process_groups import bucket_groups
 from megafp8.metrics.records import EventRecord
+from megafp8.metrics.timers import RECORDS
 from megafp8.optimizer.gradient_communication import add_grad_sync_hook
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.step import StepResult
 
 SLOW_FACTOR = 1.5
+MAX_NAMED = 8  # ranks
 Timestamp = Union[float, torch.cuda.Event]
 
 
 class Stragglers(Extension):
     """Measures the local time of this rank's steps, and records slow ranks at the steps that are logged."""
 
+    span = RECORDS
+
     def open(self, state: LoopState) -> None:
         run = state.run
+        self.is_active = run.graph is None and run.place.world_size > 1
+        if not self.is_active:
+            return
+        layout, is_first = layout_of(run.config, run.place.world_size), run.place.rank == 0
+        self.stages = [layout.coordinates(rank).pipeline for rank in range(layout.world_size)] if is_first else []
         self.on_cuda = run.platform.kind == "cuda"
         self.started: Optional[Timestamp] = None
         self.ready: Optional[Timestamp] = None
         self.waits: list[tuple[Timestamp, Timestamp]] = []
         self.total_ms, self.num_steps = 0.0, 0
-        # A CUDA graph calls no hooks.
-        for chunk in run.trainee.chunks if run.graph is None else ():
+        for chunk in run.trainee.chunks:
             for group in bucket_groups(chunk):
                 add_grad_sync_hook(group, self.record_ready)
                 group.finish_param_sync = self.timed_wait(group.finish_param_sync)
 
     def before_step(self, state: LoopState) -> None:
-        self.started, self.ready = self.now(), None
-        self.waits.clear()
+        if self.is_active:
+            self.started, self.ready = self.now(), None
+            self.waits.clear()
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
         """Add up the local time; at a step that is logged, compare the mean since the last one with other ranks'."""
+        if not self.is_active:
+            return
         run = state.run
         if self.ready is not None and self.started is not None:
             waited_ms = sum(elapsed_ms(*wait) for wait in self.waits)
@@ -55,13 +68,15 @@ class Stragglers(Extension):
             self.num_steps += 1
         if state.step % run.config.logging.log_interval:
             return
-        row = [self.total_ms / max(1, self.num_steps), run.place.pipeline_rank]
-        local = torch.tensor(row, dtype=torch.float64, device=run.platform.device)
-        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, local)
+        times = torch.zeros(run.place.world_size, dtype=torch.float64, device=run.platform.device)
+        times[run.place.rank] = self.total_ms / max(1, self.num_steps)
+        # NCCL reduces to all ranks along a tree. It gathers, and reduces to one rank, along a ring of all ranks.
+        dist.all_reduce(times)
         self.total_ms, self.num_steps = 0.0, 0
-        for text in slow_ranks(torch.stack(gathered)):
-            state.sinks.write(EventRecord(step=state.step, name="straggler", detail=text))
+        if run.place.rank == 0:
+            step, times_ms = state.step, times.tolist()
+            found = slow_ranks(times_ms, self.stages)
+            state.sinks.defer(lambda: (EventRecord(step=step, name="straggler", detail=text) for text in found))
 
     def timed_wait(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """Time a wait for gathered parameters, which does not count as local time."""
@@ -94,20 +109,26 @@ def elapsed_ms(start: Any, end: Any) -> float:
     return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1000 * (end - start)
 
 
-def slow_ranks(times: torch.Tensor) -> list[str]:
-    """A line for each rank whose local time is far above the median of its pipeline stage.
+def slow_ranks(times_ms: Sequence[float], stages: Sequence[int]) -> Iterator[str]:
+    """Lines about the ranks whose local time is far above the median of their pipeline stage, the slowest first.
 
     Args:
-        times: [ranks, 2], FP64: milliseconds and pipeline stage.
+        times_ms: by rank.
+        stages: the pipeline stage of each rank.
     """
-    rows = [(rank, own_ms, stage) for rank, (own_ms, stage) in enumerate(times.tolist())]
-    found = []
-    for rank, own_ms, stage in rows:
-        usual_ms = statistics.median_low(ms for _, ms, other in rows if other == stage)
-        if own_ms > SLOW_FACTOR * usual_ms > 0:
-            ratio = own_ms / usual_ms
-            found.append(
-                f"rank {rank} needs {own_ms:.0f} ms per step until its gradients are ready, {ratio:.1f} times the "
-                f"median of {usual_ms:.0f} ms"
-            )
-    return found
+    by_stage: dict[int, list[float]] = {}
+    for own_ms, stage in zip(times_ms, stages, strict=True):
+        by_stage.setdefault(stage, []).append(own_ms)
+    usual_ms = {stage: statistics.median_low(times) for stage, times in by_stage.items()}
+    slow = [
+        (own_ms / usual_ms[stage], rank, own_ms, usual_ms[stage])
+        for rank, (own_ms, stage) in enumerate(zip(times_ms, stages, strict=True))
+        if own_ms > SLOW_FACTOR * usual_ms[stage] > 0
+    ]
+    for ratio, rank, own_ms, median_ms in sorted(slow, reverse=True)[:MAX_NAMED]:
+        yield (
+            f"rank {rank} needs {own_ms:.0f} ms per step until its gradients are ready, {ratio:.1f} times the "
+            f"median of {median_ms:.0f} ms"
+        )
+    if len(slow) > MAX_NAMED:
+        yield f"{len(slow) - MAX_NAMED} more ranks need more than {SLOW_FACTOR:g} times the median of their stage"
