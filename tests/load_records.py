@@ -9,6 +9,7 @@ from typing import Any
 from small_run import Curve, train
 
 from megafp8.metrics.expert_load import ExpertRecord, LayerLoad, layer_load
+from megafp8.metrics.sinks import Sinks
 from megafp8.training.extensions.expert_load import ExpertLoads
 from megafp8.training.run import Run
 
@@ -22,14 +23,14 @@ def records_of(*steps: Sequence[float], topk: int = 1, num_kept: float = MANY) -
 
 
 def train_with_loads(run: Run, num_steps: int) -> tuple[Curve, dict[str, LayerLoad]]:
-    """The curve, and the load of the experts in all steps, by layer."""
+    """The curve, and on rank 0 the load of the experts in all steps, by layer; empty on others."""
     written: list[Any] = []
-    state: Any = SimpleNamespace(
-        run=run, step=0, first_step=1, total_steps=num_steps, sinks=SimpleNamespace(write=written.append)
-    )
+    sinks = Sinks([SimpleNamespace(write=written.append, close=lambda: None)])
+    state: Any = SimpleNamespace(run=run, step=0, first_step=1, total_steps=num_steps, sinks=sinks)
     extension = ExpertLoads()
     extension.open(state)
     extension.before_step(state)
     curve = train(run, num_steps)
     extension.after_step(state, None)  # type: ignore[arg-type]  # not read
-    return curve, written[0].layers
+    sinks.flush()
+    return curve, written[0].layers if written else {}

@@ -79,22 +79,23 @@ def layer_load(
         num_rows: that experts multiplied, padding included; None if they are not counted.
         dispatch_bytes: of tokens that arrived.
     """
-    num_experts, assigned = len(counts), sum(counts)
+    num_experts, assigned, largest = len(counts), sum(counts), max(counts)
     mean = assigned / num_experts
-    deviation = math.sqrt(sum((count - mean) ** 2 for count in counts) / num_experts)
+    deviation = math.dist(counts, [mean] * num_experts) / math.sqrt(num_experts)
+    idle = tuple(expert for expert, count in enumerate(counts) if not count)
     largest_entropy = math.log(num_experts) * num_tokens
     return LayerLoad(
-        max_to_mean=max(counts) / mean if mean else 0.0,
+        max_to_mean=largest / mean if mean else 0.0,
         variation=deviation / mean if mean else 0.0,
-        num_idle=sum(count == 0 for count in counts),
+        num_idle=len(idle),
         dropped_fraction=1 - num_kept / assigned if assigned else 0.0,
         entropy_fraction=entropy_sum / largest_entropy if largest_entropy else 0.0,
         bias_min=None if bias is None else bias[0],
         bias_max=None if bias is None else bias[1],
-        busiest_expert=max(range(num_experts), key=lambda expert: counts[expert]),
+        busiest_expert=counts.index(largest),
         padded_fraction=None if not num_rows else 1 - num_kept / num_rows,
         dispatch_bytes=dispatch_bytes,
-        idle_experts=tuple(expert for expert, count in enumerate(counts) if count == 0),
+        idle_experts=idle,
         num_assignments=int(assigned),
         topk_fraction=sum(sorted(counts)[-topk:]) / assigned if assigned else 0.0,
     )

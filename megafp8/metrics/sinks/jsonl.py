@@ -32,8 +32,8 @@ STEP_RECORDS = (StepRecord, QuantizationRecord, GuardRecord, EvalRecord, ExpertR
 class JsonlSink:
     """Appends each record as one line.
 
-    The operating system has the line when `write` returns, so it survives the process. Records other than the frequent
-    step records are also synced to the disk, together with all lines before them. While the disk is full or missing,
+    The operating system has the line when `write` returns, so it survives the process. Records other than those
+    of a step are also synced to the disk, together with all lines before them: a sync may take as long as a step. While the disk is full or missing,
     records are kept in memory (`LogFile`); an event reports how many were lost.
     """
 
@@ -51,7 +51,7 @@ class JsonlSink:
 
     def _append(self, record: Record) -> int:
         line = to_json(record).encode("ascii") + b"\n"
-        is_frequent = isinstance(record, StepRecord)
+        is_frequent = isinstance(record, (StepRecord, ExpertRecord, GuardRecord))
         return self._file.append(line, is_header=isinstance(record, RunRecord), sync=not is_frequent)
 
 

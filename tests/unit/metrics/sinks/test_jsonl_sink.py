@@ -3,7 +3,7 @@ import shutil
 import pytest
 
 from megafp8.errors import DataError
-from megafp8.metrics.records import EventRecord, StepRecord, to_json
+from megafp8.metrics.records import EventRecord, ExpertRecord, GuardRecord, StepRecord, to_json
 from megafp8.metrics.sinks.jsonl import JsonlSink, current_records, read_records
 from megafp8.utils import best_effort
 
@@ -28,6 +28,19 @@ def test_a_line_is_in_the_file_before_the_next_is_written(tmp_path, make_run, ma
     sink.write(make_step(1))
     assert len(read_records(path)) == 2  # the sink is still open: a kill here loses nothing
     sink.close()
+    sink.close()
+
+
+def test_records_of_steps_do_not_wait_for_the_disk(tmp_path, make_run, make_step, monkeypatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(best_effort.os, "fsync", synced.append)
+    sink = JsonlSink(tmp_path / "records.jsonl")
+    for record in (make_step(1), ExpertRecord(step=1, layers={}), GuardRecord(step=1, statistics={})):
+        sink.write(record)
+    assert synced == []
+    for record in (make_run(), EventRecord(step=1, name="checkpoint saved")):
+        sink.write(record)
+    assert len(synced) == 2
     sink.close()
 
 
