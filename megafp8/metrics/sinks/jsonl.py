@@ -33,8 +33,8 @@ class JsonlSink:
     """Appends each record as one line.
 
     The operating system has the line when `write` returns, so it survives the process. Records other than those
-    of a step are also synced to the disk, together with all lines before them: a sync may take as long as a step. While the disk is full or missing,
-    records are kept in memory (`LogFile`); an event reports how many were lost.
+    of many steps are also synced to the disk, together with all lines before them: a sync may take as long as a step.
+    While the disk is full or missing, records are kept in memory (`LogFile`); an event reports how many were lost.
     """
 
     def __init__(self, path: Union[str, Path]):

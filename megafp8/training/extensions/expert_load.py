@@ -58,7 +58,8 @@ class LoadCollector:
         self.counts.add_(counts)
         self.num_kept.add_(counts.sum() if chosen is routing_map else (chosen & routing_map).sum())
         self.num_tokens.add_(len(logits))
-        self.entropy.add_(torch.special.entr(torch.softmax(logits, dim=-1, dtype=torch.float32)).sum())
+        log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        self.entropy.sub_(log_probs.exp().mul_(log_probs).sum())
 
     @torch.no_grad()
     def add_rows(self, num_rows: Union[int, Tensor]) -> None:
