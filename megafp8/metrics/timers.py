@@ -61,8 +61,9 @@ class StepTimer:
 
     def set_aside(self, name: str) -> None:
         """Count what the current step took so far as a span of `BETWEEN_STEPS`, since the step has to be repeated."""
-        step_ms, _, self._spent_ms = self.end_step()
-        self._spent_ms[name] = self._spent_ms.get(name, 0.0) + step_ms
+        times = self.end_step()
+        for each, ms in (*times.between_ms.items(), (name, times.step_ms)):
+            self._spent_ms[each] = self._spent_ms.get(each, 0.0) + ms
 
     @contextmanager
     def span(self, name: Optional[str]) -> Iterator[None]:
