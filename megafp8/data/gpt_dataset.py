@@ -41,6 +41,7 @@ from megafp8.data.index_cache import Arrays, IndexCache
 from megafp8.data.shards import bin_path, check_files_exist, idx_path, load_manifest
 from megafp8.errors import DataError
 from megafp8.utils.files import file_sha256
+from megafp8.utils.integers import numpy_seed
 
 
 @dataclass
@@ -127,7 +128,8 @@ class EpochsDataset(GPTDataset):
         """Build the documents of every epoch, the starts of the samples (position in them, offset), and their order."""
         seed = self.config.random_seed
         # megatron-core's generator for the first epoch. numpy guarantees that the streams of RandomState do not change.
-        generators = [np.random.RandomState([seed, epoch] if epoch else seed) for epoch in range(num_epochs)]
+        seeds = [numpy_seed(seed, epoch) if epoch else numpy_seed(seed) for epoch in range(num_epochs)]
+        generators = [np.random.RandomState(each) for each in seeds]
         documents = np.tile(self.indices, num_epochs).reshape(num_epochs, -1)
         for generator, epoch in zip(generators, documents, strict=True):
             generator.shuffle(epoch)

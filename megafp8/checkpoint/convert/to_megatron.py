@@ -34,6 +34,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import from_json
 from megafp8.errors import CheckpointError
 from megafp8.optimizer.schedules import Schedule
+from megafp8.utils.integers import numpy_seed
 
 CHECKPOINT_VERSION = 3.0
 # Modules of a layer whose extra state Megatron-LM loads; without FP8 it is None.
@@ -124,6 +125,8 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
     random_objects = random_states(tensors, layout, config.training.seed)
     if layout[2] > 1 and random_objects:
         notes.append("Megatron-LM has one random state for all data-parallel ranks: that of the first is written")
+    if config.training.seed >= 2**32:
+        notes.append(f"Megatron-LM has no --seed above {2**32 - 1:,}: give its run another one than the checkpoint's")
     args = megatron_arguments(config, saved, tensors, with_optimizer, bool(random_objects))
     common = {
         "args": args, "checkpoint_version": CHECKPOINT_VERSION, "iteration": saved["step"],
@@ -197,7 +200,7 @@ def random_states(tensors: CheckpointTensors, layout: tuple[int, ...], seed: int
         found[f"rng_state/shard_{stage}.{rank}_{num_stages}.{num_ranks}"] = [
             {
                 "random_rng_state": random.Random(stage_seed).getstate(),
-                "np_rng_state": np.random.RandomState(stage_seed).get_state(),
+                "np_rng_state": np.random.RandomState(numpy_seed(stage_seed)).get_state(),
                 "torch_rng_state": state["cpu"],
                 "cuda_rng_state": state["device"],
                 "rng_tracker_states": state["tracker"],

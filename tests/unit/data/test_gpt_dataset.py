@@ -124,6 +124,11 @@ def test_the_first_epoch_equals_megatron_core(shards, build, build_theirs, seed)
     assert epoch_ends(ours) == [len(ours)] and len(ours) >= count
 
 
+def test_every_seed_has_an_order_of_its_own(shards, build):
+    orders = [tokens_of(build(100, seed=seed, data_path=shards[1:], split="1")[0], 100) for seed in (0, 2**32, 2**62)]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
 @pytest.mark.parametrize("settings", [{"reset_position_ids": True}, {"eod_mask_loss": True}])
 def test_positions_and_masks_equal_megatron_core(shards, build, build_theirs, settings):
     (ours, _, _) = build(100, data_path=shards[1:], split="1", **settings)

@@ -1,8 +1,9 @@
-"""Arithmetic of sizes."""
+"""Arithmetic of sizes and seeds."""
 
+import numpy as np
 import pytest
 
-from megafp8.utils.integers import round_up
+from megafp8.utils.integers import numpy_seed, round_up
 
 
 @pytest.mark.parametrize(
@@ -10,3 +11,15 @@ from megafp8.utils.integers import round_up
 )
 def test_the_smallest_multiple_that_is_not_below(value, multiple, expected):
     assert round_up(value, multiple) == expected
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ((7,), 7), ((7, 1), [7, 1]), ((2**32 - 1,), 2**32 - 1), ((2**32,), [0, 1]),
+        ((2**63 - 1, 2), [2**32 - 1, 2**31 - 1, 2]),
+    ],
+)  # fmt: skip
+def test_a_seed_of_any_size_is_one_for_numpy(numbers, expected):
+    assert numpy_seed(*numbers) == expected
+    np.random.RandomState(numpy_seed(*numbers))
