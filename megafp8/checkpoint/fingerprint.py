@@ -24,8 +24,8 @@ from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, load_common_state, loa
 from megafp8.checkpoint.serialization import SafeLoadPlanner, SafeReader
 from megafp8.checkpoint.standalone import no_process_group
 
-# Plain values that depend on how the run was started or sharded.
-NON_STATE_KEYS = ("config", "layout", "content_metadata", local_scales.KEY)
+# Plain values that depend on how the run was started or sharded, or that training does not use.
+NON_STATE_KEYS = ("config", "origin", "layout", "content_metadata", local_scales.KEY)
 RNG_STATE_PREFIX = "random_state"
 GROUP_BYTES = 2**26
 """Tensors that a fingerprint reads together: torch takes milliseconds for each read."""

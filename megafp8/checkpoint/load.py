@@ -103,10 +103,11 @@ def load_checkpoint(
     consumers = "" if same_device else random_consumers(config)
     notes = key_notes + schedule_notes + load_notes(weights_only, with_optimizer, with_rng, same_layout, consumers)
     notes += tuple(note for note in (residual_note, scale_note) if note)
+    origin = common.get("origin")  # older checkpoints lack it, and the factor
     if weights_only:
-        return LoadResult(Progress(), notes)
-    grad_factor = common.get("grad_factor", 1.0)  # older checkpoints lack it
-    return LoadResult(Progress(common["step"], common["consumed_samples"], skip_history(common), grad_factor), notes)
+        return LoadResult(Progress(origin=origin), notes)
+    history, grad_factor = skip_history(common), common.get("grad_factor", 1.0)
+    return LoadResult(Progress(common["step"], common["consumed_samples"], history, grad_factor, origin), notes)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Optional
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -137,12 +137,14 @@ class Progress:
         consumed_samples: samples read or skipped; the complete state of the data loader.
         history: skipped updates.
         grad_factor: automatic factor of the scales of FP8 gradients.
+        origin: JSON text of the model that the run started from, which a conversion wrote; None if there is none.
     """
 
     step: int = 0
     consumed_samples: int = 0
     history: SkipHistory = SkipHistory()
     grad_factor: float = 1.0
+    origin: Optional[str] = None
 
 
 @dataclass(frozen=True)

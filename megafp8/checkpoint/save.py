@@ -271,6 +271,7 @@ def build_state_dict(
         "consumed_samples": progress.consumed_samples,
         "history": progress.history.plain(),
         "grad_factor": progress.grad_factor,
+        "origin": progress.origin,
         "samples": None if samples is None else samples.plain(),
         "config": to_json(config),
         "layout": list(state_dict.parallel_layout()),

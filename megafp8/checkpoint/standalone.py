@@ -72,11 +72,14 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def save_weights(folder: Path, config: RunConfig, sources: Mapping[str, LazyTensor]) -> Path:
+def save_weights(
+    folder: Path, config: RunConfig, sources: Mapping[str, LazyTensor], origin: Optional[str] = None
+) -> Path:
     """Save a weights-only checkpoint of step 0, as `--no-save-optim --no-save-rng` would.
 
     Args:
         sources: every weight of the model, by name.
+        origin: where the model came from, as in `Progress`.
 
     Returns:
         The folder of the checkpoint.
@@ -84,8 +87,8 @@ def save_weights(folder: Path, config: RunConfig, sources: Mapping[str, LazyTens
     Raises:
         CheckpointError: it cannot be written or read back, or a tensor does not match its source's shape or dtype.
     """
-    common = {"step": IMPORT_STEP, "consumed_samples": 0, "samples": None, "config": to_json(config),
-              "layout": list(SINGLE_RANK_LAYOUT), "content_metadata": content_metadata()}  # fmt: skip
+    common = {"step": IMPORT_STEP, "consumed_samples": 0, "samples": None, "origin": origin,
+              "config": to_json(config), "layout": list(SINGLE_RANK_LAYOUT), "content_metadata": content_metadata()}  # fmt: skip
     return save_parts(folder, common, sources, {}, has_stacks=not is_mixture(config.model))
 
 

@@ -202,7 +202,7 @@ def from_hf(options: argparse.Namespace) -> None:
             (checkpoint,) = folder.glob("iter_*")
             checked = checked_logits(options, checkpoint, options.source, plan.num_tokens)
         size = f"{plan.num_bytes / 1e9:.3f} GB, {memory}"
-        print(f"{options.source} ({plan.model_type}) is now {options.output}: {size}{checked}")
+        print(f"{options.source} ({plan.origin.model_type}) is now {options.output}: {size}{checked}")
         print(f"to train from it: --config {options.output / 'config.json'} --pretrained-checkpoint {options.output}")
     print(f"the model as flags: {shlex.join(to_argv(described))}")
     print_notes(plan.notes)

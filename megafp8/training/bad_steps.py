@@ -296,7 +296,7 @@ def progress_after_step(
         history = history.after_update(window)
     else:
         history = history.after_overflow()
-    return Progress(step, consumed, history, grad_factor)
+    return Progress(step, consumed, history, grad_factor, progress.origin)
 
 
 def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_batches: int) -> Progress:
@@ -316,4 +316,4 @@ def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_ba
         moved_linears=failed.history.moved_linears,  # they stay in high precision
         warnings=failed.history.warnings,
     )
-    return Progress(loaded.step + num_batches, end, history, loaded.grad_factor)
+    return Progress(loaded.step + num_batches, end, history, loaded.grad_factor, loaded.origin)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megafp8.checkpoint.convert.families import family_of_hf_config
 from megafp8.checkpoint.convert.family import HF_EXPERT_BIAS, HFFamily
 from megafp8.checkpoint.convert.hf_config import HFConfig
+from megafp8.checkpoint.convert.origin import Origin, read_generation, read_token_ids
 from megafp8.checkpoint.convert.prediction_layers import prediction_problems, prediction_weights
 from megafp8.checkpoint.convert.problems import check_problems, format_problems
 from megafp8.checkpoint.convert.safetensors_files import (
@@ -50,22 +51,22 @@ class Import:
     """A planned conversion.
 
     Attributes:
-        model_type: of the family.
         config: settings of the checkpoint.
         model_settings: those that describe the model, by name.
         table: the tensors.
         sources: lazy tensors by name in the checkpoint.
         tokenizer: None if the folder has none that megafp8 reads.
+        origin: what the checkpoint keeps of the folder.
         notes: for the user.
         reader: loads the weights of `sources`, and records those that are not finite.
     """
 
-    model_type: str
     config: RunConfig
     model_settings: dict[str, Any]
     table: list[TensorMapping]
     sources: dict[str, LazyTensor]
     tokenizer: Optional[FoundTokenizer]
+    origin: Origin
     notes: list[str]
     reader: WeightReader
 
@@ -102,7 +103,8 @@ class Import:
             folder / TOKENIZER_FOLDER, final.absolute() / TOKENIZER_FOLDER
         )  # fmt: skip
         tokenizer_settings = {f"data.{field}": value for field, value in found.items()}
-        save_weights(folder, with_values(self.config, tokenizer_settings), report_bytes(self.sources, on_bytes))
+        config, sources = with_values(self.config, tokenizer_settings), report_bytes(self.sources, on_bytes)
+        save_weights(folder, config, sources, self.origin.text())
         self.reader.check_finite()
         model_config = with_values(self.model_config, tokenizer_settings)
         write_json(folder / "config.json", changed_settings(model_config))
@@ -138,6 +140,7 @@ def plan_import(
     if vocab_multiple is not None:
         model_settings["model.make_vocab_size_divisible_by"] = vocab_multiple
     check_quantization(hf_config)
+    token_ids = read_token_ids(hf_config)
     check_problems(folder, hf_config.problems + size_problems(model_settings))
     files = SafetensorsFolder(folder)
     stored = hf_weights(files, family)
@@ -158,12 +161,14 @@ def plan_import(
     check_problems(folder, tied_output_problems(reader, table[0].hf_names[0], family.output_weight, config))
     sources = {row.name: lazy_tensor(row, reader, DTYPES[dtype]) for row in table}
     tokenizer = find_tokenizer(folder)
+    eod = None if tokenizer is None else tokenizer.tokenizer.eod
+    origin = Origin(family.model_type, num_tokens, token_ids, read_generation(folder), eod)
     if extra:
         notes.append(f"{len(extra)} tensors of multi-token prediction are left out ({extra[0]})")
     notes += reader.notes + import_notes(table, tokenizer, num_tokens)
     if fields.get("auto_map"):
         notes.append(f"the code that config.json names (auto_map) is not read; transformers has {family.architecture}")
-    return Import(family.model_type, config, model_settings, table, sources, tokenizer, notes, reader)
+    return Import(config, model_settings, table, sources, tokenizer, origin, notes, reader)
 
 
 def size_problems(model_settings: Mapping[str, Any]) -> list[str]:

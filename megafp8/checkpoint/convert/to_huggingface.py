@@ -16,18 +16,19 @@ from megafp8.checkpoint.compatibility import is_extra_state
 from megafp8.checkpoint.convert import safetensors_files
 from megafp8.checkpoint.convert.families import family_of_run
 from megafp8.checkpoint.convert.family import HFFamily
+from megafp8.checkpoint.convert.origin import GENERATION_FILE, Origin, origin_of, special_tokens
 from megafp8.checkpoint.convert.safetensors_files import TensorSpec, WeightForm, write_json
 from megafp8.checkpoint.convert.safetensors_writer import TensorBatch, write_batches
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
 from megafp8.checkpoint.convert.tokenizer import tokenizer_notes, write_tokenizer
-from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, read_config
+from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, load_common_state, load_errors
 from megafp8.checkpoint.resume_point import find_source
 from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.checkpoint.state_dict import EMBEDDING
 from megafp8.checkpoint.writer import to_cpu
 from megafp8.config import derived, dimensions, mixture, multi_token, precision_map
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import with_values
+from megafp8.config.settings import from_json, with_values
 from megafp8.data.tokenizers.build import Tokenizer, build_trained_tokenizer
 from megafp8.errors import CheckpointError
 from megafp8.mcore.overrides import DTYPES
@@ -70,6 +71,7 @@ class Export:
         table: its tensors.
         batches: to write.
         fields: of config.json.
+        generation: content of generation_config.json; None writes none.
         tokenizer: None if the run has none.
         notes: for the user.
     """
@@ -79,6 +81,7 @@ class Export:
     table: list[TensorMapping]
     batches: list[TensorBatch]
     fields: dict[str, Any]
+    generation: Optional[dict[str, Any]]
     tokenizer: Optional[Tokenizer]
     notes: list[str]
 
@@ -95,7 +98,8 @@ class Export:
         """
         write_batches(folder, self.batches, max_file_bytes, on_bytes)
         write_json(folder / "config.json", self.fields)
-        write_json(folder / "generation_config.json", special_token_ids(self.tokenizer))
+        if self.generation is not None:
+            write_json(folder / GENERATION_FILE, self.generation)
         write_tokenizer(self.config.data, folder)
 
 
@@ -110,7 +114,10 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
         DataError: the tokenizer's files are missing.
     """
     path = find_source(source, options.step).path
-    config = resolved_config(read_config(path), options.tokenizer_files)
+    common = load_common_state(path)
+    config = resolved_config(from_json(common["config"]), options.tokenizer_files)
+    with load_errors(path):
+        origin = origin_of(common)
     depths = multi_token.num_depths(config.model)
     if depths and not options.drops_mtp:
         raise CheckpointError(
@@ -118,7 +125,7 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
             "--drop-mtp-layers leaves its layers out; the main output does not use them"
         )
     config = with_values(config, {"model.mtp_num_layers": None})
-    family, problems = family_of_run(config, options.model_type)
+    family, problems, notes = choose_family(config, options.model_type, origin)
     if config.overrides and not options.ignores_overrides:
         problems += [
             f"--override {each}: may make it another model; --ignore-overrides if it does not"
@@ -141,9 +148,11 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
     table = family.tensor_table(config.model, num_tokens, num_rows)
     check_tensors(path, tensors, table, ignored="mtp." if depths else None)
     dtype = DTYPES[options.dtype] if options.dtype else tensors.locations[EMBEDDING].dtype
-    notes = export_notes(config, options, tensors.locations[EMBEDDING].dtype, dtype, num_rows - num_tokens)
+    notes += export_notes(config, options, tensors.locations[EMBEDDING].dtype, dtype, num_rows - num_tokens)
     notes += [f"the {depths} layers of multi-token prediction are left out (--drop-mtp-layers)"] if depths else []
-    fields = config_json(config, family, num_tokens, dtype, tokenizer)
+    token_ids, generation, more = special_tokens(origin, tokenizer, num_tokens)
+    notes += more
+    fields = config_json(config, family, num_tokens, dtype) | token_ids
     forms: dict[str, WeightForm] = {}
     if options.quantizes:
         recipe = options.fp8_recipe or safetensors_files.default_export_recipe(config.precision)
@@ -155,7 +164,28 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
         fields["quantization_config"] = safetensors_files.quantization_config(recipe, [*outputs, *kept])
         notes += more
     batches = [tensor_batch(tensors, row, dtype, forms.get(row.name)) for row in table]
-    return Export(path, config, table, batches, fields, tokenizer, notes)
+    return Export(path, config, table, batches, fields, generation, tokenizer, notes)
+
+
+def choose_family(
+    config: RunConfig, requested: Optional[str], origin: Optional[Origin]
+) -> tuple[HFFamily, list[str], list[str]]:
+    """Return the family to write, the features of the model that it does not support, and notes.
+
+    Args:
+        requested: its model_type; None is the family that the model came from if it still supports the model.
+
+    Raises:
+        CheckpointError: there is no such family.
+    """
+    if requested is not None or origin is None:
+        return *family_of_run(config, requested), []
+    family, changes = family_of_run(config, origin.model_type)
+    if not changes:
+        return family, [], []
+    other, problems = family_of_run(config)
+    note = f"the model came from a {origin.model_type} and is a {other.model_type} now, since its settings changed: "
+    return other, problems, [note + "; ".join(changes)]
 
 
 def resolved_config(saved: RunConfig, tokenizer_files: Mapping[str, str]) -> RunConfig:
@@ -202,25 +232,15 @@ def check_tensors(
         raise CheckpointError(f"{path} does not hold what its settings say:\n  " + "\n  ".join(sorted(problems)))
 
 
-def config_json(
-    config: RunConfig, family: HFFamily, num_tokens: int, dtype: torch.dtype, tokenizer: Optional[Tokenizer]
-) -> dict[str, Any]:
-    """Return the content of config.json."""
+def config_json(config: RunConfig, family: HFFamily, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the content of config.json without special tokens."""
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "torch_dtype": DTYPE_NAMES[dtype],
         "vocab_size": num_tokens,
         **family.to_hf_config(config),
-        **special_token_ids(tokenizer),
-        "pad_token_id": None,  # some families have a default, which is no row of a smaller embedding
     }
-
-
-def special_token_ids(tokenizer: Optional[Tokenizer]) -> dict[str, Any]:
-    """Return BOS and EOS: in training, each document follows the end-of-document token of the previous one."""
-    token = None if tokenizer is None else tokenizer.eod
-    return {"bos_token_id": token, "eos_token_id": token}
 
 
 def quantized_weight_forms(

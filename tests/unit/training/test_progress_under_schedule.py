@@ -51,3 +51,9 @@ def test_a_rollback_skips_batches_of_the_schedule() -> None:
     assert (progress.step, progress.consumed_samples) == (6, 44)
     (skipped,) = progress.history.skipped
     assert (skipped.first, skipped.end) == (8, 44)
+
+
+def test_the_origin_of_the_model_stays() -> None:
+    run, start = build_run(), Progress(2, 8, origin="{}")
+    assert progress_after_step(run, start, None, (1.0, 1.0)).origin == "{}"
+    assert progress_after_rollback(run, Progress(5, 32, origin="{}"), start, 4).origin == "{}"
