@@ -173,7 +173,7 @@ def publish_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `path` on success and deleted on failure.
 
     Raises:
-        CheckpointError: `path` exists, or the folder cannot be made.
+        CheckpointError: `path` exists, or the folder cannot be made or a file cannot be read or written.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
     if path.exists():
@@ -193,8 +193,10 @@ def publish_folder(path: Path) -> Iterator[Path]:
                 sync_file(file)
         os.rename(unfinished, path)
         sync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{path} was not written: {error}") from error
         raise
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from megafp8.checkpoint.convert.companion_files import read_companion
 from megafp8.checkpoint.convert.safetensors_files import write_json
 from megafp8.config import derived
 from megafp8.config.schema import DataConfig
@@ -46,26 +47,45 @@ def tokenizer_notes(data: DataConfig) -> list[str]:
     return [] if is_known else [f"no tokenizer's files: transformers has no {kind}"]
 
 
+def read_file(path: Path) -> Optional[bytes]:
+    """Return the content of a tokenizer's file; None if there is none.
+
+    Raises:
+        CheckpointError: it is not a regular file of at most 256 MiB, or a companion is a link out of the folder. Other
+            files may be such links, because a tokenizer is built from them before they are copied.
+    """
+    return read_companion(path, follows_links=path.name not in COMPANION_FILES)
+
+
+def copy_file(source: Path, destination: Path) -> None:
+    """Copy a file of a tokenizer if there is one; errors as `read_file`."""
+    content = read_file(source)
+    if content is not None:
+        destination.write_bytes(content)
+
+
 def write_tokenizer(data: DataConfig, folder: Path) -> None:
     """Write a tokenizer's files into a model's folder, if transformers can read them.
 
     Args:
         data: settings with the paths of the files.
+
+    Raises:
+        CheckpointError: as `read_file`.
     """
     kind = derived.tokenizer_type(data)
     if kind == "HuggingFaceTokenizer":
         source = Path(data.tokenizer_model or "")
         file = source / TOKENIZERS_FILE if source.is_dir() else source
-        shutil.copyfile(file, folder / TOKENIZERS_FILE)
+        copy_file(file, folder / TOKENIZERS_FILE)
         for name in COMPANION_FILES:
-            if (file.parent / name).is_file():
-                shutil.copyfile(file.parent / name, folder / name)
+            copy_file(file.parent / name, folder / name)
     elif kind == "GPT2BPETokenizer":
-        shutil.copyfile(data.vocab_file or "", folder / VOCAB_FILE)
-        shutil.copyfile(data.merge_file or "", folder / MERGES_FILE)
+        copy_file(Path(data.vocab_file or ""), folder / VOCAB_FILE)
+        copy_file(Path(data.merge_file or ""), folder / MERGES_FILE)
         write_json(folder / SETTINGS_FILE, {"tokenizer_class": "GPT2Tokenizer"})
     elif kind in SENTENCEPIECE_TYPES:
-        shutil.copyfile(data.tokenizer_model or "", folder / SENTENCEPIECE_FILE)
+        copy_file(Path(data.tokenizer_model or ""), folder / SENTENCEPIECE_FILE)
         write_json(folder / SETTINGS_FILE, sentencepiece_settings(folder / SENTENCEPIECE_FILE))
 
 
@@ -138,7 +158,7 @@ class FoundTokenizer:
         """
         folder.mkdir()
         for file in self.files:
-            shutil.copyfile(file, folder / file.name)
+            copy_file(file, folder / file.name)
         return {
             field: value if field == "tokenizer_type" else str(final / Path(value).name)
             for field, value in self.settings.items()
@@ -146,21 +166,26 @@ class FoundTokenizer:
 
 
 def find_tokenizer(folder: Path) -> Optional[FoundTokenizer]:
-    """Return the folder's tokenizer if megafp8 can read it with the same IDs and end of document; else None."""
+    """Return the folder's tokenizer if megafp8 can read it with the same IDs and end of document; else None.
+
+    Raises:
+        CheckpointError: as `read_file`.
+    """
     for settings in candidate_settings(folder):
         paths = [folder / Path(value).name for field, value in settings.items() if field != "tokenizer_type"]
+        paths += [folder / name for name in COMPANION_FILES] if paths[0].name == TOKENIZERS_FILE else []
+        files = tuple(path for path in paths if read_file(path) is not None)
         try:
             tokenizer = build_tokenizer(DataConfig(**settings))
         except (DataError, CapabilityError):
             continue
-        companions = [folder / name for name in COMPANION_FILES] if paths[0].name == TOKENIZERS_FILE else []
-        return FoundTokenizer(settings, tuple(path for path in (*paths, *companions) if path.is_file()), tokenizer)
+        return FoundTokenizer(settings, files, tokenizer)
     return None
 
 
 def candidate_settings(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield settings of the tokenizers that a folder has files for."""
     for tokenizer_type, files in FILES_BY_TYPE.items():
-        if all((folder / name).is_file() for name in files.values()):
+        if all(os.path.lexists(folder / name) for name in files.values()):
             paths = {field: str(folder / name) for field, name in files.items()}
             yield {"tokenizer_type": tokenizer_type, **paths}
