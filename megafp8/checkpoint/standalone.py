@@ -87,8 +87,10 @@ def save_weights(
     Raises:
         CheckpointError: it cannot be written or read back, or a tensor does not match its source's shape or dtype.
     """
-    common = {"step": IMPORT_STEP, "consumed_samples": 0, "samples": None, "origin": origin,
-              "config": to_json(config), "layout": list(SINGLE_RANK_LAYOUT), "content_metadata": content_metadata()}  # fmt: skip
+    common = {
+        "step": IMPORT_STEP, "consumed_samples": 0, "samples": None, "origin": origin, "config": to_json(config),
+        "layout": list(SINGLE_RANK_LAYOUT), "content_metadata": content_metadata(),
+    }  # fmt: skip
     return save_parts(folder, common, sources, {}, has_stacks=not is_mixture(config.model))
 
 

@@ -76,7 +76,8 @@ class ExpertLayers:
         if not isinstance(dense, list) or not all(type(each) is int for each in dense):
             hf_config.problems.append(f"config.json: mlp_only_layers is {dense!r} and no list of layers")
             dense = []
-        chosen = [int((layer + 1) % step == 0 and layer not in dense) for layer in range(num_layers)]
+        is_dense = set(dense)
+        chosen = [int((layer + 1) % step == 0 and layer not in is_dense) for layer in range(num_layers)]
         if not any(chosen):
             hf_config.problems.append(
                 f"config.json: decoder_sparse_step {step} and mlp_only_layers {dense!r} leave no layer with experts"

@@ -18,7 +18,7 @@ from megafp8.checkpoint.convert.family import HF_EXPERT_BIAS, HFFamily
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.checkpoint.convert.origin import Origin, read_generation, read_token_ids
 from megafp8.checkpoint.convert.prediction_layers import prediction_problems, prediction_weights
-from megafp8.checkpoint.convert.problems import check_problems, format_problems
+from megafp8.checkpoint.convert.problems import check_problems, format_problems, rule_problems
 from megafp8.checkpoint.convert.safetensors_files import (
     SAFETENSORS_DTYPES,
     SafetensorsFolder,
@@ -32,7 +32,7 @@ from megafp8.checkpoint.convert.safetensors_files import (
 from megafp8.checkpoint.convert.tensor_mapping import StackedExperts, TensorMapping
 from megafp8.checkpoint.convert.tokenizer import FoundTokenizer, find_tokenizer
 from megafp8.checkpoint.standalone import LazyTensor, save_weights
-from megafp8.config import dimensions
+from megafp8.config import dimensions, mixture
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, settings_by_name, to_dict, value_of, with_values
 from megafp8.errors import CheckpointError
@@ -153,6 +153,8 @@ def plan_import(
     config = with_values(RunConfig(), model_settings | {
         "data.seq_length": seq_length, "checkpoint.no_save_optim": True, "checkpoint.no_save_rng": True,
     })  # fmt: skip
+    check_problems(folder, [f"config.json: {problem}" for problem in rule_problems(config)])
+    check_problems(folder, count_problems(config, files, family.has_stacked_experts(stored)))
     num_tokens = model_settings["model.vocab_size"]
     num_rows = dimensions.padded_vocab_size(config, num_tokens)
     table = family.tensor_table(config.model, num_tokens, num_rows, family.has_stacked_experts(stored))
@@ -180,6 +182,15 @@ def size_problems(model_settings: Mapping[str, Any]) -> list[str]:
         for name, fault in faults.items()
         if fault
     ]
+
+
+def count_problems(config: RunConfig, files: SafetensorsFolder, is_stacked: bool) -> list[str]:
+    """Return a problem if config.json describes more tensors than there are, before they are listed."""
+    per_layer = 1 if is_stacked else config.model.num_experts or 1
+    count = sum(per_layer if has_experts else 1 for has_experts in mixture.expert_layers(config.model))
+    if count <= len(files.tensors):
+        return []
+    return [f"the files have {len(files.tensors):,} tensors, and by config.json there are at least {count:,}"]
 
 
 def hf_weights(files: SafetensorsFolder, family: HFFamily) -> dict[str, tuple[str, TensorSpec]]:

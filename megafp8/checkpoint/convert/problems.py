@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from megafp8.config import rules
+from megafp8.config.rules.training import RANGE_RULES
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
 from megafp8.errors import CheckpointError
 
 MAX_LISTED_PROBLEMS = 12
+# What every run has besides its model.
+SMALLEST_RUN: Mapping[str, Any] = MappingProxyType(
+    {
+        "training.micro_batch_size": 1, "training.train_iters": 1, "optimizer.lr": 1e-4, "data.mock_data": True,
+        "data.tokenizer_type": "NullTokenizer",
+    }
+)  # fmt: skip
+
+
+def rule_problems(config: RunConfig) -> list[str]:
+    """Return why no run accepts a model, as the rules of a run say it.
+
+    Args:
+        config: with the settings of the model, its precision and the sequence length.
+    """
+    config = with_values(config, SMALLEST_RUN)
+    # Other rules compute with the numbers.
+    return rules.found_by(RANGE_RULES, config, 1) or rules.setting_problems(config, 1)
 
 
 def check_problems(folder: Path, problems: list[str]) -> None:
