@@ -52,6 +52,7 @@ IMPORT_STEP = 0
 SINGLE_RANK_LAYOUT = (1, 1, 1)
 STACKED_LAYERS_PATTERN = re.compile(r"(^|\.)layers\.(?!\d)")
 MAX_LISTED_NAMES = 12
+MAX_TENSORS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class CheckpointTensors:
         objects: names of the other sharded values.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read.
+        CheckpointError: the checkpoint cannot be read, or lists more than `MAX_TENSORS` tensors of layers.
     """
 
     def __init__(self, path: Path):
@@ -244,6 +245,9 @@ class CheckpointTensors:
         self._kinds = {
             key: kind for key, kind in metadata.state_dict_metadata.items() if isinstance(kind, TensorStorageMetadata)
         }
+        num_names = sum(layer_count(key, kind) or 1 for key, kind in self._kinds.items())
+        if num_names > MAX_TENSORS:
+            raise CheckpointError(f"{path} lists {num_names:,} tensors of layers, more than {MAX_TENSORS:,}")
         self.locations = dict(chain.from_iterable(tensor_locations(key, kind) for key, kind in self._kinds.items()))
         self.objects = tuple(key for key in metadata.state_dict_metadata if key not in self._kinds)
 
@@ -267,11 +271,11 @@ class CheckpointTensors:
         return self._read(name, location.key, chunk, location.dtype)
 
     def _read(self, name: str, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(chunk.sizes, dtype=dtype)
         items = create_read_items_for_chunk_list(key, self._kinds[key], [chunk])
-        if sum(prod(item.lengths) for item in items) != tensor.numel():
+        if sum(prod(item.lengths) for item in items) != prod(chunk.sizes):
             raise CheckpointError(f"{self.path} does not contain all of {name}")
         with load_errors(self.path, needs_common=False):
+            tensor = torch.empty(chunk.sizes, dtype=dtype)  # of any size that the checkpoint says
             self._reader.read_data(LoadPlan(items), SingleTensorPlanner(tensor)).wait()
         return tensor
 
@@ -308,13 +312,19 @@ class SingleTensorPlanner(DefaultLoadPlanner):
         return self.tensor
 
 
+def layer_count(key: str, kind: TensorStorageMetadata) -> Optional[int]:
+    """Return the number of layers in a stack of all layers; None for another tensor."""
+    return None if STACKED_LAYERS_PATTERN.search(key) is None else kind.size[0]
+
+
 def tensor_locations(key: str, kind: TensorStorageMetadata) -> Iterator[tuple[str, TensorLocation]]:
     """Yield names and locations of the tensors that are stored under a key."""
     shape, dtype = tuple(kind.size), kind.properties.dtype
-    if STACKED_LAYERS_PATTERN.search(key) is None:
+    num_layers = layer_count(key, kind)
+    if num_layers is None:
         yield key, TensorLocation(key, None, shape, dtype)
         return
-    for layer in range(shape[0]):
+    for layer in range(num_layers):
         yield (
             STACKED_LAYERS_PATTERN.sub(rf"\g<1>layers.{layer}.", key, count=1),
             TensorLocation(key, layer, shape[1:], dtype),

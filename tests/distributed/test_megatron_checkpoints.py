@@ -153,6 +153,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             "order": ("dp_reshardable", {"transformer_impl": "transformer_engine"}, "--no-load-optim imports the"),
             "old": ("dp_zero_gather_scatter", {}, "--dist-ckpt-optim-fully-reshardable"),
             "sizes": ("dp_reshardable", {"num_layers": None}, "the argument num_layers is missing"),
+            "samples": ("dp_reshardable", {"consumed_train_samples": -5}, "consumed_train_samples is -5, and has"),
+            "ranks": ("dp_reshardable", {"data_parallel_size": 10**8}, "more than 131,072 ranks"),
+            "stages": ("dp_reshardable", {"pipeline_model_parallel_size": 2}, "of 1 model chunks, not 2"),
             "muon": ("dp_reshardable", {"optimizer": "muon"}, "the state of Megatron-LM's Muon"),
         }  # fmt: skip
         for name, (kind, changes, message) in cases.items():
@@ -165,6 +168,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         given = arguments(config, 1, recompute_granularity="full", rope_fusion=True, log_path=None)
         save_as_megatron(run, tmp_path / "others", given)
         assert plan_megatron_import(tmp_path / "others", None).notes == ["not read: recompute_granularity = full"]
+        given = arguments(config, 1)
+        del given.consumed_train_samples
+        save_as_megatron(run, tmp_path / "uncounted", given)
+        plan = plan_megatron_import(tmp_path / "uncounted", None)
+        assert plan.common["consumed_samples"] == 0
+        assert plan.notes[0].startswith("it does not say how many samples its run had read (consumed_train_samples)")
 
     run_ranks(1, save_and_convert)
 

@@ -17,7 +17,7 @@ from megafp8.checkpoint.convert.from_huggingface import changed_settings, report
 from megafp8.checkpoint.convert.gpt_weights import Weight, gpt_weights
 from megafp8.checkpoint.convert.megatron_args import settings_of_args
 from megafp8.checkpoint.convert.megatron_buckets import Layout, bucket_sources, common_optimizer_state
-from megafp8.checkpoint.convert.megatron_folder import MegatronCheckpoint, open_megatron_checkpoint
+from megafp8.checkpoint.convert.megatron_folder import CONSUMED_SAMPLES, MegatronCheckpoint, open_megatron_checkpoint
 from megafp8.checkpoint.convert.problems import check_problems
 from megafp8.checkpoint.convert.safetensors_files import write_json
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, load_errors
@@ -91,6 +91,7 @@ def build_import(source: MegatronCheckpoint, with_optimizer: bool) -> MegatronIm
     check_problems(source.path, problems)
     config = with_values(RunConfig(), values)
     check_problems(source.path, [f"the argument {name} is missing" for name in missing_sizes(config)])
+    layout, consumed_samples = source.layout, source.consumed_samples
     tensors = CheckpointTensors(source.path)
     if EMBEDDING not in tensors.locations:
         raise CheckpointError(f"{source.path} has no {EMBEDDING}: it is not a checkpoint of a GPT")
@@ -111,11 +112,16 @@ def build_import(source: MegatronCheckpoint, with_optimizer: bool) -> MegatronIm
     objects = random_states(source, tensors)
     if not objects:
         notes.append("it has no random state")
+    if consumed_samples is None:
+        notes.append(
+            f"it does not say how many samples its run had read ({CONSUMED_SAMPLES}), which counts as 0: training "
+            "starts at the first sample again, and repeats those that the model has seen"
+        )
     saved = with_values(config, {"checkpoint.no_save_optim": not with_optimizer, "checkpoint.no_save_rng": not objects,
                                  "parallel.use_distributed_optimizer": is_distributed(source)})  # fmt: skip
     common |= {
-        "step": source.step, "consumed_samples": source.args.get("consumed_train_samples", 0), "samples": None,
-        "config": to_json(saved), "layout": list(source.layout), "content_metadata": content_metadata(),
+        "step": source.step, "consumed_samples": consumed_samples or 0, "samples": None,
+        "config": to_json(saved), "layout": list(layout), "content_metadata": content_metadata(),
     }  # fmt: skip
     return MegatronImport(source, config, common, sources, objects, notes)
 
@@ -186,7 +192,7 @@ def optimizer_parts(
     kind = state.get("param_state_sharding_type") if isinstance(state, dict) else None
     if kind == BUCKETS:
         num_stages, num_ranks, _ = source.layout
-        layout = Layout(num_stages, source.args.get("virtual_pipeline_model_parallel_size") or 1, num_ranks)
+        layout = Layout(num_stages, source.argument("virtual_pipeline_model_parallel_size", 1), num_ranks)
         assert config.model.num_layers is not None
         return (
             bucket_sources(source.path, tensors, weights, layout, config.model.num_layers),

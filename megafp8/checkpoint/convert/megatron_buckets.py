@@ -124,6 +124,9 @@ def find_places(
         if match := BUCKET_NAME.fullmatch(name):
             group, buffer, bucket = (int(text) for text in match.groups())
             by_buffer.setdefault((group, buffer), {})[bucket] = name.removesuffix(f".{MASTER}"), location.shape[0]
+    num_buffers = layout.num_stages * layout.num_chunks * layout.num_tensor_ranks
+    if len(by_buffer) != num_buffers:
+        raise CheckpointError(f"the optimizer's buckets are of {len(by_buffer):,} model chunks, not {num_buffers:,}")
     found: dict[str, list[Place]] = {}
     for stage in range(layout.num_stages):
         for chunk in range(layout.num_chunks):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Optional
 
@@ -25,6 +26,11 @@ from megafp8.utils.files import LIST_BYTES, UnreadableFile, read_text
 
 RANK_FOLDERS = "mp_rank_*"
 COMMON_OBJECT = "common_state/shard_0_1"
+CONSUMED_SAMPLES = "consumed_train_samples"
+PARALLEL_SIZES = (
+    "pipeline_model_parallel_size", "tensor_model_parallel_size", "data_parallel_size", "context_parallel_size"
+)  # fmt: skip
+MAX_RANKS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -47,16 +53,41 @@ class MegatronCheckpoint:
         Raises:
             CheckpointError: it is something else.
         """
-        value = self.args.get(name, default)
+        value = default if self.args.get(name) is None else self.args[name]
         if type(value) is not int or value < 1:
             raise CheckpointError(f"{self.path}: the argument {name} is {value!r}, not a positive integer")
         return value
 
     @property
+    def consumed_samples(self) -> Optional[int]:
+        """Number of samples that the run had read; None if the checkpoint does not say it.
+
+        Raises:
+            CheckpointError: it is no such number.
+        """
+        if CONSUMED_SAMPLES not in self.args:
+            return None
+        value = self.args[CONSUMED_SAMPLES]
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise CheckpointError(
+                f"{self.path}: the argument {CONSUMED_SAMPLES} is {value!r}, and has to be a number of samples, 0 or "
+                "more: without it a run does not know where in the data to continue"
+            )
+        return value
+
+    @property
     def layout(self) -> tuple[int, int, int]:
-        """Sizes of the parallel axes: pipeline, tensor, data x context."""
-        data = self.argument("data_parallel_size", 1) * self.argument("context_parallel_size", 1)
-        return self.argument("pipeline_model_parallel_size", 1), self.argument("tensor_model_parallel_size", 1), data
+        """Sizes of the parallel axes: pipeline, tensor, data x context.
+
+        Raises:
+            CheckpointError: they are no sizes, or those of more than `MAX_RANKS` ranks.
+        """
+        sizes = {name: self.argument(name, 1) for name in PARALLEL_SIZES}
+        if prod(sizes.values()) > MAX_RANKS:
+            given = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise CheckpointError(f"{self.path}: the arguments are of more than {MAX_RANKS:,} ranks: {given}")
+        pipeline, tensor, data, context = sizes.values()
+        return pipeline, tensor, data * context
 
 
 def open_megatron_checkpoint(folder: Path, step: Optional[int] = None) -> MegatronCheckpoint:
@@ -84,7 +115,7 @@ def open_megatron_checkpoint(folder: Path, step: Optional[int] = None) -> Megatr
     if not isinstance(common, dict):
         raise CheckpointError(f"{path / COMMON_FILE} holds a {type(common).__name__} instead of named values")
     args, iteration = common.get("args"), common.get("iteration")
-    if not isinstance(args, Namespace) or type(iteration) is not int or iteration < 0:
+    if not isinstance(args, Namespace) or type(iteration) is not int or not 0 <= iteration < 1 << 63:
         raise CheckpointError(
             f"{path / COMMON_FILE} has no arguments and iteration of Megatron-LM's training script: another program "
             "wrote it"

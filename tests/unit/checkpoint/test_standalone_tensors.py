@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import partial
 from pathlib import Path
 from weakref import WeakSet
@@ -107,3 +108,13 @@ def test_other_folders_than_checkpoints_are_an_error(content: str | None, tmp_pa
         (tmp_path / MANIFEST).write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):
         list(load_matching(tmp_path, "*"))
+
+
+def test_a_stack_of_absurdly_many_layers_is_refused(saved: Path) -> None:
+    """Before one name is made for each layer."""
+    path = saved / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].size = torch.Size([1 << 30, 6, 4])
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"lists 1,073,741,826 tensors of layers, more than 1,000,000"):
+        CheckpointTensors(saved)

@@ -89,6 +89,30 @@ def test_a_size_that_is_no_number(tmp_path: Path) -> None:
         _ = found.layout
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("context_parallel_size", 2**40), ("data_parallel_size", 10**8), ("tensor_model_parallel_size", 2**20)],
+)
+def test_sizes_of_no_machine(name: str, size: int, tmp_path: Path) -> None:
+    args = argparse.Namespace(**{name: size, "pipeline_model_parallel_size": None})
+    found = open_megatron_checkpoint(make_checkpoint(tmp_path, 7, {"args": args, "iteration": 7}))
+    with pytest.raises(CheckpointError, match=f"more than 131,072 ranks: .*{name} {size}"):
+        _ = found.layout
+
+
+@pytest.mark.parametrize("value", ["x", -5, 1.5, None, True, 2**63])
+def test_samples_that_are_no_number(value: Any, tmp_path: Path) -> None:
+    args = argparse.Namespace(consumed_train_samples=value)
+    found = open_megatron_checkpoint(make_checkpoint(tmp_path, 7, {"args": args, "iteration": 7}))
+    with pytest.raises(CheckpointError, match=f"consumed_train_samples is {value!r}, and has to be"):
+        _ = found.consumed_samples
+
+
+def test_samples_that_a_checkpoint_does_not_name(tmp_path: Path) -> None:
+    found = open_megatron_checkpoint(make_checkpoint(tmp_path, 7, {"args": argparse.Namespace(), "iteration": 7}))
+    assert found.consumed_samples is None
+
+
 def test_files_that_are_cut_off_or_missing(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, 7, COMMON)
     content = (path / "common.pt").read_bytes()

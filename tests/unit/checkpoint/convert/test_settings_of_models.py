@@ -1,4 +1,4 @@
-"""A model that no run would accept, or whose sizes are not those of its files, is refused before anything is written."""
+"""Models that no run accepts, or whose sizes are not those of their files, are refused before anything is written."""
 
 from __future__ import annotations
 
