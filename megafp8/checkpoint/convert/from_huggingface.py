@@ -153,13 +153,14 @@ def plan_import(
     config = with_values(RunConfig(), model_settings | {
         "data.seq_length": seq_length, "checkpoint.no_save_optim": True, "checkpoint.no_save_rng": True,
     })  # fmt: skip
-    check_problems(folder, [f"config.json: {problem}" for problem in rule_problems(config)])
     check_problems(folder, count_problems(config, files, family.has_stacked_experts(stored)))
     num_tokens = model_settings["model.vocab_size"]
     num_rows = dimensions.padded_vocab_size(config, num_tokens)
     table = family.tensor_table(config.model, num_tokens, num_rows, family.has_stacked_experts(stored))
     reader = WeightReader(files, stored, hf_config.section("quantization_config").fields.get("weight_block_size"))
     check_problems(folder, hf_config.problems + reader.problems + tensor_problems(table, stored, family, config))
+    # Rules list the linears of all experts, so the sizes are checked first.
+    check_problems(folder, [f"config.json: {problem}" for problem in rule_problems(config)])
     check_problems(folder, tied_output_problems(reader, table[0].hf_names[0], family.output_weight, config))
     sources = {row.name: lazy_tensor(row, reader, DTYPES[dtype]) for row in table}
     tokenizer = find_tokenizer(folder)
@@ -188,9 +189,8 @@ def count_problems(config: RunConfig, files: SafetensorsFolder, is_stacked: bool
     """Return a problem if config.json describes more tensors than there are, before they are listed."""
     per_layer = 1 if is_stacked else config.model.num_experts or 1
     count = sum(per_layer if has_experts else 1 for has_experts in mixture.expert_layers(config.model))
-    if count <= len(files.tensors):
-        return []
-    return [f"the files have {len(files.tensors):,} tensors, and by config.json there are at least {count:,}"]
+    found = len(files.tensors)
+    return [f"the files have {found:,} tensors, and by config.json at least {count:,}"] if count > found else []
 
 
 def hf_weights(files: SafetensorsFolder, family: HFFamily) -> dict[str, tuple[str, TensorSpec]]:

@@ -36,7 +36,6 @@ def test_a_released_model_breaks_no_rule(name: str) -> None:
         (LLAMA, {"rope_scaling": LLAMA3 | {"factor": -3}}, "--rope-scaling-factor -3 must be"),
         (LLAMA, {"rope_scaling": YARN | {"factor": -3}}, "--rotary-scaling-factor -3 must be"),
         (LLAMA, {"rope_scaling": YARN | {"factor": 2, "beta_fast": 0}}, "--yarn-beta-fast 0 must be"),
-        (LLAMA, {"head_dim": 9}, "--rotary-percent 1 of a head's 9 channels is 9"),
         (GRANITE, {"embedding_multiplier": -1}, "--embedding-multiplier -1 must be"),
         (GRANITE, {"logits_scaling": 0}, "--logits-scaling 0 must be"),
         (PHI3, {"partial_rotary_factor": 1e308}, r"--rotary-percent 1e\+308 must be"),
@@ -60,5 +59,5 @@ def test_numbers_of_tensors_that_are_not_there(is_stacked: bool, tmp_path: Path)
     huge = {"num_hidden_layers": 10_000, "num_local_experts": 65_536}
     folder = write_hf_folder(tmp_path / "theirs", fields | huge, weights)
     least = 10_000 if is_stacked else 655_360_000
-    with pytest.raises(CheckpointError, match=f"{len(weights)} tensors, and by config.json .* at least {least:,}"):
+    with pytest.raises(CheckpointError, match=f"{len(weights)} tensors, and by config.json at least {least:,}"):
         plan_import(folder)
