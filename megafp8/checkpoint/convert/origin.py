@@ -91,19 +91,18 @@ def special_tokens(
 ) -> tuple[dict[str, Any], Optional[dict[str, Any]], list[str]]:
     """Return special tokens of config.json, the content of generation_config.json (None: no file), and notes.
 
-    They are those of the origin if the run kept its tokens. Otherwise BOS and EOS are the run's end of document, since
-    in training each document follows that of the previous one.
+    They are those of the origin if the run kept its tokens. Otherwise, and in place of a file that the origin lacks, BOS
+    and EOS are the run's end of document, since in training each document follows that of the previous one.
     """
     eod = None if tokenizer is None else tokenizer.eod
-    notes = []
+    ids, notes = {"bos_token_id": eod, "eos_token_id": eod}, []
     if origin is not None:
         if num_tokens == origin.num_tokens and (eod is None or origin.ends_documents_with(eod)):
-            return origin.token_ids, origin.generation, []
+            return origin.token_ids, origin.generation or (None if eod is None else ids), []
         notes.append(
             f"the tokens are not those of the {origin.model_type} that the model came from ({origin.num_tokens} tokens "
             f"with EOS {origin.token_ids.get('eos_token_id')}; now {num_tokens} with {eod}): its special tokens and "
             f"{GENERATION_FILE} are left out"
         )
-    ids = {"bos_token_id": eod, "eos_token_id": eod}
     # Some families have a default for padding, which is no row of a smaller embedding.
     return ids | {"pad_token_id": None}, ids, notes
