@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.utils import unwrap_model
 
@@ -22,7 +26,7 @@ from megafp8.checkpoint import (
 )
 from megafp8.checkpoint.metadata import embedding_rows, load_common_state, load_errors, skip_history
 from megafp8.checkpoint.progress import Progress, TrainingState
-from megafp8.checkpoint.serialization import SafeLoadStrategy
+from megafp8.checkpoint.serialization import SafeLoadStrategy, SafeReader, read_boxes
 from megafp8.config import derived, settings
 from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks
@@ -81,6 +85,7 @@ def load_checkpoint(
         state[gradient_residuals.KEY] = gradient_residuals.sharded_residuals(residuals)
     if with_rng:
         state["random_state"] = state_dict.rng_state()
+    requested = state.get("optimizer", {})
     state, key_notes = read_tensors(
         path, state, training_state.chunks, list(model), config.checkpoint.dist_ckpt_strictness
     )
@@ -88,6 +93,8 @@ def load_checkpoint(
     if with_optimizer:
         with torch.no_grad():
             state_dict.load_optimizer_state(training_state, state["optimizer"], known, is_exchanged)
+        with load_errors(path):
+            state_dict.load_converted_state(training_state, requested, known, partial(read_boxes, SafeReader(path)))
         schedule_notes = restore_schedule(path, training_state, state["schedule"])
         gradient_residuals.load(residuals, state.get(gradient_residuals.KEY, {}))
     else:
@@ -158,6 +165,9 @@ def read_tensors(
         CheckpointError: keys do not match, or the checkpoint cannot be read.
     """
     parts = {"model", *state}
+    for leaf in nested_values(state):
+        if isinstance(leaf, ShardedTensorFactory):
+            leaf.merge_fn = partial(whole_tensor, leaf, leaf.merge_fn)
     # megatron-core returns mismatched keys instead of raising; `check_keys` handles them.
     mcore_strictness = "return_all" if strictness.endswith("_all") else "return_unexpected"
     with load_errors(path):
@@ -174,6 +184,17 @@ def read_tensors(
     }
     absent_by_rank = call_on_all_ranks(lambda: {key for key in absent if not compatibility.is_extra_state(key)})
     return state, compatibility.check_keys(path, strictness, set().union(*absent_by_rank), not_loaded)
+
+
+def whole_tensor(factory: ShardedTensorFactory, merge: Callable[[Any], Any], pieces: Any) -> Any:
+    """Return the tensor into whose pieces, such as gate and up half of a gated MLP, was read; a copy only if needed.
+
+    Args:
+        factory: whose data is the tensor.
+        merge: joins copies of the pieces.
+    """
+    places = {piece.untyped_storage().data_ptr() for piece in nested_values(pieces)}
+    return factory.data if places == {factory.data.untyped_storage().data_ptr()} else merge(pieces)
 
 
 def restore_schedule(path: Path, training_state: TrainingState, saved: dict[str, Any]) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megafp8.checkpoint.optimizer_state import local_ranges
 from megafp8.config import derived
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.schema import RunConfig
@@ -36,7 +35,7 @@ def request_saved_masters(optimizer: dict[Any, Any], saved: RunConfig, config: R
 
     Args:
         optimizer: sharded state of this run's optimizer, to be loaded.
-        saved: settings of the checkpoint's run. In FP32 `convert` copies the weights.
+        saved: settings of the checkpoint's run. In FP32 `load_converted` copies the weights.
     """
     if derived.params_dtype(saved.precision) == "fp32":
         for values in sharded_weights(optimizer):
@@ -80,9 +79,6 @@ def convert(part: Any, state: dict[str, Any], step: int) -> None:
         groups = [group | {"step": step} for group in groups]
     if isinstance(part, DistributedOptimizer):
         state["optimizer"] = {"param_groups": groups}
-        for (parameter, local), values in zip(local_ranges(part), state["param_state"].values(), strict=True):
-            if "param" not in values:
-                values["param"] = {0: parameter.detach().flatten()[local.start : local.stop].float()}
     elif hasattr(part, "fp32_from_float16_groups"):
         state["optimizer"] = {"param_groups": groups, "state": moments}
     else:

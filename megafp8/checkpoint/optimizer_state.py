@@ -4,7 +4,9 @@ Each data-parallel rank updates a flat range of each parameter's elements. megat
 memory of every rank (several FP32 copies of the complete state), one rank writes them, and on load every rank reads
 everything. With more than one gradient bucket its load looks up parameters in the wrong bucket. Here every rank saves
 and loads its own ranges. A flat range of a tensor is a few boxes, and a checkpoint may be cut into arbitrary boxes.
-Names and shapes are those of megatron-core's `fully_reshardable` layout, so megatron-core can load the state.
+They are read into the optimizer's tensors. What it stores in another form than FP32 is read later, one tensor at a
+time, so that the host never has a second copy of the state. Names and shapes are those of megatron-core's
+`fully_reshardable` layout, so megatron-core can load the state.
 
 `store_param_remainders` of Transformer Engine's FusedAdam: the optimizer stores only the low 16 bits of an FP32 master
 weight. The high 16 bits are the BF16 model weight: the master rounded to nearest, ties away from zero. The low half is
@@ -13,7 +15,7 @@ signed, and its sign tells whether the high half was rounded up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -26,8 +28,6 @@ from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NAMES = ("param", *MOMENTS)
-# megatron-core's name for the layout that its load accepts: flat, this rank's part only.
-FLAT = "fully_sharded_model_space"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def sharded_state(part: DistributedOptimizer, model: dict[str, Any], is_loading:
 
     Args:
         model: sharded state of the weights, with the parameters themselves as data.
-        is_loading: describe the tensors to load, without data.
+        is_loading: the data are `tensors_to_load` instead of what is saved.
     """
     if is_loading:
         part.load_state_dict(part.state_dict())  # allocates the optimizer state, as megatron-core does
@@ -76,9 +76,9 @@ def sharded_state(part: DistributedOptimizer, model: dict[str, Any], is_loading:
     }
     state: dict[int, dict[str, Any]] = {}
     for parameter, local_range in local_ranges(part):
-        values = {} if is_loading else local_state(part, parameter)
+        values = tensors_to_load(part, parameter) if is_loading else local_state(part, parameter)
         state[len(state)] = {
-            name: sharded_boxes(sharded[parameter], name, local_range, values.get(name)) for name in NAMES
+            name: sharded_boxes(sharded[parameter], name, local_range, values[name]) for name in NAMES
         }
     return part.state_dict() | {"param_state": state, "param_state_sharding_type": "fully_reshardable"}
 
@@ -98,6 +98,21 @@ def local_state(part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tens
     values = {name: state[name].detach().float() for name in NAMES}
     is_converted = part.config.use_precision_aware_optimizer
     return {name: value.cpu() for name, value in values.items()} if is_converted else values
+
+
+def tensors_to_load(part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that master weight and moments of a parameter's local range are read into; FP32, flat.
+
+    They are the optimizer's, or on the meta device if `load_converted` shall read them later.
+    """
+    shard = local_shard(part, parameter)
+    later = torch.empty(shard.numel(), dtype=torch.float32, device="meta")
+    if part.config.use_precision_aware_optimizer:
+        return dict.fromkeys(NAMES, later)
+    own = part._get_main_param_and_optimizer_states(parameter)
+    if parameter.dtype == torch.float32:
+        own["param"] = later  # it is the weight itself, into which the saved weight is read
+    return {name: own[name].detach() for name in NAMES}
 
 
 def local_shard(part: DistributedOptimizer, parameter: Tensor) -> Tensor:
@@ -131,7 +146,7 @@ def local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, range]]:
 
 
 def sharded_boxes(
-    parameter: ShardedTensor | ShardedTensorFactory, name: str, local_range: range, values: Tensor | None
+    parameter: ShardedTensor | ShardedTensorFactory, name: str, local_range: range, values: Tensor
 ) -> dict[int, ShardedTensor]:
     """Return one kind of optimizer state of a parameter as boxes of the saved tensor.
 
@@ -139,7 +154,7 @@ def sharded_boxes(
         parameter: how the parameter is sharded over model-parallel ranks.
         name: of the kind of state.
         local_range: flat range of elements that this rank updates.
-        values: of that range; FP32, shape (len(local_range),); None to load them.
+        values: of that range; FP32, shape (len(local_range),).
     """
     changes: dict[str, Any] = {
         "key": f"optimizer.state.{name}.{parameter.key}",
@@ -159,20 +174,19 @@ def sharded_boxes(
         for box in flat_range_boxes(leaf.local_shape, first - start, max(first, last) - start):
             size = prod(box.sizes)
             offset = position - local_range.start
-            data = None if values is None else values[offset : offset + size]
-            sharded[len(sharded)] = sharded_box(leaf, box, data)
+            sharded[len(sharded)] = sharded_box(leaf, box, values[offset : offset + size])
             position += size
     return sharded
 
 
-def sharded_box(leaf: ShardedTensor, box: Box, data: Tensor | None) -> ShardedTensor:
+def sharded_box(leaf: ShardedTensor, box: Box, data: Tensor) -> ShardedTensor:
     """Return a box of a sharded tensor as a sharded tensor, without a regular grid: ranges end anywhere."""
     num_stacked = leaf.prepend_axis_num
     sizes = (1,) * num_stacked + box.sizes
     inner = leaf.global_offset[num_stacked:]
     return ShardedTensor(
         key=leaf.key,
-        data=None if data is None else data.view(sizes),
+        data=data.view(sizes),
         dtype=torch.float32,
         local_shape=sizes,
         global_shape=leaf.global_shape,
@@ -184,35 +198,54 @@ def sharded_box(leaf: ShardedTensor, box: Box, data: Tensor | None) -> ShardedTe
     )
 
 
-def flatten_loaded_state(
-    part: DistributedOptimizer, state: dict[str, Any], known_rows: dict[Tensor, int]
-) -> dict[str, Any]:
-    """Convert what was loaded into `sharded_state` for `DistributedOptimizer.load_state_dict`.
+@torch.no_grad()
+def load_converted(
+    part: DistributedOptimizer,
+    requested: dict[str, Any],
+    known_rows: dict[Tensor, int],
+    read: Callable[[Sequence[ShardedTensor]], None],
+) -> None:
+    """Load what could not be read into the optimizer's tensors, one tensor at a time in host memory.
 
     Args:
+        requested: `sharded_state` to load, otherwise already read. Master weights that it lacks are copied from the
+            weights.
         known_rows: from `known_vocab_rows`. Master weights of further rows are copied from the weights.
+        read: fills the data of sharded tensors from the checkpoint.
     """
-    flat = {
-        number: {name: torch.cat([each.flatten() for _, each in sorted(kind.items())]) for name, kind in kinds.items()}
-        for number, kinds in state["param_state"].items()
-    }
-    for (parameter, local_range), values in zip(local_ranges(part), flat.values(), strict=True):
-        if parameter in known_rows:
-            first = max(local_range.start, parameter[: known_rows[parameter]].numel())
-            values["param"][first - local_range.start :] = parameter.flatten()[first : local_range.stop]
-        if has_param_remainder(part, parameter):
-            rounded, values["param"] = split_master_weight(values["param"])
-            local_shard(part, parameter).data.copy_(rounded)
-    return state | {"param_state": flat, "param_state_sharding_type": FLAT}
+    for (parameter, local_range), kinds in zip(local_ranges(part), requested["param_state"].values(), strict=True):
+        weight = parameter.detach().flatten()
+        for name in NAMES:
+            boxes = list(kinds[name].values()) if name in kinds else []
+            if not boxes:
+                store(part, parameter, name, weight[local_range.start : local_range.stop].float())
+            elif boxes[0].data.is_meta:
+                values = torch.empty(len(local_range), dtype=torch.float32)
+                pieces = values.split([box.data.numel() for box in boxes])
+                read([replace(box, data=piece.view(box.local_shape)) for box, piece in zip(boxes, pieces, strict=True)])
+                if name == "param" and parameter in known_rows:
+                    first = max(local_range.start, parameter[: known_rows[parameter]].numel())
+                    values[first - local_range.start :] = weight[first : local_range.stop]
+                store(part, parameter, name, values)
+            elif name == "param" and parameter in known_rows:
+                first = max(local_range.start, parameter[: known_rows[parameter]].numel())
+                local_shard(part, parameter)[first - local_range.start :] = weight[first : local_range.stop]
 
 
-def store_moments(part: DistributedOptimizer, state: dict[str, Any]) -> None:
-    """Store loaded moments with their scales, where megatron-core's load ignores the scales."""
-    if returns_raw_moments(part):
-        for (parameter, _), values in zip(local_ranges(part), state["param_state"].values(), strict=True):
-            shard = local_shard(part, parameter)
-            for name in MOMENTS:
-                part.optimizer.set_scaled_state(shard, name, values[name].to(shard.device))
+def store(part: DistributedOptimizer, parameter: Tensor, name: str, values: Tensor) -> None:
+    """Store master weight or a moment of a parameter's local range in the form of the optimizer.
+
+    Args:
+        values: FP32, flat, on any device.
+    """
+    shard = local_shard(part, parameter)
+    if name == "param" and not part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        shard.copy_(values)
+        return
+    if name == "param" and has_param_remainder(part, parameter):
+        rounded, values = split_master_weight(values)
+        shard.copy_(rounded)
+    part.optimizer.set_scaled_state(shard, "master_param" if name == "param" else name, values.to(shard.device))
 
 
 def join_master_weight(rounded: Tensor, remainder: Tensor) -> Tensor:

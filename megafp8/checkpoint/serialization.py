@@ -16,6 +16,7 @@ import io
 import os
 import pickle
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Optional, cast
 
@@ -235,6 +236,22 @@ class SafeLoadPlanner(strategies.MCoreLoadPlanner):
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
+def is_on_meta(leaf: Any) -> bool:
+    """Return whether a leaf of a sharded state dictionary is a tensor without memory."""
+    return isinstance(leaf, ShardedTensor) and leaf.data is not None and leaf.data.is_meta
+
+
+def read_boxes(reader: SafeReader, boxes: Sequence[ShardedTensor]) -> None:
+    """Read parts of saved tensors into their data, on this rank only."""
+    flat: dict[str, list[ShardedTensor]] = {}
+    for box in boxes:
+        flat.setdefault(box.key, []).append(box)
+    state = strategies.mcore_to_pyt_state_dict(flat, True)
+    mismatched = {box.key: box for box in boxes if box.allow_shape_mismatch}
+    planner = SafeLoadPlanner(allow_shape_mismatch_sharded_tensors=mismatched)
+    checkpoint.load_state_dict(state, reader, no_dist=True, planner=planner)
+
+
 class SafeLoadStrategy(strategies.TorchDistLoadShardedStrategy):
     """megatron-core's load strategy with `SafeReader` and `SafeLoadPlanner`, which it does not let callers choose."""
 
@@ -245,17 +262,21 @@ class SafeLoadStrategy(strategies.TorchDistLoadShardedStrategy):
         self.stream_ckpt_dequant = False
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *unused: Any) -> dict[str, Any]:
-        """Load what the sharded state dictionary requests."""
+        """Load what the sharded state dictionary requests, except for tensors on the meta device."""
         tensors = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
         flat, mapping, names = strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        state = strategies.mcore_to_pyt_state_dict(flat, True)
+        read = {key: [leaf for leaf in leaves if not is_on_meta(leaf)] for key, leaves in flat.items()}
+        state = strategies.mcore_to_pyt_state_dict({key: leaves for key, leaves in read.items() if leaves}, True)
         planner = SafeLoadPlanner(
             shapes_validation_sharded_tensors=[each for each in tensors if not each.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
         )
         # Deprecated in torch, but `checkpoint.load` takes 25% longer for the same tensors. megatron-core uses it, too.
         checkpoint.load_state_dict(state, SafeReader(checkpoint_dir), planner=planner)
-        loaded = {key: strategies._unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        loaded = {}
+        for key, leaves in flat.items():
+            values = iter(strategies._unwrap_pyt_sharded_tensor(state[key]) if key in state else ())
+            loaded[key] = [leaf.data if is_on_meta(leaf) else next(values) for leaf in leaves]
         nested = strategies._replace_sharded_keys_with_state_dict_keys(loaded, mapping, names)
         strategies._restore_dict_types(nested, sharded_state_dict)
         return nested

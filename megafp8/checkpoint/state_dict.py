@@ -14,6 +14,7 @@ quantization. It then serves runs with and without FP8 weights, also without the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch import Tensor
 from megafp8.checkpoint import fsdp_rows, muon_state, optimizer_exchange
 from megafp8.checkpoint import optimizer_state as optimizer_parts
 from megafp8.checkpoint.progress import TrainingState
+from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.mcore.patches import groups_matched_without_rates
 from megafp8.mcore.process_groups import gather_weights
 from megafp8.mcore.torch_fsdp import TorchFSDP, rows_found_by_identity
@@ -108,7 +110,8 @@ def load_optimizer_state(
 ) -> None:
     """Load what was read into `optimizer_state`. Parameter-group settings from flags are kept.
 
-    With --use-checkpoint-opt_param-scheduler the learning rates of the schedule are the checkpoint's.
+    With --use-checkpoint-opt_param-scheduler the learning rates of the schedule are the checkpoint's. For the
+    distributed optimizer `load_converted_state` loads the rest.
 
     Args:
         known_rows: from `known_vocab_rows`. Master weights of further rows are copied from the weights.
@@ -122,13 +125,8 @@ def load_optimizer_state(
     if is_exchanged:
         for part, part_state in zip(parts, states, strict=True):
             optimizer_exchange.convert(part, part_state, step)
-    if isinstance(parts[0], DistributedOptimizer):
-        states = [
-            optimizer_parts.flatten_loaded_state(part, part_state, known_rows)
-            for part, part_state in zip(parts, states, strict=True)
-        ]
-        state = states[0] if len(parts) == 1 else dict(zip(state, states, strict=True))
     for part, part_state in zip(parts, states, strict=True):
+        part_state.pop("param_state", None)  # is in place already
         # A run with a fixed loss scale saves no scaler state. A dynamic loss scale then starts from its initial value.
         if "grad_scaler" in part_state and not part_state["grad_scaler"]:
             part_state["grad_scaler"] = part.grad_scaler.state_dict()
@@ -140,17 +138,39 @@ def load_optimizer_state(
     else:
         with groups_matched_without_rates():
             training_state.optimizer.load_state_dict(state)
-    if isinstance(parts[0], DistributedOptimizer):
-        for part, part_state in zip(parts, states, strict=True):
-            optimizer_parts.store_moments(part, part_state)
-    else:
+    if not isinstance(parts[0], DistributedOptimizer):
         for parameter, num_known in known_rows.items():
             if (master := getattr(parameter, "main_param", None)) is not None:
                 master[num_known:] = parameter[num_known:]
     for part, settings in zip(parts, preserved, strict=True):
         for group, values in zip(part.optimizer.param_groups, settings, strict=True):
             group.update(values)
-    if getattr(parts[0].config, "use_precision_aware_optimizer", False):
+
+
+def load_converted_state(
+    training_state: TrainingState,
+    requested: dict[Any, Any],
+    known_rows: dict[torch.Tensor, int],
+    read: Callable[[Sequence[ShardedTensor]], None],
+) -> None:
+    """Load what a distributed optimizer stores in another form than the checkpoint; all ranks call it.
+
+    Args:
+        requested: `optimizer_state` to load, and otherwise already loaded.
+        known_rows: from `known_vocab_rows`.
+        read: fills the data of sharded tensors from the checkpoint, without collectives.
+    """
+    parts = chained_optimizers(training_state.optimizer)
+    if not isinstance(parts[0], DistributedOptimizer):
+        return
+    states = [requested] if len(parts) == 1 else list(requested.values())
+
+    def load() -> None:
+        for part, state in zip(parts, states, strict=True):
+            optimizer_parts.load_converted(part, state, known_rows, read)
+
+    call_on_all_ranks(load)
+    if parts[0].config.use_precision_aware_optimizer:
         # With BF16 remainders, the saved weight and the one rounded from its master weight may differ on ties.
         gather_weights(training_state.chunks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from small_run import PLAIN, build_run, small_config, train
 from megafp8.checkpoint.load import read_tensors
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.serialization import SafeReader, read_boxes
 from megafp8.checkpoint.state_dict import (
     chained_optimizers,
+    load_converted_state,
     load_optimizer_state,
     model_state,
     optimizer_state,
@@ -56,6 +59,15 @@ def core_state(run: Run, is_loading: bool) -> dict[str, Any]:
     return model | {"optimizer": run.trainee.optimizer.sharded_state_dict(model, **options)}
 
 
+def read_state(run: Run, path: Path) -> None:
+    """Load weights and optimizer state."""
+    model = model_state(run.trainee.chunks)
+    wanted = model | {"optimizer": optimizer_state(run.trainee, model, is_loading=True)}
+    loaded, _ = read_tensors(path, dict(wanted), run.trainee.chunks, ["model"])
+    load_optimizer_state(run.trainee, loaded["optimizer"], {})
+    load_converted_state(run.trainee, wanted["optimizer"], {}, partial(read_boxes, SafeReader(path)))
+
+
 @pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2"], ids=["dp4", "dp2-tp2"])
 def test_megatron_core_reads_sharded_optimizer_state(layout: str, tmp_path: Path) -> None:
     config = small_config("llama", f"{ONE_BUCKET} --micro-batch-size 2 {layout}", 4)
@@ -85,10 +97,7 @@ def test_optimizer_state_saved_by_megatron_core_is_read(tmp_path: Path) -> None:
         dist_checkpointing.save(state, str(tmp_path), TorchDistSaveShardedStrategy("torch_dist", 1))
         before = own_state(run)
         forget(run)
-        model = model_state(run.trainee.chunks)
-        wanted = model | {"optimizer": optimizer_state(run.trainee, model, is_loading=True)}
-        loaded, _ = read_tensors(tmp_path, wanted, run.trainee.chunks, ["model"])
-        load_optimizer_state(run.trainee, loaded["optimizer"], {})
+        read_state(run, tmp_path)
         for old, new in zip(before, own_state(run), strict=True):
             assert torch.equal(old, new)
         return len(before)
@@ -118,10 +127,7 @@ def test_low_precision_moments_are_saved_in_fp32(tmp_path: Path) -> None:
         for is_scaled in (True, False):
             part.config.use_precision_aware_optimizer = is_scaled
             forget(run)
-            model = model_state(run.trainee.chunks)
-            wanted = model | {"optimizer": optimizer_state(run.trainee, model, is_loading=True)}
-            loaded, _ = read_tensors(path, wanted, run.trainee.chunks, ["model"])
-            load_optimizer_state(run.trainee, loaded["optimizer"], {})
+            read_state(run, path)
             for index, (old, new) in enumerate(zip(before, own_state(run), strict=True)):
                 is_moment = NAMES[index % 3] != "param"
                 assert torch.equal(new, old * scale if is_moment and not is_scaled else old)
