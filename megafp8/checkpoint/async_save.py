@@ -28,7 +28,7 @@ from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.save import PreparedSave, ReusableSavePlan, WriteOutput, prepare_save, save_errors
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_hash import SampleHash
-from megafp8.device.collective_errors import call_on_all_ranks
+from megafp8.device.collective_errors import call_on_all_ranks, gather_on_rank_0
 from megafp8.errors import CheckpointError
 from megafp8.utils.process import in_thread
 
@@ -105,11 +105,11 @@ class AsyncSave:
         """
         with save_errors(self._prepared.folder, self.progress.step):
             while self._is_done_everywhere(is_waiting):
-                results = call_on_all_ranks(self._result)
                 if self._is_written:
-                    return results[0]
+                    return call_on_all_ranks(self._result)[0]
+                written = gather_on_rank_0(self._result)
                 self._is_written = True
-                self._work = in_thread(self._finish, results)
+                self._work = in_thread(self._finish, written)
             return None
 
     def _finish(self, written: list[WriteOutput]) -> Optional[Path]:

@@ -24,6 +24,7 @@ from megafp8.config.muon import has_flat_shards
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.setting_roles import NOT_OF_THE_WEIGHTS, UNNAMED_CHANGES
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
+from megafp8.device.collective_errors import call_on_rank_0
 from megafp8.errors import CheckpointError
 from megafp8.recipes import registry
 
@@ -177,7 +178,7 @@ def check_sample_order(path: Path, chain: SampleHashChain, is_overridden: bool) 
     before = SampleHash.from_plain(saved)
     if before.num_samples > len(chain):
         return ()  # the checkpoint is past the end of this run, which reads no samples
-    now = chain.record(before.num_samples)
+    now = call_on_rank_0(lambda: chain.record(before.num_samples))
     if before.sha256 == now.sha256:
         return ()
     differences = before.differences(now) or [

@@ -77,9 +77,7 @@ def sharded_state(part: DistributedOptimizer, model: dict[str, Any], is_loading:
     state: dict[int, dict[str, Any]] = {}
     for parameter, local_range in local_ranges(part):
         values = tensors_to_load(part, parameter) if is_loading else local_state(part, parameter)
-        state[len(state)] = {
-            name: sharded_boxes(sharded[parameter], name, local_range, values[name]) for name in NAMES
-        }
+        state[len(state)] = {name: sharded_boxes(sharded[parameter], name, local_range, values[name]) for name in NAMES}
     return part.state_dict() | {"param_state": state, "param_state_sharding_type": "fully_reshardable"}
 
 

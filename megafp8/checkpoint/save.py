@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -38,12 +37,18 @@ from megafp8.checkpoint.directory import Retention
 from megafp8.checkpoint.manifest import FileEntry, build_manifest
 from megafp8.checkpoint.metadata import check_readable
 from megafp8.checkpoint.progress import Progress, TrainingState
-from megafp8.checkpoint.serialization import COMMON_FILE
+from megafp8.checkpoint.serialization import COMMON_FILE, check_shards
 from megafp8.checkpoint.writer import HashingWriter
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import to_json
 from megafp8.data.sample_hash import SampleHash
-from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, error_text, raise_peer_lost
+from megafp8.device.collective_errors import (
+    call_on_all_ranks,
+    call_on_rank_0,
+    error_text,
+    gather_on_rank_0,
+    raise_peer_lost,
+)
 from megafp8.errors import CheckpointError, PeerLost
 from megafp8.mcore.process_groups import gather_weights
 from megafp8.resilience import fault_injection
@@ -143,7 +148,11 @@ class PreparedSave:
         return WriteOutput(results, self.writer.written)
 
     def finish(self, written: list[WriteOutput]) -> Path:
-        """On rank 0: write metadata and manifest, publish the checkpoint and prune older ones."""
+        """On rank 0: write metadata and manifest, publish the checkpoint and prune older ones.
+
+        Args:
+            written: by all ranks.
+        """
         unfinished = directory.unfinished_path(self.folder, self.progress.step)
         self.writer.finish(self.plan.metadata, [each.results for each in written])
         save_config(BACKEND, str(unfinished))
@@ -182,7 +191,7 @@ def save_checkpoint(
         prepared = prepare_save(folder, config, training_state, progress, samples, keep=keep)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # writer threads copy on other streams than this thread's
-        written = call_on_all_ranks(lambda: prepared.write(prepared.planner.resolve_data))
+        written = gather_on_rank_0(lambda: prepared.write(prepared.planner.resolve_data))
         return call_on_rank_0(lambda: prepared.finish(written))
 
 
@@ -212,7 +221,7 @@ def prepare_save(
     by_rank = call_on_all_ranks(lambda: (num_bytes_to_write(sharded), last is not None and last.structure == structure))
     if not all(is_same for _, is_same in by_rank):
         last = None
-        validate_sharding_integrity(determine_global_metadata(sharded)[1], common)
+        check_shards(sharded, common)
     unfinished = directory.unfinished_path(folder, progress.step)
 
     def make_folder() -> None:

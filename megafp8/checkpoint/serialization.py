@@ -24,12 +24,14 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as strategies
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from megafp8.device.collective_errors import call_on_all_ranks, gather_on_rank_0
 from megafp8.errors import CheckpointError
 
 # With this variable torch.load ignores `weights_only` and unpickles everything.
@@ -252,6 +254,21 @@ def read_boxes(reader: SafeReader, boxes: Sequence[ShardedTensor]) -> None:
     checkpoint.load_state_dict(state, reader, no_dist=True, planner=planner)
 
 
+def check_shards(sharded: dict[str, Any], common: Optional[dict[str, Any]] = None) -> None:
+    """Check that the shards of all ranks are complete tensors; all ranks call it.
+
+    megatron-core would collect the shards of all ranks on every rank.
+
+    Args:
+        common: plain values, which should be the same on all ranks.
+
+    Raises:
+        CheckpointError: a part of a tensor is missing, or belongs to several ranks.
+    """
+    by_rank = gather_on_rank_0(lambda: [leaf.without_data() for leaf in nested_values(sharded)])
+    call_on_all_ranks(lambda: validate_sharding_integrity(by_rank, common))
+
+
 class SafeLoadStrategy(strategies.TorchDistLoadShardedStrategy):
     """megatron-core's load strategy with `SafeReader` and `SafeLoadPlanner`, which it does not let callers choose."""
 
@@ -263,6 +280,7 @@ class SafeLoadStrategy(strategies.TorchDistLoadShardedStrategy):
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *unused: Any) -> dict[str, Any]:
         """Load what the sharded state dictionary requests, except for tensors on the meta device."""
+        check_shards(sharded_state_dict)
         tensors = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
         flat, mapping, names = strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         read = {key: [leaf for leaf in leaves if not is_on_meta(leaf)] for key, leaves in flat.items()}

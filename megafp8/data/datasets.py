@@ -85,17 +85,20 @@ def build_datasets(
     tokenizer: Tokenizer,
     num_samples: tuple[int, int, int],
     on_progress: Callable[[str], None] = lambda text: None,
+    is_first_of_machine: bool = True,
 ) -> Datasets:
     """Build the datasets of a run with valid settings. All ranks call it, or one process without ranks.
 
-    Rank 0 checks the shards, and builds and caches the indices. The other ranks then load them, or build them in a
-    cache of their own machine. An error of rank 0 is raised on all ranks.
+    Rank 0 checks the shards, and builds and caches the indices. The first rank of each other machine then loads and
+    checks them, or builds them in a cache of its own. The others load them after that. An error of rank
+    0 is raised on all ranks.
 
     Args:
         config: its data section, seed, and --save for the path of the cache.
         tokenizer: tokenizer of the shards.
         num_samples: sequences that training, validation and test will read; 0 builds no such dataset.
         on_progress: called on rank 0 with a message about each index that is built, and about a long check of shards.
+        is_first_of_machine: this rank is.
 
     Returns:
         Training, validation and test dataset; None where no samples or no data are asked for. Each holds at least the
@@ -118,7 +121,13 @@ def build_datasets(
         return shards
 
     shards = _call_on_rank_zero(check_and_build)
-    return _build(config, tokenizer, plans, shards, lambda text: None) if built is None else built
+    try:
+        if built is None and is_first_of_machine:
+            built = _build(config, tokenizer, plans, shards, lambda text: None)
+    finally:
+        if dist.is_initialized():
+            dist.barrier()  # also after an error, so that no rank waits
+    return _build(config, tokenizer, plans, shards, lambda text: None, is_checked=False) if built is None else built
 
 
 def _plan_splits(config: RunConfig, num_samples: tuple[int, int, int]) -> list[SplitPlan]:
@@ -180,11 +189,16 @@ def _build(
     plans: Sequence[SplitPlan],
     shards: dict[str, CheckedShard],
     on_progress: Callable[[str], None],
+    is_checked: bool = True,
 ) -> Datasets:
-    """Build the datasets from the shards that rank 0 has checked."""
+    """Build the datasets from the shards that rank 0 has checked.
+
+    Args:
+        is_checked: compare the hashes of cached indices.
+    """
     kind = MockEpochsDataset if config.data.mock_data else EpochsDataset
     folder = None if config.data.mock_data else _cache_folder(config, list(shards))
-    cache = IndexCache(folder, on_build=lambda label: on_progress(f"building the index of {label}"))
+    cache = IndexCache(folder, lambda label: on_progress(f"building the index of {label}"), is_checked)
     datasets_config = _datasets_config(config, tokenizer, shards, cache)
     opened = {prefix: _open_shard(kind, prefix, shard, datasets_config) for prefix, shard in shards.items()}
     problems = {plan.split: _size_problems(plan, opened, config) for plan in plans}

@@ -5,8 +5,9 @@ An entry has one `.npy` file per array, and a `.json` that describes it with dty
 Every file is written under a temporary name and renamed, the `.json` last. Jobs that write the same entry at once write
 the same bytes, so that readers always see valid files.
 
-An entry is checked against its `.json` whenever it is opened. One that is truncated, changed or incomplete is built
-again, once. Pickles are never loaded: numpy maps files as plain arrays and refuses arrays of objects.
+An entry is checked against its `.json` when it is opened, the hashes by one process of a machine. One that is
+truncated, changed or incomplete is built again, once. Pickles are never loaded: numpy maps files as plain arrays and
+refuses arrays of objects.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class IndexCache:
 
     Attributes:
         folder: None disables the cache: arrays are built in this process's memory.
+        is_checked: read the arrays and compare their hashes; False where another process of this machine did.
         on_build: called before an entry is built, with its label, and the reason if it existed before.
     """
 
     folder: Optional[Path]
     on_build: Callable[[str], None] = lambda label: None
+    is_checked: bool = True
 
     def load_or_build(self, label: str, content: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
         """Return an entry's arrays, mapped from disk. Build and write them if they are missing or corrupt.
@@ -62,7 +65,7 @@ class IndexCache:
             return build()
         name = entry_name(content)
         try:
-            arrays = load_entry(self.folder, name)
+            arrays = load_entry(self.folder, name, self.is_checked)
         except CorruptEntryError as fault:
             arrays, label = None, f"{label} again: {fault}"
         if arrays is not None:
@@ -94,8 +97,11 @@ def array_path(folder: Path, name: str, array: str) -> Path:
     return folder / f"{name}-{array}.npy"
 
 
-def load_entry(folder: Path, name: str) -> Optional[Arrays]:
+def load_entry(folder: Path, name: str, is_checked: bool = True) -> Optional[Arrays]:
     """Map an entry's arrays, read-only; None if there is no such entry.
+
+    Args:
+        is_checked: also compare their hashes.
 
     Raises:
         CorruptEntryError: a file is missing or does not match the entry's `.json`.
@@ -103,7 +109,8 @@ def load_entry(folder: Path, name: str) -> Optional[Arrays]:
     path = folder / f"{name}.json"
     try:
         described = read_json(path)["arrays"]
-        return {array: _load_array(array_path(folder, name, array), **about) for array, about in described.items()}
+        paths = {array: array_path(folder, name, array) for array in described}
+        return {array: _load_array(paths[array], is_checked, **about) for array, about in described.items()}
     except UnreadableFile as error:
         if not error.is_missing:
             raise CorruptEntryError(f"{error.path} cannot be read: {error.reason}") from error
@@ -114,13 +121,13 @@ def load_entry(folder: Path, name: str) -> Optional[Arrays]:
         raise CorruptEntryError(f"{path} and its arrays cannot be read ({type(error).__name__}: {error})") from error
 
 
-def _load_array(path: Path, dtype: str, shape: list[int], sha256: str) -> np.ndarray:
+def _load_array(path: Path, is_checked: bool, dtype: str, shape: list[int], sha256: str) -> np.ndarray:
     open_regular(path).close()  # numpy would wait for the writer of a named pipe
     # In contrast to np.load, this reads neither pickles nor zip files.
     array = np.lib.format.open_memmap(path, mode="r")
     if array.dtype.str != dtype or list(array.shape) != shape or not array.flags.c_contiguous:
         raise CorruptEntryError(f"{path} has {array.dtype} {array.shape}, expected {np.dtype(dtype)} {tuple(shape)}")
-    if hashlib.sha256(array.data).hexdigest() != sha256:
+    if is_checked and hashlib.sha256(array.data).hexdigest() != sha256:
         raise CorruptEntryError(f"{path} has different content than was written")
     return np.asarray(array)  # a view without np.memmap's slow access to single elements
 

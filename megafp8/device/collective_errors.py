@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Optional, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Optional, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
@@ -52,7 +53,50 @@ def call_on_rank_0(action: Callable[[], T]) -> T:
         CheckpointError: on all ranks, if `action` raised.
         PeerLost: another rank is gone.
     """
-    return call_on_all_ranks(lambda: action() if rank_and_size()[0] == 0 else None)[0]  # type: ignore[return-value]
+    answer: list[Optional[T]] = [None]
+
+    def call() -> None:
+        if rank_and_size()[0] == 0:
+            answer[0] = action()
+
+    call_on_all_ranks(call)
+    if dist.is_initialized():
+        with lost_peers():
+            dist.broadcast_object_list(answer, src=0)
+    return answer[0]  # type: ignore[return-value]
+
+
+def gather_on_rank_0(action: Callable[[], T]) -> list[T]:
+    """Run an action on every rank and return its results by rank on rank 0, nothing on the others.
+
+    All ranks must call it. For large results: with `call_on_all_ranks` each rank would have those of all.
+
+    Raises:
+        CheckpointError: on all ranks, if `action` raised on any rank.
+        PeerLost: another rank is gone.
+    """
+    own: list[T] = []
+    call_on_all_ranks(lambda: own.append(action()))
+    rank, size = rank_and_size()
+    if size == 1:
+        return own
+    results: Optional[list[Any]] = [None] * size if rank == 0 else None
+    with lost_peers():
+        dist.gather_object(own[0], results, dst=0)
+    return results or []
+
+
+@contextmanager
+def lost_peers() -> Iterator[None]:
+    """Convert the error of a collective that another rank does not take part in.
+
+    Raises:
+        PeerLost: another rank is gone.
+    """
+    try:
+        yield
+    except RuntimeError as lost:
+        raise PeerLost(f"another rank was lost: {lost}") from lost
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -18,7 +18,7 @@ from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.tokenizers.build import build_tokenizer
-from megafp8.device.platform import Platform, init_distributed, set_num_threads
+from megafp8.device.platform import Platform, init_distributed, local_rank, set_num_threads
 from megafp8.errors import ConfigError
 from megafp8.mcore.config import build_transformer_config
 from megafp8.mcore.process_groups import build_process_groups
@@ -68,7 +68,7 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
     datasets: tuple[Any, Any, Any] = (None, None, None)
     if has_data:
         report = print_at_intervals(0.0 if config.logging.verbose else REPORT_INTERVAL_S)
-        datasets = build_datasets(config, tokenizer, num_samples, on_progress=report)
+        datasets = build_datasets(config, tokenizer, num_samples, report, is_first_of_machine=local_rank() == 0)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size, platform)
     fp8_reduction = build_fp8_reduction(config, trainee.chunks, platform.device)

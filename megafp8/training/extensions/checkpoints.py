@@ -15,7 +15,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config.checkpoint_size import min_checkpoint_bytes
 from megafp8.config.schema import CheckpointConfig, RunConfig
-from megafp8.device.collective_errors import call_on_all_ranks
+from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.errors import CheckpointError, NumericsError
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
@@ -146,7 +146,8 @@ class CheckpointSaver:
         self._sinks.flush()  # a run that resumes from here does not repeat the step
         run.guard.enter("save", progress.step)
         self._started = time.monotonic()
-        samples = None if run.sample_chain is None else run.sample_chain.record(progress.consumed_samples)
+        chain = run.sample_chain
+        samples = None if chain is None else call_on_rank_0(lambda: chain.record(progress.consumed_samples))
         try:
             if self._in_background is None:
                 path = save_checkpoint(folder, run.config, run.trainee, progress, samples, keep=keep)

@@ -9,6 +9,7 @@ from ranks import run_ranks
 
 from megafp8.config.batch_schedule import constant
 from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.data import index_cache
 from megafp8.data.datasets import build_datasets
 from megafp8.data.loader import build_loader
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -108,3 +109,21 @@ def test_a_bad_shard_stops_all_ranks(tmp_path, tokenizer_config):
     first, second = run_ranks(2, error_of, configure(tokenizer_config, tmp_path, str(tmp_path / "none")))
     assert first == second
     assert "none.idx" in first
+
+
+def test_only_the_first_rank_of_a_machine_hashes_the_indices(tmp_path, shard, tokenizer_config, monkeypatch):
+    config = configure(tokenizer_config, tmp_path, "1", shard, "2", shard)
+    checked = []
+    load = index_cache.load_entry
+    monkeypatch.setattr(
+        index_cache, "load_entry", lambda folder, name, *rest: checked.append(all(rest)) or load(folder, name, *rest)
+    )
+
+    def build():
+        first = torch.distributed.get_rank() in (0, 2)  # two machines
+        build_datasets(config, build_tokenizer(config.data), (NUM_SAMPLES, 4, 0), is_first_of_machine=first)
+        return checked
+
+    ranks = run_ranks(4, build)
+    assert all(ranks[0]) and all(ranks[2])
+    assert ranks[1] and not any(ranks[1] + ranks[3])

@@ -224,3 +224,15 @@ def test_jobs_that_build_one_entry_at_once(tmp_path, is_broken):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"{NAME}.json", f"{NAME}-first.npy", f"{NAME}-second.npy"}, "nothing temporary is left"
     assert json.loads((tmp_path / f"{NAME}.json").read_text())["content"] == CONTENT
+
+
+def test_hashes_are_compared_by_one_process_of_a_machine(tmp_path, monkeypatch):
+    """The others map the arrays, and compare dtypes and shapes only."""
+    open_cache(tmp_path)
+    unchecked = IndexCache(tmp_path, is_checked=False)
+    monkeypatch.setattr("megafp8.data.index_cache.hashlib.sha256", None)
+    monkeypatch.setattr("megafp8.data.index_cache.entry_name", lambda content: NAME)
+    assert len(unchecked.load_or_build("the test", CONTENT, refuse_to_build)["first"]) == 1000
+    cut(2000)(array_path(tmp_path, NAME, "first"))
+    with pytest.raises(AssertionError, match="in the cache"):
+        unchecked.load_or_build("the test", CONTENT, refuse_to_build)
