@@ -25,14 +25,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
 from megafp8.checkpoint.manifest import FileEntry
+from megafp8.config.checkpoint_size import FILES_PER_RANK, MAX_LAG_BYTES
 from megafp8.resilience import fault_injection
 from megafp8.utils.process import in_thread
 
-FILES_PER_RANK = 2
 # Smaller buffers are copied for the hashing thread.
 MIN_SHARED_BYTES = 1 << 18
-# Limit of bytes written to a file but not hashed yet. It bounds the CPU copies of GPU tensors kept in memory.
-MAX_LAG_BYTES = 1 << 30
 
 
 class HashingWriter(FileSystemWriter):

@@ -1,9 +1,13 @@
-"""Size of a checkpoint."""
+"""Size of a checkpoint, and of what a rank has in memory while it writes one."""
 
 from __future__ import annotations
 
 from megafp8.config import derived, model_shapes
 from megafp8.config.schema import RunConfig
+
+FILES_PER_RANK = 2
+# Limit of bytes written to a file but not hashed yet. It bounds the CPU copies of GPU tensors kept in memory.
+MAX_LAG_BYTES = 1 << 30
 
 
 def min_checkpoint_bytes(config: RunConfig, padded_vocab: int) -> int:

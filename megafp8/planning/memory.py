@@ -109,7 +109,7 @@ def estimate_memory(
     logits_bytes = _logit_bytes(config, padded_vocab) if _is_last(config, stage) else 0
     activations_bytes = _activation_bytes(config, world_size, stage, implementation)
     gradient_bytes = backward_bytes(config, _tokens(config), BYTES[derived.params_dtype(config.precision)])
-    updated = _updated_parameters(config, world_size, parameters, expert_parameters_on_stage(config, stage))
+    updated = updated_parameters(config, world_size, parameters, expert_parameters_on_stage(config, stage))
     copies_bytes = optimizer_memory.update_bytes(config) * updated
     estimate = MemoryEstimate(
         stage=stage,
@@ -255,7 +255,7 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
     return updated * (master + moments + gradients)
 
 
-def _updated_parameters(config: RunConfig, world_size: int, parameters: int, experts: int) -> int:
+def updated_parameters(config: RunConfig, world_size: int, parameters: int, experts: int) -> int:
     """Parameters whose state the rank has, of those on its stage, some of which are experts'."""
     shards = expert_shards = 1
     if config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2:

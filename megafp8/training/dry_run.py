@@ -27,6 +27,7 @@ from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build
 from megafp8.planning import micro_batch
 from megafp8.planning.fit import memory_warnings
 from megafp8.planning.fp8_gain import fp8_warnings
+from megafp8.planning.host_memory import checkpoint_memory
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
 from megafp8.planning.muon_cost import muon_lines
@@ -221,6 +222,9 @@ def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementat
     graph_bytes = max(cuda_graph_memory_bytes(config, each, implementation=implementation) for each in estimates)
     if graph_bytes:
         lines.append(f"beside the graph: {gib(graph_bytes)} GiB more for statistics steps and validations")
+    host = [checkpoint_memory(config, world_size, vocab_size, each) for each in estimates]
+    resume_bytes, save_bytes = max(each.resume_bytes for each in host), max(each.save_bytes for each in host)
+    lines.append(f"host memory for checkpoints: {gib(resume_bytes)} GiB to resume, {gib(save_bytes)} GiB to save")
     gpu = find_gpu(target.name)
     available = "" if gpu is None else f"; {gpu.name} has {gib(gpu.memory_bytes)} GiB"
     return f"memory of one rank, estimated{available}\n" + indented("\n".join(lines))

@@ -1,0 +1,68 @@
+"""Host memory of a rank for checkpoints, beside what it has while it trains.
+
+resume   a tensor that is read and the one before it, and in another form than FP32 the converted one
+save     what is written: at most a tensor and `MAX_LAG_BYTES` for each of the files that are written at once. With
+         --async-save a copy of all that this rank writes, which is kept. With --use-precision-aware-optimizer
+         master weights and moments in FP32, and with --fp8-param-gather the weights in the format of `--bf16`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megafp8.config import derived, dimensions
+from megafp8.config.activations import is_gated
+from megafp8.config.checkpoint_size import FILES_PER_RANK, MAX_LAG_BYTES
+from megafp8.config.muon import is_muon
+from megafp8.config.schema import RunConfig
+from megafp8.planning.memory import MemoryEstimate, updated_parameters
+from megafp8.planning.mixture_memory import expert_parameters_on_stage
+from megafp8.planning.optimizer_memory import BYTES
+
+STATE_BYTES = 3 * BYTES["fp32"]
+"""Master weight and two moments of a parameter, in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class CheckpointMemory:
+    """Bytes of host memory of one rank while it resumes and while it saves, beside those while it trains."""
+
+    resume_bytes: int
+    save_bytes: int
+
+
+def checkpoint_memory(
+    config: RunConfig, world_size: int, padded_vocab: int, estimate: MemoryEstimate
+) -> CheckpointMemory:
+    """Estimate the host memory for checkpoints of the rank that writes most: the first data-parallel one.
+
+    Args:
+        padded_vocab: vocabulary size after padding.
+        estimate: of device memory, for the rank's pipeline stage.
+    """
+    weights_bytes = estimate.parameters * BYTES[derived.params_dtype(config.precision)]
+    experts = expert_parameters_on_stage(config, estimate.stage)
+    state_bytes = STATE_BYTES * updated_parameters(config, world_size, estimate.parameters, experts)
+    if config.checkpoint.no_save_optim:
+        state_bytes = 0
+    elif is_muon(config):
+        state_bytes = estimate.optimizer_bytes
+    is_converted = config.optimizer.use_precision_aware_optimizer
+    copied_bytes = state_bytes if is_converted else 0
+    copied_bytes += weights_bytes if config.precision.fp8_param_gather else 0
+    largest_bytes = largest_tensor_bytes(config, padded_vocab)
+    if config.checkpoint.async_save:
+        save_bytes = copied_bytes + weights_bytes + state_bytes
+    else:
+        save_bytes = copied_bytes + min(
+            FILES_PER_RANK * (MAX_LAG_BYTES + largest_bytes), weights_bytes + state_bytes - copied_bytes
+        )
+    return CheckpointMemory((3 if is_converted else 2) * largest_bytes, save_bytes)
+
+
+def largest_tensor_bytes(config: RunConfig, padded_vocab: int) -> int:
+    """Bytes in FP32 of a rank's part of the embedding, or of the first matrix of an MLP if that is larger."""
+    assert config.model.hidden_size is not None
+    channels = dimensions.ffn_hidden_size(config.model) * (2 if is_gated(config.model) else 1)
+    rows = max(padded_vocab, channels) // config.parallel.tensor_model_parallel_size
+    return BYTES["fp32"] * rows * config.model.hidden_size
