@@ -91,8 +91,8 @@ def special_tokens(
 ) -> tuple[dict[str, Any], Optional[dict[str, Any]], list[str]]:
     """Return special tokens of config.json, the content of generation_config.json (None: no file), and notes.
 
-    They are those of the origin if the run kept its tokens. Otherwise, and in place of a file that the origin lacks, BOS
-    and EOS are the run's end of document, since in training each document follows that of the previous one.
+    They are those of the origin if the run kept its tokens. Otherwise, and in place of a file that the origin lacks,
+    BOS and EOS are the run's end of document, since in training each document follows that of the previous one.
     """
     eod = None if tokenizer is None else tokenizer.eod
     ids, notes = {"bos_token_id": eod, "eos_token_id": eod}, []
