@@ -71,6 +71,22 @@ class LoadCollector:
         self.num_bytes.add_(num_bytes)
 
 
+class HostCopy:
+    """A tensor's values as they are now, on their way to the host, which does not wait for the device until it asks."""
+
+    def __init__(self, tensor: Tensor):
+        self._values = tensor.to("cpu", copy=True, non_blocking=True)  # into pinned memory
+        self._is_copied = torch.cuda.Event() if tensor.is_cuda else None
+        if self._is_copied is not None:
+            self._is_copied.record()
+
+    def wait(self) -> Tensor:
+        """The values, when they are there."""
+        if self._is_copied is not None:
+            self._is_copied.synchronize()
+        return self._values
+
+
 class ExpertLoads(Extension):
     """Does nothing for a dense model.
 
@@ -122,9 +138,16 @@ class ExpertLoads(Extension):
         if not self.is_logged:
             return
         self.reduce()
-        if state.run.place.rank == 0:
-            step, rows = state.step, self.sums.tolist()
-            state.sinks.defer(lambda: self.evaluate(state.run, expert_record(state.run.config, step, rows)))
+        if state.run.place.rank != 0:
+            return
+        step, sums = state.step, HostCopy(self.sums)
+
+        def make() -> list[Record]:
+            with state.run.timer.span(None):  # the device may still be at the update
+                rows = sums.wait().tolist()
+            return self.evaluate(state.run, expert_record(state.run.config, step, rows))
+
+        state.sinks.defer(make)
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -119,9 +119,12 @@ class StepRecords(Extension):
 
 def max_memory_bytes(run: Run) -> int:
     """The peak memory of the rank that has the highest; all ranks call it."""
+    if run.place.world_size == 1:  # the reduction would wait until the device has made its update
+        return run.platform.peak_memory_bytes()
     peak = torch.tensor(run.platform.peak_memory_bytes(), dtype=torch.int64, device=run.platform.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(peak)
+    with run.timer.span(None):
+        return int(peak)
 
 
 def params_norm(run: Run) -> float:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megafp8.config import flags
 from megafp8.metrics.expert_load import LayerLoad
 from megafp8.metrics.sinks import Sinks
+from megafp8.metrics.timers import StepTimer
 from megafp8.training.extensions.expert_load import ExpertLoads
 
 EXPERTS, TOKENS = 8, 64
@@ -59,6 +60,7 @@ class Mixture:
         run = SimpleNamespace(
             config=config, graph=graph, trainee=SimpleNamespace(chunks=[self.layers]),
             platform=SimpleNamespace(device=torch.device("cpu")), place=SimpleNamespace(rank=rank, world_size=3),
+            timer=StepTimer(),
         )  # fmt: skip
         self.sinks = Sinks([SimpleNamespace(write=self.written.append, close=lambda: None)])
         self.state: Any = SimpleNamespace(run=run, step=0, first_step=1, total_steps=40, sinks=self.sinks)
