@@ -5,14 +5,9 @@ Everything is the package's own code except the source of the tokens: there are 
 
 from __future__ import annotations
 
-import argparse
-import copy
 import dataclasses
 import hashlib
-import inspect
-import tempfile
-import textwrap
-import typing
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -68,9 +63,11 @@ VIRTUAL = (
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"
 # Layers without quantization: megatron-core's own linears.
 PLAIN = "--transformer-impl local"
-SOURCES = (argparse, copy, inspect, tempfile, textwrap, typing)
-# Read once, not by each rank.
-TOKENS = torch.tensor(list(b"".join(inspect.getsource(module).encode() for module in SOURCES)))
+# Six modules of Python 3.11, with its licence. Losses and their sensitivity depend on the text, so that it must not be
+# that of the running Python. Read once, not by each rank.
+with tarfile.open(Path(__file__).parent / "fixtures" / "python_source.tar.gz") as archive:
+    modules = [name for name in archive.getnames() if name.endswith(".py")]
+    TOKENS = torch.tensor(list(b"".join(archive.extractfile(name).read() for name in modules)))
 
 
 def layers_of(flags: str) -> str:
