@@ -37,7 +37,7 @@ WRITERS = {
     "preprocess": "--input {text} --output-prefix {out}/text --tokenizer-type ByteLevelTokenizer --workers 1",
     "train-tokenizer": "--input {text} --vocab-size 260 --model-type byte-bpe --model-prefix {out}/tokens",
     "plot-schedule": f"{MODEL} --output {{out}}/schedule.png",
-    "plan": "--gpus 8 --model-preset llama3-8b --seq-length 8192 --global-batch-size 64 --plot {out}/plan.png",
+    "plan": "--gpus 1 --model-preset tiny --vocab-size 60 --global-batch-size 4 --plot {out}/plan.png",
     "study": "{study} --folder {out} --local",
 }
 
