@@ -13,7 +13,7 @@ a resumed run continues it.
     infinite-activation   sudden: one value of the input of linear_fc2 is infinite, in the first of these layers; of a
                           mixture, in its first expert with tokens
 
-The channels grow by powers of two by which the weights of the linear shrink. In high precision this changes no bit, so
+The channels grow by powers of two by which the weights of the linear shrink. In high precision no bit depends on it, so
 that all that is lost is lost by the quantization, and a repair can be compared with a run without the fault. Only
 emulated layers can have such a channel (`device/layer_support.py`); the other faults need only a call of the linear.
 """
