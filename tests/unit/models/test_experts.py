@@ -57,7 +57,7 @@ def run_experts(flags: str) -> list[float]:
 
 
 def losses_of_one_batch(run: Run) -> list[float]:
-    """Losses of the same samples before and after an update: another batch may be harder. The first update is of rate 0."""
+    """Losses of the same samples before and after an update (the first has rate 0): another batch may be harder."""
     first, _, last = (train(run, 1).losses[0] for _ in range(3))
     return [first, last]
 
