@@ -29,8 +29,6 @@ from benchmarks import (
     telemetry_overhead,
 )
 
-# For what takes 0.03 to 0.2 s; importing torch takes 1.4 s. CPU time, because machines are shared.
-HELP_CPU_S = 0.5
 HUNG_S = 240
 SIZES = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --micro-batch-size 1 "
@@ -157,8 +155,6 @@ def test_startup_of_help(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     result = result_of(startup.main, "--only-help --rounds 1 --warmup 0", tmp_path)
     assert "pretrain_gpt.py --help" in result["times"]
     assert "tools/compare_runs.py --help" in result["times"]
-    slow = {name: side["cpu_ms"] for name, side in result["times"].items() if max(side["cpu_ms"]) > 1e3 * HELP_CPU_S}
-    assert not slow
     assert "pretrain_gpt.py --help" in capfd.readouterr().out
 
 
