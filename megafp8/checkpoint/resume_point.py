@@ -80,7 +80,7 @@ def find_source(source: Path, step: Optional[int] = None, flag: str = "") -> Res
     Args:
         source: folder of a run or of one checkpoint.
         step: of the checkpoint; None is the newest intact one.
-        flag: that gives the folder, with a space, for messages.
+        flag: the flag that gives the folder and a space after it, for messages; empty without one.
 
     Raises:
         CheckpointError: there is none, or the one that is asked for is damaged.

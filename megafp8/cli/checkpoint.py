@@ -7,8 +7,8 @@
     python tools/checkpoint.py hash runs/first
     python tools/checkpoint.py seal runs/old/iter_0000200
 
-A folder is a run's (its --save) or a single checkpoint's. `list` compares file sizes, and hashes of
-small files, with the manifest. `verify` reads every byte. `show` prints settings and tensors. `prune` verifies the
+A folder is a run's (its --save) or a single checkpoint's. `list` compares file sizes, and hashes of small files, with
+the manifest. `verify` reads every byte. `show` prints settings and tensors. `prune` verifies the
 newest checkpoints, then deletes all others. `hash` prints a hash that is equal for equal contents, in every layout of
 files. `seal` writes a manifest for a checkpoint that has none. `list`, `verify`, `show` and `hash` include the run's
 `non_persistent` folder; give a --non-persistent-global-ckpt-dir as a folder of its own. Exit status: 0; 64 for wrong

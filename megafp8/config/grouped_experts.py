@@ -87,7 +87,7 @@ def one_launch_remedy(config: RunConfig, is_emulated: bool = False) -> str:
             if not any(grouped_expert_obstacles(with_values(free, values))):
                 given = f"with {' '.join([*flags, *needed])}" if flags or needed else "without --moe-expert-kernels te"
                 return f"{given} all of them run in one launch"
-    return f"one launch does not support {next(grouped_expert_obstacles(free))}"
+    return f"no other recipe or kernels help: one launch does not support {next(grouped_expert_obstacles(free))}"
 
 
 def layout_obstacles(config: RunConfig) -> Iterator[str]:

@@ -90,8 +90,8 @@ def build_datasets(
     """Build the datasets of a run with valid settings. All ranks call it, or one process without ranks.
 
     Rank 0 checks the shards, and builds and caches the indices. The first rank of each other machine then loads and
-    checks them, or builds them in a cache of its own. The others load them after that. An error of rank
-    0 is raised on all ranks.
+    checks them, or builds them in a cache of its own. The others load them after that. An error of rank 0
+    is raised on all ranks.
 
     Args:
         config: its data section, seed, and --save for the path of the cache.

@@ -72,7 +72,8 @@ def test_a_run_whose_experts_run_one_by_one_says_what_avoids_it(
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
     found = expert_launch_notices(config, "cuda", implementation)
     assert bool(found) == (remedy is not None)
-    assert all(remedy in notice and "16 times as long" in notice for notice in found if remedy)
+    measured = "16 times as long" if "--fp8" in extra else "5 times as long"
+    assert all(remedy in notice and measured in notice for notice in found if remedy)
     assert expert_launch_notices(config, "cpu", implementation) == []
 
 
