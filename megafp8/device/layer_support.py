@@ -118,9 +118,8 @@ def expert_launch_notices(config: RunConfig, target_kind: str, implementation: s
         if derived.used_recipes(config.precision)
         else "in BF16, two H200s took 5 times as long for a step with 64 experts each"
     )
-    return [
-        f"the {mixture.experts_per_rank(config)} experts of a GPU run one by one, not in one launch ({measured}): {remedy}"
-    ]
+    num_experts = mixture.experts_per_rank(config)
+    return [f"the {num_experts} experts of a GPU run one by one, not in one launch ({measured}): {remedy}"]
 
 
 def context_parallel_attention_problems(config: RunConfig) -> list[str]:
