@@ -97,12 +97,12 @@ def test_asynchronous_saves_stall_for_a_part_of_the_save() -> None:
 
 def flags_with_numbers() -> list[tuple[str, str, str]]:
     return [
-        ("--days", "nan", "between 0.01 and 3,650"),
+        ("--days", "1e9", "between 0.01 and 3,650"),
         ("--days", "0", "between 0.01 and 3,650"),
         ("--step-s", "-1", "between 0.0001 and 100,000"),
-        ("--tokens-per-step", "inf", "between 1 and 1,000,000,000,000"),
+        ("--tokens-per-step", "1e30", "between 1 and 1,000,000,000,000"),
         ("--checkpoint-gb", "0", "between 1e-06 and 1,000,000,000"),
-        ("--storage-gb-per-s", "nan", "between 0.001 and 1,000,000,000"),
+        ("--storage-gb-per-s", "-1", "between 0.001 and 1,000,000,000"),
         ("--node-storage-gb-per-s", "-1", "between 0.001 and 1,000,000"),
         ("--gpu-failures-per-1000-days", "-1", "between 0 and 1,000,000,000"),
         ("--failures-per-burst", "0.5", "between 1 and 1,000"),
@@ -122,6 +122,14 @@ def test_numbers_out_of_range_are_refused(capsys, flag, value, range_of_it) -> N
     status, output, errors = run(capsys, *SMALL, f"{flag}={value}")
     assert status == 64 and output == ""
     assert f"{flag} {float(value):g}: must be {range_of_it}" in errors
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("flag", ["--days", "--network-gbit-per-s"])
+def test_values_that_are_not_finite_are_refused(capsys, flag, value) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan.main([*SMALL, f"{flag}={value}"])
+    assert ended.value.code == 64 and f"{flag}: '{value}' is not a finite number" in capsys.readouterr().err
 
 
 def test_the_limits_that_messages_state_are_permitted(capsys) -> None:
