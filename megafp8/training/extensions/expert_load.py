@@ -71,7 +71,7 @@ class LoadCollector:
         self.num_bytes.add_(num_bytes)
 
 
-class HostCopy:
+class PendingValues:
     """A tensor's values as they are now, on their way to the host, which does not wait for the device until it asks."""
 
     def __init__(self, tensor: Tensor):
@@ -140,7 +140,7 @@ class ExpertLoads(Extension):
         self.reduce()
         if state.run.place.rank != 0:
             return
-        step, sums = state.step, HostCopy(self.sums)
+        step, sums = state.step, PendingValues(self.sums)
 
         def make() -> list[Record]:
             with state.run.timer.span(None):  # the device may still be at the update
