@@ -36,12 +36,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     name = words[0].replace("_", "-") if words else ""
     if name in SUBCOMMANDS:
         sys.argv = [f"megafp8 {name}", *words[1:]]  # argparse takes the name in usage lines from here
-        try:
-            command = importlib.import_module(f"megafp8.cli.{name.replace('-', '_')}")
-        except Megafp8Error as error:  # in a recipe of MEGAFP8_RECIPES, whose names are choices of flags
-            print(f"megafp8 {name}: {error}", file=sys.stderr)
-            return error.exit_status
-        return command.main()
+        return run(name)
     if words in (["--help"], ["-h"]):
         print(help_text(), end="")
         return 0
@@ -57,6 +52,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         problem = f"{words[0]}: no such subcommand; " + (f"did you mean {' or '.join(near)}?" if near else "see --help")
     print(f"megafp8: {problem}", file=sys.stderr)
     return ConfigError.exit_status
+
+
+def run(name: str) -> int:
+    """Run a subcommand on the arguments of the process, and return its exit status."""
+    try:
+        command = importlib.import_module(f"megafp8.cli.{name.replace('-', '_')}")
+    except Megafp8Error as error:  # in a recipe of MEGAFP8_RECIPES, whose names are choices of flags
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_status
+    return command.main()
 
 
 if __name__ == "__main__":

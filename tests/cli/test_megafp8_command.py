@@ -64,13 +64,21 @@ def test_the_exit_status_is_the_subcommands(monkeypatch: pytest.MonkeyPatch, cap
     assert capsys.readouterr().err.startswith("plan: 1 problem with the settings:\n  - --gpus 0")
 
 
-@pytest.mark.parametrize("words", ["plan --gpus 8", "study --help"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-m megafp8.cli.main plan --gpus 8",
+        "-m megafp8.cli.main study --help",
+        "tools/build_index.py --help",
+        "tools/evaluate.py --help",
+        "launcher/stability.py --help",
+    ],
+)
 def test_a_recipe_module_that_exits_is_reported(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = tmp_path / "mine.py"
     module.write_text("import sys\nsys.exit(0)")
     monkeypatch.setenv("MEGAFP8_RECIPES", str(module))
-    command = [sys.executable, "-m", "megafp8.cli.main", *words.split()]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 64
     assert f"{module}: SystemExit: 0" in result.stderr and "Traceback" not in result.stderr
 
