@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Optional
 
 from megafp8.errors import INTERNAL, CapabilityError, CheckpointError, Megafp8Error, OutOfMemory
+from megafp8.utils import memory
 from megafp8.utils.process import die_with_torchrun
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run and return the exit status. torch is imported only after `--help` has had its chance.
 
     Args:
-        argv: None: the process's arguments; the process then ends when the torchrun that started it does.
+        argv: None: the process's arguments; the process then ends when the torchrun that started it does, and without
+            returning when memory is lacking.
     """
     try:
         if argv is None:
@@ -49,15 +51,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                 gc.enable()
             return run_training(checked)
         return 0
-    except Megafp8Error as error:
-        if isinstance(error, OutOfMemory):
-            from megafp8.training.out_of_memory import end_process
-
-            end_process(error)
-        if not is_reported_elsewhere(error):
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return error.exit_status
-    except Exception as error:
+    except Exception as raised:
+        error = memory.without_settings(raised) or raised
+        if isinstance(error, OutOfMemory) and argv is None:
+            memory.end_process(error)
+        if isinstance(error, Megafp8Error):
+            if not is_reported_elsewhere(error):
+                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            return error.exit_status
         traceback.print_exc()
         if isinstance(error, ModuleNotFoundError):
             print(how_to_install(error.name), file=sys.stderr)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from forked_runs import HUNG, be_command, prepare
 
-from megafp8.errors import PREEMPTED
+from megafp8.errors import PREEMPTED, OutOfMemory
 from megafp8.resilience.watchdog import Watchdog
-from megafp8.training import out_of_memory
+from megafp8.utils import memory
 
 FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1
     --global-batch-size 2 --lr 1e-3 --bf16 --eval-iters 0 --train-iters 2 --num-workers 1 --mock-data
@@ -33,7 +33,7 @@ def limit_memory(flag: str, megabytes: int) -> None:
     fields = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
     used = next(int(field[1]) << 10 for field in fields if field[0] == USED[flag])
     limit = used + (megabytes << 20)
-    resource.setrlimit(out_of_memory.LIMITS[flag], (limit, limit))
+    resource.setrlimit(memory.LIMITS[flag], (limit, limit))
 
 
 def run_limited(flag: str, megabytes: int, folder: Path) -> tuple[int, str]:
@@ -112,7 +112,7 @@ def test_a_run_out_of_memory_does_not_wait_for_its_threads(capfd: pytest.Capture
     def end() -> None:
         os.setpgid(0, 0)
         threading.Thread(target=time.sleep, args=[1000]).start()
-        out_of_memory.end_process(out_of_memory.OutOfMemory("no more"))
+        memory.end_process(OutOfMemory("no more"))
 
     assert end_of(fork(target=end)) == 70
     assert capfd.readouterr().err == "OutOfMemory: no more\n"

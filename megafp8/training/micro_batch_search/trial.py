@@ -32,7 +32,7 @@ from megafp8.training.micro_batch_search.messages import (
     TrialResult,
     TrialSetup,
 )
-from megafp8.training.out_of_memory import is_out_of_memory
+from megafp8.utils.memory import is_out_of_memory
 from megafp8.utils.process import STOP_SIGNALS, set_worker_death_signal
 
 # The first step creates optimizer state and compiles kernels.

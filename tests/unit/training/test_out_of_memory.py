@@ -7,7 +7,8 @@ import torch
 
 from megafp8.config import flags
 from megafp8.errors import DataError, OutOfMemory
-from megafp8.training.out_of_memory import advice_on_memory, cause, is_out_of_memory
+from megafp8.training.out_of_memory import advice_on_memory
+from megafp8.utils.memory import cause, is_out_of_memory
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139.80 GiB\nSee the manual")
 CPU = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
