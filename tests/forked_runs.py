@@ -233,8 +233,8 @@ def members(group: Optional[int]) -> list[int]:
     return found
 
 
-def be_command(rank: int, world_size: int, folder: Path, flags: list[str], variables: dict[str, str]) -> None:
-    """Entry point of a rank: the command, and its exit status."""
+def be_command(rank: int, world_size: int, folder: Path, flags: Optional[list[str]], variables: dict[str, str]) -> None:
+    """Entry point of a rank: the command, and its exit status. Without flags: those of the process."""
     output = open(folder / f"output{rank}", "a", buffering=1)  # noqa: SIM115, for as long as the process lives
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)

@@ -29,7 +29,7 @@ from megafp8.checkpoint.save import PreparedSave, ReusableSavePlan, WriteOutput,
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_hash import SampleHash
 from megafp8.device.collective_errors import call_on_all_ranks, gather_on_rank_0
-from megafp8.errors import CheckpointError
+from megafp8.errors import CheckpointError, OutOfMemory
 from megafp8.utils.process import in_thread
 
 
@@ -144,7 +144,7 @@ class HostBuffers:
         """Return a host tensor for each tensor, reusing those of the previous save; pinned if there is a GPU.
 
         Raises:
-            CheckpointError: the host has not enough free memory.
+            OutOfMemory: the host has not enough free memory.
         """
         wanted = {index: value for index, value in data.items() if isinstance(value, Tensor)}
         reused = {}
@@ -155,7 +155,7 @@ class HostBuffers:
         needed = sum(value.nbytes for index, value in wanted.items() if index not in reused)
         free = psutil.virtual_memory().available
         if needed > free:
-            raise CheckpointError(
+            raise OutOfMemory(
                 f"--async-save needs {needed / 1e9:.3f} GB of host memory for a copy of the state, but only "
                 f"{free / 1e9:.3f} GB are free: remove --async-save, or use more ranks"
             )
@@ -187,7 +187,8 @@ class HostCopy:
         """Copy everything. Runs in the background thread.
 
         Raises:
-            CheckpointError: the host has not enough memory, or `wait` has timed out.
+            OutOfMemory: the host has not enough memory.
+            CheckpointError: `wait` has timed out.
         """
         try:
             data = {item.index: self._planner.resolve_data(item) for item in self._plan.items}

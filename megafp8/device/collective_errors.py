@@ -9,7 +9,8 @@ from typing import Any, Optional, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from megafp8.errors import CheckpointError, Megafp8Error, PeerLost
+from megafp8.errors import CheckpointError, Megafp8Error, OutOfMemory, PeerLost
+from megafp8.utils.memory import cause
 
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ def call_on_all_ranks(action: Callable[[], T]) -> list[T]:
 
     Raises:
         CheckpointError: on all ranks, if `action` raised on any rank; names the first rank on which it did.
+        OutOfMemory: the same, if that rank lacked memory.
         PeerLost: another rank is gone, so the ranks cannot exchange results.
     """
     result: Optional[T] = None
@@ -32,17 +34,18 @@ def call_on_all_ranks(action: Callable[[], T]) -> list[T]:
         result = action()
     except (Exception, CheckpointException) as raised:  # torch's CheckpointException is no Exception
         error = raised
-    answer = result, None if error is None else error_text(error)
-    answers: list[tuple[Optional[T], Optional[str]]] = [answer] * rank_and_size()[1]
+    kind: type[Megafp8Error] = OutOfMemory if lacks_memory(error) else CheckpointError
+    answer = result, None if error is None else (kind, error_text(error))
+    answers: list[tuple[Optional[T], Optional[tuple[type[Megafp8Error], str]]]] = [answer] * rank_and_size()[1]
     if dist.is_initialized():
         try:
             dist.all_gather_object(answers, answer)
         except RuntimeError as lost:
             raise PeerLost(f"another rank was lost: {lost}") from (error or lost)
-    failed = [(rank, text) for rank, (_, text) in enumerate(answers) if text is not None]
-    if failed:
-        rank, text = failed[0]
-        raise CheckpointError(text if len(answers) == 1 else f"rank {rank}: {text}") from error
+    for rank, (_, failure) in enumerate(answers):
+        if failure is not None:
+            kind, text = failure
+            raise kind(text if len(answers) == 1 else f"rank {rank}: {text}") from error
     return [result for result, _ in answers]  # type: ignore[misc]
 
 
@@ -113,15 +116,25 @@ def raise_peer_lost(error: BaseException) -> None:
     Raises:
         PeerLost: another rank is gone.
     """
-    causes = [each[0] for each in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    for cause in causes:
+    for each in errors_of_ranks(error):
         # gloo raises a plain RuntimeError whose text has its source file.
-        if isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "/gloo/" in str(cause)):
-            raise PeerLost(f"another rank was lost: {cause}") from error
+        if isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and "/gloo/" in str(each)):
+            raise PeerLost(f"another rank was lost: {each}") from error
+
+
+def lacks_memory(error: Optional[BaseException]) -> bool:
+    """Whether the error, or that of one of the ranks, means lack of memory."""
+    return any(isinstance(each, OutOfMemory) or cause(each) for each in errors_of_ranks(error))
+
+
+def errors_of_ranks(error: Optional[BaseException]) -> list[BaseException]:
+    """The errors in torch's CheckpointException; of another error, itself."""
+    if isinstance(error, CheckpointException):
+        return [each[0] for each in error.failures.values()]
+    return [] if error is None else [error]
 
 
 def error_text(error: BaseException) -> str:
     """The error in one line. torch's CheckpointException would print the tracebacks of all ranks."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+    error = next(iter(errors_of_ranks(error)), error)
     return str(error) if isinstance(error, Megafp8Error) else f"{type(error).__name__}: {error}"

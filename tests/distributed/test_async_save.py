@@ -23,7 +23,7 @@ from megafp8.checkpoint.manifest import read_manifest
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.resume_point import choose_checkpoint
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.errors import CheckpointError
+from megafp8.errors import CheckpointError, OutOfMemory
 from megafp8.resilience import fault_injection
 from megafp8.training.pretrain import train as train_loop
 from megafp8.training.run import Run
@@ -261,7 +261,7 @@ def test_consecutive_failed_saves_stop_the_run(mode: str, tmp_path: Path) -> Non
 def test_no_memory_for_a_copy_is_reported(tmp_path: Path) -> None:
     with mock.patch("psutil.virtual_memory", return_value=mock.Mock(available=10)):
         value = torch.zeros(1000)
-        with pytest.raises(CheckpointError, match=r"--async-save needs 0\.000 GB of host memory"):
+        with pytest.raises(OutOfMemory, match=r"--async-save needs 0\.000 GB of host memory"):
             HostBuffers().allocate({"index": value})
 
 

@@ -15,7 +15,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config.checkpoint_size import min_checkpoint_bytes
 from megafp8.config.schema import CheckpointConfig, RunConfig
-from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
+from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, lacks_memory
 from megafp8.errors import CheckpointError, NumericsError
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
@@ -131,6 +131,7 @@ class CheckpointSaver:
 
         Raises:
             CheckpointError: the save failed, and it was the run's last or exceeded `--ckpt-max-failures`.
+            MemoryError: the same, for lack of memory.
         """
         due = folder_due(self._run.config, progress.step, is_last or is_due)
         if due is None:
@@ -218,10 +219,10 @@ class CheckpointSaver:
     def _failed(self, step: int, error: CheckpointError, is_last: bool) -> None:
         self._num_failed += 1
         self._sinks.write(EventRecord(step=step, name="checkpoint failed", detail=str(error)))
-        if is_last:
-            raise error
         most = self._run.config.checkpoint.ckpt_max_failures
-        if most and self._num_failed >= most:
-            raise CheckpointError(f"{error}; {self._num_failed} consecutive saves failed (--ckpt-max-failures {most})")
+        if is_last or (most and self._num_failed >= most):
+            count = "" if is_last else f"; {self._num_failed} consecutive saves failed (--ckpt-max-failures {most})"
+            kind = MemoryError if lacks_memory(error.__cause__) else CheckpointError
+            raise kind(f"{error}{count}") from error
         if self._run.place.rank == 0:
             print(f"megafp8: {error}; training continues without this checkpoint", file=sys.stderr, flush=True)
