@@ -17,6 +17,8 @@ from megafp8.utils.memory import cause, limits
 NUM_THREADS = 64
 # Of a thread where `ulimit -s` is unlimited.
 DEFAULT_STACK_BYTES = 2 << 20
+# With more, there is memory for a heap of each thread, which is faster than one for all.
+SMALL_HEADROOM_BYTES = 8 << 30
 M_ARENA_MAX = -8  # of mallopt(3)
 
 
@@ -29,17 +31,27 @@ def check_limits() -> None:
     """
     if not (known := list(limits())):
         return
-    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)  # each thread would reserve 64 MiB of addresses for a heap of its own
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc only
+    if mallopt is not None and not fits(SMALL_HEADROOM_BYTES):
+        mallopt(M_ARENA_MAX, 1)  # each thread would reserve 64 MiB of addresses for a heap of its own
     stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    num_bytes = NUM_THREADS * (DEFAULT_STACK_BYTES if stack == resource.RLIM_INFINITY else stack)
-    try:
-        mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except OSError:
+    is_unlimited = stack == resource.RLIM_INFINITY
+    num_bytes = NUM_THREADS * (DEFAULT_STACK_BYTES if is_unlimited else stack)
+    if not fits(num_bytes):
         raise OutOfMemory(
             f"{' and '.join(known)} (KiB) limits the memory of this process: the stacks of {NUM_THREADS} threads, "
-            f"{num_bytes >> 20} MiB, do not fit beside the libraries. Raise the limit, or lower that of a stack "
-            "(ulimit -s)"
-        ) from None
+            f"{num_bytes >> 20} MiB, do not fit beside the libraries. Raise the limit, or lower that of a stack, "
+            f"ulimit -s {'unlimited' if is_unlimited else stack >> 10}"
+        )
+
+
+def fits(num_bytes: int) -> bool:
+    """Whether this process may take so much more memory."""
+    try:
+        mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, MemoryError):
+        return False
+    return True
 
 
 @contextmanager

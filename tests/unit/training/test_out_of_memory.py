@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import resource
+import types
+
 import pytest
 import torch
 
 from megafp8.config import flags
 from megafp8.errors import DataError, OutOfMemory
-from megafp8.training.out_of_memory import advice_on_memory
+from megafp8.training import out_of_memory
+from megafp8.training.out_of_memory import M_ARENA_MAX, advice_on_memory, check_limits
 from megafp8.utils.memory import cause, is_out_of_memory
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139.80 GiB\nSee the manual")
@@ -71,3 +76,25 @@ def test_other_errors_are_kept(error: Exception) -> None:
         except RuntimeError:
             raise error from None
     assert raised.value is error
+
+
+@pytest.mark.parametrize(("headroom_gib", "calls"), [(4, [(M_ARENA_MAX, 1)]), (512, [])])
+def test_threads_share_a_heap_only_with_little_memory(
+    headroom_gib: int, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    library = types.SimpleNamespace(mallopt=lambda *values: found.append(values))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(out_of_memory, "limits", lambda: iter(["ulimit -v 1"]))
+    monkeypatch.setattr(out_of_memory, "fits", lambda num_bytes: num_bytes <= headroom_gib << 30)
+    check_limits()
+    del library.mallopt  # a C library other than glibc
+    check_limits()
+    assert found == calls
+
+
+def test_the_limit_of_a_stack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 30, 1 << 30))
+    monkeypatch.setattr(out_of_memory, "fits", lambda _: False)
+    with pytest.raises(OutOfMemory, match=r"ulimit -v 1048576 .* 65536 MiB, .* ulimit -s 1048576$"):
+        check_limits()
