@@ -83,6 +83,7 @@ class LoopState:
         """End the loader processes, also if something, such as the traceback of an error, still refers to the state."""
         if self.batches is not None:
             self.batches.close()
+            self.batches = None  # one that was never started keeps its loader until it is collected
 
 
 class Extension:

@@ -181,6 +181,7 @@ def test_loader_processes_end_with_the_loop_although_its_state_is_kept(
     with pytest.raises(NumericsError) if fails else contextlib.nullcontext():
         loop.train_steps(state, [Recorder("a", calls, open=read)])
     assert num_processes == [1, 1]
+    assert state.batches is None
     assert multiprocessing.active_children() == []
 
 
