@@ -345,6 +345,16 @@ class GuardedIndexedDataset(IndexedDataset):
         self._index_file.check()
         return super().sequence_lengths
 
+    @property
+    def document_indices(self) -> np.ndarray:
+        """First sequence of each document, then the number of all, int64 [documents + 1], mapped; errors as `get`."""
+        self._index_file.check()
+        return super().document_indices
+
+    def get_document_indices(self) -> np.ndarray:
+        """`document_indices`."""
+        return self.document_indices
+
     def __getstate__(self) -> Any:
         return super().__getstate__(), self.stamps
 

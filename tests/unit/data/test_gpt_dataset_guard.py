@@ -69,7 +69,15 @@ def test_a_change_in_place_is_an_error_at_the_next_read(prefix, is_mapped, damag
         dataset.get(0)
 
 
-@pytest.mark.parametrize("read", [lambda dataset: dataset[3999], lambda dataset: dataset.sequence_lengths.sum()])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda dataset: dataset[3999],
+        lambda dataset: dataset.sequence_lengths.sum(),
+        lambda dataset: dataset.document_indices.sum(),
+        lambda dataset: dataset.get_document_indices().sum(),
+    ],
+)
 def test_an_index_of_several_pages_that_is_cut_short_is_an_error(tmp_path, read):
     """In a process of its own: an access to a mapped page that is gone ends the process."""
     prefix = write_shard(tmp_path / "s", [[1]] * 4000)
