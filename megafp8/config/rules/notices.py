@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, iterations, lr_schedule, precision_map, topology
+from megafp8.config import derived, iterations, lr_schedule, precision_map
 from megafp8.config.expert_layers import has_capacity, is_mixture
 from megafp8.config.rules.batch import batch_schedule_notices
 from megafp8.config.rules.gradient_reduction import idle_reduction_notices
@@ -51,7 +51,7 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
 
 
 def _cuda_graph_notices(config: RunConfig, world_size: int) -> Iterator[str]:
-    if derived.uses_cuda_graph(config) and world_size > topology.model_parallel_size(config):
+    if derived.uses_cuda_graph(config) and world_size > 1:
         yield (
             f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks cannot be identified, because times "
             "within a graph cannot be measured"
