@@ -21,16 +21,19 @@ class ConfigError(Megafp8Error):
     """
 
     exit_status = 64
+    subject = "the settings"
 
     def __init__(self, problems: "str | list[str]"):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__(f"{head} with the settings:\n" + "\n".join(f"  - {text}" for text in self.problems))
+        super().__init__(f"{head} with {self.subject}:\n" + "\n".join(f"  - {text}" for text in self.problems))
 
 
 class CapabilityError(ConfigError):
     """A setting that this machine does not support: a missing device, library or kernel."""
+
+    subject = "the settings or this machine"
 
 
 class DataError(Megafp8Error):

@@ -92,7 +92,7 @@ def test_a_python_without_a_package_reports_the_command_line_and_what_to_install
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 64, result.stderr
     head, flag, missing = result.stderr.splitlines()
-    assert head.endswith("2 problems with the settings:")
+    assert head == "CapabilityError: 2 problems with the settings or this machine:"
     assert "--hiden-size" in flag and "did you mean --hidden-size" in flag
     assert missing.startswith(f"  - {sys.executable} has no {package}")
     assert f"`{sys.executable} -m pip install -e .` in the checkout" in missing
