@@ -12,6 +12,7 @@ histories) is loaded where the checkpoint has it, and incomplete optimizer state
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import Any, Optional
 
@@ -20,15 +21,17 @@ import torch
 from megafp8.checkpoint.manifest import summarize
 from megafp8.checkpoint.metadata import embedding_rows, load_common_state, read_config
 from megafp8.config import derived, dimensions, precision_map, settings
+from megafp8.config.iterations import global_batch_size
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.setting_roles import NOT_OF_THE_WEIGHTS, UNNAMED_CHANGES
+from megafp8.config.topology import model_parallel_size
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
 from megafp8.device.collective_errors import call_on_rank_0
 from megafp8.errors import CheckpointError
 from megafp8.recipes import registry
 
-NULL_TOKENIZER = "NullTokenizer"
+NULL_TOKENIZER, BATCH_FLAG = "NullTokenizer", "--global-batch-size"
 # Fields of megatron-core's scheduler state, with the flags that set them. Steps are counted in samples.
 SCHEDULE_FLAGS = {
     "max_lr": "--lr",
@@ -90,21 +93,37 @@ def check_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
         )
 
 
-def changed_settings(path: Path, config: RunConfig, weights_only: bool) -> tuple[str, ...]:
+def changed_settings(path: Path, config: RunConfig, world_size: int, weights_only: bool) -> tuple[str, ...]:
     """Return a note with all settings that the checks accept and that change what a run learns; none if none differs.
 
     Args:
+        world_size: of this run.
         weights_only: compare only the model; else also optimizer, data, gradients and the rest of training.
     """
-    saved = read_config(path)
+    common = load_common_state(path)
+    saved = settings.from_json(common["config"])
     refused = {f"precision.{name}" for each in (saved, config) for name in number_formats(each.precision)}
+    runs = with_explicit_batches((saved, prod(common["layout"])), (config, world_size))
+    hint = "" if config.training.global_batch_size else f" ({BATCH_FLAG} {runs[0].training.global_batch_size} keeps it)"
     lines = [
-        line
-        for line in settings.diff(with_explicit_sizes(saved), with_explicit_sizes(config))
+        line + hint * line.startswith("training.global_batch_size:")
+        for line in settings.diff(*map(with_explicit_sizes, runs))
         if not line.startswith(UNNAMED_CHANGES) and line.partition(":")[0] not in refused
         and (line.startswith("model.") or not weights_only)
     ]  # fmt: skip
     return (f"settings that differ from the checkpoint's: {'; '.join(lines)}",) if lines else ()
+
+
+def with_explicit_batches(*runs: tuple[RunConfig, int]) -> list[RunConfig]:
+    """Return the settings of runs with their global batch sizes, which may depend on their numbers of ranks.
+
+    They are unchanged where one does not tell: a conversion saves the settings of a model only.
+    """
+    if any(each.training.micro_batch_size is None or size % model_parallel_size(each) for each, size in runs):
+        return [each for each, _ in runs]
+    return [
+        settings.with_values(each, {"training.global_batch_size": global_batch_size(each, size)}) for each, size in runs
+    ]
 
 
 def with_explicit_sizes(config: RunConfig) -> RunConfig:

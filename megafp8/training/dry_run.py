@@ -285,7 +285,7 @@ def checkpoint_text(config: RunConfig, checked: Checked, vocab_size: int) -> str
         has_notice = any(checkpoints_to_load_are_there(config, checked.world_size))
         missing = "" if has_notice else f"; not checked: {' and '.join(absent)}, absent on this machine"
         return f"checkpoints: {saves}{missing}"
-    found, weights_only = preview(config, checked.implementation, vocab_size)
+    found, weights_only = preview(config, checked.world_size, checked.implementation, vocab_size)
     if found is None:
         loads = f"; no checkpoint in {checkpoint.load}: starts from step 0" if checkpoint.load else ""
         return f"checkpoints: {saves}{loads}"

@@ -45,7 +45,9 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     folders = load_folders(run.config)
     if is_own and checkpoint.ckpt_step is None and chosen.path.parent in folders:
         chosen = skip_crashing_checkpoint(run, chosen, folders, checkpoint.ckpt_verify == "hash")
-    notes = chosen.notes + check_vocabulary_and_formats(run.config, run.vocab_size, chosen.path, weights_only)
+    notes = chosen.notes + check_vocabulary_and_formats(
+        run.config, run.place.world_size, run.vocab_size, chosen.path, weights_only
+    )
     continues_training = not (weights_only or run.config.training.skip_train)
     if continues_training:
         if run.sample_chain is not None:
@@ -65,7 +67,9 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
 
 
-def preview(config: RunConfig, implementation: str, vocab_size: int) -> tuple[Optional[ResumePoint], bool]:
+def preview(
+    config: RunConfig, world_size: int, implementation: str, vocab_size: int
+) -> tuple[Optional[ResumePoint], bool]:
     """The checkpoint that a start would load, after the checks that need no ranks; renames nothing.
 
     Not checked are the hashes of files with tensors, the order of samples, the learning-rate schedule and the names of
@@ -82,7 +86,7 @@ def preview(config: RunConfig, implementation: str, vocab_size: int) -> tuple[Op
     """
     chosen, weights_only = select_checkpoint(config, with_hashes=False, is_own=False)
     if chosen is not None:
-        notes = chosen.notes + check_vocabulary_and_formats(config, vocab_size, chosen.path, weights_only)
+        notes = chosen.notes + check_vocabulary_and_formats(config, world_size, vocab_size, chosen.path, weights_only)
         chosen = dataclasses.replace(chosen, notes=notes)
         common = load_common_state(chosen.path)
         with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
@@ -130,7 +134,9 @@ def select_checkpoint(config: RunConfig, with_hashes: bool, is_own: bool) -> tup
     return chosen, True
 
 
-def check_vocabulary_and_formats(config: RunConfig, vocab_size: int, path: Path, weights_only: bool) -> tuple[str, ...]:
+def check_vocabulary_and_formats(
+    config: RunConfig, world_size: int, vocab_size: int, path: Path, weights_only: bool
+) -> tuple[str, ...]:
     """Check the vocabulary, and the number formats if the run continues that of the checkpoint; returns notes.
 
     Raises:
@@ -139,7 +145,7 @@ def check_vocabulary_and_formats(config: RunConfig, vocab_size: int, path: Path,
     compatibility.check_vocabulary(path, config, vocab_size)
     continues_training = not (weights_only or config.training.skip_train)
     notes = compatibility.check_number_formats(path, config) if continues_training else ()
-    return notes + compatibility.changed_settings(path, config, not continues_training)
+    return notes + compatibility.changed_settings(path, config, world_size, not continues_training)
 
 
 def change_linears(run: Run, path: Path, moved: tuple[MovedLinear, ...]) -> tuple[str, ...]:

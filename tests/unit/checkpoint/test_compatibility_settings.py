@@ -12,7 +12,7 @@ from megafp8.checkpoint.compatibility import changed_settings, check_model, chec
 from megafp8.config import flags
 from megafp8.config.schema import RunConfig
 from megafp8.config.setting_roles import NOT_OF_THE_FUNCTION, NOT_OF_THE_WEIGHTS, UNNAMED_CHANGES
-from megafp8.config.settings import all_settings, settings_by_name
+from megafp8.config.settings import all_settings, settings_by_name, to_json
 from megafp8.errors import CheckpointError
 
 PATH = Path("iter_0000007")
@@ -70,9 +70,13 @@ def config_of(text: str) -> RunConfig:
     return flags.parse(text.split()).config
 
 
-def named(before: str, now: str, monkeypatch: pytest.MonkeyPatch, weights_only: bool = False) -> tuple[str, ...]:
-    monkeypatch.setattr(compatibility, "read_config", lambda path: config_of(before))
-    return changed_settings(PATH, config_of(now), weights_only)
+def named(
+    before: str, now: str, monkeypatch: pytest.MonkeyPatch, weights_only: bool = False, world_size: int = 4
+) -> tuple[str, ...]:
+    """The checkpoint is of four ranks."""
+    common = {"config": to_json(config_of(before)), "layout": [1, 2, 2]}
+    monkeypatch.setattr(compatibility, "load_common_state", lambda path: common)
+    return changed_settings(PATH, config_of(now), world_size, weights_only)
 
 
 @pytest.mark.parametrize(("change", "name"), COEFFICIENTS, ids=lambda value: value.split()[0])
@@ -114,9 +118,36 @@ def test_all_changes_are_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "now", "note"),
+    [
+        ("", "", "training.global_batch_size: 4 -> 8 (--global-batch-size 4 keeps it)"),
+        ("--global-batch-size 8", "", ""),
+        ("", "--global-batch-size 4", ""),
+        ("--global-batch-size 4", "--global-batch-size 8", "training.global_batch_size: 4 -> 8"),
+        ("", "--tensor-model-parallel-size 2", ""),
+        ("--tensor-model-parallel-size 2", "", "training.global_batch_size: 2 -> 8 (--global-batch-size 2 keeps it)"),
+    ],
+)
+def test_another_batch_of_other_ranks_is_named(
+    before: str, now: str, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The global batch size of a run without the flag follows from its ranks."""
+    before, now = f"{MODEL} {before}", f"{MODEL} {now}"
+    line = (f"settings that differ from the checkpoint's: {note}",) if note else ()
+    assert named(before, now, monkeypatch, world_size=8) == line
+    assert named(before, now, monkeypatch, weights_only=True, world_size=8) == ()
+
+
+def test_the_batch_of_a_conversion_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = MODEL.replace("--micro-batch-size 1", "")
+    (note,) = named(before, MODEL, monkeypatch)
+    assert "global_batch_size" not in note
+
+
+@pytest.mark.parametrize(
     "change",
     [
-        "", "--save elsewhere", "--log-interval 7", "--tensor-model-parallel-size 2", "--num-workers 7",
+        "", "--save elsewhere", "--log-interval 7", "--sequence-parallel", "--num-workers 7",
         "--exit-interval 4", "--fp8-format hybrid", "--init-method-std 0.5", "--eval-iters 3", "--num-threads 2",
     ],
 )  # fmt: skip
