@@ -70,7 +70,9 @@ def load_checkpoint(
     with_rng = not (weights_only or config.checkpoint.no_load_rng or saved.checkpoint.no_save_rng) and same_layout
 
     model = state_dict.model_state(training_state.chunks)
-    scale_note = local_scales.request(model, common.get(local_scales.KEY), local_scales.group_sizes(config))
+    scale_note = ""
+    if all(derived.is_stateful(each.precision) for each in (saved, config)):
+        scale_note = local_scales.request(model, common.get(local_scales.KEY), local_scales.group_sizes(config))
     num_rows = embedding_rows(path)
     known = state_dict.known_vocab_rows(model, num_rows)
     state = dict(model)

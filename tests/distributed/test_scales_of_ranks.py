@@ -18,6 +18,8 @@ from megafp8.config.schema import RunConfig
 from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, emulated_linears
 
 LOCAL = f"{DELAYED} --tp-only-amax-red"
+FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --micro-batch-size 1"
+REPLICAS = "--num-distributed-optimizer-instances 2"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
     "--expert-model-parallel-size 2"
@@ -53,6 +55,35 @@ def test_another_layout_of_as_many_data_parallel_ranks_keeps_them(tmp_path: Path
     loaded = run_ranks(2, states_and_notes, small_config("llama", LOCAL, 2), tmp_path, False)
     for (states, notes), (expected, _) in zip(loaded, saved[::2], strict=True):
         assert all(torch.equal(state, expected[name]) for name, state in states.items())
+        assert not any("--tp-only-amax-red" in note for note in notes)
+
+
+def test_other_expert_parallel_ranks_keep_those_outside_of_experts(tmp_path: Path) -> None:
+    other = EXPERTS.replace("--expert-model-parallel-size 2", "")
+    saved = run_ranks(4, states_and_notes, small_config("llama", f"{LOCAL} {EXPERTS}", 4), tmp_path, True)
+    loaded = run_ranks(4, states_and_notes, small_config("llama", f"{LOCAL} {other}", 4), tmp_path, False)
+    for (states, notes), (expected, _) in zip(loaded, saved, strict=True):
+        dense = [name for name in states if ".experts." not in name]
+        assert dense and all(torch.equal(states[name], expected[name]) for name in dense)
+        (note,) = (note for note in notes if "--tp-only-amax-red" in note)
+        assert "all ranks start with the scales and amax histories of experts of the first rank" in note
+
+
+def test_replicas_of_fsdp_keep_them(tmp_path: Path) -> None:
+    """Whichever ranks have the same rows."""
+    flags = f"{LOCAL.replace('--use-distributed-optimizer', '')} {FSDP}"
+    two, one = (small_config("llama", text, 4) for text in (f"{flags} {REPLICAS}", flags))
+    saved = run_ranks(4, states_and_notes, two, tmp_path, True)
+    for (states, notes), (expected, _) in zip(run_ranks(4, states_and_notes, one, tmp_path, False), saved, strict=True):
+        assert all(torch.equal(state, expected[name]) for name, state in states.items())
+        assert not any("--tp-only-amax-red" in note for note in notes)
+
+
+@pytest.mark.parametrize(("before", "after"), [("--bf16", LOCAL), (LOCAL, "--bf16")])
+def test_runs_without_scales_say_nothing_of_them(before: str, after: str, tmp_path: Path) -> None:
+    configs = [small_config("llama", flags, 2) for flags in (before, after)]
+    run_ranks(2, states_and_notes, configs[0], tmp_path, True)
+    for _, notes in run_ranks(2, states_and_notes, configs[1], tmp_path, False):
         assert not any("--tp-only-amax-red" in note for note in notes)
 
 
