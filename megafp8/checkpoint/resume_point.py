@@ -96,15 +96,21 @@ def find_source(source: Path, step: Optional[int] = None, flag: str = "") -> Res
     return found
 
 
-def choose_rollback_checkpoint(*folders: Path, step: int, with_hashes: bool = True) -> Optional[ResumePoint]:
+def choose_rollback_checkpoint(
+    *folders: Path, step: int, history: SkipHistory, with_hashes: bool = True
+) -> Optional[ResumePoint]:
     """Return the newest intact checkpoint not newer than `step`, else the oldest intact one, else None.
 
     All ranks call it. The folders are the run's own.
+
+    Args:
+        history: of the run. What an earlier rollback abandoned is left out: it stays where the save of that one failed.
 
     Raises:
         CheckpointError: on all ranks: they do not see the same checkpoints.
     """
     found = steps_on_all_ranks(folders)
+    found = call_on_rank_0(lambda: [(at, folder) for at, folder in found if not is_abandoned(folder, at, history)])
     older = [pair for pair in found if pair[0] <= step]
     newer = [pair for pair in found if pair[0] > step]
     intact, damaged = first_intact(older[::-1] + newer, with_hashes)
@@ -139,7 +145,7 @@ def set_damaged_aside(damaged: list[tuple[Path, str]], is_own: bool) -> tuple[st
 
 def retire_newer(folder: Path, step: int) -> tuple[str, ...]:
     """Rename the checkpoints newer than `step` before a run resumes from it; return notes. All ranks call it."""
-    return retire(folder, lambda path, each: f"is newer than step {step}" if each > step else "")
+    return retire(folder, lambda _, each: f"is newer than step {step}" if each > step else "")
 
 
 def retire_abandoned(folder: Path, history: SkipHistory) -> tuple[str, ...]:
@@ -148,24 +154,29 @@ def retire_abandoned(folder: Path, history: SkipHistory) -> tuple[str, ...]:
     A checkpoint with the history must be complete. Without it, a restart needs those checkpoints to come to the bad
     step again, and the rollback would be lost.
     """
+
+    def reason(folder: Path, step: int) -> str:
+        return "was abandoned by a rollback" if is_abandoned(folder, step, history) else ""
+
+    return retire(folder, reason)
+
+
+def is_abandoned(folder: Path, step: int, history: SkipHistory) -> bool:
+    """Return whether a rollback went back behind a checkpoint; false for one without a readable manifest."""
     ranges = [samples for samples in history.skipped if samples.reason == ROLLBACK]
-
-    def reason(path: Path, step: int) -> str:
-        try:
-            consumed = read_manifest(path).consumed_samples
-        except CheckpointError:
-            return ""  # damaged: it is never loaded
-        return "was abandoned by a rollback" if any(each.first < consumed < each.end for each in ranges) else ""
-
-    return retire(folder, reason) if ranges else ()
+    try:
+        consumed = read_manifest(checkpoint_path(folder, step)).consumed_samples if ranges else 0
+    except CheckpointError:
+        return False  # damaged: it is never loaded
+    return any(each.first < consumed < each.end for each in ranges)
 
 
 def retire(folder: Path, reason: Callable[[Path, int], str]) -> tuple[str, ...]:
-    """Rename the checkpoints for which there is a reason, by path and step; return notes. All ranks call it."""
+    """Rename the checkpoints for which there is a reason, by folder and step; return notes. All ranks call it."""
 
     def rename() -> list[str]:
         paths = {checkpoint_path(folder, step): step for step in list_steps(folder)}
-        reasons = {path: text for path, step in paths.items() if (text := reason(path, step))}
+        reasons = {path: text for path, step in paths.items() if (text := reason(folder, step))}
         return [f"{path.name} {text}, renamed to {set_aside(path, RETIRED).name}" for path, text in reasons.items()]
 
     return tuple(call_on_rank_0(rename))

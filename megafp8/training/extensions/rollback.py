@@ -93,7 +93,9 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, error: NumericsError) 
     folders = checkpoint_folders(run.config)
     finish_param_gather(run.config, run.trainee)
     with_hashes = run.config.checkpoint.ckpt_verify == "hash"
-    chosen = choose_rollback_checkpoint(*folders, step=step - training.spike_rollback_steps, with_hashes=with_hashes)
+    chosen = choose_rollback_checkpoint(
+        *folders, step=step - training.spike_rollback_steps, history=progress.history, with_hashes=with_hashes
+    )
     if chosen is None:
         raise NumericsError(
             f"{error}\n--spike-policy rollback: {folders[0]} has no complete checkpoint yet; lower --save-interval"
