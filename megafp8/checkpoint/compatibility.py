@@ -24,7 +24,7 @@ from megafp8.config import derived, dimensions, precision_map, settings
 from megafp8.config.iterations import global_batch_size
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.config.setting_roles import NOT_OF_THE_WEIGHTS, UNNAMED_CHANGES
+from megafp8.config.setting_roles import NOT_OF_THE_WEIGHTS, is_unnamed
 from megafp8.config.topology import model_parallel_size
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
 from megafp8.device.collective_errors import call_on_rank_0
@@ -108,7 +108,7 @@ def changed_settings(path: Path, config: RunConfig, world_size: int, weights_onl
     lines = [
         line + hint * line.startswith("training.global_batch_size:")
         for line in settings.diff(*map(with_explicit_sizes, runs))
-        if not line.startswith(UNNAMED_CHANGES) and line.partition(":")[0] not in refused
+        if not is_unnamed(name := line.partition(":")[0]) and name not in refused
         and (line.startswith("model.") or not weights_only)
     ]  # fmt: skip
     return (f"settings that differ from the checkpoint's: {'; '.join(lines)}",) if lines else ()

@@ -11,7 +11,7 @@ from megafp8.checkpoint import compatibility
 from megafp8.checkpoint.compatibility import changed_settings, check_model, check_schedule
 from megafp8.config import flags
 from megafp8.config.schema import RunConfig
-from megafp8.config.setting_roles import NOT_OF_THE_FUNCTION, NOT_OF_THE_WEIGHTS, UNNAMED_CHANGES
+from megafp8.config.setting_roles import NOT_OF_THE_FUNCTION, NOT_OF_THE_WEIGHTS, UNNAMED_CHANGES, is_unnamed
 from megafp8.config.settings import all_settings, settings_by_name, to_json
 from megafp8.errors import CheckpointError
 
@@ -157,8 +157,14 @@ def test_what_has_no_effect_or_a_check_of_its_own_is_not_named(change: str, monk
 
 def test_every_role_is_of_a_setting() -> None:
     assert settings_by_name().keys() >= NOT_OF_THE_FUNCTION | NOT_OF_THE_WEIGHTS
-    for prefix in UNNAMED_CHANGES:
-        assert any(setting.name.startswith(prefix) for setting in all_settings()), prefix
+    for name in UNNAMED_CHANGES:
+        is_group = name[-1] in "._"
+        assert any(each.name.startswith(name) if is_group else each.name == name for each in all_settings()), name
+
+
+def test_a_later_setting_with_a_longer_name_is_named() -> None:
+    assert is_unnamed("training.performance") and is_unnamed("training.recompute_modules")
+    assert not any(map(is_unnamed, ("training.performance_x", "data.data_path_weights", "training.recompute")))
 
 
 @pytest.mark.parametrize(
