@@ -192,6 +192,13 @@ def test_a_longer_run_continues_a_shorter_one(schedule: str, tmp_path: Path, cap
     assert capfd.readouterr().out.count(note) == 1
 
 
+def test_a_finished_run_continues_with_more_steps(tmp_path: Path) -> None:
+    flags = f"{PLAIN} --lr-decay-style constant"
+    unbroken = run_loop(tmp_path / "unbroken", f"{flags} --train-iters 8", 1)
+    assert run_loop(tmp_path / "parts", flags, 1)[0] == Progress(6, 48)
+    assert run_loop(tmp_path / "parts", f"{flags} --train-iters 8", 1) == unbroken
+
+
 def test_changed_settings_are_named_in_one_line(tmp_path: Path, capfd) -> None:
     run_loop(tmp_path, f"{PLAIN} --exit-interval 2", 1)
     run_loop(tmp_path, f"{PLAIN} --exit-interval 4", 1)

@@ -13,6 +13,7 @@ from faulty_run import FaultyRun, assert_died
 
 from megafp8.checkpoint.directory import POINTER, checkpoint_path, clean_up, complete_steps
 from megafp8.checkpoint.manifest import find_damage
+from megafp8.checkpoint.serialization import COMMON_FILE
 from megafp8.resilience.fault_injection import POINTS
 from megafp8.training import pretrain
 
@@ -75,3 +76,19 @@ def test_overwriting_a_step_never_mixes_checkpoints(
     assert (found != before) == (point in NAMED)
     assert all((found[part] == before[part]) == (point not in NAMED) for part in ("weights", "optimizer", "random"))
     assert copied.fingerprint(SAVED) == until_2.fingerprint(SAVED)
+
+
+def test_a_start_leaves_out_a_checkpoint_with_a_flipped_bit(copied: FaultyRun) -> None:
+    """Of its settings, which every start reads first."""
+    path = checkpoint_path(copied.folder, SAVED) / COMMON_FILE
+    content = bytearray(path.read_bytes())
+    content[content.index(b"lr_warmup_samples")] ^= 1
+    path.write_bytes(bytes(content))
+    ended = copied.start(flags=f"--save {copied.folder} --load {copied.folder} {SHORT}")
+    assert set(ended.statuses) == {0}, ended.report()
+    name = path.parent.name
+    assert (
+        f"{name} is damaged ({COMMON_FILE} is damaged" in ended.output[0]
+        and f"renamed to {name}.corrupt" in (ended.output[0])
+    )
+    assert complete_steps(copied.folder) == [1, SAVED] and (copied.folder / f"{name}.corrupt").is_dir()
