@@ -53,8 +53,6 @@ MAX_LISTED_LINEARS = 4
 BF16_LAYER_SETTINGS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 DEFAULT_STRICTNESS = "assume_ok_unexpected"
 LENIENT_STRICTNESS = ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all")
-# Substrings of keys of extra layer state (scales, amax histories): Transformer Engine's and the emulated layers'.
-EXTRA_STATE_MARKERS = ("_extra_state", ".quantizer_state.")
 # Key prefixes of the parts of a checkpoint other than the model. A run may skip them.
 NON_MODEL_PARTS = ("optimizer", "random_state")
 
@@ -354,11 +352,6 @@ def check_number_formats(path: Path, config: RunConfig) -> tuple[str, ...]:
         + "\n".join(f"  {line}" for line in lines)
         + "\nfix: use the checkpoint's values, or --override-precision to continue with this run's"
     )
-
-
-def is_extra_state(key: str) -> bool:
-    """Return whether a key belongs to a layer's state other than its weights."""
-    return any(part in key for part in EXTRA_STATE_MARKERS)
 
 
 def checkpoint_part(key: str) -> str:

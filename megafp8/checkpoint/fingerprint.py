@@ -19,8 +19,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megafp8.checkpoint import local_scales
-from megafp8.checkpoint.compatibility import is_extra_state
-from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, load_common_state, load_errors
+from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, is_extra_state, load_common_state, load_errors
 from megafp8.checkpoint.serialization import SafeLoadPlanner, SafeReader
 from megafp8.checkpoint.standalone import no_process_group
 

@@ -24,7 +24,7 @@ from megafp8.checkpoint import (
     optimizer_exchange,
     state_dict,
 )
-from megafp8.checkpoint.metadata import embedding_rows, load_common_state, load_errors, skip_history
+from megafp8.checkpoint.metadata import embedding_rows, is_extra_state, load_common_state, load_errors, skip_history
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.serialization import SafeLoadStrategy, SafeReader, read_boxes
 from megafp8.config import derived, settings
@@ -181,10 +181,8 @@ def read_tensors(
         module = unwrap_model(chunk)
         loaded = fsdp_rows.model_dtensors(module, state[name])
         absent |= set(module.load_state_dict(loaded, strict=False).missing_keys)
-    not_loaded = {
-        key for key in missing if compatibility.checkpoint_part(key) in parts and not compatibility.is_extra_state(key)
-    }
-    absent_by_rank = call_on_all_ranks(lambda: {key for key in absent if not compatibility.is_extra_state(key)})
+    not_loaded = {key for key in missing if compatibility.checkpoint_part(key) in parts and not is_extra_state(key)}
+    absent_by_rank = call_on_all_ranks(lambda: {key for key in absent if not is_extra_state(key)})
     return state, compatibility.check_keys(path, strictness, set().union(*absent_by_rank), not_loaded)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Optional
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 
-from megafp8.checkpoint.compatibility import is_extra_state
+from megafp8.checkpoint.metadata import is_extra_state
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -30,12 +31,20 @@ from megafp8.device.collective_errors import error_text, raise_peer_lost
 from megafp8.errors import CheckpointError, PeerLost
 
 OPTIMIZER_PREFIX = "optimizer."
+# Substrings of keys of extra layer state (scales, amax histories): Transformer Engine's and the emulated layers'.
+EXTRA_STATE_MARKERS = ("_extra_state", ".quantizer_state.")
 # Raised by megatron-core and torch for files that are missing, truncated or of another model.
 LOAD_EXCEPTIONS = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, AttributeError, EOFError, KeyError,
     pickle.UnpicklingError, TypeError, ValueError, IndexError, ImportError, zipfile.BadZipFile, RecursionError,
     MemoryError,
 )  # fmt: skip
+
+# Types of plain values that some checkpoints lack.
+PLAIN_FORMS: dict[str, Any] = {
+    "schedule": dict, "grad_factor": (int, float), "origin": (str, NoneType), "local_scales": (list, tuple, NoneType),
+    "gradient_residual_places": (dict, NoneType),
+}  # fmt: skip
 
 
 def read_config(path: Path) -> RunConfig:
@@ -70,6 +79,23 @@ def check_form(common: dict[str, Any]) -> None:
     counts = (common["step"], common["consumed_samples"], *common["layout"])
     if any(type(count) is not int or count < 0 for count in counts):
         raise ValueError(f"step, samples and layout are {counts}, not numbers of 0 or more")
+    for name, form in PLAIN_FORMS.items():
+        if name in common and not isinstance(common[name], form):
+            raise ValueError(f"{name} is {common[name]!r}")
+    sizes = common.get("local_scales")
+    if sizes is not None and not (len(sizes) == 2 and all(type(size) is int for size in sizes)):
+        raise ValueError(f"local_scales is {sizes}, not two numbers of ranks")
+    if "schedule" in common:
+        check_schedule_form(common["schedule"])
+
+
+def check_schedule_form(schedule: dict[str, Any]) -> None:
+    """Raise ValueError if a schedule has no position, a style that is no text, or another value that is no number."""
+    if schedule.get("num_steps") is None:
+        raise ValueError("schedule has no num_steps")
+    for name, value in schedule.items():
+        if value is not None and not isinstance(value, str if str(name).endswith("_style") else (int, float)):
+            raise ValueError(f"schedule has {name} = {value!r}")
 
 
 def check_readable(path: Path) -> None:
@@ -126,6 +152,11 @@ def load_errors(path: Path, needs_common: bool = True) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error_text(error)}") from error
 
 
+def is_extra_state(key: str) -> bool:
+    """Return whether a key belongs to a layer's state other than its weights."""
+    return any(part in key for part in EXTRA_STATE_MARKERS)
+
+
 @dataclass(frozen=True)
 class TensorSummary:
     """Name, global shape, dtype, size and number of stored chunks of a tensor."""
@@ -157,9 +188,12 @@ class CheckpointContents:
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of weights and buffers."""
-        weights = (tensor for tensor in self.tensors if not tensor.name.startswith(OPTIMIZER_PREFIX))
-        return sum(prod(tensor.shape) for tensor in weights)
+        """Number of elements of weights and buffers, without scales and amax histories."""
+        return sum(
+            prod(tensor.shape)
+            for tensor in self.tensors
+            if not (tensor.name.startswith(OPTIMIZER_PREFIX) or is_extra_state(tensor.name))
+        )
 
 
 def read_contents(path: Path) -> CheckpointContents:

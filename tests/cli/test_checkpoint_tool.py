@@ -149,6 +149,19 @@ def test_show(tool, saved: Path, capsys) -> None:
     assert shown["num_parameters"] > 256 * 32
 
 
+def test_scales_are_no_parameters(tool, tmp_path: Path, capsys) -> None:
+    """The checkpoint has those of both data-parallel ranks."""
+    numbers = []
+    for kind in ("", "--fp8-format hybrid --fp8-recipe delayed --tp-only-amax-red"):
+        flags = f"{FLAGS.replace('--tensor-model-parallel-size 2', '')} {kind}"
+        folder = save_initial(tmp_path / f"run{len(numbers)}", configure(flags), world_size=2)
+        assert tool.main(["show", str(folder), "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert bool(kind) == any(".quantizer_state." in tensor["name"] for tensor in shown["tensors"])
+        numbers.append(shown["num_parameters"])
+    assert numbers[0] == numbers[1]
+
+
 def test_prune_keeps_the_newest_complete_checkpoints(tool, run: Path, capsys) -> None:
     for step in (8, 9, 10):
         copy_as_step(run / "iter_0000007", run, step)

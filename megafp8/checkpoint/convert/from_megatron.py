@@ -12,7 +12,6 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.compatibility import EXTRA_STATE_MARKERS
 from megafp8.checkpoint.convert.from_huggingface import changed_settings, report_bytes
 from megafp8.checkpoint.convert.gpt_weights import Weight, gpt_weights
 from megafp8.checkpoint.convert.megatron_args import settings_of_args
@@ -20,7 +19,7 @@ from megafp8.checkpoint.convert.megatron_buckets import Layout, bucket_sources, 
 from megafp8.checkpoint.convert.megatron_folder import CONSUMED_SAMPLES, MegatronCheckpoint, open_megatron_checkpoint
 from megafp8.checkpoint.convert.problems import check_problems
 from megafp8.checkpoint.convert.safetensors_files import write_json
-from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, load_errors
+from megafp8.checkpoint.metadata import EXTRA_STATE_MARKERS, OPTIMIZER_PREFIX, load_errors
 from megafp8.checkpoint.standalone import CheckpointTensors, LazyTensor, save_parts
 from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
 from megafp8.config.muon import is_muon

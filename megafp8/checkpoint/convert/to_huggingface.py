@@ -12,7 +12,6 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.compatibility import is_extra_state
 from megafp8.checkpoint.convert import safetensors_files
 from megafp8.checkpoint.convert.families import family_of_run
 from megafp8.checkpoint.convert.family import HFFamily
@@ -21,7 +20,7 @@ from megafp8.checkpoint.convert.safetensors_files import TensorSpec, WeightForm,
 from megafp8.checkpoint.convert.safetensors_writer import TensorBatch, write_batches
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
 from megafp8.checkpoint.convert.tokenizer import tokenizer_notes, write_tokenizer
-from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, load_common_state, load_errors
+from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, is_extra_state, load_common_state, load_errors
 from megafp8.checkpoint.resume_point import find_source
 from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.checkpoint.state_dict import EMBEDDING

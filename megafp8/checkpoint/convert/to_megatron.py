@@ -18,13 +18,12 @@ import numpy as np
 import torch
 
 from megafp8.checkpoint import gradient_residuals
-from megafp8.checkpoint.compatibility import EXTRA_STATE_MARKERS
 from megafp8.checkpoint.convert.from_huggingface import report_bytes
 from megafp8.checkpoint.convert.from_megatron import tensor_source
 from megafp8.checkpoint.convert.megatron_args import args_of_settings, unexpressed_settings
 from megafp8.checkpoint.convert.problems import format_problems
 from megafp8.checkpoint.directory import POINTER, checkpoint_path
-from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, check_readable, load_common_state
+from megafp8.checkpoint.metadata import EXTRA_STATE_MARKERS, OPTIMIZER_PREFIX, check_readable, load_common_state
 from megafp8.checkpoint.resume_point import find_source
 from megafp8.checkpoint.standalone import CheckpointTensors, LazyTensor, write_files
 from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
