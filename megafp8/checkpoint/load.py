@@ -168,7 +168,8 @@ def read_tensors(
     """
     parts = {"model", *state}
     for leaf in nested_values(state):
-        if isinstance(leaf, ShardedTensorFactory):
+        # Quantized weights are read into dequantized copies.
+        if isinstance(leaf, ShardedTensorFactory) and type(leaf.data) in (torch.Tensor, torch.nn.Parameter):
             leaf.merge_fn = partial(whole_tensor, leaf, leaf.merge_fn)
     # megatron-core returns mismatched keys instead of raising; `check_keys` handles them.
     mcore_strictness = "return_all" if strictness.endswith("_all") else "return_unexpected"
@@ -193,8 +194,9 @@ def whole_tensor(factory: ShardedTensorFactory, merge: Callable[[Any], Any], pie
         factory: whose data is the tensor.
         merge: joins copies of the pieces.
     """
-    places = {piece.untyped_storage().data_ptr() for piece in nested_values(pieces)}
-    return factory.data if places == {factory.data.untyped_storage().data_ptr()} else merge(pieces)
+    place = factory.data.untyped_storage().data_ptr()
+    is_in_place = place and {piece.untyped_storage().data_ptr() for piece in nested_values(pieces)} == {place}
+    return factory.data if is_in_place else merge(pieces)
 
 
 def restore_schedule(path: Path, training_state: TrainingState, saved: dict[str, Any]) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -203,7 +204,7 @@ def load_converted(
     known_rows: dict[Tensor, int],
     read: Callable[[Sequence[ShardedTensor]], None],
 ) -> None:
-    """Load what could not be read into the optimizer's tensors, one tensor at a time in host memory.
+    """Load what could not be read into the optimizer's tensors, one tensor at a time on their device.
 
     Args:
         requested: `sharded_state` to load, otherwise already read. Master weights that it lacks are copied from the
@@ -212,29 +213,37 @@ def load_converted(
         read: fills the data of sharded tensors from the checkpoint.
     """
     for (parameter, local_range), kinds in zip(local_ranges(part), requested["param_state"].values(), strict=True):
-        weight = parameter.detach().flatten()
         for name in NAMES:
             boxes = list(kinds[name].values()) if name in kinds else []
             if not boxes:
-                store(part, parameter, name, weight[local_range.start : local_range.stop].float())
+                store(part, parameter, name, flat_weight(parameter)[local_range.start : local_range.stop].float())
             elif boxes[0].data.is_meta:
-                values = torch.empty(len(local_range), dtype=torch.float32)
+                values = torch.empty(len(local_range), dtype=torch.float32, device=local_shard(part, parameter).device)
                 pieces = values.split([box.data.numel() for box in boxes])
                 read([replace(box, data=piece.view(box.local_shape)) for box, piece in zip(boxes, pieces, strict=True)])
                 if name == "param" and parameter in known_rows:
                     first = max(local_range.start, parameter[: known_rows[parameter]].numel())
-                    values[first - local_range.start :] = weight[first : local_range.stop]
+                    values[first - local_range.start :] = flat_weight(parameter)[first : local_range.stop]
                 store(part, parameter, name, values)
+                del values, pieces  # before the next read
             elif name == "param" and parameter in known_rows:
                 first = max(local_range.start, parameter[: known_rows[parameter]].numel())
-                local_shard(part, parameter)[first - local_range.start :] = weight[first : local_range.stop]
+                local_shard(part, parameter)[first - local_range.start :] = flat_weight(parameter)[
+                    first : local_range.stop
+                ]
+
+
+def flat_weight(parameter: Tensor) -> Tensor:
+    """Return the values of a weight as a plain tensor of one dimension."""
+    # Transformer Engine's weights with scales of blocks cannot be viewed in another shape.
+    return (parameter.dequantize() if is_float8tensor(parameter) else parameter.detach()).flatten()
 
 
 def store(part: DistributedOptimizer, parameter: Tensor, name: str, values: Tensor) -> None:
     """Store master weight or a moment of a parameter's local range in the form of the optimizer.
 
     Args:
-        values: FP32, flat, on any device.
+        values: FP32, flat, on the device of the optimizer's tensors.
     """
     shard = local_shard(part, parameter)
     if name == "param" and not part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
@@ -243,7 +252,7 @@ def store(part: DistributedOptimizer, parameter: Tensor, name: str, values: Tens
     if name == "param" and has_param_remainder(part, parameter):
         rounded, values = split_master_weight(values)
         shard.copy_(rounded)
-    part.optimizer.set_scaled_state(shard, "master_param" if name == "param" else name, values.to(shard.device))
+    part.optimizer.set_scaled_state(shard, "master_param" if name == "param" else name, values)
 
 
 def join_master_weight(rounded: Tensor, remainder: Tensor) -> Tensor:

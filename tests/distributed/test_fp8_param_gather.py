@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from test_checkpoint import OVERLAP, STEPS, load_newest, run_leg
 from torch import Tensor
 
 from megafp8.checkpoint.directory import find_checkpoint
+from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import finish_param_gather, save_checkpoint
 from megafp8.checkpoint.state_dict import chained_optimizers
@@ -231,6 +233,30 @@ def test_checkpoints_load_with_and_without_fp8_weights(flags: str, world_size: i
     expected, found = (run_ranks(1, saved_tensors, tmp_path / name)[0] for name in ("plain", "gathers"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_resume_takes_no_view_of_a_quantized_weight(tmp_path: Path) -> None:
+    """Transformer Engine's weights with scales of blocks have no views of another shape."""
+    config = small_config("llama", f"{BLOCKWISE} {GATHER}", 1)
+    dispatch = QuantizedParameter.__torch_dispatch__
+
+    def refuse_views(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.view.default and isinstance(args[0], QuantizedParameter):
+            raise NotImplementedError("changes shape")
+        return dispatch(function, types, args, kwargs)
+
+    def save_and_load() -> bool:
+        run = build_run(config)
+        train(run, 1)
+        path = save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
+        before = [weight.dequantize() for weight in quantized_parameters(run.trainee.chunks)]
+        train(run, 1, first_step=2)
+        with mock.patch.object(QuantizedParameter, "__torch_dispatch__", staticmethod(refuse_views)):
+            load_checkpoint(path, config, run.trainee)
+        after = [weight.dequantize() for weight in quantized_parameters(run.trainee.chunks)]
+        return bool(before) and all(map(torch.equal, before, after))
+
+    assert run_ranks(1, save_and_load) == [True]
 
 
 def test_saving_and_reading_weights_do_not_change_training(tmp_path: Path) -> None:
