@@ -17,6 +17,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Optional, cast
 
@@ -30,6 +31,8 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from megafp8.device.collective_errors import call_on_all_ranks, gather_on_rank_0
 from megafp8.errors import CheckpointError
@@ -175,6 +178,12 @@ class SafeReader(FileSystemReader):
         for info in storage_data.values():
             if info.transform_descriptors or min(info.offset, info.length) < 0:
                 raise CheckpointError(f"{self.path}: {METADATA_FILE} has an unexpected entry: {info}")
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read each tensor after the one before it is freed: torch has both in memory."""
+        for item in plan.items:
+            super().read_data(replace(plan, items=[item]), planner)
+        return super().read_data(replace(plan, items=[]), planner)
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         file_slice = cast(IO[bytes], FileSlice(file, sinfo.offset, sinfo.length))  # RawIOBase has what IO declares

@@ -1,6 +1,6 @@
 """Host memory of a rank for checkpoints, beside what it has while it trains.
 
-resume   a tensor that is read and the one before it, and in another form than FP32 the converted one
+resume   a tensor as it was saved: a rank reads all of what one rank wrote, even if it needs a part
 save     what is written: at most a tensor and `MAX_LAG_BYTES` for each of the files that are written at once. With
          --async-save a copy of all that this rank writes, which is kept. With --use-precision-aware-optimizer
          master weights and moments in FP32, and with --fp8-param-gather the weights in the format of `--bf16`
@@ -8,7 +8,9 @@ save     what is written: at most a tensor and `MAX_LAG_BYTES` for each of the f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 from megafp8.config import derived, dimensions
 from megafp8.config.activations import is_gated
@@ -16,6 +18,7 @@ from megafp8.config.checkpoint_size import FILES_PER_RANK, MAX_LAG_BYTES
 from megafp8.config.muon import is_muon
 from megafp8.config.schema import RunConfig
 from megafp8.planning.memory import MemoryEstimate, updated_parameters
+from megafp8.planning.micro_batch import gib
 from megafp8.planning.mixture_memory import expert_parameters_on_stage
 from megafp8.planning.optimizer_memory import BYTES
 
@@ -32,13 +35,14 @@ class CheckpointMemory:
 
 
 def checkpoint_memory(
-    config: RunConfig, world_size: int, padded_vocab: int, estimate: MemoryEstimate
+    config: RunConfig, world_size: int, padded_vocab: int, estimate: MemoryEstimate, saved: Optional[RunConfig] = None
 ) -> CheckpointMemory:
     """Estimate the host memory for checkpoints of the rank that writes most: the first data-parallel one.
 
     Args:
         padded_vocab: vocabulary size after padding.
         estimate: of device memory, for the rank's pipeline stage.
+        saved: settings of the checkpoint that the run resumes from; None: one of the same layout.
     """
     weights_bytes = estimate.parameters * BYTES[derived.params_dtype(config.precision)]
     experts = expert_parameters_on_stage(config, estimate.stage)
@@ -47,8 +51,7 @@ def checkpoint_memory(
         state_bytes = 0
     elif is_muon(config):
         state_bytes = estimate.optimizer_bytes
-    is_converted = config.optimizer.use_precision_aware_optimizer
-    copied_bytes = state_bytes if is_converted else 0
+    copied_bytes = state_bytes if config.optimizer.use_precision_aware_optimizer else 0
     copied_bytes += weights_bytes if config.precision.fp8_param_gather else 0
     largest_bytes = largest_tensor_bytes(config, padded_vocab)
     if config.checkpoint.async_save:
@@ -57,7 +60,13 @@ def checkpoint_memory(
         save_bytes = copied_bytes + min(
             FILES_PER_RANK * (MAX_LAG_BYTES + largest_bytes), weights_bytes + state_bytes - copied_bytes
         )
-    return CheckpointMemory((3 if is_converted else 2) * largest_bytes, save_bytes)
+    return CheckpointMemory(largest_tensor_bytes(saved or config, padded_vocab), save_bytes)
+
+
+def host_memory_text(memories: Sequence[CheckpointMemory]) -> str:
+    """The largest of the memory of some ranks, as text."""
+    resume_bytes, save_bytes = max(each.resume_bytes for each in memories), max(each.save_bytes for each in memories)
+    return f"{gib(resume_bytes)} GiB to resume, {gib(save_bytes)} GiB to save"
 
 
 def largest_tensor_bytes(config: RunConfig, padded_vocab: int) -> int:

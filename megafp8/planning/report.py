@@ -9,6 +9,7 @@ from typing import Any
 from megafp8.config import flags, iterations
 from megafp8.config.settings import settings_by_name
 from megafp8.planning.communication import NETWORK_FRACTION
+from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.layouts import PlannedLayout
 from megafp8.planning.plan import Plan, scaling_limits
 from megafp8.planning.planned_run import CALIBRATION
@@ -44,6 +45,7 @@ def plan_text(plan: Plan, top: int) -> str:
             "rl",
         ),
         "memory of layout 1, GiB on the GPU that needs most\n  " + bytes_text(memory_parts(best), GIB),
+        "host memory of layout 1 for checkpoints\n  " + host_text(best),
         "step time of layout 1\n  " + step_text(best),
         "communication of layout 1, GB sent per GPU and step\n  "
         + (bytes_text(bytes_by_group(best.run), 1e9) or "nothing"),
@@ -68,6 +70,12 @@ def memory_parts(layout: PlannedLayout) -> dict[str, int]:
     parts = layout.memory.parts()
     parts |= {"beside the graph": layout.cuda_graph_bytes, "context and NCCL": layout.non_torch_bytes}
     return {name: size for name, size in parts.items() if size}
+
+
+def host_text(layout: PlannedLayout) -> str:
+    """Host memory of the rank that needs most memory on its GPU, to resume and to save."""
+    run = layout.run
+    return host_memory_text([checkpoint_memory(run.config, run.world_size, run.padded_vocab, layout.memory)])
 
 
 def step_text(layout: PlannedLayout) -> str:
@@ -134,6 +142,7 @@ def assumptions_text(plan: Plan) -> str:
         "communication does not slow down computation, all GPUs are equally fast, checkpoints and validation take no "
         "time",
         f"{FREE_MEMORY_FRACTION:.0%} of the memory stays free",
+        "a checkpoint that is resumed was saved in the same layout",
     ]
     if any(layout.cuda_graph_bytes for layout in plan.search.layouts):
         lines.append(

@@ -10,8 +10,10 @@ import importlib.util
 import os
 import textwrap
 from collections.abc import Collection, Sequence
+from typing import Optional
 
 from megafp8 import __version__
+from megafp8.checkpoint.metadata import read_config
 from megafp8.config import derived, dimensions, iterations, model_shapes, multi_token, precision_map, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.rules.data import checkpoints_to_load_are_there
@@ -27,7 +29,7 @@ from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build
 from megafp8.planning import micro_batch
 from megafp8.planning.fit import memory_warnings
 from megafp8.planning.fp8_gain import fp8_warnings
-from megafp8.planning.host_memory import checkpoint_memory
+from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
 from megafp8.planning.muon_cost import muon_lines
@@ -77,6 +79,7 @@ def describe_run(checked: Checked) -> str:
         build_optimizer_config(config, implementation)
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     chosen = format_chosen([*chosen_settings(config, target, implementation), *checked.choices])
+    checkpoints, saved = checkpoint_text(config, checked, vocab_size)
     details = "" if is_verbose else "; --verbose prints all settings, ranks and GEMMs"
     sections = [
         f"megafp8 {__version__} | dry run{details}",
@@ -87,10 +90,10 @@ def describe_run(checked: Checked) -> str:
         size_text(config, vocab_size, world_size),
         *mixture_text(config, world_size),
         *muon_lines(config, world_size),
-        memory_text(config, vocab_size, world_size, implementation, target),
+        memory_text(config, vocab_size, world_size, implementation, target, saved),
         speed_text(config, target, implementation, vocab_size, world_size),
         data_text(config),
-        checkpoint_text(config, checked, vocab_size),
+        checkpoints,
         precision_text(config, implementation),
         *filter(None, [chosen]),
         *notice_lines(checked),
@@ -210,8 +213,19 @@ def device_memory_bytes(target: Target) -> int:
     return detect_platform().free_memory_bytes() if gpu is None else gpu.memory_bytes
 
 
-def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementation: str, target: Target) -> str:
-    """Estimated memory of a rank of the first and of the last pipeline stage, and of larger ones between them."""
+def memory_text(
+    config: RunConfig,
+    vocab_size: int,
+    world_size: int,
+    implementation: str,
+    target: Target,
+    saved: Optional[RunConfig],
+) -> str:
+    """Estimated memory of a rank of the first and of the last pipeline stage, and of larger ones between them.
+
+    Args:
+        saved: settings of the checkpoint that the run resumes from, if any.
+    """
     estimates = estimate_stages(config, world_size, vocab_size, implementation=implementation)
     lines = []
     for estimate in estimates:
@@ -222,9 +236,8 @@ def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementat
     graph_bytes = max(cuda_graph_memory_bytes(config, each, implementation=implementation) for each in estimates)
     if graph_bytes:
         lines.append(f"beside the graph: {gib(graph_bytes)} GiB more for statistics steps and validations")
-    host = [checkpoint_memory(config, world_size, vocab_size, each) for each in estimates]
-    resume_bytes, save_bytes = max(each.resume_bytes for each in host), max(each.save_bytes for each in host)
-    lines.append(f"host memory for checkpoints: {gib(resume_bytes)} GiB to resume, {gib(save_bytes)} GiB to save")
+    host = [checkpoint_memory(config, world_size, vocab_size, each, saved) for each in estimates]
+    lines.append(f"host memory for checkpoints: {host_memory_text(host)}")
     gpu = find_gpu(target.name)
     available = "" if gpu is None else f"; {gpu.name} has {gib(gpu.memory_bytes)} GiB"
     return f"memory of one rank, estimated{available}\n" + indented("\n".join(lines))
@@ -270,8 +283,8 @@ def data_text(config: RunConfig) -> str:
     return "\n".join([f"data: {', '.join(sources)}", *map(indented, (f"tokenizer {tokenizer}", validation))])
 
 
-def checkpoint_text(config: RunConfig, checked: Checked, vocab_size: int) -> str:
-    """Where checkpoints are saved, and the one from which the run resumes, after its checks.
+def checkpoint_text(config: RunConfig, checked: Checked, vocab_size: int) -> tuple[str, Optional[RunConfig]]:
+    """Where checkpoints are saved, and the one from which the run resumes, after its checks; and the latter's settings.
 
     Raises:
         CheckpointError: a start would refuse the checkpoint, as far as its files and settings tell.
@@ -284,15 +297,15 @@ def checkpoint_text(config: RunConfig, checked: Checked, vocab_size: int) -> str
     if absent and (invocation.world_size is not None or invocation.target is not None):
         has_notice = any(checkpoints_to_load_are_there(config, checked.world_size))
         missing = "" if has_notice else f"; not checked: {' and '.join(absent)}, absent on this machine"
-        return f"checkpoints: {saves}{missing}"
+        return f"checkpoints: {saves}{missing}", None
     found, weights_only = preview(config, checked.world_size, checked.implementation, vocab_size)
     if found is None:
         loads = f"; no checkpoint in {checkpoint.load}: starts from step 0" if checkpoint.load else ""
-        return f"checkpoints: {saves}{loads}"
+        return f"checkpoints: {saves}{loads}", None
     loads = f"starts from step 0 with the weights of {found.path}" if weights_only else (
         f"resumes from step {found.step} ({found.path})"
     )  # fmt: skip
-    return "\n".join([f"checkpoints: {saves}; {loads}", *map(indented, found.notes)])
+    return "\n".join([f"checkpoints: {saves}; {loads}", *map(indented, found.notes)]), read_config(found.path)
 
 
 def precision_text(config: RunConfig, implementation: str) -> str:

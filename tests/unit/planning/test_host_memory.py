@@ -32,11 +32,19 @@ def memory_of(world_size=1, num_layers=200, **changes):
     return memory, 2 * estimate.parameters, 12 * estimate.parameters // world_size
 
 
-def test_memory_to_resume_does_not_grow_with_the_model():
+def test_memory_to_resume_is_the_largest_saved_tensor():
     small, large = memory_of(num_layers=2)[0], memory_of(num_layers=200)[0]
-    assert small.resume_bytes == large.resume_bytes == 2 * 4 * VOCAB * 1024
+    assert small.resume_bytes == large.resume_bytes == 4 * VOCAB * 1024
     converted, _, _ = memory_of(optimizer__use_precision_aware_optimizer=True)
-    assert converted.resume_bytes == 3 * 4 * VOCAB * 1024
+    assert converted.resume_bytes == 4 * VOCAB * 1024
+
+
+def test_a_rank_reads_whole_what_one_rank_of_another_layout_saved():
+    saved = with_values(RunConfig(), MODEL | {"model.num_layers": 2})
+    config = with_values(saved, {"parallel.tensor_model_parallel_size": 8})
+    estimate = estimate_memory(config, 8, VOCAB)
+    assert checkpoint_memory(config, 8, VOCAB, estimate).resume_bytes == 4 * VOCAB * 1024 // 8
+    assert checkpoint_memory(config, 8, VOCAB, estimate, saved).resume_bytes == 4 * VOCAB * 1024
 
 
 def test_a_save_holds_what_is_not_hashed_yet():
