@@ -81,7 +81,7 @@ def test_a_resume_has_no_second_copy_of_the_state(
 
 @pytest.mark.parametrize("is_converted", [False, True], ids=["in place", "another form"])
 def test_a_resume_holds_one_tensor_that_is_read(is_converted: bool, tmp_path: Path) -> None:
-    """The bound is 67 MB above one tensor. What is converted is a second one, on the optimizer's device: here the CPU."""
+    """The bound is 67 MB above one tensor. What is converted is another, on the optimizer's device: here the CPU."""
     config = small_config("gpt2", f"{DISTRIBUTED} --num-layers 1 --vocab-size {ROWS - 1}")
     run_ranks(1, save_first, config, tmp_path)
     ((extra, _),) = run_ranks(1, extra_bytes, config, tmp_path, is_converted)

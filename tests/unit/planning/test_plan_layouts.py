@@ -121,7 +121,8 @@ def test_null_tokenizer_does_not_change_the_vocabulary(planned):
 def test_the_text_has_every_section(planned):
     text = plan_text(planned, 3)
     for part in (
-        "legal layouts", "memory of layout 1", "host memory of layout 1 for checkpoints", "GiB to resume", "step time of layout 1", "communication of layout 1",
+        "legal layouts", "memory of layout 1", "host memory of layout 1 for checkpoints", "GiB to resume",
+        "step time of layout 1", "communication of layout 1",
         "the same batch on more GPUs", "assumptions", "HBM 4.80 TB/s", "flags of layout 1", "--micro-batch-size",
     ):  # fmt: skip
         assert part in text
