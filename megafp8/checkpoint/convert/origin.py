@@ -86,19 +86,33 @@ def origin_of(common: Mapping[str, Any]) -> Optional[Origin]:
     return None if text is None else Origin(**parse_json(text))
 
 
+def generation_of(origin: Origin, ids: dict[str, Any]) -> Optional[dict[str, Any]]:
+    """Return the content of generation_config.json, which transformers prefers to config.json; None for no file.
+
+    Args:
+        ids: BOS and EOS that stand in for what a model without any EOS lacks.
+    """
+    if origin.generation is not None:
+        return origin.generation
+    if origin.token_ids.get("eos_token_id") is not None:
+        return origin.token_ids
+    known = {name: value for name, value in origin.token_ids.items() if value is not None}
+    return None if ids["eos_token_id"] is None else ids | known
+
+
 def special_tokens(
     origin: Optional[Origin], tokenizer: Optional[Tokenizer], num_tokens: int
 ) -> tuple[dict[str, Any], Optional[dict[str, Any]], list[str]]:
     """Return special tokens of config.json, the content of generation_config.json (None: no file), and notes.
 
-    They are those of the origin if the run kept its tokens. Otherwise, and in place of a file that the origin lacks,
-    BOS and EOS are the run's end of document, since in training each document follows that of the previous one.
+    They are those of the origin if the run kept its tokens. Otherwise, and where the origin names no EOS, BOS and EOS
+    are the run's end of document, since in training each document follows that of the previous one.
     """
     eod = None if tokenizer is None else tokenizer.eod
     ids, notes = {"bos_token_id": eod, "eos_token_id": eod}, []
     if origin is not None:
         if num_tokens == origin.num_tokens and (eod is None or origin.ends_documents_with(eod)):
-            return origin.token_ids, origin.generation or (None if eod is None else ids), []
+            return origin.token_ids, generation_of(origin, ids), []
         notes.append(
             f"the tokens are not those of the {origin.model_type} that the model came from ({origin.num_tokens} tokens "
             f"with EOS {origin.token_ids.get('eos_token_id')}; now {num_tokens} with {eod}): its special tokens and "

@@ -76,6 +76,26 @@ def test_the_end_of_document_may_be_any_end_of_the_model(eod: int | None) -> Non
     assert special_tokens(LLAMA_ORIGIN, tokenizer, 131) == (TOKENS, GENERATION, [])
 
 
+@pytest.mark.parametrize("eod", [None, 7])
+def test_a_model_without_settings_of_generation_keeps_its_ids(eod: int | None) -> None:
+    tokenizer: Any = None if eod is None else SimpleNamespace(eod=eod)
+    assert special_tokens(replace(LLAMA_ORIGIN, generation=None), tokenizer, 131) == (TOKENS, TOKENS, [])
+    assert special_tokens(replace(LLAMA_ORIGIN, generation={}), tokenizer, 131) == (TOKENS, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("known", "written"),
+    [
+        ({}, {"bos_token_id": 5, "eos_token_id": 5}),
+        ({"bos_token_id": 3, "eos_token_id": None, "pad_token_id": None}, {"bos_token_id": 3, "eos_token_id": 5}),
+    ],
+)
+def test_a_model_without_eos_ends_with_the_end_of_document(known: dict[str, Any], written: dict[str, Any]) -> None:
+    tokenizer: Any = SimpleNamespace(eod=5)
+    origin = replace(LLAMA_ORIGIN, generation=None, token_ids=known)
+    assert special_tokens(origin, tokenizer, 131) == (known, written, [])
+
+
 @pytest.mark.parametrize(("eod", "num_tokens"), [(6, 131), (5, 140)])
 def test_other_tokens_are_not_those_of_the_model(eod: int, num_tokens: int) -> None:
     tokenizer: Any = SimpleNamespace(eod=eod)
