@@ -157,6 +157,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             "ranks": ("dp_reshardable", {"data_parallel_size": 10**8}, "more than 131,072 ranks"),
             "stages": ("dp_reshardable", {"pipeline_model_parallel_size": 2}, "of 1 model chunks, not 2"),
             "muon": ("dp_reshardable", {"optimizer": "muon"}, "the state of Megatron-LM's Muon"),
+            "epsilon": ("dp_reshardable", {"norm_epsilon": -1.0}, "--norm-epsilon -1"),
+            "dropout": ("dp_reshardable", {"attention_dropout": 1e308}, r"--attention-dropout 1e\+308"),
         }  # fmt: skip
         for name, (kind, changes, message) in cases.items():
             path = save_as_megatron(run, tmp_path / name, arguments(config, 1, **changes), kind)
@@ -168,6 +170,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         given = arguments(config, 1, recompute_granularity="full", rope_fusion=True, log_path=None)
         save_as_megatron(run, tmp_path / "others", given)
         assert plan_megatron_import(tmp_path / "others", None).notes == ["not read: recompute_granularity = full"]
+        # A run may have another layout, batch and data than these.
+        given = arguments(config, 1, context_parallel_size=3, decoder_first_pipeline_num_layers=1,
+                          tokenizer_type="GPT2BPETokenizer", vocab_size=None, train_iters=None)  # fmt: skip
+        save_as_megatron(run, tmp_path / "layout", given)
+        plan_megatron_import(tmp_path / "layout", None, with_optimizer=False)
         given = arguments(config, 1)
         del given.consumed_train_samples
         save_as_megatron(run, tmp_path / "uncounted", given)

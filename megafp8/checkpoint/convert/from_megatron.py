@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,7 +17,7 @@ from megafp8.checkpoint.convert.gpt_weights import Weight, gpt_weights
 from megafp8.checkpoint.convert.megatron_args import settings_of_args
 from megafp8.checkpoint.convert.megatron_buckets import Layout, bucket_sources, common_optimizer_state
 from megafp8.checkpoint.convert.megatron_folder import CONSUMED_SAMPLES, MegatronCheckpoint, open_megatron_checkpoint
-from megafp8.checkpoint.convert.problems import check_problems
+from megafp8.checkpoint.convert.problems import check_problems, rule_problems
 from megafp8.checkpoint.convert.safetensors_files import write_json
 from megafp8.checkpoint.metadata import EXTRA_STATE_MARKERS, OPTIMIZER_PREFIX, load_errors
 from megafp8.checkpoint.standalone import CheckpointTensors, LazyTensor, save_parts
@@ -95,9 +95,11 @@ def build_import(source: MegatronCheckpoint, with_optimizer: bool) -> MegatronIm
     if EMBEDDING not in tensors.locations:
         raise CheckpointError(f"{source.path} has no {EMBEDDING}: it is not a checkpoint of a GPT")
     has_fused_norms = source.args.get("transformer_impl", "transformer_engine") != "local"
-    weights = gpt_weights(config.model, tensors.locations[EMBEDDING].shape[0], has_fused_norms)
+    num_rows = tensors.locations[EMBEDDING].shape[0]
+    weights = gpt_weights(config.model, num_rows, has_fused_norms)
     found = {weight.name: tensor_source(tensors, weight.name) for weight in weights}
     check_problems(source.path, weight_problems(tensors, weights, found))
+    check_problems(source.path, rule_problems(model_alone(values, num_rows)))
     sources = {name: each for name, each in found.items() if each is not None}
     common: dict[str, Any] = {}
     notes = [f"not read: {', '.join(left)}"] if left else []
@@ -123,6 +125,13 @@ def build_import(source: MegatronCheckpoint, with_optimizer: bool) -> MegatronIm
         "config": to_json(saved), "layout": list(layout), "content_metadata": content_metadata(),
     }  # fmt: skip
     return MegatronImport(source, config, common, sources, objects, notes)
+
+
+def model_alone(values: Mapping[str, Any], num_rows: int) -> RunConfig:
+    """Return the settings that every run of a model has, whatever its layout, batch, data and FP8 recipe."""
+    kept = ("precision.bf16", "precision.fp16", "data.seq_length")
+    of_model = {name: value for name, value in values.items() if name in kept or name.startswith("model.")}
+    return with_values(RunConfig(), {"model.vocab_size": num_rows - 1} | of_model)
 
 
 def missing_sizes(config: RunConfig) -> list[str]:
