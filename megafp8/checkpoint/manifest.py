@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.errors import CheckpointError
+from megafp8.errors import CheckpointError, causes
 from megafp8.utils.files import LIST_BYTES, UnreadableFile, atomic_write, file_sha256, read_bytes, sync_file
 from megafp8.utils.formatting import utc_now
+from megafp8.utils.memory import cause
 from megafp8.utils.strict_json import parse_json
 
 MANIFEST = "manifest.json"
@@ -118,6 +119,9 @@ def find_damage(path: Path, with_hashes: bool = True, rank: int = 0, num_ranks: 
 
     Args:
         with_hashes: hash all files; otherwise compare the sizes of those with tensors, and hash the others.
+
+    Raises:
+        CheckpointError, OSError: there is no memory to read it, which is no damage.
     """
     try:
         manifest = read_manifest(path)
@@ -129,6 +133,8 @@ def find_damage(path: Path, with_hashes: bool = True, rank: int = 0, num_ranks: 
         }
         return changed_files(path, rank_share(hashed, rank, num_ranks))
     except (CheckpointError, OSError) as error:
+        if any(map(cause, causes(error))):
+            raise
         return [str(error)]
 
 

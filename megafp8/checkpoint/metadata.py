@@ -27,7 +27,7 @@ from megafp8.checkpoint.state_dict import EMBEDDING
 from megafp8.config import settings
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_hash import SampleHash
-from megafp8.device.collective_errors import error_text, raise_peer_lost
+from megafp8.device.collective_errors import error_text, raise_no_memory, raise_peer_lost
 from megafp8.errors import CheckpointError, PeerLost
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -37,7 +37,6 @@ EXTRA_STATE_MARKERS = ("_extra_state", ".quantizer_state.")
 LOAD_EXCEPTIONS = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, AttributeError, EOFError, KeyError,
     pickle.UnpicklingError, TypeError, ValueError, IndexError, ImportError, zipfile.BadZipFile, RecursionError,
-    MemoryError,
 )  # fmt: skip
 
 # Types of plain values that some checkpoints lack.
@@ -112,6 +111,7 @@ def check_readable(path: Path) -> None:
         SafeReader(path).read_metadata()
         torch.load(path / COMMON_FILE, map_location="cpu", weights_only=True)
     except LOAD_EXCEPTIONS as error:
+        raise_no_memory(error)
         raise CheckpointError(
             f"it was written, but cannot be read with Python {platform.python_version()} and torch {torch.__version__} "
             f"(tested versions: constraints.txt): {error_text(error)}"
@@ -139,6 +139,8 @@ def embedding_rows(path: Path) -> int:
 def load_errors(path: Path, needs_common: bool = True) -> Iterator[None]:
     """Convert errors of a missing, damaged or foreign checkpoint to CheckpointError, after the safety checks.
 
+    A lack of memory stays what it is.
+
     Args:
         needs_common: refuse a checkpoint without `common.pt`, which megatron-core must not be asked to load.
     """
@@ -149,6 +151,7 @@ def load_errors(path: Path, needs_common: bool = True) -> Iterator[None]:
         raise
     except LOAD_EXCEPTIONS as error:
         raise_peer_lost(error)
+        raise_no_memory(error)
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error_text(error)}") from error
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 from megafp8 import __version__
 from megafp8.cli.subcommands import SUBCOMMANDS
-from megafp8.errors import ConfigError, Megafp8Error
+from megafp8.errors import ConfigError, Megafp8Error, OutOfMemory
 from megafp8.utils.files import path_text, visible
 from megafp8.utils.numbers import number, whole_number
 
@@ -70,7 +70,8 @@ def build_command_parser(
 def returns_exit_status(prefix: Optional[str] = None) -> Callable[[Callable[[Sequence[str]], int]], Callable[..., int]]:
     """Decorate a `main`: arguments default to the process's, and a `Megafp8Error` is printed and returns its status.
 
-    So is an error of the system, such as a full disk or a folder that cannot be made, with status 74.
+    So is an error of the system, such as a full disk or a folder that cannot be made, with status 74, and a lack of
+    memory, with status 70.
 
     Args:
         prefix: text before the message; None: the error's class.
@@ -81,7 +82,9 @@ def returns_exit_status(prefix: Optional[str] = None) -> Callable[[Callable[[Seq
         def run(argv: Optional[Sequence[str]] = None) -> int:
             try:
                 return main(sys.argv[1:] if argv is None else argv)
-            except (Megafp8Error, OSError) as error:
+            except (Megafp8Error, OSError, MemoryError) as error:
+                if isinstance(error, MemoryError):
+                    error = OutOfMemory("the system gave this process no more memory; ulimit -v shows its limit")
                 head = type(error).__name__ if prefix is None else prefix
                 text = system_error_text(error) if isinstance(error, OSError) else str(error)
                 lines = map(visible, (f"{head}: {text}" if head else text).split("\n"))

@@ -134,6 +134,17 @@ def errors_of_ranks(error: Optional[BaseException]) -> list[BaseException]:
     return [] if error is None else [error]
 
 
+def raise_no_memory(error: BaseException) -> None:
+    """Raise what failed if memory was lacking, as opposed to a damaged file.
+
+    Raises:
+        Exception: what failed for lack of memory.
+    """
+    for each in errors_of_ranks(error):
+        if cause(each):
+            raise each
+
+
 def error_text(error: BaseException) -> str:
     """The error in one line. torch's CheckpointException would print the tracebacks of all ranks."""
     error = next(iter(errors_of_ranks(error)), error)

@@ -8,7 +8,7 @@ import importlib
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from shard_writer import ShardWriter
 
+from megafp8.cli.common import returns_exit_status
 from megafp8.cli.subcommands import SUBCOMMANDS
 from megafp8.metrics.records import EvalRecord, EventRecord, QuantizationRecord, RunRecord, StepRecord, TensorStats
 from megafp8.metrics.sinks import JsonlSink
@@ -29,6 +30,7 @@ MODEL = (
 # What each command writes at {out}, from the inputs that `inputs` makes.
 WRITERS = {
     "compare": "{run} {other} --output-dir {out}",
+    "report": "{run} {other} --output-dir {out}",
     "plot-statistics": "{run} --output-dir {out}",
     "inspect-quantization": "normal:8x8 --output-dir {out}",
     "inspect-shards": "{shard} --plot {out}/lengths.png",
@@ -119,6 +121,15 @@ def test_a_folder_that_cannot_be_made(name: str, inputs: dict[str, Path], capsys
     status = main_of(name)(words)
     said = capsys.readouterr().err
     assert status in (64, 66, 74) and "Traceback" not in said and "/dev/full" in said, said
+
+
+def test_a_lack_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    @returns_exit_status()
+    def main(argv: Sequence[str]) -> int:
+        raise MemoryError
+
+    assert main([]) == 70
+    assert capsys.readouterr().err.startswith("OutOfMemory: the system gave this process no more memory")
 
 
 def test_an_error_of_a_write_names_its_file(tmp_path: Path) -> None:

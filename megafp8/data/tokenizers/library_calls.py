@@ -26,13 +26,14 @@ def read_tokenizer_file(path: Path, flag: str) -> bytes:
 
 
 def is_library_failure(error: BaseException) -> bool:
-    """Whether an error is an exception, or a panic of Rust code, which does not derive from Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    """Whether an error other than a lack of memory is an exception, or a panic of Rust code, which is no Exception."""
+    is_failure = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return is_failure and not isinstance(error, MemoryError)
 
 
 @contextmanager
 def library_failures(problem: str) -> Iterator[None]:
-    """Turn whatever a library raises in the block into an error that starts with `problem`.
+    """Turn whatever a library raises in the block, but for MemoryError, into an error that starts with `problem`.
 
     Raises:
         DataError: the library failed.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
+from torch.distributed.checkpoint import CheckpointException
 
 from megafp8.checkpoint.manifest import (
     MANIFEST,
@@ -18,8 +21,9 @@ from megafp8.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from megafp8.checkpoint.metadata import load_errors
 from megafp8.errors import CheckpointError
-from megafp8.utils.files import file_sha256
+from megafp8.utils.files import UnreadableFile, file_sha256
 
 FILES = {"__0_0.distcp": b"tensors of rank 0" * 40, "__1_0.distcp": b"tensors of rank 1" * 40, ".metadata": b"places"}
 
@@ -102,3 +106,22 @@ def test_each_rank_verifies_its_share(complete: Path) -> None:
         (complete / name).write_bytes(b"x" * 680)
     seen = [find_damage(complete, rank=rank, num_ranks=3) for rank in range(3)]
     assert sorted(len(problems) for problems in seen) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("place", ["read_bytes", "file_sha256"])
+def test_a_lack_of_memory_is_no_damage(place: str, complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, *_: object) -> bytes:
+        reason = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        raise reason if place == "file_sha256" else UnreadableFile("no memory", path) from reason
+
+    monkeypatch.setattr(f"megafp8.checkpoint.manifest.{place}", fail)
+    with pytest.raises((CheckpointError, OSError), match="memory"):
+        find_damage(complete)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")])
+def test_a_lack_of_memory_is_no_unreadable_checkpoint(error: Exception, tmp_path: Path) -> None:
+    wrapped = CheckpointException("read", {0: (error, StackSummary())})
+    for raised in (error, wrapped):
+        with pytest.raises(type(error)), load_errors(tmp_path, needs_common=False):
+            raise raised

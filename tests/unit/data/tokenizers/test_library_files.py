@@ -7,6 +7,7 @@ import pytest
 from megafp8.config.schema import DataConfig
 from megafp8.data.shards import token_dtype
 from megafp8.data.tokenizers.build import build_tokenizer
+from megafp8.data.tokenizers.library_calls import library_failures
 from megafp8.errors import DataError
 
 
@@ -106,3 +107,8 @@ def test_files_have_a_limit_of_size(tmp_path, kind, field, name):
     files = {"vocab_file": str(tmp_path / "other"), "merge_file": str(tmp_path / "other"), field: str(tmp_path / name)}
     with pytest.raises(DataError, match=f"{tmp_path / name}.* cannot be read.* it has more than [0-9,]+ bytes"):
         build_tokenizer(DataConfig(tokenizer_type=kind, **files))
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_text():
+    with pytest.raises(MemoryError), library_failures("the tokenizer fails on this text"):
+        raise MemoryError
