@@ -19,7 +19,8 @@ from-megatron and to-megatron convert dense models in --ckpt-format torch_dist w
 of samples and random state, bit for bit. from-megatron writes the arguments that it understood to config.json, and
 names the others.
 
-Exit status: 0; 64 for wrong flags; 66 for a missing tokenizer; 74 for a file that is damaged, missing or refused.
+Exit status: 0; 64 for wrong flags; 66 for a missing or damaged tokenizer; 74 for a file that is damaged, missing or
+refused.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from megafp8.checkpoint.convert.origin import GENERATION_FILE, Origin, origin_of
 from megafp8.checkpoint.convert.safetensors_files import TensorSpec, WeightForm, write_json
 from megafp8.checkpoint.convert.safetensors_writer import TensorBatch, write_batches
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
-from megafp8.checkpoint.convert.tokenizer import tokenizer_notes, write_tokenizer
+from megafp8.checkpoint.convert.tokenizer import files_to_copy, tokenizer_notes, write_tokenizer
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, is_extra_state, load_common_state, load_errors
 from megafp8.checkpoint.resume_point import find_source
 from megafp8.checkpoint.standalone import CheckpointTensors
@@ -109,7 +109,8 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
         source: folder of a run or of a checkpoint.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or the model is not supported.
+        CheckpointError: there is no checkpoint, it is damaged, the model is not supported, or a file of the tokenizer
+            is a link to another place.
         DataError: the tokenizer's files are missing.
     """
     path = find_source(source, options.step).path
@@ -138,6 +139,7 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
     tensors = CheckpointTensors(path)
     has_tokenizer = derived.tokenizer_type(config.data) is not None
     tokenizer = build_trained_tokenizer(config.data, config.model.vocab_size) if has_tokenizer else None
+    files_to_copy(config.data)  # refuses a file here, before the weights are written
     num_tokens, num_rows = num_model_tokens(config, tokenizer), tensors.locations[EMBEDDING].shape[0]
     if dimensions.padded_vocab_size(config, num_tokens) != num_rows:
         raise CheckpointError(

@@ -13,7 +13,7 @@ from megafp8.checkpoint.convert.safetensors_files import write_json
 from megafp8.config import derived
 from megafp8.config.schema import DataConfig
 from megafp8.data.tokenizers.build import SENTENCEPIECE_TYPES, Tokenizer, build_tokenizer
-from megafp8.data.tokenizers.library_calls import library_failures, read_tokenizer_file
+from megafp8.data.tokenizers.library_calls import NoEndOfDocument, library_failures, read_tokenizer_file
 from megafp8.errors import CapabilityError, DataError
 
 SETTINGS_FILE, VOCAB_FILE, MERGES_FILE, SENTENCEPIECE_FILE = (
@@ -64,8 +64,8 @@ def copy_file(source: Path, destination: Path) -> None:
         destination.write_bytes(content)
 
 
-def write_tokenizer(data: DataConfig, folder: Path) -> None:
-    """Write a tokenizer's files into a model's folder, if transformers can read them.
+def files_to_copy(data: DataConfig) -> dict[str, Path]:
+    """Return a tokenizer's files by their names in a model's folder, if transformers can read them.
 
     Args:
         data: settings with the paths of the files.
@@ -73,19 +73,26 @@ def write_tokenizer(data: DataConfig, folder: Path) -> None:
     Raises:
         CheckpointError: as `read_file`.
     """
-    kind = derived.tokenizer_type(data)
+    kind, model = derived.tokenizer_type(data), Path(data.tokenizer_model or "")
+    files = {}
     if kind == "HuggingFaceTokenizer":
-        source = Path(data.tokenizer_model or "")
-        file = source / TOKENIZERS_FILE if source.is_dir() else source
-        copy_file(file, folder / TOKENIZERS_FILE)
-        for name in COMPANION_FILES:
-            copy_file(file.parent / name, folder / name)
+        file = model / TOKENIZERS_FILE if model.is_dir() else model
+        files = {TOKENIZERS_FILE: file} | {name: file.parent / name for name in COMPANION_FILES}
     elif kind == "GPT2BPETokenizer":
-        copy_file(Path(data.vocab_file or ""), folder / VOCAB_FILE)
-        copy_file(Path(data.merge_file or ""), folder / MERGES_FILE)
+        files = {VOCAB_FILE: Path(data.vocab_file or ""), MERGES_FILE: Path(data.merge_file or "")}
+    elif kind in SENTENCEPIECE_TYPES:
+        files = {SENTENCEPIECE_FILE: model}
+    return {name: file for name, file in files.items() if read_file(file) is not None}
+
+
+def write_tokenizer(data: DataConfig, folder: Path) -> None:
+    """Write the files of `files_to_copy` and settings for transformers into a model's folder; errors as there."""
+    for name, file in files_to_copy(data).items():
+        copy_file(file, folder / name)
+    kind = derived.tokenizer_type(data)
+    if kind == "GPT2BPETokenizer":
         write_json(folder / SETTINGS_FILE, {"tokenizer_class": "GPT2Tokenizer"})
     elif kind in SENTENCEPIECE_TYPES:
-        copy_file(Path(data.tokenizer_model or ""), folder / SENTENCEPIECE_FILE)
         write_json(folder / SETTINGS_FILE, sentencepiece_settings(folder / SENTENCEPIECE_FILE))
 
 
@@ -170,6 +177,7 @@ def find_tokenizer(folder: Path) -> Optional[FoundTokenizer]:
 
     Raises:
         CheckpointError: as `read_file`.
+        DataError: a file is damaged.
     """
     for settings in candidate_settings(folder):
         paths = [folder / Path(value).name for field, value in settings.items() if field != "tokenizer_type"]
@@ -177,8 +185,10 @@ def find_tokenizer(folder: Path) -> Optional[FoundTokenizer]:
         files = tuple(path for path in paths if read_file(path) is not None)
         try:
             tokenizer = build_tokenizer(DataConfig(**settings))
-        except (DataError, CapabilityError):
+        except (NoEndOfDocument, CapabilityError):
             continue
+        except DataError as error:
+            raise DataError(f"{str(error).rstrip('.')}; repair the file, or move it away") from error
         return FoundTokenizer(settings, files, tokenizer)
     return None
 

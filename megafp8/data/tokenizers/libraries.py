@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional
 
-from megafp8.data.tokenizers.library_calls import library_call, library_failures, read_tokenizer_file
+from megafp8.data.tokenizers.library_calls import NoEndOfDocument, library_call, library_failures, read_tokenizer_file
 from megafp8.errors import CapabilityError, ConfigError, DataError
 from megafp8.utils import strict_json
 from megafp8.utils.files import UnreadableFile, file_sha256
@@ -84,11 +84,13 @@ class SentencePieceTokenizer(_BaseTokenizer):
         self.origin = f"--tokenizer-model {model_file}"
         model = read_tokenizer_file(Path(model_file), "--tokenizer-model")
         with library_failures(f"{self.origin} is not a SentencePiece model ({len(model)} bytes)"):
+            if not model:  # the library takes no content for no argument
+                raise ValueError("the file is empty")
             self.library_tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
             self.vocab_size = self.library_tokenizer.get_piece_size()
             self.eod, self.unknown_id = self.library_tokenizer.eos_id(), self.library_tokenizer.unk_id()
         if self.eod < 0:
-            raise DataError(
+            raise NoEndOfDocument(
                 f"{self.origin} has no end-of-sentence piece, which is needed as the end-of-document token. "
                 "Train the tokenizer with an eos piece, as megafp8 train-tokenizer does."
             )
@@ -182,7 +184,7 @@ class HuggingFaceTokenizer(_TokenizersTokenizer):
             if token_id is None:
                 raise DataError(f"{folder / name} names the eos_token {text!r}, which the tokenizer does not have.")
             return token_id
-        raise DataError(
+        raise NoEndOfDocument(
             f"The tokenizer in {folder} has no eos_token, which is needed as the end-of-document token: copy the "
             "model's tokenizer_config.json to the folder of tokenizer.json."
         )
@@ -211,7 +213,7 @@ class GPT2BPETokenizer(_TokenizersTokenizer):
         self._read_vocabulary()
         end_of_text = tokenizer.token_to_id(self.END_OF_TEXT)
         if end_of_text is None:
-            raise DataError(
+            raise NoEndOfDocument(
                 f"--vocab-file {vocab_file} has no {self.END_OF_TEXT}, which is needed as the end-of-document token."
             )
         self.eod = end_of_text

@@ -12,6 +12,10 @@ from megafp8.errors import DataError, Megafp8Error
 from megafp8.utils.files import LIST_BYTES, UnreadableFile, read_bytes
 
 
+class NoEndOfDocument(DataError):
+    """A tokenizer that is whole, but has no token that ends a document."""
+
+
 def read_tokenizer_file(path: Path, flag: str) -> bytes:
     """The content of a tokenizer's file, which a library would read without a limit.
 

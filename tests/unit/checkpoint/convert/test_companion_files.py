@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from megafp8.checkpoint.convert import tokenizer as tokenizer_files
 from megafp8.checkpoint.convert.companion_files import read_companion
 from megafp8.checkpoint.convert.origin import read_generation
 from megafp8.checkpoint.convert.safetensors_files import publish_folder
+from megafp8.checkpoint.convert.to_huggingface import Export
 from megafp8.checkpoint.convert.tokenizer import copy_file, find_tokenizer
 from megafp8.cli import convert
 from megafp8.errors import CheckpointError
@@ -77,6 +80,46 @@ def test_a_tokenizer_itself_may_be_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "model/tokenizer.json").symlink_to("../vocab")
     copy_file(tmp_path / "model/tokenizer.json", tmp_path / "copy")
     assert (tmp_path / "copy").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer.json": '{"model": {"type": "BPE", "voc'}, "tokenizer.json is not a tokenizer.json"),
+        ({"vocab.json": "[]", "merges.txt": ""}, "vocab.json and .*merges.txt are not a GPT-2 vocabulary"),
+        ({"tokenizer.model": ""}, "tokenizer.model is not a SentencePiece model"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(
+    files: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours = write_hf_folder(tmp_path / "theirs", LLAMA, random_weights(LLAMA, torch.bfloat16)), tmp_path / "ours"
+    for name, text in files.items():
+        (theirs / name).write_text(text)
+    assert convert.main(["from-hf", str(theirs), str(ours)]) == 66
+    assert re.search(f"{theirs}/{message}.*; repair the file", capsys.readouterr().err) and not ours.exists()
+
+
+def test_a_tokenizer_without_an_end_of_document_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, random_weights(LLAMA, torch.bfloat16))
+    (theirs / "vocab.json").write_text('{"a": 0}')
+    (theirs / "merges.txt").write_text("")
+    assert convert.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
+    assert "the folder has no tokenizer that megafp8 reads" in capsys.readouterr().out
+
+
+def test_a_link_is_refused_before_the_weights_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, random_weights(LLAMA, torch.bfloat16))
+    model = {"type": "BPE", "vocab": {"</s>": 0, "a": 1}, "merges": []}
+    (theirs / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    (theirs / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert convert.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
+    link_to_a_key(tmp_path / "ours/tokenizer" / COMPANION)
+    monkeypatch.setattr(Export, "write", lambda *_: pytest.fail("it is written"))
+    assert convert.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back")]) == 74
+    assert "outside of the model's folder" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_nothing(
