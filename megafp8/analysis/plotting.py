@@ -6,7 +6,7 @@ matplotlib is imported where a figure is made, so that modules which only may dr
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Union
+from typing import TYPE_CHECKING, Literal, Optional, Union
 
 from megafp8.utils.files import atomic_write
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+PICTURES = (".png", ".svg", ".pdf")
 COLORS = ("#e8590c", "#1971c2", "#2f9e44", "#9c36b5", "#c2255c", "#0c8599", "#f08c00")
 GRAY = "#868e96"
 GRID_COLOR = "#e9ecef"
@@ -25,6 +26,13 @@ def new_figure(width_inches: float, height_inches: float, dpi: int = 100) -> Fig
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width_inches, height_inches), dpi=dpi, layout="constrained", facecolor="white")
+
+
+def picture_problems(flag: str, path: Optional[Path]) -> list[str]:
+    """What is wrong with the path of a flag, whose suffix is the format of a figure; None is no figure."""
+    if path is None or path.suffix in PICTURES:
+        return []
+    return [f"{flag} {path}: must end in {', '.join(PICTURES)}"]
 
 
 def save_figure(figure: Figure, path: Union[str, Path]) -> Path:

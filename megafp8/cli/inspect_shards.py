@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from megafp8.analysis.plotting import picture_problems
 from megafp8.cli import common
 from megafp8.config import derived
 from megafp8.data.shard_summary import ShardSummary, read_documents, summarize_shard
@@ -47,7 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-tokens", type=int, default=100, metavar="N", help="tokens to show of each document (default 100)"
     )
-    parser.add_argument("--plot", type=path_argument, metavar="F", help="plot the lengths of documents to F (.png)")
+    parser.add_argument(
+        "--plot", type=path_argument, metavar="F", help="plot the lengths of documents to F (.png, .svg, .pdf)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     common.add_tokenizer_flags(parser, "for the text of documents; default: the tokenizer in the manifest")
     return parser
@@ -206,6 +209,8 @@ def draw(summaries: Sequence[ShardSummary], output: Path) -> Path:
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit status."""
     options = build_parser().parse_args(argv)
+    if problems := picture_problems("--plot", options.plot):
+        raise ConfigError(problems)
     prefixes = list(dict.fromkeys(name.removesuffix(".bin").removesuffix(".idx") for name in options.shards))
     reports, summaries = [], []
     for prefix in prefixes:

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from megafp8.analysis.plotting import picture_problems
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.cli.goodput_flags import add_goodput_flags, build_request, goodput_problems
 from megafp8.errors import ConfigError
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 GPU_NAMES = ("h100", "h200", "b200")
 MOST_GPUS = 2**20
 LAYOUTS_SHOWN = 5
-PICTURES = (".png", ".svg", ".pdf")
 LEAST_GBIT_PER_S, MOST_GBIT_PER_S = 1, 100_000
 
 
@@ -74,8 +74,7 @@ def number_problems(arguments: argparse.Namespace) -> Iterator[str]:
     network = arguments.network_gbit_per_s
     if network is not None and not LEAST_GBIT_PER_S <= network <= MOST_GBIT_PER_S:  # NaN is not either
         yield f"--network-gbit-per-s {network:g}: must be between {LEAST_GBIT_PER_S} and {MOST_GBIT_PER_S:,}"
-    if arguments.plot and arguments.plot.suffix not in PICTURES:
-        yield f"--plot {arguments.plot}: must end in {', '.join(PICTURES)}"
+    yield from picture_problems("--plot", arguments.plot)
     yield from goodput_problems(arguments)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megafp8.analysis.plotting import picture_problems
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.config import flags, iterations, lr_schedule, rules, topology
 from megafp8.config.rules import batch, training
@@ -30,7 +31,6 @@ from megafp8.utils.formatting import text_table
 if TYPE_CHECKING:
     from megafp8.optimizer.schedules import ScheduledStep
 
-PICTURES = (".png", ".svg", ".pdf")
 NUM_DRAWN = 2000
 NUM_ROWS = 10
 
@@ -120,8 +120,8 @@ def table(found: Sequence[ScheduledStep], marks: dict[str, float], config: RunCo
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status."""
     options, words = build_parser().parse_known_args(argv)
-    if options.output is not None and options.output.suffix not in PICTURES:
-        raise ConfigError(f"--output {options.output}: a picture ends with {', '.join(PICTURES)}")
+    if problems := picture_problems("--output", options.output):
+        raise ConfigError(problems)
     config, ranks = read_config(words)
     install_patches()
     from megafp8.optimizer.schedules import preview_schedule

@@ -108,4 +108,4 @@ def test_a_picture_that_cannot_be_written_is_an_error(tool, tmp_path: Path, caps
     (tmp_path / "file").touch()
     assert tool.main([*RUN, "--output", str(tmp_path / "file" / "x.png")]) == 74
     told = capsys.readouterr().err
-    assert "a picture ends with .png, .svg, .pdf" in told and "Traceback" not in told
+    assert "must end in .png, .svg, .pdf" in told and "Traceback" not in told

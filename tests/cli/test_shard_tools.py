@@ -57,6 +57,11 @@ def test_inspect_writes_a_picture(shard, tmp_path, capsys):
     assert (tmp_path / "pictures" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_inspect_refuses_a_picture_without_a_format(shard, tmp_path, capsys):
+    assert inspect_shards.main([shard, "--plot", str(tmp_path / "lengths")]) == 64
+    assert "lengths: must end in .png, .svg, .pdf" in capsys.readouterr().err
+
+
 def test_inspect_reports_damage(shard, tmp_path, capsys):
     with open(f"{shard}.bin", "r+b") as stream:
         stream.write(b"\7")
