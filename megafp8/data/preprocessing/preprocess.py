@@ -190,10 +190,14 @@ class _JobRun:
         """
         saved = self.folder.load_job()
         if saved is not None and saved.get("job") == self.description:
+            if self.folder.holds_parts():
+                self.on_notice(f"reading the finished parts in {self.folder.path}, to compare their SHA-256")
             if damaged := self.folder.drop_damaged():
                 shown = ", ".join(damaged[:SHOWN_PARTS]) + (", ..." if len(damaged) > SHOWN_PARTS else "")
                 parts = "1 part" if len(damaged) == 1 else f"{len(damaged)} parts"
-                self.on_notice(f"made again, because damaged in {self.folder.path}: {parts} ({shown})")
+                self.on_notice(
+                    f"made again, because damaged or of an earlier version in {self.folder.path}: {parts} ({shown})"
+                )
             return saved
         if saved is not None and not self.job.overwrite:
             found = saved.get("job", {})

@@ -122,7 +122,7 @@ def choose_encoder(tokenizer: Tokenizer, requested: str, sample: Sequence[str]) 
         encoder.check(SHAPES)
         encoder.check(probe_texts())
         encoder.check(sample)
-    except (UnsupportedTokenizerError, EncoderMismatchError) as error:
+    except (UnsupportedTokenizerError, EncoderMismatchError, DataError) as error:  # DataError: of the library itself
         if requested == GIGATOKEN:
             raise CapabilityError(f"--encoder gigatoken cannot be used: {error}") from error
         return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, f"gigatoken is not used: {error}")

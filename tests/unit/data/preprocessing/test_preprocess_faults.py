@@ -188,7 +188,8 @@ def test_a_damaged_part_is_named_and_made_again(tmp_path, monkeypatch, small_par
     (folder / f"{name}.{damaged}").write_bytes(content)
     notices = []
     ((prefix, _),) = preprocess(dataclasses.replace(job, overwrite=True), on_notice=notices.append).shards
-    assert f"made again, because damaged in {folder}: 1 part ({name})" in notices
+    assert f"made again, because damaged or of an earlier version in {folder}: 1 part ({name})" in notices
+    assert notices[0] == f"reading the finished parts in {folder}, to compare their SHA-256"
     assert (shard_bytes(prefix), skipped_path(job.output_prefix).read_text()) == whole
 
 

@@ -206,6 +206,18 @@ def test_a_difference_is_detected_before_and_during_the_job(bpe, texts):
         GigatokenEncoder(_Other(bpe, "\u00e9")).encode([*["plain"] * 50, "caf\u00e9", *["plain"] * 9])
 
 
+def test_a_library_that_rejects_a_probe_is_used_alone(bpe, texts, monkeypatch):
+    def reject(self, text):
+        if text in probes:
+            raise DataError("the tokenizer fails on this text")
+        return honest(self, text)
+
+    probes, honest = probe_texts(), type(bpe).tokenize
+    monkeypatch.setattr(type(bpe), "tokenize", reject)
+    choice = choose_encoder(bpe, AUTO, texts)
+    assert choice.kind == LIBRARY and choice.reason == "gigatoken is not used: the tokenizer fails on this text"
+
+
 def test_a_failure_of_gigatoken_is_a_difference(bpe, texts, monkeypatch):
     class PanicException(BaseException):
         pass
