@@ -24,7 +24,7 @@ from megafp8.utils.strict_json import parse_json
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 MAX_LISTED_PROBLEMS = 4
-FOLDER_NAME = re.compile(r"iter_(\d{7,})")
+FOLDER_NAME = re.compile(r"iter_([0-9]{7,})")
 # All other files (settings, index) are small, and read before any tensor.
 TENSOR_SUFFIX = ".distcp"
 

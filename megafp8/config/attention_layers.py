@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Optional
 
 from megafp8.config.layer_patterns import evaluate_pattern
 from megafp8.config.schema import ModelConfig
 from megafp8.errors import ConfigError
+from megafp8.utils.numbers import whole_number
 
 INT32_MAX = (1 << 31) - 1  # of the attention kernels
 
@@ -21,8 +23,8 @@ def window_size(model: ModelConfig) -> Optional[tuple[int, int]]:
         return None
     words = model.window_size.strip("()").split(",")
     try:
-        sizes = [int(word) for word in words]
-    except ValueError:
+        sizes = [whole_number(word.strip(" ")) for word in words]  # Megatron-LM takes (127, 0), too
+    except argparse.ArgumentTypeError:
         sizes = []
     if len(sizes) not in (1, 2):
         raise ConfigError(f"--window-size {model.window_size}: give LEFT,RIGHT, for example 127,0")

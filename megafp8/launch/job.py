@@ -29,7 +29,7 @@ VARIABLE_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 SBATCH_OPTION = re.compile(r"[a-z][a-z0-9-]*")
 ENDPOINT = re.compile(r"[\w.-]+:[0-9]+")
 INTEGER = re.compile(r"-?[0-9]+")
-TIME_LIMIT = re.compile(r"(?:[0-9]+-)?[0-9]+(?::[0-9]+){0,2}")
+TIME_LIMIT = re.compile(r"(?:[0-9]{1,9}-)?[0-9]{1,9}(?::[0-9]{1,9}){0,2}")
 # Options of sbatch that a job's own fields set, or that restarts depend on.
 RESERVED_OPTIONS = (
     "job-name", "nodes", "time", "array", "signal", "requeue", "no-requeue", "gpus-per-node", "partition", "account",

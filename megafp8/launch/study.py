@@ -26,6 +26,7 @@ same run, and a run with another learning rate is never taken for a finished one
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import json
@@ -46,6 +47,7 @@ from megafp8.config.variants import NEUTRAL_SETTINGS
 from megafp8.errors import ConfigError
 from megafp8.launch.job import name_problems
 from megafp8.planning import plan
+from megafp8.utils import numbers
 from megafp8.utils.files import UnreadableFile, path_problem, printable
 from megafp8.utils.formatting import control_problems
 from megafp8.utils.strict_yaml import read_yaml
@@ -188,8 +190,8 @@ def read_option(name: str, plain: Any, where: str, problems: list[str]) -> Optio
 def read_number(value: Any, where: str, problems: list[str]) -> float:
     """Read a positive number."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = numbers.number(value) if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError, argparse.ArgumentTypeError):
         number = 0.0
     if not 0 < number < float("inf"):
         problems.append(f"{where}: {value!r} must be a number above 0")

@@ -149,7 +149,7 @@ def _delayed_scale(rows: Tensor, rule: OperandRule, amax_ratio: float) -> Option
 
 SUFFIXES = (".npy", ".pt", ".pth", ".safetensors")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-DISTRIBUTION = re.compile(r"(normal|outliers):(\d+)x(\d+)(?::([0-9.e+]+))?")
+DISTRIBUTION = re.compile(r"(normal|outliers):([0-9]{1,18})x([0-9]{1,18})(?::([0-9.e+]+))?")
 CHANNELS_PER_OUTLIER = 512
 OUTLIER_FACTOR = 10_000.0
 

@@ -47,8 +47,10 @@ def _refused(text: str, kind: str) -> argparse.ArgumentTypeError:
     try:
         if not math.isfinite(float(text)):
             kind = "a finite number"
-        elif kind == "a number" or float(text).is_integer():
+        elif kind == "a number" or (float(text).is_integer() and not is_number(text)):
             hint = ": write it in the digits 0 to 9 alone, without + _ and spaces"
+        elif float(text).is_integer():
+            hint = ": write all digits, without point or exponent"
     except ValueError:
         pass
     return argparse.ArgumentTypeError(f"'{printable(text)}' is not {kind}{hint}")

@@ -166,7 +166,7 @@ def as_setting(name: str, value: Any) -> Any:
     if name in PATTERNS and isinstance(value, (int, tuple, list)):
         return str(list(value) if isinstance(value, tuple) else value) if value else None
     if settings_by_name()[name].many and isinstance(value, (tuple, list)):  # texts in the command line's form
-        return [int(each) if isinstance(each, str) and each.isdecimal() else each for each in value]
+        return [int(each) if isinstance(each, str) and each.isascii() and each.isdecimal() else each for each in value]
     is_whole = isinstance(value, float) and value.is_integer() and settings_by_name()[name].type is int
     return int(value) if is_whole else value
 

@@ -10,13 +10,18 @@ import pytest
 
 from megafp8.cli.subcommands import SUBCOMMANDS
 from megafp8.config import flags
+from megafp8.config.attention_layers import window_size
 from megafp8.config.batch_schedule import step_schedule
 from megafp8.config.data_blend import parse_blend
 from megafp8.config.derived import split_shares
 from megafp8.config.precision_options import parse_schedule
 from megafp8.config.rules import setting_problems
+from megafp8.config.schema import ModelConfig
 from megafp8.config.settings import Setting, all_settings
 from megafp8.errors import ConfigError
+from megafp8.launch.job import build_job, check_job
+from megafp8.launch.study import read_number
+from megafp8.metrics.recipe_comparison import sample_distribution
 from megafp8.utils.numbers import number, whole_number
 
 NUMERIC = [setting for setting in all_settings() if setting.type in (int, float)]
@@ -31,10 +36,21 @@ MODELS = {
     "latent": f"{MODEL} --position-embedding-type yarn --multi-latent-attention",
     "mixture": f"{MODEL} --num-experts 4 --moe-expert-capacity-factor 1",
 }
+
+
+def study_number(text: str) -> None:
+    problems: list[str] = []
+    read_number(text, "gpus", problems)
+    if problems:
+        raise ConfigError(problems)
+
+
 # Numbers within a text, which have parsers of their own.
 IN_TEXT = {
     parse_schedule: "bf16:{},fp8", lambda text: step_schedule(text, 1): "0:4 {}:8", split_shares: "{},1,1",
-    lambda text: parse_blend(text.split(",")): "1,a,{},b",
+    lambda text: parse_blend(text.split(",")): "1,a,{},b", sample_distribution: "normal:3x{}",
+    lambda text: window_size(ModelConfig(window_size=text)): "{},0",
+    lambda text: check_job(build_job({"name": "a", "time": text}), needs_save=False): "{}-00:00:00", study_number: "{}",
 }  # fmt: skip
 
 
@@ -82,6 +98,9 @@ def test_what_numbers_may_look_like() -> None:
     assert [whole_number(text) for text in ("0", "-12", "007")] == [0, -12, 7]
     with pytest.raises(argparse.ArgumentTypeError, match="'1_000' is not an integer: write it in the digits 0 to 9"):
         whole_number("1_000")
+    for text in ("1e5", "5."):
+        with pytest.raises(argparse.ArgumentTypeError, match="write all digits, without point or exponent"):
+            whole_number(text)
 
 
 @pytest.mark.parametrize("model", MODELS)
