@@ -6,6 +6,7 @@ The command imports this module before everything that takes memory. It therefor
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import sys
@@ -34,8 +35,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means lack of memory, so that a smaller size may fit."""
     if isinstance(error, ImportError) and LIBRARY_TEXT in str(error):
         return any(limits())
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
     texts = (*TEXTS, *THREAD_TEXTS) if isinstance(error, RuntimeError) else TEXTS
-    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
+    return any(text in str(error) for text in texts)
 
 
 def cause(error: BaseException) -> str:
