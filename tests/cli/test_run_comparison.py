@@ -116,7 +116,9 @@ def test_wrong_flags_are_reported_before_any_start(compare, tmp_path: Path) -> N
         status, _, told = compare(tmp_path / "out", "--recipes", "bf16", flags=[*FLAGS, *extra.split()])
         assert status == 64 and "would also apply to the baseline" in told, extra
     assert compare(tmp_path / "out", "--recipes", "bf16", flags=[*FLAGS, "--micro-batch-size", "auto"])[0] == 64
-    assert compare(tmp_path / "out", "--recipes", "bf16", "--bound", "nan")[0] == 64
+    with pytest.raises(SystemExit) as ended:
+        compare(tmp_path / "out", "--recipes", "bf16", "--bound", "nan")
+    assert ended.value.code == 64
     status, _, told = compare(tmp_path / "out", "--recipes", "bf16", "--variant", "x=--micro-batch-size auto")
     assert status == 64 and "--variant x: --micro-batch-size auto" in told
     assert not (tmp_path / "out").exists()
