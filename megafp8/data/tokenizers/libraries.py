@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import importlib
-import io
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -204,9 +203,7 @@ class GPT2BPETokenizer(_TokenizersTokenizer):
         vocab = read_tokenizer_file(Path(vocab_file), "--vocab-file")
         merges = read_tokenizer_file(Path(merge_file), "--merge-file")
         with library_failures(f"{self.origin} are not a GPT-2 vocabulary"):
-            lines = io.StringIO(merges.decode())  # splitlines divides at more characters
-            pairs = [tuple(line.rstrip("\r\n").split(" ")) for line in lines if not line.startswith("#version")]
-            model = tokenizers.models.BPE(json.loads(vocab), pairs)
+            model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
         tokenizer = self.library_tokenizer = tokenizers.Tokenizer(model)
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()

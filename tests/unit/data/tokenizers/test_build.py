@@ -8,7 +8,6 @@ import pytest
 
 from megafp8.config.schema import DataConfig
 from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
-from megafp8.data.tokenizers import libraries
 from megafp8.data.tokenizers.build import SENTENCEPIECE_TYPES, build_tokenizer, tokenizer_settings
 from megafp8.errors import CapabilityError, ConfigError, DataError
 
@@ -104,36 +103,6 @@ def test_gpt2_bpe(gpt2_files):
     assert tokenizer.tokenize("ret") == [257]
     assert (tokenizer.vocab_size, tokenizer.eod) == (259, 258)
     assert tokenizer.tokenize(" a")[0] == gpt2_vocabulary()["\u0120"]  # no space added in front, none dropped
-
-
-def test_gpt2_bpe_is_built_from_what_is_hashed(gpt2_files, monkeypatch):
-    """Also where the files are replaced after they were read."""
-    pytest.importorskip("tokenizers")
-    config = DataConfig(tokenizer_type="GPT2BPETokenizer", **gpt2_files)
-    expected = build_tokenizer(config).unique_identifiers
-
-    def read_and_replace(path, flag):
-        content = path.read_bytes()
-        path.write_text("replaced")
-        return content
-
-    monkeypatch.setattr(libraries, "read_tokenizer_file", read_and_replace)
-    tokenizer = build_tokenizer(config)
-    assert tokenizer.tokenize("ret") == [257] and tokenizer.unique_identifiers == expected
-
-
-@pytest.mark.parametrize("merges", ["r e\r\nre t\r\n", "#version: 0\nr e\nre t", "r e\n\nre t\n", "r e t\n", "r\n", ""])
-def test_merges_are_read_as_tokenizers_reads_them(gpt2_files, merges):
-    tokenizers = pytest.importorskip("tokenizers")
-    Path(gpt2_files["merge_file"]).write_text(merges, newline="")
-    config = DataConfig(tokenizer_type="GPT2BPETokenizer", **gpt2_files)
-    try:
-        model = tokenizers.models.BPE.from_file(gpt2_files["vocab_file"], gpt2_files["merge_file"])
-    except Exception:
-        with pytest.raises(DataError, match="are not a GPT-2 vocabulary"):
-            build_tokenizer(config)
-    else:
-        assert build_tokenizer(config).tokenize("ret") == [token.id for token in model.tokenize("ret")]
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
