@@ -17,6 +17,8 @@ from megafp8.utils.memory import cause, limits
 NUM_THREADS = 64
 # Of a thread where `ulimit -s` is unlimited.
 DEFAULT_STACK_BYTES = 2 << 20
+# What libraries take beside them. oneDNN crashes where it cannot map memory for the code that it generates.
+WORKING_BYTES = 256 << 20
 # With more, there is memory for a heap of each thread, which is faster than one for all.
 SMALL_HEADROOM_BYTES = 8 << 30
 M_ARENA_MAX = -8  # of mallopt(3)
@@ -37,11 +39,11 @@ def check_limits() -> None:
     stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
     is_unlimited = stack == resource.RLIM_INFINITY
     num_bytes = NUM_THREADS * (DEFAULT_STACK_BYTES if is_unlimited else stack)
-    if not fits(num_bytes):
+    if not fits(num_bytes + WORKING_BYTES):
         raise OutOfMemory(
             f"{' and '.join(known)} (KiB) limits the memory of this process: the stacks of {NUM_THREADS} threads, "
-            f"{num_bytes >> 20} MiB, do not fit beside the libraries. Raise the limit, or lower that of a stack, "
-            f"ulimit -s {'unlimited' if is_unlimited else stack >> 10}"
+            f"{num_bytes >> 20} MiB, and {WORKING_BYTES >> 20} MiB of working memory do not fit beside the libraries. "
+            f"Raise the limit, or lower that of a stack, ulimit -s {'unlimited' if is_unlimited else stack >> 10}"
         )
 
 

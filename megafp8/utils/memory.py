@@ -19,8 +19,9 @@ from megafp8.errors import Megafp8Error, OutOfMemory, causes
 TEXTS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 # Of Python's threads and of C++'s, in a RuntimeError: an OSError of a file has the second text, too.
 THREAD_TEXTS = ("can't start new thread", "Resource temporarily unavailable")
-# Of the system, for a library in an ImportError; a folder from which nothing may be executed has it, too.
-LIBRARY_TEXT = "failed to map segment from shared object"
+# Where this process has a limit. Without one, the system's says that nothing may be executed from a folder, and
+# oneDNN's that it has no such product.
+TEXTS_WITH_A_LIMIT = {ImportError: "failed to map segment from shared object", RuntimeError: "could not create a"}
 LIMITS = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}  # by the flag of ulimit
 
 
@@ -33,7 +34,7 @@ def limits() -> Iterator[str]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means lack of memory, so that a smaller size may fit."""
-    if isinstance(error, ImportError) and LIBRARY_TEXT in str(error):
+    if TEXTS_WITH_A_LIMIT.get(type(error), "\0") in str(error):
         return any(limits())
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True

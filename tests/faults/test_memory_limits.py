@@ -67,7 +67,7 @@ def end_of(process: Any) -> int:
 
 
 @pytest.mark.parametrize("flag", USED)
-@pytest.mark.parametrize("megabytes", [30, 80, 300])
+@pytest.mark.parametrize("megabytes", [30, 300, 700])
 def test_a_run_without_memory_for_its_threads_is_refused(flag: str, megabytes: int, tmp_path: Path) -> None:
     status, output = run_limited(flag, megabytes, tmp_path)
     assert status == 70, output
@@ -75,11 +75,11 @@ def test_a_run_without_memory_for_its_threads_is_refused(flag: str, megabytes: i
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("megabytes", [520, 560, 600])
+@pytest.mark.parametrize("megabytes", [800, 900, 1200])
 def test_a_run_with_little_memory_trains_or_names_the_limit(megabytes: int, tmp_path: Path) -> None:
     status, output = run_limited("-v", megabytes, tmp_path)
-    assert status in (0, 70), output
-    if status == 70:
+    assert status in (0, 70), (status, output)
+    if status == 70:  # with larger libraries
         assert "\nOutOfMemory: " in output and "  - a higher limit of the process than ulimit -v" in output
 
 
