@@ -36,7 +36,7 @@ from megafp8.config.precision_map import GEMMS, OUTPUT_LAYER
 from megafp8.device.gpus import GPUS, Gpu, find_gpu
 from megafp8.errors import ConfigError
 from megafp8.planning import compute, plan
-from megafp8.planning.fp8_gain import grad_output_rows, linear_casts_s
+from megafp8.planning.fit import grad_output_rows, linear_casts_s
 from megafp8.planning.planned_run import LinearGemm, PlannedRun, layer_gemms, output_layer_gemms
 
 NATIVE = ("bf16", "tensorwise", "delayed", "blockwise")

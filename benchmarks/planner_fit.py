@@ -13,7 +13,7 @@ from benchmarks.planner_measurements import COMMON, FIT, GROUPS, MEASUREMENTS, S
 from benchmarks.planner_published import groups
 from megafp8.config import iterations, model_shapes, stages
 from megafp8.planning import compute, step_time
-from megafp8.planning.fp8_gain import linear_casts_s
+from megafp8.planning.fit import linear_casts_s
 from megafp8.planning.planned_run import Calibration, PlannedRun, layer_gemms
 from megafp8.recipes.base import Gemm, Operand
 

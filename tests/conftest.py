@@ -21,8 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.mcore.import_patches import apply_import_patches
-from megafp8.mcore.known_warnings import KNOWN_WARNINGS
+from megafp8.mcore.cpu_patches import KNOWN_WARNINGS, apply_import_patches
 
 torch.set_num_threads(1)
 apply_import_patches()  # before megatron-core is imported, whichever test does it first

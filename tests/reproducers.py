@@ -60,7 +60,7 @@ def run(code: str) -> Optional[str]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    from megafp8.mcore.import_patches import apply_import_patches
+    from megafp8.mcore.cpu_patches import apply_import_patches
 
     apply_import_patches()  # without them megatron-core 0.19 cannot be imported here
     blocks = reproducers()

@@ -29,7 +29,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint import fsdp_rows, muon_state, optimizer_exchange
+from megafp8.checkpoint import fsdp_rows, optimizer_exchange
 from megafp8.checkpoint import optimizer_state as optimizer_parts
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.device.collective_errors import call_on_all_ranks
@@ -83,9 +83,9 @@ def optimizer_state(training_state: TrainingState, model: dict[str, Any], is_loa
     Before the first step the moments are zero.
     """
     parts = chained_optimizers(training_state.optimizer)
-    if muon_state.is_of_muon(parts[0]):
+    if optimizer_parts.is_of_muon(parts[0]):
         is_only_owner = isinstance(training_state.optimizer, LayerWiseOptimizer)
-        states = [muon_state.sharded_state(part, model, is_only_owner) for part in parts]
+        states = [optimizer_parts.sharded_muon_state(part, model, is_only_owner) for part in parts]
         return states[0] if len(parts) == 1 else dict(enumerate(states))
     is_distributed = isinstance(parts[0], DistributedOptimizer)
     for part in parts:
@@ -130,11 +130,11 @@ def load_optimizer_state(
         # A run with a fixed loss scale saves no scaler state. A dynamic loss scale then starts from its initial value.
         if "grad_scaler" in part_state and not part_state["grad_scaler"]:
             part_state["grad_scaler"] = part.grad_scaler.state_dict()
-        if not isinstance(part, DistributedOptimizer) and not muon_state.is_of_muon(part):
+        if not isinstance(part, DistributedOptimizer) and not optimizer_parts.is_of_muon(part):
             fsdp_rows.optimizer_dtensors(part, part_state)
-    if muon_state.is_of_muon(parts[0]):
+    if optimizer_parts.is_of_muon(parts[0]):
         for part, part_state in zip(parts, states, strict=True):
-            muon_state.load(part, part_state)
+            optimizer_parts.load_muon_state(part, part_state)
     else:
         with groups_matched_without_rates():
             training_state.optimizer.load_state_dict(state)

@@ -19,13 +19,122 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Optional
 
 from megafp8 import __version__
-from megafp8.config import fp8_lm, megatron_flags, sources
+from megafp8.config import dimensions, fp8_lm, megatron_flags, model_shapes
 from megafp8.config.schema import AUTO, RunConfig
-from megafp8.config.settings import Setting, all_settings, section_titles, value_of, with_values
+from megafp8.config.settings import Setting, all_settings, read_settings, section_titles, value_of, with_values
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
-from megafp8.utils.files import path_text, printable
+from megafp8.utils.files import UnreadableFile, path_text, printable, read_text
 from megafp8.utils.numbers import number, whole_number
+
+# ---- Values of settings from all sources, in the order in which they override each other ----------------------------
+#     default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --fp8-lm-level  <  --config file
+#              <  --precision-map file  <  flag
+#
+# A --model-preset on the command line replaces the model section of the --config file completely, because a mixture of
+# two model shapes is never intended.
+
+ACCUMULATED = ("overrides", "precision.precision_map")
+"""List settings to which every occurrence adds. Of the others the last occurrence wins."""
+
+
+def merge(
+    base: RunConfig,
+    values: dict[str, Any],
+    path: Optional[str],
+    map_path: Optional[str],
+    notices: list[str],
+    problems: list[str],
+) -> tuple[RunConfig, frozenset[str]]:
+    """Combine defaults or a checkpoint's settings, preset, files and flags.
+
+    Args:
+        base: the defaults, or the settings of a checkpoint.
+        values: of flags, by setting; entries of the --precision-map file and of lists are added to them.
+        path: the --config file.
+        map_path: the --precision-map file.
+        notices: to which what overrides what is added.
+        problems: to which an unknown preset and unreadable files are added.
+
+    Returns:
+        The settings, and the names of those that the --config file gives.
+    """
+    from megafp8.config.model_shapes import PRESETS  # here, so that --help does not import it
+
+    from_file = _read_config(path, problems) if path is not None else {}
+    named = values.get("model.model_preset")
+    if named is not None and any(name.startswith("model.") for name in from_file):
+        from_file = {name: value for name, value in from_file.items() if not name.startswith("model.")}
+        notices.append(f"--model-preset {named} replaces the model section of --config {path}")
+    preset = named if named is not None else from_file.get("model.model_preset")
+    if preset is not None and preset not in PRESETS:
+        problems.append(f"--model-preset {preset}: unknown preset; presets: {', '.join(PRESETS)}")
+        preset = None
+    config = with_values(base, PRESETS[preset]) if preset is not None else base
+    from_file = fp8_lm.kept_values(from_file, values)
+    # The level of a checkpoint is already in its other settings.
+    level = values.get(fp8_lm.LEVEL, from_file.get(fp8_lm.LEVEL))
+    config = with_values(config, fp8_lm.level_values(level, from_file | values) | from_file)
+    if map_path is not None:
+        from_map = _read_precision_map(map_path, problems)
+        values["precision.precision_map"] = (*from_map, *values.get("precision.precision_map", ()))
+    for name in set(ACCUMULATED) & set(values):
+        values[name] = (*value_of(config, name), *values[name])
+    config = with_values(config, values)
+    if notice := fp8_lm.level_notice(config):
+        notices.append(notice)
+    return config, frozenset(from_file)
+
+
+def flags_set(config: RunConfig) -> set[str]:
+    """The flags of all settings that are not the default, wherever their values come from."""
+    changed = (each for each in all_settings() if value_of(config, each.name) != each.default)
+    return {flag for each in changed for flag in (each.flags if value_of(config, each.name) else each.off)}
+
+
+def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
+    from megafp8.config.precision_options import read_map  # here, so that --help does not import it
+
+    try:
+        return read_map(path)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return ()
+
+
+def _read_config(path: str, problems: list[str]) -> dict[str, Any]:
+    try:
+        return read_settings(read_text(path))
+    except ConfigError as error:
+        problems.extend(f"--config {path}: {problem}" for problem in error.problems)
+    except UnreadableFile as error:
+        problems.append(f"--config {path}: cannot be read: {error.reason}")
+    return {}
+
+
+# ---- The table that --list-presets prints ---------------------------------------------------------------------------
+
+
+def preset_table() -> str:
+    """One line for each preset: shape and number of parameters."""
+    lines = [
+        f"{'preset':<18}{'layers':>7}{'hidden':>8}{'heads':>7}{'kv':>5}{'ffn':>8}{'vocabulary':>13}{'parameters':>13}\n"
+    ]
+    for name, values in model_shapes.PRESETS.items():
+        model = with_values(RunConfig(), values).model
+        vocabulary = str(model.vocab_size) if model.vocab_size else "tokenizer's"
+        padded = dimensions.padded_vocab_size(RunConfig(), model.vocab_size or 0)
+        total_millions = model_shapes.count_parameters(model, padded).total / 1e6
+        suffix = "M" if model.vocab_size else "M + vocab"
+        lines.append(
+            f"{name:<18}{model.num_layers:>7}{model.hidden_size:>8}{model.num_attention_heads:>7}"
+            f"{dimensions.num_query_groups(model):>5}{dimensions.ffn_hidden_size(model):>8}{vocabulary:>13}"
+            f"{total_millions:>12,.1f}{suffix}\n"
+        )
+    return "".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 TARGETS = ("cpu", "h100", "h200", "b200")
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
@@ -91,13 +200,13 @@ def parse_with_problems(
     given = frozenset(values)
     base = with_values(RunConfig(), from_checkpoint)
     of_sources: list[str] = []
-    config, from_file = sources.merge(base, values, config_path, map_path, notices, of_sources)
-    flags_set = {option[0] for option in expanded} | sources.flags_set(config)
+    config, from_file = merge(base, values, config_path, map_path, notices, of_sources)
+    given_flags = {option[0] for option in expanded} | flags_set(config)
     unknown = [
         (option, problems) for option, problems in zip(expanded, found, strict=True)
         if option[0] not in parser._option_string_actions
     ]  # fmt: skip
-    _classify(parser, unknown, flags_set, notices)
+    _classify(parser, unknown, given_flags, notices)
     if options.get("world_size", 1) < 1:
         of_sources.append(f"--world-size {options['world_size']}: must be at least 1")
     problems = [*itertools.chain(*found), *of_sources]
@@ -172,7 +281,7 @@ def add_setting(group: Any, setting: Setting) -> None:
     else:
         options["metavar"] = setting.metavar or {int: "N", float: "X", str: "TEXT"}[setting.type]
     if setting.many:
-        options.update(nargs="+", action="extend" if setting.name in sources.ACCUMULATED else "store")
+        options.update(nargs="+", action="extend" if setting.name in ACCUMULATED else "store")
     group.add_argument(*setting.flags, **options)
 
 
@@ -210,7 +319,7 @@ def _converter(setting: Setting) -> Callable[[str], Any]:
 
 class _ListPresets(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from megafp8.config.presets_table import preset_table
+        from megafp8.config.flags import preset_table
 
         sys.stdout.write(preset_table())
         raise SystemExit(0)
@@ -253,7 +362,7 @@ def _read_option(
         problems.append(f"{flag}: does not take {' '.join(map(repr, left_over))}")
     for name, value in vars(namespace).items():
         if isinstance(value, list):
-            earlier = values.get(name, ()) if name in sources.ACCUMULATED else ()
+            earlier = values.get(name, ()) if name in ACCUMULATED else ()
             value = (*earlier, *value)
         values[name] = value
 

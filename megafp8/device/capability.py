@@ -15,12 +15,13 @@ from typing import Optional
 from megafp8.config import derived, dimensions, fp8_lm, mixture, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.device.fp8_weights import fp16_master_problems, fsdp_codes_problems
 from megafp8.device.layer_support import (
     attention_kernel_problems,
     context_parallel_attention_problems,
     emulated_only_options,
     expert_kernel_problems,
+    fp16_master_problems,
+    fsdp_codes_problems,
     graph_problems,
     model_obstacles,
     quantizer_problems,

@@ -2,14 +2,113 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from megafp8.config import derived, mixture, precision_map
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_obstacles, one_launch_remedy
 from megafp8.config.planted_faults import EMULATED_FAULTS, INFINITE_ACTIVATION
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
-from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
+from megafp8.recipes import registry
+from megafp8.recipes.base import Gemm, Operand, Recipe
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the settings need of this machine's packages and environment variables; a dry run reports it as notices
+
+
+def package_problems(logging: LoggingConfig) -> list[str]:
+    """Requested packages that are not installed on this machine."""
+    if logging.wandb_project and importlib.util.find_spec("wandb") is None:
+        return [
+            f"--wandb-project {logging.wandb_project}: the package wandb is not installed; pip install wandb, or "
+            "remove the flag (records.jsonl and TensorBoard have the same values)"
+        ]
+    return []
+
+
+def offloading_problems(config: RunConfig) -> list[str]:
+    """What this machine's environment lacks for activation offloading: Transformer Engine reads it on import."""
+    variable = "NVTE_CPU_OFFLOAD_V1"
+    if not config.training.fine_grained_activation_offloading or os.environ.get(variable) == "1":
+        return []
+    return [
+        f"--fine-grained-activation-offloading: Transformer Engine 2.10 and newer would copy weights to the host, too; "
+        f"set the environment variable {variable}=1"
+    ]
+
+
+def exchange_library_problems(config: RunConfig) -> list[str]:
+    """The library of `--moe-token-dispatcher-type flex`, if it is not installed on this machine."""
+    library = mixture.exchange_library(config)
+    if library is None or has_exchange_library(library):
+        return []
+    branch = " (branch hybrid-ep)" if library == "HybridEP" else ""
+    return [
+        f"--moe-token-dispatcher-type flex: {library} is not installed; build the package deep_ep of "
+        f"github.com/deepseek-ai/DeepEP{branch}, or use --moe-token-dispatcher-type alltoall"
+    ]
+
+
+def has_exchange_library(library: str) -> bool:
+    """Whether the package deep_ep has the class that megatron-core imports. It is read, since its import needs a GPU.
+
+    Args:
+        library: `DeepEP` or `HybridEP`.
+    """
+    spec = importlib.util.find_spec("deep_ep")
+    if spec is None or spec.origin is None:
+        return False
+    name = {"DeepEP": "Buffer", "HybridEP": "HybridEPBuffer"}[library]
+    return re.search(rf"\b{name}\b", Path(spec.origin).read_text(encoding="utf-8")) is not None
+
+
+# ---- What Transformer Engine does not support beside FP8 weights: FP16 master weights, and FSDP2 --------------------
+
+
+def fp16_master_problems(config: RunConfig) -> list[str]:
+    """Problem of FP16 master weights beside FP8 weights: Adam's own FP8 update knows delayed scaling only."""
+    precision, dtype = config.precision, config.optimizer.main_params_dtype
+    is_used = precision.fp8_param_gather and precision.fp8_format is not None
+    if dtype == "fp32" or not is_used or derived.is_stateful(precision):
+        return []
+    known = " or ".join(recipe.flag for recipe in registry.stateful())
+    return [
+        f"--main-params-dtype {dtype} with --fp8-param-gather and --fp8-recipe {precision.fp8_recipe}: Transformer "
+        "Engine's Adam, which keeps such master weights, writes FP8 weights of delayed scaling only; remove "
+        f"--main-params-dtype, or use {known}"
+    ]
+
+
+def fsdp_codes_problems(config: RunConfig) -> list[str]:
+    """Problem of codes that FSDP2 gathers: scales from a history are made inside Transformer Engine, and
+    block scales have a layout of its own. Emulated layers support both."""
+    if not (config.parallel.use_torch_fsdp2 and config.precision.fp8_param_gather):
+        return []
+    known = ", ".join(
+        recipe.name for recipe in registry.recipes() if recipe.te_recipe_class and has_current_tensor_scale(recipe)
+    )
+    return [
+        f"--fp8-param-gather with --use-torch-fsdp2 and --fp8-recipe {recipe.name}: Transformer Engine's layers read "
+        "gathered codes only where a weight has one scale, which follows from its present values, and this recipe has "
+        f"{'scales from an amax history' if recipe.is_stateful else 'scales of blocks'}; remove --fp8-param-gather, or "
+        f"use --fp8-recipe {known} or --transformer-impl emulated"
+        for recipe in derived.used_recipes(config.precision)
+        if not has_current_tensor_scale(recipe)
+    ]
+
+
+def has_current_tensor_scale(recipe: Recipe) -> bool:
+    """Whether a weight has one scale, of its present values."""
+    rule = recipe.rules().rule(Operand.WEIGHT, Gemm.FPROP)
+    return rule is not None and rule.block is None and not recipe.is_stateful
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def model_obstacles(model: ModelConfig) -> list[str]:

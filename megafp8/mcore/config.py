@@ -19,19 +19,151 @@ from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megafp8.config import derived, dimensions
+from megafp8.config import attention_layers, derived, dimensions, mixture
 from megafp8.config.activations import is_gated, is_plain_swiglu
 from megafp8.config.muon import has_flat_shards, is_muon
 from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megafp8.config.stages import virtual_pipeline_size
 from megafp8.errors import ConfigError
-from megafp8.mcore.activation_fields import offloading_fields, recompute_fields
-from megafp8.mcore.attention_fields import attention_fields, yarn_attributes
 from megafp8.mcore.latent_attention import config_class, latent_fields
-from megafp8.mcore.mixture_fields import mixture_fields
 from megafp8.mcore.multi_token import multi_token_fields
 from megafp8.mcore.overrides import DTYPES, fp4_weight_problems, parsed_overrides
 from megafp8.mcore.patches import is_installed
+
+# ---- Fields of megatron-core's configuration for mixture-of-experts layers ------------------------------------------
+
+SAME_NAME_IN_MODEL = (
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk", "moe_z_loss_coeff",
+    "moe_input_jitter_eps", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_force_load_balancing", "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy", "moe_apply_probs_on_input",
+)  # fmt: skip
+SAME_NAME_IN_PARALLEL = (
+    "expert_model_parallel_size", "moe_flex_dispatcher_backend", "moe_shared_expert_overlap",
+)  # fmt: skip
+
+
+def mixture_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
+    """The fields of experts; empty for a dense model.
+
+    Args:
+        implementation: `transformer_engine`, `emulated` or `local`. Fused kernels and grouped GEMMs are Transformer
+            Engine's; other layers have the same results without them.
+    """
+    model, parallel = config.model, config.parallel
+    if not mixture.is_mixture(model):
+        return {}
+    on_te = implementation == "transformer_engine"
+    types, coefficients = mixture.balancing_fields(model)
+    return {
+        **{name: getattr(model, name) for name in SAME_NAME_IN_MODEL},
+        **{name: getattr(parallel, name) for name in SAME_NAME_IN_PARALLEL},
+        **_num_sms(parallel),
+        "num_moe_experts": model.num_experts,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor if mixture.has_capacity(model) else None,
+        "expert_tensor_parallel_size": mixture.expert_tensor_size(parallel),
+        "moe_token_dispatcher_type": mixture.token_dispatcher(config),
+        "moe_layer_freq": [int(has_experts) for has_experts in mixture.expert_layers(model)],
+        "moe_ffn_hidden_size": mixture.moe_ffn_hidden_size(model),
+        "moe_router_load_balancing_type": types,
+        "moe_aux_loss_coeff": coefficients,
+        "moe_router_dtype": mixture.router_dtype(model),
+        "moe_grouped_gemm": on_te and parallel.moe_grouped_gemm,
+        "moe_permute_fusion": on_te and parallel.moe_permute_fusion,
+        "moe_router_fusion": on_te and parallel.moe_router_fusion,
+        # Emulated experts pad their inputs themselves, as Transformer Engine's do.
+        "moe_router_padding_for_quantization": on_te and model.moe_router_padding_for_quantization,
+    }
+
+
+def _num_sms(parallel: ParallelConfig) -> dict[str, int]:
+    """The SMs of the flex dispatcher's library, if they are given."""
+    if parallel.moe_flex_dispatcher_num_sms is None:
+        return {}
+    name = (
+        f"moe_{parallel.moe_flex_dispatcher_backend}_num_sms"
+        if is_installed("<0.19")
+        else "moe_flex_dispatcher_num_sms"
+    )
+    return {name: parallel.moe_flex_dispatcher_num_sms}
+
+
+# ---- Fields of megatron-core's configuration for activations that are recomputed or offloaded to the host -----------
+
+
+def recompute_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
+    """Fields of activation recomputation.
+
+    Args:
+        implementation: only the experts of `transformer_engine` recompute their activation; runs on other layers are
+            refused with it.
+    """
+    training = config.training
+    on_te = implementation == "transformer_engine"
+    granularity = derived.recompute_granularity(training)
+    if granularity is None:
+        return {}
+    fields: dict[str, Any] = {
+        "recompute_granularity": granularity,
+        "recompute_method": training.recompute_method,
+        "recompute_num_layers": training.recompute_num_layers,
+        "distribute_saved_activations": training.distribute_saved_activations,
+    }
+    if granularity == "selective":
+        known = [each for each in derived.recompute_modules(training) if each != "moe_act" or on_te]
+        fields["recompute_modules"] = known
+    return fields
+
+
+def offloading_fields(config: RunConfig) -> dict[str, Any]:
+    """Fields of activation offloading, which megatron-core's layers and schedules do."""
+    training = config.training
+    if not training.fine_grained_activation_offloading:
+        return {}
+    return {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": list(training.offload_modules),
+        "min_offloaded_tensor_size": training.min_offloaded_tensor_size,
+    }
+
+
+# ---- Fields of megatron-core's `TransformerConfig` for attention and position embeddings ----------------------------
+
+
+def attention_fields(model: ModelConfig) -> dict[str, Any]:
+    """Fields for windows, softmax, query and key norms, and layers without rotary embedding."""
+    windowed, without_rope = attention_layers.windowed_layers(model), attention_layers.layers_without_rope(model)
+    has_pattern = any(windowed) and not all(windowed)
+    return {
+        "window_size": attention_layers.window_size(model) if any(windowed) else None,
+        "window_attn_skip_freq": [int(each) for each in windowed] if has_pattern else None,
+        "softmax_type": model.softmax_type,
+        # With it megatron-core sums the gradients of these norms over the tensor-parallel ranks, which is wrong for a
+        # weight that they share (`models/layer_specs.py`). It reads the field for nothing else.
+        "qk_layernorm": model.qk_layernorm and not model.qk_layernorm_across_heads,
+        "qk_l2_norm": model.qk_l2_norm,
+        "no_rope_freq": [int(each) for each in without_rope] or None,
+        "rotary_interleaved": model.rotary_interleaved,
+    }
+
+
+def yarn_attributes(model: ModelConfig) -> dict[str, Any]:
+    """Attributes of a `TransformerConfig` that megatron-core reads for YaRN, although it declares no such fields."""
+    if model.position_embedding_type != "yarn":
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": model.rotary_scaling_factor,
+        "yarn_original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "yarn_beta_fast": model.yarn_beta_fast,
+        "yarn_beta_slow": model.yarn_beta_slow,
+        "yarn_mscale": model.mscale,
+        "yarn_mscale_all_dim": model.mscale_all_dim,
+        "yarn_correction_range_round_to_int": model.yarn_correction_range_round_to_int,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 OVERRIDABLE_CONFIGS = {
     "transformer": TransformerConfig,

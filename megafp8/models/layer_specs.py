@@ -13,12 +13,20 @@ from typing import Any, Optional
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
@@ -29,6 +37,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megafp8.config import attention_layers, derived, dimensions, latent_attention, multi_token, precision_map
@@ -37,21 +46,241 @@ from megafp8.config.grouped_experts import expert_choices, grouped_expert_obstac
 from megafp8.config.precision_map import EXPERTS, LINEARS, MLP_LINEARS, build_linear_recipe
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.stages import stage_layers
+from megafp8.mcore.latent_attention import DownProjection, LatentAttention
 from megafp8.mcore.modules import NormedSelfAttention, mlp_spec, mlp_submodules
 from megafp8.mcore.multi_token import local_spec, transformer_engine_spec
 from megafp8.models.attention import CausalAttention
 from megafp8.models.dispatch import DispatchingLayer
-from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
+from megafp8.models.emulated_layers import (
+    AmaxGroups,
+    EmulatedColumnParallelLinear,
+    EmulatedLinearMixin,
+    EmulatedRowParallelLinear,
+)
 from megafp8.models.experts import Linear, mixture_spec
 from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer
-from megafp8.models.latent_attention import DOWN, latent_attention_spec
-from megafp8.models.local_rotary import LocalRotaryLayer
-from megafp8.models.query_key_norm import AcrossHeadsNorm
-from megafp8.models.residual import POST_NORM_KEYS, ParallelResidualLayer, residual_add
-from megafp8.models.rms_norm import InputSavingRMSNorm
 from megafp8.models.router import Router
 from megafp8.quantization.delayed_scaling import AmaxExchange
 from megafp8.recipes.base import LinearRecipe
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a layer adds the outputs of attention and MLP to the residual stream, where it is not megatron-core's way
+# megatron-core's layer calls an entry of its spec for each addition. `ResidualAdd` takes that place, with a norm of
+# the output and a multiplier. The addition computes the same with every implementation of the linears.
+
+# Keys in checkpoints of the norms after attention and MLP.
+POST_NORM_KEYS = {
+    "self_attn_bda.norm.": "self_attention.post_layernorm.",
+    "mlp_bda.norm.": "mlp.post_layernorm.",
+}
+
+Add = Callable[[tuple[Tensor, Optional[Tensor]], Tensor, float], Tensor]
+
+
+class ResidualAdd(torch.nn.Module):
+    """residual + dropout(multiplier * norm(output + bias)).
+
+    Args:
+        norm: class of the norm; None without one.
+        multiplier: of the normalized output.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: Optional[type], multiplier: float):
+        super().__init__()
+        self.multiplier = multiplier
+        self.norm = None
+        if norm is not None:
+            self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, is_fused: bool) -> Add:
+        """The addition, as megatron-core's layer asks for it. There is no fused kernel of this addition."""
+
+        def add(output_with_bias: tuple[Tensor, Optional[Tensor]], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            if bias is not None:
+                output = output + bias
+            if self.norm is not None:
+                output = self.norm(output)
+            if self.multiplier != 1:
+                output = output * self.multiplier
+            return residual + F.dropout(output, dropout, training)
+
+        return add
+
+
+def residual_add(model: ModelConfig, config: TransformerConfig, norm: type) -> Any:
+    """The entry of a layer's spec for both additions: megatron-core's, where that is the same."""
+    has_norm = model.norm_placement != "pre"
+    if not has_norm and model.residual_multiplier == 1:
+        return get_bias_dropout_add
+    return ModuleSpec(
+        ResidualAdd, {"config": config, "norm": norm if has_norm else None, "multiplier": model.residual_multiplier}
+    )
+
+
+class ParallelResidualLayer(TransformerLayer):
+    """A layer that adds attention and MLP of the same input: x + attention(norm(x)) + MLP(other norm(x))."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Optional[Tensor]]:
+        """megatron-core's forward pass, with the input of the layer as that of the MLP."""
+        options.pop("dynamic_inference_decode_only", None)
+        with_attention, context = self._forward_attention(hidden_states, *args, **options)
+        output = self.mlp(self._forward_pre_mlp_layernorm(hidden_states))
+        with self.bias_dropout_add_exec_handler():
+            add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
+            return add(output, with_attention, self.hidden_dropout), context
+
+
+# ---- RMSNorm of queries or keys over the channels of all heads (OLMo et al. 2024, OLMo 2) ---------------------------
+
+
+class AcrossHeadsNorm(torch.nn.Module):
+    """RMSNorm over all heads, which tensor-parallel ranks share.
+
+    Shapes: input and output (S, B, heads, channels) with the heads of this rank; weight (heads * channels,).
+    Numerics: in FP32; the result has the dtype of the input.
+
+    Args:
+        num_heads: over all tensor-parallel ranks.
+        hidden_size: channels of one head, which is what megatron-core's attention passes.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, num_heads: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps, self.width = eps, num_heads * hidden_size
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        local_width = self.width // self.group.size()
+        self.weight = torch.nn.Parameter(torch.empty(local_width, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the channels of all heads together."""
+        values = x.float()
+        total = values.square().sum(dim=(-2, -1), keepdim=True)
+        if self.group.size() > 1:
+            # The sum is reduced in the forward pass, and its gradient in the backward pass: every rank uses the sum.
+            total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(total))
+        weight = self.weight.float() + 1 if self.is_zero_centered else self.weight.float()
+        normalized = values * torch.rsqrt(total / self.width + self.eps)
+        return (normalized * weight.view(x.shape[-2:])).to(x.dtype)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The weight, split over the heads."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
+            tp_group=self.group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+
+
+# ---- Spec of multi-latent attention with emulated or plain linears (`mcore.latent_attention`) -----------------------
+
+
+class EmulatedDownProjection(EmulatedLinearMixin, DownProjection):
+    """y = x w^T with the complete weight on every tensor-parallel rank, for the rank's part of the sequence.
+
+    Shapes: weight [N, K], input [T/P, K], grad_output [T/P, N]. Arguments are those of both base classes.
+    """
+
+    splits_grad_output = True
+
+    def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
+        """With the reduction of Transformer Engine, which has no groups for such a linear, a rank uses its own amax."""
+        if self.amax_reduction == "te":
+            return AmaxGroups()
+        group = self._activation_group(split_over_tensor=True)
+        return AmaxGroups(input=group, grad_output=group)
+
+
+DOWN = (DownProjection, EmulatedDownProjection)
+"""The plain and the emulated class of a down projection."""
+
+
+def latent_attention_spec(
+    model: ModelConfig, linear: Callable[[str], Linear], norm: type, core_attention: ModuleSpec
+) -> ModuleSpec:
+    """Build the spec of multi-latent attention of one layer.
+
+    Args:
+        linear: returns the linear of a name.
+        norm: of the compressed queries, and of the compressed keys and values.
+    """
+    names = latent_attention.linear_names(model)
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            **{name: linear(name) for name in names},
+            core_attention=core_attention,
+            q_layernorm=norm if model.q_lora_rank is not None else IdentityOp,
+            kv_layernorm=norm,
+        ),
+    )
+
+
+# ---- Layers with rotary frequencies of their own, as those with a sliding window in Gemma 3 -------------------------
+
+
+class LocalRotaryLayer(TransformerLayer):
+    """megatron-core's layer with another base of the rotary embedding than the model, and no scaled frequencies.
+
+    Args:
+        rotary_base: of this layer.
+        rotary_percent: rotated fraction of a head's channels.
+    """
+
+    def __init__(self, *args: Any, rotary_base: int, rotary_percent: float, **options: Any):
+        super().__init__(*args, **options)
+        self.local_rotary = RotaryEmbedding(
+            kv_channels=self.config.kv_channels,
+            rotary_percent=rotary_percent,
+            rotary_interleaved=self.config.rotary_interleaved,
+            rotary_base=rotary_base,
+            use_cpu_initialization=self.config.use_cpu_initialization,
+            cp_group=self.pg_collection.cp,
+        )
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor, **options: Any) -> tuple[Tensor, Optional[Tensor]]:
+        """megatron-core's forward pass with the rotary embedding of this layer, for as many positions."""
+        length = rotary_pos_emb.shape[0] * self.pg_collection.cp.size()
+        return super().forward(*args, rotary_pos_emb=self.local_rotary(length), **options)
+
+
+# ---- An RMSNorm on a CPU that saves its input, as kernels on GPUs do ------------------------------------------------
+
+
+class InputSavingRMSNorm(torch.autograd.Function):
+    """RMSNorm over the last dimension, with torch's bits in the forward pass.
+
+    torch's own on a CPU is several operations, which save the input and the normalized input in FP32. This one saves
+    the input as it is, the weight, and the reciprocal standard deviations in FP32. Gradients are computed in FP32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x (..., hidden_size), weight (hidden_size,)."""
+        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Gradients of input and weight."""
+        x, weight, rstd = ctx.saved_tensors
+        grad = grads[0].float()
+        normalized, scaled = x.float() * rstd, grad * weight.float()
+        dx = rstd * (scaled - normalized * (scaled * normalized).mean(-1, keepdim=True))
+        return dx.to(x.dtype), (grad * normalized).flatten(0, -2).sum(0).to(weight.dtype), None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 # The norm before a linear has the key of Transformer Engine's fused norm and linear.
 # Before experts there is no such linear.

@@ -49,7 +49,7 @@ from megafp8.device.layer_support import graph_obstacles, layers_without_default
 from megafp8.device.nccl_environment import expandable_segments
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
-from megafp8.planning.process_memory import FREE_MEMORY_FRACTION, non_torch_bytes
+from megafp8.planning.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.recipes import registry
 from megafp8.resilience import fault_injection
 

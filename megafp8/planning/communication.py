@@ -17,8 +17,7 @@ from megafp8.config.model_shapes import count_parameters
 from megafp8.config.muon import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
 from megafp8.planning.memory import parameters_on_stage
-from megafp8.planning.mixture_memory import expert_parameters_on_stage
-from megafp8.planning.optimizer_memory import BYTES
+from megafp8.planning.mixture_memory import BYTES, expert_parameters_on_stage
 from megafp8.planning.planned_run import PlannedRun, quantized_fraction
 
 COLLECTIVE_START_S, NVLINK_STEP_S, NETWORK_STEP_S = 8.4e-6, 3.4e-6, 14e-6

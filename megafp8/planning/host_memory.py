@@ -19,8 +19,7 @@ from megafp8.config.muon import is_muon
 from megafp8.config.schema import RunConfig
 from megafp8.planning.memory import MemoryEstimate, updated_parameters
 from megafp8.planning.micro_batch import gib
-from megafp8.planning.mixture_memory import expert_parameters_on_stage
-from megafp8.planning.optimizer_memory import BYTES
+from megafp8.planning.mixture_memory import BYTES, expert_parameters_on_stage
 
 STATE_BYTES = 3 * BYTES["fp32"]
 """Master weight and two moments of a parameter, in a checkpoint."""

@@ -9,7 +9,7 @@
     activations   microbatches in flight x layers x bytes per layer
     logits        tokens x vocabulary / tensor-parallel size x (format + 4 + format), on the last stage
     buffers       gradients of the layer that runs backward, on stages without logits; or FP32 copies of the state
-                  (`optimizer_memory.py`), as far as they are larger than activations and logits
+                  (`mixture_memory.py`), as far as they are larger than activations and logits
 
 P: parameters on this rank. Q: the part of them that is quantized, which is the linears of quantized layers, and the
 output layer if a precision map quantizes it. --fp8-param-gather does not replace the output layer's weight. Gradients
@@ -30,25 +30,183 @@ All of this is allocated by torch. `process_memory.non_torch_bytes` is what a pr
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
-from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, model_shapes, multi_token, stages
+from megafp8.config import (
+    activations,
+    derived,
+    dimensions,
+    iterations,
+    latent_attention,
+    mixture,
+    model_shapes,
+    multi_token,
+    stages,
+    topology,
+)
 from megafp8.config.activations import is_gated
 from megafp8.config.muon import is_muon
-from megafp8.config.saved_activations import ACTIVATION, NORM
-from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.planning import fsdp_memory, muon_cost, optimizer_memory
-from megafp8.planning.attention_memory import explicit_score_bytes
-from megafp8.planning.layer_activations import (
-    LayerActivations,
-    backward_bytes,
-    latent_attention_bytes,
-    saved_itemsize,
-)
-from megafp8.planning.mixture_memory import expert_layers_on_stage, expert_parameters_on_stage, mlp_channels
-from megafp8.planning.optimizer_memory import BYTES
+from megafp8.config.saved_activations import ACTIVATION, NORM, PACKED_BYTES
+from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from megafp8.planning import mixture_memory, muon_cost
+from megafp8.planning.mixture_memory import BYTES, expert_layers_on_stage, expert_parameters_on_stage, mlp_channels
 from megafp8.planning.planned_run import BF16, layers_by_recipe, output_layer_recipes, quantized_fraction
 from megafp8.recipes import registry
+
+# ---- What one layer saves for the backward pass ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes that one layer saves for the backward pass of one microbatch, by what recomputation can drop.
+
+    Attributes:
+        residual_stream: inputs of the two norms, and dropout masks. No selective recompute drops them.
+        norm_outputs: inputs of linear_qkv and linear_fc1.
+        attention: queries, keys, values, and the attention output where a linear or the kernel needs it.
+        core_attention: softmax matrices, or flash attention's log-sum-exp.
+        mlp: inputs of the activation and of linear_fc2, and permuted inputs of experts.
+        layer_input: input of the layer, the only tensor that full recompute saves.
+    """
+
+    residual_stream: int
+    norm_outputs: int
+    attention: int
+    core_attention: int
+    mlp: int
+    layer_input: int
+
+    @property
+    def total(self) -> int:
+        return self.residual_stream + self.norm_outputs + self.attention + self.core_attention + self.mlp
+
+    def after_selective_recompute(self, modules: tuple[str, ...]) -> int:
+        """Bytes left when `modules` are recomputed in the backward pass."""
+        recomputed = {
+            "core_attn": self.core_attention,
+            "layernorm": self.norm_outputs,
+            "mlp": self.mlp,
+            "moe": self.mlp,
+        }
+        return self.total - sum(num_bytes for module, num_bytes in recomputed.items() if module in modules)
+
+
+def latent_attention_bytes(config: RunConfig, tokens: int, act_bytes: int, input_bytes: float) -> int:
+    """Bytes of multi-latent attention of one layer: compressed tensors, queries, keys, values, and the output.
+
+    Args:
+        tokens: of a microbatch on a context-parallel rank.
+        act_bytes, input_bytes: of one element of an activation, and of a linear's input.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    assert model.num_attention_heads is not None
+    heads, channels = model.num_attention_heads // tp, latent_attention.query_key_channels(model)
+    compressed = tokens // tp * latent_attention.num_norm_channels(model)
+    expanded = tokens * heads * (2 * channels + model.v_head_dim)
+    norm_inputs = act_bytes * compressed if model.qk_layernorm else 0
+    output = tokens * heads * model.v_head_dim
+    return int(act_bytes * expanded + norm_inputs + input_bytes * (compressed + output))
+
+
+def saved_itemsize(precision: PrecisionConfig, part: str, act_bytes: int) -> float:
+    """Bytes of a saved element of a part of --fp8-saved-activations.
+
+    Args:
+        act_bytes: of one element of an activation.
+    """
+    return PACKED_BYTES if part in precision.fp8_saved_activations else act_bytes
+
+
+def backward_bytes(config: RunConfig, tokens: int, act_bytes: int) -> int:
+    """Bytes that exist at once in an MLP's backward pass: gradients of its linears' inputs and outputs, and an input of
+    the activation function that was unpacked.
+
+    Args:
+        tokens, act_bytes: as for `latent_attention_bytes`.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    assert model.hidden_size is not None
+    num_fc1_outputs = 2 if activations.is_gated(model) else 1
+    is_unpacked = ACTIVATION in config.precision.fp8_saved_activations
+    num_ffn = num_fc1_outputs + 1 + num_fc1_outputs * is_unpacked
+    return act_bytes * tokens * (2 * model.hidden_size + num_ffn * dimensions.ffn_hidden_size(model) // tp)
+
+
+# ---- Memory of `--use-torch-fsdp2`: sharded weights and gradients, and what is complete for a time ------------------
+# Embedding, output layer and final norm are complete during forward and backward. Of the layers two are complete, the
+# one that computes and the next one; all of them with `--torch-fsdp2-no-reshard-after-forward`. The gradients of a
+# layer, and of embedding and output layer, are complete until they are reduced: in the dtype of the weights, and in
+# that of the reduction. A rank that gathers codes has its rows in high precision too. Derived from the code of FSDP2,
+# not measured.
+
+NUM_GATHERED_LAYERS = 2
+ERROR_BYTES = 4  # of a parameter, in FP32
+MESSAGE_BYTES = 6  # of a row's element, as codes and sums between replicas, for all layers at once
+ROW_BYTES = 2  # of a parameter, in BF16 or FP16
+
+
+def num_shards(config: RunConfig, world_size: int) -> int:
+    """Ranks over which optimizer state is sharded, and with FSDP2 weights and gradients: those of a replica."""
+    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
+    return ranks // config.parallel.num_distributed_optimizer_instances if config.parallel.use_torch_fsdp2 else ranks
+
+
+def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: int) -> Any:
+    """Return an estimate (`MemoryEstimate`) with weights and gradients sharded; unchanged without FSDP2.
+
+    Args:
+        estimate: with complete weights and gradients, and sharded optimizer state.
+        layer_parameters: those of its parameters that are in the linears of layers.
+    """
+    parallel = config.parallel
+    if not parallel.use_torch_fsdp2:
+        return estimate
+    assert config.model.num_layers is not None
+    ranks = num_shards(config, world_size)
+    layer = layer_parameters / config.model.num_layers / estimate.parameters
+    others = 1 - layer_parameters / estimate.parameters
+    gathered = min(1.0, others + NUM_GATHERED_LAYERS * layer) if parallel.torch_fsdp2_reshard_after_forward else 1.0
+    # Errors of FP8 gradients are those of all codes that a rank sends: of all gradients within a replica, of its rows
+    # between replicas.
+    all_errors_bytes = ERROR_BYTES * estimate.parameters if config.precision.grad_reduce_fp8_error_feedback else 0
+    errors_bytes = all_errors_bytes if config.precision.grad_reduce_fp8_intra_node == "fp8" else 0
+    if parallel.num_distributed_optimizer_instances > 1:
+        errors_bytes += -(-all_errors_bytes // ranks)
+    gradients_bytes = estimate.gradients_bytes - all_errors_bytes
+    sends_rows = parallel.num_distributed_optimizer_instances > 1 and config.precision.grad_reduce_in_fp8
+    messages_bytes = -(-MESSAGE_BYTES * estimate.parameters // ranks) if sends_rows else 0
+    complete_bytes = estimate.weights_bytes * gathered
+    complete_bytes += (estimate.weights_bytes + gradients_bytes) * (others + layer)
+    rows_bytes = ROW_BYTES * layer_parameters if config.precision.fp8_param_gather else 0
+    return dataclasses.replace(
+        estimate,
+        weights_bytes=-(-(estimate.weights_bytes + rows_bytes) // ranks),
+        gradients_bytes=-(-gradients_bytes // ranks) + errors_bytes + messages_bytes,
+        buffers_bytes=estimate.buffers_bytes + int(complete_bytes),
+    )
+
+
+# ---- Activation memory of attention without a fused kernel ----------------------------------------------------------
+
+
+def explicit_score_bytes(model: ModelConfig, implementation: str, backend: str = "auto") -> int:
+    """Bytes that torch's explicit attention saves for each score, in FP32; 0 with another kernel.
+
+    It saves the probabilities and the capped scores.
+
+    Args:
+        backend: `--attention-backend`.
+    """
+    is_capped = model.attention_logit_softcapping is not None
+    is_chosen = model.softmax_type != "vanilla" or backend == "unfused"
+    if not is_capped and (not is_chosen or implementation == "transformer_engine"):
+        return 0
+    return 4 * (1 + is_capped)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 DROPOUT_MASK_BYTES = 1
 LOG_SUM_EXP_BYTES = 4
@@ -110,7 +268,7 @@ def estimate_memory(
     activations_bytes = _activation_bytes(config, world_size, stage, implementation)
     gradient_bytes = backward_bytes(config, _tokens(config), BYTES[derived.params_dtype(config.precision)])
     updated = updated_parameters(config, world_size, parameters, expert_parameters_on_stage(config, stage))
-    copies_bytes = optimizer_memory.update_bytes(config) * updated
+    copies_bytes = mixture_memory.update_bytes(config) * updated
     estimate = MemoryEstimate(
         stage=stage,
         parameters=parameters,
@@ -122,7 +280,7 @@ def estimate_memory(
         logits_bytes=logits_bytes,
         buffers_bytes=max(0, gradient_bytes - logits_bytes, copies_bytes - activations_bytes - logits_bytes),
     )
-    return fsdp_memory.shard(config, world_size, estimate, quantizable)  # type: ignore[no-any-return]
+    return shard(config, world_size, estimate, quantizable)  # type: ignore[no-any-return]
 
 
 def _gradient_itemsize(precision: PrecisionConfig) -> int:
@@ -241,7 +399,7 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
     Args:
         updated: parameters whose state the rank has; not for Muon, which splits them in another way.
     """
-    master, moments, gradients = optimizer_memory.state_bytes(config)
+    master, moments, gradients = mixture_memory.state_bytes(config)
     if is_muon(config):
         quantizable, other = parameters_on_stage(config, padded_vocab, stage)
         has_table = stage == 0 or _is_last(config, stage)
@@ -259,7 +417,7 @@ def updated_parameters(config: RunConfig, world_size: int, parameters: int, expe
     """Parameters whose state the rank has, of those on its stage, some of which are experts'."""
     shards = expert_shards = 1
     if config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2:
-        shards = fsdp_memory.num_shards(config, world_size)
+        shards = num_shards(config, world_size)
         expert_shards = mixture.expert_data_size(config, world_size) if experts else 1
     return -(-(parameters - experts) // shards) + -(-experts // expert_shards)
 

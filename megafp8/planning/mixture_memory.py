@@ -2,8 +2,66 @@
 
 from __future__ import annotations
 
-from megafp8.config import dimensions, mixture, model_shapes, multi_token, stages
+from megafp8.config import derived, dimensions, mixture, model_shapes, multi_token, stages, topology
+from megafp8.config.fused_adam import fused_adam_obstacle
 from megafp8.config.schema import RunConfig
+
+# ---- Device memory of a process besides what torch allocates --------------------------------------------------------
+
+CONTEXT_BYTES = int(7.7 * 2**30)
+"""CUDA context, loaded kernels and their stacks, workspaces. Measured on H100s with Transformer Engine 2.20.2 and torch
+2.11: what a process of a dense model (7.70 GiB) and one of a mixture (7.78 GiB) had beside torch's reserved memory."""
+FREE_MEMORY_FRACTION = 0.05
+"""Device memory kept free for fragmentation."""
+COMMUNICATOR_BYTES = 256 * 2**20
+"""Buffers of one NCCL communicator: 32 channels x 2 directions x NCCL_BUFFSIZE, 4 MiB by NCCL's documentation."""
+
+
+def non_torch_bytes(config: RunConfig, world_size: int) -> int:
+    """Device memory of a process that torch does not allocate: CUDA context, workspaces and NCCL's buffers."""
+    parallel = config.parallel
+    groups: list[int] = [parallel.expert_model_parallel_size] if mixture.is_mixture(config.model) else []
+    groups += (
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+        topology.data_parallel_size(config, world_size, with_context_parallel=True), world_size,
+    )  # fmt: skip
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in groups)
+
+
+# ---- Bytes of optimizer state for each parameter of a shard, and of what an update has beside it for a time ---------
+# The one-pass update (`optimizer.fused_adam`) needs nothing beside the state. Transformer Engine's Adam, for what the
+# one-pass update does not have, turns FP8 and FP16 state into FP32 for all parameters at once
+# (`FusedAdam.get_unscaled_state`). The memory of activations and logits is free by then.
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+SCALED = ("fp16", "fp8")
+"""Dtypes whose tensors have a scale."""
+
+
+def state_bytes(config: RunConfig) -> tuple[int, int, int]:
+    """Bytes for each parameter of master weights, of moments, and of FP32 copies of low-precision gradients."""
+    optimizer, precision = config.optimizer, config.precision
+    params_dtype = derived.params_dtype(precision)
+    if optimizer.use_precision_aware_optimizer:
+        is_remainder = params_dtype == "bf16" and not precision.fp8_param_gather  # the 16 bits that BF16 weights lack
+        master = BYTES["bf16" if is_remainder else optimizer.main_params_dtype]
+        return master, BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype], 0
+    master = 0 if params_dtype == "fp32" else BYTES["fp32"]
+    moments = (2 if optimizer.optimizer == "adam" else 1) * BYTES["fp32"]
+    return master, moments, 0 if derived.grad_dtype(precision) == "fp32" else BYTES["fp32"]
+
+
+def update_bytes(config: RunConfig) -> int:
+    """Bytes for each parameter of the FP32 copies that an update makes of its state."""
+    optimizer = config.optimizer
+    if not optimizer.use_precision_aware_optimizer or fused_adam_obstacle(config) is None:
+        return 0
+    dtypes = (optimizer.main_params_dtype, optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+    return BYTES["fp32"] * sum(dtype in SCALED for dtype in dtypes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def expert_layers_on_stage(config: RunConfig, stage: int) -> int:

@@ -25,7 +25,7 @@ from megafp8.config.grouped_experts import grouped_expert_obstacles, one_launch_
 from megafp8.config.schema import RunConfig
 from megafp8.planning.communication import RankGroup, all_to_all_s, ring_collective_s
 from megafp8.planning.compute import BF16_BYTES, TILE, LayerTime, bytes_per_element, cast_s, gemm_flops_per_s
-from megafp8.planning.optimizer_memory import BYTES
+from megafp8.planning.mixture_memory import BYTES
 from megafp8.planning.planned_run import BF16, LinearGemm, PlannedRun, linear_gemms
 
 TE_STREAMS = 4

@@ -14,7 +14,8 @@ from typing import Optional
 
 from megafp8 import __version__
 from megafp8.checkpoint.metadata import read_config
-from megafp8.config import derived, dimensions, iterations, model_shapes, multi_token, precision_map, topology
+from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, topology
+from megafp8.config.activations import is_gated
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.rules.data import checkpoints_to_load_are_there
 from megafp8.config.schema import RunConfig
@@ -27,21 +28,58 @@ from megafp8.device.gpus import find_gpu
 from megafp8.device.platform import detect_platform, resident_bytes
 from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
 from megafp8.planning import micro_batch
-from megafp8.planning.fit import memory_warnings
-from megafp8.planning.fp8_gain import fp8_warnings
+from megafp8.planning.fit import fp8_warnings, memory_warnings
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
+from megafp8.planning.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
+from megafp8.planning.mixture_time import exchanged_bytes
 from megafp8.planning.muon_cost import muon_lines
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
-from megafp8.planning.process_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.planning.step_time import step_time
-from megafp8.training.checks import Checked, check_with_size, short_notices
-from megafp8.training.chosen_settings import chosen_settings, format_chosen
-from megafp8.training.mixture_summary import mixture_text
+from megafp8.training.checks import Checked, check_with_size, chosen_settings, format_chosen, short_notices
 from megafp8.training.resume import preview
 from megafp8.training.run_record import recipe_lines
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The experts of a run in a dry run: their layout, the GEMMs of one expert and the tokens that ranks exchange
+
+SMALL_ROWS, SMALL_EXPERTS = 2048, 64
+"""On an H200, with as many experts on a GPU and with fewer tokens each, quantizing took what FP8 GEMMs saved."""
+
+
+def mixture_text(config: RunConfig, world_size: int) -> list[str]:
+    """Lines about the experts, as one text; nothing for a dense model.
+
+    Numbers of tokens are those of a balanced load.
+    """
+    model, parallel = config.model, config.parallel
+    if not mixture.is_mixture(model):
+        return []
+    rows, local = mixture.routed_rows(config), mixture.experts_per_rank(config)
+    assert rows is not None and model.hidden_size is not None
+    splits = mixture.expert_tensor_size(parallel)
+    width = mixture.moe_ffn_hidden_size(model) // splits
+    width_in = 2 * width if is_gated(model) else width
+    lines = [
+        f"experts: {model.num_experts} in {mixture.num_expert_layers(model)} layers, {model.moe_router_topk} a token; "
+        f"{local} a rank: expert {parallel.expert_model_parallel_size} x expert tensor {splits} x expert data "
+        f"{mixture.expert_data_size(config, world_size)}",
+        f"  GEMMs of one expert and microbatch, if the load is balanced: {rows} x {model.hidden_size} x {width_in} and "
+        f"{rows} x {width} x {model.hidden_size}",
+    ]
+    if parallel.expert_model_parallel_size > 1:
+        lines.append(f"  exchanged by a rank: {exchanged_bytes(config) / 1e6:,.1f} MB a layer and microbatch")
+    if derived.used_recipes(config.precision) and local >= SMALL_EXPERTS and rows < SMALL_ROWS:
+        lines.append(
+            f"  warning: {local} experts on a rank with about {rows} tokens each: quantizing their operands may take "
+            "as long as FP8 GEMMs save; use more expert-parallel ranks or a larger micro batch"
+        )
+    return ["\n".join(lines)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 GIB = 2**30
 MAX_RANK_LINES = 16

@@ -28,8 +28,7 @@ from megafp8.resilience import fault_injection
 from megafp8.resilience.run_lock import LOCK_FILE, RunLock, acquire_run_lock
 from megafp8.resilience.run_state import RunStateWriter, finished_state, first_state
 from megafp8.resilience.watchdog import PhaseClock, Watchdog
-from megafp8.training.checks import Checked, check_with_size, short_notices
-from megafp8.training.chosen_settings import chosen_settings, format_chosen
+from megafp8.training.checks import Checked, check_with_size, chosen_settings, format_chosen, short_notices
 from megafp8.training.evaluation import record_evaluation, validate
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions import build_extensions

@@ -20,7 +20,7 @@ PLACES = ("megafp8", "tools", "launcher", "pretrain_gpt.py")
 # Strings that name a recipe among other words, and why they may.
 MENTIONS = {
     "megafp8/cli/run_comparison.py": "variants that --help gives as examples",
-    "megafp8/mcore/known_warnings.py": "quotes the source of megatron-core",
+    "megafp8/mcore/cpu_patches.py": "quotes the source of megatron-core",
 }
 # Names that mean something else in a file.
 OTHER_MEANINGS = {("megafp8/config/schema/training.py", "blockwise"): "a mode of tensor parallelism in Megatron-LM"}

@@ -3,10 +3,61 @@
 from dataclasses import dataclass
 from typing import Optional
 
-from megafp8.config.schema.mla import LatentAttentionConfig
 from megafp8.config.schema.moe import MAX_WIDTH, MixtureModelConfig, MixtureParallelConfig
-from megafp8.config.schema.mtp import MultiTokenConfig
 from megafp8.config.schema.setting import setting
+
+# ---- Settings of multi-token prediction: a base class of the section `model`, as those of mixtures are --------------
+
+MAX_DEPTHS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTokenConfig:
+    """Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2)."""
+
+    mtp_num_layers: Optional[int] = setting(
+        None,
+        "multi-token prediction: layers after the model, of which each predicts one token further; default none",
+        maximum=MAX_DEPTHS,
+    )
+    mtp_loss_scaling_factor: float = setting(
+        0.1, "multi-token prediction: factor of the mean of the layers' losses, which is added to the loss"
+    )
+
+
+# ---- Settings of multi-latent attention: a base class of the section `model`, as those of mixtures are --------------
+
+MAX_CHANNELS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-latent attention (DeepSeek-AI 2024, DeepSeek-V2)."""
+
+    multi_latent_attention: bool = setting(
+        False, "use multi-latent attention: queries, keys and values from low-rank projections of the hidden states"
+    )
+    q_lora_rank: Optional[int] = setting(
+        None,
+        "multi-latent attention: width of the compressed queries; default: queries are not compressed",
+        maximum=MAX_CHANNELS,
+    )
+    kv_lora_rank: int = setting(
+        32, "multi-latent attention: width of the compressed keys and values", maximum=MAX_CHANNELS
+    )
+    qk_head_dim: int = setting(
+        128, "multi-latent attention: channels without rotary embedding of a query or key head", maximum=MAX_CHANNELS
+    )
+    qk_pos_emb_head_dim: int = setting(
+        64, "multi-latent attention: channels with rotary embedding of a query or key head", maximum=MAX_CHANNELS
+    )
+    v_head_dim: int = setting(128, "multi-latent attention: channels of a value head", maximum=MAX_CHANNELS)
+    rope_type: Optional[str] = setting(
+        None, "rotary embedding of multi-latent attention; default yarn", choices=("rope", "yarn")
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 # Far above any real model. Below these limits a table of the layers fits in memory and tensor sizes fit an int64.
 MAX_HEADS = 1 << 16

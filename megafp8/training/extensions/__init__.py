@@ -6,10 +6,9 @@ from megafp8.training.extension import Extension
 from megafp8.training.extensions.attention_report import AttentionReport
 from megafp8.training.extensions.calibration import AmaxCalibration
 from megafp8.training.extensions.checkpoints import AsyncSaves, Checkpoints
+from megafp8.training.extensions.every_run import GarbageCollection, Heartbeat, StopConditions, Validation
 from megafp8.training.extensions.expert_load import ExpertLoads
 from megafp8.training.extensions.guard import LayerGuard
-from megafp8.training.extensions.heartbeat import Heartbeat
-from megafp8.training.extensions.memory import GarbageCollection
 from megafp8.training.extensions.planted_fault import PlantedFault
 from megafp8.training.extensions.precision_schedule import PrecisionSchedule
 from megafp8.training.extensions.profiler import Profiler
@@ -17,9 +16,7 @@ from megafp8.training.extensions.replica_check import ReplicaCheck
 from megafp8.training.extensions.rollback import Rollback
 from megafp8.training.extensions.statistics import QuantizationStatistics
 from megafp8.training.extensions.step_records import StepRecords
-from megafp8.training.extensions.stop import StopConditions
 from megafp8.training.extensions.stragglers import Stragglers
-from megafp8.training.extensions.validation import Validation
 
 
 def build_extensions() -> list[Extension]:

@@ -18,7 +18,7 @@ from megafp8.config.rules.idle import idle_setting_notices
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device.capability import capability_problems
-from megafp8.device.local_environment import exchange_library_problems
+from megafp8.device.layer_support import exchange_library_problems
 from megafp8.planning.mixture_time import exchanged_bytes
 
 WORLD_SIZE = 4

@@ -13,7 +13,7 @@ from device_targets import only_problem
 from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device import capability
-from megafp8.device.local_environment import offloading_problems, package_problems
+from megafp8.device.layer_support import offloading_problems, package_problems
 
 
 def test_a_missing_package_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from megafp8.kernels import cpu_matmul
 from megafp8.mcore import cpu_patches
 from megafp8.models.attention import CausalAttention
-from megafp8.optimizer.newton_schulz import newton_schulz
+from megafp8.optimizer.muon import newton_schulz
 from megafp8.quantization import scaled_gemm
 
 CPUS = {"slow in BF16": False, "fast in BF16": True}

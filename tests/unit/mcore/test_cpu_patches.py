@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megafp8.mcore import cpu_patches, known_warnings, patches
+from megafp8.mcore import cpu_patches, patches
 from megafp8.mcore.cpu_adam import Adam
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched beside a GPU")
@@ -26,7 +26,7 @@ EVIDENCE = [
     for evidence in patch.evidence
 ]
 KNOWN_LOG_MESSAGES = [
-    (logger, text) for logger, text, versions in known_warnings.KNOWN_LOG_MESSAGES if patches.is_installed(versions)
+    (logger, text) for logger, text, versions in cpu_patches.KNOWN_LOG_MESSAGES if patches.is_installed(versions)
 ]
 
 

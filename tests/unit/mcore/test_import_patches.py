@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from megafp8.mcore import cpu_patches, import_patches
+from megafp8.mcore import cpu_patches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched beside a GPU")
 
@@ -27,7 +27,7 @@ def test_a_user_can_keep_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = object()
     monkeypatch.setattr(torch, "compile", kept)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
-    import_patches.patch_compile()
+    cpu_patches.patch_compile()
     assert torch.compile is kept
 
 

@@ -15,8 +15,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config,
 )
 
-from megafp8.mcore.attention_fields import yarn_attributes
-from megafp8.mcore.config import build_transformer_config
+from megafp8.mcore.config import build_transformer_config, yarn_attributes
 
 CHANNELS, BASE, FACTOR, ORIGINAL = 32, 10_000, 8.0, 64
 FLAGS = (

@@ -15,7 +15,7 @@ from megafp8.mcore.latent_attention import DOWN_PROJECTION_EVIDENCE, NORMS_EVIDE
 from megafp8.mcore.modules import named_linears
 from megafp8.mcore.patches import core_folder, is_installed
 from megafp8.models.initialization import sharded_parameters
-from megafp8.models.latent_attention import EmulatedDownProjection
+from megafp8.models.layer_specs import EmulatedDownProjection
 
 LATENT = (
     "--num-layers 2 --multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megafp8.config.schema import RunConfig
 from megafp8.models import saved_activations
-from megafp8.models.rms_norm import InputSavingRMSNorm
+from megafp8.models.layer_specs import InputSavingRMSNorm
 from megafp8.models.saved_activations import InputSaving, Packing
 from megafp8.planning.memory import layer_activations
 from megafp8.quantization.saved_activations import can_pack, pack, unpack

@@ -11,8 +11,7 @@ from megafp8.config.muon import polynomials
 from megafp8.config.schema import OptimizerConfig
 from megafp8.optimizer.build_muon import is_matrix
 from megafp8.optimizer.layer_wise import Ownership
-from megafp8.optimizer.muon import IS_MUON, Matrix, Muon, MuonSettings, orthogonalize, shape_scale
-from megafp8.optimizer.newton_schulz import newton_schulz
+from megafp8.optimizer.muon import IS_MUON, Matrix, Muon, MuonSettings, newton_schulz, orthogonalize, shape_scale
 
 RATE, DECAY, STEPS = 0.02, 0.1, 4
 QKV = (4, 2, 2)

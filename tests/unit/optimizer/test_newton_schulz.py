@@ -7,7 +7,7 @@ import torch
 
 from megafp8.config.muon import COEFFICIENTS, polynomials, steps_problem
 from megafp8.config.schema import OptimizerConfig
-from megafp8.optimizer.newton_schulz import EPSILON, newton_schulz
+from megafp8.optimizer.muon import EPSILON, newton_schulz
 
 # Set -> steps, and the range of the singular values afterwards that were at least 0.02 of the norm.
 SETS = {"simple": (5, 0.68, 1.21), "quintic": (5, 0.68, 1.15), "polar_express": (8, 0.99, 1.01), "aol": (4, 0.68, 1.1)}

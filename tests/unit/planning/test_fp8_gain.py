@@ -8,7 +8,7 @@ from plans import FP8, TENSOR, config_of, run_of
 from megafp8.device.capability import TARGETS
 from megafp8.device.gpus import GPUS, find_gpu
 from megafp8.planning import compute
-from megafp8.planning.fp8_gain import fp8_warnings, in_high_precision, linear_gains
+from megafp8.planning.fit import fp8_warnings, in_high_precision, linear_gains
 from megafp8.planning.step_time import step_time
 from megafp8.training.dry_run import warning_text
 

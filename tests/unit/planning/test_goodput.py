@@ -11,7 +11,7 @@ import pytest
 from goodput_runs import small_inputs
 
 from megafp8.errors import ConfigError
-from megafp8.planning import goodput_events
+from megafp8.planning import goodput_simulation
 from megafp8.planning.goodput import prediction_interval, study_goodput
 from megafp8.planning.goodput_inputs import DAY_S, GoodputInputs, input_problems
 from megafp8.planning.goodput_report import goodput_text
@@ -71,7 +71,7 @@ def test_the_chaos_soak_within_3_points() -> None:
 def test_100_000_gpus_for_60_days_are_few_events(monkeypatch) -> None:
     """The time of a study is that of its failures, about 10 microseconds each, whatever the number of steps."""
     count = 0
-    strike = goodput_events.failures
+    strike = goodput_simulation.failures
 
     def counted(inputs, seed):
         nonlocal count
@@ -79,7 +79,7 @@ def test_100_000_gpus_for_60_days_are_few_events(monkeypatch) -> None:
             count += 1
             yield failure
 
-    monkeypatch.setattr(goodput_events, "failures", counted)
+    monkeypatch.setattr(goodput_simulation, "failures", counted)
     goodput = study_goodput(dataclasses.replace(LLAMA, num_gpus=100_000, num_nodes=12_500, days=60))
     assert goodput.num_failures == pytest.approx(2_839, rel=0.02)
     assert 0.4 < goodput.effective_fraction < 0.7

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from goodput_runs import small_inputs
 
-from megafp8.planning import goodput_events
+from megafp8.planning import goodput_simulation
 from megafp8.planning.goodput_inputs import GoodputInputs
 from megafp8.planning.goodput_simulation import (
     DETECTION,
@@ -33,18 +33,18 @@ EVERYTHING = small_inputs(
 )  # fmt: skip
 
 
-def scripted(monkeypatch, *failures: goodput_events.Failure) -> None:
+def scripted(monkeypatch, *failures: goodput_simulation.Failure) -> None:
     """Let these failures strike, and no others."""
 
-    def strike(inputs: GoodputInputs, seed: str) -> Iterator[goodput_events.Failure]:
+    def strike(inputs: GoodputInputs, seed: str) -> Iterator[goodput_simulation.Failure]:
         yield from failures
         while True:
-            yield goodput_events.NEVER
+            yield goodput_simulation.NEVER
 
-    monkeypatch.setattr(goodput_events, "failures", strike)
+    monkeypatch.setattr(goodput_simulation, "failures", strike)
 
 
-def crash(time_s: float, is_hang: bool = False, is_hardware: bool = False) -> goodput_events.Failure:
+def crash(time_s: float, is_hang: bool = False, is_hardware: bool = False) -> goodput_simulation.Failure:
     return time_s, is_hang, is_hardware
 
 
@@ -155,7 +155,7 @@ def test_a_planned_interruption_loses_nothing() -> None:
 
 def test_maintenance_that_is_due_while_the_run_is_down_is_done_then(monkeypatch) -> None:
     inputs = small_inputs(maintenance_interval_s=1000, maintenance_s=100, restart_s=3500)
-    start_s = next(goodput_events.planned_interruptions(inputs, "1"))
+    start_s = next(goodput_simulation.planned_interruptions(inputs, "1"))
     scripted(monkeypatch, crash(start_s - 10))  # the run is down at four planned times
     outcome = run(inputs, start_s + 4500)
     assert outcome.num_planned == 1 and outcome.parts_s[MAINTENANCE] == 100
@@ -164,7 +164,7 @@ def test_maintenance_that_is_due_while_the_run_is_down_is_done_then(monkeypatch)
 
 def test_a_failure_during_maintenance_waits_for_its_end(monkeypatch) -> None:
     inputs = small_inputs(maintenance_interval_s=1000, maintenance_s=500, restart_s=20, detection_s=10)
-    start_s = next(goodput_events.planned_interruptions(inputs, "1"))
+    start_s = next(goodput_simulation.planned_interruptions(inputs, "1"))
     scripted(monkeypatch, crash(start_s + 100))
     outcome = run(inputs, start_s + 900)
     assert outcome.parts_s[MAINTENANCE] == pytest.approx(490) and outcome.parts_s[DETECTION] == 10
@@ -184,7 +184,7 @@ def test_stragglers_slow_steps() -> None:
 @pytest.mark.parametrize("failures_per_burst", [1, 4])
 def test_bursts_change_the_spread_and_not_the_rate(failures_per_burst) -> None:
     inputs = small_inputs(gpu_failures_per_s=0.01, failures_per_burst=failures_per_burst, burst_gap_s=20)
-    times = goodput_events.failure_times(inputs, "1")
+    times = goodput_simulation.failure_times(inputs, "1")
     windows, window_s, previous = [0] * 2000, 1000.0, 0.0
     for time_s in times:
         assert time_s >= previous

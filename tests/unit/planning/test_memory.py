@@ -14,7 +14,7 @@ from megafp8.planning.memory import (
     layers_in_flight,
     parameters_on_stage,
 )
-from megafp8.planning.process_memory import COMMUNICATOR_BYTES, non_torch_bytes
+from megafp8.planning.mixture_memory import COMMUNICATOR_BYTES, non_torch_bytes
 
 GIB = 2**30
 IMPLEMENTATIONS = ("transformer_engine", "emulated")

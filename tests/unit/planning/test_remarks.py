@@ -6,8 +6,7 @@ import pytest
 
 from megafp8.config import flags
 from megafp8.device.gpus import GPUS
-from megafp8.planning.plan import Plan, make_plan
-from megafp8.planning.remarks import factor_text, nearby_counts
+from megafp8.planning.plan import Plan, factor_text, make_plan, nearby_counts
 from megafp8.planning.report import plan_data, plan_text
 
 FEW = "--bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 1"

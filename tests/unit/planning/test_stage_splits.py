@@ -11,9 +11,9 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device.gpus import GPUS
 from megafp8.planning import layouts
+from megafp8.planning.layouts import UNEVEN, pipeline_sizes, stage_splits, uneven_ends
 from megafp8.planning.memory import estimate_memory, estimate_stages, parameters_on_stage
 from megafp8.planning.planned_run import PlannedRun
-from megafp8.planning.stage_splits import UNEVEN, pipeline_sizes, stage_splits, uneven_ends
 from megafp8.planning.step_time import stage_time, step_time
 
 PADDED_VOCAB = 128_256

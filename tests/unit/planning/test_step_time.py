@@ -10,8 +10,9 @@ from plans import FP8, PIPELINE, TENSOR, run_of
 from megafp8.config import iterations
 from megafp8.device.gpus import GPUS
 from megafp8.planning import communication, compute
-from megafp8.planning.optimizer_time import optimizer_bytes_per_parameter, optimizer_s
 from megafp8.planning.step_time import (
+    optimizer_bytes_per_parameter,
+    optimizer_s,
     pipeline_parts,
     stage_time,
     step_time,

@@ -19,8 +19,8 @@ from megafp8.errors import CheckpointError, NumericsError
 from megafp8.metrics.timers import StepTimer
 from megafp8.training import extensions
 from megafp8.training.extension import Extension
-from megafp8.training.extensions import build_extensions, checkpoints, profiler, stop, validation
-from megafp8.training.extensions.memory import GarbageCollection
+from megafp8.training.extensions import build_extensions, checkpoints, every_run, profiler
+from megafp8.training.extensions.every_run import GarbageCollection
 
 NAMES = [type(extension).__name__ for extension in build_extensions()]
 
@@ -138,9 +138,9 @@ def test_ranks_agree_on_signals_after_a_save(
 def test_a_signal_in_a_validation_before_the_first_step_ends_the_run(
     is_agreed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop, "record_stop_signals", lambda guard: "SIGTERM")
+    monkeypatch.setattr(every_run, "record_stop_signals", lambda guard: "SIGTERM")
     state: Any = SimpleNamespace(run=SimpleNamespace(guard=SimpleNamespace(stop_agreed=is_agreed)), stop_reason=None)
-    stop.StopConditions().open(state)
+    every_run.StopConditions().open(state)
     assert state.stop_reason == ("SIGTERM" if is_agreed else None)
 
 
@@ -158,12 +158,12 @@ def test_automatic_garbage_collection_is_off_during_training() -> None:
 
 def test_validations_start_at_the_step_of_their_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    monkeypatch.setattr(validation, "validate", lambda run, sinks, progress: steps.append(progress))
+    monkeypatch.setattr(every_run, "validate", lambda run, sinks, progress: steps.append(progress))
     config = RunConfig(training=TrainingConfig(eval_interval=2, start_eval_at_iter=4))
     run = SimpleNamespace(config=config, timer=StepTimer())
     for step in range(1, 11):
         state: Any = SimpleNamespace(run=run, sinks=None, progress=step, step=step, total_steps=10)
-        validation.Validation().after_step(state, None)
+        every_run.Validation().after_step(state, None)
     assert steps == [4, 6, 8]
 
 
