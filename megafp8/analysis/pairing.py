@@ -17,22 +17,12 @@ from typing import Any, Optional, Union
 from megafp8.analysis.runs import LoadedRun, recipe_folder
 from megafp8.config.data_blend import parse_blend
 from megafp8.config.derived import DEFAULT_SPLIT, split_shares
+from megafp8.config.schema.setting import Role
+from megafp8.config.settings import all_settings, settings_with
 from megafp8.config.variants import NEUTRAL_SETTINGS
 from megafp8.metrics.records import RunRecord
 
 SEED = "training.seed"
-# Settings of monitoring, stopping and validation's speed, which a resumption may change. They change no loss. (Other
-# settings of speed change what a report compares.)
-MONITORING = (
-    "training.exit_", "training.step_timeout_s", "training.checkpoint_timeout_s", "training.max_crashes",
-    "training.manual_gc", "training.cuda_graph_evaluation", "training.check_weight_hash_", "training.skip_train",
-    "parallel.distributed_timeout_minutes", "parallel.rendezvous_timeout_s", "data.mmap_bin_files",
-)  # fmt: skip
-# Paths whose folders a resumption may change, as on another machine. The run checks the samples itself.
-PATHS = (
-    "data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path", "data.tokenizer_model",
-    "data.vocab_file", "data.merge_file",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,7 +46,10 @@ def flatten(config: dict[str, Any]) -> dict[str, Any]:
             flat |= {f"{section}.{name}": value for name, value in settings.items()}
         else:
             flat[section] = settings
-    return {name: value for name, value in flat.items() if not name.startswith((*NEUTRAL_SETTINGS, *MONITORING))}
+    neutral = settings_with(Role.OUTPUT)
+    return {
+        name: value for name, value in flat.items() if name not in neutral and not name.startswith(NEUTRAL_SETTINGS)
+    }
 
 
 def without_folders(paths: Union[None, str, Sequence[str]]) -> list[str]:
@@ -72,9 +65,11 @@ def seed_of(run: LoadedRun) -> int:
 def changed_settings(old: RunRecord, new: RunRecord) -> dict[str, tuple[Any, Any]]:
     """`differing_settings` of a run and its resumption, which may have the same files in other folders."""
     found = differing_settings(old, new)
+    # On another machine; the run checks the samples itself.
+    paths = {each.name for each in all_settings() if each.section == "data" and each.is_path}
     return {
         name: both for name, both in found.items()
-        if name not in PATHS or without_folders(both[0]) != without_folders(both[1])
+        if name not in paths or without_folders(both[0]) != without_folders(both[1])
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from megafp8.config import derived, dimensions, precision_map, settings
 from megafp8.config.iterations import global_batch_size
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.config.setting_roles import NOT_OF_THE_WEIGHTS, is_unnamed
+from megafp8.config.schema.setting import Role
 from megafp8.config.topology import model_parallel_size
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
 from megafp8.device.collective_errors import call_on_rank_0
@@ -75,14 +75,14 @@ def check_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
     may bring their own vocabulary. `check_vocabulary` covers the other cases.
     """
     is_null = [each.data.tokenizer_type == NULL_TOKENIZER for each in (saved, config)]
-    unchecked = set(NOT_OF_THE_WEIGHTS)
+    checked = set(settings.settings_with(Role.WEIGHTS))
     if None in (saved.model.vocab_size, config.model.vocab_size) or is_null[0] != is_null[1]:
-        unchecked.add("model.vocab_size")
+        checked.remove("model.vocab_size")
     # Sinkhorn selects experts by other scores than all other types.
     if len({"sinkhorn" in each.model.moe_router_load_balancing_type for each in (saved, config)}) == 1:
-        unchecked.add("model.moe_router_load_balancing_type")
+        checked.remove("model.moe_router_load_balancing_type")
     different = settings.diff(with_explicit_sizes(saved), with_explicit_sizes(config))
-    lines = [line for line in different if line.startswith("model.") and line.partition(":")[0] not in unchecked]
+    lines = [line for line in different if line.partition(":")[0] in checked]
     if lines:
         raise CheckpointError(
             f"{path} is a checkpoint of a different model (checkpoint -> this run):\n"
@@ -102,11 +102,12 @@ def changed_settings(path: Path, config: RunConfig, world_size: int, weights_onl
     saved = settings.from_json(common["config"])
     refused = {f"precision.{name}" for each in (saved, config) for name in number_formats(each.precision)}
     runs = with_explicit_batches((saved, prod(common["layout"])), (config, world_size))
+    named = settings.settings_with(Role.LEARNING)
     hint = "" if config.training.global_batch_size else f" ({BATCH_FLAG} {runs[0].training.global_batch_size} keeps it)"
     lines = [
         line + hint * line.startswith("training.global_batch_size:")
         for line in settings.diff(*map(with_explicit_sizes, runs))
-        if not is_unnamed(name := line.partition(":")[0]) and name not in refused
+        if (name := line.partition(":")[0]) in named and name not in refused
         and (line.startswith("model.") or not weights_only)
     ]  # fmt: skip
     return (f"settings that differ from the checkpoint's: {'; '.join(lines)}",) if lines else ()

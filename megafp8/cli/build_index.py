@@ -20,17 +20,10 @@ from megafp8.cli.common import build_command_parser, install_patches, returns_ex
 from megafp8.config import flags, iterations
 from megafp8.config.rules import batch, data, training
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import settings_by_name
+from megafp8.config.schema.setting import Role
+from megafp8.config.settings import settings_with
 from megafp8.errors import ConfigError
 
-SETTINGS_THAT_MATTER = (
-    "data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path", "data.split",
-    "data.data_cache_path", "checkpoint.save", "data.seq_length", "training.seed", "training.train_iters",
-    "training.train_samples", "training.global_batch_size", "training.rampup_batch_size",
-    "training.step_batch_size_schedule", "training.decrease_batch_size_if_needed", "training.micro_batch_size",
-    "training.eval_iters", "training.eval_global_batch_size",
-    "data.tokenizer_type", "data.tokenizer_model", "data.vocab_file", "data.merge_file", "model.vocab_size",
-)  # fmt: skip
 RULES = (
     *data.RULES, *batch.RULES, training.length_is_given_once, training.samples_fill_a_batch, data.shards_are_there,
     data.tokenizer_files_are_there, data.outputs_can_be_written,
@@ -40,8 +33,7 @@ RULES = (
 def build_help_parser() -> argparse.ArgumentParser:
     """Build a parser for `--help`, with the training flags that the indices depend on; all others are accepted."""
     parser = build_command_parser(__doc__, usage="%(prog)s FLAGS")
-    for name in SETTINGS_THAT_MATTER:
-        setting = settings_by_name()[name]
+    for setting in settings_with(Role.SAMPLES).values():
         parser.add_argument(setting.flags[0], help=setting.help, metavar="")
     parser.add_argument("--world-size", metavar="", help="number of ranks; needed without --global-batch-size")
     return parser

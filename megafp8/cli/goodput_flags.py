@@ -125,7 +125,7 @@ def build_request(arguments: argparse.Namespace, invocation: Invocation, gpu: Gp
         ConfigError: neither a model nor step time, tokens and checkpoint size are given, nothing fits, or flags
             contradict each other.
     """
-    from megafp8.config.rules.training import numbers_are_in_range
+    from megafp8.config.rules.declared import numbers_are_in_range
 
     if problems := list(numbers_are_in_range(invocation.config, arguments.gpus)):
         raise ConfigError(problems)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 from megafp8.config.schema import AUTO, RunConfig
+from megafp8.config.schema.setting import Range, Role
 from megafp8.errors import ConfigError
 from megafp8.utils.files import UnreadableFile, path_problem, printable
 from megafp8.utils.strict_json import parse_json
@@ -46,6 +47,10 @@ class Setting:
     metavar: "str | None"
     is_path: bool
     maximum: int
+    range: "Range | None"
+    needs: str
+    requires: str
+    role: Role
 
     @property
     def section(self) -> str:
@@ -63,6 +68,12 @@ class Setting:
         if self.is_path and value == "":
             return "is empty: give a path, or leave the flag out"
         return path_problem(value) if self.is_path and isinstance(value, str) else None
+
+    def is_out_of_range(self, value: Any) -> bool:
+        """Whether a number, or one of several, is not in the range of the setting."""
+        if self.range is None or value is None or (self.auto and value == AUTO):
+            return False
+        return not all(map(self.range.holds, value if isinstance(value, tuple) else (value,)))
 
     def as_flag(self, value: Any) -> str:
         """The flag that gives a value, as messages show it."""
@@ -82,10 +93,24 @@ def all_settings() -> tuple[Setting, ...]:
     table: list[Setting] = []
     for outer in dataclasses.fields(RunConfig):
         if dataclasses.is_dataclass(outer.type):
-            table += [_setting(f"{outer.name}.{inner.name}", inner) for inner in dataclasses.fields(outer.type)]
+            section: Any = outer.type
+            fields = dataclasses.fields(section)
+            table += [_setting(f"{outer.name}.{inner.name}", inner, section.ROLE) for inner in fields]
         else:
-            table.append(_setting(outer.name, outer))
+            table.append(_setting(outer.name, outer, RunConfig.ROLE))
     return tuple(table)
+
+
+@functools.cache
+def settings_with(role: Role) -> Mapping[str, Setting]:
+    """The settings that have one of some roles, by name."""
+    return types.MappingProxyType({setting.name: setting for setting in all_settings() if setting.role & role})
+
+
+@functools.lru_cache(maxsize=1)
+def settings_by_flag() -> Mapping[str, Setting]:
+    """Every setting by each of its flags, also those that set it to False."""
+    return types.MappingProxyType({flag: each for each in all_settings() for flag in (*each.flags, *each.off)})
 
 
 @functools.lru_cache(maxsize=1)
@@ -130,7 +155,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return dataclasses.replace(config, **sections, **of_run)
 
 
-def _setting(name: str, declared: dataclasses.Field[Any]) -> Setting:
+def _setting(name: str, declared: dataclasses.Field[Any], section_role: Role) -> Setting:
     hint = declared.type
     optional = typing.get_origin(hint) in (Union, types.UnionType) and type(None) in typing.get_args(hint)
     if optional:
@@ -143,6 +168,8 @@ def _setting(name: str, declared: dataclasses.Field[Any]) -> Setting:
     assert metadata["many"] == many, f"{name}: many={metadata['many']} does not fit its annotation"
     if not metadata["flags"] and not metadata["off"]:
         metadata["flags"] = ("--" + declared.name.replace("_", "-"),)
+    if metadata["role"] is None:
+        metadata["role"] = section_role
     if callable(metadata["choices"]):
         metadata["choices"] = metadata["choices"]()
     return Setting(name=name, type=hint, optional=optional, default=declared.default, **metadata)

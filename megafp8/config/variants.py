@@ -21,8 +21,9 @@ BASELINE, CONTROL = "bf16", "bf16-control"
 NEUTRAL_SETTINGS = ("checkpoint.", "logging.", "training.num_threads", "data.num_workers", "data.data_cache_path")
 # Flags that the comparison adds to the flags of its runs.
 FOLDER_FLAGS = {"checkpoint.save": "--save", "checkpoint.load": "--load"}
-RECIPE_FLAGS = {"precision.fp8_format": "--fp8-format", "precision.fp8_recipe": "--fp8-recipe",
-                "precision.fp4_format": "--fp4-format", "precision.fp4_recipe": "--fp4-recipe"}  # fmt: skip
+RECIPE_FLAGS = {
+    f"precision.{kind}_{word}": f"--{kind}-{word}" for kind in ("fp8", "fp4") for word in ("format", "recipe")
+}
 
 
 @dataclass(frozen=True, kw_only=True)

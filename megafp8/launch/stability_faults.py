@@ -42,11 +42,8 @@ ARMS = {
     f"{INFINITE_ACTIVATION}{REPAIR}bf16": f"{SPIKES} {WARN} --on-nonfinite-activation bf16",
 }
 """Name of an arm to its flags, but for those of the fault. Without a repair no step is skipped: a skip is a repair."""
-FAULT_SETTINGS = (
-    "precision.transformer_impl", "training.fp8_guard", "training.fp8_guard_interval", "training.spike_policy",
-    "training.max_skipped_steps", "training.on_nonfinite_activation",
-)  # fmt: skip
-"""Settings of the arms, which the user cannot give."""
+FAULT_FLAGS = {word for flags in ARMS.values() for word in flags.split() if word.startswith("--")}
+"""Flags of the arms, which the user cannot give."""
 
 
 def fault_step(train_iters: int) -> int:

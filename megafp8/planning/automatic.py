@@ -41,7 +41,8 @@ from megafp8.config.muon import has_flat_shards
 from megafp8.config.planted_faults import ALIGNED_SWIGLU
 from megafp8.config.rules.cuda_graph import default_graph_obstacles, evaluation_graph_obstacles
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import value_of, with_values
+from megafp8.config.schema.setting import Role
+from megafp8.config.settings import settings_with, value_of, with_values
 from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
@@ -117,26 +118,13 @@ def choose(
     return config, tuple(made)
 
 
-AUTOMATIC = (
-    "parallel.use_distributed_optimizer",
-    "parallel.overlap_grad_reduce",
-    "parallel.overlap_param_gather",
-    "parallel.use_nccl_ub",
-    "precision.cross_entropy_loss_fusion",
-    "precision.cross_entropy_fusion_impl",
-    "training.cuda_graph_impl",
-    "training.cuda_graph_evaluation",
-    "parallel.moe_expert_kernels",
-)
-
-
 def with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """The configuration with the choices of a run that was started from the same command line.
 
     Args:
         recorded: the configuration of that run, which has values for the automatic settings.
     """
-    names = [name for name in AUTOMATIC if value_of(config, name) in (None, "auto")]
+    names = [name for name in settings_with(Role.AUTOMATIC) if value_of(config, name) in (None, "auto")]
     if config.parallel.use_torch_fsdp2:
         names.append("precision.gradient_accumulation_fusion")
     if config.training.performance == recorded.training.performance == "max":

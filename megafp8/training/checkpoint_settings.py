@@ -9,13 +9,8 @@ from typing import Any
 
 from megafp8.config import flags
 from megafp8.config.schema import CheckpointConfig, RunConfig
+from megafp8.config.schema.setting import Role
 from megafp8.config.settings import all_settings, value_of
-
-# Sections and settings that are read. The second group is read with --use-mp-args-from-checkpoint-args.
-DATA_SETTINGS = ("seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern",
-                 "tiktoken_num_special_tokens")  # fmt: skip
-PARALLEL_SETTINGS = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
-                     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")  # fmt: skip
 
 
 def parse(argv: Sequence[str]) -> tuple[flags.Invocation, list[str]]:
@@ -59,7 +54,9 @@ def read_settings(checkpoint: CheckpointConfig, folders: Sequence[Path]) -> tupl
 
 def chosen_settings(saved: RunConfig, with_parallel: bool) -> dict[str, Any]:
     """Return the settings that a run takes from a checkpoint, by name."""
-    names = [setting.name for setting in all_settings() if setting.section == "model"]
-    names += [f"data.{field}" for field in DATA_SETTINGS]
-    names += [f"parallel.{field}" for field in PARALLEL_SETTINGS] if with_parallel else []
-    return {name: value_of(saved, name) for name in names}
+    return {
+        setting.name: value_of(saved, setting.name)
+        for setting in all_settings()
+        if setting.section == "model"
+        or (setting.role & Role.CARRIED and (with_parallel or setting.section != "parallel"))
+    }

@@ -14,7 +14,7 @@ from command_line_corpus import Line
 
 from megafp8.config import flags
 from megafp8.config.megatron_flags import NO_EFFECT
-from megafp8.config.rules.idle import idle_setting_notices
+from megafp8.config.rules.declared import unused_settings
 
 STEPS = 3
 
@@ -158,7 +158,7 @@ def without_idle_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words without the flags that are accepted without effect, and those flags."""
     invocation = flags.parse_with_problems(words)[0]
     notices = [notice for notice in invocation.notices if NO_EFFECT in notice]
-    notices += idle_setting_notices(invocation.config)
+    notices += unused_settings(invocation.config)
     idle = {notice.split()[0].rstrip(":") for notice in notices}
     options = options_of(words)
     return [word for option in options if option[0] not in idle for word in option], sorted(idle)

@@ -274,6 +274,19 @@ def test_the_choice_depends_on_the_linears_with_statistics() -> None:
     assert changed == {"logging.fp8_log_layers"}
 
 
+@pytest.mark.parametrize(
+    "flags_of_memory",
+    [
+        "--fine-grained-activation-offloading --offload-modules core_attn", "--min-offloaded-tensor-size 1024",
+        "--fp8-guard warn", "--no-one-pass-optimizer", "--moe-layer-recompute",
+    ],
+)  # fmt: skip
+def test_the_choice_depends_on_what_changes_memory(flags_of_memory: str) -> None:
+    assert search.relevant_settings(auto_config()) != search.relevant_settings(auto_config(flags_of_memory))
+    limits = "--distributed-timeout-minutes 7 --exit-interval 3 --log-interval 7 --seed 3"
+    assert search.relevant_settings(auto_config()) == search.relevant_settings(auto_config(limits))
+
+
 def test_a_choice_of_an_earlier_version_is_reused(tmp_path: Path) -> None:
     """A setting that the record lacks had its default."""
     run_ranks(1, choose, auto_config(f"--save {tmp_path}"))

@@ -21,7 +21,8 @@ from megafp8.config import flags, grouped_experts, megatron_flags, mixture, rule
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.rules import cuda_graph
 from megafp8.config.schema import moe as schema
-from megafp8.config.settings import settings_by_name
+from megafp8.config.schema.setting import Role
+from megafp8.config.settings import settings_by_name, settings_with
 from megafp8.mcore.cpu_patches import PATCHES
 from megafp8.planning import automatic
 from megafp8.recipes import registry
@@ -181,7 +182,7 @@ def test_every_automatic_setting_is_documented() -> None:
     """In the page of flags, and where they are chosen."""
     rows = table_rows((ROOT / "docs/flags.md").read_text(encoding="utf-8"), "setting")
     documented = {flag for row in rows for flag in FLAG.findall(row[0])}
-    flags_of = [settings_by_name()[name].flags[0] for name in automatic.AUTOMATIC]
+    flags_of = [setting.flags[0] for setting in settings_with(Role.AUTOMATIC).values()]
     wanted = {flag for flag in flags_of if flag != "--cross-entropy-fusion-impl"}  # with --cross-entropy-loss-fusion
     assert wanted - documented == set()
     assert wanted - set(FLAG.findall(automatic.__doc__ or "")) == set()

@@ -7,9 +7,9 @@ import pytest
 from rule_examples import BASE, EXAMPLES, TABLES
 
 from megafp8.config import rules
+from megafp8.config.features import has_feature
 from megafp8.config.flags import build_parser
 from megafp8.config.rules.base import UNSUPPORTED_SETTINGS
-from megafp8.config.rules.training import RANGES
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, settings_by_name, with_values
 
@@ -90,14 +90,18 @@ def test_all_problems_are_reported_together():
 
 
 def test_tables_name_settings_and_numbers():
-    for name in RANGES:
-        assert settings_by_name()[name].type in (int, float)
+    parser = build_parser()
+    for setting in all_settings():
+        assert setting.range is None or setting.type in (int, float)
+        for feature in filter(None, (setting.needs, setting.requires)):
+            assert feature.split()[0] in parser._option_string_actions, f"{setting.name}: {feature}"
+            has_feature(RunConfig(), feature)
     for entry in UNSUPPORTED_SETTINGS:
         assert not entry.is_asked(settings_by_name()[entry.setting].default), f"{entry.setting}: the default is refused"
     unchecked = {
         setting.name
         for setting in all_settings()
-        if setting.type in (int, float) and not setting.choices and setting.name not in RANGES
+        if setting.type in (int, float) and not setting.choices and setting.range is None
     }
     # Other rules check them.
     assert unchecked == {"parallel.hierarchical_context_parallel_sizes", "training.rampup_batch_size"}

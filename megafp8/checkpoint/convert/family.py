@@ -24,8 +24,8 @@ from megafp8.checkpoint.convert.tensor_mapping import (
 )
 from megafp8.config import attention_layers, dimensions, latent_attention, mixture
 from megafp8.config.schema import ModelConfig, RunConfig
-from megafp8.config.setting_roles import NOT_OF_THE_FUNCTION
-from megafp8.config.settings import Setting, all_settings, value_of, with_values
+from megafp8.config.schema.setting import Role
+from megafp8.config.settings import Setting, settings_with, value_of, with_values
 
 OUTPUT_LAYER = "output_layer"
 HF_EXPERT_BIAS = "e_score_correction_bias"
@@ -92,11 +92,8 @@ class HFFamily:
         return hf_config.problems + [
             f"{as_text(setting, value_of(ours, setting.name))}: a {self.architecture} has "
             f"{as_text(setting, value_of(theirs, setting.name))}"
-            for setting in all_settings()
-            if setting.section == "model"
-            and setting.name not in NOT_OF_THE_FUNCTION
-            and not setting.name.startswith(no_more)
-            and value_of(ours, setting.name) != value_of(theirs, setting.name)
+            for setting in settings_with(Role.FUNCTION).values()
+            if not setting.name.startswith(no_more) and value_of(ours, setting.name) != value_of(theirs, setting.name)
         ]
 
     def has_stacked_experts(self, names: Iterable[str]) -> bool:

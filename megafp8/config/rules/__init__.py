@@ -15,6 +15,7 @@ from megafp8.config.rules import (
     checkpoint,
     cuda_graph,
     data,
+    declared,
     fsdp,
     gradient_reduction,
     guard,
@@ -47,6 +48,8 @@ SETTING_RULES: tuple[Rule, ...] = (
     *mla.RULES,
     *mtp.RULES,
     *layers.RULES,
+    declared.model_has_what_its_settings_require,
+    declared.numbers_are_in_range,
     *training.RANGE_RULES,
     *model.PARALLEL_RULES,
     *moe.PARALLEL_RULES,
@@ -66,6 +69,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     *training.SKIPPED_UPDATE_RULES,
     *guard.RULES,
     *planted_faults.RULES,
+    declared.run_has_what_its_settings_require,
     *base.RULES,
 )
 """Rules about settings only, whose result is the same on every machine."""

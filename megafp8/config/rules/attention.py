@@ -24,8 +24,6 @@ def windows_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
     """--window-size has two numbers, looks back only, and its pattern is for all layers."""
     model = config.model
     if model.window_size is None:
-        if model.window_attn_skip_freq is not None:
-            yield no_effect_without(f"--window-attn-skip-freq {model.window_attn_skip_freq}", "--window-size")
         return
     try:
         left, right = attention_layers.window_size(model) or (0, 0)

@@ -10,20 +10,6 @@ from megafp8.config.schema import RunConfig
 from megafp8.utils.integers import round_up
 
 
-def saving_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Kept and non-persistent checkpoints need --save. `idle.py` has the settings without effect."""
-    checkpoint = config.checkpoint
-    if checkpoint.save is not None:
-        return
-    requested = {
-        f"--ckpt-keep {checkpoint.ckpt_keep}": checkpoint.ckpt_keep is not None,
-        f"--non-persistent-save-interval {checkpoint.non_persistent_save_interval}": (
-            checkpoint.non_persistent_save_interval is not None
-        ),
-    }
-    yield from flags_without_effect(requested, "--save")
-
-
 def retained_steps_are_saved(config: RunConfig, world_size: int) -> Iterator[str]:
     """Steps whose checkpoints are kept are steps with checkpoints."""
     retained, saved = config.checkpoint.save_retain_interval, config.checkpoint.save_interval
@@ -75,29 +61,16 @@ def late_saves_end_before_the_run(config: RunConfig, world_size: int) -> Iterato
 
 
 def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The starting point of a run needs --load. `idle.py` has the settings without effect."""
+    """What applies to --load and to --pretrained-checkpoint needs one of them."""
     checkpoint = config.checkpoint
-    if checkpoint.load is not None:
+    if checkpoint.load is not None or checkpoint.pretrained_checkpoint is not None:
         return
     requested = {
-        "--finetune": checkpoint.finetune and checkpoint.pretrained_checkpoint is None,
-        "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
-        f"--ckpt-step {checkpoint.ckpt_step}": checkpoint.ckpt_step is not None,
-        "--override-sample-order": checkpoint.override_sample_order,
-        "--override-precision": checkpoint.override_precision,
-        f"--ckpt-verify {checkpoint.ckpt_verify}": checkpoint.ckpt_verify != "hash"
-        and checkpoint.pretrained_checkpoint is None,
+        "--finetune": checkpoint.finetune,
+        f"--ckpt-verify {checkpoint.ckpt_verify}": checkpoint.ckpt_verify != "hash",
+        "--use-checkpoint-args": checkpoint.use_checkpoint_args,
     }
     yield from flags_without_effect(requested, "--load")
-
-
-def checkpoint_settings_have_a_source(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings are read from the checkpoint that --load or --pretrained-checkpoint names."""
-    checkpoint = config.checkpoint
-    if checkpoint.use_mp_args_from_checkpoint_args and not checkpoint.use_checkpoint_args:
-        yield no_effect_without("--use-mp-args-from-checkpoint-args", "--use-checkpoint-args")
-    if checkpoint.use_checkpoint_args and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
-        yield no_effect_without("--use-checkpoint-args", "--load")
 
 
 def grace_is_for_signals(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -120,13 +93,11 @@ def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]
 
 
 RULES: tuple[Rule, ...] = (
-    saving_needs_a_folder,
     retained_steps_are_saved,
     second_folder_is_used,
     late_saves_end_before_collectives,
     late_saves_end_before_the_run,
     loading_needs_a_folder,
-    checkpoint_settings_have_a_source,
     grace_is_for_signals,
     schedule_has_one_source,
 )

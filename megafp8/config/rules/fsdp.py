@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megafp8.config import dimensions, topology
 from megafp8.config.activations import is_gated
-from megafp8.config.rules.base import Rule, has_shape, has_whole_replicas, no_effect_without
+from megafp8.config.rules.base import Rule, has_shape, has_whole_replicas
 from megafp8.config.schema import RunConfig
 
 FSDP = "--use-torch-fsdp2"
@@ -16,8 +16,6 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
     """Settings of other gradient and parameter buffers, and of what reads complete weights or gradients."""
     parallel, precision, training = config.parallel, config.precision, config.training
     if not parallel.use_torch_fsdp2:
-        if not parallel.torch_fsdp2_reshard_after_forward:
-            yield no_effect_without("--torch-fsdp2-no-reshard-after-forward", FSDP)
         return
     stages = parallel.pipeline_model_parallel_size
     yield from low_precision_state_is_the_distributed_optimizers(config)

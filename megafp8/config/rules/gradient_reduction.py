@@ -5,32 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived, topology
-from megafp8.config.rules.base import Rule, flags_without_effect, has_whole_replicas
+from megafp8.config.rules.base import Rule, has_whole_replicas
 from megafp8.config.schema import RunConfig
-from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT
 
 FLAG = "--grad-reduce-in-fp8"
 EXCLUDED_OVERRIDES = ("ddp.reduce_scatter_with_fp32_accumulation", "ddp.num_distributed_optimizer_instances")
-
-
-def fp8_gradient_options_need_their_switch(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The options of the FP8 reduction have no effect without it."""
-    precision = config.precision
-    if not precision.grad_reduce_in_fp8:
-        is_given = {
-            f"--grad-reduce-fp8-format {precision.grad_reduce_fp8_format}": precision.grad_reduce_fp8_format != "e4m3",
-            f"--grad-reduce-fp8-scaling {precision.grad_reduce_fp8_scaling}": (
-                precision.grad_reduce_fp8_scaling != "block"
-            ),
-            f"--grad-reduce-fp8-intra-node {precision.grad_reduce_fp8_intra_node}": (
-                precision.grad_reduce_fp8_intra_node != "fp8"
-            ),
-            "--grad-reduce-fp8-error-feedback": precision.grad_reduce_fp8_error_feedback,
-            f"--grad-reduce-fp8-exclude {' '.join(precision.grad_reduce_fp8_exclude)}": (
-                precision.grad_reduce_fp8_exclude != EXCLUDED_BY_DEFAULT
-            ),
-        }
-        yield from flags_without_effect(is_given, FLAG)
 
 
 def fp8_gradients_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -90,7 +69,6 @@ def fp8_gradient_errors_have_one_loss_scale(config: RunConfig, world_size: int) 
 
 
 RULES: tuple[Rule, ...] = (
-    fp8_gradient_options_need_their_switch,
     fp8_gradients_have_ranks,
     fp8_gradients_exclude_other_reductions,
     fp8_gradients_within_nodes,

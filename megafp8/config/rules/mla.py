@@ -8,20 +8,15 @@ from megafp8.config import derived
 from megafp8.config.rules.base import Rule, flags_without_effect
 from megafp8.config.schema import ModelConfig, RunConfig
 
-SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
-
-def latent_sizes_need_latent_attention(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Sizes of multi-latent attention, and its recomputation, have no effect without it."""
-    model, default = config.model, ModelConfig()
-    if model.multi_latent_attention:
+def values_need_latent_attention(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Values of other settings that are for multi-latent attention have no effect without it."""
+    if config.model.multi_latent_attention:
         return
     given = {
-        f"--{name.replace('_', '-')} {getattr(model, name)}": getattr(model, name) != getattr(default, name)
-        for name in SIZES
+        "--rope-type yarn": config.model.rope_type == "yarn",  # rope says nothing else than Megatron-LM's default
+        "--recompute-modules mla_up_proj": "mla_up_proj" in derived.recompute_modules(config.training),
     }
-    given["--rope-type yarn"] = model.rope_type == "yarn"  # rope says nothing else than Megatron-LM's default
-    given["--recompute-modules mla_up_proj"] = "mla_up_proj" in derived.recompute_modules(config.training)
     yield from flags_without_effect(given, "--multi-latent-attention")
 
 
@@ -110,7 +105,7 @@ def latent_attention_fits_the_layout(config: RunConfig, world_size: int) -> Iter
 
 
 RULES: tuple[Rule, ...] = (
-    latent_sizes_need_latent_attention,
+    values_need_latent_attention,
     latent_attention_excludes_other_attention,
     latent_heads_rotate_pairs,
     latent_attention_fits_the_layout,

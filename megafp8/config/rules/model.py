@@ -15,7 +15,7 @@ from megafp8.config.rules.base import (
     has_whole_replicas,
     no_effect_without,
 )
-from megafp8.config.schema import AUTO, ModelConfig, RunConfig
+from megafp8.config.schema import AUTO, RunConfig
 from megafp8.recipes import registry
 from megafp8.utils.integers import round_up
 
@@ -110,15 +110,6 @@ def positions_reach_the_sequence(config: RunConfig, world_size: int) -> Iterator
         )
 
 
-def rope_scaling_needs_rope(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Scaled rotary embeddings need rotary embeddings, and the factor needs the scaling."""
-    model, default = config.model, ModelConfig()
-    if model.use_rope_scaling and model.position_embedding_type not in ("rope", "yarn"):
-        yield no_effect_without("--use-rope-scaling", "--position-embedding-type rope")
-    if model.rope_scaling_factor != default.rope_scaling_factor and not model.use_rope_scaling:
-        yield no_effect_without(f"--rope-scaling-factor {model.rope_scaling_factor:g}", "--use-rope-scaling")
-
-
 def rotated_channels_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
     """Rotary embeddings rotate pairs of channels."""
     model = config.model
@@ -144,7 +135,6 @@ RULES: tuple[Rule, ...] = (
     one_activation,
     mlp_has_width,
     positions_reach_the_sequence,
-    rope_scaling_needs_rope,
     rotated_channels_are_pairs,
 )
 

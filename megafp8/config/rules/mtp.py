@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived, multi_token, precision_map, stages
-from megafp8.config.rules.base import Rule, flags_without_effect
-from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.config.rules.base import Rule
+from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
-
-
-def loss_factor_needs_multi_token_prediction(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The factor of the losses has no effect without modules."""
-    model, default = config.model, ModelConfig()
-    if not multi_token.num_depths(model):
-        factor = f"--mtp-loss-scaling-factor {model.mtp_loss_scaling_factor:g}"
-        given = {factor: model.mtp_loss_scaling_factor != default.mtp_loss_scaling_factor}
-        yield from flags_without_effect(given, "--mtp-num-layers")
 
 
 def multi_token_layers_are_like_all_others(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -115,7 +106,6 @@ def precision_map_leaves_multi_token_prediction(config: RunConfig, world_size: i
 
 
 RULES: tuple[Rule, ...] = (
-    loss_factor_needs_multi_token_prediction,
     multi_token_layers_are_like_all_others,
     multi_token_fits_the_layout,
     layout_string_has_multi_token_prediction,

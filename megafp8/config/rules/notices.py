@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from megafp8.config import derived, iterations, lr_schedule, precision_map
 from megafp8.config.expert_layers import has_capacity, is_mixture
 from megafp8.config.rules.batch import batch_schedule_notices
+from megafp8.config.rules.declared import unused_settings
 from megafp8.config.rules.gradient_reduction import idle_reduction_notices
 from megafp8.config.rules.guard import guard_notices
-from megafp8.config.rules.idle import idle_setting_notices
 from megafp8.config.rules.moe import PADDING
 from megafp8.config.rules.optimizer import schedule_samples
 from megafp8.config.rules.precision import uses_op_fuser
@@ -36,7 +36,7 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
         world_size: number of ranks.
     """
     return [
-        *idle_setting_notices(config),
+        *unused_settings(config),
         *_unused_setting_notices(config, implementation),
         *_mixture_notices(config, implementation),
         *idle_reduction_notices(config, world_size),

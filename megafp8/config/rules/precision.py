@@ -9,7 +9,7 @@ from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.planted_faults import INFINITE_ACTIVATION
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, has_shape, no_effect_without
-from megafp8.config.rules.idle import HISTORY_SETTINGS
+from megafp8.config.rules.declared import HISTORY_SETTINGS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.recipes import registry

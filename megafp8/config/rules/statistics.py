@@ -9,19 +9,9 @@ from megafp8.config import derived, gemm_alignment, precision_map
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.rules.base import Rule, all_positive, no_effect_without
 from megafp8.config.rules.precision import has_gemm_dimensions
-from megafp8.config.schema import LoggingConfig, ModelConfig, RunConfig
+from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.recipes import registry
-
-
-def statistics_have_an_interval(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Statistics are collected only with --fp8-log-interval."""
-    logging = config.logging
-    if logging.fp8_log_interval is None:
-        if logging.fp8_what_if is not None:
-            yield no_effect_without(f"--fp8-what-if {logging.fp8_what_if}", "--fp8-log-interval")
-        if logging.fp8_log_layers != LoggingConfig().fp8_log_layers:
-            yield no_effect_without(f"--fp8-log-layers {logging.fp8_log_layers}", "--fp8-log-interval")
 
 
 def statistics_have_an_object(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -134,7 +124,6 @@ def fused_operations_show_swiglu(config: RunConfig, world_size: int) -> Iterator
 
 
 RULES: tuple[Rule, ...] = (
-    statistics_have_an_interval,
     statistics_have_an_object,
     patterns_name_linears,
     tried_recipes_can_be_tried,

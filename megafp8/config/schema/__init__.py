@@ -10,11 +10,12 @@ and not strings that would have to be evaluated.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megafp8.config.schema.io import CheckpointConfig, DataConfig, LoggingConfig
 from megafp8.config.schema.model import ModelConfig, ParallelConfig
 from megafp8.config.schema.precision import PrecisionConfig
-from megafp8.config.schema.setting import AUTO, setting
+from megafp8.config.schema.setting import AUTO, Role, setting
 from megafp8.config.schema.training import OptimizerConfig, TrainingConfig
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All settings of one run."""
+
+    ROLE: ClassVar[Role] = Role.LEARNING | Role.MEMORY
 
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()

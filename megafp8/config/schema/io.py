@@ -1,9 +1,9 @@
 """Settings of data, checkpoints and logging."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import ClassVar, Optional
 
-from megafp8.config.schema.setting import setting
+from megafp8.config.schema.setting import AT_LEAST_1, NOT_NEGATIVE, Role, setting
 from megafp8.recipes import registry
 
 
@@ -11,21 +11,42 @@ from megafp8.recipes import registry
 class DataConfig:
     """Tokenizer and token shards."""
 
+    ROLE: ClassVar[Role] = Role.LEARNING
+
     data_path: tuple[str, ...] = setting(
-        (), "path prefixes of token shards; for a blend: weight prefix weight prefix ...", many=True, path=True
+        (),
+        "path prefixes of token shards; for a blend: weight prefix weight prefix ...",
+        many=True,
+        path=True,
+        role=Role.SAMPLES,
     )
-    train_data_path: tuple[str, ...] = setting((), "token shards for training only", many=True, path=True)
-    valid_data_path: tuple[str, ...] = setting((), "token shards for validation only", many=True, path=True)
-    test_data_path: tuple[str, ...] = setting((), "token shards for testing only", many=True, path=True)
+    train_data_path: tuple[str, ...] = setting(
+        (), "token shards for training only", many=True, path=True, role=Role.SAMPLES
+    )
+    valid_data_path: tuple[str, ...] = setting(
+        (), "token shards for validation only", many=True, path=True, role=Role.SAMPLES
+    )
+    test_data_path: tuple[str, ...] = setting(
+        (), "token shards for testing only", many=True, path=True, role=Role.SAMPLES
+    )
     split: Optional[str] = setting(
-        None, "proportions of --data-path for training, validation and test; default 969,30,1"
+        None,
+        "proportions of --data-path for training, validation and test; default 969,30,1",
+        role=Role.LEARNING | Role.SAMPLES,
     )
     data_cache_path: Optional[str] = setting(
-        None, "folder for the cache of dataset indices; default: in --save, else next to the shards", path=True
+        None,
+        "folder for the cache of dataset indices; default: in --save, else next to the shards",
+        path=True,
+        role=Role.SAMPLES | Role.OUTPUT,
     )
     mock_data: bool = setting(False, "train on synthetic tokens instead of --data-path")
     seq_length: Optional[int] = setting(
-        None, "sequence length in tokens", flags=("--seq-length", "--encoder-seq-length")
+        None,
+        "sequence length in tokens",
+        flags=("--seq-length", "--encoder-seq-length"),
+        range=AT_LEAST_1,
+        role=Role.LEARNING | Role.SAMPLES | Role.CARRIED | Role.MEMORY,
     )
     tokenizer_type: Optional[str] = setting(
         None,
@@ -40,20 +61,35 @@ class DataConfig:
             "ByteLevelTokenizer",
             "NullTokenizer",
         ),
+        role=Role.LEARNING | Role.SAMPLES | Role.CARRIED,
     )
     tokenizer_model: Optional[str] = setting(
-        None, "tokenizer file or folder, or the name of a tiktoken encoding", path=True
+        None,
+        "tokenizer file or folder, or the name of a tiktoken encoding",
+        path=True,
+        role=Role.LEARNING | Role.SAMPLES | Role.CARRIED,
     )
-    vocab_file: Optional[str] = setting(None, "vocabulary file (GPT2BPETokenizer)", path=True)
-    merge_file: Optional[str] = setting(None, "merges file (GPT2BPETokenizer)", path=True)
+    vocab_file: Optional[str] = setting(
+        None, "vocabulary file (GPT2BPETokenizer)", path=True, role=Role.LEARNING | Role.SAMPLES | Role.CARRIED
+    )
+    merge_file: Optional[str] = setting(
+        None, "merges file (GPT2BPETokenizer)", path=True, role=Role.LEARNING | Role.SAMPLES | Role.CARRIED
+    )
     tiktoken_pattern: Optional[str] = setting(
-        None, "pre-tokenization pattern of a TikTokenizer file: v1 or v2 (default)"
+        None,
+        "pre-tokenization pattern of a TikTokenizer file: v1 or v2 (default)",
+        role=Role.LEARNING | Role.CARRIED,
     )
     tiktoken_num_special_tokens: Optional[int] = setting(
-        None, "number of special tokens of a TikTokenizer file, which have the first ids; default 1000"
+        None,
+        "number of special tokens of a TikTokenizer file, which have the first ids; default 1000",
+        range=AT_LEAST_1,
+        role=Role.LEARNING | Role.CARRIED,
     )
     allow_other_tokenizer: bool = setting(False, "accept shards whose manifest names another tokenizer")
-    num_workers: int = setting(2, "data loader processes per rank; 0 loads data in the training process")
+    num_workers: int = setting(
+        2, "data loader processes per rank; 0 loads data in the training process", range=NOT_NEGATIVE, role=Role.OUTPUT
+    )
     reset_position_ids: bool = setting(False, "restart position ids at each document")
     reset_attention_mask: bool = setting(False, "do not attend across documents")
     eod_mask_loss: bool = setting(False, "exclude end-of-document tokens from the loss")
@@ -61,8 +97,9 @@ class DataConfig:
         True,
         "create the attention mask in the data loader (no effect: attention is always causal)",
         off=("--no-create-attention-mask-in-dataloader",),
+        role=Role.SPEED,
     )
-    mmap_bin_files: bool = setting(True, "memory-map the shards", off=("--no-mmap-bin-files",))
+    mmap_bin_files: bool = setting(True, "memory-map the shards", off=("--no-mmap-bin-files",), role=Role.OUTPUT)
     dataloader_type: str = setting(
         "single",
         "order of samples; single: in the order of the dataset index",
@@ -74,20 +111,37 @@ class DataConfig:
 class CheckpointConfig:
     """Saving and loading."""
 
-    save: Optional[str] = setting(None, "folder for checkpoints, records and the configuration of this run", path=True)
+    ROLE: ClassVar[Role] = Role.OUTPUT
+
+    save: Optional[str] = setting(
+        None,
+        "folder for checkpoints, records and the configuration of this run",
+        path=True,
+        role=Role.SAMPLES | Role.OUTPUT,
+    )
     load: Optional[str] = setting(
         None, "folder to resume from; without a checkpoint in it, the run starts from scratch", path=True
     )
-    save_interval: Optional[int] = setting(None, "steps between checkpoints; the last step is always saved")
+    save_interval: Optional[int] = setting(
+        None, "steps between checkpoints; the last step is always saved", range=AT_LEAST_1
+    )
     ckpt_keep: Optional[int] = setting(
-        None, "number of newest checkpoints to keep; older ones are deleted; default: all"
+        None,
+        "number of newest checkpoints to keep; older ones are deleted; default: all",
+        range=AT_LEAST_1,
+        requires="--save",
     )
     save_retain_interval: Optional[int] = setting(
         None,
         "keep the checkpoints of steps that are multiples of this, besides the newest --ckpt-keep (default then 1)",
+        needs="--save",
+        range=AT_LEAST_1,
     )
     non_persistent_save_interval: Optional[int] = setting(
-        None, "steps between non-persistent checkpoints, of which only the newest is kept"
+        None,
+        "steps between non-persistent checkpoints, of which only the newest is kept",
+        range=AT_LEAST_1,
+        requires="--save",
     )
     non_persistent_ckpt_type: str = setting(
         "global",
@@ -99,23 +153,31 @@ class CheckpointConfig:
         "folder for non-persistent checkpoints, for example in a RAM disk; default non_persistent/ in --save",
         path=True,
     )
-    async_save: bool = setting(False, "write checkpoints in the background, from a copy of the state in host memory")
-    async_save_timeout: int = setting(300, "timeout for writing a checkpoint in the background, in seconds")
-    ckpt_max_failures: int = setting(3, "consecutive failed saves after which the run stops; 0: no limit")
+    async_save: bool = setting(
+        False, "write checkpoints in the background, from a copy of the state in host memory", needs="--save"
+    )
+    async_save_timeout: int = setting(
+        300, "timeout for writing a checkpoint in the background, in seconds", range=AT_LEAST_1
+    )
+    ckpt_max_failures: int = setting(
+        3, "consecutive failed saves after which the run stops; 0: no limit", range=NOT_NEGATIVE
+    )
     ckpt_verify: str = setting(
         "hash",
         "check against the checkpoint's manifest before loading; hash: every byte, size: sizes, and small files",
         choices=("hash", "size"),
     )
-    no_save_optim: bool = setting(False, "do not save optimizer state")
-    no_save_rng: bool = setting(False, "do not save random-number state")
-    no_load_optim: bool = setting(False, "do not load optimizer state")
-    no_load_rng: bool = setting(False, "do not load random-number state")
+    no_save_optim: bool = setting(False, "do not save optimizer state", needs="--save")
+    no_save_rng: bool = setting(False, "do not save random-number state", needs="--save")
+    no_load_optim: bool = setting(False, "do not load optimizer state", needs="--load")
+    no_load_rng: bool = setting(False, "do not load random-number state", needs="--load")
     finetune: bool = setting(False, "load only the weights of --load and start at step 0")
     pretrained_checkpoint: Optional[str] = setting(
         None, "folder with a checkpoint whose weights initialize the run if --load has no checkpoint", path=True
     )
-    exit_on_missing_checkpoint: bool = setting(False, "exit with an error if --load has no checkpoint")
+    exit_on_missing_checkpoint: bool = setting(
+        False, "exit with an error if --load has no checkpoint", requires="--load"
+    )
     ckpt_format: str = setting(
         "torch_dist",
         "checkpoint format; others of Megatron-LM are not supported",
@@ -125,7 +187,9 @@ class CheckpointConfig:
         False, "take the settings of the model and the tokenizer from the checkpoint, unless a flag gives them"
     )
     use_mp_args_from_checkpoint_args: bool = setting(
-        False, "with --use-checkpoint-args, take the sizes of tensor and pipeline parallelism as well"
+        False,
+        "with --use-checkpoint-args, take the sizes of tensor and pipeline parallelism as well",
+        requires="--use-checkpoint-args",
     )
     dist_ckpt_strictness: str = setting(
         "assume_ok_unexpected",
@@ -136,24 +200,31 @@ class CheckpointConfig:
             "return_unexpected", "return_all", "ignore_all",
         ),
     )  # fmt: skip
-    ckpt_step: Optional[int] = setting(None, "step of the checkpoint to load; default: the newest")
+    ckpt_step: Optional[int] = setting(
+        None, "step of the checkpoint to load; default: the newest", range=AT_LEAST_1, requires="--load"
+    )
     use_checkpoint_opt_param_scheduler: bool = setting(
         False,
         "use the checkpoint's learning-rate and weight-decay schedule instead of the flags'",
         flags=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+        needs="--load",
     )
     override_opt_param_scheduler: bool = setting(
         False,
         "use the flags' learning-rate and weight-decay schedule even if the checkpoint's differs",
         flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
+        needs="--load",
     )
     override_precision: bool = setting(
-        False, "allow resuming with a different precision or recipe than the checkpoint's"
+        False,
+        "allow resuming with a different precision or recipe than the checkpoint's",
+        requires="--load",
     )
     override_sample_order: bool = setting(
         False,
         "allow resuming with a different sample order than the checkpoint's (data, blend, split, seed or sequence "
         "length)",
+        requires="--load",
     )
 
 
@@ -161,31 +232,44 @@ class CheckpointConfig:
 class LoggingConfig:
     """Records of a run."""
 
+    ROLE: ClassVar[Role] = Role.OUTPUT
+
     log_interval: int = setting(
-        100, "steps between console lines; the records have every step, and name saturated operands at this interval"
+        100,
+        "steps between console lines; the records have every step, and name saturated operands at this interval",
+        range=AT_LEAST_1,
     )
     tensorboard_dir: Optional[str] = setting(
         None, "folder for TensorBoard files; default tensorboard/ in --save", path=True
     )
-    tensorboard_log_interval: int = setting(1, "steps between TensorBoard points")
+    tensorboard_log_interval: int = setting(1, "steps between TensorBoard points", range=AT_LEAST_1)
     wandb_project: Optional[str] = setting(None, "Weights & Biases project (needs wandb)")
-    wandb_entity: Optional[str] = setting(None, "Weights & Biases entity")
-    wandb_exp_name: Optional[str] = setting(None, "Weights & Biases run name")
-    wandb_save_dir: Optional[str] = setting(None, "local folder for Weights & Biases files", path=True)
+    wandb_entity: Optional[str] = setting(None, "Weights & Biases entity", needs="--wandb-project")
+    wandb_exp_name: Optional[str] = setting(None, "Weights & Biases run name", needs="--wandb-project")
+    wandb_save_dir: Optional[str] = setting(
+        None, "local folder for Weights & Biases files", path=True, needs="--wandb-project"
+    )
     fp8_log_interval: Optional[int] = setting(
-        None, "steps between quantization statistics of the operands of linear layers; default: never"
+        None,
+        "steps between quantization statistics of the operands of linear layers; default: never",
+        range=AT_LEAST_1,
+        role=Role.OUTPUT | Role.MEMORY,
     )
     fp8_log_layers: str = setting(
         "*",
         "linear layers with quantization statistics: comma-separated shell patterns of names such as "
         "layers.0.linear_fc1",
         metavar="PATTERNS",
+        requires="--fp8-log-interval",
+        role=Role.OUTPUT | Role.MEMORY,
     )
     fp8_what_if: Optional[str] = setting(
         None,
         "comma-separated recipes for which to compute the same statistics: "
         f"{', '.join(each.name for each in registry.stateless())}",
         metavar="RECIPES",
+        requires="--fp8-log-interval",
+        role=Role.OUTPUT | Role.MEMORY,
     )
     log_throughput: bool = setting(True, "log TFLOP/s and MFU", flags=("--log-throughput",))
     log_params_norm: bool = setting(False, "log the norm of the weights")
@@ -202,14 +286,16 @@ class LoggingConfig:
         "print the recipe of every GEMM, the steps of setup and the warnings of all ranks at the start; with --dry-run "
         "also all settings",
     )
-    logging_level: Optional[int] = setting(None, "level of Python's logging module, for example 20 (INFO)")
+    logging_level: Optional[int] = setting(
+        None, "level of Python's logging module, for example 20 (INFO)", range=NOT_NEGATIVE
+    )
     profile: bool = setting(False, "profile some steps with torch.profiler")
-    profile_step_start: int = setting(10, "first profiled step")
-    profile_step_end: int = setting(12, "step at which profiling ends (not profiled)")
+    profile_step_start: int = setting(10, "first profiled step", range=NOT_NEGATIVE)
+    profile_step_end: int = setting(12, "step at which profiling ends (not profiled)", range=NOT_NEGATIVE)
     profile_shapes: bool = setting(
         False, "record the shapes of operands in the profile", flags=("--pytorch-profiler-collect-shapes",)
     )
     profile_callstack: bool = setting(
         False, "record Python's call stacks in the profile", flags=("--pytorch-profiler-collect-callstack",)
     )
-    profile_ranks: tuple[int, ...] = setting((0,), "ranks to profile", many=True)
+    profile_ranks: tuple[int, ...] = setting((0,), "ranks to profile", many=True, range=NOT_NEGATIVE)

@@ -1,10 +1,20 @@
 """Settings of the model and of parallelism."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import ClassVar, Optional
 
 from megafp8.config.schema.moe import MAX_WIDTH, MixtureModelConfig, MixtureParallelConfig
-from megafp8.config.schema.setting import setting
+from megafp8.config.schema.setting import (
+    AT_LEAST_1,
+    COEFFICIENT,
+    FRACTION_ABOVE_0,
+    FRACTION_BELOW_1,
+    MODEL,
+    POSITIVE_LIMIT,
+    Range,
+    Role,
+    setting,
+)
 
 # ---- Settings of multi-token prediction: a base class of the section `model`, as those of mixtures are --------------
 
@@ -19,9 +29,14 @@ class MultiTokenConfig:
         None,
         "multi-token prediction: layers after the model, of which each predicts one token further; default none",
         maximum=MAX_DEPTHS,
+        range=AT_LEAST_1,
     )
     mtp_loss_scaling_factor: float = setting(
-        0.1, "multi-token prediction: factor of the mean of the layers' losses, which is added to the loss"
+        0.1,
+        "multi-token prediction: factor of the mean of the layers' losses, which is added to the loss",
+        range=COEFFICIENT,
+        requires="--mtp-num-layers",
+        role=Role.LEARNING | Role.MEMORY,
     )
 
 
@@ -41,17 +56,37 @@ class LatentAttentionConfig:
         None,
         "multi-latent attention: width of the compressed queries; default: queries are not compressed",
         maximum=MAX_CHANNELS,
+        range=AT_LEAST_1,
+        requires="--multi-latent-attention",
     )
     kv_lora_rank: int = setting(
-        32, "multi-latent attention: width of the compressed keys and values", maximum=MAX_CHANNELS
+        32,
+        "multi-latent attention: width of the compressed keys and values",
+        maximum=MAX_CHANNELS,
+        range=AT_LEAST_1,
+        requires="--multi-latent-attention",
     )
     qk_head_dim: int = setting(
-        128, "multi-latent attention: channels without rotary embedding of a query or key head", maximum=MAX_CHANNELS
+        128,
+        "multi-latent attention: channels without rotary embedding of a query or key head",
+        maximum=MAX_CHANNELS,
+        range=AT_LEAST_1,
+        requires="--multi-latent-attention",
     )
     qk_pos_emb_head_dim: int = setting(
-        64, "multi-latent attention: channels with rotary embedding of a query or key head", maximum=MAX_CHANNELS
+        64,
+        "multi-latent attention: channels with rotary embedding of a query or key head",
+        maximum=MAX_CHANNELS,
+        range=AT_LEAST_1,
+        requires="--multi-latent-attention",
     )
-    v_head_dim: int = setting(128, "multi-latent attention: channels of a value head", maximum=MAX_CHANNELS)
+    v_head_dim: int = setting(
+        128,
+        "multi-latent attention: channels of a value head",
+        maximum=MAX_CHANNELS,
+        range=AT_LEAST_1,
+        requires="--multi-latent-attention",
+    )
     rope_type: Optional[str] = setting(
         None, "rotary embedding of multi-latent attention; default yarn", choices=("rope", "yarn")
     )
@@ -68,26 +103,43 @@ INT32_MAX = (1 << 31) - 1
 class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     """The shape of the GPT."""
 
+    ROLE: ClassVar[Role] = MODEL
+
     model_preset: Optional[str] = setting(
-        None, "named model shape; other flags override its values (see --list-presets)"
+        None,
+        "named model shape; other flags override its values (see --list-presets)",
+        role=Role.MEMORY,
     )
-    num_layers: Optional[int] = setting(None, "number of transformer layers", maximum=10_000)
-    hidden_size: Optional[int] = setting(None, "hidden size (width of the residual stream)", maximum=MAX_WIDTH)
+    num_layers: Optional[int] = setting(None, "number of transformer layers", maximum=10_000, range=AT_LEAST_1)
+    hidden_size: Optional[int] = setting(
+        None, "hidden size (width of the residual stream)", maximum=MAX_WIDTH, range=AT_LEAST_1
+    )
     ffn_hidden_size: Optional[int] = setting(
         None,
         "hidden size of the MLP; default 4 x hidden size, with --swiglu 8/3 x hidden size rounded to a multiple of 64",
         maximum=MAX_WIDTH,
+        range=AT_LEAST_1,
     )
-    num_attention_heads: Optional[int] = setting(None, "number of attention (query) heads", maximum=MAX_HEADS)
+    num_attention_heads: Optional[int] = setting(
+        None, "number of attention (query) heads", maximum=MAX_HEADS, range=AT_LEAST_1
+    )
     kv_channels: Optional[int] = setting(
-        None, "channels per attention head; default hidden size / number of heads", maximum=MAX_WIDTH
+        None,
+        "channels per attention head; default hidden size / number of heads",
+        maximum=MAX_WIDTH,
+        range=AT_LEAST_1,
     )
-    group_query_attention: bool = setting(False, "use grouped-query attention (see --num-query-groups)")
-    num_query_groups: int = setting(1, "number of key-value heads with --group-query-attention", maximum=MAX_HEADS)
+    group_query_attention: bool = setting(
+        False, "use grouped-query attention (see --num-query-groups)", role=Role.LEARNING | Role.MEMORY
+    )
+    num_query_groups: int = setting(
+        1, "number of key-value heads with --group-query-attention", maximum=MAX_HEADS, range=AT_LEAST_1
+    )
     max_position_embeddings: Optional[int] = setting(
         None,
         "maximum sequence length of the position embeddings; must be at least --seq-length",
         maximum=INT32_MAX,
+        range=AT_LEAST_1,
     )
     position_embedding_type: str = setting(
         "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "yarn", "none")
@@ -96,28 +148,57 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         True,
         "add learned position embeddings; only with other or no position embeddings",
         off=("--no-position-embedding",),
+        role=Role.FUNCTION | Role.LEARNING | Role.MEMORY,
     )
-    rotary_base: float = setting(10000, "base of the rotary embedding's frequencies")
+    rotary_base: float = setting(
+        10000,
+        "base of the rotary embedding's frequencies",
+        needs="--position-embedding-type rope",
+        range=Range(1, 1e12),
+    )
     rotary_base_local: Optional[int] = setting(
-        None, "base of the rotary embedding in layers with a sliding window, as in Gemma 3; default --rotary-base"
+        None,
+        "base of the rotary embedding in layers with a sliding window, as in Gemma 3; default --rotary-base",
+        range=AT_LEAST_1,
     )
-    rotary_percent: float = setting(1.0, "fraction of each head's channels with rotary embedding")
+    rotary_percent: float = setting(
+        1.0,
+        "fraction of each head's channels with rotary embedding",
+        needs="--position-embedding-type rope",
+        range=FRACTION_ABOVE_0,
+    )
     rotary_interleaved: bool = setting(
-        False, "rotate pairs of adjacent channels instead of pairs from the two halves of a head"
+        False,
+        "rotate pairs of adjacent channels instead of pairs from the two halves of a head",
+        needs="--position-embedding-type rope",
     )
     rotary_seq_len_interpolation_factor: Optional[int] = setting(
-        None, "linear interpolation factor for rotary positions"
+        None,
+        "linear interpolation factor for rotary positions",
+        needs="--position-embedding-type rope",
+        range=AT_LEAST_1,
     )
-    use_rope_scaling: bool = setting(False, "scale rotary frequencies as in Llama 3.1")
-    rope_scaling_factor: float = setting(8.0, "scaling factor for --use-rope-scaling")
-    rotary_scaling_factor: float = setting(1.0, "YaRN: factor by which the context is extended")
-    mscale: float = setting(1.0, "YaRN: coefficient of the scaling of attention, in its numerator")
-    mscale_all_dim: float = setting(0.0, "YaRN: coefficient of the scaling of attention, in its denominator")
+    use_rope_scaling: bool = setting(
+        False, "scale rotary frequencies as in Llama 3.1", requires="--position-embedding-type rope"
+    )
+    rope_scaling_factor: float = setting(
+        8.0, "scaling factor for --use-rope-scaling", range=POSITIVE_LIMIT, requires="--use-rope-scaling"
+    )
+    rotary_scaling_factor: float = setting(1.0, "YaRN: factor by which the context is extended", range=Range(1, 1e12))
+    mscale: float = setting(1.0, "YaRN: coefficient of the scaling of attention, in its numerator", range=COEFFICIENT)
+    mscale_all_dim: float = setting(
+        0.0, "YaRN: coefficient of the scaling of attention, in its denominator", range=COEFFICIENT
+    )
     yarn_original_max_position_embeddings: Optional[int] = setting(
-        None, "YaRN: context length before the extension", maximum=INT32_MAX
+        None,
+        "YaRN: context length before the extension",
+        maximum=INT32_MAX,
+        range=AT_LEAST_1,
     )
-    yarn_beta_fast: float = setting(32.0, "YaRN: rotations above which frequencies are kept")
-    yarn_beta_slow: float = setting(1.0, "YaRN: rotations below which frequencies are interpolated")
+    yarn_beta_fast: float = setting(32.0, "YaRN: rotations above which frequencies are kept", range=POSITIVE_LIMIT)
+    yarn_beta_slow: float = setting(
+        1.0, "YaRN: rotations below which frequencies are interpolated", range=POSITIVE_LIMIT
+    )
     yarn_correction_range_round_to_int: bool = setting(
         True,
         "round the channels between both to integers (YaRN)",
@@ -130,7 +211,7 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         metavar="PATTERN",
     )
     normalization: str = setting("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = setting(1e-5, "epsilon of the normalization")
+    norm_epsilon: float = setting(1e-5, "epsilon of the normalization", range=FRACTION_ABOVE_0)
     apply_layernorm_1p: bool = setting(False, "store norm weights as weight - 1 (initialized to 0 instead of 1)")
     swiglu: bool = setting(False, "use SwiGLU instead of GELU in the MLP")
     geglu: bool = setting(False, "use a gated GELU (tanh approximation) in the MLP")
@@ -140,8 +221,11 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     activation_func_clamp_value: Optional[float] = setting(
         None,
         "limit of the inputs of --quick-geglu or --swiglu: the gate's from above, the other half's on both sides",
+        range=POSITIVE_LIMIT,
     )
-    glu_linear_offset: float = setting(0.0, "added to the half that the gate of --quick-geglu or --swiglu multiplies")
+    glu_linear_offset: float = setting(
+        0.0, "added to the half that the gate of --quick-geglu or --swiglu multiplies", range=Range(-1e12, 1e12)
+    )
     add_bias_linear: bool = setting(True, "add a bias to linear layers", off=("--disable-bias-linear",))
     add_qkv_bias: bool = setting(False, "add a bias to the QKV projection only")
     qk_layernorm: bool = setting(False, "apply the normalization layer to queries and keys")
@@ -158,36 +242,66 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     parallel_residual: bool = setting(
         False, "add attention and MLP of the same input to the residual stream, as in GPT-NeoX"
     )
-    embedding_multiplier: float = setting(1.0, "multiply the output of the embedding by this")
+    embedding_multiplier: float = setting(1.0, "multiply the output of the embedding by this", range=POSITIVE_LIMIT)
     residual_multiplier: float = setting(
-        1.0, "multiply the outputs of attention and MLP by this, before they are added"
+        1.0,
+        "multiply the outputs of attention and MLP by this, before they are added",
+        range=POSITIVE_LIMIT,
     )
     softmax_scale: Optional[float] = setting(
-        None, "multiply Q*K by this before the softmax; default 1 / sqrt(channels per head)"
+        None,
+        "multiply Q*K by this before the softmax; default 1 / sqrt(channels per head)",
+        range=POSITIVE_LIMIT,
     )
-    logits_scaling: float = setting(1.0, "divide the logits by this")
+    logits_scaling: float = setting(1.0, "divide the logits by this", range=POSITIVE_LIMIT)
     share_embeddings_and_output_weights: bool = setting(
         True, "share the weights of the embedding and the output layer", off=("--untie-embeddings-and-output-weights",)
     )
     vocab_size: Optional[int] = setting(
-        None, "vocabulary size before padding; default: that of the tokenizer", maximum=INT32_MAX
+        None,
+        "vocabulary size before padding; default: that of the tokenizer",
+        maximum=INT32_MAX,
+        range=AT_LEAST_1,
+        role=Role.WEIGHTS | Role.SAMPLES | Role.MEMORY,
     )
     make_vocab_size_divisible_by: int = setting(
-        128, "pad the vocabulary to a multiple of this x tensor-parallel size", maximum=INT32_MAX
+        128,
+        "pad the vocabulary to a multiple of this x tensor-parallel size",
+        maximum=INT32_MAX,
+        range=AT_LEAST_1,
+        role=Role.LEARNING | Role.MEMORY,
     )
     padded_vocab_size: Optional[int] = setting(
-        None, "rows of the embedding, instead of the vocabulary size after padding", maximum=INT32_MAX
+        None,
+        "rows of the embedding, instead of the vocabulary size after padding",
+        maximum=INT32_MAX,
+        range=AT_LEAST_1,
+        role=Role.FUNCTION | Role.MEMORY,
     )
-    attention_dropout: float = setting(0.1, "dropout probability of attention weights")
-    hidden_dropout: float = setting(0.1, "dropout probability of hidden states")
-    init_method_std: float = setting(0.02, "standard deviation of the initial weights")
+    attention_dropout: float = setting(
+        0.1, "dropout probability of attention weights", range=FRACTION_BELOW_1, role=Role.LEARNING | Role.MEMORY
+    )
+    hidden_dropout: float = setting(
+        0.1, "dropout probability of hidden states", range=FRACTION_BELOW_1, role=Role.LEARNING | Role.MEMORY
+    )
+    init_method_std: float = setting(
+        0.02, "standard deviation of the initial weights", range=COEFFICIENT, role=Role.START | Role.MEMORY
+    )
     embedding_init_method_std: Optional[float] = setting(
-        None, "standard deviation of the initial embeddings; default: --init-method-std"
+        None,
+        "standard deviation of the initial embeddings; default: --init-method-std",
+        range=COEFFICIENT,
+        role=Role.START | Role.MEMORY,
     )
     attention_softmax_in_fp32: bool = setting(
-        True, "compute the attention softmax in FP32", flags=("--attention-softmax-in-fp32",)
+        True,
+        "compute the attention softmax in FP32",
+        flags=("--attention-softmax-in-fp32",),
+        role=Role.LEARNING | Role.MEMORY,
     )
-    apply_query_key_layer_scaling: bool = setting(False, "scale Q*K by 1 / layer number (implies FP32 softmax)")
+    apply_query_key_layer_scaling: bool = setting(
+        False, "scale Q*K by 1 / layer number (implies FP32 softmax)", role=Role.LEARNING | Role.MEMORY
+    )
     window_size: Optional[str] = setting(
         None,
         "sliding attention window: each token attends to itself and to LEFT tokens before it; RIGHT is 0, as attention "
@@ -199,6 +313,7 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         "layers with full attention beside --window-size: N for every N-th layer, or a list with 1 for windows, like "
         "([1]*3+[0])*4",
         metavar="PATTERN",
+        requires="--window-size",
     )
     softmax_type: str = setting(
         "vanilla",
@@ -206,10 +321,16 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         choices=("vanilla", "off-by-one", "learnable"),
     )
     attention_logit_softcapping: Optional[float] = setting(
-        None, "cap attention scores softly: x becomes C tanh(x / C) (Gemma 2)", metavar="C"
+        None,
+        "cap attention scores softly: x becomes C tanh(x / C) (Gemma 2)",
+        metavar="C",
+        range=POSITIVE_LIMIT,
     )
     output_logit_softcapping: Optional[float] = setting(
-        None, "cap the output logits softly: x becomes C tanh(x / C) (Gemma 2)", metavar="C"
+        None,
+        "cap the output logits softly: x becomes C tanh(x / C) (Gemma 2)",
+        metavar="C",
+        range=POSITIVE_LIMIT,
     )
 
 
@@ -217,23 +338,41 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
 class ParallelConfig(MixtureParallelConfig):
     """How the work is split over ranks. world = tensor x pipeline x context x data."""
 
+    ROLE: ClassVar[Role] = Role.SPEED | Role.MEMORY
+
     tensor_model_parallel_size: int = setting(
-        1, "number of tensor-parallel ranks, which split each layer's weight matrices"
+        1,
+        "number of tensor-parallel ranks, which split each layer's weight matrices",
+        range=AT_LEAST_1,
+        role=Role.CARRIED | Role.SPEED | Role.MEMORY,
     )
     pipeline_model_parallel_size: int = setting(
-        1, "number of pipeline-parallel ranks, which split the sequence of layers"
+        1,
+        "number of pipeline-parallel ranks, which split the sequence of layers",
+        range=AT_LEAST_1,
+        role=Role.CARRIED | Role.SPEED | Role.MEMORY,
     )
     num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
-        None, "layers per virtual pipeline stage (interleaved schedule)"
+        None,
+        "layers per virtual pipeline stage (interleaved schedule)",
+        range=AT_LEAST_1,
+        role=Role.CARRIED | Role.SPEED | Role.MEMORY,
     )
     num_virtual_stages_per_pipeline_rank: Optional[int] = setting(
-        None, "virtual pipeline stages per pipeline rank (interleaved schedule)"
+        None,
+        "virtual pipeline stages per pipeline rank (interleaved schedule)",
+        range=AT_LEAST_1,
+        role=Role.CARRIED | Role.SPEED | Role.MEMORY,
     )
     decoder_first_pipeline_num_layers: Optional[int] = setting(
-        None, "layers of the first pipeline stage; default: as many as other stages"
+        None,
+        "layers of the first pipeline stage; default: as many as other stages",
+        range=AT_LEAST_1,
     )
     decoder_last_pipeline_num_layers: Optional[int] = setting(
-        None, "layers of the last pipeline stage; default: as many as other stages"
+        None,
+        "layers of the last pipeline stage; default: as many as other stages",
+        range=AT_LEAST_1,
     )
     account_for_embedding_in_pipeline_split: bool = setting(
         False, "count the embedding as one layer when layers are split over pipeline stages"
@@ -248,7 +387,9 @@ class ParallelConfig(MixtureParallelConfig):
         metavar="STRING",
     )
     microbatch_group_size_per_virtual_pipeline_stage: Optional[int] = setting(
-        None, "consecutive microbatches of a virtual pipeline stage; default: number of pipeline-parallel ranks"
+        None,
+        "consecutive microbatches of a virtual pipeline stage; default: number of pipeline-parallel ranks",
+        range=AT_LEAST_1,
     )
     use_tp_pp_dp_mapping: bool = setting(
         False, "order ranks by tensor, context, pipeline, data instead of tensor, context, data, pipeline"
@@ -258,7 +399,9 @@ class ParallelConfig(MixtureParallelConfig):
         "communication backend between pipeline stages; default: that of the other collectives",
         choices=("nccl", "ucc"),
     )
-    context_parallel_size: int = setting(1, "number of context-parallel ranks, which split each sequence")
+    context_parallel_size: int = setting(
+        1, "number of context-parallel ranks, which split each sequence", range=AT_LEAST_1
+    )
     cp_comm_type: str = setting(
         "p2p",
         "communication of context-parallel attention in Transformer Engine",
@@ -279,6 +422,7 @@ class ParallelConfig(MixtureParallelConfig):
         "with --optimizer adam",
         flags=("--use-distributed-optimizer",),
         off=("--no-use-distributed-optimizer",),
+        role=Role.SPEED | Role.MEMORY | Role.AUTOMATIC,
     )
     use_torch_fsdp2: bool = setting(
         False, "shard weights, gradients and optimizer state over data-parallel ranks with torch's FSDP2"
@@ -287,23 +431,27 @@ class ParallelConfig(MixtureParallelConfig):
         1,
         "number of replicas of --use-torch-fsdp2, each sharded over consecutive data-parallel ranks (hybrid sharding); "
         "without it all data-parallel ranks share one state",
+        range=AT_LEAST_1,
     )
     torch_fsdp2_reshard_after_forward: bool = setting(
         True,
         "free the gathered weights of a layer after its forward pass, and gather them again for its backward pass",
         off=("--torch-fsdp2-no-reshard-after-forward",),
+        requires="--use-torch-fsdp2",
     )
     overlap_grad_reduce: Optional[bool] = setting(
         None,
         "overlap gradient reduction with the backward pass; default on GPUs with the distributed optimizer",
         flags=("--overlap-grad-reduce",),
         off=("--no-overlap-grad-reduce",),
+        role=Role.SPEED | Role.MEMORY | Role.AUTOMATIC,
     )
     overlap_param_gather: Optional[bool] = setting(
         None,
         "overlap the parameter all-gather with the forward pass; default with --overlap-grad-reduce",
         flags=("--overlap-param-gather",),
         off=("--no-overlap-param-gather",),
+        role=Role.SPEED | Role.MEMORY | Role.AUTOMATIC,
     )
     use_nccl_ub: Optional[bool] = setting(
         None,
@@ -311,6 +459,7 @@ class ParallelConfig(MixtureParallelConfig):
         "default on GPUs with --overlap-param-gather",
         flags=("--use-nccl-ub",),
         off=("--no-use-nccl-ub",),
+        role=Role.SPEED | Role.MEMORY | Role.AUTOMATIC,
     )
     overlap_p2p_comm: bool = setting(
         True,
@@ -330,27 +479,50 @@ class ParallelConfig(MixtureParallelConfig):
         "YAML file that configures the overlap per GEMM (Transformer Engine's `ub_cfgs`)",
         metavar="FILE",
         path=True,
+        needs="--tp-comm-overlap",
     )
-    tp_comm_overlap_ag: bool = setting(True, "overlap all-gathers", off=("--disable-tp-comm-overlap-ag",))
-    tp_comm_overlap_rs: bool = setting(True, "overlap reduce-scatters", off=("--disable-tp-comm-overlap-rs",))
-    tp_comm_overlap_rs_dgrad: bool = setting(False, "overlap reduce-scatters with the dgrad GEMM instead of wgrad")
+    tp_comm_overlap_ag: bool = setting(
+        True, "overlap all-gathers", off=("--disable-tp-comm-overlap-ag",), needs="--tp-comm-overlap"
+    )
+    tp_comm_overlap_rs: bool = setting(
+        True, "overlap reduce-scatters", off=("--disable-tp-comm-overlap-rs",), needs="--tp-comm-overlap"
+    )
+    tp_comm_overlap_rs_dgrad: bool = setting(
+        False, "overlap reduce-scatters with the dgrad GEMM instead of wgrad", needs="--tp-comm-overlap"
+    )
     tp_comm_bulk_dgrad: bool = setting(
-        True, "overlap the all-gather of inputs with the complete dgrad GEMM", off=("--disable-tp-comm-bulk-dgrad",)
+        True,
+        "overlap the all-gather of inputs with the complete dgrad GEMM",
+        off=("--disable-tp-comm-bulk-dgrad",),
+        needs="--tp-comm-overlap",
     )
     tp_comm_bulk_wgrad: bool = setting(
-        True, "overlap the reduce-scatter with the complete wgrad GEMM", off=("--disable-tp-comm-bulk-wgrad",)
+        True,
+        "overlap the reduce-scatter with the complete wgrad GEMM",
+        off=("--disable-tp-comm-bulk-wgrad",),
+        needs="--tp-comm-overlap",
     )
     tp_comm_bootstrap_backend: str = setting(
-        "nccl", "communication backend for the setup of user buffers", choices=("nccl", "gloo", "mpi")
+        "nccl",
+        "communication backend for the setup of user buffers",
+        choices=("nccl", "gloo", "mpi"),
+        needs="--tp-comm-overlap",
     )
-    ddp_bucket_size: Optional[int] = setting(None, "parameters per gradient bucket; default: megatron-core's")
+    ddp_bucket_size: Optional[int] = setting(
+        None, "parameters per gradient bucket; default: megatron-core's", range=AT_LEAST_1
+    )
     ddp_average_in_collective: bool = setting(
         False, "no effect: gradients are always averaged over the tokens of the global batch"
     )
     distributed_backend: Optional[str] = setting(
         None, "backend of collectives; default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = setting(10, "timeout of collectives, in minutes")
+    distributed_timeout_minutes: int = setting(
+        10, "timeout of collectives, in minutes", range=AT_LEAST_1, role=Role.OUTPUT
+    )
     rendezvous_timeout_s: float = setting(
-        300.0, "timeout for all ranks to connect at startup, in seconds; the error lists the missing ranks"
+        300.0,
+        "timeout for all ranks to connect at startup, in seconds; the error lists the missing ranks",
+        range=POSITIVE_LIMIT,
+        role=Role.OUTPUT,
     )

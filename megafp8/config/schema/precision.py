@@ -2,9 +2,9 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Optional
+from typing import ClassVar, Optional
 
-from megafp8.config.schema.setting import setting
+from megafp8.config.schema.setting import AT_LEAST_1, NOT_NEGATIVE, Range, Role, setting
 from megafp8.recipes import registry
 from megafp8.recipes.base import FP4_FORMATS, FP8_FORMATS
 
@@ -15,6 +15,8 @@ NO_PATTERN = "none"
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Number formats."""
+
+    ROLE: ClassVar[Role] = Role.LEARNING | Role.MEMORY
 
     bf16: bool = setting(False, "train in BF16 with FP32 master weights")
     fp16: bool = setting(False, "train in FP16 with FP32 master weights and loss scaling")
@@ -57,8 +59,8 @@ class PrecisionConfig:
         "FP16 moments, O3: and FP8 weights with FP16 master weights (see docs/fp8_lm.md)",
         choices=("O1", "O2", "O3"),
     )
-    fp8_margin: int = setting(0, "divide quantization scales by 2^margin")
-    fp8_amax_history_len: int = setting(1, "length of the amax history, in steps")
+    fp8_margin: int = setting(0, "divide quantization scales by 2^margin", range=Range(-126, 126))
+    fp8_amax_history_len: int = setting(1, "length of the amax history, in steps", range=AT_LEAST_1)
     fp8_amax_compute_algo: str = setting("most_recent", "amax to use from the history", choices=("most_recent", "max"))
     fp8_delayed_start: str = setting(
         "calibrated",
@@ -89,6 +91,7 @@ class PrecisionConfig:
         0,
         "with emulated layers, divide tensorwise scales by 2^margin; below 0 the largest values saturate, for "
         "comparisons with a recipe that is known to be worse",
+        range=Range(-126, 126),
     )
     fp8_e8m0_floor: bool = setting(
         False,
@@ -107,8 +110,12 @@ class PrecisionConfig:
         choices=("te", "all"),
     )
     first_last_layers_bf16: bool = setting(False, "keep the first and last transformer layers in high precision")
-    num_layers_at_start_in_bf16: int = setting(1, "first layers in high precision with --first-last-layers-bf16")
-    num_layers_at_end_in_bf16: int = setting(1, "last layers in high precision with --first-last-layers-bf16")
+    num_layers_at_start_in_bf16: int = setting(
+        1, "first layers in high precision with --first-last-layers-bf16", range=NOT_NEGATIVE
+    )
+    num_layers_at_end_in_bf16: int = setting(
+        1, "last layers in high precision with --first-last-layers-bf16", range=NOT_NEGATIVE
+    )
     precision_map: tuple[str, ...] = setting(
         (),
         "recipe of linear layers or of some of their GEMMs: PATTERN[:GEMMS]=RECIPE[/FORMAT], for example "
@@ -144,11 +151,13 @@ class PrecisionConfig:
         "use a fused cross-entropy loss; default with Transformer Engine's layers",
         flags=("--cross-entropy-loss-fusion",),
         off=("--no-cross-entropy-loss-fusion",),
+        role=Role.LEARNING | Role.MEMORY | Role.AUTOMATIC,
     )
     cross_entropy_fusion_impl: Optional[str] = setting(
         None,
         "implementation of the fused cross-entropy loss; default native with --cross-entropy-loss-fusion",
         choices=("native", "te"),
+        role=Role.LEARNING | Role.MEMORY | Role.AUTOMATIC,
     )
     gradient_accumulation_fusion: bool = setting(
         True,
@@ -218,26 +227,33 @@ class PrecisionConfig:
         flags=("--grad-reduce-in-fp8",),
         off=("--no-grad-reduce-in-fp8",),
     )
-    grad_reduce_fp8_format: str = setting("e4m3", "format of the codes of gradients", choices=("e4m3", "e5m2"))
+    grad_reduce_fp8_format: str = setting(
+        "e4m3", "format of the codes of gradients", choices=("e4m3", "e5m2"), requires="--grad-reduce-in-fp8"
+    )
     grad_reduce_fp8_scaling: str = setting(
         "block",
         "scales of the codes of gradients; block: one for 128 elements, tensor: one for each parameter, common to all "
         "ranks, with FP8-LM's automatic factor",
         choices=("block", "tensor"),
+        requires="--grad-reduce-in-fp8",
     )
     grad_reduce_fp8_intra_node: str = setting(
         "fp8",
         "what ranks of one node, or with --use-torch-fsdp2 of one replica, send each other; fp8: codes, as to the "
         "others; bf16, fp32: gradients in that dtype, so that the codes of their sums go to the others",
         choices=("fp8", "bf16", "fp32"),
+        requires="--grad-reduce-in-fp8",
     )
     grad_reduce_fp8_error_feedback: bool = setting(
-        False, "add the quantization error of a step to the gradients of the next one; 4 bytes a parameter, also saved"
+        False,
+        "add the quantization error of a step to the gradients of the next one; 4 bytes a parameter, also saved",
+        requires="--grad-reduce-in-fp8",
     )
     grad_reduce_fp8_exclude: tuple[str, ...] = setting(
         EXCLUDED_BY_DEFAULT,
         "parameters whose gradients are not sent as FP8 codes, by patterns of their names; none: send all as codes",
         many=True,
         metavar="PATTERN",
+        requires="--grad-reduce-in-fp8",
     )
     deterministic_mode: bool = setting(False, "use only deterministic kernels, so that runs are bitwise reproducible")

@@ -1,13 +1,75 @@
-"""Declaration of a setting: a dataclass field with metadata for the command line."""
+"""Declaration of a setting: a dataclass field with everything that is known about it.
+
+Range checks, messages about settings without effect, what a resumed run compares, what the search for a micro-batch
+size depends on, and more follow from it. There is no other list of settings with such a property.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Optional, Union
 
 AUTO = 0  # value of `auto` in settings that accept it
 INT64_MAX = (1 << 63) - 1
+
+
+class Role(enum.Flag):
+    """What a setting changes. A section has a default, which the role of a setting replaces."""
+
+    FUNCTION = enum.auto()
+    """The function of the weights: a conversion of a checkpoint compares it."""
+    WEIGHTS = enum.auto()
+    """The shape or the meaning of the weights: a run that continues a checkpoint must have the same value."""
+    LEARNING = enum.auto()
+    """What a run learns: a run that continues a checkpoint names a change."""
+    START = enum.auto()
+    """The initial weights only."""
+    SAMPLES = enum.auto()
+    """Samples and their order: the indices of a dataset depend on it."""
+    CARRIED = enum.auto()
+    """Read from the checkpoint with --use-checkpoint-args; in the section `parallel` with
+    --use-mp-args-from-checkpoint-args."""
+    MEMORY = enum.auto()
+    """Memory or time of a step: --micro-batch-size auto searches again."""
+    SPEED = enum.auto()
+    """Speed, or which validations there are."""
+    AUTOMATIC = enum.auto()
+    """Chosen by megafp8 (`planning/automatic.py`) where it is None or "auto"; a resumed run takes the choice again."""
+    OUTPUT = enum.auto()
+    """What is saved and logged, when a run stops, time limits: no loss and no comparison of speeds."""
+
+
+MODEL = Role.FUNCTION | Role.WEIGHTS | Role.LEARNING | Role.MEMORY
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval of numbers; without `high` all from `low` on. `low` and `high` belong to it unless they are open."""
+
+    low: float
+    high: Optional[float] = None
+    low_open: bool = False
+    high_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.low_open else value >= self.low
+        if self.high is None:
+            return above
+        return above and (value < self.high if self.high_open else value <= self.high)
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return f"above {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+
+
+AT_LEAST_1, NOT_NEGATIVE = Range(1), Range(0)
+# Numbers far above all that models use, but small enough that no product of a few of them overflows.
+COEFFICIENT, POSITIVE_COEFFICIENT = Range(0, 1e3), Range(0, 1e3, low_open=True)
+LIMIT, POSITIVE_LIMIT = Range(0, 1e12), Range(0, 1e12, low_open=True)
+FRACTION_BELOW_1, FRACTION_ABOVE_0 = Range(0, 1, high_open=True), Range(0, 1, low_open=True)
 
 
 def setting(
@@ -22,6 +84,10 @@ def setting(
     metavar: Optional[str] = None,
     maximum: int = INT64_MAX,
     path: bool = False,
+    range: Optional[Range] = None,
+    needs: str = "",
+    requires: str = "",
+    role: Optional[Role] = None,
 ) -> Any:
     """Declare one field of a section.
 
@@ -38,9 +104,15 @@ def setting(
         metavar: name of the value in `--help`.
         maximum: limit of an integer, checked on parsing so that later arithmetic is safe.
         path: the value is a path or a path prefix, and is checked with `path_problem`.
+        range: the values of a number; of each number with `many`. `AUTO` is none of them.
+        needs: flags without which the setting has no effect, for example `--optimizer muon`; said as a warning, because
+            Megatron-LM's scripts give one set of flags to many runs. See `config/features.py`.
+        requires: as `needs`, but the run is refused: where the user most likely expects another model, precision or
+            starting point than the run would have, and where only megafp8 has the setting.
+        role: what it changes; by default the role of its section.
     """
     metadata = {
         "help": help, "flags": flags, "off": off, "choices": choices, "many": many, "auto": auto, "metavar": metavar,
-        "maximum": maximum, "is_path": path,
+        "maximum": maximum, "is_path": path, "range": range, "needs": needs, "requires": requires, "role": role,
     }  # fmt: skip
     return field(default=default, metadata=metadata)

@@ -13,7 +13,8 @@ from typing import Any, Optional
 
 from megafp8.config import dimensions, iterations, topology
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import all_settings, value_of
+from megafp8.config.schema.setting import Role
+from megafp8.config.settings import settings_with, value_of
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.device.platform import Platform, rank, resident_bytes, world_size
@@ -31,17 +32,6 @@ from megafp8.utils.strict_json import read_json
 
 CHOICE_FILE = "micro_batch_size.json"
 GIB = 2**30
-# The settings on which memory and time of a step depend.
-RELEVANT_SECTIONS = ("model", "parallel", "precision", "overrides")
-RELEVANT_SETTINGS = (
-    "data.seq_length", "training.global_batch_size", "training.rampup_batch_size",
-    "training.step_batch_size_schedule",  "training.recompute_activations",
-    "training.recompute_granularity", "training.recompute_method", "training.recompute_num_layers",
-    "training.recompute_modules", "training.distribute_saved_activations", "optimizer.optimizer",
-    "optimizer.use_precision_aware_optimizer", "optimizer.main_grads_dtype", "optimizer.main_params_dtype",
-    "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "logging.fp8_log_interval", "logging.fp8_log_layers",
-    "logging.fp8_what_if",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +99,7 @@ def report(text: str) -> None:
 
 def relevant_settings(config: RunConfig) -> dict[str, Any]:
     """The settings on which the choice depends, with values as JSON stores them."""
-    names = [
-        setting.name for setting in all_settings()
-        if (setting.section or setting.name) in RELEVANT_SECTIONS or setting.name in RELEVANT_SETTINGS
-    ]  # fmt: skip
-    values = {name: value_of(config, name) for name in names}
+    values = {name: value_of(config, name) for name in settings_with(Role.MEMORY)}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

@@ -34,11 +34,6 @@ EXAMPLES = {
         1,
         "FP8 attention has a plain softmax",
     ),
-    "loss_factor_needs_multi_token_prediction": (
-        {"model.mtp_loss_scaling_factor": 0.3},
-        1,
-        "--mtp-loss-scaling-factor 0.3 has no effect without --mtp-num-layers",
-    ),
     "multi_token_layers_are_like_all_others": (
         DEPTHS | {"data.reset_attention_mask": True},
         1,
@@ -69,7 +64,12 @@ EXAMPLES = {
         1,
         "layers.0-1.linear_fc2",
     ),
-    "latent_sizes_need_latent_attention": ({"model.kv_lora_rank": 64}, 1, "no effect without --multi-latent-attention"),
+    "values_need_latent_attention": ({"model.rope_type": "yarn"}, 1, "no effect without --multi-latent-attention"),
+    "model_has_what_its_settings_require": (
+        {"model.mtp_loss_scaling_factor": 0.3},
+        1,
+        "--mtp-loss-scaling-factor 0.3 has no effect without --mtp-num-layers",
+    ),
     "latent_attention_excludes_other_attention": (
         {"model.multi_latent_attention": True},
         1,
@@ -87,11 +87,6 @@ EXAMPLES = {
         {"model.position_embedding_type": "learned_absolute", "model.max_position_embeddings": 64},
         1,
         "64 is less than --seq-length 128",
-    ),
-    "rope_scaling_needs_rope": (
-        {"model.position_embedding_type": "none", "model.use_rope_scaling": True},
-        1,
-        "--use-rope-scaling has no effect",
     ),
     "norms_across_heads_are_rms": ({"model.qk_layernorm_across_heads": True}, 1, "no effect without --qk-layernorm"),
     "parallel_residual_has_its_norms": (

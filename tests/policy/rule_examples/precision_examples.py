@@ -43,11 +43,6 @@ EXAMPLES = {
         1,
         "contradict",
     ),
-    "fp8_gradient_options_need_their_switch": (
-        {"precision.grad_reduce_fp8_format": "e5m2"},
-        2,
-        "--grad-reduce-fp8-format e5m2 has no effect without --grad-reduce-in-fp8",
-    ),
     "fp8_gradients_have_ranks": ({"precision.grad_reduce_in_fp8": True}, 1, "has nothing to send"),
     "fp8_gradients_exclude_other_reductions": (
         {"precision.grad_reduce_in_fp8": True, "overrides": ("ddp.num_distributed_optimizer_instances=2",)},

@@ -25,16 +25,11 @@ EXAMPLES = {
         1,
         "lower the first",
     ),
-    "saving_needs_a_folder": ({"checkpoint.ckpt_keep": 10}, 1, "without --save"),
+    "run_has_what_its_settings_require": ({"checkpoint.ckpt_keep": 10}, 1, "without --save"),
     "retained_steps_are_saved": (
         {"checkpoint.save": "/runs/a", "checkpoint.save_interval": 100, "checkpoint.save_retain_interval": 250},
         1,
         "use --save-retain-interval 300",
-    ),
-    "checkpoint_settings_have_a_source": (
-        {"checkpoint.use_checkpoint_args": True},
-        1,
-        "--use-checkpoint-args has no effect without --load",
     ),
     "loading_needs_a_folder": ({"checkpoint.finetune": True}, 1, "--finetune has no effect without --load"),
     "grace_is_for_signals": (
@@ -62,7 +57,6 @@ EXAMPLES = {
         1,
         "no such file",
     ),
-    "statistics_have_an_interval": ({"logging.fp8_what_if": "mxfp8"}, 1, "give --fp8-log-interval"),
     "statistics_have_an_object": ({"logging.fp8_log_interval": 10, "precision.fp8_format": None}, 1, "--fp8-what-if"),
     "patterns_name_linears": (
         {"logging.fp8_log_interval": 10, "logging.fp8_log_layers": "*fc3"},

@@ -11,8 +11,7 @@ from megafp8.checkpoint import compatibility
 from megafp8.checkpoint.compatibility import changed_settings, check_model, check_schedule
 from megafp8.config import flags
 from megafp8.config.schema import RunConfig
-from megafp8.config.setting_roles import NOT_OF_THE_FUNCTION, NOT_OF_THE_WEIGHTS, UNNAMED_CHANGES, is_unnamed
-from megafp8.config.settings import all_settings, settings_by_name, to_json
+from megafp8.config.settings import to_json
 from megafp8.errors import CheckpointError
 
 PATH = Path("iter_0000007")
@@ -153,18 +152,6 @@ def test_the_batch_of_a_conversion_is_not_compared(monkeypatch: pytest.MonkeyPat
 )  # fmt: skip
 def test_what_has_no_effect_or_a_check_of_its_own_is_not_named(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert named(MODEL, f"{MODEL} {change}", monkeypatch) == ()
-
-
-def test_every_role_is_of_a_setting() -> None:
-    assert settings_by_name().keys() >= NOT_OF_THE_FUNCTION | NOT_OF_THE_WEIGHTS
-    for name in UNNAMED_CHANGES:
-        is_group = name[-1] in "._"
-        assert any(each.name.startswith(name) if is_group else each.name == name for each in all_settings()), name
-
-
-def test_a_later_setting_with_a_longer_name_is_named() -> None:
-    assert is_unnamed("training.performance") and is_unnamed("training.recompute_modules")
-    assert not any(map(is_unnamed, ("training.performance_x", "data.data_path_weights", "training.recompute")))
 
 
 @pytest.mark.parametrize(

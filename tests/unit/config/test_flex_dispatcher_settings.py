@@ -14,7 +14,7 @@ from device_targets import A100, CPU, H200
 
 from megafp8.config import flags, rules
 from megafp8.config.grouped_experts import grouped_expert_obstacles
-from megafp8.config.rules.idle import idle_setting_notices
+from megafp8.config.rules.declared import unused_settings
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device.capability import capability_problems
@@ -68,10 +68,10 @@ def test_tokens_are_sent_in_bf16() -> None:
 
 def test_its_options_do_nothing_with_another_dispatcher() -> None:
     words = "--moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 8"
-    notices = list(idle_setting_notices(config_of(f"{words} --moe-token-dispatcher-type alltoall")))
+    notices = list(unused_settings(config_of(f"{words} --moe-token-dispatcher-type alltoall")))
     assert len(notices) == 2
     assert all(notice.endswith("has no effect without --moe-token-dispatcher-type flex") for notice in notices)
-    assert list(idle_setting_notices(config_of(f"{words} {FLEX}"))) == []
+    assert list(unused_settings(config_of(f"{words} {FLEX}"))) == []
 
 
 def test_it_needs_a_gpu() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import flags
-from megafp8.config.rules import training
+from megafp8.config.rules import declared, training
 
 SKIP = "--spike-policy skip --max-skipped-steps 2"
 BACK = "--spike-policy rollback --save runs/a --save-interval 10"
@@ -13,7 +13,8 @@ BACK = "--spike-policy rollback --save runs/a --save-interval 10"
 
 def problems(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    return [problem for rule in training.SKIPPED_UPDATE_RULES for problem in rule(config, 2)]
+    rules = (*training.SKIPPED_UPDATE_RULES, declared.run_has_what_its_settings_require)
+    return [problem for rule in rules for problem in rule(config, 2)]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_compatible_settings(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("--spike-sigma 4", "--spike-sigma 4.0 has no effect without --spike-policy"),
+        ("--spike-sigma 4", "--spike-sigma 4 has no effect without --spike-policy"),
         (f"{SKIP} --spike-skip-batches 10", "has no effect without --spike-policy rollback"),
         (f"{SKIP} --no-check-for-nan-in-loss-and-grad", "--spike-policy skip contradicts"),
         ("--spike-policy rollback --save a --load a", "give --save and --save-interval"),

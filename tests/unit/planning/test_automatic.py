@@ -11,6 +11,8 @@ import pytest
 from automatic_runs import BETA2, DELAYED, MIXTURE, MODEL, checked, chosen
 
 from megafp8.config import flags, settings
+from megafp8.config.schema.setting import Role
+from megafp8.config.settings import settings_with
 from megafp8.device import capability
 from megafp8.errors import ConfigError
 from megafp8.planning import automatic
@@ -247,4 +249,4 @@ def test_every_automatic_setting_is_listed() -> None:
     experts = [*words, *MIXTURE.split()]
     mixture, chosen_mixture = flags.parse(experts).config, check(*flags.parse_with_problems(experts)).invocation.config
     changed = settings.diff(asked, recorded) + settings.diff(mixture, chosen_mixture)
-    assert {line.partition(":")[0] for line in changed} == set(automatic.AUTOMATIC)
+    assert {line.partition(":")[0] for line in changed} == set(settings_with(Role.AUTOMATIC))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import flags, rules
-from megafp8.config.rules.idle import idle_setting_notices
+from megafp8.config.rules.declared import unused_settings
 
 RUN = (
     "--model-preset tiny --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 8 --lr 1e-3 "
@@ -18,7 +18,7 @@ def problems(text: str) -> list[str]:
 
 
 def notices(text: str) -> list[str]:
-    return list(idle_setting_notices(flags.parse(f"{RUN} {text}".split()).config))
+    return list(unused_settings(flags.parse(f"{RUN} {text}".split()).config))
 
 
 IDLE = {

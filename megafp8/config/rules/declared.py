@@ -1,0 +1,80 @@
+"""Rules and warnings that follow from the declaration of each setting: its range, and what it has no effect without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from megafp8.config import precision_map
+from megafp8.config.features import has_feature
+from megafp8.config.rules.base import no_effect_without
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import Setting, all_settings, settings_by_name, value_of
+from megafp8.recipes import registry
+
+
+def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Every number is in its range."""
+    for setting in all_settings():
+        if setting.is_out_of_range(value := value_of(config, setting.name)):
+            yield f"{setting.as_flag(value)} must be {setting.range}"
+
+
+def model_has_what_its_settings_require(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A setting of the model that has no effect without another is not given without it."""
+    return _without_requirements(config, [each for each in all_settings() if each.section == "model"])
+
+
+def run_has_what_its_settings_require(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Another setting that has no effect without another is not given without it."""
+    return _without_requirements(config, [each for each in all_settings() if each.section != "model"])
+
+
+def _without_requirements(config: RunConfig, settings: Iterable[Setting]) -> Iterator[str]:
+    for setting in settings:
+        if setting.requires and is_given(config, setting) and not has_feature(config, setting.requires):
+            yield no_effect_without(setting.as_flag(shown(config, setting)), setting.requires)
+
+
+def unused_settings(config: RunConfig) -> Iterator[str]:
+    """A warning for each setting that has no effect without another that is not given.
+
+    Megatron-LM runs such command lines: its scripts and tests give one set of flags to many runs.
+    """
+    for setting in all_settings():
+        if setting.needs and is_given(config, setting) and not has_feature(config, setting.needs):
+            yield f"{setting.as_flag(shown(config, setting))} has no effect without {setting.needs}"
+    if config.checkpoint.save is None and config.checkpoint.save_interval is not None:
+        yield f"--save-interval {config.checkpoint.save_interval} has no effect without --save: nothing is saved"
+    yield from _unused_amax_history(config)
+    if config.parallel.ddp_average_in_collective:
+        yield (
+            "--ddp-average-in-collective has no effect: gradients are summed over the ranks and divided by the number "
+            "of tokens of the global batch, which is their average"
+        )
+
+
+def is_given(config: RunConfig, setting: Setting) -> bool:
+    """Whether a setting differs from its default. False differs from True only: what is off needs nothing."""
+    value = value_of(config, setting.name)
+    return bool(value != setting.default) and not (value is False and setting.default is None)
+
+
+def shown(config: RunConfig, setting: Setting) -> object:
+    """The value of a setting as messages show it."""
+    value = value_of(config, setting.name)
+    return f"{value:g}" if isinstance(value, float) else setting.written(value)
+
+
+HISTORY_SETTINGS = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+
+
+def _unused_amax_history(config: RunConfig) -> Iterator[str]:
+    """Settings of the amax history under a recipe that computes scales from the current values."""
+    precision = config.precision
+    used = [registry.get(name) for name in precision_map.used_recipes(precision)]
+    if precision.fp8_format is None or any(set(HISTORY_SETTINGS) & set(recipe.setting_names) for recipe in used):
+        return
+    for setting in (settings_by_name()[f"precision.{name}"] for name in HISTORY_SETTINGS):
+        if is_given(config, setting):
+            flag = setting.as_flag(shown(config, setting))
+            yield f"{flag} has no effect with {registry.get(precision.fp8_recipe).flag}"
