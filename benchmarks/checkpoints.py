@@ -84,18 +84,18 @@ def started(text: str) -> Run:
 def save_plain(run: Run, path: Path) -> None:
     """megatron-core's own way; the distributed optimizer's state is gathered as it does."""
     path.mkdir(parents=True)
-    state = build_state_dict(run.config, run.trainee, PROGRESS, None)
+    state = build_state_dict(run.config, run.training_state, PROGRESS, None)
     if run.config.parallel.use_distributed_optimizer:
-        model = model_state(run.trainee.chunks)
-        metadata = sharding_metadata(run.trainee.chunks)
-        state["optimizer"] = run.trainee.optimizer.sharded_state_dict(model, metadata=metadata)
+        model = model_state(run.training_state.chunks)
+        metadata = sharding_metadata(run.training_state.chunks)
+        state["optimizer"] = run.training_state.optimizer.sharded_state_dict(model, metadata=metadata)
     dist_checkpointing.save(state, str(path), TorchDistSaveShardedStrategy("torch_dist", 1))
 
 
 def wanted_state(run: Run) -> dict[str, Any]:
     """What a run asks of a checkpoint."""
-    model = model_state(run.trainee.chunks)
-    return model | {"optimizer": optimizer_state(run.trainee, model, is_loading=True)}
+    model = model_state(run.training_state.chunks)
+    return model | {"optimizer": optimizer_state(run.training_state, model, is_loading=True)}
 
 
 def with_children_ms(run: Callable[[], Any]) -> tuple[float, float]:
@@ -114,12 +114,12 @@ def compare_saves(run: Run, folder: Path, rounds: int) -> dict[str, timing.Times
     """Times of a save. Every one writes to a folder that is not there yet."""
 
     def ours() -> None:
-        save_checkpoint(folder / "ours", run.config, run.trainee, PROGRESS)
+        save_checkpoint(folder / "ours", run.config, run.training_state, PROGRESS)
 
     def unhashed() -> None:
         no_digest = mock.patch.object(writer, "hashlib", SimpleNamespace(sha256=NoDigest))
         with no_digest, mock.patch.object(writer, "no_checksum", nullcontext):
-            save_checkpoint(folder / "unhashed", run.config, run.trainee, PROGRESS)
+            save_checkpoint(folder / "unhashed", run.config, run.training_state, PROGRESS)
 
     def timed(save: Callable[[], Any]) -> tuple[float, float]:
         for old in folder.iterdir():
@@ -163,8 +163,8 @@ class Stalls:
         wall, cpu = time.perf_counter(), time.thread_time()
         has_ended = self.begin(self.folder)
         stall_s, cpu_s = time.perf_counter() - wall, time.thread_time() - cpu
-        waits, waited_ms, steps_ms, is_over = self.run.trainee.pending_copies[:], [0.0], [], False
-        self.run.trainee.pending_copies[:] = [
+        waits, waited_ms, steps_ms, is_over = self.run.training_state.pending_copies[:], [0.0], [], False
+        self.run.training_state.pending_copies[:] = [
             lambda: waited_ms.append(timing.own_times_ms(lambda: [wait() for wait in waits])[0])
         ]
         while not is_over:
@@ -178,7 +178,7 @@ class Stalls:
 
 
 def begin_ours(run: Run) -> Callable[[Path], Callable[[], bool]]:
-    saves = AsyncSaver(run.config, run.trainee, timeout_s=300, device=run.platform.device)
+    saves = AsyncSaver(run.config, run.training_state, timeout_s=300, device=run.platform.device)
 
     def begin(folder: Path) -> Callable[[], bool]:
         under_way = saves.begin(folder / "ours", PROGRESS)
@@ -193,7 +193,7 @@ def begin_plain(run: Run) -> Callable[[Path], Callable[[], bool]]:
     def begin(folder: Path) -> Callable[[], bool]:
         path = folder / "plain"
         path.mkdir(parents=True)
-        state = build_state_dict(run.config, run.trainee, PROGRESS, None)
+        state = build_state_dict(run.config, run.training_state, PROGRESS, None)
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         queue.schedule_async_request(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True))
 
@@ -218,7 +218,7 @@ def compare_stalls(run: Run, folder: Path, rounds: int) -> dict[str, Any]:
     for number in range(rounds + 1):
         clear()
         wall_ms, cpu_ms = timing.own_times_ms(
-            lambda: save_checkpoint(folder / "now", run.config, run.trainee, PROGRESS)
+            lambda: save_checkpoint(folder / "now", run.config, run.training_state, PROGRESS)
         )
         for side in sides.values():
             clear()
@@ -253,7 +253,7 @@ def compare_loads(run: Run, path: Path, rounds: int) -> dict[str, timing.Times]:
     """Times of a restore."""
 
     def read() -> None:
-        read_tensors(path, wanted_state(run), run.trainee.chunks, ["model"])
+        read_tensors(path, wanted_state(run), run.training_state.chunks, ["model"])
 
     def checked() -> None:
         check_complete(path)
@@ -261,7 +261,7 @@ def compare_loads(run: Run, path: Path, rounds: int) -> dict[str, timing.Times]:
 
     def plain() -> None:
         state = dist_checkpointing.load(wanted_state(run), str(path), strict="return_unexpected")[0]
-        run.trainee.chunks[0].module.load_state_dict(state["model"], strict=False)
+        run.training_state.chunks[0].module.load_state_dict(state["model"], strict=False)
 
     return timing.take_turns({OURS: checked, UNHASHED: read, PLAIN: plain}, rounds=rounds, warmup=1)
 
@@ -337,7 +337,7 @@ def main() -> None:
         (folder / "saves").mkdir()
         run = started(command_line(options, train_iters=10, extra=extra))
         saves = compare_saves(run, folder / "saves", options.rounds)
-        path = save_checkpoint(folder, run.config, run.trainee, PROGRESS)
+        path = save_checkpoint(folder, run.config, run.training_state, PROGRESS)
         num_bytes = read_manifest(path).num_bytes
         print(f"a checkpoint of {num_bytes / 1e6:.0f} MB\n")
         show_times("save", saves, num_bytes)
@@ -347,7 +347,7 @@ def main() -> None:
         show_stalls(stalls)
         end_runs()
         small = started(command_line(SMALL, train_iters=10, extra=extra))
-        save_checkpoint(folder / "small", small.config, small.trainee, PROGRESS)
+        save_checkpoint(folder / "small", small.config, small.training_state, PROGRESS)
         outcomes = flip_bits(small, checkpoint_path(folder / "small", PROGRESS.step), options.mutations)
         kinds = ("refused", "harmless", "silently wrong")
         rows = [(side, *(counts[kind] for kind in kinds)) for side, counts in outcomes.items()]

@@ -26,7 +26,7 @@ from benchmarks.in_process import add_size_options, command_line, end_runs, star
 from megafp8.checkpoint.progress import Progress
 from megafp8.quantization import quantize
 from megafp8.training.evaluation import build_batches
-from megafp8.training.operand_faults import OperandMonitor, emulated_linears_by_name
+from megafp8.training.nonfinite_operands import OperandMonitor, emulated_linears_by_name
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
 
@@ -45,7 +45,7 @@ def build_steps(run: Run, num_steps: int) -> dict[str, Callable[[], float]]:
     """A function for each side that takes one training step of the same run and returns its loss."""
     batches = build_batches(run, run.datasets[0], 0, num_steps * run.global_batch_size, num_workers=0)
     steps, monitor = iter(range(num_steps)), run.operand_monitor
-    linears = [linear for _, linear in emulated_linears_by_name(run.trainee.chunks)]
+    linears = [linear for _, linear in emulated_linears_by_name(run.training_state.chunks)]
     counts = [linear.counts for linear in linears]
 
     def step(monitor: Optional[OperandMonitor]) -> float:

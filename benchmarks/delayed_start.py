@@ -89,7 +89,9 @@ def first_steps(run: Run, steps: int) -> Start:
         calibrate(run, Progress())
     batches = build_batches(run, run.datasets[0], 0, steps * run.global_batch_size, num_workers=0)
     losses = [train_step(run, batches, Progress()).loss]
-    gradient = torch.cat([parameter.main_grad.flatten().float() for parameter in run.trainee.chunks[0].parameters()])
+    gradient = torch.cat(
+        [parameter.main_grad.flatten().float() for parameter in run.training_state.chunks[0].parameters()]
+    )
     losses += [train_step(run, batches, Progress(step)).loss for step in range(1, steps)]
     return Start(gradient, tuple(losses))
 

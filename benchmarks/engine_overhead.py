@@ -69,7 +69,7 @@ class BareLoop:
     def __init__(self, run: Run):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self.trainee = run.trainee
+        self.training_state = run.training_state
         self.forward_backward = get_forward_backward_func()
         self.batches = iter(DataLoader(run.datasets[0], batch_size=run.config.training.micro_batch_size))
         self.sizes = {
@@ -82,7 +82,7 @@ class BareLoop:
 
     def step(self) -> None:
         """Train on one global batch."""
-        chunks, optimizer = self.trainee.chunks, self.trainee.optimizer
+        chunks, optimizer = self.training_state.chunks, self.training_state.optimizer
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -95,7 +95,7 @@ class BareLoop:
         self.losses.append(total / num_tokens)
         is_updated, _, _ = optimizer.step()
         if is_updated:
-            self.trainee.schedule.step(increment=self.global_batch_size)
+            self.training_state.schedule.step(increment=self.global_batch_size)
 
 
 class EngineLoop:

@@ -78,7 +78,7 @@ def build_steps(options: argparse.Namespace) -> dict[str, Callable[[], float]]:
 
 def compile_layers(run: Run) -> None:
     """Let torch compile the forward pass of each layer, and with it the backward pass."""
-    for chunk in run.trainee.chunks:
+    for chunk in run.training_state.chunks:
         for layer in chunk.modules():
             if isinstance(layer, TransformerLayer):
                 layer.forward = torch.compile(layer.forward)

@@ -96,8 +96,8 @@ def trainer(checked: Checked) -> Callable[[int], StepResult]:
 def megafp8_steps(options: argparse.Namespace, text: str, is_told: bool) -> Callable[[int], float]:
     """A function that trains step i and returns its loss, and, if told, what a run would say of its settings."""
     checked = check_mode(options, text)
-    for notice in checked.notices if is_told else ():
-        print(f"{text}: {notice}", flush=True)
+    for warning in checked.warnings if is_told else ():
+        print(f"{text}: {warning}", flush=True)
     train = trainer(checked)
     return lambda step: train(step).loss
 

@@ -64,7 +64,7 @@ def tensors_after(steps: int, data: Path) -> dict[str, Operands]:
     for step in range(steps):
         train_step(run, batches, Progress(step))
     found: dict[str, Operands] = {}
-    for index, linear in enumerate(emulated_linears(run.trainee.chunks)):
+    for index, linear in enumerate(emulated_linears(run.training_state.chunks)):
         operands = found.setdefault(f"{index} {type(linear).__name__}", {})
 
         def keep(operand: Operand, tensor: Tensor, codes: Mapping[Gemm, Quantized], kept: Operands = operands) -> None:

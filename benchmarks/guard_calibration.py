@@ -27,7 +27,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.metrics.layer_statistics import LIMITS
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.guard import Key, LayerStatistics, layer_snr
-from megafp8.training.operand_faults import emulated_linears_by_name
+from megafp8.training.nonfinite_operands import emulated_linears_by_name
 from megafp8.training.run import Run
 from megafp8.training.step import forward_backward, train_step
 
@@ -57,8 +57,8 @@ OUTLIERS = {"outlier value": (1, 1, 1e3), "outlier channel": (None, 1, 1e3), "ou
 @contextmanager
 def planted(run: Run, fault: str, layer: int) -> Iterator[None]:
     """A fault in one layer of the model of this rank; it is removed afterwards."""
-    linears = dict(emulated_linears_by_name(run.trainee.chunks))
-    blocks = [block for chunk in unwrap_model(run.trainee.chunks) for block in chunk.decoder.layers]
+    linears = dict(emulated_linears_by_name(run.training_state.chunks))
+    blocks = [block for chunk in unwrap_model(run.training_state.chunks) for block in chunk.decoder.layers]
     weights = {name: linear.weight for name, linear in linears.items() if name.startswith(f"layers.{layer}.")}
     copies = {name: weight.detach().clone() for name, weight in weights.items()}
     handle: Optional[Any] = None

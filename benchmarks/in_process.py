@@ -25,9 +25,9 @@ from megafp8.optimizer.fp8_reduction import build_fp8_reduction
 from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
 from megafp8.optimizer.gradient_communication import build_gradient_traffic, build_traffic
 from megafp8.training.checks import Checked, check
-from megafp8.training.operand_faults import build_operand_monitor
+from megafp8.training.nonfinite_operands import build_operand_monitor
 from megafp8.training.run import Run
-from megafp8.training.setup import build_trainee, build_training_run
+from megafp8.training.setup import build_training_run, build_training_state
 
 TRAINING = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -71,23 +71,25 @@ def add_run(first: Run, text: str) -> Run:
     config, implementation, world_size = checked.invocation.config, checked.implementation, first.place.world_size
     assert config.parallel == first.config.parallel and config.data == first.config.data
     transformer_config = build_transformer_config(config, implementation, on_cuda=False)
-    trainee = build_trainee(config, transformer_config, implementation, first.vocab_size, world_size, first.platform)
-    fp8_reduction = build_fp8_reduction(config, trainee.chunks, first.platform.device)
-    gradient_traffic = build_gradient_traffic(config, trainee.chunks)
+    training_state = build_training_state(
+        config, transformer_config, implementation, first.vocab_size, world_size, first.platform
+    )
+    fp8_reduction = build_fp8_reduction(config, training_state.chunks, first.platform.device)
+    gradient_traffic = build_gradient_traffic(config, training_state.chunks)
     watched = config.training.check_for_nan_in_loss_and_grad
     return dataclasses.replace(
         first,
         config=config,
         implementation=implementation,
         transformer_config=transformer_config,
-        trainee=trainee,
+        training_state=training_state,
         wgrad_overwrite=None,
         spike_detector=None,
         delayed_snapshot=None,
-        bias_snapshot=ExpertBiasSnapshot(trainee.chunks) if config.model.moe_router_enable_expert_bias else None,
-        operand_monitor=build_operand_monitor(config, trainee.chunks, implementation, first.platform.device),
-        gradient_monitor=NonFiniteGradientMonitor(trainee.chunks, first.platform.device) if watched else None,
-        parameter_traffic=build_traffic(config, trainee.chunks),
+        bias_snapshot=ExpertBiasSnapshot(training_state.chunks) if config.model.moe_router_enable_expert_bias else None,
+        operand_monitor=build_operand_monitor(config, training_state.chunks, implementation, first.platform.device),
+        gradient_monitor=NonFiniteGradientMonitor(training_state.chunks, first.platform.device) if watched else None,
+        parameter_traffic=build_traffic(config, training_state.chunks),
         gradient_traffic=gradient_traffic,
         fp8_reduction=fp8_reduction,
         timer=StepTimer(),

@@ -39,7 +39,7 @@ def stepper(run: Run, train_iters: int, results: list[StepResult]) -> Callable[[
 
 def weight_bytes(run: Run) -> int:
     """Memory of the weights on this rank."""
-    return sum(buffer.param_data.nbytes for chunk in run.trainee.chunks for buffer in chunk.buffers)
+    return sum(buffer.param_data.nbytes for chunk in run.training_state.chunks for buffer in chunk.buffers)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def save_in_the_middle(config: RunConfig, folder: Path) -> tuple[list[float], st
     """Losses of four steps, of which the last two follow the checkpoint, and a hash of the weights at the end."""
     run = calibrated(config)
     losses = train(run, SAVED).losses
-    save_checkpoint(folder, config, run.trainee, Progress(SAVED, SAVED * run.global_batch_size))
+    save_checkpoint(folder, config, run.training_state, Progress(SAVED, SAVED * run.global_batch_size))
     losses += train(run, 2, SAVED + 1).losses
     return losses, fingerprint(weights(run))
 
@@ -52,5 +52,5 @@ def resume(config: RunConfig, folder: Path) -> tuple[list[float], str]:
     run = build_run(config)
     found = find_checkpoint(folder)
     assert found is not None
-    load_checkpoint(found[1], config, run.trainee)
+    load_checkpoint(found[1], config, run.training_state)
     return train(run, 2, SAVED + 1).losses, fingerprint(weights(run))

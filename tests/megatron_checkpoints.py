@@ -93,12 +93,14 @@ def state_of(
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    chunks = unwrap_model(run.trainee.chunks)
+    chunks = unwrap_model(run.training_state.chunks)
     state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": args.iteration}
     for index, chunk in enumerate(chunks):
         state["model" if len(chunks) == 1 else f"model{index}"] = chunk.sharded_state_dict(metadata=metadata)
-    state["optimizer"] = run.trainee.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    state["opt_param_scheduler"] = super(type(run.trainee.schedule), run.trainee.schedule).state_dict()
+    state["optimizer"] = run.training_state.optimizer.sharded_state_dict(
+        state, is_loading=is_loading, metadata=metadata
+    )
+    state["opt_param_scheduler"] = super(type(run.training_state.schedule), run.training_state.schedule).state_dict()
     state["rng_state"] = random_state()
     state["num_floating_point_operations_so_far"] = 12345
     return state
@@ -125,11 +127,11 @@ def save_as_megatron(
 def load_as_megatron(run: Run, path: Path, args: argparse.Namespace, kind: str = "fully_reshardable") -> dict[str, Any]:
     """Load a checkpoint as Megatron-LM does, into a run; all ranks call it. Returns the complete state."""
     state = dist_checkpointing.load(state_of(run, args, kind, is_loading=True), str(path))
-    chunks = unwrap_model(run.trainee.chunks)
+    chunks = unwrap_model(run.training_state.chunks)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"])
-    run.trainee.optimizer.load_state_dict(state["optimizer"])
-    super(type(run.trainee.schedule), run.trainee.schedule).load_state_dict(state["opt_param_scheduler"])
+    run.training_state.optimizer.load_state_dict(state["optimizer"])
+    super(type(run.training_state.schedule), run.training_state.schedule).load_state_dict(state["opt_param_scheduler"])
     (random_states,) = (state["rng_state"],)
     random.setstate(random_states[0]["random_rng_state"])
     np.random.set_state(random_states[0]["np_rng_state"])

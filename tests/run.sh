@@ -26,7 +26,7 @@ distributed=( # those that only compare numbers
   "$(echo tests/distributed/test_{fp8,mixture}*.py)"
   "$(echo tests/distributed/test_{checkpoint,expert,fsdp,muon,planted}*.py)"
   "$(echo tests/distributed/test_{attention_layouts,dispatch_in_fp8,document_borders,evaluation,flex_dispatcher}.py \
-    tests/distributed/test_{loss_scale,megatron_checkpoints,node_reduction,nonfinite_values,operand_faults}.py \
+    tests/distributed/test_{loss_scale,megatron_checkpoints,node_reduction,nonfinite_values,nonfinite_operands}.py \
     tests/distributed/test_{optimizer_shards,precision_map_runs,quantizer_state,saved_activation_runs}.py \
     tests/distributed/test_traffic_in_graphs.py)"
 )

@@ -147,9 +147,9 @@ def step_results(run: Run, num_steps: int, first_step: int = 1, is_masked: bool 
 def save_or_load(run: Run, folder: Path, num_steps: int, is_first: bool) -> tuple[str, ...]:
     """Train the first steps and save them, or load what was saved then; the notes of loading."""
     if not is_first:
-        return load_checkpoint(checkpoint_path(folder, num_steps), run.config, run.trainee).notes
+        return load_checkpoint(checkpoint_path(folder, num_steps), run.config, run.training_state).notes
     train(run, num_steps)
-    save_checkpoint(folder, run.config, run.trainee, Progress(num_steps, num_steps * run.global_batch_size))
+    save_checkpoint(folder, run.config, run.training_state, Progress(num_steps, num_steps * run.global_batch_size))
     return ()
 
 
@@ -166,7 +166,7 @@ def statistics_record_of(
 def statistics_step(
     run: Run, batches: Batches, step: int, collector: StatisticsCollector, is_eager: bool = False
 ) -> tuple[StepResult, list[Record]]:
-    """One step of training, and its quantization statistics and findings if it is a statistics step."""
+    """One step of training, and its quantization statistics and warnings if it is a statistics step."""
     progress, step_hooks = Progress(step - 1, (step - 1) * run.global_batch_size), collector.start_if_due(step)
     result = train_step(run, batches, progress, collector.before_update, is_eager, step_hooks)
     return result, collector.end_step(step)() if collector.is_collecting else []
@@ -189,19 +189,19 @@ def curve_of_equal_replicas(config: RunConfig, num_steps: int) -> Curve:
 def nudge(run: Run, seed: int) -> None:
     """Move every other weight, at random, to the next larger number: a change that rounding alone could make."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in (parameter for chunk in run.trainee.chunks for parameter in chunk.parameters()):
+    for parameter in (parameter for chunk in run.training_state.chunks for parameter in chunk.parameters()):
         is_moved = torch.rand(parameter.shape, generator=generator) < 0.5
         above = torch.nextafter(parameter, torch.full_like(parameter, torch.inf))
         parameter.copy_(torch.where(is_moved, above, parameter))
-    run.trainee.optimizer.reload_model_params()
+    run.training_state.optimizer.reload_model_params()
 
 
 def weights(run: Run) -> dict[str, Tensor]:
     """Copies of this rank's weights by name, prefixed with the chunk's number. Waits for pending gathers."""
-    finish_param_gather(run.config, run.trainee)
+    finish_param_gather(run.config, run.training_state)
     return {
         f"{index}.{name}": parameter.detach().clone()
-        for index, chunk in enumerate(unwrap_model(run.trainee.chunks))
+        for index, chunk in enumerate(unwrap_model(run.training_state.chunks))
         for name, parameter in chunk.named_parameters()
     }
 

@@ -47,7 +47,7 @@ def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str
         recipes=rows,
         columns={key: text for key, text in table_header(comparison).items() if has_values(rows, key)},
         notes=tables.notes(comparison),
-        warnings=[*comparison.warnings, *cautions(runs)],
+        warnings=[*comparison.warnings, *run_warnings(runs)],
         figures=figures(comparison, recipes),
         facts=facts(recipes[0].runs[0]),
         differences=comparison.differences,
@@ -92,7 +92,7 @@ def conditions(run: LoadedRun, comparison: Comparison) -> str:
     )
 
 
-def cautions(runs: Sequence[LoadedRun]) -> list[str]:
+def run_warnings(runs: Sequence[LoadedRun]) -> list[str]:
     """Warnings about what the numbers do not show."""
     if not any("emulated" in recipe_of(run) for run in runs):
         return []

@@ -267,7 +267,7 @@ def render_page(report: ScalingReport) -> str:
         title=f"Scaling study {report.name}",
         headline=scaling_report.headline(report),
         conditions=scaling_report.conditions(report),
-        remarks=scaling_report.remarks(report),
+        warnings=scaling_report.warnings(report),
         laws={title: to_svg(plot_laws(report, [name]), title) for name, title in titles.items()},
         caption=laws_caption(report),
         pictures={name: to_svg(figure, name) for name, figure in pictures.items() if figure is not None},

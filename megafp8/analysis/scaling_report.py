@@ -298,7 +298,7 @@ def cell_table(report: ScalingReport) -> Table:
     )  # fmt: skip
 
 
-def remarks(report: ScalingReport) -> list[str]:
+def warnings(report: ScalingReport) -> list[str]:
     """Limits of the results: notes, emulation, unfinished runs."""
     found = list(report.notes)
     if any("emulated" in text for text in report.arithmetic):
@@ -329,7 +329,7 @@ def to_markdown(report: ScalingReport, picture: str) -> str:
         escape_markdown(headline(report)),
         escape_markdown(conditions(report)),
     ]
-    parts += [f"- {escape_markdown(text)}" for text in remarks(report)] + [f"![{ALT_TEXT}]({picture})"]
+    parts += [f"- {escape_markdown(text)}" for text in warnings(report)] + [f"![{ALT_TEXT}]({picture})"]
     for table in tables(report):
         title, body = escape_markdown(table.title), escaped_markdown_table(table.header, table.rows, table.sides)
         parts += [f"## {title}", body, escape_markdown(table.note)]
@@ -338,6 +338,6 @@ def to_markdown(report: ScalingReport, picture: str) -> str:
 
 def to_text(report: ScalingReport) -> str:
     """The report for a terminal."""
-    parts = [f"{report.name}: {headline(report)}", conditions(report), *remarks(report)]
+    parts = [f"{report.name}: {headline(report)}", conditions(report), *warnings(report)]
     parts += [f"{one.title}\n{text_table(one.header, one.rows, one.sides)}" for one in tables(report)]
     return "\n\n".join(parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from megafp8.analysis import plot_comparison, plot_stability
-from megafp8.analysis.comparison_page import cautions, facts
+from megafp8.analysis.comparison_page import facts, run_warnings
 from megafp8.analysis.html import render, to_svg
 from megafp8.analysis.percent import rounded, signed, signed_interval
 from megafp8.analysis.plot_faults import plot_faults
@@ -98,7 +98,7 @@ def render_page(report: SuiteReport) -> str:
         title=TITLE,
         headline=headline(report),
         conditions=f"{model}size {report.info['size']}{seeds}{device}",
-        remarks=[*cautions(loaded), *left_out, *([unfinished] if report.problems else [])],
+        warnings=[*run_warnings(loaded), *left_out, *([unfinished] if report.problems else [])],
         sections=[section_content(section) for section in sections(report, has_figures=True)],
         facts=facts(loaded[0]) if loaded else [],
     )

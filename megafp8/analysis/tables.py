@@ -24,8 +24,8 @@ Row = Union[RecipeRow, ComparisonRow]
 def to_text(comparison: Comparison) -> str:
     """For a terminal: the headline, aligned tables, then notes, differences and warnings."""
     parts = [visible(headline(comparison)), *(text_table(header, rows, WORDS) for header, rows in _tables(comparison))]
-    remarks = map(visible, (*notes(comparison), *comparison.differences, *_warnings(comparison)))
-    return "\n\n".join([*parts, "\n".join(remarks)]).rstrip()
+    texts = map(visible, (*notes(comparison), *comparison.differences, *_warnings(comparison)))
+    return "\n\n".join([*parts, "\n".join(texts)]).rstrip()
 
 
 def to_markdown(comparison: Comparison) -> str:
@@ -33,8 +33,8 @@ def to_markdown(comparison: Comparison) -> str:
     parts = [escape_markdown(headline(comparison))]
     parts += [escaped_markdown_table(header, rows, WORDS) for header, rows in _tables(comparison)]
     parts += map(escape_markdown, notes(comparison))
-    remarks = [f"- {escape_markdown(text)}" for text in (*comparison.differences, *_warnings(comparison))]
-    return "\n\n".join([*parts, "\n".join(remarks)]).rstrip() + "\n"
+    texts = [f"- {escape_markdown(text)}" for text in (*comparison.differences, *_warnings(comparison))]
+    return "\n\n".join([*parts, "\n".join(texts)]).rstrip() + "\n"
 
 
 def to_json(comparison: Comparison) -> str:

@@ -34,7 +34,7 @@ class SkippedSamples:
 
 
 @dataclass(frozen=True)
-class MovedLinear:
+class HighPrecisionFallback:
     """A linear that the run changed for the rest of it.
 
     Attributes:
@@ -70,7 +70,7 @@ class SkipHistory:
     num_rollbacks: int = 0
     window: tuple[tuple[float, float], ...] = ()
     num_overflows: int = 0
-    moved_linears: tuple[MovedLinear, ...] = ()
+    moved_linears: tuple[HighPrecisionFallback, ...] = ()
     layer_trends: tuple[tuple[str, str, tuple[float, ...]], ...] = ()
     warnings: tuple[tuple[str, str], ...] = ()
 
@@ -86,7 +86,7 @@ class SkipHistory:
         """Return the history after an overflow at the current loss scale."""
         return replace(self, num_overflows=self.num_overflows + 1)
 
-    def after_move(self, linears: Sequence[MovedLinear]) -> SkipHistory:
+    def after_fallback(self, linears: Sequence[HighPrecisionFallback]) -> SkipHistory:
         """Return the history after linears were moved to high precision, or smoothed."""
         known = {(linear.name, linear.form) for linear in self.moved_linears}
         new = tuple(linear for linear in linears if (linear.name, linear.form) not in known)
@@ -120,7 +120,7 @@ class SkipHistory:
             num_rollbacks=values["num_rollbacks"],
             window=tuple((loss, norm) for loss, norm in values["window"]),
             num_overflows=values.get("num_overflows", 0),  # older checkpoints lack it, and the next ones
-            moved_linears=tuple(MovedLinear(**linear) for linear in values.get("moved_linears", ())),
+            moved_linears=tuple(HighPrecisionFallback(**linear) for linear in values.get("moved_linears", ())),
             layer_trends=tuple(
                 (statistic, layer, tuple(trend)) for statistic, layer, trend in values.get("layer_trends", ())
             ),

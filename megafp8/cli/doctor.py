@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     from megafp8.launch.doctor.report import exit_status, report_data, report_text
 
     machine = find_machine(arguments.folder)
-    findings = run_checks(machine, arguments.gpus)
-    text = json.dumps(report_data(machine, findings), indent=2) if arguments.json else report_text(machine, findings)
+    results = run_checks(machine, arguments.gpus)
+    text = json.dumps(report_data(machine, results), indent=2) if arguments.json else report_text(machine, results)
     print(text)
-    return exit_status(findings, arguments.strict)
+    return exit_status(results, arguments.strict)

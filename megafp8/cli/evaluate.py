@@ -119,7 +119,7 @@ def open_data(arguments: argparse.Namespace, model: LanguageModel, size: int) ->
         total = available if total is None else min(total, available)
         documents = token_windows.shard_documents(arguments.data_path)
     else:
-        sources = find_sources(arguments.input, on_notice=log)
+        sources = find_sources(arguments.input, on_message=log)
         documents = token_windows.text_documents(sources, arguments.json_key, model.tokenizer)
     length = window_length(arguments, model)
     samples = token_windows.windows(documents, length, arguments.tokens)

@@ -136,8 +136,8 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.load, arguments.ckpt_step, arguments.precision, not arguments.no_cache, tokenizer
     )
     log(str(model))
-    if model.notice:
-        log(model.notice)
+    if model.warning:
+        log(model.warning)
     samples = []
     for index in range(arguments.num_samples):
         show(heading(index, arguments.num_samples) + prompt)

@@ -190,7 +190,7 @@ def predict(invocation: Invocation, gpu: Gpu, num_gpus: int) -> tuple[str, float
     if not plan.search.layouts:
         raise ConfigError([
             f"--gpus {num_gpus:,}: no layout of the model fits in the memory of an {gpu.name}: give another number of "
-            "GPUs or another layout, or --step-s, --tokens-per-step and --checkpoint-gb", *plan.remarks,
+            "GPUs or another layout, or --step-s, --tokens-per-step and --checkpoint-gb", *plan.warnings,
         ])  # fmt: skip
     best = plan.search.layouts[0]
     num_bytes = min_checkpoint_bytes(best.run.config, best.run.padded_vocab)

@@ -127,28 +127,28 @@ def problems(arguments: argparse.Namespace) -> list[str]:
     return found
 
 
-def title_of(name: str, tensor: Tensor, findings: Sequence[QuantizationResult]) -> str:
+def title_of(name: str, tensor: Tensor, results: Sequence[QuantizationResult]) -> str:
     """Return a line on the tensor itself."""
-    stats = findings[0].stats
+    stats = results[0].stats
     size = " x ".join(map(str, tensor.shape)) or "scalar"
     bad = f", {stats.num_non_finite} not finite" if stats.num_non_finite else ""
     return f"{name}   [{size}] {str(tensor.dtype).removeprefix('torch.')}, amax {stats.amax:.4g}{bad}"
 
 
-def cells_of(finding: QuantizationResult) -> list[str]:
+def cells_of(result: QuantizationResult) -> list[str]:
     """Return a row of the table."""
-    stats = finding.stats
+    stats = result.stats
     return [
-        finding.recipe, finding.format, finding.orientation, block_of(finding),
+        result.recipe, result.format, result.orientation, block_of(result),
         number(stats.scale_min, ".4g"), number(stats.scale_max, ".4g"), number(stats.scale_spread_octaves, ".1f"),
         share(stats.underflow_fraction), share(stats.zero_scale_fraction), share(stats.saturated_fraction),
         number(stats.sqnr_db, ".2f"), number(stats.local_sqnr_db, ".2f"), number(stats.max_abs_error, ".3g"),
     ]  # fmt: skip
 
 
-def block_of(finding: QuantizationResult) -> str:
+def block_of(result: QuantizationResult) -> str:
     """Describe the block that shares a scale, and further steps of the recipe."""
-    return f"{finding.granularity}, {finding.extras}" if finding.extras else finding.granularity
+    return f"{result.granularity}, {result.extras}" if result.extras else result.granularity
 
 
 def number(value: Optional[float], spec: str) -> str:
@@ -165,10 +165,10 @@ def share(fraction: float) -> str:
     return f"{fraction:.3%}" if fraction >= 1e-4 else f"{fraction * 1e6:.2g} ppm"
 
 
-def summary(findings: Sequence[QuantizationResult]) -> str:
+def summary(results: Sequence[QuantizationResult]) -> str:
     """Return a row for each recipe, format and direction, over all tensors."""
     groups: dict[tuple[str, ...], list[QuantizationResult]] = {}
-    for each in findings:
+    for each in results:
         groups.setdefault((each.recipe, each.format, each.orientation, block_of(each)), []).append(each)
     rows = []
     for key, members in groups.items():
@@ -201,9 +201,9 @@ def draw(folder: Path, panels: Sequence[tuple[str, Sequence[QuantizationResult]]
         for fmt in (E4M3, E5M2, E2M1)
     ]
     drawn = []
-    for title, findings in panels:
+    for title, results in panels:
         counts: dict[str, Sequence[int]] = {}
-        for each in findings:
+        for each in results:
             if "row" in each.orientation:
                 counts.setdefault(f"{each.recipe}, a scale per {each.granularity}", each.stats.octave_counts)
         drawn.append(Panel(title=title.replace("   ", "\n"), counts=counts))
@@ -222,17 +222,17 @@ def main(argv: Sequence[str]) -> int:
     operand = Operand(arguments.operand or ("weight" if Path(arguments.source).is_dir() else "input"))
     panels: list[tuple[str, list[QuantizationResult]]] = []
     for name, tensor in tensors_of(arguments):
-        findings = inspect_tensor(
+        results = inspect_tensor(
             name, tensor, operand, arguments.recipes, arguments.formats, arguments.delayed_amax_ratio
         )
-        title = title_of(name, tensor, findings)
-        panels.append((title, findings))
+        title = title_of(name, tensor, results)
+        panels.append((title, results))
         if not arguments.json:
             print(
-                f"{visible(title)}\n{text_table(HEADER, [cells_of(each) for each in findings], ALIGNMENT)}\n",
+                f"{visible(title)}\n{text_table(HEADER, [cells_of(each) for each in results], ALIGNMENT)}\n",
                 flush=True,
             )
-    everything = [each for _, findings in panels for each in findings]
+    everything = [each for _, results in panels for each in results]
     table = to_strict_json([dataclasses.asdict(each) for each in everything])
     if arguments.json:
         print(table, end="")

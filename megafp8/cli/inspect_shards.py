@@ -149,10 +149,10 @@ def print_documents(documents: Sequence[dict[str, Any]]) -> None:
         print("\n".join(f"    {line}" for line in text.splitlines()))
 
 
-def print_findings(findings: Sequence[ShardCheckResult]) -> None:
+def print_results(results: Sequence[ShardCheckResult]) -> None:
     print()
-    for finding in findings:
-        print(f"  {STATE[finding.passed]:>5}  {finding.check}: {finding.detail}")
+    for result in results:
+        print(f"  {STATE[result.passed]:>5}  {result.check}: {result.detail}")
 
 
 def verify(options: argparse.Namespace, prefix: str) -> list[ShardCheckResult]:
@@ -167,7 +167,7 @@ def verify(options: argparse.Namespace, prefix: str) -> list[ShardCheckResult]:
 
 def inspect(options: argparse.Namespace, prefix: str) -> tuple[dict[str, Any], Optional[ShardSummary]]:
     """Inspect one shard; return its report for --json, and its summary if its index can be read."""
-    findings = verify(options, prefix) if options.verify else []
+    results = verify(options, prefix) if options.verify else []
     report: dict[str, Any] = {"prefix": prefix}
     summary = None
     try:
@@ -181,10 +181,10 @@ def inspect(options: argparse.Namespace, prefix: str) -> tuple[dict[str, Any], O
         report["error"] = str(error)
         print(f"inspect_shards: {error}", file=sys.stderr)
     if options.verify:
-        report["findings"] = [dataclasses.asdict(finding) for finding in findings]
-        report["is_sound"] = not failures(findings)
+        report["findings"] = [dataclasses.asdict(result) for result in results]
+        report["is_sound"] = not failures(results)
         if not options.json:
-            print_findings(findings)
+            print_results(results)
     return report, summary
 
 

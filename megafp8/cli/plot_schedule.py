@@ -22,7 +22,7 @@ from megafp8.cli.common import build_command_parser, install_patches, returns_ex
 from megafp8.config import flags, iterations, lr_schedule, rules, topology
 from megafp8.config.rules import batch, training
 from megafp8.config.rules import optimizer as schedule
-from megafp8.config.rules.notices import warmup_notices
+from megafp8.config.rules.setting_warnings import warmup_warnings
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.utils.files import path_argument
@@ -126,8 +126,8 @@ def main(argv: Sequence[str]) -> int:
     install_patches()
     from megafp8.optimizer.schedules import preview_schedule
 
-    for notice in warmup_notices(config, ranks):
-        print(f"notice: {notice}", file=sys.stderr)
+    for warning in warmup_warnings(config, ranks):
+        print(f"notice: {warning}", file=sys.stderr)
     marks, last = marks_of(config, ranks), iterations.train_iters(config, ranks)
     found = preview_schedule(config, ranks, rows_of(config, ranks, marks))
     if options.json:

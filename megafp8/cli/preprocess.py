@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
     display = ProgressDisplay(options.log_interval)
     try:
         with contextlib.closing(display):
-            summary = preprocess(read_job(options), display, lambda notice: print(notice, flush=True))
+            summary = preprocess(read_job(options), display, lambda message: print(message, flush=True))
     except OSError as error:
         print(f"Reading --input or writing --output-prefix failed: {error}\n{_RESUMES}", file=sys.stderr)
         return os.EX_IOERR

@@ -114,8 +114,8 @@ def check_start(command: Sequence[str], folder: Path) -> None:
     problems = []
     if shutil.which(command[0]) is None:
         problems.append(f"{command[0]}: no such command; give its path, or activate the environment that has it")
-    if fault := write_problem(str(folder)):
-        problems.append(f"the run's folder {folder}: {fault}; choose another folder (--save, --run-folder)")
+    if problem := write_problem(str(folder)):
+        problems.append(f"the run's folder {folder}: {problem}; choose another folder (--save, --run-folder)")
     if problems:
         raise ConfigError(problems)
 

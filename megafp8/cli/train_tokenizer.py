@@ -56,7 +56,7 @@ def train(options: argparse.Namespace) -> tokenizer_training.TrainingSummary:
     """Train a tokenizer of the type that --model-type names."""
     common = {
         "vocab_size": options.vocab_size, "json_key": options.json_key, "max_text_bytes": options.max_text_bytes,
-        "max_document_bytes": options.max_document_bytes, "overwrite": options.overwrite, "on_notice": print,
+        "max_document_bytes": options.max_document_bytes, "overwrite": options.overwrite, "on_message": print,
     }  # fmt: skip
     if options.model_type == tokenizer_training.BYTE_BPE:
         os.environ["RAYON_NUM_THREADS"] = str(options.num_threads)  # the library reads it once

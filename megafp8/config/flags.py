@@ -43,7 +43,7 @@ def merge(
     values: dict[str, Any],
     path: Optional[str],
     map_path: Optional[str],
-    notices: list[str],
+    warnings: list[str],
     problems: list[str],
 ) -> tuple[RunConfig, frozenset[str]]:
     """Combine defaults or a checkpoint's settings, preset, files and flags.
@@ -53,7 +53,7 @@ def merge(
         values: of flags, by setting; entries of the --precision-map file and of lists are added to them.
         path: the --config file.
         map_path: the --precision-map file.
-        notices: to which what overrides what is added.
+        warnings: to which what overrides what is added.
         problems: to which an unknown preset and unreadable files are added.
 
     Returns:
@@ -65,7 +65,7 @@ def merge(
     named = values.get("model.model_preset")
     if named is not None and any(name.startswith("model.") for name in from_file):
         from_file = {name: value for name, value in from_file.items() if not name.startswith("model.")}
-        notices.append(f"--model-preset {named} replaces the model section of --config {path}")
+        warnings.append(f"--model-preset {named} replaces the model section of --config {path}")
     preset = named if named is not None else from_file.get("model.model_preset")
     if preset is not None and preset not in PRESETS:
         problems.append(f"--model-preset {preset}: unknown preset; presets: {', '.join(PRESETS)}")
@@ -81,8 +81,8 @@ def merge(
     for name in set(ACCUMULATED) & set(values):
         values[name] = (*value_of(config, name), *values[name])
     config = with_values(config, values)
-    if notice := fp8_lm.level_notice(config):
-        notices.append(notice)
+    if warning := fp8_lm.level_warning(config):
+        warnings.append(warning)
     return config, frozenset(from_file)
 
 
@@ -151,7 +151,7 @@ class Invocation:
         dry_run: whether to print the plan of the run and stop.
         world_size: ranks of the dry run; None is the actual number.
         target: machine of the dry run; None is this one.
-        notices: messages about flags without effect.
+        warnings: messages about flags without effect.
     """
 
     config: RunConfig
@@ -160,7 +160,7 @@ class Invocation:
     dry_run: bool = False
     world_size: Optional[int] = None
     target: Optional[str] = None
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def parse(argv: Sequence[str]) -> Invocation:
@@ -189,7 +189,7 @@ def parse_with_problems(
         The result and the problems: unknown, refused or incomplete flags, invalid values, an unreadable --config.
     """
     parser = kept_parser(os.path.basename(sys.argv[0]))
-    expanded, notices = megatron_flags.replace(_options_of(argv))
+    expanded, warnings = megatron_flags.replace(_options_of(argv))
     values: dict[str, Any] = {}
     found: list[list[str]] = [[] for _ in expanded]  # problems of each option
     for option, problems in zip(expanded, found, strict=True):
@@ -200,17 +200,17 @@ def parse_with_problems(
     given = frozenset(values)
     base = with_values(RunConfig(), from_checkpoint)
     of_sources: list[str] = []
-    config, from_file = merge(base, values, config_path, map_path, notices, of_sources)
+    config, from_file = merge(base, values, config_path, map_path, warnings, of_sources)
     given_flags = {option[0] for option in expanded} | flags_set(config)
     unknown = [
         (option, problems) for option, problems in zip(expanded, found, strict=True)
         if option[0] not in parser._option_string_actions
     ]  # fmt: skip
-    _classify(parser, unknown, given_flags, notices)
+    _classify(parser, unknown, given_flags, warnings)
     if options.get("world_size", 1) < 1:
         of_sources.append(f"--world-size {options['world_size']}: must be at least 1")
     problems = [*itertools.chain(*found), *of_sources]
-    return Invocation(config=config, given=given, from_file=from_file, notices=tuple(notices), **options), problems
+    return Invocation(config=config, given=given, from_file=from_file, warnings=tuple(warnings), **options), problems
 
 
 # ---- the parser ---------------------------------------------------------------------------------------------------
@@ -308,8 +308,8 @@ def _converter(setting: Setting) -> Callable[[str], Any]:
         value = convert(text)
         if setting.choices and value not in setting.choices:
             raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join([*known, *words])})")
-        if fault := setting.fault(value):
-            raise argparse.ArgumentTypeError(f"{printable(text)} {fault}".strip())
+        if problem := setting.problem(value):
+            raise argparse.ArgumentTypeError(f"{printable(text)} {problem}".strip())
         if setting.auto and value == AUTO:
             raise argparse.ArgumentTypeError(f"{text} must be at least 1, or auto")
         return value
@@ -376,7 +376,7 @@ def _parser_of(action: argparse.Action) -> argparse.ArgumentParser:
 
 
 def _classify(
-    parser: argparse.ArgumentParser, unknown: list[tuple[list[str], list[str]]], given: set[str], notices: list[str]
+    parser: argparse.ArgumentParser, unknown: list[tuple[list[str], list[str]]], given: set[str], warnings: list[str]
 ) -> None:
     """Report options that are no settings. Flags that are refused for the same reason are one problem, of the first.
 
@@ -392,7 +392,7 @@ def _classify(
         if verdict is None:
             problems.append(f"unknown flag {flag}{_suggestion(parser, flag)}")
         elif verdict.accepted:
-            notices.append(verdict.text)
+            warnings.append(verdict.text)
         else:
             refused.setdefault(verdict.reason, (problems, []))[1].append(flag)
     for reason, (problems, flags) in refused.items():
@@ -412,12 +412,12 @@ def _without_brackets(words: list[str]) -> list[str]:
 
 def _reword(flag: str, text: str) -> str:
     """Reword a message of argparse: the flag as given, then the problem."""
-    _, _, fault = text.removeprefix("argument ").partition(": ")
-    if fault.startswith(("expected one argument", "expected at least one argument")):
-        fault = "a value is missing after it"
-    if fault.startswith("ignored explicit argument"):
-        fault = f"does not take {fault.removeprefix('ignored explicit argument ')}"
-    return f"{flag}: {fault}"
+    _, _, problem = text.removeprefix("argument ").partition(": ")
+    if problem.startswith(("expected one argument", "expected at least one argument")):
+        problem = "a value is missing after it"
+    if problem.startswith("ignored explicit argument"):
+        problem = f"does not take {problem.removeprefix('ignored explicit argument ')}"
+    return f"{flag}: {problem}"
 
 
 def _suggestion(parser: argparse.ArgumentParser, flag: str) -> str:

@@ -69,7 +69,7 @@ def kept_values(from_file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[
     return {name: value for name, value in from_file.items() if name not in dropped}
 
 
-def level_notice(config: RunConfig) -> Optional[str]:
+def level_warning(config: RunConfig) -> Optional[str]:
     """What the level of a configuration stands for, and what other settings changed of it; None without a level."""
     level = config.precision.fp8_lm_level
     values = level_values(level)

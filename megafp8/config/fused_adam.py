@@ -9,10 +9,10 @@ from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
 
 
-def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
+def fused_adam_problem(config: RunConfig) -> Optional[str]:
     """The setting that prevents the one-pass optimizer; None if it can be used."""
     settings, precision = config.optimizer, config.precision
-    obstacles = (
+    problems = (
         (not settings.one_pass_optimizer, "--no-one-pass-optimizer"),
         (settings.optimizer != "adam", f"--optimizer {settings.optimizer}"),
         (
@@ -31,4 +31,4 @@ def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
             "master weights",
         ),
     )
-    return next((text for is_there, text in obstacles if is_there), None)
+    return next((text for is_there, text in problems if is_there), None)

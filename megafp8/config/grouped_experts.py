@@ -23,7 +23,7 @@ TILE = 128
 """Widths are multiples of the kernels' tiles."""
 
 
-def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
+def grouped_expert_problems(config: RunConfig) -> Iterator[str]:
     """Settings that exclude one launch for all experts."""
     model, parallel = config.model, config.parallel
     if parallel.moe_expert_kernels == "te":
@@ -33,7 +33,7 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
     hidden = model.hidden_size
     if hidden is not None and any(size % TILE for size in (hidden, mixture.moe_ffn_hidden_size(model))):
         yield f"widths that are no multiples of {TILE}"
-    yield from layout_obstacles(config)
+    yield from layout_problems(config)
     if model.moe_apply_probs_on_input:
         yield "--moe-apply-probs-on-input"
     if mixture.has_capacity(model):
@@ -62,8 +62,8 @@ def grouped_expert_obstacles(config: RunConfig) -> Iterator[str]:
         yield "emulated experts, unless --moe-expert-kernels triton is given"
 
 
-def one_launch_remedy(config: RunConfig, is_emulated: bool = False) -> str:
-    """What makes experts that run one by one run in one launch: the fewest flags, or the first obstacle.
+def one_launch_suggestion(config: RunConfig, is_emulated: bool = False) -> str:
+    """What makes experts that run one by one run in one launch: the fewest flags, or the first problem.
 
     Args:
         is_emulated: the layers are emulated, whose experts run in one launch only with `--moe-expert-kernels triton`.
@@ -76,7 +76,7 @@ def one_launch_remedy(config: RunConfig, is_emulated: bool = False) -> str:
         changes["--fp8-format e4m3"] = {"precision.fp8_format": "e4m3"}
         recipes = (each for each in registry.recipes() if each.grouped_gemm_formats)
         changes |= {each.flag: {"precision.fp8_recipe": each.name} for each in recipes}
-    # `te` is also what the program chose because of the obstacle
+    # `te` is also what the program chose because of the problem
     free = with_values(config, {"parallel.moe_expert_kernels": "triton" if is_emulated else None})
     needed = list(kernels) if is_emulated and config.parallel.moe_expert_kernels != "triton" else []
     if not is_emulated:
@@ -84,13 +84,13 @@ def one_launch_remedy(config: RunConfig, is_emulated: bool = False) -> str:
     for number in range(4):
         for flags in itertools.combinations(changes, number):
             values = {name: value for flag in flags for name, value in changes[flag].items()}
-            if not any(grouped_expert_obstacles(with_values(free, values))):
+            if not any(grouped_expert_problems(with_values(free, values))):
                 given = f"with {' '.join([*flags, *needed])}" if flags or needed else "without --moe-expert-kernels te"
                 return f"{given} all of them run in one launch"
-    return f"no other recipe or kernels help: one launch does not support {next(grouped_expert_obstacles(free))}"
+    return f"no other recipe or kernels help: one launch does not support {next(grouped_expert_problems(free))}"
 
 
-def layout_obstacles(config: RunConfig) -> Iterator[str]:
+def layout_problems(config: RunConfig) -> Iterator[str]:
     """Layouts that exclude one launch for all experts of a rank."""
     parallel = config.parallel
     has_expert_ranks = parallel.expert_model_parallel_size > 1

@@ -61,7 +61,7 @@ class Setting:
     def field(self) -> str:
         return self.name.rpartition(".")[2]
 
-    def fault(self, value: Any) -> "str | None":
+    def problem(self, value: Any) -> "str | None":
         """What is wrong with a value of the right type, regardless of other settings; None if nothing is."""
         if self.type is int and isinstance(value, int) and abs(value) > self.maximum:
             return f"must be at most {self.maximum:,}"
@@ -282,8 +282,8 @@ def _convert_one(setting: Setting, value: Any) -> Any:
         raise ValueError(f"{value} is not a finite number")
     if setting.choices and value not in setting.choices:
         raise ValueError(f"{value!r} is not one of {', '.join(map(str, setting.choices))}")
-    if fault := setting.fault(value):
-        raise ValueError(f"{printable(str(value))} {fault}")
+    if problem := setting.problem(value):
+        raise ValueError(f"{printable(str(value))} {problem}")
     return setting.type(value)
 
 

@@ -260,12 +260,12 @@ def _size_problems(plan: SplitPlan, opened: dict[str, Any], config: RunConfig) -
         if tokens < needed:
             problems.append(
                 f"The {plan.name} part of {prefix} has {tokens} tokens (documents {first} to {end} of {len(lengths)}), "
-                f"but one sample needs {needed} (--seq-length {needed - 1} + 1). {_remedy(plan, config)}"
+                f"but one sample needs {needed} (--seq-length {needed - 1} + 1). {_suggestion(plan, config)}"
             )
     return problems
 
 
-def _remedy(plan: SplitPlan, config: RunConfig) -> str:
+def _suggestion(plan: SplitPlan, config: RunConfig) -> str:
     ways = ["use more text", "a shorter --seq-length"]
     if derived.split(config) is not None:
         ways.insert(0, f"Increase its proportion (--split, now {derived.split(config)})")

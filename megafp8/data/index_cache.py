@@ -66,8 +66,8 @@ class IndexCache:
         name = entry_name(content)
         try:
             arrays = load_entry(self.folder, name, self.is_checked)
-        except CorruptEntryError as fault:
-            arrays, label = None, f"{label} again: {fault}"
+        except CorruptEntryError as error:
+            arrays, label = None, f"{label} again: {error}"
         if arrays is not None:
             return arrays
         with _convert_write_errors(self.folder):  # before the arrays are built, not after
@@ -80,8 +80,8 @@ class IndexCache:
             save_entry(self.folder, name, content, built)
         try:
             arrays = load_entry(self.folder, name)
-        except CorruptEntryError as fault:
-            raise DataError(f"{self.folder} loses written data: {fault}. Check the disk.") from fault
+        except CorruptEntryError as error:
+            raise DataError(f"{self.folder} loses written data: {error}. Check the disk.") from error
         assert arrays is not None
         return arrays
 

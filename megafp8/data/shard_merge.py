@@ -99,8 +99,8 @@ def find_shards(names: Sequence[str]) -> tuple[str, ...]:
         if not found:
             raise DataError(f"--input {name}: the folder has no shards (PREFIX.bin and PREFIX.idx).")
         for prefix in found:
-            if fault := path_problem(prefix):
-                raise DataError(f"--input {name}: {printable(prefix)} {fault}. Rename its files.")
+            if problem := path_problem(prefix):
+                raise DataError(f"--input {name}: {printable(prefix)} {problem}. Rename its files.")
         prefixes += found
     return tuple(prefixes)
 

@@ -23,8 +23,8 @@ from megafp8.device.layer_support import (
     fp16_master_problems,
     fsdp_codes_problems,
     graph_problems,
-    model_obstacles,
     quantizer_problems,
+    unsupported_in_model,
 )
 from megafp8.device.nccl_environment import expandable_segments
 from megafp8.recipes import registry
@@ -120,18 +120,18 @@ def resolve_implementation(config: RunConfig, target: Target) -> str:
         return precision.transformer_impl
     if target.kind != "cuda" or not target.transformer_engine:
         return "emulated"
-    is_supported = not recipe_obstacles(precision, target) and not layer_obstacles(config)
+    is_supported = not unsupported_recipes(precision, target) and not unsupported_layers(config)
     return "transformer_engine" if is_supported or not precision.emulation else "emulated"
 
 
-def emulation_notices(config: RunConfig, target: Target) -> list[str]:
+def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
     """Why `auto` emulates layers on a GPU with Transformer Engine; empty if it does not, or if that was requested."""
     is_automatic = config.precision.transformer_impl == "auto" and target.transformer_engine is not None
     if not is_automatic or target.kind != "cuda" or resolve_implementation(config, target) != "emulated":
         return []
     return [
         f"all layers are emulated because of {text}; to get an error instead: --no-emulation"
-        for text in recipe_obstacles(config.precision, target) + layer_obstacles(config)
+        for text in unsupported_recipes(config.precision, target) + unsupported_layers(config)
     ]
 
 
@@ -144,7 +144,7 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
     if target.kind == "cuda":
         found += graph_problems(config, implementation, target.transformer_engine is not None)
     if implementation == "transformer_engine":
-        found += [f"{text}; change it, or use --transformer-impl emulated" for text in layer_obstacles(config)]
+        found += [f"{text}; change it, or use --transformer-impl emulated" for text in unsupported_layers(config)]
         found += fp8_attention_problems(config, target) + quantizer_problems(config)
         found += fp16_master_problems(config) + fsdp_codes_problems(config)
     return fp8_lm.with_origins(found, config)
@@ -263,10 +263,10 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
             )
         return found
     fix = recipe_fix(target, precision.emulation)
-    return emulated_only_options(precision) + [f"{text}; {fix}" for text in recipe_obstacles(precision, target)]
+    return emulated_only_options(precision) + [f"{text}; {fix}" for text in unsupported_recipes(precision, target)]
 
 
-def recipe_obstacles(precision: PrecisionConfig, target: Target) -> list[str]:
+def unsupported_recipes(precision: PrecisionConfig, target: Target) -> list[str]:
     """Recipes that Transformer Engine does not support on the target's compute capability; empty without a GPU."""
     capability, found = target.compute_capability, []
     for recipe in derived.used_recipes(precision):
@@ -288,12 +288,12 @@ def recipe_obstacles(precision: PrecisionConfig, target: Target) -> list[str]:
     return found
 
 
-def layer_obstacles(config: RunConfig) -> list[str]:
+def unsupported_layers(config: RunConfig) -> list[str]:
     """Parts of a precision map and options of the model that the layers on Transformer Engine do not support."""
-    return precision_map_obstacles(config) + model_obstacles(config.model)
+    return unsupported_precision_map(config) + unsupported_in_model(config.model)
 
 
-def precision_map_obstacles(config: RunConfig) -> list[str]:
+def unsupported_precision_map(config: RunConfig) -> list[str]:
     """Parts of a precision map that Transformer Engine does not support, each with the first linear that needs it.
 
     Transformer Engine quantizes a linear under the recipe of the surrounding context. This is one recipe for all three
@@ -360,7 +360,7 @@ def has_te_recipe(chosen: LinearChoice) -> bool:
     return chosen.dgrad == chosen.wgrad and (chosen.dgrad == chosen.fprop or chosen.dgrad.recipe is None)
 
 
-def environment_notices(precision: PrecisionConfig, implementation: str) -> list[str]:
+def environment_warnings(precision: PrecisionConfig, implementation: str) -> list[str]:
     """Environment variables that change Transformer Engine's recipe from what the settings resolve to."""
     if implementation != "transformer_engine":
         return []

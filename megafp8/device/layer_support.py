@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megafp8.config import derived, mixture, precision_map
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.grouped_experts import grouped_expert_obstacles, one_launch_remedy
+from megafp8.config.grouped_experts import grouped_expert_problems, one_launch_suggestion
 from megafp8.config.planted_faults import EMULATED_FAULTS, INFINITE_ACTIVATION
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
@@ -18,7 +18,7 @@ from megafp8.recipes import registry
 from megafp8.recipes.base import Gemm, Operand, Recipe
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the settings need of this machine's packages and environment variables; a dry run reports it as notices
+# What the settings need of this machine's packages and environment variables; a dry run reports it as warnings
 
 
 def package_problems(logging: LoggingConfig) -> list[str]:
@@ -111,7 +111,7 @@ def has_current_tensor_scale(recipe: Recipe) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def model_obstacles(model: ModelConfig) -> list[str]:
+def unsupported_in_model(model: ModelConfig) -> list[str]:
     """Options of the model for which there are no layers on Transformer Engine here."""
     options = {
         f"--norm-placement {model.norm_placement}": model.norm_placement != "pre",
@@ -131,7 +131,7 @@ def quantizer_problems(config: RunConfig) -> list[str]:
     policy = training.on_nonfinite_activation
     asked = {
         "--moe-dispatch-in-fp8 without --moe-expert-kernels triton": (
-            config.parallel.moe_dispatch_in_fp8 and any(grouped_expert_obstacles(config))
+            config.parallel.moe_dispatch_in_fp8 and any(grouped_expert_problems(config))
         ),
     }
     found = [
@@ -200,16 +200,16 @@ def expert_kernel_problems(config: RunConfig, implementation: str) -> list[str]:
     ]
 
 
-def expert_launch_notices(config: RunConfig, target_kind: str, implementation: str) -> list[str]:
+def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: str) -> list[str]:
     """What it costs that the experts of a GPU run one by one, and what avoids it."""
     if not is_mixture(config.model) or target_kind != "cuda" or mixture.experts_per_rank(config) == 1:
         return []
     is_emulated = implementation == "emulated"
-    obstacle = next(grouped_expert_obstacles(config), None)
+    problem = next(grouped_expert_problems(config), None)
     if implementation == "local":
-        remedy = "--transformer-impl auto may run them in one launch"
-    elif obstacle or (is_emulated and config.parallel.moe_expert_kernels != "triton"):
-        remedy = one_launch_remedy(config, is_emulated)
+        suggestion = "--transformer-impl auto may run them in one launch"
+    elif problem or (is_emulated and config.parallel.moe_expert_kernels != "triton"):
+        suggestion = one_launch_suggestion(config, is_emulated)
     else:
         return []
     measured = (
@@ -218,7 +218,7 @@ def expert_launch_notices(config: RunConfig, target_kind: str, implementation: s
         else "in BF16, two H200s took 5 times as long for a step with 64 experts each"
     )
     num_experts = mixture.experts_per_rank(config)
-    return [f"the {num_experts} experts of a GPU run one by one, not in one launch ({measured}): {remedy}"]
+    return [f"the {num_experts} experts of a GPU run one by one, not in one launch ({measured}): {suggestion}"]
 
 
 def context_parallel_attention_problems(config: RunConfig) -> list[str]:
@@ -302,11 +302,11 @@ def graph_problems(config: RunConfig, implementation: str, has_te: bool) -> list
     graph = f"--cuda-graph-impl {config.training.cuda_graph_impl}"
     return [
         f"{flag} with {graph}: {reason}; use --cuda-graph-impl none"
-        for flag, reason in graph_obstacles(config, implementation, has_te)
+        for flag, reason in unsupported_in_graph(config, implementation, has_te)
     ]
 
 
-def graph_obstacles(config: RunConfig, implementation: str, has_te: bool) -> Iterator[tuple[str, str]]:
+def unsupported_in_graph(config: RunConfig, implementation: str, has_te: bool) -> Iterator[tuple[str, str]]:
     """What keeps layers of an implementation out of a CUDA graph: the flag, and why."""
     flag, parallel = f"--transformer-impl {implementation}", config.parallel
     sizes = (

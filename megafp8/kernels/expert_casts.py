@@ -86,7 +86,7 @@ def token_amaxes(inputs: Tensor) -> Tensor:
 
 
 def gather_codes(
-    inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid, received: Optional[Tensor] = None,
+    inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid, prequantized: Optional[Tensor] = None,
     scale: CastScale = CurrentScale(),
 ) -> RoutedCodes:  # fmt: skip
     """Quantize the token of each row to codes [R, W].
@@ -94,12 +94,12 @@ def gather_codes(
     Args:
         inputs: BF16 [T, W].
         routing_map: bool [T, E].
-        received: FP32 [E], dequantization scales, where the inputs are the numbers of codes.
-        scale: unused with `received`.
+        prequantized: FP32 [E], dequantization scales, where the inputs are the numbers of codes.
+        scale: unused with `prequantized`.
     """
     (num_rows,), width = rows.token_of_row.shape, inputs.shape[1]
-    if received is not None:
-        scales = _Scales(None, None, None, received)
+    if prequantized is not None:
+        scales = _Scales(None, None, None, prequantized)
     elif isinstance(scale, CurrentScale):
         amaxes = torch.where(routing_map, token_amaxes(inputs)[:, None], 0.0).amax(0)
         scales = _Scales(amaxes, None, scale.infinities, torch.empty_like(amaxes))
@@ -108,7 +108,8 @@ def gather_codes(
     codes = _empty_codes(num_rows, width, scales.scale_inv)
     experts.gather_codes_kernel[(width // SIDE, num_rows // SIDE)](
         inputs, rows.token_of_row, rows.expert_of_block, scales.amaxes, scales.known, scales.infinities, rows.ends,
-        *codes, num_rows, width, IS_SCALED=received is not None, **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
+        *codes, num_rows, width, IS_SCALED=prequantized is not None,
+        **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
     )  # fmt: skip
     return codes
 

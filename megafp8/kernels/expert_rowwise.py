@@ -232,7 +232,7 @@ class _Cast:
 
 
 def gather_codes(
-    inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid, received: None = None,
+    inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid, prequantized: None = None,
     scale: CurrentScale = CurrentScale(),
 ) -> RowwiseCodes:  # fmt: skip
     """Quantize the token of each row: inputs BF16 [T, W] to codes [R, W]. The routing map is not read."""

@@ -25,13 +25,13 @@ def run_problems(words: Sequence[str], ranks: int, folder: Optional[Path]) -> li
     problems += rules.problems(invocation.config, ranks)
     if problems or folder is None or not (path := folder / "config.json").exists():
         return problems
-    advice = "take another --output-dir, or remove it"
+    suggestion = "take another --output-dir, or remove it"
     try:
         before = settings.from_json(read_text(path))
     except (UnreadableFile, ConfigError) as error:
-        return [f"{path} cannot be read: {error}: {advice}"]
+        return [f"{path} cannot be read: {error}: {suggestion}"]
     lines = variants.differences(before, with_recorded(invocation.config, before))
-    return [f"{folder} holds a run with other settings ({'; '.join(lines)}): {advice}"] if lines else []
+    return [f"{folder} holds a run with other settings ({'; '.join(lines)}): {suggestion}"] if lines else []
 
 
 def discard_partial_checkpoints(run: PooledRun) -> None:

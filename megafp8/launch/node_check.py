@@ -1,6 +1,6 @@
 """Node check: what each node of a job measures about itself, and which nodes the job should not run on.
 
-A node reports the doctor's findings, its GPUs, its clock, the rendezvous, and all-reduces within the node and with its
+A node reports the doctor's results, its GPUs, its clock, the rendezvous, and all-reduces within the node and with its
 neighbors (`device/node_check_ranks.py`).
 """
 
@@ -24,7 +24,7 @@ from typing import Optional
 from megafp8.device.node_check_ranks import NodeRank, link_members, node_links
 from megafp8.launch.doctor.checks import run_checks
 from megafp8.launch.doctor.facts import Machine, command_output, find_machine
-from megafp8.launch.doctor.findings import ERROR
+from megafp8.launch.doctor.results import ERROR
 from megafp8.utils.files import UnreadableFile
 from megafp8.utils.process import set_parent_death_signal
 from megafp8.utils.strict_json import parse_json, read_json
@@ -253,12 +253,12 @@ def measure_node(
         if len(nodes) > 1:
             rendezvous_check = start_check_process("rendezvous_check", place, Path(scratch), "rendezvous")
         machine = find_machine(str(folder))
-        findings = run_checks(machine, num_gpus)
+        results = run_checks(machine, num_gpus)
         groups = collect_results(place, Path(scratch), ranks)
         rendezvous = None
         if rendezvous_check is not None:
             rendezvous = rendezvous_error(rendezvous_check, place.timeout_s, Path(scratch))
-    problems = tuple(f"{finding.check}: {finding.text}" for finding in findings if finding.level == ERROR)
+    problems = tuple(f"{result.check}: {result.text}" for result in results if result.level == ERROR)
     return NodeReport(
         node=node, problems=problems, software=software_versions(machine), gpus=gpus, clock_s=clock_s, groups=groups,
         rendezvous=rendezvous,

@@ -16,7 +16,7 @@ from megafp8.config.planted_faults import (
     OUTLIER_CHANNEL,
     SPIKE_BATCH,
 )
-from megafp8.config.rules.planted_faults import model_obstacles
+from megafp8.config.rules.planted_faults import unsupported_in_model
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.launch.study import Option
 
@@ -54,7 +54,7 @@ def fault_step(train_iters: int) -> int:
 def left_out_faults(model: ModelConfig) -> list[str]:
     """Why a model cannot have some of the faults; their arms are left out."""
     faults = dict.fromkeys(name.partition(REPAIR)[0] for name in ARMS)
-    return [obstacle for fault in faults for obstacle in model_obstacles(fault, model)]
+    return [problem for fault in faults for problem in unsupported_in_model(fault, model)]
 
 
 def fault_arms(config: RunConfig) -> tuple[Option, ...]:
@@ -72,7 +72,7 @@ def fault_arms(config: RunConfig) -> tuple[Option, ...]:
         fault, _, repair = name.partition(REPAIR)
         if repair == "smooth-swiglu" and derived.is_stateful(config.precision):
             continue
-        if any(model_obstacles(fault, config.model)):
+        if any(unsupported_in_model(fault, config.model)):
             continue
         words = ["--transformer-impl", "emulated", *flags.split(), "--fp8-guard-interval", "10"]
         if fault != CLEAN:

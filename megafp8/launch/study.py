@@ -130,8 +130,8 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
             problems += control_problems("grid", axis)
             for option in options:
                 problems += control_problems(f"grid: {axis}", (option.name, *option.flags))
-    if fault := path_problem(str(folder)):
-        problems.append(f"folder: {printable(str(folder))} {fault}")
+    if problem := path_problem(str(folder)):
+        problems.append(f"folder: {printable(str(folder))} {problem}")
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return Study(path=path, name=name, folder=folder, common=common, grids=grids, slurm=slurm)

@@ -101,25 +101,25 @@ def layer_load(
     )
 
 
-class LoadFinding(NamedTuple):
+class LoadWarning(NamedTuple):
     """What is wrong with the load of a layer.
 
     Attributes:
         layer: its number, from 0.
-        fault: COLLAPSE or IDLE.
+        kind: COLLAPSE or IDLE.
         what: the experts and values that show it.
     """
 
     layer: str
-    fault: str
+    kind: str
     what: str
 
 
-def load_findings(records: Sequence[ExpertRecord], num_experts: int, topk: int) -> Iterator[LoadFinding]:
+def load_warnings(records: Sequence[ExpertRecord], num_experts: int, topk: int) -> Iterator[LoadWarning]:
     """What is wrong with the load in the last records, each of which shows it.
 
     Args:
-        records: oldest first; fewer than `NUM_LASTING` give no finding.
+        records: oldest first; fewer than `NUM_LASTING` give no warning.
     """
     recent = records[-NUM_LASTING:]
     if len(recent) < NUM_LASTING or num_experts <= topk:
@@ -129,11 +129,11 @@ def load_findings(records: Sequence[ExpertRecord], num_experts: int, topk: int) 
         if all(is_collapsed(load, num_experts, topk) for load in loads):
             fraction = loads[-1].topk_fraction
             what = f"nearly all tokens pass the same {topk} of {num_experts} experts ({fraction:.1%} of assignments)"
-            yield LoadFinding(layer, COLLAPSE, what)
+            yield LoadWarning(layer, COLLAPSE, what)
             continue
         idle = set.intersection(*(set(load.idle_experts) for load in loads))
         if idle and not any(may_be_chance(load, num_experts, topk) for load in loads):
-            yield LoadFinding(layer, IDLE, describe_idle(sorted(idle), num_experts))
+            yield LoadWarning(layer, IDLE, describe_idle(sorted(idle), num_experts))
 
 
 def is_collapsed(load: LayerLoad, num_experts: int, topk: int) -> bool:

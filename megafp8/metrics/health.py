@@ -1,7 +1,7 @@
 """Health rules: what the quantization statistics of a run show to be wrong, and the events that report it.
 
-Each rule is a function from the newest statistics records, oldest first, to findings about the last one. Most rules
-need the same finding in several statistics steps in a row, since a single step may show chance.
+Each rule is a function from the newest statistics records, oldest first, to warnings about the last one. Most rules
+need the same warning in several statistics steps in a row, since a single step may show chance.
 
 The thresholds are the constants in capitals. Where a comment says "measured", they come from tensors of 512 x 512
 values under every recipe: normal, Laplace, Student-t with 3 and 5 degrees of freedom, rows or columns whose magnitudes
@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
-from megafp8.metrics import health_advice
-from megafp8.metrics.health_advice import Case, Problems, advice
+from megafp8.metrics import health_suggestions
+from megafp8.metrics.health_suggestions import Case, Problems, suggestion_text
 from megafp8.metrics.records import EventRecord, QuantizationRecord, TensorStats, linear_of
 
 MOVING_OCTAVES = 1.0  # more than twice or less than half of the amax before
@@ -47,7 +47,7 @@ ONLY_WHAT_IF = ", in high precision, checked for non-finite values only (the oth
 StatisticsRecords = Sequence[QuantizationRecord]
 
 
-class HealthFinding(NamedTuple):
+class HealthWarning(NamedTuple):
     """What is wrong with a tensor, with the values that show it."""
 
     tensor: str
@@ -55,11 +55,11 @@ class HealthFinding(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule, its name in records, and what to try against its findings."""
+    """A rule, its name in records, and what to try against its warnings."""
 
     name: str
-    find: Callable[[StatisticsRecords], Iterator[HealthFinding]]
-    remedies: health_advice.Remedies
+    find: Callable[[StatisticsRecords], Iterator[HealthWarning]]
+    suggestions: health_suggestions.Suggestions
     waits_for_warmup: bool = False
 
 
@@ -79,7 +79,7 @@ def tensors_of(record: QuantizationRecord) -> Mapping[str, TensorStats]:
     return record.tensors or next(iter(record.what_if.values()), {})
 
 
-def find_nonfinite(records: StatisticsRecords) -> Iterator[HealthFinding]:
+def find_nonfinite(records: StatisticsRecords) -> Iterator[HealthWarning]:
     """The first tensor with non-finite values in the order of the forward pass, else in that of the backward pass."""
     tensors = tensors_of(records[-1])
     bad = [name for name, stats in tensors.items() if stats.num_non_finite]
@@ -89,14 +89,14 @@ def find_nonfinite(records: StatisticsRecords) -> Iterator[HealthFinding]:
         what = f"{tensors[first].num_non_finite} values are not finite"
         count = len({name.removesuffix(".row").removesuffix(".column") for name in bad})
         others = f"; first of {count} such operands of linear layers in the order of the {order} pass"
-        yield HealthFinding(first, what + (others if count > 1 else ""))
+        yield HealthWarning(first, what + (others if count > 1 else ""))
 
 
-def find_saturated(records: StatisticsRecords) -> Iterator[HealthFinding]:
+def find_saturated(records: StatisticsRecords) -> Iterator[HealthWarning]:
     """Values saturate at the largest number that their scale expresses."""
     for name, recent in recent_stats(records):
         if all(is_saturated(stats) for stats in recent):
-            yield HealthFinding(name, f"{recent[-1].saturated_fraction:.2%} of its values saturate")
+            yield HealthWarning(name, f"{recent[-1].saturated_fraction:.2%} of its values saturate")
 
 
 def is_saturated(stats: TensorStats) -> bool:
@@ -106,23 +106,23 @@ def is_saturated(stats: TensorStats) -> bool:
     return (stats.saturated_fraction or 0) > MAX_SATURATED[stats.format] and not is_harmless
 
 
-def find_underflow(records: StatisticsRecords) -> Iterator[HealthFinding]:
+def find_underflow(records: StatisticsRecords) -> Iterator[HealthWarning]:
     """Gradients underflow to zero."""
     for name, recent in recent_stats(records):
         is_over = [(stats.underflow_fraction or 0) > MAX_UNDERFLOW[stats.format] for stats in recent]
         if ".grad_output" in name and all(is_over):
-            yield HealthFinding(name, f"{recent[-1].underflow_fraction:.1%} of its values become zero")
+            yield HealthWarning(name, f"{recent[-1].underflow_fraction:.1%} of its values become zero")
 
 
-def find_noise(records: StatisticsRecords) -> Iterator[HealthFinding]:
+def find_noise(records: StatisticsRecords) -> Iterator[HealthWarning]:
     """The local SQNR of a tensor is low, whatever the SQNR of its largest values is."""
     for name, recent in recent_stats(records):
         levels = [stats.mean_local_sqnr_db for stats in recent if stats.mean_local_sqnr_db is not None]
         if len(levels) == len(recent) and all(level < MIN_LOCAL_DB for level in levels):
-            yield HealthFinding(name, f"signal-to-quantization-noise ratio of {levels[-1]:.1f} dB")
+            yield HealthWarning(name, f"signal-to-quantization-noise ratio of {levels[-1]:.1f} dB")
 
 
-def find_moving_scales(records: StatisticsRecords) -> Iterator[HealthFinding]:
+def find_moving_scales(records: StatisticsRecords) -> Iterator[HealthWarning]:
     """The amax of an input or weight, and so its scale, jumps between statistics steps. Gradients do so in any run."""
     for name, recent in recent_stats(records, NUM_LASTING + 1):
         if ".grad_output" in name or any(stats.quant_scale_min is None for stats in recent):
@@ -131,25 +131,25 @@ def find_moving_scales(records: StatisticsRecords) -> Iterator[HealthFinding]:
         factors = [max(after / before, before / after) for before, after in zip(amaxes, amaxes[1:], strict=False)]
         if all(factor > 2**MOVING_OCTAVES for factor in factors):
             history = " -> ".join(f"{amax:.3g}" for amax in amaxes)
-            yield HealthFinding(name, f"its amax changed {history} between statistics steps")
+            yield HealthWarning(name, f"its amax changed {history} between statistics steps")
 
 
-def find_stale_scales(records: StatisticsRecords) -> Iterator[HealthFinding]:
+def find_stale_scales(records: StatisticsRecords) -> Iterator[HealthWarning]:
     """The scales of delayed scaling no longer fit the tensor."""
     for name, recent in recent_stats(records):
         octaves = [stats.staleness_octaves for stats in recent if stats.staleness_octaves is not None]
         if len(octaves) < len(recent):
             continue
         if all(each > STALE_OCTAVES for each in octaves):
-            yield HealthFinding(name, f"its amax is {2 ** octaves[-1]:.3g} times the amax of its scale")
+            yield HealthWarning(name, f"its amax is {2 ** octaves[-1]:.3g} times the amax of its scale")
         elif all(each < LOOSE_OCTAVES for each in octaves):
-            yield HealthFinding(
+            yield HealthWarning(
                 name,
                 f"its scale is for {2 ** -octaves[-1]:.3g} times its amax, so part of the format's range is unused",
             )
 
 
-def find_stalled_weights(records: StatisticsRecords) -> Iterator[HealthFinding]:
+def find_stalled_weights(records: StatisticsRecords) -> Iterator[HealthWarning]:
     """Updates are too small to change a weight or its codes."""
     for name, recent in recent_stats(records):
         ratios = [stats.update_to_weight for stats in recent if stats.update_to_weight is not None]
@@ -157,12 +157,12 @@ def find_stalled_weights(records: StatisticsRecords) -> Iterator[HealthFinding]:
             continue
         changed = [stats.codes_changed_fraction or 0 for stats in recent]
         if all(ratio < MIN_UPDATE_TO_WEIGHT for ratio in ratios):
-            yield HealthFinding(name, f"an update changes it by {ratios[-1]:.2g} of its norm")
+            yield HealthWarning(name, f"an update changes it by {ratios[-1]:.2g} of its norm")
         elif all(fraction < MIN_CODES_CHANGED for fraction in changed):
-            yield HealthFinding(name, f"an update changes only {changed[-1]:.2g} of its codes")
+            yield HealthWarning(name, f"an update changes only {changed[-1]:.2g} of its codes")
 
 
-def find_growing_outliers(records: StatisticsRecords) -> Iterator[HealthFinding]:
+def find_growing_outliers(records: StatisticsRecords) -> Iterator[HealthWarning]:
     """One channel of an input grows away from the others."""
     for name, recent in recent_stats(records, NUM_GROWING):
         if ".input" not in name or len({stats.outlier_channel for stats in recent}) > 1:
@@ -170,7 +170,7 @@ def find_growing_outliers(records: StatisticsRecords) -> Iterator[HealthFinding]
         octaves = [stats.outlier_octaves or 0.0 for stats in recent]
         is_growing = all(after > before for before, after in zip(octaves, octaves[1:], strict=False))
         if is_growing and octaves[-1] >= OUTLIER_OCTAVES and octaves[-1] - octaves[0] >= OUTLIER_GROWTH:
-            yield HealthFinding(
+            yield HealthWarning(
                 name,
                 f"channel {recent[-1].outlier_channel} has {2 ** octaves[-1]:.3g} times the amax of the median "
                 f"channel, up from {2 ** octaves[0]:.3g} times {NUM_GROWING - 1} statistics steps ago",
@@ -178,24 +178,24 @@ def find_growing_outliers(records: StatisticsRecords) -> Iterator[HealthFinding]
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("non-finite values", find_nonfinite, health_advice.for_nonfinite_values),
-    Rule("saturation", find_saturated, health_advice.for_saturation),
-    Rule("gradients underflow", find_underflow, health_advice.for_underflow),
-    Rule("quantization noise", find_noise, health_advice.for_noise),
-    Rule("scales still changing after warmup", find_moving_scales, health_advice.for_moving_scales, True),
-    Rule("stale delayed scales", find_stale_scales, health_advice.for_stale_scales),
-    Rule("stalled weights", find_stalled_weights, health_advice.for_stalled_weights, True),
-    Rule("growing outlier channel", find_growing_outliers, health_advice.for_outliers),
+    Rule("non-finite values", find_nonfinite, health_suggestions.for_nonfinite_values),
+    Rule("saturation", find_saturated, health_suggestions.for_saturation),
+    Rule("gradients underflow", find_underflow, health_suggestions.for_underflow),
+    Rule("quantization noise", find_noise, health_suggestions.for_noise),
+    Rule("scales still changing after warmup", find_moving_scales, health_suggestions.for_moving_scales, True),
+    Rule("stale delayed scales", find_stale_scales, health_suggestions.for_stale_scales),
+    Rule("stalled weights", find_stalled_weights, health_suggestions.for_stalled_weights, True),
+    Rule("growing outlier channel", find_growing_outliers, health_suggestions.for_outliers),
 )
 
 
 class HealthMonitor:
-    """Applies the rules to the newest statistics records. Each finding about a tensor is reported once.
+    """Applies the rules to the newest statistics records. Each warning about a tensor is reported once.
 
     Args:
         config, world_size: of the run.
         warmup_steps: of the learning rate; some rules apply only afterwards.
-        machine_problems: see `health_advice.Case`.
+        machine_problems: see `health_suggestions.Case`.
     """
 
     def __init__(
@@ -209,24 +209,24 @@ class HealthMonitor:
         self.first_seen: dict[str, dict[str, int]] = {rule.name: {} for rule in RULES}
 
     def update(self, record: QuantizationRecord) -> list[EventRecord]:
-        """Add a record. Returns one event per rule with new findings."""
+        """Add a record. Returns one event per rule with new warnings."""
         self.records.append(record)
         self.num_records += 1
         events = []
         for rule in RULES:
             records = [r for r in self.records if not rule.waits_for_warmup or r.step > self.warmup_steps]
             seen = self.first_seen[rule.name]
-            new = [finding for finding in (rule.find(records) if records else ()) if finding.tensor not in seen]
-            seen.update((finding.tensor, record.step) for finding in new)
+            new = [warning for warning in (rule.find(records) if records else ()) if warning.tensor not in seen]
+            seen.update((warning.tensor, record.step) for warning in new)
             if new:
                 case = Case(self.config, self.world_size, linear_of(new[0].tensor), self.machine_problems)
-                remedies = advice(case, rule.remedies)
-                detail = f"{rule.name}: {findings_text(new)}" + (f"; try: {remedies}" if remedies else "")
+                suggestions = suggestion_text(case, rule.suggestions)
+                detail = f"{rule.name}: {warnings_text(new)}" + (f"; try: {suggestions}" if suggestions else "")
                 events.append(EventRecord(step=record.step, name=EVENT, detail=detail))
         return events
 
     def summary(self, first_step: int, last_step: int) -> EventRecord:
-        """All findings of the run in one line, and how much they are based on.
+        """All warnings of the run in one line, and how much they are based on.
 
         Args:
             first_step, last_step: the steps that were made.
@@ -259,8 +259,8 @@ class HealthMonitor:
         )
 
 
-def findings_text(findings: Sequence[HealthFinding]) -> str:
-    """The first findings, and how many more there are."""
-    text = "; ".join(f"{finding.tensor}: {finding.what}" for finding in findings[:MAX_NAMED])
-    more = len(findings) - MAX_NAMED
+def warnings_text(warnings: Sequence[HealthWarning]) -> str:
+    """The first warnings, and how many more there are."""
+    text = "; ".join(f"{warning.tensor}: {warning.what}" for warning in warnings[:MAX_NAMED])
+    more = len(warnings) - MAX_NAMED
     return f"{text}; and {more} more" if more > 0 else text

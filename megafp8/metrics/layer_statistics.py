@@ -13,7 +13,7 @@ a hundred steps is early, and a fixed limit that is above the values of every he
 grow, too: weights of queries and keys with the sum of the learning rates so far, and logits with its square. So values
 are compared with earlier ones only if these were taken after the steps of `first_steps_not_kept`: more than
 `SETTLING_STEPS` after the warm-up, and where the sum at most doubles in two intervals, so that its square grows by at
-most 4. In five it may grow by 12, so that logits above 100 so early may be a finding in a healthy model, too.
+most 4. In five it may grow by 12, so that logits above 100 so early may be a warning in a healthy model, too.
 
 In a model of 8 layers and width 512 with a warm-up of 23 steps (two seeds, 60 and 104 steps of 2,048 tokens, emulated
 tensorwise scaling in FP32, peak learning rate 1.2e-3), logits grew by factors of up to 5 in 20 steps from step 24 on,
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT
 from megafp8.config.precision_map import resolve
-from megafp8.metrics.health_advice import Case, Remedy, accepted
+from megafp8.metrics.health_suggestions import Case, Suggestion, accepted
 from megafp8.recipes.formats import E4M3
 
 ALIGNMENT = "SwiGLU alignment"
@@ -48,21 +48,21 @@ class Limit(NamedTuple):
     """The limit of a statistic.
 
     Attributes:
-        value: larger ones are findings.
+        value: larger ones are warnings.
         moves_layer: whether the layer in high precision helps. If not, the cause is not the quantization.
-        remedies: what to try, where it is of use (`advice`).
+        suggestions: what to try, where it is of use (`suggestion_text`).
     """
 
     value: float
     moves_layer: bool
-    remedies: tuple[Remedy, ...]
+    suggestions: tuple[Suggestion, ...]
 
 
 class Growth(NamedTuple):
     """A limit of the growth of a statistic.
 
     Attributes:
-        factor: larger ones, over the smallest of the last observations, are findings.
+        factor: larger ones, over the smallest of the last observations, are warnings.
         floor: of the values; smaller ones may grow.
         num_intervals: number of those observations.
     """
@@ -72,17 +72,17 @@ class Growth(NamedTuple):
     num_intervals: int
 
 
-SMOOTH, MOVE = Remedy(("--fp8-guard", "smooth-swiglu")), Remedy(("--fp8-guard", "bf16-layer"))
-KEEP = Remedy((), "the layer in high precision with --precision")
-NORM = Remedy(("--qk-layernorm",), " in a new run")
-CAP = Remedy(("--attention-logit-softcapping", "50"), " in a new run")  # of Gemma 2
-LOWER_LR, MORE_DECAY = Remedy((), "a lower --lr"), Remedy((), "a larger --weight-decay")
-QUANTIZATION_REMEDIES = (SMOOTH, MOVE, KEEP)
+SMOOTH, MOVE = Suggestion(("--fp8-guard", "smooth-swiglu")), Suggestion(("--fp8-guard", "bf16-layer"))
+KEEP = Suggestion((), "the layer in high precision with --precision")
+NORM = Suggestion(("--qk-layernorm",), " in a new run")
+CAP = Suggestion(("--attention-logit-softcapping", "50"), " in a new run")  # of Gemma 2
+LOWER_LR, MORE_DECAY = Suggestion((), "a lower --lr"), Suggestion((), "a larger --weight-decay")
+QUANTIZATION_SUGGESTIONS = (SMOOTH, MOVE, KEEP)
 LIMITS = {
-    "kurtosis": Limit(1000.0, True, QUANTIZATION_REMEDIES),
-    "outlier share": Limit(0.8, True, QUANTIZATION_REMEDIES),
-    "subnormal share": Limit(0.5, True, QUANTIZATION_REMEDIES),
-    ALIGNMENT: Limit(0.98, True, (*QUANTIZATION_REMEDIES, MORE_DECAY)),
+    "kurtosis": Limit(1000.0, True, QUANTIZATION_SUGGESTIONS),
+    "outlier share": Limit(0.8, True, QUANTIZATION_SUGGESTIONS),
+    "subnormal share": Limit(0.5, True, QUANTIZATION_SUGGESTIONS),
+    ALIGNMENT: Limit(0.98, True, (*QUANTIZATION_SUGGESTIONS, MORE_DECAY)),
     "attention logits": Limit(500.0, False, (NORM, CAP, LOWER_LR)),
     "residual": Limit(1000.0, False, (LOWER_LR,)),
     "gradient SNR": Limit(math.inf, False, (LOWER_LR, KEEP)),
@@ -112,12 +112,12 @@ def first_steps_not_kept(warmup_steps: float, interval: int) -> float:
 
 
 def smoothing_helps(statistic: str, name: str) -> bool:
-    """Whether scales per channel of SwiGLU's output help against a finding of a layer, or of a linear's input."""
+    """Whether scales per channel of SwiGLU's output help against a warning of a layer, or of a linear's input."""
     return statistic == ALIGNMENT or name.endswith(f".{SWIGLU_OUTPUT}.input")
 
 
-def advice(statistic: str, name: str, case: Case) -> str:
-    """What helps against a finding, and the run does not have yet and accepts.
+def suggestion_text(statistic: str, name: str, case: Case) -> str:
+    """What helps against a warning, and the run does not have yet and accepts.
 
     Args:
         name: of a layer, or of a linear's input: `layers.3.linear_fc2.input`.
@@ -132,8 +132,8 @@ def advice(statistic: str, name: str, case: Case) -> str:
         ),
         CAP: config.model.attention_logit_softcapping is None,
     }
-    remedies = [remedy for remedy in LIMITS[statistic].remedies if is_useful.get(remedy, True)]
-    return "; ".join(map(str, accepted(case, remedies)))
+    suggestions = [suggestion for suggestion in LIMITS[statistic].suggestions if is_useful.get(suggestion, True)]
+    return "; ".join(map(str, accepted(case, suggestions)))
 
 
 def input_statistics(values: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 The field `kind` names the kind of a record: `run` at the start and after every resumption, `step` for each optimizer
 step, `quantization` for each statistics step, `guard` for each one of `--fp8-guard`, `experts` for the load of experts,
-`eval` for each validation or test, and `event` for anything else (checkpoint saved, health finding, reason for
+`eval` for each validation or test, and `event` for anything else (checkpoint saved, health warning, reason for
 stopping).
 
 The lines are strict JSON, which has no NaN and no infinity. Losses may become non-finite, so these values are written

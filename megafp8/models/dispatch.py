@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megafp8.quantization.received import ReceivedScale, codes_of_experts
+from megafp8.quantization.prequantized import PrequantizedScale, codes_of_experts
 from megafp8.recipes.base import OperandRule
 
 Splits = Optional[list[int]]
@@ -39,7 +39,7 @@ class CodeDispatcher(MoEAlltoAllTokenDispatcher):
     tokens_per_expert: Any
     rule: Optional[OperandRule] = None
     quant_scales: Optional[Tensor] = None
-    scales: Optional[ReceivedScale] = None
+    scales: Optional[PrequantizedScale] = None
     load: Optional[Any] = None
 
     def token_dispatch(self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class CodeDispatcher(MoEAlltoAllTokenDispatcher):
             counts = self._rows_of_experts(tokens)
             codes, scales = codes_of_experts(tokens, counts, self.rule, self.tp_ep_group, self._all_quant_scales())
             first = self.local_expert_indices[0]
-            self.scales = ReceivedScale(*(each[first : first + self.num_local_experts] for each in scales))
+            self.scales = PrequantizedScale(*(each[first : first + self.num_local_experts] for each in scales))
             splits = [_numbers(self.output_splits), _numbers(self.input_splits)]
             arrived = _SendCodes.apply(tokens, codes, self.ep_group, *splits)
             probs = all_to_all(self.ep_group, permuted_probs, self.output_splits, self.input_splits)
@@ -134,5 +134,5 @@ class DispatchingLayer(MoELayer):
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Optional[Tensor]]:
         """The output of the experts for what arrived."""
         if self.sends_codes:
-            self.experts.received = self.token_dispatcher.scales
+            self.experts.prequantized = self.token_dispatcher.scales
         return super().routed_experts_compute(hidden_states, probs)

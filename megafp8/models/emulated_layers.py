@@ -32,7 +32,7 @@ from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, 
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import AmaxGroups, LinearPlan, Observer, QuantizedWeight, quantize_weight
 from megafp8.quantization.nvfp4 import RoundingNoise
-from megafp8.quantization.received import ReceivedScale, dequantized
+from megafp8.quantization.prequantized import PrequantizedScale, dequantized
 from megafp8.recipes.base import UNQUANTIZED, DelayedOptions, Gemm, LinearRecipe, Operand, OperandRule, ScaleRule
 
 AMAX_REDUCTIONS = ("te", "all")
@@ -54,11 +54,12 @@ class EmulatedLinearMixin:
         gradient_accumulation_fusion: add wgrad to `main_grad` inside the layer. Set it after construction, because the
             constructor of megatron-core's linear would require Apex.
         is_quantizing: if False, all GEMMs are in high precision and the state of the recipe does not change.
-        is_moved: the same for the rest of the run, see `move_to_high_precision`.
+        is_fallback: the same for the rest of the run, see `move_to_high_precision`.
         input_scales: [K], powers of two by which the input is divided already; None is 1.
         is_smoothed: the input has a scale per channel, see `smooth_input`.
         counts: of non-finite and saturated values; None counts nothing.
-        received: the scale of the next input, which arrived as codes (`quantization/received.py`); None: it did not.
+        prequantized: the scale of the next input, which arrived as codes (`quantization/prequantized.py`); None: it did
+            not.
     """
 
     # Attributes of megatron-core's linear.
@@ -86,11 +87,11 @@ class EmulatedLinearMixin:
         super().__init__(*args, **kwargs)
         self.recipe = recipe
         self.is_quantizing = True
-        self.is_moved = False
+        self.is_fallback = False
         self.is_smoothed = False
         self.input_scales: Optional[Tensor] = None
         self.counts: Optional[LinearCounts] = None
-        self.received: Optional[ReceivedScale] = None
+        self.prequantized: Optional[PrequantizedScale] = None
         self.amax_reduction = amax_reduction
         self.observer: Optional[Observer] = None
         self.caches_weight_codes = False
@@ -162,9 +163,9 @@ class EmulatedLinearMixin:
                 grad_output_buffer=grad_output_buffer, **plain_options,
             )  # fmt: skip
         assert grad_output_buffer is None, "deferred wgrad of the output layer is not supported"
-        recipe = self.recipe if self.is_quantizing and not self.is_moved else UNQUANTIZED
-        if self.received is not None and recipe is UNQUANTIZED:
-            input = dequantized(input, self.received)
+        recipe = self.recipe if self.is_quantizing and not self.is_fallback else UNQUANTIZED
+        if self.prequantized is not None and recipe is UNQUANTIZED:
+            input = dequantized(input, self.prequantized)
         plan = LinearPlan(
             recipe=recipe,
             tensor_group=self.tp_group,
@@ -176,7 +177,7 @@ class EmulatedLinearMixin:
             observer=self.observer,
             counts=self.counts,
             channel_scales=self.input_scales,
-            received=None if recipe is UNQUANTIZED else self.received,
+            prequantized=None if recipe is UNQUANTIZED else self.prequantized,
         )
         if recipe.delayed is not None:
             return self._delayed_forward(input, weight, bias, plan)
@@ -221,9 +222,9 @@ class EmulatedLinearMixin:
 
     def move_to_high_precision(self) -> None:
         """Quantize no GEMM from now on. The state of the recipe stays in checkpoints, unchanged. Not within a step."""
-        if self.amax_exchange is not None and not self.is_moved:
+        if self.amax_exchange is not None and not self.is_fallback:
             self.amax_exchange.leave(self.quantizer_state)
-        self.is_moved = True
+        self.is_fallback = True
 
     def smooth_input(self) -> None:
         """Give the input a scale per channel from now on (`quantization/smoothing.py`). Not within a step."""

@@ -29,7 +29,7 @@ from megafp8.mcore.mixture_patches import define_router_gemm
 from megafp8.models.dispatch import DispatchingLayer
 from megafp8.models.router import Router
 from megafp8.quantization.nvfp4 import RoundingNoise
-from megafp8.quantization.received import ReceivedScale
+from megafp8.quantization.prequantized import PrequantizedScale
 from megafp8.recipes.base import Gemm, Operand, OperandRule, ScaleRule
 from megafp8.utils.integers import round_up
 
@@ -45,11 +45,11 @@ class PaddedExperts(SequentialMLP):
 
     Attributes:
         load: collects the numbers of rows; None collects nothing.
-        received: the scales [experts] of the next tokens, which arrived as codes; None: they did not.
+        prequantized: the scales [experts] of the next tokens, which arrived as codes; None: they did not.
     """
 
     load: Optional[Any] = None
-    received: Optional[ReceivedScale] = None
+    prequantized: Optional[PrequantizedScale] = None
 
     def __init__(self, *args: Any, alignment: int, noise_name: str, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -78,8 +78,10 @@ class PaddedExperts(SequentialMLP):
             [T, H], and None for the bias, which is added already.
         """
         for index, expert in enumerate(self.local_experts):
-            scales = self.received
-            expert.linear_fc1.received = None if scales is None else ReceivedScale(*(each[index] for each in scales))
+            scales = self.prequantized
+            expert.linear_fc1.prequantized = (
+                None if scales is None else PrequantizedScale(*(each[index] for each in scales))
+            )
         counts = tokens_per_expert.tolist()
         padded = [round_up(count, self.alignment) for count in counts]
         if self.load is not None and torch.is_grad_enabled():

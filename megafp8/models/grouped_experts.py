@@ -26,7 +26,7 @@ from megafp8.quantization import grouped_linear
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.grouped_linear import Codes
 from megafp8.quantization.linear import main_grad_stand_in
-from megafp8.quantization.received import ReceivedScale
+from megafp8.quantization.prequantized import PrequantizedScale
 
 
 class ExpertCodes(NamedTuple):
@@ -76,7 +76,7 @@ def casts_of(is_rowwise: bool) -> Any:
 
 def experts(
     inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
-    codes: Optional[ExpertCodes] = None, received: Optional[ReceivedScale] = None,
+    codes: Optional[ExpertCodes] = None, prequantized: Optional[PrequantizedScale] = None,
     scales: ExpertScales = ExpertScales(),
 ) -> Tensor:  # fmt: skip
     """Sum over each token's experts of p fc2(silu(a) b), where a and b are the halves of fc1(token).
@@ -89,15 +89,15 @@ def experts(
         routing_map: bool [T, E].
         rows: of the routing map.
         codes: of the weights; None computes in BF16.
-        received: [E], the scales of inputs that arrived as codes; None: they did not.
+        prequantized: [E], the scales of inputs that arrived as codes; None: they did not.
         scales: of the operands.
 
     Returns:
         BF16 [T, H].
     """
     function = _BF16Experts if codes is None else _FP8Experts
-    assert codes is not None or received is None
-    return function.apply(inputs, values_of_rows(probs, rows), fc1, fc2, routing_map, rows, codes, received, scales)
+    assert codes is not None or prequantized is None
+    return function.apply(inputs, values_of_rows(probs, rows), fc1, fc2, routing_map, rows, codes, prequantized, scales)
 
 
 def add_wgrad(
@@ -132,7 +132,7 @@ class _BF16Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
-        codes: None, received: None, scales: ExpertScales,
+        codes: None, prequantized: None, scales: ExpertScales,
     ) -> Tensor:  # fmt: skip
         x = expert_casts.gather(inputs, rows)
         h = grouped_linear.fprop(x, fc1, rows)
@@ -157,12 +157,12 @@ class _FP8Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
-        codes: ExpertCodes, received: Optional[ReceivedScale], scales: ExpertScales,
+        codes: ExpertCodes, prequantized: Optional[PrequantizedScale], scales: ExpertScales,
     ) -> Tensor:  # fmt: skip
         casts, dequant_scale = casts_of(codes.is_rowwise), None
-        if received is not None:
-            dequant_scale = received.dequant_scale
-            scales.fc1_input.record(received.amax)
+        if prequantized is not None:
+            dequant_scale = prequantized.dequant_scale
+            scales.fc1_input.record(prequantized.amax)
         x = casts.gather_codes(inputs, rows, routing_map, codes.grid, dequant_scale, scales.fc1_input)
         h = grouped_linear.fp8_fprop(x, codes.fc1, rows)
         y = casts.swiglu_codes(h, probs, rows, codes.grid, scales.fc2_input)

@@ -30,7 +30,7 @@ from megafp8.kernels.expert_scales import CurrentScale, CurrentScales
 from megafp8.kernels.routed_rows import route
 from megafp8.mcore.process_groups import amax_reduction_group
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedScale, DelayedScales, DelayedState
-from megafp8.quantization.received import ReceivedScale
+from megafp8.quantization.prequantized import PrequantizedScale
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule
 
 LINEARS = ("linear_fc1", "linear_fc2")
@@ -88,9 +88,14 @@ class GroupedExperts(MegatronModule):
         return self.compute(tokens, probs, routing_map, self.config.moe_router_topk).view_as(hidden_states)
 
     def compute(
-        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int, received: Optional[ReceivedScale] = None
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        topk: int,
+        prequantized: Optional[PrequantizedScale] = None,
     ) -> Tensor:
-        """The same of tokens [T, H]; `received` is as for `grouped_experts.experts`."""
+        """The same of tokens [T, H]; `prequantized` is as for `grouped_experts.experts`."""
         from megafp8.models.grouped_experts import ExpertScales, experts  # needs Triton
 
         rows = route(routing_map, topk)
@@ -100,7 +105,7 @@ class GroupedExperts(MegatronModule):
         codes = self._weight_codes(fc1.weight, fc2.weight)
         scales = ExpertScales(fc1.input, fc2.input, fc1.grad_output, fc2.grad_output, self._backward_ran)
         weights = self.linear_fc1, self.linear_fc2
-        output = experts(tokens, probs.float(), *weights, routing_map, rows, codes, received, scales)
+        output = experts(tokens, probs.float(), *weights, routing_map, rows, codes, prequantized, scales)
         if is_first_run:
             for state in self.quantizer_state.values():
                 self.exchange.forward_ran(state)
@@ -162,10 +167,10 @@ class ExchangedExperts(GroupedExperts):
     """The experts of one rank, for tokens that a dispatcher has brought there. Each token is of one expert.
 
     Attributes:
-        received: the scales [experts] of the next tokens, which arrived as codes; None: they did not.
+        prequantized: the scales [experts] of the next tokens, which arrived as codes; None: they did not.
     """
 
-    received: Optional[ReceivedScale] = None
+    prequantized: Optional[PrequantizedScale] = None
 
     def input_rule(self) -> Optional[OperandRule]:
         """The rule by which the experts quantize their tokens; None in BF16."""
@@ -196,7 +201,7 @@ class ExchangedExperts(GroupedExperts):
             expert_of_token = experts.new_full((1,), -1)
         routing_map = expert_of_token[:, None] == experts
         scores = torch.where(routing_map, probs[:, None], 0.0)
-        outputs = self.compute(tokens, scores, routing_map, topk=1, received=self.received)
+        outputs = self.compute(tokens, scores, routing_map, topk=1, prequantized=self.prequantized)
         return outputs[:num_tokens], None
 
 

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from megafp8.config import attention_layers, derived, dimensions, latent_attention, multi_token, precision_map
 from megafp8.config.expert_layers import expert_layers
-from megafp8.config.grouped_experts import expert_choices, grouped_expert_obstacles
+from megafp8.config.grouped_experts import expert_choices, grouped_expert_problems
 from megafp8.config.precision_map import EXPERTS, LINEARS, MLP_LINEARS, build_linear_recipe
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.stages import stage_layers
@@ -335,7 +335,7 @@ def te_layer_spec(config: RunConfig, has_experts: bool) -> ModuleSpec:
     if has_experts:
         submodules = mlp_submodules(layer.submodules.mlp)
         submodules.router = Router
-        if not any(grouped_expert_obstacles(config)):
+        if not any(grouped_expert_problems(config)):
             layer.submodules.mlp = grouped_mixture_spec(submodules, config)
     return layer
 

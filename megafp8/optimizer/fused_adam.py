@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from megafp8.config.fused_adam import fused_adam_obstacle
+from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.schema import RunConfig
 from megafp8.optimizer.tensor_table import ParameterRow, build_rows
 
@@ -34,10 +34,10 @@ FP8_CAST_CAPABILITY = (8, 9)  # compute capability
 CLIP_EPSILON = 1e-6  # megatron-core's
 
 
-def obstacle(config: RunConfig, on_cuda: bool) -> Optional[str]:
+def problem(config: RunConfig, on_cuda: bool) -> Optional[str]:
     """Why a run cannot use the fused Adam; None if it can."""
     moments = (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype)
-    device_obstacles = (
+    device_problems = (
         (not on_cuda, "no CUDA device"),
         (
             "fp8" in moments and on_cuda and torch.cuda.get_device_capability() < FP8_CAST_CAPABILITY,
@@ -45,10 +45,10 @@ def obstacle(config: RunConfig, on_cuda: bool) -> Optional[str]:
         ),
         (on_cuda and not distrib_optimizer.USING_TE_OPTIMIZER, "no Transformer Engine, whose Adam keeps the state"),
     )
-    of_config = fused_adam_obstacle(config)
+    of_config = fused_adam_problem(config)
     if of_config is not None:
         return of_config
-    return next((reason for applies, reason in device_obstacles if applies), None)
+    return next((reason for applies, reason in device_problems if applies), None)
 
 
 class FusedAdamOptimizer(ChainedOptimizer):

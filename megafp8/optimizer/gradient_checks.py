@@ -132,7 +132,7 @@ def reduce_step_totals(
     squared_norm: Optional[Tensor] = None,
     is_stopping: bool = False,
     grad_codes: Optional[Tensor] = None,
-    operand_faults: Optional[Tensor] = None,
+    nonfinite_operands: Optional[Tensor] = None,
     depth_sums: Optional[Tensor] = None,
 ) -> StepTotals:
     """Reduce losses, non-finite flags, squared norms, stop signals and counts over all ranks, in one all-reduce.
@@ -143,7 +143,7 @@ def reduce_step_totals(
         squared_norm: of this rank's gradient shards; None where the optimizer takes the norm.
         is_stopping: whether this rank received a stop signal.
         grad_codes: [3], the numbers of `CodeCounts` of this rank; None where gradients are not reduced in FP8.
-        operand_faults: [3], `num_non_finite` to `num_infinite_amaxes` on this rank; None counts nothing.
+        nonfinite_operands: [3], `num_non_finite` to `num_infinite_amaxes` on this rank; None counts nothing.
         depth_sums: (sum, tokens) of each depth of multi-token prediction [depths, 2], 0 on a rank whose loss is not
             counted; None on all ranks without it.
     """
@@ -158,8 +158,8 @@ def reduce_step_totals(
         totals[4] = 1
     if grad_codes is not None:
         totals[5:8] = grad_codes
-    if operand_faults is not None:
-        totals[8:11] = operand_faults
+    if nonfinite_operands is not None:
+        totals[8:11] = nonfinite_operands
     if depth_sums is not None:
         totals[11:] = depth_sums.flatten()
     dist.all_reduce(totals)

@@ -35,18 +35,18 @@ from typing import Any, NamedTuple, Optional
 
 from megafp8.config import derived, dimensions, precision_map, rules, topology
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.fused_adam import fused_adam_obstacle
-from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config.fused_adam import fused_adam_problem
+from megafp8.config.grouped_experts import grouped_expert_problems
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.planted_faults import ALIGNED_SWIGLU
-from megafp8.config.rules.cuda_graph import default_graph_obstacles, evaluation_graph_obstacles
+from megafp8.config.rules.cuda_graph import default_graph_problems, evaluation_graph_problems
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_with, value_of, with_values
 from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
-from megafp8.device.layer_support import graph_obstacles, layers_without_default_graph
+from megafp8.device.layer_support import layers_without_default_graph, unsupported_in_graph
 from megafp8.device.nccl_environment import expandable_segments
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
@@ -198,8 +198,8 @@ def _bf16_moments(config: RunConfig, saved_config: Saved, given: Collection[str]
     settings, flag = config.optimizer, "--use-precision-aware-optimizer"
     if settings.use_precision_aware_optimizer is not None or any(name in given for name in BF16_MOMENTS):
         return {}, Choice(flag, "as given", "flags choose the dtypes of moments")
-    if obstacle := fused_adam_obstacle(with_values(config, BF16_MOMENTS)):
-        return {}, Choice(flag, "off", f"the one-pass update excludes {obstacle}")
+    if problem := fused_adam_problem(with_values(config, BF16_MOMENTS)):
+        return {}, Choice(flag, "off", f"the one-pass update excludes {problem}")
     saved = saved_config(config)
     if saved is not None and not saved.optimizer.use_precision_aware_optimizer:
         return {}, Choice(flag, "off", "as the checkpoint")
@@ -214,8 +214,8 @@ def _new_problem(config: RunConfig, values: Values, target: Target, world_size: 
     """The first problem that settings cause, or why they would change the layers in use; None if there is none."""
     before, after = (
         [
-            *capability.recipe_obstacles(each.precision, target),
-            *capability.layer_obstacles(each),
+            *capability.unsupported_recipes(each.precision, target),
+            *capability.unsupported_layers(each),
             *rules.setting_problems(each, world_size),
             *capability.capability_problems(each, target),
         ]
@@ -282,8 +282,8 @@ def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[V
     uses_nccl = target.kind == "cuda" and parallel.distributed_backend != "gloo"
     if not (parallel.overlap_param_gather and is_shared and uses_nccl):
         return {"parallel.use_nccl_ub": False}, []
-    if obstacle := expandable_segments():
-        return {"parallel.use_nccl_ub": False}, [Choice("--use-nccl-ub", "off", f"{obstacle} excludes it")]
+    if problem := expandable_segments():
+        return {"parallel.use_nccl_ub": False}, [Choice("--use-nccl-ub", "off", f"{problem} excludes it")]
     return {"parallel.use_nccl_ub": True}, [Choice("--use-nccl-ub", "on", "copy engines gather weights")]
 
 
@@ -310,12 +310,12 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
     if fault_injection.FAULTS_VARIABLE in os.environ:
         return none, [Choice("--cuda-graph-impl", "none", f"{fault_injection.FAULTS_VARIABLE} acts between kernels")]
     implementation = capability.resolve_implementation(config, target)
-    obstacles = itertools.chain(
-        graph_obstacles(config, implementation, target.transformer_engine is not None),
-        default_graph_obstacles(config), layers_without_default_graph(config, implementation, world_size),
+    problems = itertools.chain(
+        unsupported_in_graph(config, implementation, target.transformer_engine is not None),
+        default_graph_problems(config), layers_without_default_graph(config, implementation, world_size),
     )  # fmt: skip
-    if obstacle := next(obstacles, None):
-        return none, [Choice("--cuda-graph-impl", "none", ": ".join(obstacle))]
+    if problem := next(problems, None):
+        return none, [Choice("--cuda-graph-impl", "none", ": ".join(problem))]
     local = {"training.cuda_graph_impl": "local"}
     if shortage := _memory_shortage(with_values(config, local), target, world_size, implementation):
         return none, [Choice("--cuda-graph-impl", "none", shortage)]
@@ -328,7 +328,7 @@ def _evaluation_graph(config: RunConfig, target: Target, world_size: int) -> tup
         return {}, []
     name = "training.cuda_graph_evaluation"
     has_both = config.training.eval_iters > 0 and derived.uses_cuda_graph(config)
-    if not has_both or world_size > 1 or next(evaluation_graph_obstacles(config), None):
+    if not has_both or world_size > 1 or next(evaluation_graph_problems(config), None):
         return {name: False}, []
     return {name: True}, [Choice("--cuda-graph-evaluation", "on", "the steps are a CUDA graph on one GPU")]
 
@@ -338,8 +338,8 @@ def _expert_kernels(config: RunConfig, target: Target, world_size: int) -> tuple
     is_chosen = config.parallel.moe_expert_kernels is not None
     if is_chosen or not is_mixture(config.model) or not _has_te_layers(config, target):
         return {}, []
-    obstacle = next(grouped_expert_obstacles(config), None)
-    kernels, reason = ("te", obstacle) if obstacle else ("triton", "all experts in one launch")
+    problem = next(grouped_expert_problems(config), None)
+    kernels, reason = ("te", problem) if problem else ("triton", "all experts in one launch")
     return {"parallel.moe_expert_kernels": kernels}, [Choice("--moe-expert-kernels", kernels, reason)]
 
 

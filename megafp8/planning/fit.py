@@ -12,7 +12,7 @@ from megafp8.config.precision_map import GEMMS
 from megafp8.config.rules import cuda_graph
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
-from megafp8.device.layer_support import graph_obstacles
+from megafp8.device.layer_support import unsupported_in_graph
 from megafp8.planning import micro_batch
 from megafp8.planning.automatic import BF16_MOMENTS, MAX_BETA2_IN_BF16, Values
 from megafp8.planning.compute import cast_s, gemm_s, grad_output_rows
@@ -20,7 +20,7 @@ from megafp8.planning.layouts import MICRO, recomputations
 from megafp8.planning.memory import estimate_stages
 from megafp8.planning.micro_batch import gib
 from megafp8.planning.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
-from megafp8.planning.mixture_time import expert_remarks
+from megafp8.planning.mixture_time import expert_warnings
 from megafp8.planning.planned_run import BF16, PlannedRun, layer_gemms, layer_linears
 from megafp8.planning.step_time import step_time
 
@@ -97,8 +97,8 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     ]
     host_share = quantized.parts.get("host", 0.0) / quantized.seconds
     if host_share > 1 - 1 / MIN_SPEEDUP:
-        of_layers = graph_obstacles(run.config, "transformer_engine", has_te=True)
-        has_graph = not any((*of_layers, *cuda_graph.default_graph_obstacles(run.config)))
+        of_layers = unsupported_in_graph(run.config, "transformer_engine", has_te=True)
+        has_graph = not any((*of_layers, *cuda_graph.default_graph_problems(run.config)))
         or_graph = ", or --cuda-graph-impl local" if has_graph else ""
         lines.append(
             f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which launches more "
@@ -111,14 +111,14 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     ]  # fmt: skip
     if slow and not has_map:  # with a map, the linears do not share one recipe
         lines.append("too small for FP8, including quantization: " + ", ".join(slow))
-    return lines + expert_remarks(run)[1:]
+    return lines + expert_warnings(run)[1:]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def memory_warnings(run: PlannedRun) -> list[str]:
-    """Lines of a warning with the shortage and the first remedy that suffices; empty if the run fits."""
+    """Lines of a warning with the shortage and the first suggestion that suffices; empty if the run fits."""
     limit_bytes = int(run.gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION))
     missing_bytes = needed_bytes(run, run.config) - limit_bytes
     if missing_bytes <= 0:
@@ -128,7 +128,7 @@ def memory_warnings(run: PlannedRun) -> list[str]:
         f"leaves {FREE_MEMORY_FRACTION:.0%} for fragments; {gib(non_torch_bytes(run.config, run.world_size))} GiB are "
         "outside of torch"
     ]
-    for values in remedies(run):
+    for values in suggestions(run):
         changed = with_values(run.config, values)
         if not rules.setting_problems(changed, run.world_size) and needed_bytes(run, changed) <= limit_bytes:
             named = settings_by_name()
@@ -146,7 +146,7 @@ def needed_bytes(run: PlannedRun, config: RunConfig) -> int:
     return max(each.total_bytes for each in estimates) + non_torch_bytes(config, run.world_size)
 
 
-def remedies(run: PlannedRun) -> Iterator[Values]:
+def suggestions(run: PlannedRun) -> Iterator[Values]:
     """Settings to try: smaller micro batches, then these with recomputation, then all of it with moments in 16 bits."""
     config = run.config
     size, is_recomputed = config.training.micro_batch_size, config.training.recompute_granularity is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megafp8.config import derived, dimensions, mixture, model_shapes, multi_token, stages, topology
-from megafp8.config.fused_adam import fused_adam_obstacle
+from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.schema import RunConfig
 
 # ---- Device memory of a process besides what torch allocates --------------------------------------------------------
@@ -55,7 +55,7 @@ def state_bytes(config: RunConfig) -> tuple[int, int, int]:
 def update_bytes(config: RunConfig) -> int:
     """Bytes for each parameter of the FP32 copies that an update makes of its state."""
     optimizer = config.optimizer
-    if not optimizer.use_precision_aware_optimizer or fused_adam_obstacle(config) is None:
+    if not optimizer.use_precision_aware_optimizer or fused_adam_problem(config) is None:
         return 0
     dtypes = (optimizer.main_params_dtype, optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     return BYTES["fp32"] * sum(dtype in SCALED for dtype in dtypes)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from megafp8.config import derived, mixture
 from megafp8.config.activations import is_gated
-from megafp8.config.grouped_experts import grouped_expert_obstacles, one_launch_remedy
+from megafp8.config.grouped_experts import grouped_expert_problems, one_launch_suggestion
 from megafp8.config.schema import RunConfig
 from megafp8.planning.communication import RankGroup, all_to_all_s, ring_collective_s
 from megafp8.planning.compute import BF16_BYTES, TILE, LayerTime, bytes_per_element, cast_s, gemm_flops_per_s
@@ -109,7 +109,7 @@ def addition_s(run: PlannedRun) -> float:
 
 def is_one_launch(config: RunConfig) -> bool:
     """Whether all experts of a rank run in one launch per GEMM."""
-    return not any(grouped_expert_obstacles(config))
+    return not any(grouped_expert_problems(config))
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def exchange_s(run: PlannedRun) -> float:
     return 2 * (all_to_all_s(run, RankGroup(ranks, splits), sent_bytes) + gather_s)
 
 
-def expert_remarks(run: PlannedRun) -> list[str]:
+def expert_warnings(run: PlannedRun) -> list[str]:
     """What a plan reports about the experts of a layout: their GEMMs, and whether FP8 pays; nothing if dense."""
     config = run.config
     if not mixture.is_mixture(config.model):
@@ -191,16 +191,16 @@ def expert_remarks(run: PlannedRun) -> list[str]:
         if bf16 < MIN_SPEEDUP * quantized:
             lines.append(
                 f"FP8 does not pay in these experts: {bf16 / quantized:.2f} of BF16's speed, with casts and launches; "
-                f"{remedy(config)}"
+                f"{suggestion(config)}"
             )
     return lines
 
 
-def remedy(config: RunConfig) -> str:
+def suggestion(config: RunConfig) -> str:
     """What makes FP8 experts faster."""
     if is_one_launch(config):
         return "more tokens for each expert need a larger micro batch or more expert-parallel ranks"
-    return one_launch_remedy(config)
+    return one_launch_suggestion(config)
 
 
 MIN_SPEEDUP = 1.05

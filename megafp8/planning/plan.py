@@ -19,18 +19,18 @@ from megafp8.errors import ConfigError
 from megafp8.planning import layouts
 from megafp8.planning.layouts import CONTEXT, MICRO, PIPELINE, TENSOR, LayoutSearch, PlannedLayout
 from megafp8.planning.micro_batch import is_auto
-from megafp8.planning.mixture_time import expert_remarks
+from megafp8.planning.mixture_time import expert_warnings
 from megafp8.planning.step_time import StepTime
 from megafp8.recipes import registry
 from megafp8.utils.integers import round_up
 
-# ---- Remarks on a plan: nearby numbers of GPUs that are much faster, and recipes that the plan cannot rank ----------
+# ---- Warnings on a plan: nearby numbers of GPUs that are much faster, and recipes that the plan cannot rank ---------
 
 GPUS_PER_NODE, GPUS_PER_NODE_GROUP = 8, 64
 NEARBY_FRACTION = 1 / 4
 """Other numbers of GPUs are searched within this fraction of the requested one."""
 MIN_SPEEDUP = 1.1
-"""Speedup per GPU from which another number of GPUs gets a remark."""
+"""Speedup per GPU from which another number of GPUs gets a warning."""
 HOST_FRACTION = 0.05
 """Host-bound fraction of a step from which the ranking of recipes is not reliable."""
 
@@ -48,8 +48,8 @@ def nearby_counts(world_size: int) -> list[int]:
     )
 
 
-def gpu_count_remarks(search: LayoutSearch, nearby: Mapping[int, LayoutSearch]) -> Iterator[str]:
-    """A remark if other numbers of GPUs are much faster per GPU than the requested one."""
+def gpu_count_warnings(search: LayoutSearch, nearby: Mapping[int, LayoutSearch]) -> Iterator[str]:
+    """A warning if other numbers of GPUs are much faster per GPU than the requested one."""
     count, speed = search.world_size, _best_speed(search)
     speeds = {other: _best_speed(at) for other, at in nearby.items() if at.layouts}
     faster = {other: theirs for other, theirs in speeds.items() if theirs >= MIN_SPEEDUP * speed}
@@ -78,8 +78,8 @@ def factor_text(count: int) -> str:
     return f"have the odd factor {odd:,}, which few layouts can use"
 
 
-def ranking_remarks(config: RunConfig, gpu: Gpu, search: LayoutSearch) -> Iterator[str]:
-    """Remarks on recipes whose speed relative to others the plan does not know."""
+def ranking_warnings(config: RunConfig, gpu: Gpu, search: LayoutSearch) -> Iterator[str]:
+    """Warnings on recipes whose speed relative to others the plan does not know."""
     for recipe in derived.used_recipes(config.precision):
         if not recipe.native_capabilities:
             rate = "FP8" if recipe.multiplies_codes(gpu.compute_capability) else "BF16"
@@ -129,14 +129,14 @@ class Plan:
         search: the layouts for the requested number of GPUs.
         scaling: the fastest layout for each number of GPUs; None if nothing fits.
         assumed: values that were filled in for settings that the command line does not give.
-        remarks: caveats on the figures.
+        warnings: caveats on the figures.
     """
 
     gpu: Gpu
     search: LayoutSearch
     scaling: dict[int, Optional[PlannedLayout]]
     assumed: dict[str, Any]
-    remarks: list[str]
+    warnings: list[str]
 
 
 def make_plan(
@@ -184,10 +184,10 @@ def make_plan(
         scaling[count] = fitting[0] if fitting else None
     # The search for a mixture takes several times as long: it has expert-parallel sizes as well.
     nearby = {} if is_mixture(config.model) else {count: search(count) for count in nearby_counts(world_size)}
-    remarks = [*gpu_count_remarks(requested, nearby), *ranking_remarks(config, gpu, requested)]
+    warnings = [*gpu_count_warnings(requested, nearby), *ranking_warnings(config, gpu, requested)]
     if requested.layouts:
-        remarks += expert_remarks(requested.layouts[0].run)
-    return Plan(gpu=gpu, search=requested, scaling=scaling, assumed=assumed, remarks=remarks)
+        warnings += expert_warnings(requested.layouts[0].run)
+    return Plan(gpu=gpu, search=requested, scaling=scaling, assumed=assumed, warnings=warnings)
 
 
 def default_scaling(config: RunConfig) -> tuple[int, ...]:

@@ -34,11 +34,11 @@ def plan_text(plan: Plan, top: int) -> str:
         needs = (
             f"the smallest needs {search.smallest_bytes / GIB:.1f} GiB per GPU: use more GPUs, or a smaller micro-batch"
         )
-        return "\n\n".join([head, *plan.remarks, needs, *scaling_sections(plan), assumptions_text(plan)])
+        return "\n\n".join([head, *plan.warnings, needs, *scaling_sections(plan), assumptions_text(plan)])
     best = search.layouts[0]
     sections = [
         head,
-        *plan.remarks,
+        *plan.warnings,
         text_table(
             ("", "layout", "tokens/s/GPU", "MFU", "step s", "GiB"),
             [(str(number), *layout_cells(layout)) for number, layout in enumerate(search.layouts[:top], start=1)],
@@ -174,7 +174,7 @@ def plan_data(plan: Plan, top: int) -> dict[str, Any]:
         "num_legal": plan.search.num_legal,
         "num_fitting": len(plan.search.layouts),
         "assumed": plan.assumed,
-        "remarks": plan.remarks,
+        "remarks": plan.warnings,
         "layouts": [layout_data(layout) for layout in plan.search.layouts[:top]],
         "scaling": {str(count): layout and layout_data(layout) for count, layout in plan.scaling.items()},
         "limits": [vars(limit) for limit in scaling_limits(plan.scaling)],

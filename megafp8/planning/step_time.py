@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from megafp8.config import derived, iterations, mixture, model_shapes, multi_token, precision_map, stages
-from megafp8.config.fused_adam import fused_adam_obstacle
+from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.muon import is_muon
 from megafp8.planning import communication, compute
 from megafp8.planning.memory import parameters_on_stage
@@ -79,7 +79,7 @@ def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[int, int]:
         # Smaller moments are read and written. TE keeps only the 16 bits of a master weight that BF16 lacks.
         saved_bytes = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
     zero_bytes = 0 if precision.gradient_overwrite and run.pipeline == 1 else 4
-    if fused_adam_obstacle(run.config) is None:
+    if fused_adam_problem(run.config) is None:
         return zero_bytes, 34 - saved_bytes + scale_bytes
     return zero_bytes + (8 if training.calculate_per_token_loss else 0), 46 - saved_bytes
 

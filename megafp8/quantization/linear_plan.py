@@ -19,9 +19,9 @@ from megafp8.quantization.delayed_scaling import DelayedScales
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.quantization.nvfp4 import RoundingNoise
 from megafp8.quantization.nvfp4_variants import draw_signs
+from megafp8.quantization.prequantized import PrequantizedScale, prequantized_operand
 from megafp8.quantization.quantize import decode_operand, dequantize, quantize_for
 from megafp8.quantization.quantized_tensor import Decoded, Quantized, Use
-from megafp8.quantization.received import ReceivedScale, received_operand
 from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe, Operand, OperandRule
 
 
@@ -58,8 +58,8 @@ class LinearPlan:
         counts: to which the non-finite and saturated values of the operands are added.
         channel_scales: [K], powers of two: the input is already divided by them, and the weight is multiplied by them
             before it is quantized (`smoothing.py`). None is 1.
-        received: the scale of an input that arrived as codes (`received.py`), which the observer does not see; None
-            quantizes the input.
+        prequantized: the scale of an input that arrived as codes (`prequantized.py`), which the observer does not see;
+            None quantizes the input.
     """
 
     recipe: LinearRecipe
@@ -75,7 +75,7 @@ class LinearPlan:
     observer: Optional[Observer] = None
     counts: Optional[LinearCounts] = None
     channel_scales: Optional[Tensor] = None
-    received: Optional[ReceivedScale] = None
+    prequantized: Optional[PrequantizedScale] = None
 
     def smoothed(self, weight: Tensor) -> Tensor:
         """A weight [N, K], or a gradient of one, times the scales of the channels, without rounding."""
@@ -123,7 +123,7 @@ class LinearPlan:
     ) -> dict[Gemm, Union[Quantized, Decoded]]:
         uses = [Use(self._rule(operand, gemm), dtype) for gemm, dtype in dtypes.items()]
         if self._arrived(operand):
-            return dict(zip(dtypes, self._received(tensor, tuple(dtypes), uses), strict=True))
+            return dict(zip(dtypes, self._prequantized(tensor, tuple(dtypes), uses), strict=True))
         group = getattr(self.amax_groups, operand.value)
         delayed = None if self.delayed is None else getattr(self.delayed, operand.value)
         generators = [
@@ -135,14 +135,16 @@ class LinearPlan:
         return dict(zip(dtypes, results, strict=True))
 
     def _arrived(self, operand: Operand) -> bool:
-        return operand is Operand.INPUT and self.received is not None
+        return operand is Operand.INPUT and self.prequantized is not None
 
-    def _received(self, numbers: Tensor, gemms: tuple[Gemm, ...], uses: list[Use]) -> list[Union[Quantized, Decoded]]:
-        assert self.received is not None
+    def _prequantized(
+        self, numbers: Tensor, gemms: tuple[Gemm, ...], uses: list[Use]
+    ) -> list[Union[Quantized, Decoded]]:
+        assert self.prequantized is not None
         if self.delayed is not None:
-            self.delayed.input.record(self.received.amax)
+            self.delayed.input.record(self.prequantized.amax)
         counts = [None if self.counts is None else self.counts[Operand.INPUT, gemm] for gemm in gemms]
-        return [received_operand(numbers, self.received, *each) for each in zip(uses, counts, strict=True)]
+        return [prequantized_operand(numbers, self.prequantized, *each) for each in zip(uses, counts, strict=True)]
 
     def _rule(self, operand: Operand, gemm: Gemm) -> OperandRule:
         rule = self.recipe.rule(operand, gemm)

@@ -60,7 +60,7 @@ class FusedMLP(TEFusedMLP):
             Engine's backward kernel of the RMSNorm then adds the gradients of both.
 
     Attributes:
-        is_split: run linear by linear, since one of them has another precision (`moved_linears.py`).
+        is_split: run linear by linear, since one of them has another precision (`high_precision_fallback.py`).
         note_saved_by_activation: called with each tensor that the activation saves; set before the first forward pass.
     """
 

@@ -42,7 +42,7 @@ FORMATS = {"e4m3": te_recipe.Format.E4M3, "hybrid": te_recipe.Format.HYBRID}
 def build_te_recipe(chosen: LinearChoice) -> Optional[te_recipe.Recipe]:
     """Transformer Engine's recipe for a linear's three GEMMs.
 
-    `device.capability.precision_map_obstacles` has accepted the choice.
+    `device.capability.unsupported_precision_map` has accepted the choice.
 
     Returns:
         None in high precision.

@@ -14,7 +14,7 @@ from typing import Any, Optional
 from torch import Tensor, nn
 
 from megafp8.quantization.smoothing import channel_scales
-from megafp8.te.moved_linears import separate_linears
+from megafp8.te.high_precision_fallback import separate_linears
 
 
 def smooth_inputs(chunks: Sequence[nn.Module], names: Collection[str]) -> None:

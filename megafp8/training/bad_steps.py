@@ -26,7 +26,7 @@ from megafp8.checkpoint.progress import (
     OPERAND,
     ROLLBACK,
     SPIKE,
-    MovedLinear,
+    HighPrecisionFallback,
     Progress,
     SkippedSamples,
     TrainingState,
@@ -34,7 +34,7 @@ from megafp8.checkpoint.progress import (
 from megafp8.config.schema import RunConfig
 from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.errors import NumericsError
-from megafp8.metrics.health_advice import advice, for_nonfinite_values
+from megafp8.metrics.health_suggestions import for_nonfinite_values, suggestion_text
 from megafp8.optimizer import gradient_checks
 from megafp8.optimizer.fsdp_checks import ReducedGradientMonitor
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
@@ -42,8 +42,8 @@ from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale
 from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.quantization.delayed_scaling import OPERANDS
 from megafp8.resilience import fault_injection
-from megafp8.training.operand_faults import FORWARD_OPERANDS, MAX_NAMED, OperandFaults
-from megafp8.training.run import Run, advice_case
+from megafp8.training.nonfinite_operands import FORWARD_OPERANDS, MAX_NAMED, NonfiniteOperands
+from megafp8.training.run import Run, suggestion_case
 
 ROWS_OF_SUMS = "--use-torch-fsdp2: a rank has rows of sums over ranks, each of which may have brought the value up"
 SUM_OVERFLOWS = "gradients overflow in the sum over all ranks"
@@ -56,19 +56,19 @@ class BadStep:
     Attributes:
         reason: NOT_FINITE, SPIKE or OPERAND.
         text: the values, the ranks and the samples.
-        moved: linears that are in high precision from the next step on.
+        fallbacks: linears that are in high precision from the next step on.
     """
 
     reason: str
     text: str
-    moved: tuple[MovedLinear, ...] = ()
+    fallbacks: tuple[HighPrecisionFallback, ...] = ()
 
 
 # ---- detection -------------------------------------------------------------------------------------------------------
 
 
 def build_gradient_monitor(
-    config: RunConfig, trainee: TrainingState, device: torch.device
+    config: RunConfig, training_state: TrainingState, device: torch.device
 ) -> Union[gradient_checks.NonFiniteGradientMonitor, ReducedGradientMonitor, None]:
     """The check of each rank's local gradients before they are reduced; None where the gradient norm is enough.
 
@@ -79,10 +79,10 @@ def build_gradient_monitor(
     if not config.training.check_for_nan_in_loss_and_grad:
         return None
     if config.parallel.use_torch_fsdp2:
-        return ReducedGradientMonitor(trainee.chunks, device, is_local=config.precision.grad_reduce_in_fp8)
-    if isinstance(trainee.optimizer, FusedAdamOptimizer) and data_size in (1, dist.get_world_size()):
+        return ReducedGradientMonitor(training_state.chunks, device, is_local=config.precision.grad_reduce_in_fp8)
+    if isinstance(training_state.optimizer, FusedAdamOptimizer) and data_size in (1, dist.get_world_size()):
         return None
-    return gradient_checks.NonFiniteGradientMonitor(trainee.chunks, device)
+    return gradient_checks.NonFiniteGradientMonitor(training_state.chunks, device)
 
 
 def build_spike_detector(config: RunConfig) -> Optional[SpikeDetector]:
@@ -101,7 +101,7 @@ def reduce_step_totals(
     progress: Progress,
     squared_norm: Optional[Tensor] = None,
     depth_sums: Optional[Tensor] = None,
-) -> tuple[gradient_checks.StepTotals, Optional[BadStep], OperandFaults]:
+) -> tuple[gradient_checks.StepTotals, Optional[BadStep], NonfiniteOperands]:
     """Reduce the loss of a step over all ranks, and find out whether loss, gradients and operands are finite.
 
     Args:
@@ -127,31 +127,31 @@ def reduce_step_totals(
         bad,
         device,
         squared_norm,
-        bool(run.guard.received_signal),
+        bool(run.watchdog.received_signal),
         None if run.fp8_reduction is None else run.fp8_reduction.counts,
         None if operands is None else operands.local_totals(),
         depth_sums,
     )
-    run.guard.agree_to_stop(totals.num_stopping_ranks)
+    run.watchdog.agree_to_stop(totals.num_stopping_ranks)
     names_saturated = (progress.step + 1) % run.config.logging.log_interval == 0
-    faults = OperandFaults() if operands is None else operands.faults(totals, names_saturated)
+    nonfinite = NonfiniteOperands() if operands is None else operands.nonfinite_operands(totals, names_saturated)
     if not totals.num_bad_ranks or not run.config.training.check_for_nan_in_loss_and_grad:
-        return totals, find_bad_operands(run, progress, faults), faults
+        return totals, find_bad_operands(run, progress, nonfinite), nonfinite
     is_loss_finite = math.isfinite(totals.loss_sum)
-    if is_loss_finite and can_lower_loss_scale(run.trainee.optimizer):
+    if is_loss_finite and can_lower_loss_scale(run.training_state.optimizer):
         # The optimizer finds the overflow itself, skips the update and lowers the loss scale.
-        return totals, None, faults
+        return totals, None, nonfinite
     local_bad = find_local_bad_gradients(run)
     ranks = gradient_checks.describe_bad_ranks(
-        counted_loss, bool(bad > 0), run.trainee.chunks, describe_rank_samples(run, progress), local_bad
+        counted_loss, bool(bad > 0), run.training_state.chunks, describe_rank_samples(run, progress), local_bad
     )
     if isinstance(monitor, ReducedGradientMonitor) and local_bad is None and is_loss_finite:
         ranks.append(ROWS_OF_SUMS)
-    if bad_step := find_bad_operands(run, progress, faults, ranks, is_loss_finite):
-        return totals, bad_step, faults
-    if faults.non_finite_operands():
-        ranks.append(f"operands of quantized linears: {faults.describe()}")
-    return totals, non_finite_step(run, progress, ranks), faults
+    if bad_step := find_bad_operands(run, progress, nonfinite, ranks, is_loss_finite):
+        return totals, bad_step, nonfinite
+    if nonfinite.non_finite_operands():
+        ranks.append(f"operands of quantized linears: {nonfinite.describe()}")
+    return totals, non_finite_step(run, progress, ranks), nonfinite
 
 
 def find_local_bad_gradients(run: Run) -> Optional[set[tuple[int, str]]]:
@@ -163,20 +163,20 @@ def find_local_bad_gradients(run: Run) -> Optional[set[tuple[int, str]]]:
     if isinstance(monitor, ReducedGradientMonitor):
         return monitor.find_bad_gradients_in_modules()
     if monitor is None and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
-        return gradient_checks.find_bad_gradients_in_buckets(run.trainee.chunks)
+        return gradient_checks.find_bad_gradients_in_buckets(run.training_state.chunks)
     return None
 
 
 def non_finite_step(run: Run, progress: Progress, causes: list[str]) -> BadStep:
     """A step with non-finite numbers, from a line for each cause. A loss scale that cannot fall is another cause."""
-    loss_scale = current_loss_scale(run.trainee.optimizer)
+    loss_scale = current_loss_scale(run.training_state.optimizer)
     scaling = [] if loss_scale is None else [describe_overflow(run.config.optimizer, loss_scale)]
     lines = "\n".join(f"  {line}" for line in [*causes, *scaling])
     return BadStep(NOT_FINITE, f"loss or gradients are not finite ({describe_batch_samples(run, progress)}):\n{lines}")
 
 
 def find_bad_operands(
-    run: Run, progress: Progress, faults: OperandFaults, ranks: Sequence[str] = (), is_loss_finite: bool = True
+    run: Run, progress: Progress, nonfinite: NonfiniteOperands, ranks: Sequence[str] = (), is_loss_finite: bool = True
 ) -> Optional[BadStep]:
     """The bad step of non-finite operands under `--on-nonfinite-activation`; None if there are none, or under `warn`.
 
@@ -190,17 +190,17 @@ def find_bad_operands(
     """
     policy = run.config.training.on_nonfinite_activation
     operands = OPERANDS if is_loss_finite else FORWARD_OPERANDS
-    found = list(faults.non_finite_operands(operands))
+    found = list(nonfinite.non_finite_operands(operands))
     if policy == "warn" or not found:
         return None
-    text = faults.describe(operands, 1 if ranks else MAX_NAMED)
-    moved: tuple[MovedLinear, ...] = ()
+    text = nonfinite.describe(operands, 1 if ranks else MAX_NAMED)
+    fallbacks: tuple[HighPrecisionFallback, ...] = ()
     if policy == "bf16":
         linears = dict.fromkeys(tensor.rpartition(".")[0] for tensor in (found[:1] if ranks else found))
-        moved = tuple(MovedLinear(linear, progress.step + 1, OPERAND) for linear in linears)
+        fallbacks = tuple(HighPrecisionFallback(linear, progress.step + 1, OPERAND) for linear in linears)
     lines = "".join(f"\n  {line}" for line in ("loss or gradients are not finite either:", *ranks)) if ranks else ""
     samples = describe_batch_samples(run, progress)
-    return BadStep(OPERAND, f"operands of quantized linears are not finite ({samples}): {text}{lines}", moved)
+    return BadStep(OPERAND, f"operands of quantized linears are not finite ({samples}): {text}{lines}", fallbacks)
 
 
 def find_spike(run: Run, progress: Progress, loss: float, grad_norm: float) -> Optional[BadStep]:
@@ -255,10 +255,10 @@ def check_may_skip(run: Run, progress: Progress, bad_step: BadStep) -> None:
     limit = ""
     if is_skippable and num_before:
         limit = f", after {num_before} consecutive skipped updates (--max-skipped-steps {training.max_skipped_steps})"
-    remedies = advice(advice_case(run), for_nonfinite_values)
+    suggestions = suggestion_text(suggestion_case(run), for_nonfinite_values)
     raise NumericsError(
         f"step {progress.step + 1}: {bad_step.text}\nthe weights were not updated{limit}\nfix: resume from the last "
-        f"checkpoint with other data (--override-sample-order), or try one of: {remedies}; a "
+        f"checkpoint with other data (--override-sample-order), or try one of: {suggestions}; a "
         "different schedule needs --override-opt_param-scheduler, a different precision --override-precision"
     )
 
@@ -290,7 +290,7 @@ def progress_after_step(
     consumed = progress.consumed_samples + run.batch_size_at(progress.consumed_samples)
     if bad_step is not None:
         history = history.after_skip(SkippedSamples(progress.consumed_samples, consumed, step, bad_step.reason))
-        history = history.after_move(bad_step.moved)
+        history = history.after_fallback(bad_step.fallbacks)
     elif values is not None:
         window = () if run.spike_detector is None else run.spike_detector.after_update(history.window, *values)
         history = history.after_update(window)

@@ -26,12 +26,12 @@ def parse(argv: Sequence[str]) -> tuple[flags.Invocation, list[str]]:
         return invocation, problems
     found = read_settings(checkpoint, [Path(folder) for folder in folders])
     if found is None:
-        notice = f"--use-checkpoint-args: {' and '.join(folders)} has no checkpoint, so the settings are the flags'"
-        return dataclasses.replace(invocation, notices=(*invocation.notices, notice)), problems
+        warning = f"--use-checkpoint-args: {' and '.join(folders)} has no checkpoint, so the settings are the flags'"
+        return dataclasses.replace(invocation, warnings=(*invocation.warnings, warning)), problems
     path, values = found
     invocation, problems = flags.parse_with_problems(argv, values)
-    notice = f"settings of the model and the tokenizer are read from {path} unless flags give them"
-    return dataclasses.replace(invocation, notices=(*invocation.notices, notice)), problems
+    warning = f"settings of the model and the tokenizer are read from {path} unless flags give them"
+    return dataclasses.replace(invocation, warnings=(*invocation.warnings, warning)), problems
 
 
 def read_settings(checkpoint: CheckpointConfig, folders: Sequence[Path]) -> tuple[Path, dict[str, Any]] | None:

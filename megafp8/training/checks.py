@@ -19,7 +19,7 @@ from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.layer_support import (
     exchange_library_problems,
-    expert_launch_notices,
+    expert_launch_warnings,
     offloading_problems,
     package_problems,
 )
@@ -94,7 +94,7 @@ class Checked:
         target: the machine on which it runs.
         implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
         world_size: number of ranks.
-        notices: what the user should know but need not fix.
+        warnings: what the user should know but need not fix.
         asked: the configuration of the command line, before choices.
         choices: automatic settings, which `invocation.config` has as values.
     """
@@ -103,7 +103,7 @@ class Checked:
     target: Target
     implementation: str
     world_size: int
-    notices: tuple[str, ...]
+    warnings: tuple[str, ...]
     asked: RunConfig
     choices: tuple[Choice, ...] = ()
 
@@ -135,14 +135,14 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     found += capability.capability_problems(config, target)
     local_problems = rules.path_problems(config, ranks) + package_problems(config.logging)
     local_problems += offloading_problems(config) + exchange_library_problems(config)
-    notices = list(invocation.notices)
+    warnings = list(invocation.warnings)
     implementation = capability.resolve_implementation(config, target)
     found += fault_problems(config, implementation)
-    notices += rules.notices(config, implementation, ranks) + capability.emulation_notices(config, target)
-    notices += capability.environment_notices(config.precision, implementation)
-    notices += expert_launch_notices(config, target.kind, implementation)
+    warnings += rules.warnings(config, implementation, ranks) + capability.emulation_warnings(config, target)
+    warnings += capability.environment_warnings(config.precision, implementation)
+    warnings += expert_launch_warnings(config, target.kind, implementation)
     if invocation.dry_run:
-        notices += unchecked_settings(config)
+        warnings += unchecked_settings(config)
     if invocation.world_size is None and invocation.target is None:
         found += local_problems
     elif not invocation.dry_run:
@@ -150,7 +150,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
             "--world-size and --target describe another machine and need --dry-run: add --dry-run or remove them"
         )
     else:
-        notices += (f"on this machine: {problem}" for problem in local_problems)
+        warnings += (f"on this machine: {problem}" for problem in local_problems)
     found = problems + drop_follow_ups(found, problems)
     if config.overrides and target.problem is None:
         # Imported only here: megatron-core takes seconds to import, which other errors should not wait for.
@@ -161,7 +161,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     if found:
         raise ConfigError(found)
     cpu_patches.install()
-    return Checked(invocation, target, implementation, ranks, tuple(notices), asked, choices)
+    return Checked(invocation, target, implementation, ranks, tuple(warnings), asked, choices)
 
 
 def check_with_size(checked: Checked, size: int) -> Checked:
@@ -176,7 +176,7 @@ def check_with_size(checked: Checked, size: int) -> Checked:
 
 
 def unchecked_settings(config: RunConfig) -> list[str]:
-    """Notices of what a dry run, which has neither parameters nor nodes, does not check."""
+    """Warnings of what a dry run, which has neither parameters nor nodes, does not check."""
     precision, found = config.precision, []
     if not precision.grad_reduce_in_fp8:
         return []
@@ -232,12 +232,12 @@ def saved_config(config: RunConfig) -> Optional[RunConfig]:
         return None  # the resume reports it
 
 
-def short_notices(notices: Sequence[str]) -> list[str]:
-    """The notices with those of several flags without effect joined to one that names the flags."""
-    flags = [notice.partition(NO_EFFECT)[0] for notice in notices if NO_EFFECT in notice]
+def short_warnings(warnings: Sequence[str]) -> list[str]:
+    """The warnings with those of several flags without effect joined to one that names the flags."""
+    flags = [warning.partition(NO_EFFECT)[0] for warning in warnings if NO_EFFECT in warning]
     if len(flags) < 2:
-        return list(notices)
-    others = [notice for notice in notices if NO_EFFECT not in notice]
+        return list(warnings)
+    others = [warning for warning in warnings if NO_EFFECT not in warning]
     return [*others, f"no effect: {', '.join(flags)}; --verbose prints the reasons"]
 
 

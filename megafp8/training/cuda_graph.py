@@ -263,19 +263,19 @@ def build_step_graph(
     return StepGraph(chunks, training.cuda_graph_warmup_steps, device, has_evaluation, counters)
 
 
-def check_graph_optimizer(config: RunConfig, obstacle: Optional[str]) -> None:
+def check_graph_optimizer(config: RunConfig, problem: Optional[str]) -> None:
     """Refuse a CUDA graph with an optimizer that waits for the device.
 
     Args:
-        obstacle: why the run does not have the fused optimizer.
+        problem: why the run does not have the fused optimizer.
 
     Raises:
         ConfigError: it does not, and has a CUDA graph.
     """
-    if obstacle is not None and derived.uses_cuda_graph(config):
+    if problem is not None and derived.uses_cuda_graph(config):
         raise ConfigError(
             f"--cuda-graph-impl {config.training.cuda_graph_impl}: CUDA graphs need the one-pass optimizer, which does "
-            f"not support {obstacle}"
+            f"not support {problem}"
         )
 
 

@@ -38,7 +38,7 @@ from megafp8.planning.muon_cost import muon_lines
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
 from megafp8.planning.step_time import step_time
-from megafp8.training.checks import Checked, check_with_size, chosen_settings, format_chosen, short_notices
+from megafp8.training.checks import Checked, check_with_size, chosen_settings, format_chosen, short_warnings
 from megafp8.training.resume import preview
 from megafp8.training.run_record import recipe_lines
 
@@ -134,7 +134,7 @@ def describe_run(checked: Checked) -> str:
         checkpoints,
         precision_text(config, implementation),
         *filter(None, [chosen]),
-        *notice_lines(checked),
+        *warning_lines(checked),
         *warning_text(config, target, implementation, vocab_size, world_size),
     ]
     return ("\n\n" if is_verbose else "\n").join(sections)
@@ -284,7 +284,7 @@ def memory_text(
 def speed_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> str:
     """The planner's prediction of the step time, or why there is none."""
     gpu, precision = find_gpu(target.name), config.precision
-    obstacle = (
+    problem = (
         f"the planner does not know {target.name}" if gpu is None
         else f"{implementation} layers" if implementation != "transformer_engine"
         else "--precision with experts" if is_mixture(config.model) and precision.precision_map
@@ -292,8 +292,8 @@ def speed_text(config: RunConfig, target: Target, implementation: str, vocab_siz
         else "--fp8-schedule changes the precision" if precision.fp8_schedule is not None
         else None
     )  # fmt: skip
-    if gpu is None or obstacle is not None:
-        return f"speed: not predicted ({obstacle})"
+    if gpu is None or problem is not None:
+        return f"speed: not predicted ({problem})"
     step = step_time(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
     num_steps = iterations.trained_samples(config, world_size) / iterations.global_batch_size(config, world_size)
     hours = num_steps * step.seconds / 3600
@@ -333,8 +333,8 @@ def checkpoint_text(config: RunConfig, checked: Checked, vocab_size: int) -> tup
     folders = [folder for folder in (checkpoint.load, checkpoint.pretrained_checkpoint) if folder]
     absent = [folder for folder in folders if not os.path.isdir(folder)]
     if absent and (invocation.world_size is not None or invocation.target is not None):
-        has_notice = any(checkpoints_to_load_are_there(config, checked.world_size))
-        missing = "" if has_notice else f"; not checked: {' and '.join(absent)}, absent on this machine"
+        has_warning = any(checkpoints_to_load_are_there(config, checked.world_size))
+        missing = "" if has_warning else f"; not checked: {' and '.join(absent)}, absent on this machine"
         return f"checkpoints: {saves}{missing}", None
     found, weights_only = preview(config, checked.world_size, checked.implementation, vocab_size)
     if found is None:
@@ -354,11 +354,11 @@ def precision_text(config: RunConfig, implementation: str) -> str:
     return "\n".join([first, *map(indented, shortened([line.strip() for line in others]))])
 
 
-def notice_lines(checked: Checked) -> list[str]:
-    """The notices of the checks."""
+def warning_lines(checked: Checked) -> list[str]:
+    """The warnings of the checks."""
     if checked.invocation.config.logging.verbose:
-        return [f"notice: {notice}" for notice in checked.notices]
-    return shortened([f"notice: {notice}" for notice in short_notices(checked.notices)])
+        return [f"notice: {warning}" for warning in checked.warnings]
+    return shortened([f"notice: {warning}" for warning in short_warnings(checked.warnings)])
 
 
 def warning_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> list[str]:

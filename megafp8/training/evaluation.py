@@ -48,7 +48,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
         for _ in range(num_batches):
             if is_stop_requested(run):
                 return None
-            run.guard.enter(EVALUATION, step)
+            run.watchdog.enter(EVALUATION, step)
             loss = sum_losses(forward_or_replay(run, batches, num_microbatches))
             if loss is not None:
                 total += loss
@@ -68,7 +68,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
 def validate(run: Run, sinks: Sinks, progress: Progress) -> bool:
     """Evaluate on the validation data, if there is any; False if a signal interrupted it."""
     is_complete = record_evaluation(run, sinks, progress, "valid", run.datasets[1])
-    run.guard.evaluation_interrupted(None if is_complete else progress.step)
+    run.watchdog.evaluation_interrupted(None if is_complete else progress.step)
     if run.config.training.empty_unused_memory_level >= 1:
         run.platform.free_cache()
     return is_complete
@@ -79,7 +79,7 @@ def record_evaluation(run: Run, sinks: Sinks, progress: Progress, split: str, da
     if dataset is None or run.config.training.eval_iters == 0:
         return True
     record = evaluate(run, split, dataset, progress.step, progress.consumed_samples * run.seq_length)
-    run.guard.enter(AFTER_STEP, progress.step)
+    run.watchdog.enter(AFTER_STEP, progress.step)
     if record is not None:
         sinks.write(record)
     return record is not None
@@ -92,9 +92,9 @@ def evaluation_mode(run: Run) -> Iterator[None]:
     Overlapped parameter gathers are off within it. The state of delayed scaling is restored afterwards: Transformer
     Engine records amaxes without gradients, too, and the scales of later steps must not depend on validation data.
     """
-    chunks = run.trainee.chunks
+    chunks = run.training_state.chunks
     has_hooks = run.config.parallel.overlap_param_gather
-    finish_param_gather(run.config, run.trainee)  # megatron-core's own leaves stale transposes of FP8 weights
+    finish_param_gather(run.config, run.training_state)  # megatron-core's own leaves stale transposes of FP8 weights
     for chunk in chunks:
         chunk.eval()
         if has_hooks:

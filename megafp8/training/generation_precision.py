@@ -67,7 +67,7 @@ def generation_config(
     return with_values(without_quantization(trained), {"precision.bf16": False} if emulates_bf16 else {})
 
 
-def cache_notice(trained: PrecisionConfig, chosen: PrecisionConfig) -> str:
+def cache_warning(trained: PrecisionConfig, chosen: PrecisionConfig) -> str:
     """How the arithmetic differs from that of training because of the cache, in words; empty if it does not."""
     if chosen == trained:
         return ""

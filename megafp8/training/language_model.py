@@ -28,7 +28,7 @@ from megafp8.errors import CapabilityError, DataError
 from megafp8.mcore.config import build_transformer_config
 from megafp8.mcore.process_groups import build_process_groups
 from megafp8.models.builder import build_model
-from megafp8.training.generation_precision import cache_notice, generation_config, quantization_words, trained_config
+from megafp8.training.generation_precision import cache_warning, generation_config, quantization_words, trained_config
 from megafp8.training.key_value_cache import KeyValueCache
 
 
@@ -43,7 +43,7 @@ class LanguageModel:
         context_tokens: length of the context window.
         length_multiple: sequence lengths must be a multiple of it, for the GEMMs.
         uses_cache: texts are generated with a key-value cache.
-        notice: how the arithmetic differs from that of training because of the cache, in words; else empty.
+        warning: how the arithmetic differs from that of training because of the cache, in words; else empty.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class LanguageModel:
     context_tokens: int
     length_multiple: int
     uses_cache: bool
-    notice: str
+    warning: str
 
     def __str__(self) -> str:
         precision = self.config.precision
@@ -139,7 +139,7 @@ def load_language_model(
         context_tokens=config.data.seq_length // multiple * multiple,
         length_multiple=multiple,
         uses_cache=uses_cache,
-        notice=cache_notice(trained.precision, chosen.precision) if precision is None else "",
+        warning=cache_warning(trained.precision, chosen.precision) if precision is None else "",
     )
 
 

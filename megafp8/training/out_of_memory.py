@@ -57,7 +57,7 @@ def fits(num_bytes: int) -> bool:
 
 
 @contextmanager
-def advice_on_memory(config: RunConfig) -> Iterator[None]:
+def suggestions_on_memory(config: RunConfig) -> Iterator[None]:
     """Raise `OutOfMemory`, which names the flags that need less, for an error that lack of memory causes.
 
     An error that already has its fix stays as it is.
@@ -69,9 +69,9 @@ def advice_on_memory(config: RunConfig) -> Iterator[None]:
         yield
     except Exception as error:
         if line := cause(error):
-            remedies = "".join(f"\n  - {remedy}" for remedy in less_memory(config))
+            suggestions = "".join(f"\n  - {suggestion}" for suggestion in less_memory(config))
             raise OutOfMemory(
-                f"{line}\nThese need less memory:{remedies}\n--dry-run estimates the memory of a rank, and megafp8 "
+                f"{line}\nThese need less memory:{suggestions}\n--dry-run estimates the memory of a rank, and megafp8 "
                 "plan searches for layouts"
             ) from error
         raise

@@ -28,14 +28,14 @@ from megafp8.resilience import fault_injection
 from megafp8.resilience.run_lock import LOCK_FILE, RunLock, acquire_run_lock
 from megafp8.resilience.run_state import RunStateWriter, finished_state, first_state
 from megafp8.resilience.watchdog import PhaseClock, Watchdog
-from megafp8.training.checks import Checked, check_with_size, chosen_settings, format_chosen, short_notices
+from megafp8.training.checks import Checked, check_with_size, chosen_settings, format_chosen, short_warnings
 from megafp8.training.evaluation import record_evaluation, validate
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions import build_extensions
 from megafp8.training.extensions.checkpoints import check_checkpoint_folders
 from megafp8.training.loop import train_steps
 from megafp8.training.micro_batch_search.search import choose_micro_batch
-from megafp8.training.out_of_memory import advice_on_memory, check_limits
+from megafp8.training.out_of_memory import check_limits, suggestions_on_memory
 from megafp8.training.resume import check_no_newer_checkpoint, resume, resumes_own_run
 from megafp8.training.run import Run, run_folder
 from megafp8.training.run_record import describe_threads, describe_update, recipe_lines, run_record
@@ -64,31 +64,33 @@ def run_training(checked: Checked) -> int:
         # The root logger needs a handler: without one it prints warnings and errors only, whatever its level.
         logging.basicConfig(level=config.logging.logging_level, force=True)
     if rank() == 0:
-        # Notices about a size that is not known yet would not be those of the run.
-        print("\n".join([opening_line(config), *([] if is_auto(config) else notice_lines(checked))]), flush=True)
+        # Warnings about a size that is not known yet would not be those of the run.
+        print("\n".join([opening_line(config), *([] if is_auto(config) else warning_lines(checked))]), flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
     check_limits()
-    with advice_on_memory(config), guarded(config) as guard:
+    with suggestions_on_memory(config), run_watchdog(config) as watchdog:
         init_distributed(platform, config.parallel)
-        claim_run(config, guard)
+        claim_run(config, watchdog)
         details = dict[str, str]()
         if is_auto(config):
-            checked, details["micro-batch size"] = find_size(checked, platform, guard)
+            checked, details["micro-batch size"] = find_size(checked, platform, watchdog)
             config = checked.invocation.config
-        if not guard.stop_agreed:  # a signal may have ended the search for a micro-batch size
+        if not watchdog.stop_agreed:  # a signal may have ended the search for a micro-batch size
             chosen = [*checked.choices, *chosen_settings(config, checked.target, checked.implementation)]
             if rank() == 0 and chosen:
                 print(format_chosen(chosen), flush=True)
-            with advice_on_memory(config):
-                run = dataclasses.replace(build_training_run(config, platform, checked.implementation), guard=guard)
+            with suggestions_on_memory(config):
+                run = dataclasses.replace(
+                    build_training_run(config, platform, checked.implementation), watchdog=watchdog
+                )
                 train(run, details | describe_threads(run))
             if run.graph is not None:
                 run.graph.reset()  # NCCL cannot destroy a communicator that a CUDA graph uses
-        guard.finish()
+        watchdog.finish()
     exit_later(SHUTDOWN_TIMEOUT_S)
     shutdown_distributed()
     faulthandler.cancel_dump_traceback_later()
-    return guard.exit_status
+    return watchdog.exit_status
 
 
 def opening_line(config: RunConfig) -> str:
@@ -97,28 +99,28 @@ def opening_line(config: RunConfig) -> str:
     return f"megafp8 {__version__} | {'nothing is saved: no --save' if folder is None else f'run folder {folder}'}"
 
 
-def notice_lines(checked: Checked) -> list[str]:
-    """The notices; with `--verbose` also the recipe of each GEMM."""
+def warning_lines(checked: Checked) -> list[str]:
+    """The warnings; with `--verbose` also the recipe of each GEMM."""
     config = checked.invocation.config
     is_verbose = config.logging.verbose
-    notices = checked.notices if is_verbose else short_notices(checked.notices)
+    warnings = checked.warnings if is_verbose else short_warnings(checked.warnings)
     recipes = recipe_lines(config, checked.implementation) if is_verbose else []
-    return [*(f"notice: {notice}" for notice in notices), *recipes]
+    return [*(f"notice: {warning}" for warning in warnings), *recipes]
 
 
-def find_size(checked: Checked, platform: Platform, guard: Watchdog) -> tuple[Checked, str]:
-    """Replace `--micro-batch-size auto` by the size that trials find, with the choices and notices of that size.
+def find_size(checked: Checked, platform: Platform, watchdog: Watchdog) -> tuple[Checked, str]:
+    """Replace `--micro-batch-size auto` by the size that trials find, with the choices and warnings of that size.
 
     All ranks call it.
 
     Returns:
         The command line, unchanged if a signal ended the search; and how the size was found, or the signal.
     """
-    size, detail = choose_micro_batch(checked.invocation.config, platform, checked.implementation, guard)
+    size, detail = choose_micro_batch(checked.invocation.config, platform, checked.implementation, watchdog)
     if size is None:
         return checked, detail
     checked = check_with_size(checked, size)
-    if rank() == 0 and (lines := notice_lines(checked)):
+    if rank() == 0 and (lines := warning_lines(checked)):
         print("\n".join(lines), flush=True)
     choice = Choice("--micro-batch-size", str(size), "the fastest that fits")
     return dataclasses.replace(checked, choices=(*checked.choices, choice)), detail
@@ -135,13 +137,13 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
     """
     started = time.monotonic()
     fault_injection.point("run.start")
-    run.guard.enter("load")
+    run.watchdog.enter("load")
     if not run.config.training.skip_train:
         check_checkpoint_folders(run)
     progress, notes = resume(run)
     if not run.config.training.skip_train:
         check_no_newer_checkpoint(run.config, progress.step)
-    run.guard.resumed(progress.step, resumes_own_run(run.config))
+    run.watchdog.resumed(progress.step, resumes_own_run(run.config))
     total_steps = run.last_step(progress)
     with open_sinks(run, total_steps, run.end_sample(progress)) as sinks:
         sinks.write(run_record(run, progress.step or None))
@@ -178,31 +180,31 @@ def evaluate_at_end(run: Run, sinks: Sinks, progress: Progress, total_steps: int
     if progress.step < total_steps and not run.config.training.skip_train:
         return
     if not (validate(run, sinks, progress) and record_evaluation(run, sinks, progress, "test", run.datasets[2])):
-        record_stop_signals(run.guard)
+        record_stop_signals(run.watchdog)
 
 
 # ---- watchdog, errors and run folder ---------------------------------------------------------------------------------
 
 
 @contextmanager
-def guarded(config: RunConfig) -> Iterator[Watchdog]:
+def run_watchdog(config: RunConfig) -> Iterator[Watchdog]:
     """Run the watchdog within the context. An error that ends the run is recorded in the run state."""
-    guard = build_guard(config)
-    guard.start()
+    watchdog = build_watchdog(config)
+    watchdog.start()
     try:
-        yield guard
+        yield watchdog
     except BaseException as raised:
         clear_frames(raised)  # first, as it frees memory
-        error = raised if isinstance(raised, OutOfMemory) else explain_lost_peer(raised, guard)
-        if guard.run_state is not None:
-            record_failure(error, guard.rank, guard.run_state)
+        error = raised if isinstance(raised, OutOfMemory) else explain_lost_peer(raised, watchdog)
+        if watchdog.run_state is not None:
+            record_failure(error, watchdog.rank, watchdog.run_state)
         if error is raised:
             raise
         raise error from raised
     finally:
-        guard.close()
-        if guard.lock is not None:
-            guard.lock.release()
+        watchdog.close()
+        if watchdog.lock is not None:
+            watchdog.lock.release()
 
 
 def record_failure(error: BaseException, rank: int, journal: RunStateWriter) -> None:
@@ -221,16 +223,16 @@ def clear_frames(error: BaseException | None) -> None:
         traceback.clear_frames(each.__traceback__)
 
 
-def explain_lost_peer(error: BaseException, guard: Watchdog) -> BaseException:
+def explain_lost_peer(error: BaseException, watchdog: Watchdog) -> BaseException:
     """The error to report: a lost peer instead of the communication error that it caused, else the error itself."""
     is_sought = any(isinstance(each, (RuntimeError, PeerLost)) for each in causes(error))
-    lost = guard.find_lost_peer(PEER_WAIT_S) if is_sought else None
+    lost = watchdog.find_lost_peer(PEER_WAIT_S) if is_sought else None
     if lost is None:
         return error
-    return PeerLost(f"{lost}, so rank {guard.rank} ends too. Its own output says why, unless it was killed")
+    return PeerLost(f"{lost}, so rank {watchdog.rank} ends too. Its own output says why, unless it was killed")
 
 
-def build_guard(config: RunConfig) -> Watchdog:
+def build_watchdog(config: RunConfig) -> Watchdog:
     """The watchdog of this rank, not yet started."""
     training = config.training
     grace_s = training.exit_signal_grace_s
@@ -240,7 +242,7 @@ def build_guard(config: RunConfig) -> Watchdog:
     return Watchdog(phases, rank=rank(), grace_s=grace_s, handles_signals=training.exit_signal_handler)
 
 
-def claim_run(config: RunConfig, guard: Watchdog) -> None:
+def claim_run(config: RunConfig, watchdog: Watchdog) -> None:
     """Lock the run folder, open the run state, and attach them and the local peers to the watchdog.
 
     All ranks call it, after torch.distributed is initialized.
@@ -260,7 +262,7 @@ def claim_run(config: RunConfig, guard: Watchdog) -> None:
         finished, state = call_on_rank_0(lambda: (finished_state(folder), first_state(folder, world_size(), last_step)))
         journal = RunStateWriter(folder, state, is_writer=rank() == 0, finished=finished)
         journal.begin()
-    guard.attach(journal, lock, local_peers())
+    watchdog.attach(journal, lock, local_peers())
     if journal is not None:
         check_crashes(journal, config.training.max_crashes)
 

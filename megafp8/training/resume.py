@@ -14,7 +14,7 @@ from megafp8.checkpoint.convert.megatron_folder import refuse_megatron_folder
 from megafp8.checkpoint.directory import CORRUPT, clean_up, list_steps, set_aside
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.metadata import load_common_state, skip_history
-from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear, Progress
+from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, HighPrecisionFallback, Progress
 from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_abandoned, retire_newer
 from megafp8.config import derived, precision_map, settings
 from megafp8.config.schema import PrecisionConfig, RunConfig
@@ -54,10 +54,10 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
             notes += compatibility.check_sample_order(chosen.path, run.sample_chain, checkpoint.override_sample_order)
         notes += compatibility.thread_count_notes(chosen.path) if run.platform.kind == "cpu" else ()
     if is_own:
-        run.guard.load_started(chosen.step)
+        run.watchdog.load_started(chosen.step)
         dist.barrier()  # rank 0 has written the run state before any rank may crash
-    loaded = load_checkpoint(chosen.path, run.config, run.trainee, weights_only)
-    run.guard.load_succeeded()
+    loaded = load_checkpoint(chosen.path, run.config, run.training_state, weights_only)
+    run.watchdog.load_succeeded()
     fault_injection.point("load.end")
     if is_own and continues_training:
         for folder in folders:
@@ -92,8 +92,8 @@ def preview(
         with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
         compatibility.check_settings(chosen.path, settings.from_json(common["config"]), config, with_optimizer)
         if precision_map.is_quantized(config.precision) and not weights_only:
-            moved = skip_history(common).moved_linears
-            check_moved_linears(config.precision, implementation, chosen.path, moved)
+            fallbacks = skip_history(common).moved_linears
+            check_fallbacks(config.precision, implementation, chosen.path, fallbacks)
     # A run that continues its own checkpoint first renames newer ones, which are damaged or after --ckpt-step.
     if not (config.training.skip_train or (resumes_own_run(config) and not weights_only)):
         check_no_newer_checkpoint(config, 0 if chosen is None or weights_only else chosen.step)
@@ -148,7 +148,7 @@ def check_vocabulary_and_formats(
     return notes + compatibility.changed_settings(path, config, world_size, not continues_training)
 
 
-def change_linears(run: Run, path: Path, moved: tuple[MovedLinear, ...]) -> tuple[str, ...]:
+def change_linears(run: Run, path: Path, fallbacks: tuple[HighPrecisionFallback, ...]) -> tuple[str, ...]:
     """Change the linears that the run of the checkpoint had changed; returns notes for the record.
 
     Raises:
@@ -156,22 +156,22 @@ def change_linears(run: Run, path: Path, moved: tuple[MovedLinear, ...]) -> tupl
     """
     if not precision_map.is_quantized(run.config.precision):
         return ()
-    check_moved_linears(run.config.precision, run.implementation, path, moved)
-    run.change_linears(moved)
-    return tuple(f"{linear.name} stays {FORMS[linear.form]}, since step {linear.step}" for linear in moved)
+    check_fallbacks(run.config.precision, run.implementation, path, fallbacks)
+    run.change_linears(fallbacks)
+    return tuple(f"{linear.name} stays {FORMS[linear.form]}, since step {linear.step}" for linear in fallbacks)
 
 
-def check_moved_linears(
-    precision: PrecisionConfig, implementation: str, path: Path, moved: tuple[MovedLinear, ...]
+def check_fallbacks(
+    precision: PrecisionConfig, implementation: str, path: Path, fallbacks: tuple[HighPrecisionFallback, ...]
 ) -> None:
     """Check that a run can change the linears that the run of the checkpoint had changed.
 
     Raises:
         CheckpointError: its layers or recipe do not support the change.
     """
-    smoothed = [linear.name for linear in moved if linear.form == SMOOTHED]
-    in_high_precision = [linear.name for linear in moved if linear.form != SMOOTHED]
-    obstacles = (
+    smoothed = [linear.name for linear in fallbacks if linear.form == SMOOTHED]
+    in_high_precision = [linear.name for linear in fallbacks if linear.form != SMOOTHED]
+    problems = (
         (smoothed, derived.is_stateful(precision), "smoothed", "delayed scaling does not support: use a recipe without "
          "amax history"),
         (smoothed, implementation == "local", "smoothed", "megatron-core's own layers do not support: remove "
@@ -180,14 +180,14 @@ def check_moved_linears(
         (in_high_precision, precision.fp8_param_gather, "in high precision", "FP8 weights do not support: remove "
          "--fp8-param-gather"),
     )  # fmt: skip
-    for names, is_obstacle, form, reason in obstacles:
-        if names and is_obstacle:
+    for names, is_problem, form, reason in problems:
+        if names and is_problem:
             raise CheckpointError(f"{path}: {names[0]} is {form}, which {reason}")
 
 
 def skip_crashing_checkpoint(run: Run, chosen: ResumePoint, folders: list[Path], with_hashes: bool) -> ResumePoint:
     """The chosen checkpoint; if loading it crashed the run repeatedly, it is set aside and the one before is chosen."""
-    failed, is_only = run.guard.failed_loads(chosen.step), sum(len(list_steps(folder)) for folder in folders) == 1
+    failed, is_only = run.watchdog.failed_loads(chosen.step), sum(len(list_steps(folder)) for folder in folders) == 1
     if failed < MAX_CRASHED_LOADS or is_only:
         return chosen
     place = call_on_rank_0(lambda: set_aside(chosen.path, CORRUPT))

@@ -12,7 +12,7 @@ from typing import Any, Optional, Union
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.directory import NON_PERSISTENT
-from megafp8.checkpoint.progress import MovedLinear, Progress, TrainingState
+from megafp8.checkpoint.progress import HighPrecisionFallback, Progress, TrainingState
 from megafp8.config import iterations, lr_schedule
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.precision_options import is_quantized_at
@@ -21,7 +21,7 @@ from megafp8.data.sample_hash import SampleHashChain
 from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.device.platform import Platform
 from megafp8.mcore.process_groups import RankPosition
-from megafp8.metrics.health_advice import Case
+from megafp8.metrics.health_suggestions import Case
 from megafp8.metrics.timers import StepTimer
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer.fp8_gradients import Fp8Reduction
@@ -33,13 +33,14 @@ from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.checks import machine_problems
 from megafp8.training.cuda_graph import StepGraph
-from megafp8.training.operand_faults import OperandMonitor, move_linears
+from megafp8.training.nonfinite_operands import OperandMonitor, fall_back
 from megafp8.training.precision import DelayedScalingSnapshot, high_precision
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a training step needs. Training changes the contents of `trainee`, but replaces no attribute.
+    """Everything that a training step needs. Training changes the contents of `training_state`, but replaces no
+    attribute.
 
     Attributes:
         implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
@@ -58,7 +59,7 @@ class Run:
         fp8_reduction: state of the gradient reduction in FP8; None without it.
         graph: the CUDA graphs of forward-backward; None where kernels are launched one by one.
         timer: measures steps. Every step waits for the loss, so the device is at most one update behind the host.
-        guard: watchdog and signal handling; a guard that was not started does nothing.
+        watchdog: of hangs and lost peers, also handles signals; one that was not started does nothing.
     """
 
     config: RunConfig
@@ -69,7 +70,7 @@ class Run:
     vocab_size: int
     datasets: tuple[Any, Any, Any]
     transformer_config: TransformerConfig
-    trainee: TrainingState
+    training_state: TrainingState
     forward_step: Callable[..., Any]
     wgrad_overwrite: Optional[WgradOverwrite]
     spike_detector: Optional[SpikeDetector]
@@ -82,7 +83,7 @@ class Run:
     fp8_reduction: Optional[Fp8Reduction]
     graph: Optional[StepGraph]
     timer: StepTimer
-    guard: Watchdog = field(default_factory=Watchdog)
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     @property
     def byte_counters(self) -> list[ReceivedBytes]:
@@ -155,13 +156,13 @@ class Run:
         """A context that computes in the precision of a step under `--fp8-schedule`. Steps count from 1."""
         if is_quantized_at(self.config.precision, max(1, step)):
             return nullcontext()
-        return high_precision(self.transformer_config, self.trainee.chunks)
+        return high_precision(self.transformer_config, self.training_state.chunks)
 
-    def change_linears(self, linears: Sequence[MovedLinear]) -> None:
+    def change_linears(self, linears: Sequence[HighPrecisionFallback]) -> None:
         """Compute linears in high precision, or with a scale per channel, from now on; all ranks call it."""
         if not linears:
             return
-        move_linears(self.trainee.chunks, linears, self.implementation)
+        fall_back(self.training_state.chunks, linears, self.implementation)
         if self.wgrad_overwrite is not None:
             self.wgrad_overwrite.choose_weights()
         if self.graph is not None:
@@ -192,6 +193,6 @@ def checkpoint_folders(config: RunConfig) -> list[Path]:
     return [folder for folder in (run_folder(config), non_persistent_folder(config)) if folder is not None]
 
 
-def advice_case(run: Run) -> Case:
-    """A run as advice sees it, with what its machine does not support."""
+def suggestion_case(run: Run) -> Case:
+    """A run as suggestions see it, with what its machine does not support."""
     return Case(run.config, run.place.world_size, machine_problems=machine_problems)

@@ -133,12 +133,12 @@ def describe_update(run: Run) -> dict[str, str]:
     """How weights are updated and gathered, where that depends on the machine or the layout."""
     found = {}
     on_cuda = run.platform.kind == "cuda"
-    optimizer = run.trainee.optimizer
+    optimizer = run.training_state.optimizer
     if on_cuda and is_muon(run.config):
         found["optimizer"] = "Muon and AdamW in torch's kernels"
     elif on_cuda:
-        obstacle = fused_adam.obstacle(run.config, on_cuda)
-        found["optimizer"] = "one pass" if obstacle is None else f"megatron-core's optimizer ({obstacle})"
+        problem = fused_adam.problem(run.config, on_cuda)
+        found["optimizer"] = "one pass" if problem is None else f"megatron-core's optimizer ({problem})"
     if isinstance(optimizer, LayerWiseOptimizer):
         own = sum(weight.nbytes for each in optimizer.ownerships for weight in each.of_this_rank)
         found["parameter broadcast"] = f"{own / 2**20:.1f} MiB from this rank, which has their optimizer state"
@@ -150,7 +150,7 @@ def describe_update(run: Run) -> dict[str, str]:
 def describe_gather(run: Run) -> str:
     """Size of this rank's weights that are gathered over the data-parallel ranks in each step, by format."""
     sizes: dict[str, int] = {}
-    for chunk in run.trainee.chunks:
+    for chunk in run.training_state.chunks:
         for buffer in chunk.buffers:
             dtype = buffer.param_data.dtype
             name = "FP8" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")

@@ -40,7 +40,7 @@ from megafp8.optimizer.schedules import build_schedule
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.training.bad_steps import build_gradient_monitor, build_spike_detector
 from megafp8.training.cuda_graph import build_step_graph, check_graph_optimizer, side_stream
-from megafp8.training.operand_faults import build_operand_monitor
+from megafp8.training.nonfinite_operands import build_operand_monitor
 from megafp8.training.precision import DelayedScalingSnapshot
 from megafp8.training.run import Run
 
@@ -70,15 +70,21 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
         report = print_at_intervals(0.0 if config.logging.verbose else REPORT_INTERVAL_S)
         datasets = build_datasets(config, tokenizer, num_samples, report, is_first_of_machine=local_rank() == 0)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
-    trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size, platform)
-    fp8_reduction = build_fp8_reduction(config, trainee.chunks, platform.device)
+    training_state = build_training_state(
+        config, transformer_config, implementation, vocab_size, place.world_size, platform
+    )
+    fp8_reduction = build_fp8_reduction(config, training_state.chunks, platform.device)
     if fp8_reduction is not None:
-        trainee.gradient_residuals.extend(fp8_reduction.residuals)
-    parameter_traffic = trainee.optimizer if is_layer_wise(config) else build_traffic(config, trainee.chunks)
-    gradient_traffic = build_gradient_traffic(config, trainee.chunks)
-    gradient_monitor = build_gradient_monitor(config, trainee, platform.device)  # its checks come before the reduction
+        training_state.gradient_residuals.extend(fp8_reduction.residuals)
+    parameter_traffic = (
+        training_state.optimizer if is_layer_wise(config) else build_traffic(config, training_state.chunks)
+    )
+    gradient_traffic = build_gradient_traffic(config, training_state.chunks)
+    gradient_monitor = build_gradient_monitor(
+        config, training_state, platform.device
+    )  # its checks come before the reduction
     # After the monitor, which is then called on gradients with the injected faults.
-    inject_gradient_faults(trainee.chunks)
+    inject_gradient_faults(training_state.chunks)
     is_delayed = derived.is_stateful(config.precision)
     run = Run(
         config=config,
@@ -89,21 +95,21 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
         vocab_size=vocab_size,
         datasets=datasets,
         transformer_config=transformer_config,
-        trainee=trainee,
+        training_state=training_state,
         forward_step=build_forward_step(platform.device, config.parallel.context_parallel_size),
-        wgrad_overwrite=build_wgrad_overwrite(config, trainee, implementation),
+        wgrad_overwrite=build_wgrad_overwrite(config, training_state, implementation),
         spike_detector=build_spike_detector(config),
-        delayed_snapshot=DelayedScalingSnapshot(trainee.chunks, implementation) if is_delayed else None,
-        bias_snapshot=ExpertBiasSnapshot(trainee.chunks) if config.model.moe_router_enable_expert_bias else None,
+        delayed_snapshot=DelayedScalingSnapshot(training_state.chunks, implementation) if is_delayed else None,
+        bias_snapshot=ExpertBiasSnapshot(training_state.chunks) if config.model.moe_router_enable_expert_bias else None,
         gradient_monitor=gradient_monitor,
-        operand_monitor=build_operand_monitor(config, trainee.chunks, implementation, platform.device),
+        operand_monitor=build_operand_monitor(config, training_state.chunks, implementation, platform.device),
         parameter_traffic=parameter_traffic,
         gradient_traffic=gradient_traffic,
         fp8_reduction=fp8_reduction,
         graph=None,
         timer=StepTimer(),
     )
-    graph = build_step_graph(config, trainee.chunks, platform.device, run.byte_counters)
+    graph = build_step_graph(config, training_state.chunks, platform.device, run.byte_counters)
     return dataclasses.replace(run, graph=graph)
 
 
@@ -120,7 +126,7 @@ def print_at_intervals(interval_s: float) -> Callable[[str], None]:
     return report
 
 
-def build_trainee(
+def build_training_state(
     config: RunConfig,
     transformer_config: TransformerConfig,
     implementation: str,
@@ -143,9 +149,9 @@ def build_trainee(
         cast_weights_of_adam(chained_optimizers(optimizer))
     else:
         emulate_low_precision_state(config, chained_optimizers(optimizer))
-    obstacle = fused_adam.obstacle(config, platform.kind == "cuda")
-    check_graph_optimizer(config, obstacle)
-    if obstacle is None:
+    problem = fused_adam.problem(config, platform.kind == "cuda")
+    check_graph_optimizer(config, problem)
+    if problem is None:
         num_copies = config.parallel.num_distributed_optimizer_instances if config.parallel.use_torch_fsdp2 else 1
         optimizer = fused_adam.FusedAdamOptimizer(optimizer, platform.device, num_copies)
         transformer_config.finalize_model_grads_func = optimizer.finalize
@@ -154,7 +160,9 @@ def build_trainee(
     return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size))
 
 
-def build_wgrad_overwrite(config: RunConfig, trainee: TrainingState, implementation: str) -> Optional[WgradOverwrite]:
+def build_wgrad_overwrite(
+    config: RunConfig, training_state: TrainingState, implementation: str
+) -> Optional[WgradOverwrite]:
     """Overwriting of the gradient buffers by the first wgrad of a step; None where the layers do not support it."""
     precision, stages = config.precision, config.parallel.pipeline_model_parallel_size
     is_fused = precision.gradient_overwrite and precision.gradient_accumulation_fusion
@@ -165,5 +173,6 @@ def build_wgrad_overwrite(config: RunConfig, trainee: TrainingState, implementat
     from megafp8.te.layers import weights_with_fused_gradients  # needs Transformer Engine
 
     return WgradOverwrite(
-        trainee.chunks, lambda: [*weights_with_fused_gradients(trainee.chunks), *grouped_weights(trainee.chunks)]
+        training_state.chunks,
+        lambda: [*weights_with_fused_gradients(training_state.chunks), *grouped_weights(training_state.chunks)],
     )

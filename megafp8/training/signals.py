@@ -18,9 +18,9 @@ def is_stop_requested(run: Run) -> bool:
 
     Within a step the reduction of its totals exchanges the same, without this all-reduce.
     """
-    if run.guard.handles_signals and not run.guard.stop_agreed:
-        run.guard.agree_to_stop(any_rank(run, bool(run.guard.received_signal)))
-    return run.guard.stop_agreed
+    if run.watchdog.handles_signals and not run.watchdog.stop_agreed:
+        run.watchdog.agree_to_stop(any_rank(run, bool(run.watchdog.received_signal)))
+    return run.watchdog.stop_agreed
 
 
 def any_rank(run: Run, mine: bool) -> bool:
@@ -30,13 +30,13 @@ def any_rank(run: Run, mine: bool) -> bool:
     return bool(flag > 0)
 
 
-def record_stop_signals(guard: Watchdog) -> str:
-    """Record in the guard that signals end the run, and return which ranks got which signals. All ranks call it."""
-    asked = call_on_all_ranks(lambda: guard.received_signal)
+def record_stop_signals(watchdog: Watchdog) -> str:
+    """Record in the watchdog that signals end the run, and return which ranks got which signals. All ranks call it."""
+    asked = call_on_all_ranks(lambda: watchdog.received_signal)
     counts = Counter(number for number in asked if number)
     reason = ", ".join(
         f"{signal.Signals(number).name} to " + (f"rank {asked.index(number)}" if count == 1 else f"{count} ranks")
         for number, count in counts.items()
     )
-    guard.outcome, guard.reason = "preempted", reason
+    watchdog.outcome, watchdog.reason = "preempted", reason
     return reason

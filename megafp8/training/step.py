@@ -24,7 +24,7 @@ from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.resilience import fault_injection
 from megafp8.training import bad_steps
 from megafp8.training.cuda_graph import StepHooks
-from megafp8.training.operand_faults import OperandFaults
+from megafp8.training.nonfinite_operands import NonfiniteOperands
 from megafp8.training.run import Run
 
 Batch = dict[str, Tensor]
@@ -49,7 +49,7 @@ class StepResult:
             FP8 gradients.
         grad_codes: FP8 codes of the gradients; None where they are not reduced in FP8.
         grad_factor, next_grad_factor: automatic factor of the scales of FP8 gradients, of this step and the next one.
-        operand_faults: non-finite and saturated values of quantized operands.
+        nonfinite_operands: non-finite and saturated values of quantized operands.
         mtp_losses: mean loss of each depth of multi-token prediction; None without it.
     """
 
@@ -65,7 +65,7 @@ class StepResult:
     grad_codes: Optional[CodeCounts]
     grad_factor: float
     next_grad_factor: float
-    operand_faults: OperandFaults = OperandFaults()
+    nonfinite_operands: NonfiniteOperands = NonfiniteOperands()
     mtp_losses: Optional[tuple[float, ...]] = None
     grad_intra_node_bytes: Optional[int] = None
 
@@ -92,32 +92,35 @@ def train_step(
     Raises:
         NumericsError: on all ranks: the step is bad and may not be skipped. The weights are unchanged.
     """
-    trainee = run.trainee
+    training_state = run.training_state
     fault_injection.point("step.begin", step=progress.step + 1)
     begin_step(run, progress)
     with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
         num_microbatches = run.num_microbatches_at(progress.consumed_samples)
         reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager, step_hooks)
-        is_fused = isinstance(trainee.optimizer, FusedAdamOptimizer)
-        squared_norm = trainee.optimizer.squared_norm() if is_fused else None
+        is_fused = isinstance(training_state.optimizer, FusedAdamOptimizer)
+        squared_norm = training_state.optimizer.squared_norm() if is_fused else None
         after_launch()
         fault_injection.point("step.after_backward")
-        totals, bad_step, faults = bad_steps.reduce_step_totals(
+        totals, bad_step, nonfinite = bad_steps.reduce_step_totals(
             run, sum_losses(reports), progress, squared_norm, sum_depth_losses(run, reports)
         )
 
-    learning_rate, loss_scale = current_learning_rate(trainee.optimizer), current_loss_scale(trainee.optimizer)
+    learning_rate, loss_scale = (
+        current_learning_rate(training_state.optimizer),
+        current_loss_scale(training_state.optimizer),
+    )
     is_updated, grad_norm, num_zeros = False, None, None
     if bad_step is None:
         fault_injection.point("step.before_update")
-        trainee.wait_for_copies()
+        training_state.wait_for_copies()
         before_update(totals)
         with run.timer.span("optimizer"):
             is_updated, grad_norm, num_zeros, bad_step = update(run, progress, totals)
-        fault_injection.poison("step.weights", next(trainee.chunks[0].parameters()))
+        fault_injection.poison("step.weights", next(training_state.chunks[0].parameters()))
         fault_injection.point("step.after_update")
     if is_updated:
-        trainee.schedule.step(increment=run.batch_size_at(progress.consumed_samples))
+        training_state.schedule.step(increment=run.batch_size_at(progress.consumed_samples))
     else:  # also where a loss scale overflowed
         undo_step(run, progress, bad_step)
     grad_codes = None if run.fp8_reduction is None else totals.grad_codes
@@ -136,7 +139,7 @@ def train_step(
         grad_codes=grad_codes,
         grad_factor=progress.grad_factor,
         next_grad_factor=next_factor(progress.grad_factor, totals.grad_codes) if is_adapted else progress.grad_factor,
-        operand_faults=faults,
+        nonfinite_operands=nonfinite,
         mtp_losses=totals.mtp_losses or None,
         grad_intra_node_bytes=reduced_within_node(run),
     )
@@ -170,7 +173,7 @@ def undo_step(run: Run, progress: Progress, bad_step: Optional[bad_steps.BadStep
         bad_steps.check_may_skip(run, progress, bad_step)
         if run.delayed_snapshot is not None:
             run.delayed_snapshot.restore()
-        run.change_linears(bad_step.moved)
+        run.change_linears(bad_step.fallbacks)
 
 
 def reduced_bytes(run: Run) -> Optional[int]:
@@ -194,7 +197,7 @@ def update(
         Whether the weights were updated, the norm before clipping, the number of zeros in the gradients if the run
         logs it, and why the update was skipped.
     """
-    optimizer = run.trainee.optimizer
+    optimizer = run.training_state.optimizer
     bad_step: Optional[bad_steps.BadStep] = None
     if isinstance(optimizer, FusedAdamOptimizer):
         # Its norm was reduced together with the loss.
@@ -221,9 +224,9 @@ def clear_gradients(run: Run) -> None:
     if run.wgrad_overwrite is not None:
         run.wgrad_overwrite.start()
     else:
-        for chunk in run.trainee.chunks:
+        for chunk in run.training_state.chunks:
             chunk.zero_grad_buffer()
-    run.trainee.optimizer.zero_grad()
+    run.training_state.optimizer.zero_grad()
 
 
 def forward_backward_or_replay(
@@ -237,7 +240,7 @@ def forward_backward_or_replay(
 
     def eager(batches: Batches) -> list[dict[str, Tensor]]:
         if run.graph is not None:
-            reset_param_gather(run.trainee.chunks)
+            reset_param_gather(run.training_state.chunks)
         with ExitStack() as stack:
             for hooks in step_hooks:
                 stack.enter_context(hooks.attached())
@@ -261,7 +264,7 @@ def forward_or_replay(run: Run, batches: Batches, num_microbatches: int) -> list
 
 def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:
     """Run megatron-core's pipeline schedule; returns the reports of the losses on the last stage, else none."""
-    chunks = run.trainee.chunks
+    chunks = run.training_state.chunks
     schedule = get_forward_backward_func()
     # Emulated layers then quantize each weight once for all microbatches.
     with cached_weight_codes(chunks) if run.implementation == "emulated" else nullcontext():
@@ -282,7 +285,7 @@ def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches
     Under the interleaved schedule only the first chunk of the model and its last one read batches, unless all need the
     borders of documents.
     """
-    num_chunks, place = len(run.trainee.chunks), run.place
+    num_chunks, place = len(run.training_state.chunks), run.place
     if num_chunks == 1:
         return batches
     if place.needs_documents and batches is not None:

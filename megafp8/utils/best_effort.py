@@ -1,7 +1,7 @@
 """Best-effort output: log files, optional files and console streams whose write errors do not stop training.
 
 Only a failed checkpoint may stop a run. For everything else there is one warning when writing fails, a bounded backlog
-in memory, a count of the entries that did not fit into it, and one notice when writing works again.
+in memory, a count of the entries that did not fit into it, and one warning when writing works again.
 """
 
 from __future__ import annotations

@@ -286,8 +286,8 @@ def path_text(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: `path_problem`.
     """
-    if fault := path_problem(text):
-        raise argparse.ArgumentTypeError(f"{printable(text)} {fault}")
+    if problem := path_problem(text):
+        raise argparse.ArgumentTypeError(f"{printable(text)} {problem}")
     return text
 
 

@@ -60,8 +60,8 @@ def without_settings(error: Exception) -> Optional[OutOfMemory]:
     if not (line := cause(error)):
         return None
     known = " and ".join(limits())
-    advice = f"{known} (KiB) limits the memory of this process: raise it" if known else "end other processes"
-    return OutOfMemory(f"{line}: no memory is left beside the libraries; {advice}")
+    suggestion = f"{known} (KiB) limits the memory of this process: raise it" if known else "end other processes"
+    return OutOfMemory(f"{line}: no memory is left beside the libraries; {suggestion}")
 
 
 def end_process(error: OutOfMemory) -> NoReturn:

@@ -105,9 +105,9 @@ def test_a_run_of_two_ranks_starts_from_an_import(tool: ModuleType, fields: dict
     config = flags.parse(["--config", str(tmp_path / "ours/config.json"), *f"{run} {layout}".split()]).config
 
     def load_and_save() -> None:
-        trainee = build_initial(config)
-        load_checkpoint(tmp_path / "ours" / STEP_0, config, trainee, weights_only=True)
-        save_checkpoint(tmp_path / "run", config, trainee, Progress(7, 7))
+        training_state = build_initial(config)
+        load_checkpoint(tmp_path / "ours" / STEP_0, config, training_state, weights_only=True)
+        save_checkpoint(tmp_path / "run", config, training_state, Progress(7, 7))
 
     run_ranks(2, load_and_save)
     tokens = fields["vocab_size"]
@@ -292,7 +292,7 @@ def test_names_without_prefix_and_buffers(tool: ModuleType, tmp_path: Path) -> N
     assert same(weights_in(tmp_path / "back"), weights)
 
 
-def test_types_are_rounded_on_request_or_with_a_notice(tool: ModuleType, tmp_path: Path, capsys) -> None:
+def test_types_are_rounded_on_request_or_with_a_warning(tool: ModuleType, tmp_path: Path, capsys) -> None:
     weights = random_weights(LLAMA, torch.bfloat16)
     weights["model.norm.weight"] = torch.full((64,), 1 + 2.0**-20)
     theirs = write_hf_folder(tmp_path / "theirs", LLAMA, weights)

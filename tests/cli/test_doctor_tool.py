@@ -27,7 +27,7 @@ def test_this_machine_can_train() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     data = json.loads(result.stdout)
     assert data["can_train"] and set(data["recipes"].values()) <= {"native", "emulated"}
-    assert {finding["level"] for finding in data["findings"]} <= {"ok", "warning"}
+    assert {entry["level"] for entry in data["findings"]} <= {"ok", "warning"}
 
 
 def test_without_any_package_all_problems_are_reported_together(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_broken_torch_is_a_finding(fault: str, tmp_path: Path) -> None:
     result = run("--json", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     assert result.returncode == 64
     data = json.loads(result.stdout)
-    (finding,) = [finding for finding in data["findings"] if finding["level"] == "error"]
-    assert finding["check"] == "torch" and "cannot be imported" in finding["text"]
-    assert finding["mend"] == "pip install --force-reinstall torch"
+    (entry,) = [entry for entry in data["findings"] if entry["level"] == "error"]
+    assert entry["check"] == "torch" and "cannot be imported" in entry["text"]
+    assert entry["mend"] == "pip install --force-reinstall torch"
     assert set(data["recipes"].values()) == {"not available: see above"}

@@ -56,8 +56,8 @@ def test_table_and_files_of_a_generated_tensor(tmp_path) -> None:
     tensorwise = next(line for line in lines if line.startswith("tensorwise  e4m3"))
     assert " 31.5" in tensorwise
     assert len([line for line in lines if line.startswith("mxfp8")]) == 4
-    findings = json.loads((tmp_path / "out" / "quantization.json").read_text())
-    assert len(findings) == 14
+    results = json.loads((tmp_path / "out" / "quantization.json").read_text())
+    assert len(results) == 14
     assert (tmp_path / "out" / "quantization.png").stat().st_size > 10_000
 
 
@@ -86,13 +86,13 @@ def test_values_of_a_checkpoint_equal_the_saved_ones(folder) -> None:
     """Layer by layer, against megatron-core's own reading of the stacked tensor."""
     pattern = "decoder.layers.1.*linear_fc2.weight"
     result = run_script(SCRIPT, folder / "iter_0000007", "--parameter", pattern, "--json", "--recipes", "mxfp8")
-    findings = json.loads(result.stdout)
-    assert {each["tensor"] for each in findings} == {"decoder.layers.1.mlp.linear_fc2.weight"}
+    results = json.loads(result.stdout)
+    assert {each["tensor"] for each in results} == {"decoder.layers.1.mlp.linear_fc2.weight"}
     stacked = torch.empty(2, 64, 256, dtype=torch.bfloat16)
     torch.distributed.checkpoint.load(
         {"decoder.layers.mlp.linear_fc2.weight": stacked}, checkpoint_id=folder / "iter_0000007", no_dist=True
     )
-    assert {each["stats"]["amax"] for each in findings} == {stacked[1].abs().max().item()}
+    assert {each["stats"]["amax"] for each in results} == {stacked[1].abs().max().item()}
     assert stacked[0].abs().max() != stacked[1].abs().max()
 
 

@@ -17,7 +17,7 @@ MAX_START_LINES, MAX_DRY_RUN_LINES = 15, 59
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --num-workers 0"
 SHORT = f"--train-iters 1 --lr-warmup-iters 0 {MOCK}"
 TINY = f"--model-preset tiny --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --seq-length 32 --lr 1e-3 {SHORT}"
-MANY_NOTICES = (
+MANY_WARNINGS = (
     "--use-mcore-models --use-flash-attn --no-one-logger --log-straggler --legacy-tokenizer --enable-experimental "
     "--use-cpu-initialization --no-persist-layer-norm --tensorboard-queue-size 5 --train-sync-interval 1 "
     "--timing-log-level 1 --hysteresis 3 --fp8-hybrid --sequence-parallel"
@@ -58,7 +58,7 @@ def start_lines(output: str) -> list[str]:
     [
         (1, f"{TINY} --micro-batch-size 2 --global-batch-size 4"),
         (1, f"{TINY} --micro-batch-size auto --global-batch-size 8 --fp8-format hybrid"),
-        (1, f"{TINY} --micro-batch-size 2 --global-batch-size 4 {MANY_NOTICES}"),
+        (1, f"{TINY} --micro-batch-size 2 --global-batch-size 4 {MANY_WARNINGS}"),
         (2, f"{TINY} --micro-batch-size 2 --global-batch-size 4 {PRECISION_MAP} --use-distributed-optimizer"),
         (2, "QUICKSTART"),
     ],
@@ -80,17 +80,17 @@ def test_the_start_of_a_run_is_short_and_from_rank_0(ranks: int, flags: str, tmp
     assert not any("linear_fc1" in line or "fprop" in line for line in lines)
 
 
-def test_notices_stay_and_flags_without_effect_share_a_line() -> None:
-    ended = run_forked(1, f"{TINY} --micro-batch-size 2 --global-batch-size 4 {MANY_NOTICES}")
-    notices = [line for line in start_lines(ended.output[0]) if line.startswith("notice: ")]
+def test_warnings_stay_and_flags_without_effect_share_a_line() -> None:
+    ended = run_forked(1, f"{TINY} --micro-batch-size 2 --global-batch-size 4 {MANY_WARNINGS}")
+    warnings = [line for line in start_lines(ended.output[0]) if line.startswith("notice: ")]
     for text in ("--sequence-parallel has no effect", "add --bf16", "--fp8-hybrid is read as", "--hysteresis 3"):
-        assert any(text in notice for notice in notices), text
-    (no_effect,) = (notice for notice in notices if notice.startswith("notice: no effect"))
+        assert any(text in warning for warning in warnings), text
+    (no_effect,) = (warning for warning in warnings if warning.startswith("notice: no effect"))
     assert no_effect.startswith("notice: no effect: --use-mcore-models, --use-flash-attn, ")
 
 
 def test_verbose_prints_the_recipe_the_reasons_and_the_setup() -> None:
-    flags = f"{TINY} --micro-batch-size auto --global-batch-size 4 {PRECISION_MAP} {MANY_NOTICES}"
+    flags = f"{TINY} --micro-batch-size auto --global-batch-size 4 {PRECISION_MAP} {MANY_WARNINGS}"
     ended = run_forked(2, f"{flags} --use-distributed-optimizer --verbose", timeout_s=120)
     lines = "\n".join(start_lines(ended.output[0]))
     for text in (
@@ -128,7 +128,7 @@ CLUSTER = f"--bf16 --fp8-format hybrid --fp8-recipe tensorwise --train-iters 100
 LAYOUTS = {
     "tiny": ("--seq-length 64 --micro-batch-size 1 --world-size 16", "cpu"),
     "gpt2-124m": ("--seq-length 1024 --micro-batch-size auto --global-batch-size 512 --world-size 8", "h200"),
-    "llama-1b": (f"--seq-length 4096 --micro-batch-size 1 --world-size 64 {MANY_NOTICES}", "h100"),
+    "llama-1b": (f"--seq-length 4096 --micro-batch-size 1 --world-size 64 {MANY_WARNINGS}", "h100"),
     "llama3-8b": (
         "--seq-length 8192 --micro-batch-size 1 --pipeline-model-parallel-size 16 --world-size 16 "
         "--precision layers.0-9.*=blockwise layers.3.*=bf16 *.linear_fc1=bf16 layers.20-24.linear_proj=blockwise",

@@ -91,7 +91,7 @@ def test_schedules_that_a_run_refuses_are_refused(tool, capsys, words: str, said
     assert any(said in text for text in problems + rules.setting_problems(invocation.config, 1))
 
 
-def test_a_run_within_its_warmup_gives_a_notice(tool, capsys) -> None:
+def test_a_run_within_its_warmup_gives_a_warning(tool, capsys) -> None:
     assert tool.main([*RUN, "--lr-warmup-fraction", "0.6", "--lr-decay-iters", "200"]) == 0
     captured = capsys.readouterr()
     assert "notice: the warmup of 120 steps is not shorter than the run of 100" in captured.err

@@ -186,7 +186,7 @@ def test_problems_of_every_kind_are_reported_together(capsys, monkeypatch) -> No
         assert sum(part in problem for problem in problems) == 1, (part, problems)
 
 
-def test_a_hybrid_model_is_refused_without_advice_about_its_layers(capsys) -> None:
+def test_a_hybrid_model_is_refused_without_suggestion_about_its_layers(capsys) -> None:
     line = "--hybrid-layer-pattern M*M- --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     line += f"--position-embedding-type rope {TRAINING} {MADE_UP}"
     (problem,) = problems_of(capsys, line)

@@ -49,7 +49,7 @@ def test_inspect_prints_json(shard, capsys):
     assert report["is_sound"]
     assert report["summary"]["num_tokens"] == 9
     assert [document["text"] for document in report["documents"]] == ["1 2", "", "4 5"]
-    assert {finding["passed"] for finding in report["findings"]} == {True}
+    assert {result["passed"] for result in report["findings"]} == {True}
 
 
 def test_inspect_writes_a_picture(shard, tmp_path, capsys):

@@ -157,9 +157,9 @@ def parallel_dimension(line: Line, options: Sequence[Sequence[str]]) -> str:
 def without_idle_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words without the flags that are accepted without effect, and those flags."""
     invocation = flags.parse_with_problems(words)[0]
-    notices = [notice for notice in invocation.notices if NO_EFFECT in notice]
-    notices += unused_settings(invocation.config)
-    idle = {notice.split()[0].rstrip(":") for notice in notices}
+    warnings = [warning for warning in invocation.warnings if NO_EFFECT in warning]
+    warnings += unused_settings(invocation.config)
+    idle = {warning.split()[0].rstrip(":") for warning in warnings}
     options = options_of(words)
     return [word for option in options if option[0] not in idle for word in option], sorted(idle)
 

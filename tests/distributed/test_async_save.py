@@ -33,7 +33,7 @@ LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar -
 
 
 def begin(run: Run, folder: Path, step: int, timeout_s: float = 60.0) -> Any:
-    saves = AsyncSaver(run.config, run.trainee, timeout_s, run.platform.device)
+    saves = AsyncSaver(run.config, run.training_state, timeout_s, run.platform.device)
     return saves, saves.begin(folder, Progress(step, step * run.global_batch_size))
 
 
@@ -66,7 +66,7 @@ def test_async_checkpoint_has_the_state_of_its_step(world_size: int, flags: str,
     def save_both_ways() -> tuple[str, str]:
         run = build_run(config)
         train(run, 2)
-        expected = files_of(save_checkpoint(tmp_path / "now", config, run.trainee, Progress(2, 16)))
+        expected = files_of(save_checkpoint(tmp_path / "now", config, run.training_state, Progress(2, 16)))
         may_copy, may_write = threading.Event(), threading.Event()
         make, write, wait = HostCopy.make, saving.PreparedSave.write, HostCopy.wait
 
@@ -202,8 +202,8 @@ def test_an_abandoned_save_publishes_and_deletes_nothing(place: str, tmp_path: P
 
     def save() -> None:
         run = build_run(config)
-        save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
-        saves = AsyncSaver(config, run.trainee, 60.0, run.platform.device)
+        save_checkpoint(tmp_path, config, run.training_state, Progress(1, 8))
+        saves = AsyncSaver(config, run.training_state, 60.0, run.platform.device)
         with mock.patch.object(fault_injection, "point", held):
             under_way = saves.begin(tmp_path, Progress(2, 16), keep=Retention(1))
             while not is_there.wait(0.05):
@@ -272,11 +272,11 @@ def test_a_load_waits_for_pending_copies(tmp_path: Path) -> None:
     def go_back() -> bool:
         run = build_run(config)
         train(run, 1)
-        first = save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
+        first = save_checkpoint(tmp_path, config, run.training_state, Progress(1, 8))
         train(run, 1, 2)
         _, under_way = begin(run, tmp_path, 2)
-        at_2 = files_of(save_checkpoint(tmp_path / "now", config, run.trainee, Progress(2, 16)))
-        load_checkpoint(first, config, run.trainee)
-        return files_of(under_way.poll(is_waiting=True)) == at_2 and not run.trainee.pending_copies
+        at_2 = files_of(save_checkpoint(tmp_path / "now", config, run.training_state, Progress(2, 16)))
+        load_checkpoint(first, config, run.training_state)
+        return files_of(under_way.poll(is_waiting=True)) == at_2 and not run.training_state.pending_copies
 
     assert run_ranks(1, go_back) == [True]

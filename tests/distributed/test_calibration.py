@@ -94,7 +94,7 @@ def first_gradient(config: RunConfig) -> Tensor:
     clear_gradients(run)
     batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
     forward_backward(run, batches, run.num_microbatches, forward_only=False)
-    return torch.cat([parameter.main_grad.flatten() for parameter in run.trainee.chunks[0].parameters()])
+    return torch.cat([parameter.main_grad.flatten() for parameter in run.training_state.chunks[0].parameters()])
 
 
 def test_first_gradient_error_matches_current_scaling() -> None:

@@ -67,7 +67,7 @@ def run_leg(config: RunConfig, num_steps: int, load: Optional[Path], save: Optio
     curve = train(run, num_steps, progress.step + 1)
     if save is not None:
         step = progress.step + num_steps
-        path = save_checkpoint(save, config, run.trainee, Progress(step, step * run.global_batch_size))
+        path = save_checkpoint(save, config, run.training_state, Progress(step, step * run.global_batch_size))
         assert find_checkpoint(save) == (step, path), "every rank finds it when save returns"
     return Leg(curve, fingerprint(weights(run)))
 
@@ -76,7 +76,7 @@ def save_between(config: RunConfig, folder: Path) -> Leg:
     """An unbroken run that saves after half of its steps."""
     run = build_run(config)
     before = train(run, STEPS)
-    save_checkpoint(folder, config, run.trainee, Progress(STEPS, STEPS * run.global_batch_size))
+    save_checkpoint(folder, config, run.training_state, Progress(STEPS, STEPS * run.global_batch_size))
     after = train(run, STEPS, STEPS + 1)
     curve = Curve(before.losses + after.losses, before.grad_norms + after.grad_norms)
     return Leg(curve, fingerprint(weights(run)))
@@ -85,7 +85,7 @@ def save_between(config: RunConfig, folder: Path) -> Leg:
 def load_newest(run: Run, folder: Path, weights_only: bool = False) -> Progress:
     found = find_checkpoint(folder)
     assert found is not None
-    loaded = load_checkpoint(found[1], run.config, run.trainee, weights_only)
+    loaded = load_checkpoint(found[1], run.config, run.training_state, weights_only)
     assert weights_only or loaded.progress == Progress(found[0], found[0] * run.global_batch_size)
     return loaded.progress
 
@@ -156,12 +156,12 @@ def test_generators_of_another_device_type_are_not_loaded(flags: str, drawn: str
             tracker, state = tensor_parallel.get_cuda_rng_tracker(), torch.zeros(num_bytes, dtype=torch.uint8)
             tracker.set_states(dict.fromkeys(tracker.get_states(), state))
             torch.cuda.get_rng_state = lambda: state
-        return save_checkpoint(folder, config, run.trainee, Progress(1, run.global_batch_size))
+        return save_checkpoint(folder, config, run.training_state, Progress(1, run.global_batch_size))
 
     def load(path: Path) -> tuple[tuple[str, ...], bool]:
         run = build_run(config)
         seeded = fingerprint(generators())
-        notes = load_checkpoint(path, config, run.trainee).notes
+        notes = load_checkpoint(path, config, run.training_state).notes
         is_seeded = fingerprint(generators()) == seeded
         train(run, 1, first_step=2)
         return notes, is_seeded
@@ -247,10 +247,10 @@ def test_finetune_loads_only_the_weights(saved: tuple[Path, RunConfig, Leg]) -> 
 
     def finetune() -> tuple[str, Progress, float, int]:
         run = build_run(config)
-        rate = current_learning_rate(run.trainee.optimizer)
+        rate = current_learning_rate(run.training_state.optimizer)
         progress = load_newest(run, folder, weights_only=True)
-        assert current_learning_rate(run.trainee.optimizer) == rate
-        return fingerprint(weights(run)), progress, run.trainee.schedule.num_steps, len(optimizer_moments(run))
+        assert current_learning_rate(run.training_state.optimizer) == rate
+        return fingerprint(weights(run)), progress, run.training_state.schedule.num_steps, len(optimizer_moments(run))
 
     assert run_ranks(1, finetune) == [(leg.weights, Progress(), 0, 0)]
 
@@ -270,7 +270,7 @@ def test_optimizer_settings_come_from_the_flags(distributed: str, flag: str, exp
     def load() -> list[tuple[float, tuple[float, float], float]]:
         run = build_run(small_config("llama", flags))
         load_newest(run, tmp_path)
-        return [(group["lr"], group["betas"], group["eps"]) for group in run.trainee.optimizer.param_groups]
+        return [(group["lr"], group["betas"], group["eps"]) for group in run.training_state.optimizer.param_groups]
 
     assert set(run_ranks(1, load)[0]) == {(expected, (0.5, 0.25), 1e-3)}
 
@@ -290,7 +290,7 @@ def test_a_saved_schedule_shorter_than_the_run_is_reported(tmp_path: Path, capfd
 
 def optimizer_moments(run: Run) -> list[torch.Tensor]:
     """Adam's nonzero moments."""
-    states = run.trainee.optimizer.optimizer.state.values()
+    states = run.training_state.optimizer.optimizer.state.values()
     return [moment for state in states for moment in (state["exp_avg"], state["exp_avg_sq"]) if moment.any()]
 
 
@@ -335,7 +335,7 @@ def test_new_vocabulary_padding_rows_start_as_the_mean(style: str, flags: str, t
     def resume() -> None:
         run = build_run(config)
         load_newest(run, tmp_path)
-        (model,) = model_state(run.trainee.chunks).values()
+        (model,) = model_state(run.training_state.chunks).values()
         tables = [leaf.data for leaf in nested_values(model) if getattr(leaf, "key", "") in (EMBEDDING, OUTPUT_LAYER)]
         assert len({*map(id, tables)}) == (1 if style == "gpt2" else 2)
         new_row = 100 if dist.get_rank() else 200
@@ -357,7 +357,7 @@ def test_new_vocabulary_padding_rows_start_as_the_mean(style: str, flags: str, t
 
 def kept_state(run: Run, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Master weight and moments."""
-    (part,) = chained_optimizers(run.trainee.optimizer)
+    (part,) = chained_optimizers(run.training_state.optimizer)
     if run.config.parallel.use_distributed_optimizer:
         return {name: value.detach() for name, value in local_state(part, parameter).items()}
     master = getattr(parameter, "main_param", None)

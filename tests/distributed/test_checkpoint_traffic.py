@@ -38,11 +38,11 @@ def test_no_rank_but_the_first_gets_the_lists_of_all(
         run = build_run(config)
         sizes.clear()
         if is_async:
-            saver = AsyncSaver(config, run.trainee, 60.0, run.platform.device)
+            saver = AsyncSaver(config, run.training_state, 60.0, run.platform.device)
             saver.begin(tmp_path, Progress(0, 0)).poll(is_waiting=True)
         else:
-            save_checkpoint(tmp_path, config, run.trainee, Progress(0, 0))
-        load_checkpoint(checkpoint_path(tmp_path, 0), config, run.trainee)
+            save_checkpoint(tmp_path, config, run.training_state, Progress(0, 0))
+        load_checkpoint(checkpoint_path(tmp_path, 0), config, run.training_state)
         return sizes
 
     ranks = run_ranks(2, save_and_load)

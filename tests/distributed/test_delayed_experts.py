@@ -43,7 +43,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def states_of(run: Run) -> States:
     """History and scale of each expert's operands, by layer, number of the expert on its rank, and linear."""
     found: States = {}
-    modules = [module for chunk in run.trainee.chunks for module in chunk.modules()]
+    modules = [module for chunk in run.training_state.chunks for module in chunk.modules()]
     layers = [module for module in modules if isinstance(module, (PaddedExperts, GroupedExperts))]
     for layer, experts in enumerate(layers):
         for name in LINEARS:
@@ -103,7 +103,7 @@ def saved(folder: Path, flags: str, world_size: int, is_stacked: bool) -> tuple[
     config = small_config("llama", f"{MODEL} {flags}", world_size)
     run = build_run(config)
     train(run, 2)
-    save_checkpoint(folder, config, run.trainee, Progress(2, 2 * run.global_batch_size))
+    save_checkpoint(folder, config, run.training_state, Progress(2, 2 * run.global_batch_size))
     states = states_of(run)
     if is_stacked:
         interrupt(run)
@@ -115,14 +115,14 @@ def saved(folder: Path, flags: str, world_size: int, is_stacked: bool) -> tuple[
 
 def validate(run: Run) -> None:
     """A forward pass of all experts."""
-    for layer in (module for chunk in run.trainee.chunks for module in chunk.modules()):
+    for layer in (module for chunk in run.training_state.chunks for module in chunk.modules()):
         if isinstance(layer, GroupedMoELayer):
             layer(torch.randn(16, 2, 128, dtype=torch.bfloat16))
 
 
 def interrupt(run: Run) -> None:
     """As after an error in the middle of a step, in which one linear ran."""
-    experts = next(m for chunk in run.trainee.chunks for m in chunk.modules() if isinstance(m, GroupedExperts))
+    experts = next(m for chunk in run.training_state.chunks for m in chunk.modules() if isinstance(m, GroupedExperts))
     state: Any = experts.quantizer_state[LINEARS[0]]
     experts.exchange.forward_ran(state)
     state.kept_scales.append(torch.zeros_like(state.quant_scale))

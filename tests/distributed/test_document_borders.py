@@ -45,7 +45,7 @@ class DocumentSamples(SourceSamples):
 
 def gradients(run: Run, batches: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
     """Sum of the losses of batches, and its gradients."""
-    (chunk,) = run.trainee.chunks
+    (chunk,) = run.training_state.chunks
     chunk.zero_grad_buffer()
     total = torch.zeros(())
     for batch in batches:

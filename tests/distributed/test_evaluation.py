@@ -122,7 +122,7 @@ def test_graph_steps_gather_weights_after_validation_and_statistics() -> None:
     def losses(has_graph: bool) -> list[float]:
         run, found = build_run(config), []
         if has_graph:
-            run = dataclasses.replace(run, graph=Replays(run.trainee.chunks, warm_up_steps=2))
+            run = dataclasses.replace(run, graph=Replays(run.training_state.chunks, warm_up_steps=2))
         collector = StatisticsCollector(run)
         samples, size = SourceSamples(run.config.data.seq_length), run.global_batch_size
         batches = build_batches(run, samples, 0, 13 * size, num_workers=0)

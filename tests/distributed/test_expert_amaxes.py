@@ -14,7 +14,7 @@ from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.quantization.counters import QUANTIZERS
 from megafp8.quantization.delayed_scaling import DelayedScales
 from megafp8.training.expert_amaxes import ExpertAmaxes
-from megafp8.training.operand_faults import move_grouped_experts
+from megafp8.training.nonfinite_operands import move_grouped_experts
 
 
 def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]], list[str], float]:
@@ -22,7 +22,7 @@ def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]]
     expert of the second layer has an infinite input of linear_fc2, and its first one a gradient beyond the scale."""
     stack_experts()
     config = small_config("llama", f"{MODEL} {flags}", world_size)
-    chunks = unwrap_model(build_run(config).trainee.chunks)
+    chunks = unwrap_model(build_run(config).training_state.chunks)
     names = precision_map.linears_with_statistics(config.model, config.precision)
     ExpertAmaxes(names, chunks)  # of an earlier run in the process
     counts = ExpertAmaxes(names, chunks)
@@ -59,7 +59,7 @@ def scales_of_moved_experts() -> tuple[int, int, float]:
     """How many linears with delayed scaling experts have before and after they are moved to high precision, and a scale
     of the other layer after two microbatches."""
     stack_experts()
-    chunks = unwrap_model(build_run(small_config("llama", MODEL, 1)).trainee.chunks)
+    chunks = unwrap_model(build_run(small_config("llama", MODEL, 1)).training_state.chunks)
     experts, others = (module for module in chunks[0].modules() if isinstance(module, GroupedExperts))
 
     def count() -> int:

@@ -63,15 +63,15 @@ def counted(flags: str, world_size: int, is_stacked: bool) -> tuple[list[str], f
         stack_experts()
     config = small_config("llama", f"{FLAGS} {flags}", world_size)
     run = build_run(config)
-    modules = [module for chunk in run.trainee.chunks for module in chunk.modules()]
+    modules = [module for chunk in run.training_state.chunks for module in chunk.modules()]
     spoil([module for module in modules if isinstance(module, MoELayer)][1])
     batches = build_batches(run, SourceSamples(config.data.seq_length), 0, run.global_batch_size, num_workers=0)
-    faults = train_step(run, batches, Progress(0, 0)).operand_faults
-    assert not faults.infinite_amaxes, "no recipe here has a history"
+    nonfinite = train_step(run, batches, Progress(0, 0)).nonfinite_operands
+    assert not nonfinite.infinite_amaxes, "no recipe here has a history"
     assert run.operand_monitor is not None
     run.operand_monitor.reset()
     assert not run.operand_monitor.local_totals().any()
-    return sorted(name for name, counts in faults.counts if counts.non_finite), faults.num_non_finite
+    return sorted(name for name, counts in nonfinite.counts if counts.non_finite), nonfinite.num_non_finite
 
 
 @pytest.mark.parametrize(

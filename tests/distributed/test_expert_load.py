@@ -32,7 +32,9 @@ def record_of(flags: str, world_size: int) -> tuple[dict[str, LayerLoad], list[i
     """The record of one step, the tokens of each expert of this rank, and the rows that they multiplied."""
     run = build_run(small_config("llama", f"{MODEL} {flags}", world_size))
     counts, rows = torch.zeros(EXPERTS), 0.0
-    (experts,) = [each for chunk in run.trainee.chunks for each in chunk.modules() if isinstance(each, PaddedExperts)]
+    (experts,) = [
+        each for chunk in run.training_state.chunks for each in chunk.modules() if isinstance(each, PaddedExperts)
+    ]
     first = experts.ep_group.rank() * experts.num_local_experts
     for index, expert in enumerate(experts.local_experts):
 

@@ -40,7 +40,7 @@ def parts_of(experts: nn.Module, metadata: object) -> Parts:
 def both(world_size: int, flags: str) -> tuple[Parts, Parts, bool]:
     """The parts of linears and of stacked weights, and whether stacked weights are reduced over all data ranks."""
     config = small_config("llama", f"{EXPERTS} --expert-model-parallel-size {world_size} {flags}", world_size)
-    linears = next(m for m in build_run(config).trainee.chunks[0].modules() if isinstance(m, PaddedExperts))
+    linears = next(m for m in build_run(config).training_state.chunks[0].modules() if isinstance(m, PaddedExperts))
     groups = get_default_pg_collection()
     recipe = getattr(linears.local_experts[0].linear_fc1, "recipe", None)
     stacked = ExchangedExperts(linears.num_local_experts, linears.config, groups, recipe)

@@ -99,13 +99,13 @@ def calls_of_run(folder: Path) -> list[str]:
             calls.append(name)
         made.point(name, step)
         if name == "step.begin" and step == SIGNAL_STEP:
-            run.guard.record_signal(signal.SIGTERM, None)
+            run.watchdog.record_signal(signal.SIGTERM, None)
 
     def write(sinks: Sinks, record: Any) -> None:
         calls.append(" ".join(["record", record.kind, getattr(record, "name", "")]).strip())
         plain_write(sinks, record)
 
-    def enter(guard: Watchdog, name: str, step: Optional[int] = None) -> None:
+    def enter(watchdog: Watchdog, name: str, step: Optional[int] = None) -> None:
         calls.append(f"phase {name}")
 
     plain_write = Sinks._pass_on

@@ -308,12 +308,14 @@ def test_bytes_are_a_quarter_of_fp32_and_half_of_bf16() -> None:
 
 def spoil_coded_gradient(run: Run, value: float) -> Run:
     """Set one element of the gradient of a linear layer, before its bucket is reduced, from now on."""
-    weight = next(p for name, p in run.trainee.chunks[0].named_parameters() if "layers.1.mlp.linear_fc2.weight" in name)
+    weight = next(
+        p for name, p in run.training_state.chunks[0].named_parameters() if "layers.1.mlp.linear_fc2.weight" in name
+    )
 
     def spoil() -> None:
         weight.main_grad.view(-1)[-1] = value
 
-    for group in run.trainee.chunks[0].bucket_groups:
+    for group in run.training_state.chunks[0].bucket_groups:
         if weight in group.params:
             add_grad_sync_hook(group, spoil)
     return run
@@ -356,10 +358,10 @@ def test_resuming_is_exact_with_the_automatic_factor(tmp_path: Path) -> None:
         first = Progress()
         if load is not None:
             _, path = find_checkpoint(load) or (0, load)
-            first = load_checkpoint(path, config, run.trainee).progress
+            first = load_checkpoint(path, config, run.training_state).progress
         results, progress = steps(run, num_steps, first)
         if load is None and num_steps == 2:
-            save_checkpoint(tmp_path, config, run.trainee, progress)
+            save_checkpoint(tmp_path, config, run.training_state, progress)
         return [result.loss for result in results], progress.grad_factor, fingerprint(weights(run))
 
     unbroken, before = run_ranks(2, leg, None, 4), run_ranks(2, leg, None, 2)

@@ -71,8 +71,8 @@ def test_megatron_and_back(level: str, tmp_path: Path, capsys: pytest.CaptureFix
 def save_as_started(config: RunConfig, source: Path, folder: Path) -> None:
     """Start from converted weights, and save before the first step."""
     run = build_run(config)
-    load_checkpoint(checkpoint_path(source, 0), config, run.trainee, weights_only=True)
-    save_checkpoint(folder, config, run.trainee, Progress(1, run.global_batch_size))
+    load_checkpoint(checkpoint_path(source, 0), config, run.training_state, weights_only=True)
+    save_checkpoint(folder, config, run.training_state, Progress(1, run.global_batch_size))
 
 
 def master_weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

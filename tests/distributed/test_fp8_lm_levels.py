@@ -50,8 +50,8 @@ def state_is_in_its_formats(config: RunConfig) -> bool:
     """Whether rounding changes nothing: moments and masters are codes times scales. FP8 weights exist with O3."""
     run = calibrated(config)
     train(run, 2)
-    assert bool(quantized_parameters(run.trainee.chunks)) == config.precision.fp8_param_gather
-    (part,) = chained_optimizers(run.trainee.optimizer)
+    assert bool(quantized_parameters(run.training_state.chunks)) == config.precision.fp8_param_gather
+    (part,) = chained_optimizers(run.training_state.optimizer)
     masters = [master for group in part.shard_fp32_from_float16_groups for master in group]
     is_rounded = [torch.equal(master, rounded_master(master)) for master in masters]
     assert all(is_rounded) == (config.optimizer.main_params_dtype == "fp16")

@@ -57,7 +57,7 @@ def curves(flags: str, world_size: int, num_steps: int) -> tuple[Curve, Curve]:
 def curve_of(config: RunConfig, num_steps: int) -> Curve:
     """Train, from calibrated scales with delayed scaling. With the flag, some weight must be quantized."""
     run = build_run(config)
-    assert bool(quantized_parameters(run.trainee.chunks)) == config.precision.fp8_param_gather
+    assert bool(quantized_parameters(run.training_state.chunks)) == config.precision.fp8_param_gather
     if needs_calibration(run):
         calibrate(run, Progress())
     return train(run, num_steps)
@@ -82,8 +82,8 @@ def test_fp8_gather_equals_bf16_gather(flags: str, world_size: int) -> None:
 
 def full_master_weights(run: Run) -> Iterator[tuple[QuantizedParameter, Tensor]]:
     """Each quantized weight of this rank, and the BF16 tensor that it should be quantized from."""
-    for optimizer in chained_optimizers(run.trainee.optimizer):
-        for weight in quantized_parameters(run.trainee.chunks):
+    for optimizer in chained_optimizers(run.training_state.optimizer):
+        for weight in quantized_parameters(run.training_state.chunks):
             if any(weight in buffer.param_index_map for buffer in optimizer.buffers):
                 yield weight, full_master_weight(optimizer, weight)
 
@@ -127,7 +127,7 @@ def test_sharded_quantization_equals_that_of_the_full_weight(flags: str) -> None
             seen.append(
                 [
                     hash(codes.raw.numpy().tobytes())
-                    for codes in (weight.codes for weight in quantized_parameters(run.trainee.chunks))
+                    for codes in (weight.codes for weight in quantized_parameters(run.training_state.chunks))
                 ]
             )
         return seen
@@ -162,7 +162,7 @@ def test_fp8_gather_halves_the_bytes(recipe: str, side: int) -> None:
 
     def count(flags: str) -> tuple[int, int, list[torch.Size]]:
         counted, seen, run = gathered_in_a_step(small_config("llama", f"{recipe} {flags}", 2))
-        return counted, seen, [weight.shape for weight in quantized_parameters(run.trainee.chunks)]
+        return counted, seen, [weight.shape for weight in quantized_parameters(run.training_state.chunks)]
 
     plain, plain_seen, _ = run_ranks(2, count, "")[0]
     gathered, gathered_seen, shapes = run_ranks(2, count, GATHER)[0]
@@ -192,7 +192,7 @@ def test_a_weight_takes_one_byte_per_element() -> None:
         run = build_run(small_config("llama", f"{DELAYED} {GATHER}", 2))
         train(run, 2)
         after = [held_bytes(dtype) for dtype in (torch.bfloat16, torch.uint8)]
-        buffers = {buffer.param_dtype: buffer.param_data for buffer in run.trainee.chunks[0].buffers}
+        buffers = {buffer.param_dtype: buffer.param_data for buffer in run.training_state.chunks[0].buffers}
         expected = [buffers[dtype].nbytes for dtype in (torch.bfloat16, torch.uint8)]
         planned = estimate_memory(run.config, 2, run.vocab_size, implementation="emulated")
         return [now - then for now, then in zip(after, before, strict=True)], expected, planned.weights_bytes
@@ -248,12 +248,12 @@ def test_a_resume_takes_no_view_of_a_quantized_weight(tmp_path: Path) -> None:
     def save_and_load() -> bool:
         run = build_run(config)
         train(run, 1)
-        path = save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
-        before = [weight.dequantize() for weight in quantized_parameters(run.trainee.chunks)]
+        path = save_checkpoint(tmp_path, config, run.training_state, Progress(1, 8))
+        before = [weight.dequantize() for weight in quantized_parameters(run.training_state.chunks)]
         train(run, 1, first_step=2)
         with mock.patch.object(QuantizedParameter, "__torch_dispatch__", staticmethod(refuse_views)):
-            load_checkpoint(path, config, run.trainee)
-        after = [weight.dequantize() for weight in quantized_parameters(run.trainee.chunks)]
+            load_checkpoint(path, config, run.training_state)
+        after = [weight.dequantize() for weight in quantized_parameters(run.training_state.chunks)]
         return bool(before) and all(map(torch.equal, before, after))
 
     assert run_ranks(1, save_and_load) == [True]
@@ -267,9 +267,9 @@ def test_saving_and_reading_weights_do_not_change_training(tmp_path: Path) -> No
         run = build_run(config)
         before = train(run, 2)
         if is_disturbed:
-            save_checkpoint(tmp_path, config, run.trainee, Progress(2, 2 * run.global_batch_size))
+            save_checkpoint(tmp_path, config, run.training_state, Progress(2, 2 * run.global_batch_size))
             evaluate(run, "valid", SourceSamples(config.data.seq_length), 2, 0)
-            finish_param_gather(config, run.trainee)
+            finish_param_gather(config, run.training_state)
             assert params_norm(run) > 0
         return before, train(run, 2, 3)
 

@@ -87,7 +87,7 @@ def fraction_with_low_bits(config: RunConfig) -> float:
     """Of the gradients of a step that are not zero, before they are divided by a number of tokens: those that BF16
     cannot express."""
     run, values = build_run(config), []
-    chunk, batch = run.trainee.chunks[0], run.global_batch_size
+    chunk, batch = run.training_state.chunks[0], run.global_batch_size
 
     def keep(factor: object) -> None:
         values.extend(each.main_grad.to_local().flatten().clone() for each in chunk.parameters())
@@ -122,7 +122,7 @@ def gathered_dtypes(config: RunConfig) -> tuple[int, int, int]:
     def hook(module: torch.nn.Module, *unused: object) -> None:
         found.append(isinstance(module.weight, QuantizedParameter))
 
-    for module in run.trainee.chunks[0].modules():
+    for module in run.training_state.chunks[0].modules():
         if type(module).__name__ in ("EmulatedColumnParallelLinear", "EmulatedRowParallelLinear"):
             module.register_forward_hook(hook)
     batch = run.global_batch_size
@@ -185,7 +185,7 @@ def test_a_bad_gradient_stops_the_step_on_all_ranks(bad: float) -> None:
 
     def stopped() -> str:
         run = build_run(small_config("llama", f"{PLAIN} {REDUCE}", 2))
-        linear = run.trainee.chunks[0].module.module.decoder.layers[1].mlp.linear_fc2
+        linear = run.training_state.chunks[0].module.module.decoder.layers[1].mlp.linear_fc2
         if dist.get_rank() == 1:
             linear.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * bad,))
         with pytest.raises(NumericsError) as caught:

@@ -70,7 +70,7 @@ def overflow_on_last_rank(flags: str) -> Skip:
     """A step in which a row of the last rank's reduced gradients is infinite."""
     run = build_run(small_config("llama", flags, 2))
     train(run, 1)
-    chunk = run.trainee.chunks[0]
+    chunk = run.training_state.chunks[0]
     scale_gradients = chunk.scale_gradients
 
     def overflow(factor: object) -> None:
@@ -84,11 +84,13 @@ def overflow_on_last_rank(flags: str) -> Skip:
     after = state(run)
     del chunk.scale_gradients
     norms = train(run, 1, 3).grad_norms
-    return Skip(skipped.grad_norms == [None], before == after, current_loss_scale(run.trainee.optimizer), tuple(norms))
+    return Skip(
+        skipped.grad_norms == [None], before == after, current_loss_scale(run.training_state.optimizer), tuple(norms)
+    )
 
 
 def state(run: Run) -> tuple[str, str]:
-    rows = {name: parameter.to_local() for name, parameter in run.trainee.chunks[0].named_parameters()}
+    rows = {name: parameter.to_local() for name, parameter in run.training_state.chunks[0].named_parameters()}
     return fingerprint(rows), optimizer_hash(run)
 
 
@@ -112,12 +114,12 @@ def test_a_rank_that_checks_only_its_rows_disagrees(monkeypatch: pytest.MonkeyPa
 
     def scale_after_overflow() -> float:
         run = build_run(small_config("llama", f"{DYNAMIC} {FSDP}", 2))
-        part = run.trainee.optimizer
+        part = run.training_state.optimizer
         part = getattr(part, "chained_optimizers", [part])[0]
-        for parameter in run.trainee.chunks[0].parameters():
+        for parameter in run.training_state.chunks[0].parameters():
             parameter.main_grad.to_local().fill_(float("inf") if dist.get_rank() else 1.0)
         part.prepare_grads()
-        return current_loss_scale(run.trainee.optimizer)
+        return current_loss_scale(run.training_state.optimizer)
 
     assert run_ranks(2, scale_after_overflow) == [64, 32]
 
@@ -132,8 +134,10 @@ def test_resume_with_and_without_fsdp(tmp_path: Path) -> None:
         done = resume(run)[0].step
         losses = train(run, num_steps, done + 1).losses
         if is_saved:
-            save_checkpoint(tmp_path, config, run.trainee, Progress(num_steps, num_steps * run.global_batch_size))
-        scaler = get_grad_scaler(run.trainee.optimizer).state_dict()
+            save_checkpoint(
+                tmp_path, config, run.training_state, Progress(num_steps, num_steps * run.global_batch_size)
+            )
+        scaler = get_grad_scaler(run.training_state.optimizer).state_dict()
         return losses, {name: float(value) for name, value in scaler.items()}
 
     unbroken = run_ranks(2, leg, FSDP, 4, False)[0]

@@ -64,7 +64,7 @@ def trained(config: RunConfig) -> Trained:
     if needs_calibration(run):
         calibrate(run, Progress())
     results = step_results(run, STEPS)
-    weights = [parameter.to_local().detach() for parameter in run.trainee.chunks[0].parameters()]
+    weights = [parameter.to_local().detach() for parameter in run.training_state.chunks[0].parameters()]
     norms = [result.grad_norm for result in results if result.grad_norm is not None]
     return Trained([each.loss for each in results], norms, STEPS - len(norms), weights, results[-1])
 
@@ -137,7 +137,7 @@ def test_bytes_of_both_levels(intra: str) -> None:
         assert run.num_microbatches_at(0) == NUM_MICROBATCHES
         (result,) = step_results(run, 1)
         total, within = result.grad_reduce_bytes or 0, result.grad_intra_node_bytes or 0
-        return (within, total - within), bytes_by_hand(run.trainee.chunks[0], intra)
+        return (within, total - within), bytes_by_hand(run.training_state.chunks[0], intra)
 
     for found, expected in run_ranks(SIZE, received):
         assert found == expected
@@ -152,7 +152,7 @@ def test_replicas_send_complete_sums_in_the_last_backward_pass() -> None:
 
     def errors() -> list[float]:
         run = built(replica_config(f"--bf16 {PLAIN} {ALL_CODES} {INTRA} fp32"))
-        chunk, found, sent = run.trainee.chunks[0], [], []
+        chunk, found, sent = run.training_state.chunks[0], [], []
         send, scale, finish = chunk.replicas._send, chunk.scale_gradients, chunk.replicas.finish
 
         def keep(sums: Any) -> object:
@@ -189,7 +189,7 @@ def test_a_bad_gradient_stops_the_step_on_all_ranks(intra: str, bad: float) -> N
 
     def stopped() -> str:
         run = built(replica_config(f"--bf16 {PLAIN} {REDUCE} {INTRA} {intra}"))
-        linear = run.trainee.chunks[0].module.module.decoder.layers[1].mlp.linear_fc2
+        linear = run.training_state.chunks[0].module.module.decoder.layers[1].mlp.linear_fc2
         if dist.get_rank() == 1:
             linear.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * bad,))
         with pytest.raises(NumericsError) as caught:

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from small_run import build_run, small_config, train
 
 from megafp8.optimizer.gradient_snr import gradient_snr
-from megafp8.training.extensions.guard import findings, layer_snr
+from megafp8.training.extensions.guard import layer_snr, layer_warnings
 
 NUM_STEPS = 3
 
@@ -31,12 +31,12 @@ def test_it_is_the_ratio_of_unbiased_moments() -> None:
         run = build_run(small_config("llama", "--bf16"))
         train(run, NUM_STEPS)
         expected = []
-        for layer in run.trainee.chunks[0].module.module.decoder.layers:
+        for layer in run.training_state.chunks[0].module.module.decoder.layers:
             signal = noise = 0.0
             for weight in layer.parameters():
                 (state,) = (
                     part.optimizer.state[weight.main_param]
-                    for part in run.trainee.optimizer.chained_optimizers
+                    for part in run.training_state.optimizer.chained_optimizers
                     if weight.main_param in part.optimizer.state
                 )
                 signal += (state["exp_avg"] / (1 - 0.9**NUM_STEPS)).double().square().sum().item()
@@ -44,7 +44,9 @@ def test_it_is_the_ratio_of_unbiased_moments() -> None:
             expected.append(signal / noise)
         betas = run.config.optimizer.adam_beta1, run.config.optimizer.adam_beta2
         assert betas == (0.9, 0.95)
-        return gradient_snr(run.trainee.optimizer, run.trainee.chunks, len(expected), betas, NUM_STEPS), expected
+        return gradient_snr(
+            run.training_state.optimizer, run.training_state.chunks, len(expected), betas, NUM_STEPS
+        ), expected
 
     ((found, expected),) = run_ranks(1, compute)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -62,7 +64,7 @@ def test_layouts_have_the_same_ratio(layout: str) -> None:
 def test_there_is_none_without_moments() -> None:
     def compute() -> list[float | None]:
         run = build_run(small_config("llama", "--bf16"))
-        return gradient_snr(run.trainee.optimizer, run.trainee.chunks, 2, (0.9, 0.95), 1)
+        return gradient_snr(run.training_state.optimizer, run.training_state.chunks, 2, (0.9, 0.95), 1)
 
     assert run_ranks(1, compute) == [[None, None]]
 
@@ -70,7 +72,7 @@ def test_there_is_none_without_moments() -> None:
 def test_a_ratio_that_rises_again_is_found() -> None:
     key = ("gradient SNR", "layers.0")
     trend = (0.7, 0.05, 0.05)
-    assert list(findings({key: 0.19}, {key: trend})) == [], "small"
-    assert list(findings({key: 0.7}, {key: (0.3, 0.7)})) == [], "less than three times the smallest"
-    ((_, detail),) = findings({key: 0.21}, {key: trend})
+    assert list(layer_warnings({key: 0.19}, {key: trend})) == [], "small"
+    assert list(layer_warnings({key: 0.7}, {key: (0.3, 0.7)})) == [], "less than three times the smallest"
+    ((_, detail),) = layer_warnings({key: 0.21}, {key: trend})
     assert detail == "gradient SNR of layers.0 grew from 0.05 to 0.21 in 3 intervals"

@@ -24,8 +24,8 @@ from megafp8.metrics.records import GuardRecord
 from megafp8.metrics.sinks.jsonl import current_records, read_records
 from megafp8.training import pretrain
 from megafp8.training.evaluation import build_batches
-from megafp8.training.extensions.guard import Key, findings, recorded, updated_trends
-from megafp8.training.operand_faults import emulated_linears_by_name
+from megafp8.training.extensions.guard import Key, layer_warnings, recorded, updated_trends
+from megafp8.training.nonfinite_operands import emulated_linears_by_name
 
 RECIPES = {
     "tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
@@ -47,7 +47,7 @@ def enlarge_channel(values: torch.Tensor) -> None:
 
 def add_outliers(run: Any, name: str, first_bad_step: int, enlarge: Callable[[torch.Tensor], None]) -> None:
     """The input of a linear has outliers from a step of this process on."""
-    linears, num_passes = dict(emulated_linears_by_name(run.trainee.chunks)), [0]
+    linears, num_passes = dict(emulated_linears_by_name(run.training_state.chunks)), [0]
     if name not in linears:
         return
 
@@ -115,7 +115,7 @@ def test_every_planted_fault_exceeds_its_limit() -> None:
         return found
 
     (found,) = run_ranks(1, find)
-    # With normalized queries and keys their weights cannot inflate the logits, which is why it is a remedy.
+    # With normalized queries and keys their weights cannot inflate the logits, which is why it is a suggestion.
     below = {fault for fault, statistic in FAULTS.items() if found[fault] <= LIMITS[statistic].value}
     assert below == {"inflated QK"}, found
 
@@ -325,7 +325,7 @@ def test_linear_is_smoothed_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_smoothed_input_is_judged_after_its_scales(tmp_path: Path) -> None:
-    """Values that one scale for the tensor would put below the normal numbers are no finding any more."""
+    """Values that one scale for the tensor would put below the normal numbers are no warning any more."""
     fault = "--planted-fault aligned-swiglu --planted-fault-step 3 --planted-fault-growth 16"
     run_loop(tmp_path, f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} smooth-swiglu {fault} --train-iters 8", 1, {})
     found = events(tmp_path)
@@ -334,7 +334,7 @@ def test_a_smoothed_input_is_judged_after_its_scales(tmp_path: Path) -> None:
     assert max(step for step, *_ in found) == 4, found
 
 
-def test_smoothing_that_does_not_help_is_reported_with_remedies(tmp_path: Path) -> None:
+def test_smoothing_that_does_not_help_is_reported_with_suggestions(tmp_path: Path) -> None:
     """A token with large values has the largest value of every channel."""
     flags = f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} smooth-swiglu --train-iters 6"
 
@@ -352,15 +352,17 @@ def test_smoothing_that_does_not_help_is_reported_with_remedies(tmp_path: Path) 
 def test_growth_is_found_below_the_limit() -> None:
     key, other = ("attention logits", "layers.0"), ("residual", "layers.0")
     trends = {key: (50.0, 100.0), other: (1.0, 1.0)}
-    assert [found for found, _ in findings({key: 199.0, other: 9.0}, trends)] == []  # not four times; small
-    ((found, detail),) = findings({key: 201.0, other: 9.0}, trends)
+    assert [found for found, _ in layer_warnings({key: 199.0, other: 9.0}, trends)] == []  # not four times; small
+    ((found, detail),) = layer_warnings({key: 201.0, other: 9.0}, trends)
     assert found == key and detail == "attention logits of layers.0 grew from 50 to 201 in 2 intervals"
-    ((_, detail),) = findings({key: 15.1}, {key: (3.3,)})
+    ((_, detail),) = layer_warnings({key: 15.1}, {key: (3.3,)})
     assert detail == "attention logits of layers.0 grew from 3.3 to 15.1 in 1 interval"
-    assert list(findings({key: 201.0}, {})) == []
-    assert list(findings({key: 14.9}, {key: (3.0, 5.0)})) == [], "small"
-    assert list(findings({key: 15.1}, {key: (1.0, 3.4, 6.0)})) == [], "less than 4.5 times the smaller of two values"
-    ((_, detail),) = findings({key: 15.1}, {key: (1.0, 3.3, 6.0)})
+    assert list(layer_warnings({key: 201.0}, {})) == []
+    assert list(layer_warnings({key: 14.9}, {key: (3.0, 5.0)})) == [], "small"
+    assert list(layer_warnings({key: 15.1}, {key: (1.0, 3.4, 6.0)})) == [], (
+        "less than 4.5 times the smaller of two values"
+    )
+    ((_, detail),) = layer_warnings({key: 15.1}, {key: (1.0, 3.3, 6.0)})
     assert detail == "attention logits of layers.0 grew from 3.3 to 15.1 in 2 intervals"
     values = {key: float("inf"), ("kurtosis", "layers.0.linear_qkv.input"): 3.0, other: -1.0}
     assert updated_trends(values, {key: (1.0, 2.0, 3.0, 4.0, 5.0), other: (7.0,)}) == (

@@ -28,7 +28,7 @@ HIGH = 2.0**32  # at which every gradient of the small model overflows
 def optimizer_hash(run: Run) -> str:
     """Of master weights, moments and step numbers, with FSDP2 of this rank's rows."""
     tensors: dict[str, torch.Tensor] = {}
-    for part in chained_optimizers(run.trainee.optimizer):
+    for part in chained_optimizers(run.training_state.optimizer):
         for group in part.optimizer.param_groups:
             for number, parameter in enumerate(group["params"]):
                 state = part.optimizer.state[parameter] | {"master": parameter, "step": torch.tensor(group["step"])}
@@ -47,11 +47,11 @@ def test_overflow_halves_the_loss_scale_and_changes_nothing_else(optimizer: str)
     def step() -> tuple[list[bool], bool, float]:
         run = build_run(config)
         norms = train(run, 2).grad_norms
-        get_grad_scaler(run.trainee.optimizer)._scale.fill_(HIGH)
-        before = fingerprint(weights(run)), optimizer_hash(run), str(run.trainee.schedule.state_dict())
+        get_grad_scaler(run.training_state.optimizer)._scale.fill_(HIGH)
+        before = fingerprint(weights(run)), optimizer_hash(run), str(run.training_state.schedule.state_dict())
         norms += train(run, 1, 3).grad_norms
-        after = fingerprint(weights(run)), optimizer_hash(run), str(run.trainee.schedule.state_dict())
-        scale = current_loss_scale(run.trainee.optimizer)
+        after = fingerprint(weights(run)), optimizer_hash(run), str(run.training_state.schedule.state_dict())
+        scale = current_loss_scale(run.training_state.optimizer)
         norms += train(run, 1, 1).grad_norms
         return [norm is None for norm in norms], before == after, scale
 
@@ -106,7 +106,7 @@ def test_constant_loss_scale_in_fp16_follows_the_unscaled_run() -> None:
 
 def constant_gradient(run: Run, value: float) -> None:
     """Set the gradient of a norm weight of this rank to this value, from now on."""
-    layer = unwrap_model(run.trainee.chunks)[-1].decoder.layers[-1]
+    layer = unwrap_model(run.training_state.chunks)[-1].decoder.layers[-1]
     layer.pre_mlp_layernorm.weight.register_hook(lambda gradient: torch.full_like(gradient, value))
 
 
@@ -164,8 +164,8 @@ def test_resume_continues_the_loss_scale_window(world_size: int, optimizer: str,
         train(run, num_steps, first_step)
         if is_saved:
             step = first_step + num_steps - 1
-            save_checkpoint(tmp_path, config, run.trainee, Progress(step, step * run.global_batch_size))
-        state = get_grad_scaler(run.trainee.optimizer).state_dict()
+            save_checkpoint(tmp_path, config, run.training_state, Progress(step, step * run.global_batch_size))
+        state = get_grad_scaler(run.training_state.optimizer).state_dict()
         return End(fingerprint(weights(run)), {name: float(value) for name, value in state.items()})
 
     unbroken = run_ranks(world_size, leg, 1, 7, False)
@@ -183,8 +183,8 @@ def test_resume_between_constant_and_dynamic_loss_scale(before: str, after: str,
         config = small_config("llama", flags)
         run = build_run(config)
         resume(run)
-        scale = current_loss_scale(run.trainee.optimizer)
-        save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
+        scale = current_loss_scale(run.training_state.optimizer)
+        save_checkpoint(tmp_path, config, run.training_state, Progress(1, 8))
         return scale
 
     run_ranks(1, leg, before)
@@ -208,7 +208,7 @@ def test_gradient_noise_is_of_unscaled_gradients() -> None:
 
 def test_only_a_dynamic_loss_scale_above_its_minimum_can_decrease() -> None:
     def answer(flags: str) -> bool:
-        return can_lower_loss_scale(build_run(small_config("llama", flags)).trainee.optimizer)
+        return can_lower_loss_scale(build_run(small_config("llama", flags)).training_state.optimizer)
 
     runs = ("", "--bf16 --loss-scale 8", "--fp16 --loss-scale 8", "--fp16 --initial-loss-scale 1", "--fp16")
     assert [run_ranks(1, answer, flags)[0] for flags in runs] == [False, False, False, False, True]

@@ -24,7 +24,7 @@ def errors_of_sums(config: RunConfig) -> dict[str, float]:
     """By linear: the relative error of its main gradient against the same sum in FP64."""
     run = build_run(config)
     assert run.num_microbatches == NUM_MICROBATCHES
-    (chunk,) = run.trainee.chunks
+    (chunk,) = run.training_state.chunks
     sums: dict[nn.Parameter, Tensor] = {}
 
     def sum_up(weight: nn.Parameter, inputs: Tensor, grad_output: Tensor) -> None:

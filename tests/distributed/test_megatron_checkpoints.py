@@ -69,7 +69,7 @@ def test_training_continues_after_an_import(
     def load_and_continue() -> tuple[list[float], str]:
         run, found = build_run(config), find_checkpoint(tmp_path / "run")
         assert found is not None
-        loaded = load_checkpoint(found[1], config, run.trainee)
+        loaded = load_checkpoint(found[1], config, run.training_state)
         assert loaded.progress == Progress(STEPS, STEPS * run.global_batch_size) and loaded.notes == ()
         return two_steps(run, STEPS + 1)
 
@@ -98,7 +98,7 @@ def test_megatron_loads_an_export(style: str, layout: str, tmp_path: Path) -> No
     def save_and_continue() -> tuple[list[float], str]:
         run = build_run(config)
         train(run, STEPS)
-        save_checkpoint(tmp_path / "run", config, run.trainee, Progress(STEPS, 16))
+        save_checkpoint(tmp_path / "run", config, run.training_state, Progress(STEPS, 16))
         return two_steps(run, STEPS + 1)
 
     def load_and_continue() -> tuple[list[float], str]:
@@ -191,7 +191,7 @@ def test_the_state_of_muon_is_not_exported(tmp_path: Path) -> None:
     def save_and_export() -> bool:
         run = build_run(config)
         train(run, 1)
-        save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
+        save_checkpoint(tmp_path, config, run.training_state, Progress(1, 8))
         with pytest.raises(CheckpointError, match="the state of --optimizer muon"):
             plan_megatron_export(tmp_path, None)
         args = plan_megatron_export(tmp_path, None, with_optimizer=False).common["args"]

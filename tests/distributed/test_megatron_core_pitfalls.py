@@ -44,7 +44,7 @@ def test_unmarked_norms_diverge_under_sequence_parallelism() -> None:
 
     def norms_after(is_marked: bool) -> str:
         run = build_run(config)
-        for parameter in (parameter for chunk in run.trainee.chunks for parameter in chunk.parameters()):
+        for parameter in (parameter for chunk in run.training_state.chunks for parameter in chunk.parameters()):
             parameter.sequence_parallel = is_marked and getattr(parameter, "sequence_parallel", False)
         train(run, 3)
         return fingerprint({name: weight for name, weight in weights(run).items() if "norm" in name})
@@ -59,7 +59,7 @@ def test_gradient_norm_needs_marks_of_split_weights() -> None:
 
     def norm(is_marked: bool) -> float:
         run = build_run(config)
-        for parameter in (parameter for chunk in run.trainee.chunks for parameter in chunk.parameters()):
+        for parameter in (parameter for chunk in run.training_state.chunks for parameter in chunk.parameters()):
             parameter.tensor_model_parallel = is_marked and getattr(parameter, "tensor_model_parallel", False)
         return train(run, 1).grad_norms[0]
 
@@ -74,7 +74,7 @@ def test_exactly_the_split_weights_are_marked() -> None:
         config = small_config(style, f"{PLAIN} {SEQUENCE}", 2)
 
         def marks(config: RunConfig = config) -> dict[str, bool]:
-            chunk = build_run(config).trainee.chunks[0]
+            chunk = build_run(config).training_state.chunks[0]
             return {name: getattr(p, "tensor_model_parallel", False) for name, p in chunk.named_parameters()}
 
         for name, is_marked in run_ranks(2, marks)[1].items():
@@ -88,9 +88,9 @@ def test_weight_gathers_are_pending_after_an_overlapped_update() -> None:
     def read() -> tuple[str, str]:
         run = build_run(config)
         train(run, 3)
-        plain = {n: p.detach() for chunk in run.trainee.chunks for n, p in chunk.named_parameters()}
+        plain = {n: p.detach() for chunk in run.training_state.chunks for n, p in chunk.named_parameters()}
         early = fingerprint(plain)
-        finish_param_gather(run.config, run.trainee)
+        finish_param_gather(run.config, run.training_state)
         return early, fingerprint(plain)
 
     (early0, late0), (early1, late1) = run_ranks(2, read)
@@ -110,7 +110,9 @@ def test_experts_padded_to_their_capacity_keep_their_bias(padding: str) -> None:
     def changes() -> bool:
         run = build_run(config)
         train(run, 2)
-        biases = [each for chunk in run.trainee.chunks for name, each in chunk.named_buffers() if "expert_bias" in name]
+        biases = [
+            each for chunk in run.training_state.chunks for name, each in chunk.named_buffers() if "expert_bias" in name
+        ]
         assert len(biases) == 2
         return any(bool(bias.any()) for bias in biases)
 

@@ -72,9 +72,9 @@ def test_a_trial_measures_training_steps(world_size: int, extra: str) -> None:
 
     def measure() -> tuple[list[TrialResult], bool]:
         run = TrialRun(setup, 2)
-        before = [parameter.detach().clone() for parameter in run.run.trainee.chunks[0].parameters()]
+        before = [parameter.detach().clone() for parameter in run.run.training_state.chunks[0].parameters()]
         answers = [run.measure(size) for size in (2, 4, 1)]
-        after = run.run.trainee.chunks[0].parameters()
+        after = run.run.training_state.chunks[0].parameters()
         return answers, all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
     for answers, is_unchanged in run_ranks(world_size, measure):
@@ -214,7 +214,7 @@ class FakeProcess:
 def choose(
     config: RunConfig, one_ms: float = 8.0, answer: Callable[[int], TrialResult] | None = None
 ) -> tuple[int, str, list[int]]:
-    """The size, the notices about it, and the sizes that were tried, on one rank."""
+    """The size, the warnings about it, and the sizes that were tried, on one rank."""
     process = FakeProcess(one_ms)
     if answer is not None:
         process.measure = answer
@@ -249,17 +249,17 @@ def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
     config = auto_config(f"--save {tmp_path}")
 
     def start() -> tuple[Any, ...]:
-        guard, process = Watchdog(), FakeProcess(8.0)
+        watchdog, process = Watchdog(), FakeProcess(8.0)
 
         def measure(size: int) -> TrialResult:
             if dist.get_rank() == 1:
-                guard.record_signal(signal.SIGTERM, None)
+                watchdog.record_signal(signal.SIGTERM, None)
             return FakeProcess.measure(process, size)
 
         process.measure = measure
         search.TrialProcess = lambda setup: process
-        found, _ = choose_micro_batch(config, detect_platform(), "emulated", guard)
-        return found is None, len(process.asked), process.asked[-1], guard.exit_status, guard.reason
+        found, _ = choose_micro_batch(config, detect_platform(), "emulated", watchdog)
+        return found is None, len(process.asked), process.asked[-1], watchdog.exit_status, watchdog.reason
 
     assert run_ranks(2, start) == [(True, 2, 0, PREEMPTED, "SIGTERM to rank 1")] * 2, "one size, then closed"
     assert not (tmp_path / CHOICE_FILE).exists()

@@ -44,13 +44,13 @@ def config_of(layout: str, flags: str) -> RunConfig:
 def save_and_continue(config: RunConfig, folder: Path) -> Result:
     run = build_run(config)
     train(run, STEPS)
-    save_checkpoint(folder, config, run.trainee, Progress(STEPS, STEPS * run.global_batch_size))
+    save_checkpoint(folder, config, run.training_state, Progress(STEPS, STEPS * run.global_batch_size))
     return train(run, STEPS, STEPS + 1), fingerprint(weights(run))
 
 
 def load_and_continue(config: RunConfig, folder: Path) -> Result:
     run = build_run(config)
-    load_checkpoint(checkpoint_path(folder, STEPS), config, run.trainee)
+    load_checkpoint(checkpoint_path(folder, STEPS), config, run.training_state)
     return train(run, STEPS, STEPS + 1), fingerprint(weights(run))
 
 
@@ -65,7 +65,7 @@ def load_each_and_continue(config: RunConfig, saved_layouts: list[str], folder: 
     """One run loads the checkpoints of these layouts, each over the state of the previous one."""
     run, curves = build_run(config), {}
     for saved in saved_layouts:
-        load_checkpoint(checkpoint_path(folder / saved, STEPS), config, run.trainee)
+        load_checkpoint(checkpoint_path(folder / saved, STEPS), config, run.training_state)
         curves[saved] = train(run, STEPS, STEPS + 1)
     return curves
 
@@ -151,7 +151,7 @@ def test_coefficients_of_training_may_change(saved: Path, change: str) -> None:
 
     def load(config: RunConfig) -> dict[str, str]:
         run = build_run(config)
-        load_checkpoint(checkpoint_path(saved, STEPS), config, run.trainee)
+        load_checkpoint(checkpoint_path(saved, STEPS), config, run.training_state)
         found = weights(run)
         train(run, 1, STEPS + 1)
         return {name: fingerprint({name: tensor[:256]}) for name, tensor in found.items()}  # without more padding
@@ -168,8 +168,8 @@ def test_updates_of_the_expert_bias_may_stop_and_start(before: float, after: flo
 
     def biases_around_a_step() -> list[torch.Tensor]:
         run = build_run(loading)
-        load_checkpoint(checkpoint_path(tmp_path, STEPS), loading, run.trainee)
-        routers = [module for module in run.trainee.chunks[0].modules() if isinstance(module, Router)]
+        load_checkpoint(checkpoint_path(tmp_path, STEPS), loading, run.training_state)
+        routers = [module for module in run.training_state.chunks[0].modules() if isinstance(module, Router)]
         found = [torch.stack([router.expert_bias for router in routers])]
         train(run, 1, STEPS + 1)
         return [*found, torch.stack([router.expert_bias for router in routers])]

@@ -64,7 +64,9 @@ def train_and_check_codes(config: RunConfig) -> list[int]:
         A hash of the codes of all routed experts after each step, and how many weights they have.
     """
     run, seen = build_run(config), []
-    experts = [each for chunk in run.trainee.chunks for each in chunk.modules() if isinstance(each, PaddedExperts)]
+    experts = [
+        each for chunk in run.training_state.chunks for each in chunk.modules() if isinstance(each, PaddedExperts)
+    ]
     weights = quantized_parameters(experts)
     for step in range(1, 4):
         train(run, 1, step)
@@ -90,7 +92,7 @@ def test_all_weights_are_gathered_once_and_counted(overlap: str) -> None:
     def count(gather: str) -> tuple[int, int, float]:
         layout = f"{EP2} {overlap} --micro-batch-size 1"
         counted, seen, run = gathered_in_a_step(config_of("tensorwise", layout, gather, 4))
-        chunk = run.trainee.chunks[0]
+        chunk = run.training_state.chunks[0]
         expected = sum(buffer.param_data.nbytes for buffer in chunk.buffers) * 3 / 4
         expected += sum(buffer.param_data.nbytes for buffer in chunk.expert_parallel_buffers) / 2
         return counted, seen, expected
@@ -134,7 +136,7 @@ def test_fp8_experts_load_in_another_layout(tmp_path: Path) -> None:
         run = build_run(config)
         load_newest(run, tmp_path)
         check_codes(run)
-        named = run.trainee.chunks[0].named_parameters()
+        named = run.training_state.chunks[0].named_parameters()
         return {
             name: weight.dequantize() if isinstance(weight, QuantizedParameter) else weight.detach().clone()
             for name, weight in named
@@ -150,7 +152,7 @@ def test_fp8_experts_load_in_another_layout(tmp_path: Path) -> None:
 def test_the_memory_plan_counts_fp8_experts() -> None:
     def hold(gather: str) -> tuple[int, int]:
         run = build_run(config_of("tensorwise", EP2, gather))
-        chunk = run.trainee.chunks[0]
+        chunk = run.training_state.chunks[0]
         held = sum(buffer.param_data.nbytes for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers])
         return held, estimate_memory(run.config, 2, run.vocab_size, implementation="emulated").weights_bytes
 

@@ -19,7 +19,9 @@ def test_a_checkpoint_keeps_the_origin(origin: str | None, tmp_path: Path) -> No
 
     def save_and_load() -> list[Progress]:
         run = build_run(config)
-        path = save_checkpoint(tmp_path, config, run.trainee, Progress(2, 16, origin=origin))
-        return [load_checkpoint(path, config, run.trainee, weights_only).progress for weights_only in (False, True)]
+        path = save_checkpoint(tmp_path, config, run.training_state, Progress(2, 16, origin=origin))
+        return [
+            load_checkpoint(path, config, run.training_state, weights_only).progress for weights_only in (False, True)
+        ]
 
     assert run_ranks(1, save_and_load) == [[Progress(2, 16, origin=origin), Progress(origin=origin)]]

@@ -100,12 +100,14 @@ def test_a_run_is_its_plain_version(style: str, flags: str) -> None:
 
     def compare() -> tuple[float, float]:
         run = build_run(config)
-        names = {name: weight for chunk in run.trainee.chunks for name, weight in chunk.module.named_parameters()}
+        names = {
+            name: weight for chunk in run.training_state.chunks for name, weight in chunk.module.named_parameters()
+        }
         start = {name: weight.detach().clone() for name, weight in names.items()}
         plain = PlainOptimizer(config, start)
         batches = build_batches(run, SourceSamples(32), 0, STEPS * 8, num_workers=0)
         for step in range(STEPS):
-            rate = current_learning_rate(run.trainee.optimizer)
+            rate = current_learning_rate(run.training_state.optimizer)
             found: dict[str, torch.Tensor] = {}
 
             def keep(totals: Any, found: dict[str, torch.Tensor] = found) -> None:
@@ -129,7 +131,7 @@ def state_of(config: RunConfig, num_steps: int = STEPS) -> tuple[str, list[float
     run = build_run(config)
     curve = train(run, num_steps)
     check_replicas(run, num_steps)
-    parts = run.trainee.optimizer.chained_optimizers
+    parts = run.training_state.optimizer.chained_optimizers
     state = sum(tensor.numel() for part in parts for each in part.optimizer.state.values() for tensor in each.values())
     return fingerprint(weights(run)), curve.losses, curve.grad_norms, state
 
@@ -164,8 +166,8 @@ def test_shared_state_has_one_moment_of_a_matrix() -> None:
     def count() -> tuple[int, int]:
         run = build_run(config)
         train(run, 1)
-        named = [(name, weight.numel()) for name, weight in run.trainee.chunks[0].named_parameters()]
-        state = run.trainee.optimizer.chained_optimizers[0].optimizer.state
+        named = [(name, weight.numel()) for name, weight in run.training_state.chunks[0].named_parameters()]
+        state = run.training_state.optimizer.chained_optimizers[0].optimizer.state
         found = sum(tensor.numel() for values in state.values() for tensor in values.values())
         tables = ("embedding", "output_layer", "norm", "bias")
         return found, sum((2 if any(table in name for table in tables) else 1) * size for name, size in named)
@@ -181,7 +183,7 @@ def test_a_skipped_update_changes_nothing(flags: str) -> None:
     def skip() -> tuple[bool, bool]:
         run = build_run(config)
         train(run, 2)
-        before, optimizer = fingerprint(weights(run)), run.trainee.optimizer
+        before, optimizer = fingerprint(weights(run)), run.training_state.optimizer
         optimizer.step(lambda norm: False)
         is_kept = fingerprint(weights(run)) == before
         optimizer.step(lambda norm: True)
@@ -203,7 +205,7 @@ def test_an_overflow_lowers_the_loss_scale_on_all_ranks(flags: str) -> None:
         batches = build_batches(run, SourceSamples(32), 0, 24, num_workers=0)
         results = [train_step(run, batches, Progress(step, step * 8)) for step in range(3)]
         assert all(result.is_skipped for result in results)
-        return before, current_loss_scale(run.trainee.optimizer), fingerprint(weights(run))
+        return before, current_loss_scale(run.training_state.optimizer), fingerprint(weights(run))
 
     for before, scale, after in run_ranks(2, overflow):
         assert before == after and scale < 2.0**40
@@ -216,10 +218,14 @@ def test_received_weights_are_counted() -> None:
         run = build_run(config)
         batches = build_batches(run, SourceSamples(32), 0, 8, num_workers=0)
         result = train_step(run, batches, Progress())
-        optimizer = run.trainee.optimizer
+        optimizer = run.training_state.optimizer
         assert isinstance(optimizer, LayerWiseOptimizer)
         own = sum(weight.numel() for weight in optimizer.ownerships[0].of_this_rank)
-        return result.param_gather_bytes, own, sum(weight.numel() for weight in run.trainee.chunks[0].parameters())
+        return (
+            result.param_gather_bytes,
+            own,
+            sum(weight.numel() for weight in run.training_state.chunks[0].parameters()),
+        )
 
     for received, own, total in run_ranks(2, count):
         assert received == 2 * (total - own) > 0

@@ -34,8 +34,8 @@ class WithNorm(FusedAdamOptimizer):
     """Returns the norm of reduced gradients as the fused optimizer does, whose kernels need a GPU."""
 
     def __init__(self, run: Run):
-        super().__init__(run.trainee.optimizer, torch.device("cpu"))
-        self.groups = [group for chunk in run.trainee.chunks for group in chunk.bucket_groups]
+        super().__init__(run.training_state.optimizer, torch.device("cpu"))
+        self.groups = [group for chunk in run.training_state.chunks for group in chunk.bucket_groups]
 
     def squared_norm(self) -> Tensor:
         buckets = [(bucket, group) for group in self.groups for bucket in group.buckets]
@@ -50,13 +50,13 @@ class WithNorm(FusedAdamOptimizer):
 
 def checked_by_norm(run: Run, spoil: Spoil) -> Run:
     """Disable the check of gradients before the reduction, from now on."""
-    trainee = dataclasses.replace(run.trainee, optimizer=WithNorm(run))
-    return spoil(dataclasses.replace(run, trainee=trainee, gradient_monitor=None))
+    training_state = dataclasses.replace(run.training_state, optimizer=WithNorm(run))
+    return spoil(dataclasses.replace(run, training_state=training_state, gradient_monitor=None))
 
 
 def spoil_gradient(run: Run, value: float) -> Run:
     """Multiply the gradient of the first norm weight in this rank's last layer by `value`, from now on."""
-    layer = unwrap_model(run.trainee.chunks)[-1].decoder.layers[-1]
+    layer = unwrap_model(run.training_state.chunks)[-1].decoder.layers[-1]
     layer.pre_mlp_layernorm.weight.register_hook(lambda gradient: gradient * value)
     return run
 
@@ -73,7 +73,7 @@ def spoil_loss(run: Run, value: float) -> Run:
 
 def spoil_attention(run: Run, value: float) -> Run:
     """Multiply this rank's gradient at the output of attention in its first layer by `value`, from now on."""
-    attention = unwrap_model(run.trainee.chunks)[0].decoder.layers[0].self_attention
+    attention = unwrap_model(run.training_state.chunks)[0].decoder.layers[0].self_attention
     attention.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * value, *gradients[1:]))
     return run
 
@@ -185,14 +185,14 @@ def test_gradients_are_checked_before_the_reduction_where_the_norm_cannot_name_t
 
     def watched() -> bool:
         run = checked_by_norm(build_run(config), unchanged)
-        return build_gradient_monitor(config, run.trainee, torch.device("cpu")) is not None
+        return build_gradient_monitor(config, run.training_state, torch.device("cpu")) is not None
 
     assert run_ranks(world_size, watched) == [is_watched] * world_size
 
 
 def spoil_norm(run: Run) -> Run:
     """Let the norm of this rank's shards overflow, from now on. None of their gradients' norms overflows."""
-    run.trainee.optimizer.squared_norm = lambda: torch.tensor(float("inf"), dtype=torch.float64)
+    run.training_state.optimizer.squared_norm = lambda: torch.tensor(float("inf"), dtype=torch.float64)
     return run
 
 
@@ -261,10 +261,10 @@ def test_loss_scale_overflow_skips_the_step() -> None:
 
     def step() -> tuple[bool, float, float]:
         run = build_run(config)
-        before, scale = fingerprint(weights(run)), float(run.trainee.optimizer.get_loss_scale())
+        before, scale = fingerprint(weights(run)), float(run.training_state.optimizer.get_loss_scale())
         curve = train(run, 1)
         assert curve.losses[0] == pytest.approx(5.5, abs=0.3)
-        lowered = float(run.trainee.optimizer.get_loss_scale())
+        lowered = float(run.training_state.optimizer.get_loss_scale())
         return fingerprint(weights(run)) == before, scale, lowered
 
     assert run_ranks(1, step) == [(True, 2.0**32, 2.0**31)]
@@ -280,7 +280,7 @@ def test_a_skipped_step_restores_the_biases_of_the_experts() -> None:
 
     def steps() -> tuple[list[float], list[float], list[float]]:
         run = build_run(config)
-        router = unwrap_model(run.trainee.chunks)[0].decoder.layers[0].mlp.router
+        router = unwrap_model(run.training_state.chunks)[0].decoder.layers[0].mlp.router
         train(run, 1)
         before = router.expert_bias.tolist()
         train(spoil_loss(run, float("nan")), 1, 2)

@@ -35,7 +35,7 @@ NAMES = ("param", "exp_avg", "exp_avg_sq")
 
 def own_state(run: Run) -> list[torch.Tensor]:
     """Copies of this rank's master weights and moments."""
-    (part,) = chained_optimizers(run.trainee.optimizer)
+    (part,) = chained_optimizers(run.training_state.optimizer)
     found = []
     for parameter in part.model_param_gbuf_map:
         tensors = part._get_main_param_and_optimizer_states(parameter)
@@ -45,7 +45,7 @@ def own_state(run: Run) -> list[torch.Tensor]:
 
 def forget(run: Run) -> None:
     """Set master weights and moments to values that no checkpoint has."""
-    (part,) = chained_optimizers(run.trainee.optimizer)
+    (part,) = chained_optimizers(run.training_state.optimizer)
     for parameter in part.model_param_gbuf_map:
         tensors = part._get_main_param_and_optimizer_states(parameter)
         for name in NAMES:
@@ -54,18 +54,18 @@ def forget(run: Run) -> None:
 
 def core_state(run: Run, is_loading: bool) -> dict[str, Any]:
     """Weights and optimizer state as megatron-core shards them."""
-    model = model_state(run.trainee.chunks)
-    options = {"is_loading": is_loading, "metadata": sharding_metadata(run.trainee.chunks)}
-    return model | {"optimizer": run.trainee.optimizer.sharded_state_dict(model, **options)}
+    model = model_state(run.training_state.chunks)
+    options = {"is_loading": is_loading, "metadata": sharding_metadata(run.training_state.chunks)}
+    return model | {"optimizer": run.training_state.optimizer.sharded_state_dict(model, **options)}
 
 
 def read_state(run: Run, path: Path) -> None:
     """Load weights and optimizer state."""
-    model = model_state(run.trainee.chunks)
-    wanted = model | {"optimizer": optimizer_state(run.trainee, model, is_loading=True)}
-    loaded, _ = read_tensors(path, dict(wanted), run.trainee.chunks, ["model"])
-    load_optimizer_state(run.trainee, loaded["optimizer"], {})
-    load_converted_state(run.trainee, wanted["optimizer"], {}, partial(read_boxes, SafeReader(path)))
+    model = model_state(run.training_state.chunks)
+    wanted = model | {"optimizer": optimizer_state(run.training_state, model, is_loading=True)}
+    loaded, _ = read_tensors(path, dict(wanted), run.training_state.chunks, ["model"])
+    load_optimizer_state(run.training_state, loaded["optimizer"], {})
+    load_converted_state(run.training_state, wanted["optimizer"], {}, partial(read_boxes, SafeReader(path)))
 
 
 @pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2"], ids=["dp4", "dp2-tp2"])
@@ -75,11 +75,11 @@ def test_megatron_core_reads_sharded_optimizer_state(layout: str, tmp_path: Path
     def save_and_read() -> int:
         run = build_run(config)
         train(run, 2)
-        path = save_checkpoint(tmp_path, config, run.trainee, Progress(2, 16))
+        path = save_checkpoint(tmp_path, config, run.training_state, Progress(2, 16))
         before = own_state(run)
         forget(run)
         state = dist_checkpointing.load(core_state(run, is_loading=True), str(path))
-        run.trainee.optimizer.load_state_dict(state["optimizer"])
+        run.training_state.optimizer.load_state_dict(state["optimizer"])
         for old, new in zip(before, own_state(run), strict=True):
             assert torch.equal(old, new)
         return len(before)
@@ -117,12 +117,12 @@ def test_low_precision_moments_are_saved_in_fp32(tmp_path: Path) -> None:
     def save_and_read() -> int:
         run = build_run(config)
         train(run, 2)
-        (part,) = chained_optimizers(run.trainee.optimizer)
+        (part,) = chained_optimizers(run.training_state.optimizer)
         state = part.optimizer.state
         part.optimizer.get_unscaled_state = lambda shard, name: state[shard][name] * scale
         part.optimizer.set_scaled_state = lambda shard, name, values: state[shard][name].copy_(values / scale)
         part.config.use_precision_aware_optimizer = True
-        path = save_checkpoint(tmp_path, config, run.trainee, Progress(2, 16))
+        path = save_checkpoint(tmp_path, config, run.training_state, Progress(2, 16))
         before = own_state(run)
         for is_scaled in (True, False):
             part.config.use_precision_aware_optimizer = is_scaled
@@ -146,7 +146,7 @@ def test_checkpoint_before_the_first_step(flags: str, tmp_path: Path) -> None:
 
     def save() -> list[float]:
         run = build_run(config)
-        save_checkpoint(tmp_path, config, run.trainee, Progress(0, 0))
+        save_checkpoint(tmp_path, config, run.training_state, Progress(0, 0))
         return train(run, 2).losses
 
     def load() -> list[float]:
@@ -154,7 +154,7 @@ def test_checkpoint_before_the_first_step(flags: str, tmp_path: Path) -> None:
         from megafp8.checkpoint.resume_point import choose_checkpoint
 
         run = build_run(config)
-        assert load_checkpoint(choose_checkpoint(tmp_path).path, config, run.trainee).progress == Progress(0, 0)
+        assert load_checkpoint(choose_checkpoint(tmp_path).path, config, run.training_state).progress == Progress(0, 0)
         return train(run, 2).losses
 
     whole = run_ranks(2, unbroken)

@@ -17,7 +17,7 @@ from megafp8.metrics.layer_statistics import swiglu_alignment
 from megafp8.training import pretrain
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.planted_fault import LayerFault, align, query_key_mask
-from megafp8.training.operand_faults import emulated_linears_by_name
+from megafp8.training.nonfinite_operands import emulated_linears_by_name
 from megafp8.training.step import train_step
 
 TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
@@ -25,13 +25,13 @@ LOOP = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 100
 FAST = "--planted-fault-step 2 --planted-fault-growth 32 --planted-fault"
 
 
-def run_loop(folder: Path, flags: str, is_moved: bool = False) -> tuple[Progress, str]:
-    """The training loop; in high precision if `is_moved`."""
+def run_loop(folder: Path, flags: str, is_fallback: bool = False) -> tuple[Progress, str]:
+    """The training loop; in high precision if `is_fallback`."""
     config = small_config("llama", f"{LOOP} --save {folder} --load {folder} {TENSORWISE} {flags}")
 
     def start() -> tuple[Progress, str]:
         run = build_run(config)
-        for _, linear in emulated_linears_by_name(run.trainee.chunks) if is_moved else ():
+        for _, linear in emulated_linears_by_name(run.training_state.chunks) if is_fallback else ():
             linear.move_to_high_precision()
         return pretrain.train(run), fingerprint(weights(run))
 
@@ -46,8 +46,8 @@ def events(folder: Path, *names: str) -> list[tuple[int, str]]:
 def test_the_size_of_an_outlier_channel_changes_no_bit_in_high_precision(tmp_path: Path) -> None:
     """Two sizes: without the fault, which is one more operation, some CPUs sum the gradients in another order."""
     small = FAST.replace("growth 32", "growth 2")
-    _, less = run_loop(tmp_path / "less", f"{small} outlier-channel", is_moved=True)
-    _, more = run_loop(tmp_path / "more", f"{FAST} outlier-channel", is_moved=True)
+    _, less = run_loop(tmp_path / "less", f"{small} outlier-channel", is_fallback=True)
+    _, more = run_loop(tmp_path / "more", f"{FAST} outlier-channel", is_fallback=True)
     assert less == more
     assert run_loop(tmp_path / "fp8", f"{FAST} outlier-channel")[1] != run_loop(tmp_path / "none", "")[1]
 
@@ -102,8 +102,8 @@ def test_an_infinite_activation_is_skipped_in_its_own_step(policy: str, tmp_path
     progress, _ = run_loop(tmp_path, f"{flags} --on-nonfinite-activation {policy}")
     assert events(tmp_path, "step skipped") == [(2, "step skipped")]
     assert [samples.step for samples in progress.history.skipped] == [2]
-    moved = [linear.name for linear in progress.history.moved_linears]
-    assert moved == (["layers.0.linear_fc2"] if policy == "bf16" else [])
+    fallbacks = [linear.name for linear in progress.history.moved_linears]
+    assert fallbacks == (["layers.0.linear_fc2"] if policy == "bf16" else [])
 
 
 def test_a_spike_batch_is_skipped_in_its_own_step(tmp_path: Path) -> None:

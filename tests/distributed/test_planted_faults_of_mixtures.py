@@ -65,8 +65,8 @@ def test_an_infinite_activation_of_an_expert_is_skipped_in_its_own_step(
     flags = f"--planted-fault-step 2 --planted-fault infinite-activation {SKIP} --on-nonfinite-activation {policy}"
     progress, events, _ = run_loop(tmp_path, f"{flags} --moe-token-dispatcher-type {dispatcher}")
     assert steps_of(events, "step skipped") == [2]
-    moved = [linear.name for linear in progress.history.moved_linears]
-    assert len(moved) == (policy == "bf16") and all(re.match(r"layers\.0\.experts\.", name) for name in moved)
+    fallbacks = [linear.name for linear in progress.history.moved_linears]
+    assert len(fallbacks) == (policy == "bf16") and all(re.match(r"layers\.0\.experts\.", name) for name in fallbacks)
 
 
 def test_an_expert_without_tokens_leaves_the_fault_to_the_next_one(monkeypatch) -> None:
@@ -75,7 +75,9 @@ def test_an_expert_without_tokens_leaves_the_fault_to_the_next_one(monkeypatch) 
     monkeypatch.setattr(planted_fault, "unwrap_model", lambda chunks: chunks)
     monkeypatch.setattr(planted_fault, "named_linears", lambda chunk: zip(names, linears, strict=True))
     config = small_config("gpt2", f"{TENSORWISE} {MIXTURE} --planted-fault infinite-activation --planted-fault-step 1")
-    fault = planted_fault.LayerFault(SimpleNamespace(config=config, vocab_size=8, trainee=SimpleNamespace(chunks=[0])))
+    fault = planted_fault.LayerFault(
+        SimpleNamespace(config=config, vocab_size=8, training_state=SimpleNamespace(chunks=[0]))
+    )
     inputs = [torch.ones(0, 4), torch.ones(2, 4), torch.ones(2, 4)]
 
     def infinite() -> list[int]:

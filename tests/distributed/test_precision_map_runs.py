@@ -53,7 +53,7 @@ MIXED = (
 
 
 def run_linears(run: Run) -> dict[str, object]:
-    return {name: each for chunk in unwrap_model(run.trainee.chunks) for name, each in named_linears(chunk)}
+    return {name: each for chunk in unwrap_model(run.training_state.chunks) for name, each in named_linears(chunk)}
 
 
 # ---- the map ------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def resumed(config: RunConfig, num_steps: int, first_step: int, folder: Path | N
         losses += train(run, 1, first_step=step).losses
     if save is not None:
         last = first_step + num_steps - 1
-        save_checkpoint(save, config, run.trainee, Progress(last, last * run.global_batch_size))
+        save_checkpoint(save, config, run.training_state, Progress(last, last * run.global_batch_size))
     return [losses, fingerprint(weights(run)), fingerprint(quantizer_states(run))]
 
 
@@ -240,7 +240,7 @@ def test_stage_without_delayed_scaling_needs_no_calibration() -> None:
         run = build_run(small_config("llama", f"{BF16} --precision layers.0.*=delayed {PIPELINE}", 2))
         before = needs_calibration(run)
         calibrate(run, Progress())
-        num = sum(isinstance(module, DelayedState) for chunk in run.trainee.chunks for module in chunk.modules())
+        num = sum(isinstance(module, DelayedState) for chunk in run.training_state.chunks for module in chunk.modules())
         return before, needs_calibration(run), num
 
     assert run_ranks(2, body) == [(True, False, 4), (True, False, 0)]
@@ -250,7 +250,7 @@ def test_stage_without_delayed_scaling_needs_no_calibration() -> None:
 def test_all_linears_or_none_may_be_quantized(entry: str, number: int) -> None:
     def body() -> int:
         run = build_run(small_config("llama", f"{TENSORWISE} --precision {entry}"))
-        return len(emulated_linears(run.trainee.chunks))
+        return len(emulated_linears(run.training_state.chunks))
 
     assert run_ranks(1, body) == [number]
 

@@ -67,7 +67,7 @@ def quantizer_states(run: Run) -> dict[str, Tensor]:
     """Histories and scales of this rank's linears."""
     return {
         f"{index}.{name}": buffer.clone()
-        for index, chunk in enumerate(run.trainee.chunks)
+        for index, chunk in enumerate(run.training_state.chunks)
         for name, buffer in chunk.named_buffers()
         if "quantizer_state" in name
     }
@@ -106,7 +106,7 @@ def states_after_load(config: RunConfig, folder: Path) -> dict[str, Tensor]:
 def save(config: RunConfig, folder: Path) -> dict[str, Tensor]:
     run = build_run(config)
     train(run, 1)
-    save_checkpoint(folder, config, run.trainee, Progress(1, run.global_batch_size))
+    save_checkpoint(folder, config, run.training_state, Progress(1, run.global_batch_size))
     return quantizer_states(run)
 
 
@@ -149,7 +149,7 @@ def evaluated_between(config: RunConfig, evaluates: bool) -> Curve:
 
 
 def validate_and_read_states(run: Run) -> None:
-    chunk: Any = run.trainee.chunks[0]
+    chunk: Any = run.training_state.chunks[0]
     chunk.eval()
     tokens = torch.randint(0, 255, (1, 32), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(32)[None]
@@ -166,7 +166,7 @@ def test_validation_does_not_change_quantizer_state() -> None:
 def validated_with_recording_layers() -> bool:
     run = build_run(small_config("llama", DELAYED))
     train(run, 2)
-    state = delayed_scaling_tensors(run.trainee.chunks[0], run.implementation)
+    state = delayed_scaling_tensors(run.training_state.chunks[0], run.implementation)
     before = [tensor.clone() for tensor in state]
     with evaluation_mode(run):
         for tensor in state:  # as Transformer Engine's layers do
@@ -185,7 +185,7 @@ def test_amaxes_are_reduced_over_the_right_ranks() -> None:
 
     def group_ranks() -> list[int]:
         run = build_run(small_config("llama", flags, 4))
-        linear = next(module for module in run.trainee.chunks[0].modules() if hasattr(module, "amax_exchange"))
+        linear = next(module for module in run.training_state.chunks[0].modules() if hasattr(module, "amax_exchange"))
         assert linear.amax_exchange.group is parallel_state.get_amax_reduction_group(with_context_parallel=True)
         return torch.distributed.get_process_group_ranks(linear.amax_exchange.group)
 

@@ -152,7 +152,7 @@ def test_checkpoint_size_is_known_in_advance(flags: str, tmp_path: Path) -> None
 
     def save() -> tuple[int, int]:
         run = build_run(config)
-        path = save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
+        path = save_checkpoint(tmp_path, config, run.training_state, Progress(1, 8))
         return min_checkpoint_bytes(run.config, run.vocab_size), sum(
             file.stat().st_size for file in path.glob("*.distcp")
         )
@@ -197,12 +197,12 @@ def test_a_disk_failure_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> Non
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
         with pytest.raises(CheckpointError) as caught:
-            save_checkpoint(tmp_path, config, run.trainee, Progress(3, 24))
+            save_checkpoint(tmp_path, config, run.training_state, Progress(3, 24))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         dist.barrier()
         left = [path.name for path in tmp_path.iterdir()]
         dist.barrier()
-        save_checkpoint(tmp_path, config, run.trainee, Progress(4, 32))
+        save_checkpoint(tmp_path, config, run.training_state, Progress(4, 32))
         assert left == []
         return str(caught.value)
 

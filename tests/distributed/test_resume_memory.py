@@ -27,7 +27,7 @@ ROWS = 2**17  # of an embedding, 134 MB in FP32
 
 def convert_state(run: Run) -> None:
     """Let the optimizer have its state in another form than FP32, as Transformer Engine's Adam does."""
-    (part,) = chained_optimizers(run.trainee.optimizer)
+    (part,) = chained_optimizers(run.training_state.optimizer)
     part.config.use_precision_aware_optimizer = True
     optimizer = part.optimizer
     optimizer.get_unscaled_state = lambda shard, name: optimizer.state[shard][name] * 4
@@ -35,7 +35,7 @@ def convert_state(run: Run) -> None:
 
 
 def save_first(config: RunConfig, folder: Path) -> None:
-    save_checkpoint(folder, config, build_run(config).trainee, Progress(0, 0))
+    save_checkpoint(folder, config, build_run(config).training_state, Progress(0, 0))
 
 
 def extra_bytes(config: RunConfig, folder: Path, is_converted: bool) -> tuple[int, float]:
@@ -46,10 +46,10 @@ def extra_bytes(config: RunConfig, folder: Path, is_converted: bool) -> tuple[in
     run.platform.reset_peak_memory()
     # On a CPU a gather copies the weights. An optimizer with another form runs on GPUs only.
     with mock.patch.object(state_dict, "gather_weights"):
-        load_checkpoint(checkpoint_path(folder, 0), config, run.trainee)
+        load_checkpoint(checkpoint_path(folder, 0), config, run.training_state)
     peak = peak_resident_bytes()
     run.platform.reset_peak_memory()
-    parameters = sum(parameter.numel() for chunk in run.trainee.chunks for parameter in chunk.parameters())
+    parameters = sum(parameter.numel() for chunk in run.training_state.chunks for parameter in chunk.parameters())
     return peak - resident_bytes(), parameters / run.place.world_size
 
 

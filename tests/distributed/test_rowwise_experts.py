@@ -36,7 +36,10 @@ def trained(flags: str, world_size: int, is_stacked: bool) -> Curve:
         stack_experts()
     run = build_run(small_config("llama", f"{ROWWISE} {flags}", world_size))
     experts = [
-        module for chunk in run.trainee.chunks for module in chunk.modules() if isinstance(module, GroupedExperts)
+        module
+        for chunk in run.training_state.chunks
+        for module in chunk.modules()
+        if isinstance(module, GroupedExperts)
     ]
     assert len(experts) == 2 * is_stacked
     first = train(run, 1)

@@ -53,13 +53,13 @@ def save_in_the_middle(config: RunConfig, folder: Path) -> tuple[list[float], st
     """Losses of the steps after a checkpoint, and the weights at the end."""
     run = build_run(config)
     train(run, 3)
-    save_checkpoint(folder, config, run.trainee, Progress(3, 3 * run.global_batch_size))
+    save_checkpoint(folder, config, run.training_state, Progress(3, 3 * run.global_batch_size))
     return train(run, 3, 4).losses, fingerprint(weights(run))
 
 
 def resume(config: RunConfig, folder: Path) -> tuple[list[float], str]:
     run = build_run(config)
-    load_checkpoint(find_checkpoint(folder)[1], config, run.trainee)
+    load_checkpoint(find_checkpoint(folder)[1], config, run.training_state)
     return train(run, 3, 4).losses, fingerprint(weights(run))
 
 

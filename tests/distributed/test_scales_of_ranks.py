@@ -142,7 +142,7 @@ def extra_states_after_a_return(config: RunConfig, folder: Path) -> list[list[in
     save_or_load(run, folder, 1, is_first=True)
     linear.kept = torch.zeros(0, dtype=torch.uint8)
     save_or_load(run, folder, 1, is_first=False)
-    return [each.kept.tolist() for each in emulated_linears(run.trainee.chunks) if isinstance(each, linear)]
+    return [each.kept.tolist() for each in emulated_linears(run.training_state.chunks) if isinstance(each, linear)]
 
 
 def test_states_of_transformer_engines_layers_belong_to_a_rank_too(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def run_loop(folder: Path, flags: str, world_size: int) -> str:
     def start() -> str:
         run = build_run(config)
         train(run)
-        modules = [module for chunk in run.trainee.chunks for module in chunk.modules()]
+        modules = [module for chunk in run.training_state.chunks for module in chunk.modules()]
         assert not [module for module in modules if getattr(module, "observer", None) is not None]
         if "local" in flags and run.config.logging.fp8_log_interval is not None:
             assert not [each for each in StatisticsCollector(run).linears if each.module._forward_pre_hooks]
@@ -126,8 +126,8 @@ def test_a_rank_may_have_no_gradient_of_the_observed_linears() -> None:
         run = build_run(config)
         optimizer = FusedAdamOptimizer.__new__(FusedAdamOptimizer)
         optimizer.grad_factor = torch.ones(1, device="meta")
-        trainee = dataclasses.replace(run.trainee, optimizer=optimizer)
-        collector = StatisticsCollector(dataclasses.replace(run, trainee=trainee))
+        training_state = dataclasses.replace(run.training_state, optimizer=optimizer)
+        collector = StatisticsCollector(dataclasses.replace(run, training_state=training_state))
         assert collector.start_if_due(1) == collector.start_if_due(1) != []  # the key of their CUDA graph
         collector.statistics.before_update(16.0, 1.0)
         table, linears = collector.statistics.table, collector.plan.linears
@@ -297,7 +297,7 @@ def test_hook_statistics_equal_those_of_emulated_layers(recipe: str) -> None:
 
 
 def health_of(folder: Path, flags: str, steps: int = 4) -> list[str]:
-    """The health findings of a run in which every step is a statistics step."""
+    """The health warnings of a run in which every step is a statistics step."""
     config = small_config("llama", f"{LENGTH} {STATISTICS} --train-iters {steps} --save {folder} {flags}")
     run_ranks(1, lambda: train(build_run(config)) and None)
     return [event.detail for event in load_run(folder).events if event.name == "health"]

@@ -84,7 +84,9 @@ class Replays:
 
 def with_graph(run: Run) -> Run:
     """The run with the graph that `--cuda-graph-impl local` gives it."""
-    graph = build_step_graph(with_values(run.config, LOCAL), run.trainee.chunks, torch.device("cpu"), run.byte_counters)
+    graph = build_step_graph(
+        with_values(run.config, LOCAL), run.training_state.chunks, torch.device("cpu"), run.byte_counters
+    )
     return dataclasses.replace(run, graph=graph)
 
 

@@ -22,10 +22,10 @@ def gradients_of(in_layer: bool) -> dict[str, Tensor]:
     fusion = "" if in_layer else "--no-gradient-accumulation-fusion"
     run = build_run(small_config("llama", f"{PLAIN} {fusion}"))
     assert run.num_microbatches == 2
-    (chunk,) = run.trainee.chunks
+    (chunk,) = run.training_state.chunks
     if in_layer:
         weights = [chunk.module.output_layer.weight]
-        run = dataclasses.replace(run, wgrad_overwrite=WgradOverwrite(run.trainee.chunks, lambda: weights))
+        run = dataclasses.replace(run, wgrad_overwrite=WgradOverwrite(run.training_state.chunks, lambda: weights))
     for _ in range(NUM_PASSES):
         clear_gradients(run)
         batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)

@@ -34,7 +34,7 @@ def flip(tensor: Tensor) -> None:
 
 
 def last_layer(run: Run) -> torch.nn.Module:
-    return unwrap_model(run.trainee.chunks)[-1].decoder.layers[-1]
+    return unwrap_model(run.training_state.chunks)[-1].decoder.layers[-1]
 
 
 def weight(run: Run) -> Tensor:
@@ -50,15 +50,17 @@ def master(run: Run) -> Tensor:
 
 
 def codes(run: Run) -> Tensor:
-    return quantized_parameters(run.trainee.chunks)[-1].codes.raw
+    return quantized_parameters(run.training_state.chunks)[-1].codes.raw
 
 
 def scales(run: Run) -> Tensor:
-    return quantized_parameters(run.trainee.chunks)[-1].codes.dequant_scale
+    return quantized_parameters(run.training_state.chunks)[-1].codes.dequant_scale
 
 
 def delayed_scale(run: Run) -> Tensor:
-    return [module for module in run.trainee.chunks[0].modules() if isinstance(module, DelayedState)][-1].quant_scale
+    return [module for module in run.training_state.chunks[0].modules() if isinstance(module, DelayedState)][
+        -1
+    ].quant_scale
 
 
 def compared(flags: str, world_size: int, bad_rank: int | None, find: Callable[[Run], Tensor]) -> list[str]:

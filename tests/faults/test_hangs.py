@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from faulty_run import FaultyRun
 
-from megafp8.resilience import watchdog
+from megafp8.resilience import watchdog as watchdog_module
 from megafp8.resilience.run_state import current_state
 from megafp8.resilience.watchdog import STACKS_FOLDER, STEP, PhaseClock, Watchdog
 from megafp8.utils.process import current_process, read_proc_stat
@@ -81,17 +81,17 @@ def forked(function: Callable[[], None]) -> BaseProcess:
     return process
 
 
-class GuardChecks:
-    """Counts the checks of a guard."""
+class WatchdogChecks:
+    """Counts the checks of a watchdog."""
 
-    def __init__(self, guard: Watchdog):
-        self.count, check_peers = 0, guard.check_peers
+    def __init__(self, watchdog: Watchdog):
+        self.count, check_peers = 0, watchdog.check_peers
 
         def check_and_count(now: float) -> None:
             check_peers(now)
             self.count += 1
 
-        guard.check_peers = check_and_count
+        watchdog.check_peers = check_and_count
 
     def wait(self) -> None:
         """Wait for a check that starts after this call. One may be running."""
@@ -105,7 +105,7 @@ class GuardChecks:
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards check ten times a second, and allow the others less time."""
     for name, seconds in (("TICK_S", 0.1), ("LOST_PEER_S", 1.0), ("PEER_STACKS_S", 0.5)):
-        monkeypatch.setattr(watchdog, name, seconds)
+        monkeypatch.setattr(watchdog_module, name, seconds)
 
 
 def test_a_rank_blocked_in_c_code_detects_a_dead_peer(tmp_path: Path, often: None) -> None:
@@ -114,10 +114,10 @@ def test_a_rank_blocked_in_c_code_detects_a_dead_peer(tmp_path: Path, often: Non
 
     def wait_for_peer() -> None:
         os.dup2(os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())
-        guard = Watchdog(rank=0)
-        guard.start()
-        checks = GuardChecks(guard)
-        guard.attach(
+        watchdog = Watchdog(rank=0)
+        watchdog.start()
+        checks = WatchdogChecks(watchdog)
+        watchdog.attach(
             None, None, {1: dataclasses.replace(current_process(), pid=peer.pid, started=read_proc_stat(peer.pid)[1])}
         )
         checks.wait()
@@ -132,12 +132,12 @@ def test_a_rank_blocked_in_c_code_detects_a_dead_peer(tmp_path: Path, often: Non
     assert f"rank 0: rank 1 (process {peer.pid} on " in (tmp_path / "output").read_text()
 
 
-def in_second_step(guard: Watchdog) -> GuardChecks:
-    """Start a guard, set the limit of a step, and check once."""
-    checks = GuardChecks(guard)
-    guard.start()
-    guard.enter(STEP, 1)
-    guard.enter(STEP, 2)
+def in_second_step(watchdog: Watchdog) -> WatchdogChecks:
+    """Start a watchdog, set the limit of a step, and check once."""
+    checks = WatchdogChecks(watchdog)
+    watchdog.start()
+    watchdog.enter(STEP, 1)
+    watchdog.enter(STEP, 2)
     checks.wait()
     return checks
 
@@ -151,12 +151,12 @@ def wait_until(is_so: Callable[[], bool], process: BaseProcess) -> None:
 
 def test_c_code_that_holds_the_gil_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None) -> None:
     """A PyDLL holds the GIL while it sleeps. The timer in C ends the process, with its stacks."""
-    monkeypatch.setattr(watchdog, "TIMER_MARGIN_S", 0.5)
+    monkeypatch.setattr(watchdog_module, "TIMER_MARGIN_S", 0.5)
 
     def hold_the_lock() -> None:
         os.dup2(os.open(tmp_path / "stacks", os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())
-        guard = Watchdog(PhaseClock(2.0, 0.0))
-        in_second_step(guard)
+        watchdog = Watchdog(PhaseClock(2.0, 0.0))
+        in_second_step(watchdog)
         ctypes.PyDLL(None).sleep(60)
 
     process = forked(hold_the_lock)
@@ -169,14 +169,14 @@ def test_c_code_that_holds_the_gil_is_a_hang(tmp_path: Path, monkeypatch: pytest
 def test_a_paused_process_is_not_a_hang(monkeypatch: pytest.MonkeyPatch, often: None) -> None:
     """It is stopped for longer than its limit, and continues."""
     limit_s = 2.0
-    monkeypatch.setattr(watchdog, "PAUSED_S", 1.0)
+    monkeypatch.setattr(watchdog_module, "PAUSED_S", 1.0)
 
     def pause() -> None:
-        guard = Watchdog(PhaseClock(limit_s, 0.0))
-        checks = in_second_step(guard)
+        watchdog = Watchdog(PhaseClock(limit_s, 0.0))
+        checks = in_second_step(watchdog)
         os.kill(os.getpid(), signal.SIGSTOP)
         checks.wait()
-        guard.close()
+        watchdog.close()
 
     process = forked(pause)
     wait_until(lambda: read_proc_stat(process.pid)[0] == "T", process)

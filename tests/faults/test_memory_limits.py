@@ -108,9 +108,9 @@ def test_a_signal_ends_a_run_that_hangs_without_memory_for_a_timer(monkeypatch: 
 
     def hang() -> None:
         os.setpgid(0, 0)
-        guard = Watchdog(grace_s=0.5)
-        guard.enter("load")
-        guard.start()
+        watchdog = Watchdog(grace_s=0.5)
+        watchdog.enter("load")
+        watchdog.start()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1000)
 

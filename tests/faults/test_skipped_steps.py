@@ -53,7 +53,7 @@ LENGTH = f"{PLAIN} --train-iters 6"
 
 def poison_embedding(run: Run, bad_rank: int) -> None:
     """One element of the embedding's output is infinite, in the first microbatch of the bad step."""
-    embedding = getattr(unwrap_model(run.trainee.chunks[0]), "embedding", None)
+    embedding = getattr(unwrap_model(run.training_state.chunks[0]), "embedding", None)
     if embedding is None or dist.get_rank() != bad_rank:
         return
     num_passes = [0]
@@ -87,14 +87,14 @@ class Seen:
 def full_state(run: Run) -> dict[str, Tensor]:
     """Everything that a step changes on this rank."""
     state = weights(run)
-    for index, part in enumerate(run.trainee.optimizer.chained_optimizers):
+    for index, part in enumerate(run.training_state.optimizer.chained_optimizers):
         for number, values in enumerate(part.optimizer.state.values()):
             state |= {f"{index}.{number}.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
-    for chunk in run.trainee.chunks:
+    for chunk in run.training_state.chunks:
         for name, module in chunk.named_modules():
             if isinstance(module, DelayedState):
                 state |= {f"{name}.{buffer}": value for buffer, value in module.named_buffers()}
-    state["samples of the schedule"] = torch.tensor(run.trainee.schedule.num_steps)
+    state["samples of the schedule"] = torch.tensor(run.training_state.schedule.num_steps)
     return {name: value.detach().clone().reshape(-1) for name, value in state.items()}
 
 
@@ -212,7 +212,7 @@ def test_delayed_scales_recover_from_a_nonfinite_amax(kind: str) -> None:
         inject(f"{kind}:step=2,rank=1,times=2,at=step.amax")  # forward, then backward
         flags = f"{FOUR_LAYERS} {DELAYED.replace('len 8', 'len 2')} --micro-batch-size 4"
         run = build_run(small_config("llama", flags, 2))
-        state = next(module for module in run.trainee.chunks[0].modules() if isinstance(module, DelayedState))
+        state = next(module for module in run.training_state.chunks[0].modules() if isinstance(module, DelayedState))
         seen, progress = [], Progress()
         for step in range(1, STEPS + 1):
             batches = build_batches(run, SourceSamples(32), (step - 1) * BATCH, step * BATCH, num_workers=0)

@@ -88,8 +88,8 @@ def unbroken_and_resumed(extra: str, steps: int, folder: Path) -> tuple[Curve, C
     """The last steps of an unbroken run, and of one that resumed from a checkpoint in the middle."""
     with gpu_run(extra) as run:
         train(run, steps)
-        path = save_checkpoint(folder, run.config, run.trainee, Progress(steps, steps * run.global_batch_size))
+        path = save_checkpoint(folder, run.config, run.training_state, Progress(steps, steps * run.global_batch_size))
         unbroken = train(run, steps, first_step=steps + 1)
     with gpu_run(extra) as run:
-        load_checkpoint(path, run.config, run.trainee)
+        load_checkpoint(path, run.config, run.training_state)
         return unbroken, train(run, steps, first_step=steps + 1)

@@ -88,7 +88,7 @@ def test_statistics_and_counts_equal_those_of_launched_kernels(recipe: str) -> N
             samples, collector = SourceSamples(run.config.data.seq_length), StatisticsCollector(run)
             batches = build_batches(run, samples, 0, 12 * run.global_batch_size, num_workers=0)
             steps = [statistics_step(run, batches, step, collector) for step in range(1, 13)]
-            losses = [(result.loss, result.operand_faults) for result, _ in steps]
+            losses = [(result.loss, result.nonfinite_operands) for result, _ in steps]
             records = [record for _, made in steps for record in made if not isinstance(record, EventRecord)]
             found.append((losses, records))
     assert found[0] == found[1]

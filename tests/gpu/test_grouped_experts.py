@@ -27,7 +27,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.training.evaluation import build_batches
-from megafp8.training.operand_faults import OperandFaults
+from megafp8.training.nonfinite_operands import NonfiniteOperands
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
 
@@ -77,7 +77,9 @@ def test_rowwise_experts_train_as_emulated_linears() -> None:
 @each_recipe
 def test_they_are_the_default(recipe: str) -> None:
     with gpu_run(flags_of(recipe).replace("--moe-expert-kernels triton", "")) as run:
-        assert any(isinstance(module, GroupedExperts) for chunk in run.trainee.chunks for module in chunk.modules())
+        assert any(
+            isinstance(module, GroupedExperts) for chunk in run.training_state.chunks for module in chunk.modules()
+        )
 
 
 @each_recipe
@@ -148,7 +150,7 @@ def test_delayed_scales_are_those_of_transformer_engine() -> None:
     for kernels in ("triton", "te"):
         with gpu_run(flags_of("delayed", kernels)) as run:
             train(run, 1)
-            modules = [module for chunk in run.trainee.chunks for module in chunk.modules()]
+            modules = [module for chunk in run.training_state.chunks for module in chunk.modules()]
             experts = next(module.experts for module in modules if isinstance(module, MoELayer))
             if kernels == "triton":
                 scales = [state.quant_scale.clone() for state in experts.quantizer_state.values()]
@@ -184,17 +186,17 @@ def test_infinite_tokens_are_counted_and_leave_the_history(recipe: str) -> None:
         train(run, 2)
         experts = first_experts(run)
         handle = experts.register_forward_pre_hook(spoil)
-        faults = faults_of_step(run, 3)
+        nonfinite = nonfinite_operands_of_step(run, 3)
         handle.remove()
-        print(f"\n{faults}")
-        assert faults.num_non_finite
-        names = faults.infinite_amaxes if recipe == "delayed" else tuple(faults.non_finite_operands())
-        assert all(name.startswith("layers.0.experts.") for name in names), faults
+        print(f"\n{nonfinite}")
+        assert nonfinite.num_non_finite
+        names = nonfinite.infinite_amaxes if recipe == "delayed" else tuple(nonfinite.non_finite_operands())
+        assert all(name.startswith("layers.0.experts.") for name in names), nonfinite
         assert 2 <= len(names) <= 4, "a token has two experts, and a step two microbatches"
-        assert all(name.endswith(".linear_fc1.input") for name in names), faults
+        assert all(name.endswith(".linear_fc1.input") for name in names), nonfinite
         if recipe == "delayed":
             assert torch.isfinite(experts.quantizer_state["linear_fc1"].amax_history).all()
-        assert not faults_of_step(run, 4).num_non_finite
+        assert not nonfinite_operands_of_step(run, 4).num_non_finite
 
 
 @pytest.mark.parametrize("graph", ["", GRAPH])
@@ -202,27 +204,27 @@ def test_an_infinite_weight_is_counted_in_the_step_that_reads_it(graph: str) -> 
     with gpu_run(f"{flags_of('tensorwise')} {graph}") as run:
         train(run, 5)
         first_experts(run).linear_fc2.data[1, 0, 0] = torch.inf
-        found = [tuple(faults_of_step(run, step).non_finite_operands()) for step in (6, 7)]
+        found = [tuple(nonfinite_operands_of_step(run, step).non_finite_operands()) for step in (6, 7)]
         assert found == [("layers.0.experts.1.linear_fc2.weight",), ()], "the update writes a finite weight"
 
 
 def first_experts(run: Run) -> GroupedExperts:
-    modules = (module for chunk in run.trainee.chunks for module in chunk.modules())
+    modules = (module for chunk in run.training_state.chunks for module in chunk.modules())
     return next(module for module in modules if isinstance(module, GroupedExperts))
 
 
-def faults_of_step(run: Run, step: int) -> OperandFaults:
+def nonfinite_operands_of_step(run: Run, step: int) -> NonfiniteOperands:
     samples, batch = SourceSamples(run.config.data.seq_length), run.global_batch_size
     batches = build_batches(run, samples, (step - 1) * batch, step * batch, num_workers=0)
-    return train_step(run, batches, Progress(step - 1, (step - 1) * batch)).operand_faults
+    return train_step(run, batches, Progress(step - 1, (step - 1) * batch)).nonfinite_operands
 
 
 @pytest.mark.parametrize(("before", "after"), [("triton", "te"), ("te", "triton")])
 def test_checkpoints_are_interchangeable(before: str, after: str, tmp_path: Path) -> None:
     with gpu_run(flags_of("bf16", before)) as run:
         train(run, STEPS)
-        path = save_checkpoint(tmp_path, run.config, run.trainee, Progress(STEPS, STEPS * run.global_batch_size))
+        path = save_checkpoint(tmp_path, run.config, run.training_state, Progress(STEPS, STEPS * run.global_batch_size))
         unbroken = train(run, STEPS, first_step=STEPS + 1)
     with gpu_run(flags_of("bf16", after)) as run:
-        load_checkpoint(path, run.config, run.trainee)
+        load_checkpoint(path, run.config, run.training_state)
         assert gap(train(run, STEPS, first_step=STEPS + 1), unbroken) < CLOSE["bf16"]

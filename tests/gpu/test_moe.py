@@ -46,8 +46,8 @@ def test_grouped_experts_resume(tmp_path: Path) -> None:
 def test_emulated_experts_load_a_checkpoint_of_grouped_ones(tmp_path: Path) -> None:
     with gpu_run(GROUPED) as run:
         train(run, STEPS)
-        path = save_checkpoint(tmp_path, run.config, run.trainee, Progress(STEPS, STEPS * run.global_batch_size))
+        path = save_checkpoint(tmp_path, run.config, run.training_state, Progress(STEPS, STEPS * run.global_batch_size))
         expected = train(run, 1, first_step=STEPS + 1)
     with gpu_run(EMULATED) as run:
-        load_checkpoint(path, run.config, run.trainee)
+        load_checkpoint(path, run.config, run.training_state)
         assert gap(train(run, 1, first_step=STEPS + 1), expected) < CLOSE

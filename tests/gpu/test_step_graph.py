@@ -135,7 +135,7 @@ def test_statistics_of_a_graph_equal_those_of_launched_kernels(extra: str) -> No
             batches = build_batches(run, samples, 0, 12 * run.global_batch_size, num_workers=0)
             steps = [statistics_step(run, batches, step, collector, is_eager=step == 10) for step in range(1, 13)]
             assert not graph or [each for each in run.graph.with_hooks.values() if each.graph]
-        found.append([  # of health events only the names: their advice depends on the flags
+        found.append([  # of health events only the names: their suggestions depend on the flags
             leaves({"loss": result.loss} | {
                 f"{record.kind}s": record.name if isinstance(record, EventRecord) else dataclasses.asdict(record)
                 for record in records

@@ -49,7 +49,7 @@ def test_documents_have_the_losses_of_each_alone(extra: str) -> None:
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
     documents = packed_documents(positions == 0, torch.device("cuda"))
     with gpu_run(f"--reset-attention-mask --reset-position-ids --eod-mask-loss {extra}") as run:
-        (chunk,) = run.trainee.chunks
+        (chunk,) = run.training_state.chunks
         with torch.no_grad():
             together = chunk(tokens, positions.cuda(), None, labels=labels, packed_seq_params=documents)
             whole = chunk(tokens, torch.arange(sum(lengths)).expand(2, -1).cuda(), None, labels=labels)

@@ -18,7 +18,7 @@ from gpu_runs import FP8_RECIPES, RECIPES, gpu_run
 from small_run import SourceSamples, train, weights
 
 from megafp8.checkpoint.load import load_checkpoint
-from megafp8.checkpoint.progress import OPERAND, MovedLinear, Progress
+from megafp8.checkpoint.progress import OPERAND, HighPrecisionFallback, Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.mcore.modules import named_linears
 from megafp8.te import layers
@@ -33,14 +33,14 @@ SPOILED = "layers.1.linear_fc2"
 
 FUSED = "--use-transformer-engine-op-fuser"
 ALL = tuple(
-    MovedLinear(f"layers.{layer}.{name}", 0, "test")
+    HighPrecisionFallback(f"layers.{layer}.{name}", 0, "test")
     for layer in (0, 1)
     for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 )
 
 
 def linears(run: Run) -> dict[str, torch.nn.Module]:
-    return dict(named_linears(run.trainee.chunks[0].module))
+    return dict(named_linears(run.training_state.chunks[0].module))
 
 
 def step(run: Run, progress: Progress, is_eager: bool = False) -> tuple[StepResult, Progress]:
@@ -70,20 +70,22 @@ def test_an_infinite_activation_is_named_before_the_update(recipe: str, policy: 
         progress = Progress()
         for _ in range(3):
             result, progress = step(run, progress)
-            assert result.operand_faults.num_non_finite == 0
+            assert result.nonfinite_operands.num_non_finite == 0
         before, handle = weights(run), make_infinite(run)
         result, progress = step(run, progress)
         handle.remove()
-        faults = result.operand_faults
-        assert f"{SPOILED}.input" in faults.non_finite_operands(), faults
+        nonfinite = result.nonfinite_operands
+        assert f"{SPOILED}.input" in nonfinite.non_finite_operands(), nonfinite
         assert (result.bad_step is not None and result.bad_step.reason == OPERAND) == (policy == "skip")
         changed = [name for name, tensor in weights(run).items() if not torch.equal(tensor, before[name])]
         assert bool(changed) == (policy == "warn")
         if recipe == "delayed":
-            assert f"{SPOILED}.input" in faults.infinite_amaxes
-            assert all(bool(torch.isfinite(tensor).all()) for tensor in layers.delayed_state(run.trainee.chunks[0]))
+            assert f"{SPOILED}.input" in nonfinite.infinite_amaxes
+            assert all(
+                bool(torch.isfinite(tensor).all()) for tensor in layers.delayed_state(run.training_state.chunks[0])
+            )
         result, progress = step(run, progress)
-        assert result.operand_faults.num_non_finite == 0 and result.bad_step is None
+        assert result.nonfinite_operands.num_non_finite == 0 and result.bad_step is None
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
@@ -93,11 +95,11 @@ def test_own_casts_are_seen(recipe: str) -> None:
         progress = Progress()
         for _ in range(3):
             result, progress = step(run, progress)
-            assert result.operand_faults.num_non_finite == 0
+            assert result.nonfinite_operands.num_non_finite == 0
         handle = make_infinite(run)
         result, progress = step(run, progress)
         handle.remove()
-        assert f"{SPOILED}.input" in result.operand_faults.non_finite_operands()
+        assert f"{SPOILED}.input" in result.nonfinite_operands.non_finite_operands()
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
@@ -127,20 +129,20 @@ def test_the_linear_is_moved_and_a_resumed_run_is_equal(recipe: str, tmp_path: P
         before, handle = weights(run), make_infinite(run)
         result, progress = step(run, progress, is_eager=True)
         handle.remove()
-        assert result.bad_step is not None and SPOILED in [linear.name for linear in result.bad_step.moved]
+        assert result.bad_step is not None and SPOILED in [linear.name for linear in result.bad_step.fallbacks]
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
         assert not run.graph.is_captured, "it has the kernels of before"
-        moved = progress.history.moved_linears
-        path = save_checkpoint(tmp_path, run.config, run.trainee, progress)
+        fallbacks = progress.history.moved_linears
+        path = save_checkpoint(tmp_path, run.config, run.training_state, progress)
         unbroken = train(run, 4, first_step=progress.step + 1)
         assert run.graph.is_captured
-        names = {linear.name for linear in moved}
+        names = {linear.name for linear in fallbacks}
         assert {name for name, linear in linears(run).items() if not linear.fp8} == names
         last = weights(run)
     with gpu_run(flags) as run:
-        loaded = load_checkpoint(path, run.config, run.trainee)
-        assert loaded.progress.history.moved_linears == moved
-        run.change_linears(moved)
+        loaded = load_checkpoint(path, run.config, run.training_state)
+        assert loaded.progress.history.moved_linears == fallbacks
+        run.change_linears(fallbacks)
         assert train(run, 4, first_step=loaded.progress.step + 1) == unbroken
         assert all(torch.equal(tensor, last[name]) for name, tensor in weights(run).items())
 

@@ -20,7 +20,7 @@ def test_overflow_halves_the_loss_scale_and_keeps_the_weights(optimizer: str) ->
     with gpu_run(f"--initial-loss-scale 4294967296 --hysteresis 1 {optimizer}", precision="--fp16") as run:
         before = weights(run)
         assert train(run, 1).grad_norms == [None]
-        assert current_loss_scale(run.trainee.optimizer) == 2.0**31
+        assert current_loss_scale(run.training_state.optimizer) == 2.0**31
         for name, tensor in weights(run).items():
             assert torch.equal(tensor, before[name]), name
         curve = train(run, 30, first_step=2)

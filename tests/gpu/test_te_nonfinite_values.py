@@ -42,13 +42,13 @@ def step(run: Run, progress: Progress) -> tuple[StepResult, Progress]:
 def state(run: Run) -> dict[str, torch.Tensor]:
     """Copies of weights and of delayed scaling's state."""
     remembered = [
-        tensor for chunk in run.trainee.chunks for tensor in delayed_scaling_tensors(chunk, run.implementation)
+        tensor for chunk in run.training_state.chunks for tensor in delayed_scaling_tensors(chunk, run.implementation)
     ]
     return weights(run) | {f"remembered {number}": tensor.clone() for number, tensor in enumerate(remembered)}
 
 
 def multiply_gradient(run: Run, factor: float) -> torch.utils.hooks.RemovableHandle:
-    norm = next(value for name, value in run.trainee.chunks[0].named_parameters() if "final_layernorm" in name)
+    norm = next(value for name, value in run.training_state.chunks[0].named_parameters() if "final_layernorm" in name)
     return norm.register_hook(lambda gradient: gradient * factor)
 
 

@@ -42,8 +42,8 @@ def results(recipe: str, fault: str) -> list[StepResult]:
 def test_faults_change_their_step_only(recipe: str) -> None:
     spiked, infinite = results(recipe, "spike-batch"), results(recipe, "infinite-activation")
     assert spiked[0].loss == infinite[0].loss and spiked[1].loss != infinite[1].loss
-    assert infinite[0].operand_faults.num_non_finite == 0
-    assert "layers.0.linear_fc2.input" in infinite[1].operand_faults.non_finite_operands()
+    assert infinite[0].nonfinite_operands.num_non_finite == 0
+    assert "layers.0.linear_fc2.input" in infinite[1].nonfinite_operands.non_finite_operands()
 
 
 def test_attention_logits_are_inflated() -> None:

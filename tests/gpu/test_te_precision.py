@@ -91,7 +91,9 @@ def test_an_output_layer_of_another_recipe_keeps_delayed_scales(layers: str) -> 
     for entries in ("", "--precision output_layer=tensorwise"):
         with gpu_run(f"{DELAYED} {entries} {layers}") as run:
             train(run, 1)
-            states = [linear.fp8_meta for chunk in run.trainee.chunks for linear in te_layers.fusing_linears(chunk)]
+            states = [
+                linear.fp8_meta for chunk in run.training_state.chunks for linear in te_layers.fusing_linears(chunk)
+            ]
             states = [state for state in states if hasattr(state["scaling_fwd"], "amax_history")]
             histories.append(
                 [[state[f"scaling_{way}"].amax_history.clone() for state in states] for way in ("fwd", "bwd")]
@@ -127,7 +129,7 @@ def steps(extra: str, num_steps: int, first: int = 1, load: Path | None = None, 
     losses: list[float] = []
     with gpu_run(f"{extra} {LAYERS}") as run:
         if load is not None:
-            load_checkpoint(load, run.config, run.trainee)
+            load_checkpoint(load, run.config, run.training_state)
         for step in range(first, first + num_steps):
             progress = Progress(step - 1, (step - 1) * run.global_batch_size)
             if changes_at(run.config.precision, step) and needs_calibration(run):
@@ -135,7 +137,7 @@ def steps(extra: str, num_steps: int, first: int = 1, load: Path | None = None, 
             losses += train(run, 1, first_step=step).losses
         if save is not None:
             last = first + num_steps - 1
-            save_checkpoint(save, run.config, run.trainee, Progress(last, last * run.global_batch_size))
+            save_checkpoint(save, run.config, run.training_state, Progress(last, last * run.global_batch_size))
         return [losses, {name: tensor.cpu() for name, tensor in weights(run).items()}]
 
 
@@ -155,13 +157,13 @@ def test_precision_schedule_entries_start_at_their_steps(entries: str) -> None:
 def test_delayed_scales_survive_high_precision(layers: str) -> None:
     with gpu_run(f"{DELAYED} {layers} --fp8-schedule fp8:3,bf16:5,fp8") as run:
         train(run, 3)
-        before = [tensor.clone() for chunk in run.trainee.chunks for tensor in te_layers.delayed_state(chunk)]
+        before = [tensor.clone() for chunk in run.training_state.chunks for tensor in te_layers.delayed_state(chunk)]
         train(run, 2, first_step=4)
-        after = [tensor for chunk in run.trainee.chunks for tensor in te_layers.delayed_state(chunk)]
+        after = [tensor for chunk in run.training_state.chunks for tensor in te_layers.delayed_state(chunk)]
         assert len(before) == len(after) > 0
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         train(run, 1, first_step=6)
-        now = [tensor for chunk in run.trainee.chunks for tensor in te_layers.delayed_state(chunk)]
+        now = [tensor for chunk in run.training_state.chunks for tensor in te_layers.delayed_state(chunk)]
         assert not all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 

@@ -16,14 +16,14 @@ require_transformer_engine()
 from gpu_runs import RECIPES, gpu_run
 from small_run import train
 
-from megafp8.checkpoint.progress import SMOOTHED, MovedLinear, Progress
+from megafp8.checkpoint.progress import SMOOTHED, HighPrecisionFallback, Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.mcore.modules import named_linears
 from megafp8.training.resume import resume
 from megafp8.training.run import Run
 
 NAME = "layers.0.linear_fc2"
-CHANGED = (MovedLinear(NAME, 2, "reason", SMOOTHED),)
+CHANGED = (HighPrecisionFallback(NAME, 2, "reason", SMOOTHED),)
 OUTLIER = 1e6  # in units of the other channels, which E4M3 then rounds to 0 under one scale
 
 
@@ -33,7 +33,7 @@ def plant_outlier(run: Run) -> list[float]:
     Returns:
         A list to which each forward pass adds the relative error of the output.
     """
-    linear: Any = dict(named_linears(run.trainee.chunks[0].module))[NAME]
+    linear: Any = dict(named_linears(run.training_state.chunks[0].module))[NAME]
     factors = torch.ones(linear.weight.shape[1], device="cuda", dtype=torch.bfloat16)
     factors[0] = OUTLIER
     weight_and_bias, mask = linear._get_weight_and_bias_tensors, (factors == 1).to(torch.bfloat16)
@@ -100,8 +100,8 @@ def test_fused_mlp_is_split_and_resumes_bitwise(tmp_path: Path) -> None:
         run.change_linears(CHANGED)
         train(run, 1, 3)
         progress = Progress(3, 3 * run.global_batch_size)
-        progress = dataclasses.replace(progress, history=progress.history.after_move(CHANGED))
-        save_checkpoint(tmp_path, run.config, run.trainee, progress)
+        progress = dataclasses.replace(progress, history=progress.history.after_fallback(CHANGED))
+        save_checkpoint(tmp_path, run.config, run.training_state, progress)
         unbroken = train(run, 2, 4).losses
     with gpu_run(f"{flags} --load {tmp_path}") as run:
         resume(run)

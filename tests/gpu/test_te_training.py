@@ -133,7 +133,7 @@ def test_fp8_attention_kernel_runs() -> None:
         train(run, 1)
         chosen = te_layers.selected_attention_backend()
         assert chosen is not None and chosen.endswith(", FP8)")
-        scales = [scale for scale in te_layers.delayed_state(run.trainee.chunks[0]) if scale.numel() == 9]
+        scales = [scale for scale in te_layers.delayed_state(run.training_state.chunks[0]) if scale.numel() == 9]
         assert len(scales) == 2 and all((scale != 1).any() for scale in scales)
 
 
@@ -155,7 +155,7 @@ def test_overwriting_gradients_equals_adding_to_zero(fuser: str) -> None:
     for extra in ("--no-gradient-overwrite", ""):
         with gpu_run(f"{fuser} {extra}") as run:
             train(run, 2)
-            named = run.trainee.chunks[0].module.named_parameters()
+            named = run.training_state.chunks[0].module.named_parameters()
             found.append({name: weight.main_grad.clone() for name, weight in named})
             assert run.num_microbatches == 2
     plain, overwritten = found
@@ -174,7 +174,7 @@ def test_fp8_weights_follow_bf16_weights(recipe: str, fuser: str) -> None:
     plain = curve(extra)
     with gpu_run(f"{extra} --fp8-param-gather") as run:
         fp8 = train(run, STEPS)
-        sizes = {buffer.param_data.dtype: buffer.param_data.numel() for buffer in run.trainee.chunks[0].buffers}
+        sizes = {buffer.param_data.dtype: buffer.param_data.numel() for buffer in run.training_state.chunks[0].buffers}
     print(
         f"\n{recipe} {fuser}: gap {gap(fp8, plain):.2e}; {plain.losses[0]!r} {fp8.losses[0]!r}, "
         f"{plain.grad_norms[0]!r} {fp8.grad_norms[0]!r}"
@@ -199,7 +199,7 @@ def test_rowwise_cast_of_shards_changes_no_weight(recipe: str) -> None:
     """The codes after an update are those of the complete weights cast together."""
     with gpu_run(f"{RECIPES[recipe]} --fp8-param-gather") as run:
         train(run, 2)
-        for chunk in run.trainee.chunks:
+        for chunk in run.training_state.chunks:
             chunk.start_param_sync(force_sync=True)
             for name, weight in chunk.module.named_parameters():
                 if hasattr(weight, "_quantizer"):
@@ -239,14 +239,14 @@ def test_resume_equals_the_unbroken_run(recipe: str, extra: str, tmp_path: Path)
 def test_fused_operations_and_linears_resume_each_others_scales(before: str, after: str, tmp_path: Path) -> None:
     with gpu_run(f"{RECIPES['delayed']} {before}") as run:
         train(run, 3)
-        path = save_checkpoint(tmp_path, run.config, run.trainee, Progress(3, 3 * run.global_batch_size))
-        saved = [tensor.clone() for tensor in te_layers.delayed_state(run.trainee.chunks[0])]
+        path = save_checkpoint(tmp_path, run.config, run.training_state, Progress(3, 3 * run.global_batch_size))
+        saved = [tensor.clone() for tensor in te_layers.delayed_state(run.training_state.chunks[0])]
         unbroken = train(run, 1, first_step=4)
     with gpu_run(f"{RECIPES['delayed']} {after}") as run:
-        load_checkpoint(path, run.config, run.trainee)
-        loaded = [tensor.clone() for tensor in te_layers.delayed_state(run.trainee.chunks[0])]
+        load_checkpoint(path, run.config, run.training_state)
+        loaded = [tensor.clone() for tensor in te_layers.delayed_state(run.training_state.chunks[0])]
         resumed = train(run, 1, first_step=4)
-        now = te_layers.delayed_state(run.trainee.chunks[0])
+        now = te_layers.delayed_state(run.training_state.chunks[0])
     assert len(saved) == len(loaded) == len(now) > 0
     assert all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(loaded, now, strict=True))
@@ -258,7 +258,7 @@ def test_validation_does_not_change_delayed_scaling() -> None:
     """Validation reads samples of no training step. Transformer Engine records their amaxes."""
     with gpu_run(RECIPES["delayed"]) as run:
         train(run, 2)
-        state = te_layers.delayed_state(run.trainee.chunks[0])
+        state = te_layers.delayed_state(run.training_state.chunks[0])
         before, size = [tensor.clone() for tensor in state], run.global_batch_size
         with evaluation_mode(run):
             batches = build_batches(run, SourceSamples(run.config.data.seq_length), 2 * size, 3 * size, num_workers=0)
@@ -278,8 +278,10 @@ def test_weights_gathered_early_have_their_transposes(recipe: str, is_evaluated:
             with evaluation_mode(run):
                 pass
         else:
-            finish_param_gather(run.config, run.trainee)
-        weights_in_fp8 = [weight for weight in run.trainee.chunks[0].parameters() if hasattr(weight, "_quantizer")]
+            finish_param_gather(run.config, run.training_state)
+        weights_in_fp8 = [
+            weight for weight in run.training_state.chunks[0].parameters() if hasattr(weight, "_quantizer")
+        ]
         assert weights_in_fp8
         for weight in weights_in_fp8:
             assert not weight._transpose_invalid
@@ -297,9 +299,9 @@ def test_scaled_moments_equal_transformer_engine(states: str) -> None:
     found = []
     for extra in ("--no-one-pass-optimizer", ""):
         with gpu_run(f"--clip-grad 0 {with_states(states)} {extra}") as run:
-            assert isinstance(run.trainee.optimizer, FusedAdamOptimizer) == (not extra)
+            assert isinstance(run.training_state.optimizer, FusedAdamOptimizer) == (not extra)
             train(run, 1)
-            parts = [part.optimizer for part in chained_optimizers(run.trainee.optimizer)]
+            parts = [part.optimizer for part in chained_optimizers(run.training_state.optimizer)]
             shards = [(part, shard) for part in parts for group in part.param_groups for shard in group["params"]]
             names = ("exp_avg", "exp_avg_sq")
             found.append([part.get_unscaled_state(shard, name).clone() for part, shard in shards for name in names])

@@ -83,7 +83,7 @@ def train_and_measure(config: RunConfig) -> tuple[int, int, set[torch.dtype], fl
     run = build_run(config)
     norm = params_norm(run)
     curve = train(run, 2)
-    parameters = list(run.trainee.chunks[0].parameters())
+    parameters = list(run.training_state.chunks[0].parameters())
     gradients = [parameter.main_grad for parameter in parameters]
     local = [getattr(each, "_local_tensor", each) for each in (*parameters, *gradients)]
     counts = [sum(each.numel() for each in part) for part in (local[: len(parameters)], local[len(parameters) :])]

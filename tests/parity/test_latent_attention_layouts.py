@@ -88,13 +88,13 @@ def save_and_continue(config: RunConfig, folder: Path) -> tuple[Curve, str]:
     run = build_run(config)
     train(run, STEPS_BEFORE_SAVE)
     progress = Progress(STEPS_BEFORE_SAVE, STEPS_BEFORE_SAVE * run.global_batch_size)
-    save_checkpoint(folder, config, run.trainee, progress)
+    save_checkpoint(folder, config, run.training_state, progress)
     return train(run, STEPS_BEFORE_SAVE, STEPS_BEFORE_SAVE + 1), fingerprint(weights(run))
 
 
 def load_and_continue(config: RunConfig, folder: Path) -> tuple[Curve, str]:
     run = build_run(config)
-    load_checkpoint(checkpoint_path(folder, STEPS_BEFORE_SAVE), config, run.trainee)
+    load_checkpoint(checkpoint_path(folder, STEPS_BEFORE_SAVE), config, run.training_state)
     return train(run, STEPS_BEFORE_SAVE, STEPS_BEFORE_SAVE + 1), fingerprint(weights(run))
 
 

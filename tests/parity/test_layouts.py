@@ -104,7 +104,7 @@ def train_rank(config: RunConfig) -> Report:
     run = build_run(config)
     curve = train(run, NUM_STEPS)
     tensors = weights(run)
-    chunks = run.trainee.chunks
+    chunks = run.training_state.chunks
     is_split = {
         f"{index}.{name.removeprefix('module.')}": parameter.tensor_model_parallel
         for index, chunk in enumerate(chunks)

@@ -79,13 +79,13 @@ def test_multi_token_prediction_follows_one_rank(model: str, world_size: int, fl
 def save_and_continue(config: RunConfig, folder: Path) -> tuple[list[StepResult], str]:
     run = build_run(config)
     steps(run, num_steps=STEPS_BEFORE_SAVE)
-    save_checkpoint(folder, config, run.trainee, Progress(STEPS_BEFORE_SAVE, STEPS_BEFORE_SAVE * 8))
+    save_checkpoint(folder, config, run.training_state, Progress(STEPS_BEFORE_SAVE, STEPS_BEFORE_SAVE * 8))
     return steps(run, STEPS_BEFORE_SAVE + 1, 2), fingerprint(weights(run))
 
 
 def load_and_continue(config: RunConfig, folder: Path) -> tuple[list[StepResult], str]:
     run = build_run(config)
-    load_checkpoint(checkpoint_path(folder, STEPS_BEFORE_SAVE), config, run.trainee)
+    load_checkpoint(checkpoint_path(folder, STEPS_BEFORE_SAVE), config, run.training_state)
     return steps(run, STEPS_BEFORE_SAVE + 1, 2), fingerprint(weights(run))
 
 
@@ -137,7 +137,7 @@ def test_validation_is_of_the_main_output() -> None:
 
 def quantized_linears_and_steps(config: RunConfig) -> tuple[set[str], list[StepResult]]:
     run = build_run(config)
-    modules = run.trainee.chunks[0].named_modules()
+    modules = run.training_state.chunks[0].named_modules()
     names = {name.rpartition(".")[2] for name, module in modules if ".mtp." in name and getattr(module, "recipe", None)}
     return names, steps(run, num_steps=2)
 

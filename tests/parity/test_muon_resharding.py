@@ -51,7 +51,7 @@ def config_of(model: str, layout: str) -> RunConfig:
 def run_first(config: RunConfig, folder: Path) -> None:
     run = build_run(config)
     train(run, STEPS)
-    save_checkpoint(folder, config, run.trainee, Progress(STEPS, STEPS * run.global_batch_size))
+    save_checkpoint(folder, config, run.training_state, Progress(STEPS, STEPS * run.global_batch_size))
 
 
 @pytest.mark.slow

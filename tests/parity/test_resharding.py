@@ -75,7 +75,7 @@ def run_first(config: RunConfig, folder: Path) -> list[float]:
     """Train, save, and continue training."""
     run = build_run(config)
     train(run, STEPS)
-    save_checkpoint(folder, config, run.trainee, Progress(STEPS, STEPS * run.global_batch_size))
+    save_checkpoint(folder, config, run.training_state, Progress(STEPS, STEPS * run.global_batch_size))
     return train(run, STEPS, STEPS + 1).losses
 
 
@@ -83,8 +83,8 @@ def load_all_checkpoints(config: RunConfig, folders: dict[str, Path], again: Pat
     """One run loads the checkpoint of each layout, over the state of the previous one."""
     run, found = build_run(config), {}
     for layout, folder in folders.items():
-        progress = load_checkpoint(checkpoint_path(folder, STEPS), config, run.trainee).progress
-        save_checkpoint(again / layout, config, run.trainee, progress)
+        progress = load_checkpoint(checkpoint_path(folder, STEPS), config, run.training_state).progress
+        save_checkpoint(again / layout, config, run.training_state, progress)
         parts = fingerprint(checkpoint_path(again / layout, STEPS)) if dist.get_rank() == 0 else {}
         curve = train(run, STEPS, progress.step + 1)
         found[layout] = Passage(parts, curve.losses, curve.grad_norms)

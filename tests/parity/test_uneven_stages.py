@@ -109,17 +109,17 @@ def config_of(layout: str) -> RunConfig:
 def run_first(config: RunConfig, folder: Path) -> list[float]:
     """Save the initial state, train, save, and continue training."""
     run = build_run(config)
-    save_checkpoint(folder, config, run.trainee, Progress(0, 0))
+    save_checkpoint(folder, config, run.training_state, Progress(0, 0))
     train(run, 2)
-    save_checkpoint(folder, config, run.trainee, Progress(2, 2 * run.global_batch_size))
+    save_checkpoint(folder, config, run.training_state, Progress(2, 2 * run.global_batch_size))
     return train(run, 2, 3).losses
 
 
 def load_and_continue(config: RunConfig, folder: Path, again: Path) -> list[float]:
     """Load the checkpoint of another layout, save it again, and continue training."""
     run = build_run(config)
-    progress = load_checkpoint(checkpoint_path(folder, 2), config, run.trainee).progress
-    save_checkpoint(again, config, run.trainee, progress)
+    progress = load_checkpoint(checkpoint_path(folder, 2), config, run.training_state).progress
+    save_checkpoint(again, config, run.training_state, progress)
     return train(run, 2, progress.step + 1).losses
 
 
@@ -149,7 +149,7 @@ def test_a_resumed_run_with_uneven_stages_is_the_uninterrupted_one(tmp_path: Pat
 
 def quantized_layers(config: RunConfig) -> dict[str, bool]:
     """Whether each linear of this rank is emulated, by its name in records."""
-    chunks = unwrap_model(build_run(config).trainee.chunks)
+    chunks = unwrap_model(build_run(config).training_state.chunks)
     return {
         name: type(linear).__name__.startswith("Emulated") for chunk in chunks for name, linear in named_linears(chunk)
     }

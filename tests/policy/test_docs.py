@@ -61,8 +61,8 @@ RUN_FILES = {
     "logs/watchdog/",
 }
 WORLD_SIZE = 1
-# Functions with the obstacles of a CUDA graph, as they begin an error.
-OBSTACLES = re.compile(r"_\w+_obstacles|_dropout_rates|grouped_expert_obstacles|expert_ranks_flag")
+# Functions with the problems of a CUDA graph, as they begin an error.
+PROBLEMS = re.compile(r"_\w+_problems|_dropout_rates|grouped_expert_problems|expert_ranks_flag")
 
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 
@@ -162,13 +162,13 @@ def test_the_recipe_table_agrees_with_the_code() -> None:
         assert emulated == "**yes**", recipe
 
 
-def test_the_table_of_runs_without_graphs_names_every_obstacle() -> None:
-    """An obstacle starts with its flag."""
+def test_the_table_of_runs_without_graphs_names_every_problem() -> None:
+    """A problem starts with its flag."""
     functions = [
         node
         for module in (cuda_graph, grouped_experts, mixture)
         for node in tree_of(Path(module.__file__)).body
-        if isinstance(node, ast.FunctionDef) and OBSTACLES.fullmatch(node.name)
+        if isinstance(node, ast.FunctionDef) and PROBLEMS.fullmatch(node.name)
     ]
     literals = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.Constant))
     texts = (node.value for node in literals if isinstance(node.value, str) and node.value.startswith("--"))

@@ -124,4 +124,4 @@ def test_no_rule_raises_on_missing_or_out_of_range_values():
             changes[setting.name] = generator.choice(options + ([None] if setting.optional else []))
         config, world_size = with_values(base, changes), generator.choice([0, 1, 3, 8])
         assert isinstance(rules.problems(config, world_size), list)
-        assert isinstance(rules.notices(config, "emulated", world_size), list)
+        assert isinstance(rules.warnings(config, "emulated", world_size), list)

@@ -177,11 +177,11 @@ def plan_import(
 def size_problems(model_settings: Mapping[str, Any]) -> list[str]:
     """Return settings with values that are too large, as text."""
     settings = settings_by_name()
-    faults = {name: settings[name].fault(value) for name, value in model_settings.items()}
+    found = {name: settings[name].problem(value) for name, value in model_settings.items()}
     return [
-        f"config.json: {settings[name].flags[0]} {model_settings[name]} {fault}"
-        for name, fault in faults.items()
-        if fault
+        f"config.json: {settings[name].flags[0]} {model_settings[name]} {problem}"
+        for name, problem in found.items()
+        if problem
     ]
 
 

@@ -1,8 +1,8 @@
 """Megatron-LM flags that are not settings of megafp8, and how each is handled.
 
-- replaced: read as a flag that exists, with a notice.
-- accepted: changes nothing here; a notice gives the reason.
-- idle: changes nothing without another flag, which is not given, or with another, which is; accepted with a notice.
+- replaced: read as a flag that exists, with a warning.
+- accepted: changes nothing here; a warning gives the reason.
+- idle: changes nothing without another flag, which is not given, or with another, which is; accepted with a warning.
 - refused: would change training, or asks for an unsupported feature; the reason names an alternative.
 
 In doubt a flag is refused, so that no request is silently ignored.
@@ -20,7 +20,7 @@ from megafp8.config.megatron_flags.refused import REFUSED_GROUPS, REFUSED_PREFIX
 from megafp8.config.megatron_flags.replaced import OVERRIDES, PARTS_OF_CUDA_GRAPH, REPLACED
 
 NO_EFFECT = ": no effect; "
-"""Between flag and reason in the notice of an accepted flag."""
+"""Between flag and reason in the warning of an accepted flag."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Verdict:
     """How one Megatron-LM flag is handled.
 
     Attributes:
-        accepted: whether `text` is a notice and not a problem.
+        accepted: whether `text` is a warning and not a problem.
         flag: the flag, with its value where others are handled in another way.
         reason: why it is accepted or refused.
     """
@@ -50,15 +50,15 @@ def replace(options: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str
         options: one list per option: the flag and its values.
 
     Returns:
-        The options, and a notice for each replacement and for each flag that a replaced one overrides.
+        The options, and a warning for each replacement and for each flag that a replaced one overrides.
     """
-    replaced, notices = [], []
+    replaced, warnings = [], []
     unused = {other: flag for flag, *_ in options for other in OVERRIDES.get(flag, ())}
     for flag, *words in options:
         if flag == "--cuda-graph-scope" and words and PARTS_OF_CUDA_GRAPH.issuperset(words):
             flag = "--cuda-graph-modules"
         if flag in unused:
-            notices.append(f"{flag}{NO_EFFECT}{unused[flag]} overrides it, as in Megatron-LM")
+            warnings.append(f"{flag}{NO_EFFECT}{unused[flag]} overrides it, as in Megatron-LM")
             continue
         complete = " ".join([flag, *words])
         given = complete if complete in REPLACED else flag
@@ -66,11 +66,11 @@ def replace(options: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str
         if new is None:
             replaced.append([flag, *words])
             continue
-        notices.append(f"{given} is read as {new}")
+        warnings.append(f"{given} is read as {new}")
         replaced += [f"--{option}".split() for option in new.removeprefix("--").split(" --")]
         if given == flag:
             replaced[-1] += words
-    return replaced, notices
+    return replaced, warnings
 
 
 def classify(flag: str, words: Sequence[str], given: Set[str] = frozenset()) -> Optional[Verdict]:

@@ -35,10 +35,10 @@ from megafp8.config.rules import (
     training,
 )
 from megafp8.config.rules.base import Rule
-from megafp8.config.rules.notices import notices
+from megafp8.config.rules.setting_warnings import warnings
 from megafp8.config.schema import RunConfig
 
-__all__ = ["ALL_RULES", "PATH_RULES", "SETTING_RULES", "notices", "path_problems", "problems", "setting_problems"]
+__all__ = ["ALL_RULES", "PATH_RULES", "SETTING_RULES", "path_problems", "problems", "setting_problems", "warnings"]
 
 SETTING_RULES: tuple[Rule, ...] = (
     *model.RULES,
@@ -91,7 +91,7 @@ def setting_problems(config: RunConfig, world_size: int) -> list[str]:
 
 
 def path_problems(config: RunConfig, world_size: int) -> list[str]:
-    """Problems with paths on this machine. A dry run for another machine shows them as notices."""
+    """Problems with paths on this machine. A dry run for another machine shows them as warnings."""
     return found_by(PATH_RULES, config, world_size)
 
 

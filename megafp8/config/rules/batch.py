@@ -109,7 +109,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def batch_schedule_notices(config: RunConfig, world_size: int) -> Iterator[str]:
+def batch_schedule_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
     """Sizes of a schedule that start after the end of the run, and a schedule of the learning rate that is longer."""
     schedule, steps = varying_schedule(config, world_size), config.training.train_iters
     if schedule is None:

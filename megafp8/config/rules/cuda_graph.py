@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, multi_token
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.fused_adam import fused_adam_obstacle
-from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config.fused_adam import fused_adam_problem
+from megafp8.config.grouped_experts import grouped_expert_problems
 from megafp8.config.mixture import expert_ranks_flag, has_expert_ranks
 from megafp8.config.rules.base import Rule
 from megafp8.config.rules.pipeline import is_interleaved
@@ -18,17 +18,17 @@ from megafp8.config.settings import settings_by_name, value_of, with_values
 NO_GRAPH = "use --cuda-graph-impl none"
 
 
-def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+def cuda_graph_problems(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """The settings with which forward-backward cannot be captured in a CUDA graph: the flag, why, and the fix."""
     checks = (
-        *_kernel_obstacles(config), *_host_obstacles(config), *_expert_obstacles(config), *_rank_obstacles(config)
+        *_kernel_problems(config), *_host_problems(config), *_expert_problems(config), *_rank_problems(config)
     )  # fmt: skip
     yield from ((flag, reason, fix) for is_there, flag, reason, fix in checks if is_there)
 
 
-def default_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
+def default_graph_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What keeps `--cuda-graph-impl auto` from a graph: the flag, and why."""
-    yield from ((flag, reason) for flag, reason, _ in cuda_graph_obstacles(config))
+    yield from ((flag, reason) for flag, reason, _ in cuda_graph_problems(config))
     yield from _settings_without_default_graph(config)
 
 
@@ -60,10 +60,10 @@ def _dropout_rates(config: RunConfig) -> Iterator[tuple[str, float]]:
             yield flag, rate
 
 
-Checks = Iterator[tuple[bool, str, str, str]]  # whether the obstacle is there, the flag, why, and the fix
+Checks = Iterator[tuple[bool, str, str, str]]  # whether the problem is there, the flag, why, and the fix
 
 
-def _kernel_obstacles(config: RunConfig) -> Checks:
+def _kernel_problems(config: RunConfig) -> Checks:
     """Random numbers of dropout, and precisions that change."""
     model, precision = config.model, config.precision
     granularity = derived.recompute_granularity(config.training)
@@ -97,11 +97,11 @@ def _kernel_obstacles(config: RunConfig) -> Checks:
     )
 
 
-def _host_obstacles(config: RunConfig) -> Checks:
+def _host_problems(config: RunConfig) -> Checks:
     """Waits of the host, and shapes or numbers of microbatches that change."""
     training = config.training
-    optimizer = fused_adam_obstacle(config)
-    experts = expert_ranks_flag(config) if has_expert_ranks(config) else None  # `_expert_obstacles` reports them
+    optimizer = fused_adam_problem(config)
+    experts = expert_ranks_flag(config) if has_expert_ranks(config) else None  # `_expert_problems` reports them
     yield (
         optimizer not in (None, experts),
         str(optimizer),
@@ -134,7 +134,7 @@ def _host_obstacles(config: RunConfig) -> Checks:
     )
 
 
-def _expert_obstacles(config: RunConfig) -> Checks:
+def _expert_problems(config: RunConfig) -> Checks:
     """Numbers of tokens that the host reads: those that ranks exchange, and those of single experts."""
     if not is_mixture(config.model):
         return
@@ -142,13 +142,13 @@ def _expert_obstacles(config: RunConfig) -> Checks:
         yield True, expert_ranks_flag(config), "the host reads how many tokens its ranks exchange", NO_GRAPH
         return
     in_e4m3 = with_values(config, {"precision.fp8_format": "e4m3"})
-    is_format = config.precision.fp8_format is not None and not any(grouped_expert_obstacles(in_e4m3))
+    is_format = config.precision.fp8_format is not None and not any(grouped_expert_problems(in_e4m3))
     fix = "use --fp8-format e4m3, or --cuda-graph-impl none" if is_format else f"change that, or {NO_GRAPH}"
-    for obstacle in grouped_expert_obstacles(config):
-        yield True, obstacle, "without all experts in one launch, the host reads how many tokens an expert has", fix
+    for problem in grouped_expert_problems(config):
+        yield True, problem, "without all experts in one launch, the host reads how many tokens an expert has", fix
 
 
-def _rank_obstacles(config: RunConfig) -> Checks:
+def _rank_problems(config: RunConfig) -> Checks:
     """Communication between ranks."""
     parallel, tensor = config.parallel, config.parallel.tensor_model_parallel_size
     is_ring = parallel.context_parallel_size > 2 and "p2p" in parallel.cp_comm_type
@@ -203,7 +203,7 @@ def _virtual_stages_flag(config: RunConfig) -> str:
 def cuda_graph_steps_are_identical(config: RunConfig, world_size: int) -> Iterator[str]:
     """A CUDA graph replays the same kernels: no host decisions, random numbers or waits inside forward-backward."""
     if derived.uses_cuda_graph(config):
-        for flag, reason, fix in cuda_graph_obstacles(config):
+        for flag, reason, fix in cuda_graph_problems(config):
             yield f"{flag} with --cuda-graph-impl {config.training.cuda_graph_impl}: {reason}; {fix}"
 
 
@@ -216,7 +216,7 @@ def cuda_graph_has_warmup_steps(config: RunConfig, world_size: int) -> Iterator[
         )
 
 
-def evaluation_graph_obstacles(config: RunConfig) -> Iterator[str]:
+def evaluation_graph_problems(config: RunConfig) -> Iterator[str]:
     """The flags with which the forward passes of an evaluation are no CUDA graph."""
     stages = config.parallel.pipeline_model_parallel_size
     flags = {
@@ -231,7 +231,7 @@ def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) ->
     """Where the forward passes of an evaluation are those of a step."""
     if not config.training.cuda_graph_evaluation:
         return
-    for flag in evaluation_graph_obstacles(config):
+    for flag in evaluation_graph_problems(config):
         yield (
             f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, and "
             "without FSDP2; remove the former"

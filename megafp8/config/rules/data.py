@@ -166,13 +166,13 @@ def outputs_can_be_written(config: RunConfig, world_size: int) -> Iterator[str]:
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--wandb-save-dir", config.logging.wandb_save_dir or None),
     ):
-        fault = None if path is None else write_problem(path)
-        if fault:
-            yield f"{flag} {path}: {fault}; choose another folder"
+        problem = None if path is None else write_problem(path)
+        if problem:
+            yield f"{flag} {path}: {problem}; choose another folder"
     cache = config.data.data_cache_path
     # An existing cache may hold every index that the run needs, so it need not be writable.
-    if cache is not None and not os.path.isdir(cache) and (fault := write_problem(cache)):
-        yield f"--data-cache-path {cache}: {fault}; choose another folder"
+    if cache is not None and not os.path.isdir(cache) and (problem := write_problem(cache)):
+        yield f"--data-cache-path {cache}: {problem}; choose another folder"
 
 
 def write_problem(path: str) -> str:

@@ -18,7 +18,7 @@ def fp8_gradients_have_ranks(config: RunConfig, world_size: int) -> Iterator[str
         yield f"{FLAG} with one data-parallel rank has nothing to send: remove it, or use more ranks"
 
 
-def idle_reduction_notices(config: RunConfig, world_size: int) -> Iterator[str]:
+def idle_reduction_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
     """A level on one data-parallel rank."""
     if has_idle_reduction(config, world_size) and config.precision.fp8_lm_level is not None:
         yield (

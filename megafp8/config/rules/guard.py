@@ -1,4 +1,4 @@
-"""Rules and notices about `--fp8-guard`."""
+"""Rules and warnings about `--fp8-guard`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def policies_instead_of_scales(config: RunConfig) -> str:
     return "--fp8-guard warn or bf16-layer" if has_watched and not precision.fp8_param_gather else "--fp8-guard warn"
 
 
-def guard_notices(config: RunConfig) -> Iterator[str]:
+def guard_warnings(config: RunConfig) -> Iterator[str]:
     """What --fp8-guard does not watch."""
     guard, model, precision = config.training.fp8_guard, config.model, config.precision
     if guard == "off" or not all_positive(model.num_layers):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megafp8.config import derived, mixture, precision_map
-from megafp8.config.grouped_experts import fc1_choices, grouped_expert_obstacles, shares_input_codes
+from megafp8.config.grouped_experts import fc1_choices, grouped_expert_problems, shares_input_codes
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
@@ -255,8 +255,8 @@ def expert_kernels_suit_the_experts(config: RunConfig, world_size: int) -> Itera
         return
     if not mixture.is_mixture(config.model):
         yield no_effect_without(f"--moe-expert-kernels {config.parallel.moe_expert_kernels}", "--num-experts")
-    elif config.parallel.moe_expert_kernels == "triton" and (obstacles := list(grouped_expert_obstacles(config))):
-        yield f"--moe-expert-kernels triton does not support {'; '.join(obstacles)}: change these, or remove it"
+    elif config.parallel.moe_expert_kernels == "triton" and (problems := list(grouped_expert_problems(config))):
+        yield f"--moe-expert-kernels triton does not support {'; '.join(problems)}: change these, or remove it"
 
 
 def experts_recompute_what_they_have(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -34,10 +34,10 @@ def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[st
         yield f"{flag}: the layer must be complete on every rank; use tensor- and pipeline-parallel size 1"
     if precision.fp8_param_gather:
         yield f"{flag} with --fp8-param-gather: the weights have no copy that the fault could change; remove one"
-    obstacles = list(obstacles_and_fixes(training.planted_fault, model))
-    yield from (f"{reason}; {fix}" for reason, fix in obstacles)
+    problems = list(problems_and_fixes(training.planted_fault, model))
+    yield from (f"{reason}; {fix}" for reason, fix in problems)
     linear = LINEARS.get(training.planted_fault)
-    if linear is None or obstacles or not precision_map.is_quantized(precision) or not all_positive(model.num_layers):
+    if linear is None or problems or not precision_map.is_quantized(precision) or not all_positive(model.num_layers):
         return
     if not planted_linears(training.planted_fault, model, precision):
         kind = " of a dense MLP or a shared expert" if training.planted_fault in MLP_FAULTS else ""
@@ -47,13 +47,13 @@ def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[st
         )
 
 
-def model_obstacles(fault: str, model: ModelConfig) -> Iterator[str]:
+def unsupported_in_model(fault: str, model: ModelConfig) -> Iterator[str]:
     """Why a model cannot have a fault, or normalization undoes it; nothing if it can."""
-    return (reason for reason, _ in obstacles_and_fixes(fault, model))
+    return (reason for reason, _ in problems_and_fixes(fault, model))
 
 
-def obstacles_and_fixes(fault: str, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """The reasons of `model_obstacles`, each with what a run may do instead."""
+def problems_and_fixes(fault: str, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """The reasons of `unsupported_in_model`, each with what a run may do instead."""
     flag = f"--planted-fault {fault}"
     if fault in MLP_FAULTS and all_positive(model.num_layers) and not has_mlp_of_all_tokens(model):
         yield (

@@ -156,16 +156,16 @@ def loss_fusion_is_on_for_its_implementation(config: RunConfig, world_size: int)
 def split_rope_needs_whole_rotations(config: RunConfig, world_size: int) -> Iterator[str]:
     """The split-rope kernel rotates complete heads of the output of linear_qkv."""
     if config.precision.split_rope_fusion:
-        yield from split_rope_obstacles(config)
+        yield from split_rope_problems(config)
 
 
 def uses_split_rope_kernel(config: RunConfig) -> bool:
     """Whether Transformer Engine's layers split and rotate in one kernel: by default where that is possible."""
     requested = config.precision.split_rope_fusion
-    return requested if requested is not None else not any(split_rope_obstacles(config))
+    return requested if requested is not None else not any(split_rope_problems(config))
 
 
-def split_rope_obstacles(config: RunConfig) -> Iterator[str]:
+def split_rope_problems(config: RunConfig) -> Iterator[str]:
     """Why --split-rope-fusion is not possible."""
     model, flag = config.model, "--split-rope-fusion"
     if model.position_embedding_type != "rope":

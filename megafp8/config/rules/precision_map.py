@@ -13,9 +13,9 @@ from megafp8.recipes import registry
 def entries_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every entry has the form PATTERN[:GEMMS]=RECIPE[/FORMAT]."""
     texts = config.precision.precision_map
-    for text, (entry, fault) in zip(texts, precision_map.read_entries(texts), strict=True):
+    for text, (entry, problem) in zip(texts, precision_map.read_entries(texts), strict=True):
         if entry is None:
-            yield f"{precision_map.entry_source(text)}: {fault}"
+            yield f"{precision_map.entry_source(text)}: {problem}"
 
 
 def entries_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -24,8 +24,8 @@ def entries_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
     if num_layers is None or not all_positive(num_layers):
         return
     for source, entry in precision_map.entries_with_source(config.precision):
-        if fault := precision_map.pattern_problem(entry.pattern, config.model):
-            yield f"{source}: {fault}"
+        if problem := precision_map.pattern_problem(entry.pattern, config.model):
+            yield f"{source}: {problem}"
 
 
 def high_precision_is_that_of_the_weights(config: RunConfig, world_size: int) -> Iterator[str]:

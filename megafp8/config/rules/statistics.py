@@ -36,8 +36,8 @@ def patterns_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     names = _linears_with_each_expert(config.model)
     for pattern in patterns:
-        if fault := precision_map.pattern_problem(pattern, config.model, names):
-            yield f"--fp8-log-layers {pattern}: {fault}"
+        if problem := precision_map.pattern_problem(pattern, config.model, names):
+            yield f"--fp8-log-layers {pattern}: {problem}"
         elif config.logging.fp8_log_interval is not None:
             yield from missing_statistics_problems(config, pattern)
 

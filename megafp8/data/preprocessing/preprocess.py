@@ -88,14 +88,14 @@ class PreprocessSummary:
 def preprocess(
     job: PreprocessJob,
     on_progress: Callable[[PreprocessProgress], None] = lambda _: None,
-    on_notice: Callable[[str], None] = lambda _: None,
+    on_message: Callable[[str], None] = lambda _: None,
 ) -> PreprocessSummary:
     """Tokenize text into one shard per key, each complete or absent.
 
     Args:
         job: what to make.
         on_progress: called at the start, with what an earlier run left, and after each part.
-        on_notice: called with messages for the user: files that are left out, which encoder runs and why, and what is
+        on_message: called with messages for the user: files that are left out, which encoder runs and why, and what is
             done again.
 
     Raises:
@@ -103,7 +103,7 @@ def preprocess(
         DataError: inputs that cannot be read, other shards under the same prefix, or a worker that died.
         OSError: the output cannot be written.
     """
-    return _JobRun(job, on_progress, on_notice).run()
+    return _JobRun(job, on_progress, on_message).run()
 
 
 class _JobRun:
@@ -113,13 +113,13 @@ class _JobRun:
         self,
         job: PreprocessJob,
         on_progress: Callable[[PreprocessProgress], None],
-        on_notice: Callable[[str], None],
+        on_message: Callable[[str], None],
     ):
-        self.job, self.on_progress, self.on_notice = job, on_progress, on_notice
+        self.job, self.on_progress, self.on_message = job, on_progress, on_message
         if job.dataset:
             self.sources = [find_dataset(*job.dataset)]
         else:
-            self.sources = find_sources(job.inputs, job.text_separator, on_notice, job.max_document_bytes)
+            self.sources = find_sources(job.inputs, job.text_separator, on_message, job.max_document_bytes)
         self.total_bytes = sum(source.num_bytes for source in self.sources)
         self.tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
         self.dtype = token_dtype(self.tokenizer.vocab_size)
@@ -157,7 +157,7 @@ class _JobRun:
         saved = self._resume_or_restart()
         sample = sample_texts(self.sources, self.job.json_keys)
         choice = self._choose_encoder(saved["refused"], sample)
-        self.on_notice(f"tokenizing with {choice.encoder.name}: {choice.reason}")
+        self.on_message(f"tokenizing with {choice.encoder.name}: {choice.reason}")
         self._warn(sample)
         saved.setdefault("part_bytes", choose_part_bytes(self.total_bytes, choice.encoder.part_bytes))
         self.folder.save_job(saved)
@@ -191,11 +191,11 @@ class _JobRun:
         saved = self.folder.load_job()
         if saved is not None and saved.get("job") == self.description:
             if self.folder.holds_parts():
-                self.on_notice(f"reading the finished parts in {self.folder.path}, to compare their SHA-256")
+                self.on_message(f"reading the finished parts in {self.folder.path}, to compare their SHA-256")
             if damaged := self.folder.drop_damaged():
                 shown = ", ".join(damaged[:SHOWN_PARTS]) + (", ..." if len(damaged) > SHOWN_PARTS else "")
                 parts = "1 part" if len(damaged) == 1 else f"{len(damaged)} parts"
-                self.on_notice(
+                self.on_message(
                     f"made again, because damaged or of an earlier version in {self.folder.path}: {parts} ({shown})"
                 )
             return saved
@@ -211,10 +211,10 @@ class _JobRun:
 
     def _warn(self, sample: Sequence[str]) -> None:
         """Say what was turned off in the tokenizer, and which fraction of the text it loses."""
-        for notice in self.tokenizer.notices:
-            self.on_notice(notice)
+        for warning in self.tokenizer.warnings:
+            self.on_message(warning)
         if (lost := lost_fraction(self.tokenizer, sample)) >= SHOWN_LOSS:
-            self.on_notice(
+            self.on_message(
                 f"warning: the tokenizer loses {lost:.1%} of the characters of a sample of the text: decoding its ids "
                 "does not return them"
             )

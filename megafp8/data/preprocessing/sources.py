@@ -84,7 +84,7 @@ class InputSource:
 def find_sources(
     inputs: Sequence[str],
     text_separator: Optional[str] = None,
-    on_notice: Callable[[str], None] = lambda _: None,
+    on_message: Callable[[str], None] = lambda _: None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> list[InputSource]:
     """Return the input files: in the order of `inputs`, and sorted within a folder or a pattern.
@@ -93,7 +93,7 @@ def find_sources(
         inputs: files, folders (searched recursively for files of a known kind) and glob patterns. Folders and patterns
             leave out files that tokenizers and preprocessing wrote.
         text_separator: separates the documents of a text file; None: each text file is one document.
-        on_notice: called with a message about files that are left out.
+        on_message: called with a message about files that are left out.
         max_document_bytes: largest line or text that is read.
 
     Raises:
@@ -108,7 +108,7 @@ def find_sources(
     for name in inputs:
         matches, left_out = _find_files(name)
         if left_out:
-            on_notice(
+            on_message(
                 f"--input {name}: ignored {len(left_out)} files written by tokenizers or preprocessing, such as "
                 f"{left_out[0]}; to read such a file, give its path"
             )

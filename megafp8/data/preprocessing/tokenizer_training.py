@@ -59,7 +59,7 @@ def train_sentencepiece(
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     num_threads: int = 1,
     overwrite: bool = False,
-    on_notice: Callable[[str], None] = lambda _: None,
+    on_message: Callable[[str], None] = lambda _: None,
 ) -> TrainingSummary:
     """Train `PREFIX.model`, check that it is lossless, and write it atomically, with a readable `PREFIX.vocab`.
 
@@ -75,14 +75,14 @@ def train_sentencepiece(
         max_document_bytes: a longer document is an error.
         num_threads: threads of the trainer.
         overwrite: train even if another model exists.
-        on_notice: called with messages for the user: files that are left out.
+        on_message: called with messages for the user: files that are left out.
 
     Raises:
         DataError: inputs that cannot be read, too little text for the vocabulary, another model exists, or a text that
             is not decoded exactly.
         OSError: the model cannot be written.
     """
-    sources = find_sources(inputs, on_notice=on_notice, max_document_bytes=max_document_bytes)
+    sources = find_sources(inputs, on_message=on_message, max_document_bytes=max_document_bytes)
     settings = _settings(sources, vocab_size, model_type, json_key, max_text_bytes)
     model_path, record_path = Path(f"{model_prefix}.model"), Path(f"{model_prefix}.json")
     if model_path.exists() and not overwrite:
@@ -116,7 +116,7 @@ def train_byte_bpe(
     max_text_bytes: Optional[int] = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     overwrite: bool = False,
-    on_notice: Callable[[str], None] = lambda _: None,
+    on_message: Callable[[str], None] = lambda _: None,
 ) -> TrainingSummary:
     """Train a byte-level BPE as GPT-2's, with <|endoftext|> as id 0, check that it is lossless, and write it.
 
@@ -127,7 +127,7 @@ def train_byte_bpe(
     Args:
         folder: output folder; created if missing.
         vocab_size: number of tokens, including 257 fixed ones.
-        inputs, json_key, max_text_bytes, max_document_bytes, overwrite, on_notice: as for `train_sentencepiece`. The
+        inputs, json_key, max_text_bytes, max_document_bytes, overwrite, on_message: as for `train_sentencepiece`. The
             memory of the trainer grows with the number of different words.
 
     Raises:
@@ -135,7 +135,7 @@ def train_byte_bpe(
         DataError, OSError: as `train_sentencepiece`.
     """
     tokenizers = load_library("tokenizers", "HuggingFaceTokenizer")
-    sources = find_sources(inputs, on_notice=on_notice, max_document_bytes=max_document_bytes)
+    sources = find_sources(inputs, on_message=on_message, max_document_bytes=max_document_bytes)
     settings = _settings(sources, vocab_size, BYTE_BPE, json_key, max_text_bytes)
     model_path, record_path = Path(folder) / "tokenizer.json", Path(folder) / "training.json"
     if model_path.exists() and not overwrite:

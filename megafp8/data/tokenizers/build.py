@@ -48,14 +48,14 @@ class Tokenizer(Protocol):
         unique_identifiers: everything that decides the ids: class, SHA-256 of the files, vocabulary size, eod. Dataset
             caches and shard manifests compare it, so that a tokenizer retrained under the same path is noticed.
         unknown_id: id of text that the vocabulary lacks, if there is one.
-        notices: what was turned off, for the user.
+        warnings: what was turned off, for the user.
     """
 
     vocab_size: int
     eod: int
     unique_identifiers: OrderedDict[str, Any]
     unknown_id: Optional[int]
-    notices: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of `text`, without added special tokens."""

@@ -41,14 +41,14 @@ class _BaseTokenizer:
         library_tokenizer: the library's own tokenizer, if there is a library.
         origin: where it comes from, for messages: a flag with its file.
         unknown_id: id of text that the vocabulary lacks, if there is one.
-        notices: what was turned off, for the user.
+        warnings: what was turned off, for the user.
     """
 
     vocab_size: int
     eod: int
     origin: str
     unknown_id: Optional[int] = None
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     unique_identifiers: "OrderedDict[str, Any]"
     library_tokenizer: Any = None
 
@@ -160,7 +160,7 @@ class HuggingFaceTokenizer(_TokenizersTokenizer):
         self.library_tokenizer.no_padding()
         library_model = self.library_tokenizer.model
         if getattr(library_model, "dropout", None):
-            self.notices = (
+            self.warnings = (
                 f"{self.origin}: dropout {library_model.dropout:g} is turned off, because it makes ids random",
             )
             library_model.dropout = None

@@ -25,8 +25,8 @@ def read_tokenizer_file(path: Path, flag: str) -> bytes:
     try:
         return read_bytes(path, LIST_BYTES)
     except UnreadableFile as error:
-        fault = "no such file" if error.is_missing else f"cannot be read, {error.reason}"
-        raise DataError(f"{flag} {path}: {fault}.") from error
+        problem = "no such file" if error.is_missing else f"cannot be read, {error.reason}"
+        raise DataError(f"{flag} {path}: {problem}.") from error
 
 
 def is_library_failure(error: BaseException) -> bool:

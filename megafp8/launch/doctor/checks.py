@@ -1,4 +1,4 @@
-"""The doctor's checks: one function per check, from the facts of a machine to findings."""
+"""The doctor's checks: one function per check, from the facts of a machine to results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from megafp8.device.capability import Target
 from megafp8.launch.doctor import facts, versions
 from megafp8.launch.doctor.facts import Machine
-from megafp8.launch.doctor.findings import DoctorFinding, error, import_finding, ok, timeout_text, warning
+from megafp8.launch.doctor.results import DoctorResult, error, import_problem, ok, timeout_text, warning
 from megafp8.launch.doctor.versions import TestedSet, dotted, matches_version, version_numbers
 from megafp8.recipes import registry
 
@@ -26,13 +26,13 @@ DRIVER_FIX = (
 )
 
 
-Check = Callable[[Machine], Iterator[DoctorFinding]]
+Check = Callable[[Machine], Iterator[DoctorResult]]
 
 
 # ---- libraries ----------------------------------------------------------------------------------------------------
 
 
-def python(machine: Machine) -> Iterator[DoctorFinding]:
+def python(machine: Machine) -> Iterator[DoctorResult]:
     """A supported version of Python."""
     version = dotted(machine.python)
     if not versions.PYTHON_FROM <= machine.python[:2] < versions.PYTHON_BELOW:
@@ -48,12 +48,12 @@ def python(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("Python", version)
 
 
-def torch(machine: Machine) -> Iterator[DoctorFinding]:
+def torch(machine: Machine) -> Iterator[DoctorResult]:
     """torch is installed, can be imported and is recent enough."""
     version = machine.torch_version or machine.packages.get("torch")
     if version is None:
         yield error("torch", "is not installed", "pip install -c constraints.txt torch")
-    elif problem := import_finding(machine, "torch", "torch", version, "pip install --force-reinstall torch"):
+    elif problem := import_problem(machine, "torch", "torch", version, "pip install --force-reinstall torch"):
         yield problem
     elif version_numbers(version) < versions.TORCH_FROM:
         least = dotted(versions.TORCH_FROM)
@@ -62,7 +62,7 @@ def torch(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("torch", version + (f", CUDA {machine.torch_cuda}" if machine.torch_cuda else ", built without CUDA"))
 
 
-def megatron_core(machine: Machine) -> Iterator[DoctorFinding]:
+def megatron_core(machine: Machine) -> Iterator[DoctorResult]:
     """megatron-core is installed, in a version that the project's patches are written for."""
     version = machine.packages.get("megatron-core")
     fix = f"pip install 'megatron-core=={versions.megatron_core_for(machine.python)}'"
@@ -73,7 +73,7 @@ def megatron_core(machine: Machine) -> Iterator[DoctorFinding]:
         supported = " and ".join(versions.MEGATRON_CORE_VERSIONS)
         yield error("megatron-core", f"{version}: supported versions are {supported}", fix)
     elif machine.works("torch") and (
-        problem := import_finding(machine, "megatron-core", "megatron.core", version, then)
+        problem := import_problem(machine, "megatron-core", "megatron.core", version, then)
     ):
         # Without torch nothing can be imported, and the check of torch reports that.
         yield problem
@@ -81,18 +81,18 @@ def megatron_core(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("megatron-core", version)
 
 
-def libraries(machine: Machine) -> Iterator[DoctorFinding]:
+def libraries(machine: Machine) -> Iterator[DoctorResult]:
     """The other required libraries are installed."""
     missing = [name for name in LIBRARIES if name not in machine.packages]
     if missing:
         yield error("libraries", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    elif problem := import_finding(machine, "libraries", "numpy", "numpy", "pip install --force-reinstall numpy"):
+    elif problem := import_problem(machine, "libraries", "numpy", "numpy", "pip install --force-reinstall numpy"):
         yield problem
     else:
         yield ok("libraries", ", ".join(f"{name} {machine.packages[name]}" for name in LIBRARIES))
 
 
-def transformer_engine(machine: Machine) -> Iterator[DoctorFinding]:
+def transformer_engine(machine: Machine) -> Iterator[DoctorResult]:
     """Transformer Engine works or is absent. A broken one keeps megatron-core from being imported."""
     version, check = machine.packages.get("transformer-engine"), "Transformer Engine"
     remove = "pip uninstall transformer-engine"
@@ -113,14 +113,14 @@ def transformer_engine(machine: Machine) -> Iterator[DoctorFinding]:
             f"pip install 'transformer-engine[pytorch]=={version}', or: {remove}",
         )  # fmt: skip
     elif machine.works("torch") and (
-        problem := import_finding(machine, check, "transformer_engine.pytorch", version, again)
+        problem := import_problem(machine, check, "transformer_engine.pytorch", version, again)
     ):
         yield problem
     else:
         yield ok("Transformer Engine", version)
 
 
-def cuda_libraries(machine: Machine) -> Iterator[DoctorFinding]:
+def cuda_libraries(machine: Machine) -> Iterator[DoctorResult]:
     """torch, Transformer Engine, cuDNN and NCCL are built for the same major version of CUDA."""
     if machine.cuda_major is None:
         return
@@ -143,7 +143,7 @@ def cuda_libraries(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("CUDA libraries", f"all packages are for CUDA {machine.cuda_major}{nccl}")
 
 
-def cudnn(machine: Machine) -> Iterator[DoctorFinding]:
+def cudnn(machine: Machine) -> Iterator[DoctorResult]:
     """There is only one cuDNN. With two, Transformer Engine may silently fall back to attention that is 30% slower."""
     if machine.cuda_major is None or "transformer-engine" not in machine.packages:
         return
@@ -180,7 +180,7 @@ def differences_from(expected: TestedSet, machine: Machine) -> list[str]:
     return differences
 
 
-def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
+def tested_set(machine: Machine) -> Iterator[DoctorResult]:
     """The installed versions have been tested together."""
     tested_sets = versions.GPU_TESTED_SETS if machine.has_gpu else versions.CPU_TESTED_SETS
     expected = min(tested_sets, key=lambda each: len(differences_from(each, machine)))
@@ -195,7 +195,7 @@ def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
 # ---- GPUs ---------------------------------------------------------------------------------------------------------
 
 
-def driver(machine: Machine) -> Iterator[DoctorFinding]:
+def driver(machine: Machine) -> Iterator[DoctorResult]:
     """The driver is recent enough for torch's CUDA, and torch can use all GPUs of the driver."""
     if machine.driver_error is not None:
         usable = f"; torch sees {len(machine.gpus)}" if machine.gpus else ""
@@ -229,7 +229,7 @@ def driver(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("GPU", names + (f", driver {machine.driver}" if machine.driver else ""))
 
 
-def links(machine: Machine) -> Iterator[DoctorFinding]:
+def links(machine: Machine) -> Iterator[DoctorResult]:
     """The GPUs of this machine are connected by NVLink."""
     if not machine.links:
         return
@@ -243,7 +243,7 @@ def links(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("GPU links", f"NVLink ({', '.join(machine.links)})")
 
 
-def triton(machine: Machine) -> Iterator[DoctorFinding]:
+def triton(machine: Machine) -> Iterator[DoctorResult]:
     """Triton can compile: it builds a C launcher for each kernel against Python's headers."""
     if not machine.gpus:
         return
@@ -258,7 +258,7 @@ def triton(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("Triton", f"{machine.packages['triton']}, {machine.compiler}")
 
 
-def apex(machine: Machine) -> Iterator[DoctorFinding]:
+def apex(machine: Machine) -> Iterator[DoctorResult]:
     """`apex` is NVIDIA's or absent: megatron-core imports it for the output layer's wgrad."""
     version = machine.packages.get("apex", "not installed")
     if machine.has_other_apex:
@@ -271,7 +271,7 @@ def apex(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("Apex", f"{version}; not needed")
 
 
-def switches(machine: Machine) -> Iterator[DoctorFinding]:
+def switches(machine: Machine) -> Iterator[DoctorResult]:
     """No environment variable changes Transformer Engine's recipes or its choice of attention."""
     changed = [
         (variable, f"{recipe.name}: {effect}")
@@ -291,7 +291,7 @@ def switches(machine: Machine) -> Iterator[DoctorFinding]:
 # ---- the rest of the machine --------------------------------------------------------------------------------------
 
 
-def shared_memory(machine: Machine) -> Iterator[DoctorFinding]:
+def shared_memory(machine: Machine) -> Iterator[DoctorResult]:
     """/dev/shm is large enough for data loader processes and NCCL."""
     size = machine.shared_memory_bytes
     if size is None:
@@ -305,7 +305,7 @@ def shared_memory(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("shared memory", f"{size / GIB:,.1f} GiB")
 
 
-def open_files(machine: Machine) -> Iterator[DoctorFinding]:
+def open_files(machine: Machine) -> Iterator[DoctorResult]:
     """The limit on open files is high enough for shards, data loaders and sockets."""
     limit = machine.open_files
     if limit is not None and 0 <= limit < MIN_OPEN_FILES:
@@ -314,7 +314,7 @@ def open_files(machine: Machine) -> Iterator[DoctorFinding]:
         yield ok("open files", "unlimited" if limit is None or limit < 0 else f"{limit:,}")
 
 
-def disk(machine: Machine) -> Iterator[DoctorFinding]:
+def disk(machine: Machine) -> Iterator[DoctorResult]:
     """The folder for checkpoints is writable, has free space and is fast enough."""
     if machine.disk_error is not None:
         fix = "free disk space, or choose another --folder"
@@ -347,22 +347,22 @@ CHECKS: tuple[Check, ...] = (
 )  # fmt: skip
 
 
-def run_checks(machine: Machine, num_gpus: int = 0) -> list[DoctorFinding]:
+def run_checks(machine: Machine, num_gpus: int = 0) -> list[DoctorResult]:
     """Run all checks.
 
     Args:
         num_gpus: required number of GPUs.
     """
-    findings = [finding for check in CHECKS for finding in check(machine)]
+    results = [result for check in CHECKS for result in check(machine)]
     # If torch's import timed out, use the driver's count.
     is_counted = not {"torch", "CUDA"} & set(machine.slow_imports)
     count = len(machine.gpus if is_counted else machine.driver_gpus)
     if count < num_gpus:
         text = f"{num_gpus} expected, {'torch sees' if is_counted else 'the driver has'} {count}"
-        findings.append(
+        results.append(
             error("GPU", text, "check nvidia-smi, fix the problem in the line above, or use another machine")
         )
-    return findings
+    return results
 
 
 def recipe_support(machine: Machine) -> dict[str, str]:

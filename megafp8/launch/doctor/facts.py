@@ -1,6 +1,6 @@
 """The doctor's facts about a machine, and how to find them.
 
-Functions that find facts return None or nothing instead of raising, because what is missing becomes a finding.
+Functions that find facts return None or nothing instead of raising, because what is missing becomes a result.
 """
 
 from __future__ import annotations

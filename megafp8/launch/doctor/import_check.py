@@ -1,6 +1,6 @@
 """Import check of libraries that may be broken, run by its path in a separate process; prints one JSON object a line.
 
-This way a library that ends the process, or whose import never returns, becomes a finding. Imports only the standard
+This way a library that ends the process, or whose import never returns, becomes a result. Imports only the standard
 library itself.
 """
 

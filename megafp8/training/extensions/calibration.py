@@ -56,7 +56,7 @@ class AmaxCalibration(Extension):
         """Calibrate if the next step is quantized and has no scales yet."""
         run = state.run
         if is_quantized_at(run.config.precision, state.step + 1) and needs_calibration(run):
-            run.guard.enter("calibration")
+            run.watchdog.enter("calibration")
             with run.timer.span(CALIBRATION):
                 state.sinks.write(calibrate(run, state.progress))
 
@@ -73,7 +73,7 @@ def needs_calibration(run: Run) -> bool:
     has_some = any(bool((scale != 1).any()) for scale in scales)
     # A checkpoint of a run with BF16 attention has only the scales of linears, and one of a run with other experts none
     # of experts in one launch.
-    lacks_some = lacks_attention_scales(run.trainee.chunks, run.implementation) or any(
+    lacks_some = lacks_attention_scales(run.training_state.chunks, run.implementation) or any(
         state.num_linears is not None and not (state.quant_scale != 1).any() for state in delayed_states(run)
     )
     has_scales = torch.tensor(float(needs_none or (has_some and not lacks_some)), device=run.platform.device)
@@ -87,13 +87,13 @@ def delayed_scales(run: Run) -> list[Tensor]:
     if run.implementation == "transformer_engine":
         from megafp8.te import layers  # needs Transformer Engine
 
-        found = [scale for chunk in run.trainee.chunks for scale in layers.delayed_scales(chunk)]
+        found = [scale for chunk in run.training_state.chunks for scale in layers.delayed_scales(chunk)]
     return found + [state.quant_scale for state in delayed_states(run)]
 
 
 def delayed_states(run: Run) -> list[DelayedState]:
     """The states of this rank's emulated linears, and of experts in one launch, which have `num_linears`."""
-    modules = (module for chunk in run.trainee.chunks for module in chunk.modules())
+    modules = (module for chunk in run.training_state.chunks for module in chunk.modules())
     return [module for module in modules if isinstance(module, DelayedState)]
 
 
@@ -110,7 +110,7 @@ def calibrate(run: Run, progress: Progress) -> EventRecord:
         clear_gradients(run)
         batches = build_batches(run, run.datasets[0], samples, samples + run.batch_size_at(samples), num_workers=0)
         forward_backward(run, batches, run.num_microbatches_at(samples), forward_only=False)
-        requantize_weights(run.trainee)
+        requantize_weights(run.training_state)
     if run.parameter_traffic is not None:
         run.parameter_traffic.take()  # does not count for the first step
     if run.gradient_traffic is not None:

@@ -74,7 +74,7 @@ class Checkpoints(Extension):
     def after_step(self, state: LoopState, result: StepResult) -> None:
         is_saved = self.saver.save(state.progress, state.is_last)
         if is_saved and not state.is_last and is_stop_requested(state.run):
-            state.stop_reason = record_stop_signals(state.run.guard)  # no second save of this step is needed
+            state.stop_reason = record_stop_signals(state.run.watchdog)  # no second save of this step is needed
 
     def close(self, state: LoopState, error: Optional[BaseException]) -> None:
         """Wait for an asynchronous save, but not after an error that other ranks may not have.
@@ -116,7 +116,7 @@ class CheckpointSaver:
         checkpoint = run.config.checkpoint
         if checkpoint.async_save:
             self._in_background = AsyncSaver(
-                run.config, run.trainee, checkpoint.async_save_timeout, run.platform.device
+                run.config, run.training_state, checkpoint.async_save_timeout, run.platform.device
             )
 
     def save(self, progress: Progress, is_last: bool, is_due: bool = False) -> bool:
@@ -145,13 +145,13 @@ class CheckpointSaver:
         run = self._run
         self._wait_for_previous(progress.step)
         self._sinks.flush()  # a run that resumes from here does not repeat the step
-        run.guard.enter("save", progress.step)
+        run.watchdog.enter("save", progress.step)
         self._started = time.monotonic()
         chain = run.sample_chain
         samples = None if chain is None else call_on_rank_0(lambda: chain.record(progress.consumed_samples))
         try:
             if self._in_background is None:
-                path = save_checkpoint(folder, run.config, run.trainee, progress, samples, keep=keep)
+                path = save_checkpoint(folder, run.config, run.training_state, progress, samples, keep=keep)
                 self._succeeded(progress.step, path)
             else:
                 self._under_way = self._in_background.begin(folder, progress, samples, keep=keep)
@@ -160,7 +160,7 @@ class CheckpointSaver:
         fault_injection.point("save.end")
         if is_last:
             self.finish(is_last)
-        run.guard.enter(AFTER_STEP, progress.step)
+        run.watchdog.enter(AFTER_STEP, progress.step)
 
     def poll(self) -> None:
         """Check after each step whether an asynchronous save has ended.
@@ -179,7 +179,7 @@ class CheckpointSaver:
             CheckpointError: it failed, and it was the run's last or exceeded `--ckpt-max-failures`.
         """
         if self._under_way is not None:
-            self._run.guard.enter("save", self._under_way.progress.step)
+            self._run.watchdog.enter("save", self._under_way.progress.step)
             self._check(is_waiting=True, is_last=is_last)
 
     def _wait_for_previous(self, step: int) -> None:
@@ -212,7 +212,7 @@ class CheckpointSaver:
 
     def _succeeded(self, step: int, path: Path) -> None:
         self._num_failed, self.saved_step = 0, step
-        self._run.guard.saved(step)
+        self._run.watchdog.saved(step)
         detail = f"{path} in {time.monotonic() - self._started:.1f} s"
         self._sinks.write(EventRecord(step=step, name="checkpoint saved", detail=detail))
 

@@ -48,7 +48,7 @@ class Validation(Extension):
     """Evaluates on the validation data, and repeats a validation that a signal interrupted before."""
 
     def open(self, state: LoopState) -> None:
-        if not state.is_last and state.run.guard.is_evaluation_due(state.step):
+        if not state.is_last and state.run.watchdog.is_evaluation_due(state.step):
             validate(state.run, state.sinks, state.progress)
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
@@ -63,7 +63,7 @@ class Validation(Extension):
 
 
 class Heartbeat(Extension):
-    """Reports to the guard when a step starts and when it is complete.
+    """Reports to the watchdog when a step starts and when it is complete.
 
     The automatic time limit of a step follows from recent steps, and grows with the batch size.
     """
@@ -73,12 +73,12 @@ class Heartbeat(Extension):
     def before_step(self, state: LoopState) -> None:
         before, self.batch_size = self.batch_size, state.run.batch_size_at(state.progress.consumed_samples)
         if before is not None and self.batch_size > before:
-            state.run.guard.phases.expect_longer_steps(self.batch_size / before)
-        state.run.guard.enter(STEP, state.step + 1)
+            state.run.watchdog.phases.expect_longer_steps(self.batch_size / before)
+        state.run.watchdog.enter(STEP, state.step + 1)
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
-        state.run.guard.enter(AFTER_STEP, state.step)
-        state.run.guard.step_done(state.step)
+        state.run.watchdog.enter(AFTER_STEP, state.step)
+        state.run.watchdog.step_done(state.step)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -89,8 +89,8 @@ class StopConditions(Extension):
 
     def open(self, state: LoopState) -> None:
         """Stop if a signal interrupted a validation before the first step: the next start repeats that validation."""
-        if state.run.guard.stop_agreed:
-            state.stop_reason = record_stop_signals(state.run.guard)
+        if state.run.watchdog.stop_agreed:
+            state.stop_reason = record_stop_signals(state.run.watchdog)
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
         if state.step < state.total_steps:
@@ -107,9 +107,9 @@ class StopConditions(Extension):
 
 def reason_to_stop(state: LoopState) -> Optional[str]:
     """Why the run must save and stop now, the same on all ranks; None to continue."""
-    run, training, guard = state.run, state.run.config.training, state.run.guard
-    if guard.stop_agreed:
-        return record_stop_signals(guard)
+    run, training, watchdog = state.run, state.run.config.training, state.run.watchdog
+    if watchdog.stop_agreed:
+        return record_stop_signals(watchdog)
     reason = None
     if training.exit_interval and state.step % training.exit_interval == 0:
         reason = f"--exit-interval {training.exit_interval}"
@@ -119,5 +119,5 @@ def reason_to_stop(state: LoopState) -> Optional[str]:
         if any_rank(run, is_exceeded):
             reason = f"--exit-duration-in-mins {training.exit_duration_in_mins}"
     if reason is not None:
-        guard.outcome, guard.reason = "stopped", reason
+        watchdog.outcome, watchdog.reason = "stopped", reason
     return reason

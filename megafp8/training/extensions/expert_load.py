@@ -13,20 +13,20 @@ from torch import Tensor
 from megafp8.config import multi_token
 from megafp8.config.mixture import expert_tensor_size, is_mixture
 from megafp8.config.schema import RunConfig
-from megafp8.metrics.expert_load import COLLAPSE, IDLE, NUM_LASTING, ExpertRecord, layer_load, load_findings
-from megafp8.metrics.health_advice import advice, for_collapsed_router, for_idle_experts
+from megafp8.metrics.expert_load import COLLAPSE, IDLE, NUM_LASTING, ExpertRecord, layer_load, load_warnings
+from megafp8.metrics.health_suggestions import for_collapsed_router, for_idle_experts, suggestion_text
 from megafp8.metrics.records import EventRecord, Record
 from megafp8.metrics.timers import RECORDS
 from megafp8.models.dispatch import CodeDispatcher
 from megafp8.models.experts import PaddedExperts
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.training.extension import Extension, LoopState
-from megafp8.training.run import Run, advice_case
+from megafp8.training.run import Run, suggestion_case
 from megafp8.training.step import StepResult
 
 NUM_SUMS = 8
 """Of a layer, besides the tokens of each expert."""
-REMEDIES = {COLLAPSE: for_collapsed_router, IDLE: for_idle_experts}
+SUGGESTIONS = {COLLAPSE: for_collapsed_router, IDLE: for_idle_experts}
 
 
 class LoadCollector:
@@ -103,10 +103,10 @@ class ExpertLoads(Extension):
         self.is_logged = False
         if not is_mixture(config.model):
             return
-        modules = (module for chunk in state.run.trainee.chunks for module in chunk.modules())
+        modules = (module for chunk in state.run.training_state.chunks for module in chunk.modules())
         self.layers = [module for module in modules if isinstance(module, MoELayer)]
         self.records: list[ExpertRecord] = []
-        self.reported: set[tuple[str, str]] = set()  # layer and fault
+        self.reported: set[tuple[str, str]] = set()  # layer and kind
         model = config.model
         assert model.num_layers is not None and model.num_experts is not None
         num_layers = model.num_layers + multi_token.num_depths(model)
@@ -134,7 +134,7 @@ class ExpertLoads(Extension):
                 layer.token_dispatcher.load = load
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
-        """Write the record of a logged step, and what it shows to be wrong, once for each layer and fault."""
+        """Write the record of a logged step, and what it shows to be wrong, once for each layer and kind."""
         if not self.is_logged:
             return
         self.reduce()
@@ -167,11 +167,11 @@ class ExpertLoads(Extension):
         assert model.num_experts is not None
         self.records = [*self.records, record][-NUM_LASTING:]
         written: list[Record] = [record]
-        for layer, fault, what in load_findings(self.records, model.num_experts, model.moe_router_topk):
-            if (layer, fault) not in self.reported:
-                self.reported.add((layer, fault))
-                remedies = advice(advice_case(run), REMEDIES[fault])
-                detail = f"layer {layer}: {fault}: {what}" + (f"; try: {remedies}" if remedies else "")
+        for layer, kind, what in load_warnings(self.records, model.num_experts, model.moe_router_topk):
+            if (layer, kind) not in self.reported:
+                self.reported.add((layer, kind))
+                suggestions = suggestion_text(suggestion_case(run), SUGGESTIONS[kind])
+                detail = f"layer {layer}: {kind}: {what}" + (f"; try: {suggestions}" if suggestions else "")
                 written.append(EventRecord(step=record.step, name="health", detail=detail))
         return written
 

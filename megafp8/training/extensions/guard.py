@@ -24,7 +24,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear
+from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, HighPrecisionFallback
 from megafp8.config import precision_map
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT, watched_linears
 from megafp8.mcore.modules import fused_mlps, named_linears
@@ -36,12 +36,12 @@ from megafp8.metrics.layer_statistics import (
     LAYER_STATISTICS,
     LIMITS,
     NUM_REMEMBERED,
-    advice,
     attention_logit_bound,
     first_steps_not_kept,
     input_statistics,
     root_mean_square,
     smoothing_helps,
+    suggestion_text,
     swiglu_alignment,
 )
 from megafp8.metrics.records import EventRecord, GuardRecord
@@ -52,7 +52,7 @@ from megafp8.quantization.smoothing import channel_scales
 from megafp8.training.cuda_graph import StepHooks
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.extensions.statistics_hooks import linear_input
-from megafp8.training.run import Run, advice_case
+from megafp8.training.run import Run, suggestion_case
 from megafp8.training.step import StepResult
 
 EVENT = "guard"
@@ -91,14 +91,14 @@ class LayerGuard(Extension):
         # Before that there are none, unless an earlier version wrote the checkpoint.
         kept = state.progress.history.layer_trends if is_kept else ()
         trends = {(statistic, name): trend for statistic, name, trend in kept}
-        for key, detail in findings(values, trends):
+        for key, detail in layer_warnings(values, trends):
             self.handle(state, key, detail)
         kept = updated_trends(values, trends) if is_kept else ()
         history = dataclasses.replace(state.progress.history, layer_trends=kept)
         state.progress = dataclasses.replace(state.progress, history=history)
 
     def handle(self, state: LoopState, key: Key, detail: str) -> None:
-        """Report a finding once, and change the layer if `--fp8-guard` says so and it helps."""
+        """Report a warning once, and change the layer if `--fp8-guard` says so and it helps."""
         statistic, name = key
         guard, limit = state.run.config.training.fp8_guard, LIMITS[statistic]
         layer = ".".join(name.split(".")[:2])
@@ -108,8 +108,8 @@ class LayerGuard(Extension):
         if key not in history.warnings:
             history = dataclasses.replace(history, warnings=(*history.warnings, key))
             state.progress = dataclasses.replace(state.progress, history=history)
-            if not (moves or smooths) and (remedies := advice(statistic, name, advice_case(state.run))):
-                detail += f"; try: {remedies}"
+            if not (moves or smooths) and (suggestions := suggestion_text(statistic, name, suggestion_case(state.run))):
+                detail += f"; try: {suggestions}"
             state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
         if moves:
             move_layer(state, layer, f"{statistic} of {name}")
@@ -126,7 +126,7 @@ def recorded(values: Mapping[Key, float]) -> dict[str, dict[str, float]]:
     return found
 
 
-def findings(values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]]) -> Iterator[tuple[Key, str]]:
+def layer_warnings(values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]]) -> Iterator[tuple[Key, str]]:
     """The statistics above their limits, or that grew more than they may, with a description.
 
     Args:
@@ -162,13 +162,13 @@ def layer_snr(run: Run, num_updates: int) -> dict[Key, float]:
     optimizer, num_layers = run.config.optimizer, run.config.model.num_layers
     assert num_layers is not None
     betas = optimizer.adam_beta1, optimizer.adam_beta2
-    found = gradient_snr(run.trainee.optimizer, run.trainee.chunks, num_layers, betas, num_updates)
+    found = gradient_snr(run.training_state.optimizer, run.training_state.chunks, num_layers, betas, num_updates)
     return {(GRADIENT_SNR, f"layers.{layer}"): value for layer, value in enumerate(found) if value is not None}
 
 
 def move_layer(state: LoopState, layer: str, reason: str) -> None:
     """Compute all linears of a layer in high precision from the next step on; all ranks call it."""
-    linears = [MovedLinear(name, state.step, reason) for name in quantized_linears(state.run, layer)]
+    linears = [HighPrecisionFallback(name, state.step, reason) for name in quantized_linears(state.run, layer)]
     detail = f"{layer} is in high precision from step {state.step + 1} on: {reason}"
     change_linears(state, linears, "layer moved", detail)
 
@@ -176,7 +176,7 @@ def move_layer(state: LoopState, layer: str, reason: str) -> None:
 def smooth_layer(state: LoopState, layer: str, reason: str) -> None:
     """Give the input of a layer's linear_fc2 a scale per channel from the next step on; all ranks call it."""
     linears = [
-        MovedLinear(name, state.step, reason, SMOOTHED)
+        HighPrecisionFallback(name, state.step, reason, SMOOTHED)
         for name in watched_linears(state.run.config.model, state.run.config.precision)
         if name.startswith(f"{layer}.") and name.endswith(f".{SWIGLU_OUTPUT}")
     ]
@@ -191,9 +191,9 @@ def quantized_linears(run: Run, layer: str) -> list[str]:
     return [name for name in names if name.startswith(f"{layer}.")]
 
 
-def change_linears(state: LoopState, linears: list[MovedLinear], event: str, detail: str) -> None:
+def change_linears(state: LoopState, linears: list[HighPrecisionFallback], event: str, detail: str) -> None:
     """Change linears for the rest of the run and record it; nothing if they are all changed already."""
-    changed = state.progress.history.after_move(linears)
+    changed = state.progress.history.after_fallback(linears)
     if changed is state.progress.history:
         return
     state.run.change_linears(linears)
@@ -211,15 +211,15 @@ class LayerStatistics:
             alignment of their weights is not: it harms by that input.
     """
 
-    def __init__(self, run: Run, changed: Collection[MovedLinear] = ()):
+    def __init__(self, run: Run, changed: Collection[HighPrecisionFallback] = ()):
         model, precision = run.config.model, run.config.precision
         assert model.num_layers is not None
-        moved = {linear.name for linear in changed if linear.form == HIGH_PRECISION}
+        fallbacks = {linear.name for linear in changed if linear.form == HIGH_PRECISION}
         smoothed = {linear.name for linear in changed if linear.form == SMOOTHED}
         self.inputs = {
             name: f"{name}.{'smoothed_input' if name in smoothed else 'input'}"
             for name in watched_linears(model, precision)
-            if name not in moved
+            if name not in fallbacks
         }
         self.smoothed = smoothed
         keys = [(statistic, name) for name in self.inputs.values() for statistic in INPUT_STATISTICS]
@@ -264,7 +264,7 @@ class LayerStatistics:
             is_watched = output in self.inputs and output not in self.smoothed
             if kind == "linear_fc1" and is_watched and self.run.config.model.swiglu:
                 self._record_alignment(".".join(name.split(".")[:2]), linear.weight)
-        chunks = unwrap_model(self.run.trainee.chunks)
+        chunks = unwrap_model(self.run.training_state.chunks)
         for layer in (m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)):
             name = f"layers.{layer.layer_number - 1}"
             if ("residual", name) not in self.keys:  # layers of multi-token prediction come after the model's
@@ -277,7 +277,7 @@ class LayerStatistics:
 
     def _linears(self) -> Iterator[tuple[str, Any, Optional[torch.nn.Module]]]:
         """Name, linear, and Transformer Engine's fused MLP that computes in its place, if one does."""
-        for chunk in unwrap_model(self.run.trainee.chunks):
+        for chunk in unwrap_model(self.run.training_state.chunks):
             fused = {linear: mlp for linear, mlp in fused_mlps(chunk).items() if not mlp.is_split}
             yield from ((name, linear, fused.get(linear)) for name, linear in named_linears(chunk))
 

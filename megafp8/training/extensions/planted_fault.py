@@ -85,7 +85,7 @@ class LayerFault:
         self.kind, self.first_step, self.growth = (
             training.planted_fault, training.planted_fault_step, training.planted_fault_growth,
         )  # fmt: skip
-        self.model, self.vocab_size, self.chunks = model, run.vocab_size, unwrap_model(run.trainee.chunks)
+        self.model, self.vocab_size, self.chunks = model, run.vocab_size, unwrap_model(run.training_state.chunks)
         self.factor, self.is_active = 1.0, False
         self.spoiled: Optional[nn.Module] = None
         named = dict(pair for chunk in self.chunks for pair in named_linears(chunk))

@@ -126,7 +126,7 @@ def check_replicas(run: Run, step: int) -> None:
     Raises:
         NumericsError: on all ranks: replicas differ.
     """
-    finish_param_gather(run.config, run.trainee)
+    finish_param_gather(run.config, run.training_state)
     copies, hasher = replicas_of(run), BitHash(run.platform.device)
     hashes = hasher.of_all([copy.tensor for copy in copies])
     found = find_mismatches(gather_hashes(run, copies, hashes, hasher))
@@ -149,8 +149,8 @@ def replicas_of(run: Run) -> list[Replica]:
     """
     copies = []
     has_full_masters = not run.config.parallel.use_distributed_optimizer
-    for number, chunk in enumerate(run.trainee.chunks):
-        place = f"chunk {number} " if len(run.trainee.chunks) > 1 else ""
+    for number, chunk in enumerate(run.training_state.chunks):
+        place = f"chunk {number} " if len(run.training_state.chunks) > 1 else ""
         for name, parameter in chunk.module.named_parameters():
             name, is_of_expert = place + name.removeprefix("module."), is_reduced_over_expert_ranks(parameter)
             is_shared = not is_of_expert and not getattr(parameter, "tensor_model_parallel", False)

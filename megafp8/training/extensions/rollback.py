@@ -47,7 +47,7 @@ class Rollback(Extension):
         if not is_rollback_allowed(run, state.progress):
             return False
         saver.finish(is_last=False)
-        run.guard.enter("rollback", state.step + 1)
+        run.watchdog.enter("rollback", state.step + 1)
         progress = roll_back(run, state.sinks, state.progress, error)
         saver.save(progress, is_last=progress.step == run.last_step(progress), is_due=True)
         saver.finish(is_last=False)
@@ -91,7 +91,7 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, error: NumericsError) 
     """
     training, step = run.config.training, progress.step + 1
     folders = checkpoint_folders(run.config)
-    finish_param_gather(run.config, run.trainee)
+    finish_param_gather(run.config, run.training_state)
     with_hashes = run.config.checkpoint.ckpt_verify == "hash"
     chosen = choose_rollback_checkpoint(
         *folders, step=step - training.spike_rollback_steps, history=progress.history, with_hashes=with_hashes
@@ -105,7 +105,7 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, error: NumericsError) 
     # The run's own checkpoint is loaded completely, whatever flags the run started with.
     checkpoint = dataclasses.replace(run.config.checkpoint, no_load_optim=False, no_load_rng=False)
     config = dataclasses.replace(run.config, checkpoint=checkpoint)
-    loaded = load_checkpoint(chosen.path, config, run.trainee).progress
+    loaded = load_checkpoint(chosen.path, config, run.training_state).progress
     num_batches = min(max(training.spike_skip_batches, step - chosen.step), run.last_step(loaded) - chosen.step)
     resumed = progress_after_rollback(run, progress, loaded, num_batches)
     sinks.write(run_record(run, chosen.step))

@@ -2,7 +2,7 @@
 
 In a statistics step observers see the operands of the linears (`metrics/collector.py`), the weights are compared before
 and after the update, and the gradient norm of the first microbatch is compared with that of the global batch. Each rank
-fills its rows of one small table. Two reductions bring it to rank 0, which makes a record and health findings of it
+fills its rows of one small table. Two reductions bring it to rank 0, which makes a record and health warnings of it
 while the device computes the next step.
 
 Where steps are CUDA graphs, forward-backward with the observers is one as well: launched from the host, it would take
@@ -52,7 +52,7 @@ from megafp8.training.step import StepResult, clear_gradients, forward_backward
 
 
 class QuantizationStatistics(Extension):
-    """Records quantization statistics and health findings, of statistics steps and of a step that failed."""
+    """Records quantization statistics and health warnings, of statistics steps and of a step that failed."""
 
     span = RECORDS
     collector: Optional[StatisticsCollector] = None
@@ -113,7 +113,7 @@ class StatisticsCollector:
         assert config.logging.fp8_log_interval is not None
         self.run, self.interval = run, config.logging.fp8_log_interval
         self.plan = build_statistics_plan(config)
-        self.linears = find_linears(unwrap_model(run.trainee.chunks), self.plan.recipes)
+        self.linears = find_linears(unwrap_model(run.training_state.chunks), self.plan.recipes)
         self.health = HealthMonitor(config, world_size, run.warmup_steps, machine_problems)
         self.statistics = StepStatistics(self)
         self.is_collecting = False
@@ -136,14 +136,14 @@ class StatisticsCollector:
     def before_update(self, totals: StepTotals) -> None:
         """Collect gradient norms and weights, after the reduction and before the update."""
         if self.is_collecting:
-            loss_scale = current_loss_scale(self.run.trainee.optimizer) or 1.0
+            loss_scale = current_loss_scale(self.run.training_state.optimizer) or 1.0
             self.statistics.before_update(totals.num_tokens, loss_scale)
 
     def end_step(self, step: int) -> Callable[[], list[Record]]:
         """End a statistics step: reduce the statistics and copy them to the host.
 
         Returns:
-            What makes the records, then or later: on rank 0 those of the step and its health findings, else none.
+            What makes the records, then or later: on rank 0 those of the step and its health warnings, else none.
         """
         self.is_collecting = False
         self.statistics.after_update()
@@ -190,7 +190,7 @@ class StepStatistics:
                 linear.attach(self.observer(linear))
                 stack.callback(linear.detach)
             if self.batch_size == self.run.micro_batch_size * self.run.place.data_size:
-                stack.enter_context(observe_reductions(self.run.trainee.chunks, self.record_microbatch_norm))
+                stack.enter_context(observe_reductions(self.run.training_state.chunks, self.record_microbatch_norm))
             yield
         self.table.flush()
 
@@ -223,7 +223,7 @@ class StepStatistics:
 
     def before_update(self, num_tokens: float, loss_scale: float) -> None:
         """Add the gradient norms to the table, and copy the weights and their codes."""
-        optimizer, data_size = self.run.trainee.optimizer, parallel_state.get_data_parallel_world_size()
+        optimizer, data_size = self.run.training_state.optimizer, parallel_state.get_data_parallel_world_size()
         microbatch_tokens = num_tokens * self.run.micro_batch_size / self.batch_size
         few = squares(list(self.microbatch_norms.values())) / ((microbatch_tokens * loss_scale) ** 2 * data_size)
         self.table.add_weight_sums("few_gradient", list(self.microbatch_norms), few)
@@ -248,7 +248,7 @@ class StepStatistics:
     @torch.no_grad()
     def after_update(self) -> None:
         """Add the changes of weights and codes by the update to the table."""
-        finish_param_gather(self.run.config, self.run.trainee)
+        finish_param_gather(self.run.config, self.run.training_state)
         before, codes_before = self.weights_before, self.codes_before
         linears = {linear.name: linear for linear in self.linears}
         values = list(before.values())

@@ -48,18 +48,19 @@ class StepRecords(Extension):
         state.sinks.write(self.record(state, result))
         if result.bad_step is not None:
             state.sinks.write(EventRecord(step=state.step, name="step skipped", detail=result.bad_step.text))
-        self.record_faults(state, result)
+        self.record_nonfinite_operands(state, result)
 
-    def record_faults(self, state: LoopState, result: StepResult) -> None:
-        """Record non-finite operands, once while they stay the same, cleared amax histories and moved linears."""
-        faults, operands = result.operand_faults, frozenset(result.operand_faults.non_finite_operands())
+    def record_nonfinite_operands(self, state: LoopState, result: StepResult) -> None:
+        """Record non-finite operands, once while they stay the same, cleared amax histories and high-precision
+        fallbacks."""
+        nonfinite, operands = result.nonfinite_operands, frozenset(result.nonfinite_operands.non_finite_operands())
         if operands and operands != self.reported_operands:
-            state.sinks.write(EventRecord(step=state.step, name="non-finite operands", detail=faults.describe()))
+            state.sinks.write(EventRecord(step=state.step, name="non-finite operands", detail=nonfinite.describe()))
         self.reported_operands = operands
-        if faults.infinite_amaxes:
-            detail = f"{', '.join(faults.infinite_amaxes)}: an infinite amax would have kept the scale"
+        if nonfinite.infinite_amaxes:
+            detail = f"{', '.join(nonfinite.infinite_amaxes)}: an infinite amax would have kept the scale"
             state.sinks.write(EventRecord(step=state.step, name="amax history cleared", detail=detail))
-        for linear in () if result.bad_step is None else result.bad_step.moved:
+        for linear in () if result.bad_step is None else result.bad_step.fallbacks:
             detail = f"{linear.name} is in high precision from step {state.step + 1} on: {linear.reason}"
             state.sinks.write(EventRecord(step=state.step, name="linear moved", detail=detail))
 
@@ -73,7 +74,7 @@ class StepRecords(Extension):
 
         Steps are logged at `--log-interval`, and so are the first step of this process and the last of the run.
         """
-        run, times, faults = state.run, state.run.timer.end_step(), result.operand_faults
+        run, times, nonfinite = state.run, state.run.timer.end_step(), result.nonfinite_operands
         tokens_per_second = self.batch_size * run.seq_length / (times.step_ms / 1000)
         flops_per_device = tokens_per_second * self.flops_per_token / run.place.world_size
         ends = (state.first_step, state.total_steps)
@@ -105,9 +106,9 @@ class StepRecords(Extension):
             grad_underflow_fraction=None if codes is None else codes.underflow_fraction,
             grad_saturated_fraction=None if codes is None else codes.saturated_fraction,
             grad_scale_factor=result.grad_factor if has_factor else None,
-            num_non_finite_operands=None if run.operand_monitor is None else faults.num_non_finite,
-            num_saturated_operands=None if run.operand_monitor is None else faults.num_saturated,
-            operand_counts=dict(faults.counts) or None,
+            num_non_finite_operands=None if run.operand_monitor is None else nonfinite.num_non_finite,
+            num_saturated_operands=None if run.operand_monitor is None else nonfinite.num_saturated,
+            operand_counts=dict(nonfinite.counts) or None,
             joules_per_token=joules,
             watts_per_device=watts,
             timers_ms=times.spans_ms,
@@ -129,8 +130,8 @@ def max_memory_bytes(run: Run) -> int:
 
 def params_norm(run: Run) -> float:
     """L2 norm of all weights of the model; all ranks call it. Of FP8 weights it is the norm of their master weights."""
-    finish_param_gather(run.config, run.trainee)
-    everywhere = [parameter for chunk in run.trainee.chunks for parameter in chunk.parameters()]
+    finish_param_gather(run.config, run.training_state)
+    everywhere = [parameter for chunk in run.training_state.chunks for parameter in chunk.parameters()]
     weights = [
         parameter
         for parameter in everywhere
@@ -148,7 +149,7 @@ def params_norm(run: Run) -> float:
         return norm
     quantized = [weight for weight in weights if isinstance(weight, QuantizedParameter)]
     # Master weights are sharded over the same ranks as the gradients.
-    group = run.trainee.optimizer.get_grad_stats_parallel_group()
+    group = run.training_state.optimizer.get_grad_stats_parallel_group()
     masters = [(weight.main_param, weight.dtype) for weight in quantized if weight.main_param is not None]
     parts = [part.detach().to(dtype).float() for part, dtype in masters]
     return math.hypot(norm, get_grad_norm_fp32(parts, grad_stats_parallel_group=group))

@@ -47,7 +47,7 @@ class Stragglers(Extension):
         self.ready: Optional[Timestamp] = None
         self.waits: list[tuple[Timestamp, Timestamp]] = []
         self.total_ms, self.num_steps = 0.0, 0
-        for chunk in run.trainee.chunks:
+        for chunk in run.training_state.chunks:
             for group in bucket_groups(chunk):
                 add_grad_sync_hook(group, self.record_ready)
                 group.finish_param_sync = self.timed_wait(group.finish_param_sync)

@@ -64,12 +64,12 @@ class SizeChoice:
 
 
 def choose_micro_batch(
-    config: RunConfig, platform: Platform, implementation: str, guard: Watchdog
+    config: RunConfig, platform: Platform, implementation: str, watchdog: Watchdog
 ) -> tuple[Optional[int], str]:
     """The micro-batch size, and a description for the record; all ranks call it.
 
     A run that resumes or restarts takes the size that was found before. If a signal ends the search, `stop_agreed` of
-    the guard is set on all ranks, and there is no size.
+    the watchdog is set on all ranks, and there is no size.
 
     Raises:
         ConfigError: on all ranks: no size fits.
@@ -79,9 +79,9 @@ def choose_micro_batch(
         report(f"micro-batch size: {note}")
     if known is not None:
         return known, note
-    choice = search_sizes(config, platform, implementation, guard)
+    choice = search_sizes(config, platform, implementation, watchdog)
     if choice is None:
-        return None, guard.reason
+        return None, watchdog.reason
     folder = run_folder(config)
     if folder is not None:
         call_on_rank_0(lambda: atomic_write_json(folder / CHOICE_FILE, dataclasses.asdict(choice)))
@@ -158,7 +158,9 @@ def read_choice(path: Path) -> SizeChoice:
 # ---- the search -----------------------------------------------------------------------------------------------------
 
 
-def search_sizes(config: RunConfig, platform: Platform, implementation: str, guard: Watchdog) -> Optional[SizeChoice]:
+def search_sizes(
+    config: RunConfig, platform: Platform, implementation: str, watchdog: Watchdog
+) -> Optional[SizeChoice]:
     """Try sizes until the fastest that fits is found; None if a signal ended the search. All ranks return the same.
 
     Raises:
@@ -192,7 +194,7 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
     )
     with closing(TrialProcess(setup)) as process:
         while (size := micro_batch.next_size(candidates, times_ms, first)) is not None:
-            if is_search_stopped(guard):
+            if is_search_stopped(watchdog):
                 return None
             trials[size] = as_trial(size, predicted[size], process.measure(size))
             times_ms[size] = trials[size].ms_per_sample
@@ -215,12 +217,12 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
     return choice
 
 
-def is_search_stopped(guard: Watchdog) -> bool:
-    """Whether any rank got a stop signal, which is then recorded in the guard; all ranks call it."""
-    guard.agree_to_stop(sum(map(bool, call_on_all_ranks(lambda: guard.received_signal))))
-    if guard.stop_agreed:
-        record_stop_signals(guard)
-    return guard.stop_agreed
+def is_search_stopped(watchdog: Watchdog) -> bool:
+    """Whether any rank got a stop signal, which is then recorded in the watchdog; all ranks call it."""
+    watchdog.agree_to_stop(sum(map(bool, call_on_all_ranks(lambda: watchdog.received_signal))))
+    if watchdog.stop_agreed:
+        record_stop_signals(watchdog)
+    return watchdog.stop_agreed
 
 
 def memory_limit(config: RunConfig, platform: Platform) -> int:

@@ -19,10 +19,10 @@ from megafp8.analysis.scaling_report import (
     count_text,
     headline,
     method,
-    remarks,
     tables,
     to_markdown,
     to_text,
+    warnings,
 )
 from megafp8.analysis.study_points import Point, StudyPoints, load_points
 from megafp8.errors import DataError
@@ -256,7 +256,7 @@ def test_one_lucky_seed_does_not_decide_a_sweep() -> None:
     assert report.axis(COMPUTE).laws[1].floor.low is not None
     (note,) = [note for note in report.notes if note.startswith("passed over")]
     assert "fp8, 9e-3, 100,000 parameters, 1,000,000 tokens (0.1000 with 1 of 3 seeds, not " in note
-    assert note in remarks(report)
+    assert note in warnings(report)
 
 
 def test_the_page_has_the_number_of_fits(report) -> None:
@@ -336,9 +336,9 @@ def test_json_is_strict_and_has_no_replicates(report) -> None:
 
 
 def test_emulation_and_missing_runs_are_reported(report) -> None:
-    assert any("emulated" in text for text in remarks(report))
+    assert any("emulated" in text for text in warnings(report))
     partial = dataclasses.replace(study_of(SIZES[:2]), missing=("x (failed)",))
-    assert "1 of 13 runs is not done: x (failed)" in remarks(analyse(partial))
+    assert "1 of 13 runs is not done: x (failed)" in warnings(analyse(partial))
     assert headline(analyse(partial)).endswith("1 of 13 runs is not done.")
 
 

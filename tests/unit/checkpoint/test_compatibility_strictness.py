@@ -60,17 +60,19 @@ def loads(path: Path, has_norms: bool, cases: list[tuple[str, str]]) -> list[str
     """Load with each strictness and flags into a model with or without norms, past the comparison of settings. Returns
     the messages of each load."""
 
-    def load(trainee: TrainingState, strictness: str, flags: str) -> str:
+    def load(training_state: TrainingState, strictness: str, flags: str) -> str:
         alike = config_of(not has_norms, strictness, flags)
         try:
-            return " ".join(load_checkpoint(path, alike, trainee).notes)
+            return " ".join(load_checkpoint(path, alike, training_state).notes)
         except CheckpointError as error:
             return f"CheckpointError: {error}"
 
     def load_all() -> list[str]:
-        trainee = build_initial(config_of(has_norms))
-        found = [load(trainee, *case) for case in cases]
-        norms = [each for name, each in unwrap_model(trainee.chunks[0]).named_parameters() if "q_layernorm" in name]
+        training_state = build_initial(config_of(has_norms))
+        found = [load(training_state, *case) for case in cases]
+        norms = [
+            each for name, each in unwrap_model(training_state.chunks[0]).named_parameters() if "q_layernorm" in name
+        ]
         assert len(norms) == has_norms and all(torch.equal(norm, torch.ones_like(norm)) for norm in norms)
         return found
 

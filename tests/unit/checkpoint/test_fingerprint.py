@@ -27,13 +27,13 @@ TOOL = Path(__file__).resolve().parents[3] / "tools" / "checkpoint.py"
 
 def save(folder: Path, config: RunConfig, change: str = "", samples: int = STEP) -> None:
     """Step 0 of a run, with one change."""
-    trainee = build_initial(config)
-    model = trainee.chunks[0]
+    training_state = build_initial(config)
+    model = training_state.chunks[0]
     if change == "weights":
         next(model.parameters()).data[-1, -1] += 2.0**-10
     elif change == "scales":
         next(buffer for name, buffer in model.named_buffers() if name.endswith("quant_scale"))[0] = 2
-    save_checkpoint(folder, config, trainee, Progress(STEP, samples))
+    save_checkpoint(folder, config, training_state, Progress(STEP, samples))
 
 
 def saved(folder: Path, flags: str = "", world_size: int = 1, change: str = "", samples: int = STEP) -> dict[str, str]:

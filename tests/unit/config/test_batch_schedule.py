@@ -6,7 +6,7 @@ import pytest
 
 from megafp8.config import batch_schedule, flags, iterations, lr_schedule, rules
 from megafp8.config.batch_schedule import BatchSchedule, constant, ramp_up, step_schedule
-from megafp8.config.rules.batch import batch_schedule_notices
+from megafp8.config.rules.batch import batch_schedule_warnings
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.mcore import cpu_patches
@@ -175,9 +175,9 @@ def test_a_step_schedule_may_count_steps_as_megatron_lm_does() -> None:
     assert iterations.trained_samples(config, 2) == 3 * 4 + 8 + 11 * 12
     assert lr_schedule.lr_decay_samples(config, 2) == lr_schedule.weight_decay_samples(config, 2) == 15 * 12
     assert lr_schedule.lr_warmup_samples(config, 2) == 2 * 12
-    (notice,) = batch_schedule_notices(config, 2)
-    assert "the run has 152 samples" in notice
-    assert "count as 12 samples each" in notice
+    (warning,) = batch_schedule_warnings(config, 2)
+    assert "the run has 152 samples" in warning
+    assert "count as 12 samples each" in warning
 
 
 @pytest.mark.parametrize(

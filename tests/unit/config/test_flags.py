@@ -50,7 +50,7 @@ def test_a_megatron_command_line_reads_as_it_is():
     assert config.logging.profile_ranks == (0, 1)
     assert config.data.mmap_bin_files is False
     assert config.checkpoint.use_checkpoint_opt_param_scheduler
-    assert invocation.notices == ("--use-mcore-models: no effect; all models are megatron-core's",)
+    assert invocation.warnings == ("--use-mcore-models: no effect; all models are megatron-core's",)
     assert "model.add_bias_linear" in invocation.given
     assert "model.norm_epsilon" not in invocation.given
 
@@ -149,7 +149,7 @@ def test_a_preset_on_the_command_line_replaces_the_files_model(tmp_path):
     invocation = parse(["--config", str(file), "--model-preset", "gpt2-124m", "--num-layers", "3"])
     alone = parse(["--model-preset", "gpt2-124m", "--num-layers", "3", "--lr", "0.5"])
     assert invocation.config == alone.config
-    assert any("replaces the model section" in notice for notice in invocation.notices)
+    assert any("replaces the model section" in warning for warning in invocation.warnings)
 
 
 def test_overrides_of_file_and_flags_add_up(tmp_path):

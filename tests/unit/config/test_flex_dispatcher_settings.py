@@ -13,7 +13,7 @@ import pytest
 from device_targets import A100, CPU, H200
 
 from megafp8.config import flags, rules
-from megafp8.config.grouped_experts import grouped_expert_obstacles
+from megafp8.config.grouped_experts import grouped_expert_problems
 from megafp8.config.rules.declared import unused_settings
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -68,9 +68,9 @@ def test_tokens_are_sent_in_bf16() -> None:
 
 def test_its_options_do_nothing_with_another_dispatcher() -> None:
     words = "--moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 8"
-    notices = list(unused_settings(config_of(f"{words} --moe-token-dispatcher-type alltoall")))
-    assert len(notices) == 2
-    assert all(notice.endswith("has no effect without --moe-token-dispatcher-type flex") for notice in notices)
+    warnings = list(unused_settings(config_of(f"{words} --moe-token-dispatcher-type alltoall")))
+    assert len(warnings) == 2
+    assert all(warning.endswith("has no effect without --moe-token-dispatcher-type flex") for warning in warnings)
     assert list(unused_settings(config_of(f"{words} {FLEX}"))) == []
 
 
@@ -82,7 +82,7 @@ def test_it_needs_a_gpu() -> None:
 
 
 def test_the_experts_are_transformer_engines() -> None:
-    assert "--moe-token-dispatcher-type flex with expert-parallel ranks" in grouped_expert_obstacles(config_of(FLEX))
+    assert "--moe-token-dispatcher-type flex with expert-parallel ranks" in grouped_expert_problems(config_of(FLEX))
 
 
 def test_a_token_is_sent_once_to_a_rank() -> None:

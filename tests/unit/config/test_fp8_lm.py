@@ -30,11 +30,11 @@ def parse(text: str) -> flags.Invocation:
 
 @pytest.mark.parametrize("level", SPELLED_OUT)
 def test_a_level_equals_its_flags_and_those_before_it(level: str) -> None:
-    """The notice prints them; given back, they are the same settings."""
+    """The warning prints them; given back, they are the same settings."""
     names = list(SPELLED_OUT)
     expected = " ".join(SPELLED_OUT[name] for name in names[: names.index(level) + 1])
     invocation = parse(f"--fp8-lm-level {level}")
-    assert f"--fp8-lm-level {level} stands for {expected}" in invocation.notices
+    assert f"--fp8-lm-level {level} stands for {expected}" in invocation.warnings
     spelled_out = parse(expected).config
     for name in level_values("O3"):
         assert value_of(invocation.config, name) == value_of(spelled_out, name)
@@ -48,9 +48,9 @@ def test_own_flags_and_files_replace_parts_of_a_level(tmp_path: Path) -> None:
     assert invocation.config.optimizer.exp_avg_dtype == "bf16"
     assert invocation.config.precision.grad_reduce_fp8_scaling == "block"
     assert invocation.config.optimizer.exp_avg_sq_dtype == "fp16"
-    (notice,) = (text for text in invocation.notices if "stands for" in text)
-    assert "replaced by your own settings: --grad-reduce-fp8-scaling tensor" in notice
-    assert "--exp-avg-dtype fp8 (here optimizer.exp_avg_dtype = bf16)" in notice
+    (warning,) = (text for text in invocation.warnings if "stands for" in text)
+    assert "replaced by your own settings: --grad-reduce-fp8-scaling tensor" in warning
+    assert "--exp-avg-dtype fp8 (here optimizer.exp_avg_dtype = bf16)" in warning
 
 
 def test_the_shortest_command_line_has_the_level() -> None:

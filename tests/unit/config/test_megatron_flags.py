@@ -1,4 +1,4 @@
-"""Every flag of Megatron-LM's GPT scripts is known: a setting, replaced, accepted with a notice, or refused."""
+"""Every flag of Megatron-LM's GPT scripts is known: a setting, replaced, accepted with a warning, or refused."""
 
 import re
 
@@ -137,16 +137,16 @@ def test_a_flag_is_idle_only_without_its_main_flag():
         ("--data-parallel-sharding-strategy", "optim", "--use-megatron-fsdp"),
     ):
         words = [] if value is None else [value]
-        notice = megatron_flags.classify(flag, words, {flag})
-        assert notice.accepted and f"it only matters with {main}" in notice.text
+        warning = megatron_flags.classify(flag, words, {flag})
+        assert warning.accepted and f"it only matters with {main}" in warning.text
         assert not megatron_flags.classify(flag, words, {flag, main}).accepted
 
 
 def test_a_flag_may_be_idle_with_another():
     """Megatron-LM does not rearrange mock data either."""
     for flag, words in (("--fim-data", []), ("--fim-rate", ["0.5"]), ("--mid-level-dataset-surplus", ["0.01"])):
-        notice = megatron_flags.classify(flag, words, {flag, "--fim-data", "--mock-data"})
-        assert notice.accepted and notice.text.endswith("it does not matter with --mock-data")
+        warning = megatron_flags.classify(flag, words, {flag, "--fim-data", "--mock-data"})
+        assert warning.accepted and warning.text.endswith("it does not matter with --mock-data")
         assert not megatron_flags.classify(flag, words, {flag, "--fim-data", "--data-path"}).accepted
 
 
@@ -164,7 +164,7 @@ def test_flags_for_inference_and_other_models_are_accepted():
         assert megatron_flags.classify(flag, ["1"]).accepted
 
 
-def test_accepted_flags_are_accepted_with_a_notice_and_check_their_arity():
+def test_accepted_flags_are_accepted_with_a_warning_and_check_their_arity():
     for flags, arity, _ in ACCEPTED_GROUPS:
         for flag in flags.split():
             fitting, wrong = (2, 0) if arity == MANY else (arity, arity + 1)
@@ -177,7 +177,7 @@ def test_replaced_flags_are_read_as_their_replacements():
     assert invocation.config.model.position_embedding_type == "rope"
     assert invocation.config.model.num_layers == 4
     assert invocation.config.precision.fp8_format == "hybrid"
-    assert len(invocation.notices) == 3
+    assert len(invocation.warnings) == 3
     assert {"model.num_layers", "precision.fp8_format"} <= invocation.given
 
 
@@ -189,8 +189,8 @@ def test_a_preset_gives_a_flag_its_effect(preset: str, flag: str):
     words = [flag, "64"] if flag == "--moe-latent-size" else [flag]
     (problem,) = parse_with_problems(["--model-preset", preset, *words])[1]
     assert problem.startswith(f"{flag}: ")
-    (notice,) = parse(["--model-preset", "llama3-8b", *words]).notices
-    assert notice.startswith(f"{flag}: no effect; it only matters with --")
+    (warning,) = parse(["--model-preset", "llama3-8b", *words]).warnings
+    assert warning.startswith(f"{flag}: no effect; it only matters with --")
 
 
 def test_a_flag_may_stand_for_several():
@@ -199,7 +199,7 @@ def test_a_flag_may_stand_for_several():
     assert (training.recompute_granularity, training.recompute_method, training.recompute_num_layers) == (
         "full", "uniform", 1,
     )  # fmt: skip
-    assert len(invocation.notices) == 1
+    assert len(invocation.warnings) == 1
 
 
 def test_a_replaced_flag_may_override_others_wherever_they_stand():
@@ -213,7 +213,7 @@ def test_a_replaced_flag_may_override_others_wherever_they_stand():
         assert problems == []
         assert (model.position_embedding_type, model.rotary_scaling_factor) == ("yarn", 32)
         assert not model.yarn_correction_range_round_to_int
-        assert any(notice.startswith("--position-embedding-type: no effect; ") for notice in invocation.notices)
+        assert any(warning.startswith("--position-embedding-type: no effect; ") for warning in invocation.warnings)
     model = parse_with_problems(["--qk-layernorm", "--export-qk-l2-norm"])[0].config.model
     assert (model.qk_l2_norm, model.qk_layernorm) == (True, False)
     assert parse_with_problems(["--qk-layernorm"])[0].config.model.qk_layernorm
@@ -222,7 +222,7 @@ def test_a_replaced_flag_may_override_others_wherever_they_stand():
 def test_a_value_of_a_setting_may_be_read_as_another():
     invocation = parse(["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn", "mlp"])
     assert invocation.config.training.cuda_graph_impl == "auto"
-    assert invocation.notices[0] == "--cuda-graph-impl transformer_engine is read as --cuda-graph-impl auto"
+    assert invocation.warnings[0] == "--cuda-graph-impl transformer_engine is read as --cuda-graph-impl auto"
     assert parse(["--cuda-graph-impl", "none"]).config.training.cuda_graph_impl == "none"
     assert parse(["--cuda-graph-impl", "full_iteration"]).config.training.cuda_graph_impl == "local"
     decay = parse(["--no-weight-decay-cond-type", "apply_wd_to_qk_layernorm"])
@@ -235,8 +235,8 @@ def test_parts_of_a_cuda_graph_are_accepted_under_their_old_flag():
     for values in (["attn"], ["moe_router", "moe_preprocess"]):
         invocation = parse(["--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", *values])
         assert invocation.config.training.cuda_graph_scope == "full_iteration"
-        assert invocation.notices[1].startswith("--cuda-graph-modules: no effect; a CUDA graph holds all passes")
-    assert parse(["--cuda-graph-scope", "full_iteration"]).notices == ()
+        assert invocation.warnings[1].startswith("--cuda-graph-modules: no effect; a CUDA graph holds all passes")
+    assert parse(["--cuda-graph-scope", "full_iteration"]).warnings == ()
     with pytest.raises(ConfigError, match="--cuda-graph-scope: invalid choice"):
         parse(["--cuda-graph-scope", "attn", "another"])
 
@@ -272,10 +272,10 @@ def test_a_refused_flag_consumes_its_values():
     assert "unknown flag --bogus" in caught.value.problems[2]
 
 
-def test_flags_without_effect_are_named_in_the_notices():
+def test_flags_without_effect_are_named_in_the_warnings():
     invocation = parse(["--use-mcore-models", "--timing-log-level", "0", "--wgrad-deferral-limit", "1"])
-    assert len(invocation.notices) == 3
-    assert all(notice.startswith("--") for notice in invocation.notices)
+    assert len(invocation.warnings) == 3
+    assert all(warning.startswith("--") for warning in invocation.warnings)
 
 
 def test_every_setting_keeps_a_spelling():
@@ -291,5 +291,5 @@ def test_a_flag_that_only_looks_like_one_of_megatron_lms_is_unknown(flag):
 
 @pytest.mark.parametrize("flag", ["--lion-beta1"])
 def test_details_of_other_optimizers_change_nothing(flag):
-    (notice,) = parse(["--optimizer", "adam", flag, "0.9"]).notices
-    assert notice.startswith(f"{flag}: no effect; it is for another optimizer")
+    (warning,) = parse(["--optimizer", "adam", flag, "0.9"]).warnings
+    assert warning.startswith(f"{flag}: no effect; it is for another optimizer")

@@ -7,7 +7,7 @@ import pytest
 from megafp8.config import rules
 from megafp8.config.flags import Invocation, parse
 from megafp8.config.muon import has_flat_shards, is_layer_wise, is_muon
-from megafp8.config.rules import notices
+from megafp8.config.rules import warnings
 
 COMMON = (
     "--model-preset tiny --vocab-size 255 --seq-length 128 --micro-batch-size 1 --global-batch-size 8 --train-iters 9 "
@@ -42,7 +42,7 @@ def test_state_is_shared_by_complete_weights() -> None:
 def test_dist_muon_is_muon_with_shared_state() -> None:
     invocation = parsed("--optimizer dist_muon")
     assert is_layer_wise(invocation.config)
-    assert invocation.notices == (
+    assert invocation.warnings == (
         "--optimizer dist_muon is read as --optimizer muon --use-distributed-optimizer",
     )  # fmt: skip
 
@@ -55,8 +55,8 @@ def test_dist_muon_is_muon_with_shared_state() -> None:
     ],
 )
 def test_flags_of_speed_change_nothing(flags: str, text: str) -> None:
-    (notice,) = parsed(f"--optimizer muon {flags}").notices
-    assert text in notice
+    (warning,) = parsed(f"--optimizer muon {flags}").warnings
+    assert text in warning
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,5 @@ def test_what_cannot_be_done_is_refused(flags: str, text: str) -> None:
 def test_settings_of_muon_have_no_effect_on_adam() -> None:
     config = parsed("--muon-momentum 0.95 --muon-no-split-qkv --muon-tp-mode distributed").config
     assert rules.setting_problems(config, 1) == []
-    found = [each for each in notices(config, "emulated", 1) if "without --optimizer muon" in each]
+    found = [each for each in warnings(config, "emulated", 1) if "without --optimizer muon" in each]
     assert len(found) == 3 and found[0].startswith("--muon-momentum 0.95 has no effect")

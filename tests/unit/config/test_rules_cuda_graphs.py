@@ -8,7 +8,7 @@ from typing import Optional
 import pytest
 
 from megafp8.config import flags
-from megafp8.config.rules import cuda_graph, notices
+from megafp8.config.rules import cuda_graph, warnings
 from megafp8.device import capability
 
 BASE = "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer"
@@ -115,17 +115,17 @@ def test_experts_in_one_launch_have_a_graph(text: str) -> None:
         (f"{ASKED} --tensor-model-parallel-size 2", "transformer_engine", 4, "slow ranks cannot be identified"),
     ],
 )
-def test_graph_notices(text: str, implementation: str, world_size: int, part: Optional[str]) -> None:
-    found = notices(flags.parse(text.split()).config, implementation, world_size)
-    about = [notice for notice in found if "--cuda-graph-impl local" in notice]
-    assert len(about) == (part is not None) and all(part in notice for notice in about)
+def test_graph_warnings(text: str, implementation: str, world_size: int, part: Optional[str]) -> None:
+    found = warnings(flags.parse(text.split()).config, implementation, world_size)
+    about = [warning for warning in found if "--cuda-graph-impl local" in warning]
+    assert len(about) == (part is not None) and all(part in warning for warning in about)
 
 
 @pytest.mark.parametrize("steps", [0, 5])
 def test_warmup_steps_without_a_graph_have_no_effect(steps: int) -> None:
     """As in Megatron-LM, whose tests give them with graphs of layers."""
     text = f"--cuda-graph-impl none --cuda-graph-warmup-steps {steps}"
-    found = notices(flags.parse(text.split()).config, "transformer_engine", 1)
+    found = warnings(flags.parse(text.split()).config, "transformer_engine", 1)
     assert f"--cuda-graph-warmup-steps {steps} has no effect without --cuda-graph-impl local" in found
     assert not any("warmup-steps" in problem for problem in problems(text))
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megafp8.config.model_shapes import PRESETS
-from megafp8.config.rules import notices
+from megafp8.config.rules import warnings
 from megafp8.config.rules.precision import (
     fuses_swiglu_quantization,
     quantize_kernels_have_what_they_quantize,
@@ -155,7 +155,7 @@ def test_a_residual_is_added_in_a_norm_that_supports_it(values: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("values", "implementation", "is_noticed"),
+    ("values", "implementation", "has_warning"),
     [
         (BLOCKWISE | FC2_MAPPED, "transformer_engine", True),
         (BLOCKWISE | FC2_MAPPED | FUSED, "transformer_engine", False),
@@ -164,15 +164,15 @@ def test_a_residual_is_added_in_a_norm_that_supports_it(values: dict[str, Any], 
         (LLAMA | LAYERS, "transformer_engine", False),
     ],
 )
-def test_a_map_that_excludes_fused_operations_is_a_notice(
-    values: dict[str, Any], implementation: str, is_noticed: bool
+def test_a_map_that_excludes_fused_operations_is_a_warning(
+    values: dict[str, Any], implementation: str, has_warning: bool
 ) -> None:
-    found = [notice for notice in notices(with_values(RunConfig(), values), implementation, 1) if "fuser" in notice]
-    assert len(found) == is_noticed and all("instead of its fused operations" in notice for notice in found)
+    found = [warning for warning in warnings(with_values(RunConfig(), values), implementation, 1) if "fuser" in warning]
+    assert len(found) == has_warning and all("instead of its fused operations" in warning for warning in found)
 
 
 def test_the_op_fuser_is_for_the_layers_without_experts() -> None:
     config = with_values(RunConfig(), {"model.num_experts": 4, **FUSED})
     assert [
-        text for text in notices(config, "transformer_engine", 1) if "fuses the MLPs of layers without experts" in text
+        text for text in warnings(config, "transformer_engine", 1) if "fuses the MLPs of layers without experts" in text
     ]

@@ -24,10 +24,10 @@ def problems(words: str) -> list[str]:
     return rules.setting_problems(config_of(words), 1)
 
 
-def notices(words: str) -> list[str]:
+def warnings(words: str) -> list[str]:
     config = config_of(words)
     assert rules.setting_problems(config, 1) == []
-    return [notice for notice in rules.notices(config, "emulated", 1) if "--fp8-guard" in notice]
+    return [warning for warning in rules.warnings(config, "emulated", 1) if "--fp8-guard" in warning]
 
 
 @pytest.mark.parametrize(
@@ -92,27 +92,27 @@ def test_what_may_change_a_layer_is_allowed(words: str) -> None:
 
 
 def test_runs_in_high_precision_have_warnings_only() -> None:
-    (notice,) = notices("--fp8-guard warn")
-    assert notice.startswith("--fp8-guard warn watches no linear")
+    (warning,) = warnings("--fp8-guard warn")
+    assert warning.startswith("--fp8-guard warn watches no linear")
     for guard in ("bf16-layer", "smooth-swiglu"):
         (problem,) = problems(f"--fp8-guard {guard}")
         assert problem.startswith(f"--fp8-guard {guard} has no effect without --fp8-format")
 
 
 def test_routed_experts_are_named_as_not_watched() -> None:
-    (notice,) = notices(f"--fp8-guard bf16-layer {FP8} {MIXTURE}")
-    assert notice.startswith("--fp8-guard bf16-layer does not watch the routed experts of 2 layers")
-    assert notice.endswith("it watches the linears of attention")
-    (notice,) = notices(f"--fp8-guard warn {FP8} {MIXTURE} {SHARED} --moe-layer-freq [0,1]")
-    assert notice.startswith("--fp8-guard warn does not watch the routed experts of 1 layer")
-    assert notice.endswith("it watches the linears of attention, dense MLPs and shared experts")
+    (warning,) = warnings(f"--fp8-guard bf16-layer {FP8} {MIXTURE}")
+    assert warning.startswith("--fp8-guard bf16-layer does not watch the routed experts of 2 layers")
+    assert warning.endswith("it watches the linears of attention")
+    (warning,) = warnings(f"--fp8-guard warn {FP8} {MIXTURE} {SHARED} --moe-layer-freq [0,1]")
+    assert warning.startswith("--fp8-guard warn does not watch the routed experts of 1 layer")
+    assert warning.endswith("it watches the linears of attention, dense MLPs and shared experts")
 
 
-def test_nothing_to_watch_gives_a_notice() -> None:
-    (notice,) = notices(f"--fp8-guard warn {FP8} --precision *.linear_*=bf16")
-    assert "attention logits, the residual and the signal-to-noise ratio of gradients only" in notice
+def test_nothing_to_watch_gives_a_warning() -> None:
+    (warning,) = warnings(f"--fp8-guard warn {FP8} --precision *.linear_*=bf16")
+    assert "attention logits, the residual and the signal-to-noise ratio of gradients only" in warning
 
 
 @pytest.mark.parametrize("words", ["", FP8, f"{FP8} {MIXTURE}", f"{FP8} --fp8-guard warn"])
-def test_what_is_watched_completely_gives_no_notice(words: str) -> None:
-    assert notices(words) == []
+def test_what_is_watched_completely_gives_no_warning(words: str) -> None:
+    assert warnings(words) == []

@@ -5,7 +5,7 @@ from typing import Optional
 import pytest
 
 from megafp8.config import flags, rules
-from megafp8.config.rules.planted_faults import model_obstacles
+from megafp8.config.rules.planted_faults import unsupported_in_model
 from megafp8.config.schema import RunConfig
 
 RUN = (
@@ -32,10 +32,10 @@ def config_of(words: str) -> RunConfig:
 )
 def test_a_reason_has_no_fix_and_a_refusal_has_one(fault: str, words: str, reason: str, fixed: Optional[str]) -> None:
     config = config_of(f"{words} --planted-fault {fault}")
-    (obstacle,) = model_obstacles(fault, config.model)
-    assert obstacle.startswith(f"--planted-fault {fault} with") and reason in obstacle and ";" not in obstacle
+    (unsupported,) = unsupported_in_model(fault, config.model)
+    assert unsupported.startswith(f"--planted-fault {fault} with") and reason in unsupported and ";" not in unsupported
     (problem,) = rules.setting_problems(config, 1)
-    assert problem.startswith(f"{obstacle}; ")
+    assert problem.startswith(f"{unsupported}; ")
     if fixed is not None:
         assert rules.setting_problems(config_of(f"{words} --planted-fault {fault} {fixed}"), 1) == []
 

@@ -1,4 +1,4 @@
-"""Flags that change nothing without another flag: Megatron-LM's give a notice, megafp8's own are refused."""
+"""Flags that change nothing without another flag: Megatron-LM's give a warning, megafp8's own are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def problems(text: str) -> list[str]:
     return rules.setting_problems(flags.parse(f"{RUN} {text}".split()).config, 1)
 
 
-def notices(text: str) -> list[str]:
+def warnings(text: str) -> list[str]:
     return list(unused_settings(flags.parse(f"{RUN} {text}".split()).config))
 
 
@@ -43,10 +43,10 @@ CASES = [(part, needs) for needs, parts in IDLE.items() for part in parts]
 
 
 @pytest.mark.parametrize(("part", "needs"), CASES)
-def test_a_flag_without_its_main_flag_gives_a_notice(part: str, needs: str) -> None:
+def test_a_flag_without_its_main_flag_gives_a_warning(part: str, needs: str) -> None:
     assert problems(part) == []
-    (notice,) = notices(part)
-    assert notice.startswith(part.removesuffix(" FILE")) and f" has no effect without {needs}" in notice
+    (warning,) = warnings(part)
+    assert warning.startswith(part.removesuffix(" FILE")) and f" has no effect without {needs}" in warning
 
 
 @pytest.mark.parametrize(
@@ -63,31 +63,31 @@ def test_a_flag_without_its_main_flag_gives_a_notice(part: str, needs: str) -> N
         "",
     ],
 )
-def test_a_flag_with_its_main_flag_gives_no_notice(text: str) -> None:
-    assert notices(text) == []
+def test_a_flag_with_its_main_flag_gives_no_warning(text: str) -> None:
+    assert warnings(text) == []
 
 
-def test_rotary_settings_without_rotary_embeddings_give_notices() -> None:
+def test_rotary_settings_without_rotary_embeddings_give_warnings() -> None:
     text = "--position-embedding-type none --rotary-base 500000 --rotary-percent 0.5 --rotary-interleaved"
     assert problems(text) == []
-    assert [notice.split()[0] for notice in notices(text)] == [
+    assert [warning.split()[0] for warning in warnings(text)] == [
         "--rotary-base", "--rotary-percent", "--rotary-interleaved",
     ]  # fmt: skip
 
 
-def test_the_amax_history_gives_a_notice_under_a_recipe_without_one() -> None:
+def test_the_amax_history_gives_a_warning_under_a_recipe_without_one() -> None:
     text = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
     assert problems(text) == []
-    assert notices(text) == [
+    assert warnings(text) == [
         "--fp8-amax-history-len 1024 has no effect with --fp8-recipe tensorwise",
         "--fp8-amax-compute-algo max has no effect with --fp8-recipe tensorwise",
     ]
 
 
-def test_averaging_in_the_collective_gives_a_notice() -> None:
+def test_averaging_in_the_collective_gives_a_warning() -> None:
     assert problems("--ddp-average-in-collective") == []
-    (notice,) = notices("--ddp-average-in-collective")
-    assert notice.startswith("--ddp-average-in-collective has no effect")
+    (warning,) = warnings("--ddp-average-in-collective")
+    assert warning.startswith("--ddp-average-in-collective has no effect")
 
 
 def test_main_grads_in_bf16_are_reduced_in_bf16() -> None:

@@ -129,7 +129,7 @@ def test_weighted_blend(shards, tokenizer):
     assert torch.equal(first, all_tokens(build_datasets(config, tokenizer, (2000, 10, 0))[0]))
 
 
-def test_blend_without_weights_is_one_epoch_with_a_notice(shards, tokenizer):
+def test_blend_without_weights_is_one_epoch_with_a_warning(shards, tokenizer):
     config = run_config(data_path=shards, split="1")
     train, _, _ = build_datasets(config, tokenizer, (600, 0, 0))
     assert len(train) >= 600

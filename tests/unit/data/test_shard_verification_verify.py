@@ -25,7 +25,7 @@ def copy(tmp_path, shard):
 
 
 def states(prefix, **options):
-    return {finding.check: finding.passed for finding in verify_shard(prefix, **options)}
+    return {result.check: result.passed for result in verify_shard(prefix, **options)}
 
 
 def test_an_intact_shard_passes(shard):
@@ -59,9 +59,9 @@ def test_every_changed_byte_is_detected(copy, suffix):
 def test_the_first_id_beyond_the_vocabulary_is_named(tmp_path, monkeypatch, block_bytes):
     monkeypatch.setattr(shard_verification, "BLOCK_BYTES", block_bytes)
     prefix = write_shard(tmp_path / "s", [[1] * 10, [], [2, 3, 70], [90]])
-    (finding,) = [each for each in verify_shard(prefix, vocab_size=50) if each.check == TOKEN_IDS]
-    assert finding.passed is False
-    assert finding.detail == "ids from 1 to 90, vocabulary 0 to 49: first token 12 of the shard, in document 2"
+    (result,) = [each for each in verify_shard(prefix, vocab_size=50) if each.check == TOKEN_IDS]
+    assert result.passed is False
+    assert result.detail == "ids from 1 to 90, vocabulary 0 to 49: first token 12 of the shard, in document 2"
     assert states(prefix, vocab_size=91)[TOKEN_IDS] is True
     negative = write_shard(tmp_path / "n", [[1], [-2]], np.int32)
     assert states(negative, vocab_size=50)[TOKEN_IDS] is False
@@ -70,10 +70,10 @@ def test_the_first_id_beyond_the_vocabulary_is_named(tmp_path, monkeypatch, bloc
 def test_wrong_counts_in_the_manifest_are_detected(copy):
     manifest = load_manifest(copy)
     save_manifest(copy, dataclasses.replace(manifest, num_tokens=manifest.num_tokens + 1, dtype="int32"))
-    (finding,) = [each for each in verify_shard(copy) if each.check == MANIFEST]
-    assert finding.passed is False
-    assert f"num_tokens is {manifest.num_tokens}, expected {manifest.num_tokens + 1}" in finding.detail
-    assert "dtype is uint16, expected int32" in finding.detail
+    (result,) = [each for each in verify_shard(copy) if each.check == MANIFEST]
+    assert result.passed is False
+    assert f"num_tokens is {manifest.num_tokens}, expected {manifest.num_tokens + 1}" in result.detail
+    assert "dtype is uint16, expected int32" in result.detail
     manifest_path(copy).write_text("{")
     assert states(copy)[MANIFEST] is False
 
@@ -87,14 +87,14 @@ def test_documents_without_an_end_are_detected(tmp_path, monkeypatch, shard, blo
     for prefix in (good, bad):
         save_manifest(prefix, known)
     assert states(good)[ENDS] is True
-    (finding,) = [each for each in verify_shard(bad) if each.check == ENDS]
-    assert (finding.passed, finding.detail) == (False, "document 3 ends with token 5, expected 9")
+    (result,) = [each for each in verify_shard(bad) if each.check == ENDS]
+    assert (result.passed, result.detail) == (False, "document 3 ends with token 5, expected 9")
 
 
 def test_unreadable_parts_give_no_other_findings(copy):
     os.truncate(f"{copy}.bin", 10)
-    (finding,) = verify_shard(copy)
-    assert (finding.check, finding.passed) == (STRUCTURE, False)
+    (result,) = verify_shard(copy)
+    assert (result.check, result.passed) == (STRUCTURE, False)
 
 
 @pytest.mark.parametrize("block", [1, 2, 1 << 20])

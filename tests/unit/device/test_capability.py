@@ -41,8 +41,8 @@ def test_options_of_the_model_that_transformer_engine_layers_lack(options: dict[
     """`auto` emulates, and says why. A request for Transformer Engine is refused."""
     config = RunConfig(model=ModelConfig(**options))
     assert resolve_implementation(config, H200) == "emulated" and capability_problems(config, H200) == []
-    (notice,) = capability.emulation_notices(config, H200)
-    assert f"because of {flag}: the layers on Transformer Engine do not support it" in notice
+    (warning,) = capability.emulation_warnings(config, H200)
+    assert f"because of {flag}: the layers on Transformer Engine do not support it" in warning
     requested = replace(config, precision=PrecisionConfig(transformer_impl="transformer_engine"))
     assert only_problem(requested, H200).startswith(f"{flag}: the layers on Transformer Engine")
 
@@ -81,8 +81,8 @@ def test_nvfp4_is_emulated_on_newer_gpus_than_its_kernels_are_right_on() -> None
     consumer = Target("NVIDIA GeForce RTX 5090", "cuda", (12, 0), "2.20")
     assert resolve_implementation(config, B200) == "transformer_engine"
     assert resolve_implementation(config, consumer) == "emulated"
-    (notice,) = capability.emulation_notices(config, consumer)
-    assert "below 12.0" in notice and "stochastic rounding gave gradients of zero" in notice
+    (warning,) = capability.emulation_warnings(config, consumer)
+    assert "below 12.0" in warning and "stochastic rounding gave gradients of zero" in warning
 
 
 def test_an_unsupported_recipe_names_the_supported_ones() -> None:

@@ -81,18 +81,23 @@ def test_maps_unsupported_by_transformer_engine_are_refused_or_emulated(config: 
         (mapped(fp8_recipe="mxfp8"), "--fp8-recipe mxfp8: needs compute capability 10.0"),
     ],
 )
-def test_notice_of_auto_emulation_has_the_reason(config: RunConfig, words: str) -> None:
-    (notice,) = capability.emulation_notices(config, H200)
-    assert notice.startswith(f"all layers are emulated because of {words}")
-    assert notice.endswith("; to get an error instead: --no-emulation")
+def test_warning_of_auto_emulation_has_the_reason(config: RunConfig, words: str) -> None:
+    (warning,) = capability.emulation_warnings(config, H200)
+    assert warning.startswith(f"all layers are emulated because of {words}")
+    assert warning.endswith("; to get an error instead: --no-emulation")
     emulated = replace(config, precision=replace(config.precision, transformer_impl="emulated"))
     strict = replace(config, precision=replace(config.precision, emulation=False))
-    without_notice = [(emulated, H200), (strict, H200), (config, CPU), (config, replace(H200, transformer_engine=None))]
-    assert [capability.emulation_notices(*each) for each in without_notice] == [[]] * 4
+    without_warning = [
+        (emulated, H200),
+        (strict, H200),
+        (config, CPU),
+        (config, replace(H200, transformer_engine=None)),
+    ]
+    assert [capability.emulation_warnings(*each) for each in without_warning] == [[]] * 4
 
 
-def test_layers_of_transformer_engine_need_no_notice() -> None:
-    assert capability.emulation_notices(mapped("*.linear_fc2=blockwise/e4m3"), H200) == []
+def test_layers_of_transformer_engine_need_no_warning() -> None:
+    assert capability.emulation_warnings(mapped("*.linear_fc2=blockwise/e4m3"), H200) == []
 
 
 def test_weights_of_block_recipes_are_not_kept_as_codes() -> None:

@@ -67,16 +67,16 @@ def test_a_missing_transformer_engine_is_accepted(monkeypatch: pytest.MonkeyPatc
     assert capability.transformer_engine_version() == (None, None)
 
 
-def test_environment_variables_that_change_the_recipe_give_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_that_change_the_recipe_give_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
     monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0")
     blockwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")
-    (notice,) = capability.environment_notices(blockwise, "transformer_engine")
-    assert notice.startswith("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set") and "scales are FP32" in notice
-    assert capability.environment_notices(blockwise, "emulated") == []
+    (warning,) = capability.environment_warnings(blockwise, "transformer_engine")
+    assert warning.startswith("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set") and "scales are FP32" in warning
+    assert capability.environment_warnings(blockwise, "emulated") == []
     tensorwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")
-    assert capability.environment_notices(tensorwise, "transformer_engine") == []
+    assert capability.environment_warnings(tensorwise, "transformer_engine") == []
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     attention = [PrecisionConfig(fp8_format="hybrid", fp8_dot_product_attention=asked) for asked in (True, False)]
-    (notice,), nothing = (capability.environment_notices(each, "transformer_engine") for each in attention)
-    assert "computes the backward pass of attention in BF16" in notice and nothing == []
+    (warning,), nothing = (capability.environment_warnings(each, "transformer_engine") for each in attention)
+    assert "computes the backward pass of attention in BF16" in warning and nothing == []

@@ -21,8 +21,8 @@ from megafp8.kernels.expert_scales import CurrentScale
 from megafp8.kernels.rounding import grid_of
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows, route, values_of_rows
 from megafp8.quantization.delayed_scaling import DelayedScale
+from megafp8.quantization.prequantized import codes_of_experts
 from megafp8.quantization.quantize import quantize
-from megafp8.quantization.received import codes_of_experts
 from megafp8.quantization.rounding import cast
 from megafp8.quantization.scaling import quant_scale_of
 from megafp8.recipes.base import OperandRule, ScaleRule
@@ -187,7 +187,7 @@ def test_infinite_amaxes_are_flagged(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_codes_that_arrived_are_kept(kind: str) -> None:
-    """The rows of an expert as `quantization/received.py` sends them: each once."""
+    """The rows of an expert as `quantization/prequantized.py` sends them: each once."""
     chosen, rows, _ = routed(kind)
     counts = chosen.sum(0)
     tokens = torch.cat([drawn(TOKENS, WIDTH)[chosen[:, expert]] for expert in range(EXPERTS)])

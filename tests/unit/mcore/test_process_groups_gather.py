@@ -64,7 +64,7 @@ def test_validation_gathers_with_second_copies(is_overlapped: bool, expected: li
     remembered: list[str] = []
     run: Any = SimpleNamespace(
         config=SimpleNamespace(parallel=SimpleNamespace(overlap_param_gather=is_overlapped)),
-        trainee=SimpleNamespace(chunks=[Chunk(is_overlapped, done)]),
+        training_state=SimpleNamespace(chunks=[Chunk(is_overlapped, done)]),
         transformer_config=SimpleNamespace(param_sync_func=None),
         delayed_snapshot=SimpleNamespace(
             save=lambda: remembered.append("remember"), restore=lambda: remembered.append("restore")

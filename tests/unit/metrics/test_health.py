@@ -25,7 +25,7 @@ BAD = {"num_non_finite": 3}
 STALLED, FROZEN = {"update_to_weight": 1e-9}, {"codes_changed_fraction": 0.0}
 
 # Rule -> changes of consecutive statistics (of the input, the weight, the gradient), the tensor, and a part of the
-# finding's text at the last one.
+# warning's text at the last one.
 PROVOKED = {
     "non-finite values": [
         ([(None, None, BAD)], f"{FC1}.grad_output: 3 values are not finite"),
@@ -69,7 +69,7 @@ def run_of(flags: str = "--fp8-format hybrid --fp8-recipe delayed --fp8-log-inte
 def details(
     make_statistics: Make, changes_by_step: list[tuple[Any, Any, Any]], first_step: int = 100
 ) -> list[list[str]]:
-    """The findings at each statistics step."""
+    """The warnings at each statistics step."""
     watch = HealthMonitor(run_of(), warmup_steps=50)
     return [
         [event.detail for event in watch.update(make_statistics(first_step + 10 * index, *changes))]

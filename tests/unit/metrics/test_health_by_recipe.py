@@ -1,4 +1,4 @@
-"""Healthy tensors have no findings under any recipe, and unhealthy ones have: the bounds against measured figures."""
+"""Healthy tensors have no warnings under any recipe, and unhealthy ones have: the bounds against measured figures."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def is_weight_like(name: str) -> bool:
     return name in ("normal", "laplace", "student-5", "student-3")
 
 
-def findings_of(flags: str, values: Tensor, operands: tuple[Operand, ...]) -> list[str]:
-    """The findings after two statistics steps."""
+def warnings_of(flags: str, values: Tensor, operands: tuple[Operand, ...]) -> list[str]:
+    """The warnings after two statistics steps."""
     config = parse(f"{TINY} {flags} --fp8-log-interval 1".split()).config
     recipe = build_recipe(config.precision)
     assert recipe is not None
@@ -82,7 +82,7 @@ def statistics_of(recipe: LinearRecipe, values: Tensor, operands: tuple[Operand,
 @pytest.mark.parametrize("name", RECIPES)
 def test_healthy_tensors_have_no_findings(name: str, kind: str) -> None:
     operands = tuple(Operand) if is_weight_like(kind) else (Operand.INPUT, Operand.GRAD_OUTPUT)
-    assert findings_of(RECIPES[name], tensors()[kind].bfloat16(), operands) == []
+    assert warnings_of(RECIPES[name], tensors()[kind].bfloat16(), operands) == []
 
 
 def test_four_bit_block_scales_saturate_a_known_fraction() -> None:
@@ -99,14 +99,14 @@ def test_blocks_with_vanishing_scales_are_reported() -> None:
     """One value 2^20 times as large as the others: under NVFP4 the scales of the other blocks become zero."""
     values = torch.randn(SHAPE)
     values[0, 0] = 2.0**20
-    told = findings_of(RECIPES["nvfp4-plain"], values.bfloat16(), tuple(Operand))
+    told = warnings_of(RECIPES["nvfp4-plain"], values.bfloat16(), tuple(Operand))
     assert [each.partition(":")[0] for each in told] == ["gradients underflow", "quantization noise"]
     assert all(f"--precision {LINEAR}" in each for each in told)
-    assert findings_of(RECIPES["mxfp8"], values.bfloat16(), tuple(Operand)) == []
+    assert warnings_of(RECIPES["mxfp8"], values.bfloat16(), tuple(Operand)) == []
 
 
 def test_a_tensor_beyond_one_scale_is_reported() -> None:
     """Also in FP8: values in so many octaves that E4M3 flushes most of them to zero."""
     values = torch.randn(SHAPE) * torch.randn(SHAPE).mul(8).exp2()
-    told = findings_of(RECIPES["tensorwise-e4m3"], values.bfloat16(), tuple(Operand))
+    told = warnings_of(RECIPES["tensorwise-e4m3"], values.bfloat16(), tuple(Operand))
     assert told and told[0].startswith("gradients underflow: ")

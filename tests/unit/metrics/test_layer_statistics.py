@@ -8,16 +8,16 @@ from torch import Tensor
 
 from megafp8.config.flags import parse
 from megafp8.config.rules import setting_problems
-from megafp8.metrics.health_advice import Case
+from megafp8.metrics.health_suggestions import Case
 from megafp8.metrics.layer_statistics import (
     INPUT_STATISTICS,
     LIMITS,
     SETTLING_STEPS,
-    advice,
     attention_logit_bound,
     first_steps_not_kept,
     input_statistics,
     root_mean_square,
+    suggestion_text,
     swiglu_alignment,
 )
 
@@ -113,10 +113,10 @@ def test_a_warmup_of_a_benchmark_leaves_a_value_before_its_fault_at_the_default_
     assert first_steps_not_kept(23, 10) == 43 and first_steps_not_kept(23, 20) < 60
 
 
-def advice_of(statistic: str, name: str, words: str) -> str:
+def suggestions_of(statistic: str, name: str, words: str) -> str:
     config = parse(f"{RUN} {words}".split()).config
     assert setting_problems(config, 1) == []
-    return advice(statistic, name, Case(config, 1))
+    return suggestion_text(statistic, name, Case(config, 1))
 
 
 @pytest.mark.parametrize(
@@ -133,16 +133,16 @@ def advice_of(statistic: str, name: str, words: str) -> str:
         ("gradient SNR", f"{FP8} --precision layers.1.*=bf16", "a lower --lr"),
     ],
 )
-def test_what_a_run_does_is_no_advice(statistic: str, flags: str, expected: str) -> None:
-    assert advice_of(statistic, "layers.1", flags) == expected
+def test_what_a_run_does_is_no_suggestion(statistic: str, flags: str, expected: str) -> None:
+    assert suggestions_of(statistic, "layers.1", flags) == expected
 
 
 @pytest.mark.parametrize("statistic", INPUT_STATISTICS)
 def test_scales_per_channel_are_advised_where_they_help(statistic: str) -> None:
     for name in ("layers.1.linear_fc2.input", "layers.1.shared_experts.linear_fc2.input"):
-        assert advice_of(statistic, name, f"{FP8} --fp8-guard warn") == f"{SMOOTH}; {MOVE}"
+        assert suggestions_of(statistic, name, f"{FP8} --fp8-guard warn") == f"{SMOOTH}; {MOVE}"
     for name in ("layers.1.linear_fc1.input", "layers.1.linear_fc2.smoothed_input"):
-        assert advice_of(statistic, name, f"{FP8} --fp8-guard warn") == MOVE
+        assert suggestions_of(statistic, name, f"{FP8} --fp8-guard warn") == MOVE
 
 
 @pytest.mark.parametrize("statistic", ["kurtosis", "SwiGLU alignment"])
@@ -154,13 +154,13 @@ def test_scales_per_channel_are_advised_where_they_help(statistic: str) -> None:
         (f"{FP8} --precision *.linear_fc2=bf16", MOVE),
     ],
 )
-def test_flags_that_the_run_refuses_are_no_advice(statistic: str, flags: str, expected: str) -> None:
+def test_flags_that_the_run_refuses_are_no_suggestion(statistic: str, flags: str, expected: str) -> None:
     name = "layers.1.linear_fc2.input" if statistic == "kurtosis" else "layers.1"
-    found = advice_of(statistic, name, f"{flags} --fp8-guard warn")
+    found = suggestions_of(statistic, name, f"{flags} --fp8-guard warn")
     assert found.removesuffix("; a larger --weight-decay") == expected
 
 
-def test_flags_that_the_machine_refuses_are_no_advice() -> None:
+def test_flags_that_the_machine_refuses_are_no_suggestion() -> None:
     config = parse(f"{RUN} {FP8} --fp8-guard warn".split()).config
     case = Case(config, 1, machine_problems=lambda each: ["moves"] * (each.training.fp8_guard == "bf16-layer"))
-    assert advice("kurtosis", "layers.1.linear_fc2.input", case) == f"{SMOOTH}; {KEEP}"
+    assert suggestion_text("kurtosis", "layers.1.linear_fc2.input", case) == f"{SMOOTH}; {KEEP}"

@@ -26,8 +26,8 @@ RECIPES, FP8_RECIPES = registry.names(), registry.names("fp8")
 def found(
     source: str, operand: Operand = Operand.INPUT, ratio: float = 1.0
 ) -> dict[tuple[str, str, str], QuantizationResult]:
-    findings = inspect_tensor(source, sample_distribution(source), operand, RECIPES, FORMATS, ratio)
-    return {(each.recipe, each.format, each.orientation): each for each in findings}
+    results = inspect_tensor(source, sample_distribution(source), operand, RECIPES, FORMATS, ratio)
+    return {(each.recipe, each.format, each.orientation): each for each in results}
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def normal() -> dict[tuple[str, str, str], QuantizationResult]:
 )  # fmt: skip
 def test_known_error_of_normal_numbers(normal, recipe: str, fmt: str, sqnr_db: float) -> None:
     """Figures of an independent computation on large tensors."""
-    findings = [each for (name, form, _), each in normal.items() if (name, form) == (recipe, fmt)]
-    assert findings
-    for each in findings:
+    results = [each for (name, form, _), each in normal.items() if (name, form) == (recipe, fmt)]
+    assert results
+    for each in results:
         assert each.stats.sqnr_db == pytest.approx(sqnr_db, abs=0.03)
         # Only a scale that is rounded to E4M3 can be too small.
         assert (each.stats.saturated_fraction == 0) == (recipe != "nvfp4")
@@ -65,11 +65,11 @@ def test_every_recipe_format_and_direction_appears_once(normal) -> None:
 
 
 def test_block_scales_are_better_with_outliers() -> None:
-    findings = found("outliers:256x1024")
-    tensorwise = findings["tensorwise", "e4m3", BOTH].stats
+    results = found("outliers:256x1024")
+    tensorwise = results["tensorwise", "e4m3", BOTH].stats
     for recipe in ("blockwise", "mxfp8"):
         for along in ("row", "column"):
-            blocks = findings[recipe, "e4m3", along].stats
+            blocks = results[recipe, "e4m3", along].stats
             assert blocks.local_sqnr_db > tensorwise.local_sqnr_db + 4
             assert blocks.underflow_fraction < tensorwise.underflow_fraction / 10
             assert blocks.scale_spread_octaves > 10
@@ -77,9 +77,9 @@ def test_block_scales_are_better_with_outliers() -> None:
 
 
 def test_smaller_blocks_contain_an_outlier_better() -> None:
-    findings = found("outliers:256x1024")
+    results = found("outliers:256x1024")
     fractions = [
-        findings[recipe, "e4m3", along].stats.underflow_fraction
+        results[recipe, "e4m3", along].stats.underflow_fraction
         for recipe, along in (("tensorwise", BOTH), ("blockwise", "row"), ("mxfp8", "row"))
     ]
     assert fractions == sorted(fractions, reverse=True)
@@ -87,8 +87,8 @@ def test_smaller_blocks_contain_an_outlier_better() -> None:
 
 
 def test_a_tensor_that_has_grown_saturates_under_delayed_scaling() -> None:
-    findings = found("normal:128x256", ratio=0.5)
-    stats, unaware = findings["delayed", "e4m3", BOTH].stats, findings["tensorwise", "e4m3", BOTH].stats
+    results = found("normal:128x256", ratio=0.5)
+    stats, unaware = results["delayed", "e4m3", BOTH].stats, results["tensorwise", "e4m3", BOTH].stats
     values = sample_distribution("normal:128x256").abs()
     assert stats.saturated_fraction == pytest.approx((values > values.max() / 2).double().mean().item())
     assert unaware.saturated_fraction == 0

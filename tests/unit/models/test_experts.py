@@ -34,7 +34,7 @@ COUNTS = [[3, 0, 21, 8], [0, 0, 0, 40], [0, 0, 0, 0]]
 def run_experts(flags: str) -> list[float]:
     """Losses of two steps, after the experts of a layer have computed extreme assignments."""
     run = build_run(small_config("llama", f"{EXPERTS} {flags}"))
-    experts = next(m for m in run.trainee.chunks[0].modules() if isinstance(m, PaddedExperts)).eval()
+    experts = next(m for m in run.training_state.chunks[0].modules() if isinstance(m, PaddedExperts)).eval()
     for counts in COUNTS:
         tokens = torch.randn(sum(counts), experts.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         probs = torch.rand(sum(counts), requires_grad=True)
@@ -71,7 +71,7 @@ def test_experts_compute_any_assignment(recipe: str) -> None:
 def run_biased_experts() -> list[float]:
     """Losses of two steps, after the biases of experts were compared with none."""
     run = build_run(small_config("gpt2", EXPERTS))
-    experts = next(m for m in run.trainee.chunks[0].modules() if isinstance(m, PaddedExperts))
+    experts = next(m for m in run.training_state.chunks[0].modules() if isinstance(m, PaddedExperts))
     tokens, probs = torch.randn(6, 64, dtype=torch.bfloat16), torch.tensor([0.5, 1.0] * 3)
     outputs = []
     for value in (0.0, 2.0, 0.0):
@@ -90,7 +90,7 @@ def test_biases_of_experts_are_added() -> None:
 def train_one_expert() -> tuple[list[float], list[float]]:
     """Gradient norms of each expert's linear_fc1 with a router that sends all tokens to experts 0 and 1."""
     run = build_run(small_config("llama", f"{EXPERTS} {RECIPES['delayed']}"))
-    layer = next(m for m in run.trainee.chunks[0].modules() if isinstance(m, MoELayer))
+    layer = next(m for m in run.training_state.chunks[0].modules() if isinstance(m, MoELayer))
     original = layer.router.routing
 
     def routing(logits: torch.Tensor, padding_mask: object = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,9 @@ from megafp8.quantization.nvfp4 import RoundingNoise
 
 def check_generators() -> None:
     run = build_run(small_config("llama", "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4"))
-    noises = [module for chunk in run.trainee.chunks for module in chunk.modules() if isinstance(module, RoundingNoise)]
+    noises = [
+        module for chunk in run.training_state.chunks for module in chunk.modules() if isinstance(module, RoundingNoise)
+    ]
     found = []
     for step in (1, 2):
         train(run, 1, first_step=step)

@@ -101,7 +101,7 @@ def blocks_of(config: RunConfig) -> list[Block]:
     """Every block that this rank holds."""
     run = build_run(config)
     blocks = []
-    for part in (part for chunk in run.trainee.chunks for part in sharded_parameters(chunk.module)):
+    for part in (part for chunk in run.training_state.chunks for part in sharded_parameters(chunk.module)):
         stacked = part.prepend_axis_num
         layer, offset = part.global_offset[:stacked], part.global_offset[stacked:]
         window = tuple(slice(start, start + length) for start, length in zip(offset, part.data.shape, strict=True))

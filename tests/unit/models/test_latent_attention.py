@@ -34,7 +34,7 @@ def latent_config(extra: str, world_size: int = 1) -> RunConfig:
 
 
 def recipe_names(config: RunConfig) -> dict[str, str]:
-    chunk = build_run(config).trainee.chunks[0]
+    chunk = build_run(config).training_state.chunks[0]
     linears = dict(named_linears(chunk))
     assert isinstance(linears["layers.0.linear_kv_down_proj"], EmulatedDownProjection)
     return {name: linear.recipe.name for name, linear in linears.items() if getattr(linear, "recipe", None)}
@@ -54,7 +54,7 @@ def hashes(config: RunConfig) -> dict[str, str]:
     run = build_run(config)
     return {
         f"{block.key} {block.global_offset}": hashlib.sha256(block.data.detach().float().numpy().tobytes()).hexdigest()
-        for chunk in unwrap_model(run.trainee.chunks)
+        for chunk in unwrap_model(run.training_state.chunks)
         for block in sharded_parameters(chunk)
     }
 

@@ -24,7 +24,7 @@ SIZES = "--bf16 --ffn-hidden-size 192 --num-layers 2"
 
 
 def decoder_of(config: RunConfig) -> tuple[torch.nn.Module, dict]:
-    chunk = build_run(config).trainee.chunks[0].module.module
+    chunk = build_run(config).training_state.chunks[0].module.module
     rotary = chunk.rotary_pos_emb(32) if hasattr(chunk, "rotary_pos_emb") else None
     return chunk.decoder, {"attention_mask": None, "rotary_pos_emb": rotary}
 

@@ -90,9 +90,9 @@ WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 4"
     ],
 )
 def test_a_resume_refuses_another_warm_up_and_another_decay_of_wsd(flags: str, words: str) -> None:
-    saved, trainee = built(WSD).state_dict(), SimpleNamespace(schedule=built(flags))
+    saved, training_state = built(WSD).state_dict(), SimpleNamespace(schedule=built(flags))
     with pytest.raises(CheckpointError, match="a different learning-rate schedule") as caught:
-        restore_schedule(Path("iter_1"), trainee, saved)
+        restore_schedule(Path("iter_1"), training_state, saved)
     assert words in str(caught.value)
 
 

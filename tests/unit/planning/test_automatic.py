@@ -46,11 +46,11 @@ def test_several_gpus_overlap_their_communication() -> None:
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_level_on_one_rank_says_that_no_gradients_are_reduced(level: str) -> None:
     """It then has the choices of a run without the reduction, among them a CUDA graph."""
-    (notice,) = [text for text in checked(f"--fp8-lm-level {level}").notices if "one data-parallel rank" in text]
-    assert f"--fp8-lm-level {level}" in notice and "--grad-reduce-in-fp8" in notice
+    (warning,) = [text for text in checked(f"--fp8-lm-level {level}").warnings if "one data-parallel rank" in text]
+    assert f"--fp8-lm-level {level}" in warning and "--grad-reduce-in-fp8" in warning
     assert chosen(f"--fp8-lm-level {level}") == chosen(f"--fp8-lm-level {level} --no-grad-reduce-in-fp8")
     several = checked(f"--fp8-lm-level {level}", world_size=2)
-    assert not [text for text in several.notices if "one data-parallel rank" in text]
+    assert not [text for text in several.warnings if "one data-parallel rank" in text]
     graph = "none" if level == "O3" else "local"  # O3 has no one-pass update
     assert {choice.flag: choice.value for choice in several.choices}["--cuda-graph-impl"] == graph
 
@@ -132,17 +132,17 @@ def test_the_kernels_of_experts_are_told_with_the_reason(flags: str, kernels: st
 
 
 @pytest.mark.parametrize(
-    ("flags", "notice"),
+    ("flags", "warning"),
     [
         ("--fp8-format e4m3", "has no effect with --moe-expert-kernels triton on one expert-parallel rank"),
         ("--fp8-format e4m3 --expert-model-parallel-size 2", "only costs time with --moe-expert-kernels triton"),
         ("--fp8-format hybrid", None),
     ],
 )
-def test_chosen_kernels_of_experts_make_the_padding_of_the_router_idle(flags: str, notice: Optional[str]) -> None:
+def test_chosen_kernels_of_experts_make_the_padding_of_the_router_idle(flags: str, warning: Optional[str]) -> None:
     text = f"{MIXTURE} --fp8-recipe tensorwise {flags} --moe-router-padding-for-quantization"
-    found = [each for each in checked(text, world_size=2).notices if "--moe-router-padding-for-quantization" in each]
-    assert len(found) == (notice is not None) and all(notice in each for each in found)
+    found = [each for each in checked(text, world_size=2).warnings if "--moe-router-padding-for-quantization" in each]
+    assert len(found) == (warning is not None) and all(warning in each for each in found)
 
 
 @pytest.mark.parametrize("target", ["h200", "cpu"])
@@ -221,8 +221,8 @@ def test_a_bad_plan_of_faults_hides_no_other_problem(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_dry_run_says_what_it_does_not_check(extra: str, flag: Optional[str]) -> None:
-    notices = checked(f"--grad-reduce-in-fp8 {extra}", world_size=4).notices
-    unchecked = [text.partition(":")[0] for text in notices if text.endswith("a dry run does not check this")]
+    warnings = checked(f"--grad-reduce-in-fp8 {extra}", world_size=4).warnings
+    unchecked = [text.partition(":")[0] for text in warnings if text.endswith("a dry run does not check this")]
     assert unchecked == ([] if flag is None else [flag])
 
 

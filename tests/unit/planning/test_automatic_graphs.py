@@ -211,7 +211,7 @@ def test_a_graph_leaves_room_for_fragments(recomputed: str, graph: str) -> None:
         ("--fp4-format e2m1 --fp4-recipe nvfp4", "--fp4-recipe nvfp4: Transformer Engine's stochastic rounding"),
     ],
 )
-def test_the_reason_of_no_graph_is_the_setting_without_advice(extra: str, reason: str) -> None:
+def test_the_reason_of_no_graph_is_the_setting_without_suggestion(extra: str, reason: str) -> None:
     found = {choice.flag: choice for choice in checked(extra, "b200", 2).choices}["--cuda-graph-impl"]
     assert found.value == "none" and found.reason.startswith(reason) and "; use " not in found.reason
 

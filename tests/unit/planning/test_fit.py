@@ -1,4 +1,4 @@
-"""The warning of a dry run that does not fit, and its remedies."""
+"""The warning of a dry run that does not fit, and its suggestions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def warning(words: str, world_size: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "remedy"),
+    ("words", "suggestion"),
     [
         (f"{LLAMA} 64 --global-batch-size 64", "--micro-batch-size 16"),
         (WHOLE_8B, f"{RECOMPUTED} {MOMENTS} fp16"),
@@ -35,9 +35,9 @@ def warning(words: str, world_size: int = 1) -> str:
         ),
     ],
 )
-def test_a_remedy_fits(words: str, remedy: str) -> None:
-    assert warning(words).splitlines()[1] == f"it fits with {remedy}"
-    assert not warning(f"{words} {remedy}")
+def test_a_suggestion_fits(words: str, suggestion: str) -> None:
+    assert warning(words).splitlines()[1] == f"it fits with {suggestion}"
+    assert not warning(f"{words} {suggestion}")
 
 
 def test_runs_that_fit_have_no_warning() -> None:

@@ -62,7 +62,7 @@ def test_everything_is_chosen_and_noticed_as_for_the_size_given(
     assert found.invocation.config == given.invocation.config
     assert settings.to_json(found.invocation.config) == settings.to_json(given.invocation.config)
     assert graph_of(found.invocation.config) == graph
-    assert (found.implementation, found.notices) == (given.implementation, given.notices)
+    assert (found.implementation, found.warnings) == (given.implementation, given.warnings)
     *choices, size = found.choices
     assert tuple(choices) == given.choices
     assert (size.flag, size.value) == ("--micro-batch-size", str(SIZE))

@@ -20,7 +20,7 @@ from megafp8.planning.mixture_time import (
     exchange_s,
     exchanged_bytes,
     expert_gemms,
-    expert_remarks,
+    expert_warnings,
     experts_time,
     rows_per_rank,
 )
@@ -109,14 +109,14 @@ def test_one_launch_reads_and_writes_weight_gradients() -> None:
 def test_fp8_that_does_not_pay_gets_a_warning() -> None:
     fp8 = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"}
     small, large = run_of("qwen3-30b-a3b", fp8), run_of("mixtral-8x7b", fp8 | {"training.micro_batch_size": 4})
-    assert any("FP8 does not pay in these experts" in line for line in expert_remarks(small))
-    assert "GEMMs 256 x 2048 x 1536 and 256 x 768 x 2048" in expert_remarks(small)[0]
-    assert len(expert_remarks(large)) == 1
-    assert expert_remarks(run_of("llama3-8b", {})) == []
+    assert any("FP8 does not pay in these experts" in line for line in expert_warnings(small))
+    assert "GEMMs 256 x 2048 x 1536 and 256 x 768 x 2048" in expert_warnings(small)[0]
+    assert len(expert_warnings(large)) == 1
+    assert expert_warnings(run_of("llama3-8b", {})) == []
 
 
 @pytest.mark.parametrize(
-    ("settings", "remedy"),
+    ("settings", "suggestion"),
     [
         ({"precision.fp8_format": "hybrid"}, "with --fp8-format e4m3 all of them run in one launch"),
         ({"model.moe_ffn_hidden_size": 256}, "more tokens for each expert"),
@@ -124,9 +124,9 @@ def test_fp8_that_does_not_pay_gets_a_warning() -> None:
         ({"model.moe_apply_probs_on_input": True}, "one launch does not support --moe-apply-probs-on-input"),
     ],
 )
-def test_the_warning_names_what_helps(settings: dict[str, Any], remedy: str) -> None:
+def test_the_warning_names_what_helps(settings: dict[str, Any], suggestion: str) -> None:
     fp8 = {"precision.fp8_format": "e4m3", "precision.fp8_recipe": "tensorwise"}
-    assert remedy in expert_remarks(run_of("qwen3-30b-a3b", fp8 | settings))[-1]
+    assert suggestion in expert_warnings(run_of("qwen3-30b-a3b", fp8 | settings))[-1]
 
 
 def test_expert_gradients_are_reduced_over_the_ranks_with_the_same_experts() -> None:
@@ -157,7 +157,7 @@ def test_the_search_for_qwen3_takes_expert_parallelism_within_a_node() -> None:
     assert mixture.token_dispatcher(best.run.config) == "alltoall"
     assert 7_000 < best.step.tokens_per_s_per_gpu < 14_000
     assert plan.assumed["data.seq_length"] == 4096
-    assert plan.remarks[-1].startswith("experts of layout 1: 16 a rank, in one launch, GEMMs 2048 x 2048 x 1536")
+    assert plan.warnings[-1].startswith("experts of layout 1: 16 a rank, in one launch, GEMMs 2048 x 2048 x 1536")
     assert best.step.seconds == step_time(best.run).seconds
 
 

@@ -218,11 +218,11 @@ def test_fused_optimizer_moves_fewer_bytes():
 
 
 @pytest.mark.parametrize(
-    "obstacle", [{"optimizer.loss_scale": 128.0}, {"precision.bf16": False, "precision.fp16": True}], ids=str
+    "problem", [{"optimizer.loss_scale": 128.0}, {"precision.bf16": False, "precision.fp16": True}], ids=str
 )
-def test_fused_optimizer_is_planned_only_where_supported(obstacle):
+def test_fused_optimizer_is_planned_only_where_supported(problem):
     many = run_of({"optimizer.one_pass_optimizer": False})
-    assert optimizer_bytes_per_parameter(run_of(obstacle)) == optimizer_bytes_per_parameter(many)
+    assert optimizer_bytes_per_parameter(run_of(problem)) == optimizer_bytes_per_parameter(many)
 
 
 def test_scaled_moments_are_read_twice():

@@ -112,7 +112,7 @@ def test_full_and_sleep() -> None:
     ("kind", "expected"), [("nan", "nan"), ("inf", "inf"), ("ulp", "above"), ("scale", "threefold")]
 )
 def test_poisons(kind: str, expected: str, dtype: torch.dtype) -> None:
-    """In place, and only the given number of elements; also a parameter, without autograd's notice."""
+    """In place, and only the given number of elements; also a parameter, without autograd's warning."""
     tensor = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=dtype))
     before = tensor.detach().clone()
     plan_of(f"{kind}:at=step.loss" + (",factor=3" if kind == "scale" else "")).poison("step.loss", tensor)

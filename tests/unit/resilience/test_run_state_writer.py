@@ -79,10 +79,10 @@ def test_a_signal_keeps_a_finished_run_done(tmp_path: Path, last_step: int, stat
     done = read(tmp_path)
     writer, other = start_again(tmp_path, last_step)
     other.end("preempted", "rank 1: 30 s after a signal still in the beginning", 75)
-    guard = Watchdog()
-    guard.attach(writer, None, {})
-    guard.outcome, guard.reason = "preempted", "SIGTERM to 2 ranks"
-    guard.finish()
+    watchdog = Watchdog()
+    watchdog.attach(writer, None, {})
+    watchdog.outcome, watchdog.reason = "preempted", "SIGTERM to 2 ranks"
+    watchdog.finish()
     assert (read(tmp_path) == done) == (state == "done")
     assert read(tmp_path).state == state
 
@@ -97,10 +97,10 @@ def test_a_start_that_crashes_has_failed(tmp_path: Path, error: Exception) -> No
 @pytest.mark.parametrize("before", ["done", "stopped"])
 def test_a_restarted_or_unfinished_run_fails(tmp_path: Path, before: str) -> None:
     begin(tmp_path).end(before, "", 0)
-    guard, (writer, _) = Watchdog(), start_again(tmp_path)
-    guard.attach(writer, None, {})
+    watchdog, (writer, _) = Watchdog(), start_again(tmp_path)
+    watchdog.attach(writer, None, {})
     if before == "done":
-        guard.resumed(100, is_own=True)
+        watchdog.resumed(100, is_own=True)
     record_failure(CheckpointError("the disk is full"), 0, writer)
     assert (read(tmp_path).state, read(tmp_path).exit_status) == ("failed", 74)
 

@@ -18,16 +18,16 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from megafp8.config import flags
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.te import counters, fused_mlp, patches, quantizers
-from megafp8.training import operand_faults
-from megafp8.training.operand_faults import OperandFaults, OperandMonitor
+from megafp8.training import nonfinite_operands
+from megafp8.training.nonfinite_operands import NonfiniteOperands, OperandMonitor
 
 RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID, amax_compute_algo="max", reduce_amax=False)
 NAMES = ("layers.0.linear_fc1", "layers.0.linear_fc2")
 patches.install()
 patches.get_fp8_recipe = lambda config: RECIPE
 parallel_state.set_tensor_model_parallel_world_size(1)
-operand_faults.unwrap_model = lambda chunks: chunks
-operand_faults.dist = SimpleNamespace(
+nonfinite_operands.unwrap_model = lambda chunks: chunks
+nonfinite_operands.dist = SimpleNamespace(
     all_reduce=lambda tensor: None,
     get_world_size=lambda: 1,
     all_gather_object=lambda found, names: found.__setitem__(0, names),
@@ -63,7 +63,7 @@ clean = [(fc1, "forward", 0, 2.0), (fc1, "forward", 1, 1.0), (fc2, "forward", 0,
 update(True, *clean)
 update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, 1.0))
 assert monitor.local_totals().tolist() == [0, 0, 0]
-assert monitor.faults(totals_of(monitor), True).counts == ()
+assert monitor.nonfinite_operands(totals_of(monitor), True).counts == ()
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 4
 monitor.reset()
 assert not hasattr(fc2.get_quantizer("forward", 0), quantizers.INFINITY)  # its amaxes are enough
@@ -78,13 +78,13 @@ totals = totals_of(monitor)
 assert (totals.num_non_finite, totals.num_saturated, totals.num_infinite_amaxes) == (2, 1, 2)
 history = mlp.linear_fc2.fp8_meta["scaling_fwd"].amax_history
 assert torch.isinf(history[:, 0]).sum() == 1
-faults = monitor.faults(totals, False)
-assert faults.infinite_amaxes == ("layers.0.linear_fc2.input", "layers.0.linear_fc2.grad_output"), faults
-assert faults.describe() == (
+nonfinite = monitor.nonfinite_operands(totals, False)
+assert nonfinite.infinite_amaxes == ("layers.0.linear_fc2.input", "layers.0.linear_fc2.grad_output"), nonfinite
+assert nonfinite.describe() == (
     "layers.0.linear_fc2.input (fprop, wgrad): 1 non-finite; "
     "layers.0.linear_fc2.grad_output (dgrad, wgrad): 1 non-finite"
-), faults.describe()
-assert dict(faults.counts)["layers.0.linear_fc1.input.fprop"].saturated == 1
+), nonfinite.describe()
+assert dict(nonfinite.counts)["layers.0.linear_fc1.input.fprop"].saturated == 1
 
 # The history is cleared: the scale follows the next amaxes, where an infinite one would keep it.
 assert not torch.isinf(history).any()
@@ -93,8 +93,8 @@ for _ in range(3):
     update(True, *clean, (fc2, "forward", 0, 8.0))
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 8
 assert monitor.local_totals().tolist() == [0, 1, 0]  # the first 8 was beyond the scale of 4
-assert monitor.faults(totals_of(monitor), False) == OperandFaults(num_saturated=1)
-named = [name for name, found in monitor.faults(totals_of(monitor), True).counts if found.saturated]
+assert monitor.nonfinite_operands(totals_of(monitor), False) == NonfiniteOperands(num_saturated=1)
+named = [name for name, found in monitor.nonfinite_operands(totals_of(monitor), True).counts if found.saturated]
 assert named == ["layers.0.linear_fc2.input.fprop", "layers.0.linear_fc2.input.wgrad"], named
 
 # Where the last amax alone makes the scale, an infinite one is counted, and the next one makes the scale.
@@ -103,7 +103,7 @@ monitor.reset()
 update(True, *clean, (fc2, "forward", 0, torch.inf))
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 8, "of before"
 assert monitor.local_totals().tolist() == [1, 0, 0]
-assert monitor.faults(totals_of(monitor), True).infinite_amaxes == ()
+assert monitor.nonfinite_operands(totals_of(monitor), True).infinite_amaxes == ()
 update(True, *clean)
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 4
 RECIPE.amax_compute_algo = "max"
@@ -124,7 +124,7 @@ counters.named_attentions = lambda chunk: [("layers.0.attention", attention), ("
 counters.named_linears = lambda chunk: zip(NAMES, (mlp.linear_fc1, mlp.linear_fc2), strict=True)
 model = "--num-layers 2 --hidden-size 256 --num-attention-heads 2 --bf16 --fp8-format hybrid"
 config = flags.parse(f"{model} --fp8-dot-product-attention".split()).config
-rows = operand_faults.with_attention(config.model, NAMES)  # as with the other linears in high precision
+rows = nonfinite_operands.with_attention(config.model, NAMES)  # as with the other linears in high precision
 assert rows == ("layers.0.attention", *NAMES, "layers.1.attention"), rows
 monitor = OperandMonitor(counters.AmaxCounters(rows[:3], [mlp], torch.device("cpu")), [mlp])
 monitor.reset()
@@ -138,21 +138,23 @@ attention.quantizers["scaling_bwd"][META_DP].amax.fill_(1e6)
 update(False, (fc1, "backward", 0, torch.inf), (fc2, "backward", 0, 1.0))
 totals = totals_of(monitor)
 assert (totals.num_non_finite, totals.num_saturated, totals.num_infinite_amaxes) == (3, 1, 3)
-faults = monitor.faults(totals, False)
+nonfinite = monitor.nonfinite_operands(totals, False)
 ends = ("input.fprop", "grad_output.dgrad", "grad_output.wgrad", "input.wgrad")
-assert faults.describe(max_named=1) == "layers.0.attention.input (fprop): 1 non-finite; and 2 more", faults.describe()
-assert [(name, found.non_finite, found.saturated) for name, found in faults.counts] == [
+assert nonfinite.describe(max_named=1) == "layers.0.attention.input (fprop): 1 non-finite; and 2 more", (
+    nonfinite.describe()
+)
+assert [(name, found.non_finite, found.saturated) for name, found in nonfinite.counts] == [
     ("layers.0.attention.input.fprop", 1, 0), ("layers.0.attention.grad_output.dgrad", 0, 1),
     *((f"layers.0.linear_fc1.{end}", 1, 0) for end in ends),
-], faults.counts  # fmt: skip
+], nonfinite.counts  # fmt: skip
 linear_fc1 = ("layers.0.linear_fc1.input", "layers.0.linear_fc1.grad_output")
-assert faults.infinite_amaxes == ("layers.0.attention.input", *linear_fc1)
+assert nonfinite.infinite_amaxes == ("layers.0.attention.input", *linear_fc1)
 assert not torch.isinf(attention.fp8_meta["scaling_fwd"].amax_history).any()
 counters.named_attentions = lambda chunk: []
 linears = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 with_attention = (linears[0], "attention", *linears[1:])
 for words, names in ((model, linears), (f"{model} --fp8-dot-product-attention", with_attention)):
-    built = operand_faults.build_operand_monitor(
+    built = nonfinite_operands.build_operand_monitor(
         flags.parse(words.split()).config, [mlp], "transformer_engine", torch.device("cpu")
     )
     assert built is not None
@@ -170,9 +172,14 @@ Float8CurrentScalingQuantizer.make_empty = lambda self, shape, dtype: made
 _, parts = quantizers.empty_result(fc2.get_quantizer("forward", 0), (128, 128), torch.bfloat16)
 parts.infinity.fill_(1)
 assert monitor.local_totals().tolist() == [1, 0, 0]
-assert monitor.faults(totals_of(monitor), True).describe() == "layers.0.linear_fc2.input (fprop, wgrad): 1 non-finite"
+assert (
+    monitor.nonfinite_operands(totals_of(monitor), True).describe()
+    == "layers.0.linear_fc2.input (fprop, wgrad): 1 non-finite"
+)
 _, parts = quantizers.empty_result(fc1.get_quantizer("backward", 0), (128, 128), torch.bfloat16)
 parts.infinity.fill_(1)
-assert "layers.0.linear_fc1.grad_output (dgrad, wgrad)" in monitor.faults(totals_of(monitor), True).describe()
+assert (
+    "layers.0.linear_fc1.grad_output (dgrad, wgrad)" in monitor.nonfinite_operands(totals_of(monitor), True).describe()
+)
 monitor.reset()
 assert monitor.local_totals().tolist() == [0, 0, 0] and parts.infinity.item() == 0

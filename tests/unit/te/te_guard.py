@@ -57,7 +57,7 @@ guard.unwrap_model = lambda chunks: chunks
 guard.dist = SimpleNamespace(all_reduce=lambda tensor, op: None, ReduceOp=SimpleNamespace(MAX=None))
 config = flags.parse(f"{RUN} --fp8-guard warn".split()).config
 run = SimpleNamespace(
-    config=config, implementation="transformer_engine", trainee=SimpleNamespace(chunks=[mlp]),
+    config=config, implementation="transformer_engine", training_state=SimpleNamespace(chunks=[mlp]),
     platform=SimpleNamespace(device=torch.device("cpu")),
 )  # fmt: skip
 

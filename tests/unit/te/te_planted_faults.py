@@ -24,9 +24,9 @@ def outputs(fault: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     linears = [te.Linear(32, 32, bias=False, device="cpu") for _ in NAMES]
     planted_fault.named_linears = lambda chunk: zip(NAMES, linears, strict=True)
     chunk = SimpleNamespace(embedding=SimpleNamespace(word_embeddings=torch.nn.Identity()))
-    trainee = SimpleNamespace(chunks=[chunk])
+    training_state = SimpleNamespace(chunks=[chunk])
     config = flags.parse(f"{RUN} {fault}".split()).config
-    planted = planted_fault.LayerFault(SimpleNamespace(config=config, vocab_size=500, trainee=trainee))
+    planted = planted_fault.LayerFault(SimpleNamespace(config=config, vocab_size=500, training_state=training_state))
     found = []
     for step in (1, 2):
         planted.start(step)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megafp8.quantization.smoothing import channel_scales
-from megafp8.te import moved_linears, smoothing
+from megafp8.te import high_precision_fallback, smoothing
 
 
 class Linear(torch.nn.Linear):
@@ -38,11 +38,11 @@ def results(linear: Linear, input: Tensor) -> tuple[Tensor, ...]:
 
 torch.manual_seed(0)
 linear, other = Linear(), Linear()
-moved_linears.named_linears = lambda chunk: [("layers.0.linear_fc2", linear), ("layers.1.linear_fc2", other)]
+high_precision_fallback.named_linears = lambda chunk: [("layers.0.linear_fc2", linear), ("layers.1.linear_fc2", other)]
 split: list[Any] = []
 mlp = SimpleNamespace(name="mlp")
-moved_linears.fused_mlps = lambda chunk: {linear: mlp}
-moved_linears.split = lambda each: split.append(each) if each not in split else None  # twice is once
+high_precision_fallback.fused_mlps = lambda chunk: {linear: mlp}
+high_precision_fallback.split = lambda each: split.append(each) if each not in split else None  # twice is once
 
 inputs = [torch.randn(8, 6) * torch.tensor([1.0, 1.0, 1000.0, 1.0, 0.0, 1e-3]) for _ in range(2)]
 expected = [results(linear, input) for input in inputs]

@@ -36,7 +36,7 @@ def test_settings_are_the_checkpoints(tmp_path: Path) -> None:
         assert parallel.tensor_model_parallel_size == 1 and invocation.config.optimizer.lr is None
         assert invocation.given == {f"checkpoint.{flag[2:].replace('-', '_')}", "checkpoint.use_checkpoint_args",
                                     "model.hidden_size"}  # fmt: skip
-        assert str(tmp_path / "iter_0000000") in invocation.notices[-1]
+        assert str(tmp_path / "iter_0000000") in invocation.warnings[-1]
 
 
 def test_parallel_sizes_have_their_own_flag(tmp_path: Path) -> None:
@@ -54,4 +54,4 @@ def test_a_preset_that_is_given_replaces_the_model(tmp_path: Path) -> None:
 def test_without_a_checkpoint_the_flags_count(tmp_path: Path) -> None:
     invocation, _ = parse(["--load", str(tmp_path), "--use-checkpoint-args"])
     assert invocation.config.model.num_layers is None
-    assert "has no checkpoint" in invocation.notices[-1]
+    assert "has no checkpoint" in invocation.warnings[-1]

@@ -178,7 +178,7 @@ def test_a_step_with_hooks_has_a_graph_in_the_memory_of_the_others(
 ) -> None:
     """Hooks are attached while kernels are launched or captured: in step 1, which warms up, and in 4, not in 6."""
     trainer, attached = Trainer(device, graph_of()), list[int]()
-    run = SimpleNamespace(graph=trainer.graph, trainee=SimpleNamespace(chunks=[]))
+    run = SimpleNamespace(graph=trainer.graph, training_state=SimpleNamespace(chunks=[]))
     monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
     generator, losses = torch.Generator(), []
     hooks = StepHooks(contextmanager(lambda: iter([attached.append(number)])), generator)
@@ -209,8 +209,8 @@ def test_a_run_whose_steps_all_have_hooks_has_graphs_of_its_combinations(device:
 
 def test_a_step_may_run_without_its_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(device, graph_of())
-    trainee = SimpleNamespace(chunks=[])
-    run = SimpleNamespace(graph=trainer.graph, trainee=trainee)
+    training_state = SimpleNamespace(chunks=[])
+    run = SimpleNamespace(graph=trainer.graph, training_state=training_state)
     monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
     losses = []
     for number in range(6):
@@ -225,7 +225,7 @@ def test_a_step_may_run_without_its_graph(device: Device, monkeypatch: pytest.Mo
 
 def test_a_stage_that_reads_no_batches_has_a_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
-    run = SimpleNamespace(graph=graph_of(), trainee=SimpleNamespace(chunks=[]))
+    run = SimpleNamespace(graph=graph_of(), training_state=SimpleNamespace(chunks=[]))
     monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: taken.append(batches) or [])
     for _ in range(WARM_UP + 3):
         assert training_step.forward_backward_or_replay(run, None, MICROBATCHES) == []
@@ -242,7 +242,7 @@ def test_rollback_resets_the_graph_before_tensors_are_replaced(device: Device, m
     trainer = Trainer(device, graph_of())
     for _ in range(4):
         trainer.step()
-    run = SimpleNamespace(graph=trainer.graph, config=RunConfig(), trainee=None)
+    run = SimpleNamespace(graph=trainer.graph, config=RunConfig(), training_state=None)
     monkeypatch.setattr(rollback, "finish_param_gather", lambda *_: None)
     monkeypatch.setattr(rollback, "choose_rollback_checkpoint", lambda *_, **__: SimpleNamespace(path="there", step=1))
     monkeypatch.setattr(rollback, "load_checkpoint", load)

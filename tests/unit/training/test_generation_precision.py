@@ -7,7 +7,7 @@ import pytest
 from megafp8.config import flags
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
-from megafp8.training.generation_precision import cache_notice, generation_config, quantization_words, trained_config
+from megafp8.training.generation_precision import cache_warning, generation_config, quantization_words, trained_config
 
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 
@@ -80,11 +80,11 @@ def test_a_precision_map_counts_as_quantization() -> None:
     assert not quantization_words(generation_config(by_map, None, True, True).precision)
 
 
-def test_a_step_in_high_precision_is_generated_in_it_without_a_notice() -> None:
+def test_a_step_in_high_precision_is_generated_in_it_without_a_warning() -> None:
     run = trained(f"--bf16 {FP8} --fp8-schedule fp8:6,bf16 --train-iters 9")
     assert trained_config(run, 6) == run
     last = trained_config(run, 7)
     assert not quantization_words(last.precision)
     chosen = generation_config(last, None, True, has_bf16_units=False)
     assert chosen == last
-    assert cache_notice(last.precision, chosen.precision) == ""
+    assert cache_warning(last.precision, chosen.precision) == ""

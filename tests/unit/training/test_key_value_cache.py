@@ -136,13 +136,13 @@ def test_a_quantized_bf16_run_generates_in_fp32_where_bf16_is_emulated(
         model = load(tmp_path)
         weights = [weight.float() for weight in model.module.parameters()]
         is_bf16 = all(weight.bfloat16().float().equal(weight) for weight in weights)
-        return str(model), model.notice, is_bf16, len(greedy(model, [5, 3], 4))
+        return str(model), model.warning, is_bf16, len(greedy(model, [5, 3], 4))
 
-    shown, notice, is_bf16, num_tokens = run_ranks(1, text, True)[0]
+    shown, warning, is_bf16, num_tokens = run_ranks(1, text, True)[0]
     assert "layers, bf16, key-value cache, on cpu" in shown
-    assert "trained in FP8 hybrid tensorwise; the key-value cache generates in bf16. --no-cache" in notice
+    assert "trained in FP8 hybrid tensorwise; the key-value cache generates in bf16. --no-cache" in warning
     assert is_bf16 and num_tokens == 4
-    shown, notice, is_bf16, num_tokens = run_ranks(1, text, False)[0]
+    shown, warning, is_bf16, num_tokens = run_ranks(1, text, False)[0]
     assert "layers, fp32, key-value cache, on cpu" in shown
-    assert "generates in fp32, since this device emulates bf16" in notice
+    assert "generates in fp32, since this device emulates bf16" in warning
     assert is_bf16 and num_tokens == 4

@@ -12,7 +12,7 @@ import torch
 from megafp8.config import flags
 from megafp8.errors import DataError, OutOfMemory
 from megafp8.training import out_of_memory
-from megafp8.training.out_of_memory import M_ARENA_MAX, advice_on_memory, check_limits
+from megafp8.training.out_of_memory import M_ARENA_MAX, check_limits, suggestions_on_memory
 from megafp8.utils.memory import cause, is_out_of_memory
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139.80 GiB\nSee the manual")
@@ -36,7 +36,7 @@ def test_lack_of_memory_is_distinguished_from_other_errors(error: Exception, lin
 
 
 @pytest.mark.parametrize(
-    ("extra", "remedies"),
+    ("extra", "suggestions"),
     [
         ("", ["a smaller --micro-batch-size than 4", "--recompute-activations", "more tensor-"]),
         ("--micro-batch-size 1", ["--recompute-activations", "more tensor-"]),
@@ -47,19 +47,22 @@ def test_lack_of_memory_is_distinguished_from_other_errors(error: Exception, lin
         ),
     ],
 )
-def test_only_settings_that_would_help_are_named(extra: str, remedies: list[str]) -> None:
-    with pytest.raises(OutOfMemory) as raised, advice_on_memory(flags.parse(f"{FLAGS} {extra}".split()).config):
+def test_only_settings_that_would_help_are_named(extra: str, suggestions: list[str]) -> None:
+    with pytest.raises(OutOfMemory) as raised, suggestions_on_memory(flags.parse(f"{FLAGS} {extra}".split()).config):
         raise CUDA
     lines = str(raised.value).splitlines()
     assert lines[0].startswith("CUDA out of memory. Tried") and lines[-1].startswith("--dry-run estimates")
     found = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
-    assert len(found) == len(remedies)
-    assert all(line.startswith(remedy) for line, remedy in zip(found, remedies, strict=True))
+    assert len(found) == len(suggestions)
+    assert all(line.startswith(suggestion) for line, suggestion in zip(found, suggestions, strict=True))
     assert raised.value.__cause__ is CUDA
 
 
 def test_the_end_of_a_failed_capture_does_not_hide_the_cause() -> None:
-    with pytest.raises(OutOfMemory, match="Tried to allocate"), advice_on_memory(flags.parse(FLAGS.split()).config):
+    with (
+        pytest.raises(OutOfMemory, match="Tried to allocate"),
+        suggestions_on_memory(flags.parse(FLAGS.split()).config),
+    ):
         try:
             raise CUDA
         finally:
@@ -70,7 +73,7 @@ def test_the_end_of_a_failed_capture_does_not_hide_the_cause() -> None:
     "error", [DataError("A data loader process died: the machine may be out of memory"), KeyError("layers")]
 )
 def test_other_errors_are_kept(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, advice_on_memory(flags.parse(FLAGS.split()).config):
+    with pytest.raises(type(error)) as raised, suggestions_on_memory(flags.parse(FLAGS.split()).config):
         try:
             raise CUDA
         except RuntimeError:

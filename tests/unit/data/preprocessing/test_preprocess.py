@@ -58,11 +58,11 @@ def test_same_bytes_with_any_number_of_workers(job, shard, tmp_path, small_parts
     for workers in (1, 2, 5):
         prefix = str(tmp_path / f"w{workers}" / "c")
         divided = dataclasses.replace(job, output_prefix=prefix, workers=workers, encoder=encoder)
-        notices = []
-        ((shard, manifest),) = preprocess(divided, on_notice=notices.append).shards
+        messages = []
+        ((shard, manifest),) = preprocess(divided, on_message=messages.append).shards
         assert shard_bytes(shard) == whole
         assert manifest.encoder.startswith({"library": "SentencePiece", "gigatoken": "gigatoken"}[encoder])
-        assert manifest.encoder in notices[0]
+        assert manifest.encoder in messages[0]
 
 
 def test_same_bytes_as_megatrons_pipeline(tmp_path, small_parts):
@@ -119,9 +119,9 @@ def test_a_tokenizer_that_loses_text_is_said(tmp_path, job, documents):
     one_letter = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     warnings = []
     for tokenizer in (one_letter, job.tokenizer):
-        notices = []
-        preprocess(dataclasses.replace(job, tokenizer=tokenizer, overwrite=True), on_notice=notices.append)
-        warnings.append([notice for notice in notices if "loses" in notice])
+        messages = []
+        preprocess(dataclasses.replace(job, tokenizer=tokenizer, overwrite=True), on_message=messages.append)
+        warnings.append([message for message in messages if "loses" in message])
     letters = "".join("".join(documents[:16]).split())
     lost = 1 - letters.count("e") / len(letters)
     assert warnings == [
@@ -269,12 +269,12 @@ def test_a_difference_in_the_middle_of_the_job_restarts_it(job, shard, monkeypat
         return encode(encoder, texts)
 
     monkeypatch.setattr(encoders.GigatokenEncoder, "encode", differ_later)
-    notices, seen = [], []
-    ((prefix, manifest),) = preprocess(job, seen.append, notices.append).shards
+    messages, seen = [], []
+    ((prefix, manifest),) = preprocess(job, seen.append, messages.append).shards
     assert shard_bytes(prefix) == shard_bytes(shard)
     assert manifest.encoder == "SentencePieceTokenizer's own library"
-    assert notices[0].startswith("tokenizing with gigatoken")
-    assert "the job starts over: in " in notices[1] and "corpus.jsonl: near 'x'" in notices[1]
+    assert messages[0].startswith("tokenizing with gigatoken")
+    assert "the job starts over: in " in messages[1] and "corpus.jsonl: near 'x'" in messages[1]
     assert [progress.num_documents for progress in seen].count(0) == 2
     encoded.clear()
     with pytest.raises(CapabilityError, match="--encoder gigatoken cannot be used: in .*corpus.jsonl"):
@@ -283,9 +283,9 @@ def test_a_difference_in_the_middle_of_the_job_restarts_it(job, shard, monkeypat
 
 def test_a_small_input_does_not_wait_for_gigatoken(job, monkeypatch):
     monkeypatch.setattr(preprocess_module, "choose_encoder", None)  # nothing calls it
-    notices = []
-    preprocess(job, on_notice=notices.append)
-    assert "the input is small" in notices[0]
+    messages = []
+    preprocess(job, on_message=messages.append)
+    assert "the input is small" in messages[0]
 
 
 def test_the_librarys_batches_are_bounded(tmp_path, monkeypatch):

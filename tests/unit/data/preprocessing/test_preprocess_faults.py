@@ -186,10 +186,10 @@ def test_a_damaged_part_is_named_and_made_again(tmp_path, monkeypatch, small_par
     content = bytearray((folder / f"{name}.{damaged}").read_bytes())
     content[len(content) // 2] ^= 1
     (folder / f"{name}.{damaged}").write_bytes(content)
-    notices = []
-    ((prefix, _),) = preprocess(dataclasses.replace(job, overwrite=True), on_notice=notices.append).shards
-    assert f"made again, because damaged or of an earlier version in {folder}: 1 part ({name})" in notices
-    assert notices[0] == f"reading the finished parts in {folder}, to compare their SHA-256"
+    messages = []
+    ((prefix, _),) = preprocess(dataclasses.replace(job, overwrite=True), on_message=messages.append).shards
+    assert f"made again, because damaged or of an earlier version in {folder}: 1 part ({name})" in messages
+    assert messages[0] == f"reading the finished parts in {folder}, to compare their SHA-256"
     assert (shard_bytes(prefix), skipped_path(job.output_prefix).read_text()) == whole
 
 
@@ -256,12 +256,12 @@ def test_an_unfinished_other_job_is_not_touched(job, monkeypatch, small_parts):
     with pytest.raises(DataError, match="c.parts has an unfinished job with different append eod"):
         preprocess(dataclasses.replace(job, append_eod=False))
     # --overwrite drops it, but resumes its own.
-    notices, seen = [], []
+    messages, seen = [], []
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
         with pytest.raises(Interrupted):
             preprocess(dataclasses.replace(job, append_eod=False, overwrite=True), on_progress=seen.append)
     assert seen[0].num_documents == 0
     seen.clear()
-    preprocess(dataclasses.replace(job, append_eod=False, overwrite=True), seen.append, notices.append)
+    preprocess(dataclasses.replace(job, append_eod=False, overwrite=True), seen.append, messages.append)
     assert (len(seen), seen[0].num_documents) == (1, 60)

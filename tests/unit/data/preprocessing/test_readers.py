@@ -200,7 +200,7 @@ def test_an_undecodable_file_name_is_refused(tmp_path):
 
 
 def test_files_written_by_tools_are_excluded(tmp_path):
-    """Found by folder or pattern, they are skipped with a notice. A file that is named itself is read."""
+    """Found by folder or pattern, they are skipped with a warning. A file that is named itself is read."""
     written = (
         "t.json",
         "gpt/tokenizer.json",
@@ -217,13 +217,15 @@ def test_files_written_by_tools_are_excluded(tmp_path):
     for name in (*written, *text, "t.model", "t.vocab"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    notices = []
-    found = find_sources([str(tmp_path)], on_notice=notices.append)
+    messages = []
+    found = find_sources([str(tmp_path)], on_message=messages.append)
     assert sorted(Path(source.path).relative_to(tmp_path).as_posix() for source in found) == sorted(text)
-    assert len(notices) == 1 and f"ignored {len(written)} files" in notices[0]
-    found = find_sources([str(tmp_path / "*.json*")], on_notice=notices.append)
-    assert [Path(source.path).name for source in found] == ["a.jsonl"] and "ignored 4 files" in notices[1]
-    assert len(find_sources([str(tmp_path / "c.skipped.jsonl")], on_notice=notices.append)) == 1 and len(notices) == 2
+    assert len(messages) == 1 and f"ignored {len(written)} files" in messages[0]
+    found = find_sources([str(tmp_path / "*.json*")], on_message=messages.append)
+    assert [Path(source.path).name for source in found] == ["a.jsonl"] and "ignored 4 files" in messages[1]
+    assert (
+        len(find_sources([str(tmp_path / "c.skipped.jsonl")], on_message=messages.append)) == 1 and len(messages) == 2
+    )
     with pytest.raises(DataError, match="no such file of a supported type"):
         find_sources([str(tmp_path / "gpt")])
 

@@ -36,9 +36,9 @@ def model_of(folder, **changes):
 def test_dropout_is_turned_off_and_said(tokenizer_json):
     tokenizer = hugging_face(tokenizer_json, model=model_of(tokenizer_json, dropout=0.5))
     assert {tuple(tokenizer.tokenize("abc")) for _ in range(50)} == {(4,)}
-    (notice,) = tokenizer.notices
-    assert f"{tokenizer_json / 'tokenizer.json'}: dropout 0.5 is turned off" in notice
-    assert hugging_face(tokenizer_json, model=model_of(tokenizer_json, dropout=None)).notices == ()
+    (warning,) = tokenizer.warnings
+    assert f"{tokenizer_json / 'tokenizer.json'}: dropout 0.5 is turned off" in warning
+    assert hugging_face(tokenizer_json, model=model_of(tokenizer_json, dropout=None)).warnings == ()
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])

@@ -11,8 +11,8 @@ import pytest
 from megafp8.launch.doctor import versions
 from megafp8.launch.doctor.checks import CHECKS, LIBRARIES, recipe_support, run_checks
 from megafp8.launch.doctor.facts import InstalledGpu, Machine
-from megafp8.launch.doctor.findings import ERROR, OK, WARNING
 from megafp8.launch.doctor.report import exit_status, report_data, report_text
+from megafp8.launch.doctor.results import ERROR, OK, WARNING
 from megafp8.launch.doctor.versions import dotted
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -56,11 +56,11 @@ def failing(machine: Machine, **errors: str) -> dict:
 
 @pytest.mark.parametrize("machine", [CPU, H200], ids=["CPU", "H200"])
 def test_a_correct_machine_has_no_findings(machine: Machine) -> None:
-    findings = run_checks(machine)
-    assert {finding.level for finding in findings} == {OK}
-    assert all(finding.fix is None for finding in findings)
-    assert exit_status(findings, strict=True) == 0
-    assert "nothing to fix" in report_text(machine, findings)
+    results = run_checks(machine)
+    assert {result.level for result in results} == {OK}
+    assert all(result.fix is None for result in results)
+    assert exit_status(results, strict=True) == 0
+    assert "nothing to fix" in report_text(machine, results)
 
 
 CASES = {
@@ -212,11 +212,9 @@ GPU_CASES = {
 )
 def test_each_fault_is_found_with_its_fix(machine, values, level, check, text, mend) -> None:
     found = [
-        finding
-        for finding in run_checks(change(machine, **values))
-        if finding.check == check and finding.level == level
+        result for result in run_checks(change(machine, **values)) if result.check == check and result.level == level
     ]
-    assert len(found) == 1, [finding for finding in run_checks(change(machine, **values)) if finding.level != OK]
+    assert len(found) == 1, [result for result in run_checks(change(machine, **values)) if result.level != OK]
     assert text in found[0].text and found[0].fix is not None and mend in found[0].fix
     assert exit_status(found) == (64 if level == ERROR else 0)
     assert exit_status(found, strict=True) == (64 if level == ERROR else 1)
@@ -224,23 +222,23 @@ def test_each_fault_is_found_with_its_fix(machine, values, level, check, text, m
 
 def test_every_check_has_a_fault() -> None:
     named = {case[2] for case in (*CASES.values(), *GPU_CASES.values())}
-    spoken = {check.__name__: {finding.check for finding in check(H200)} for check in CHECKS}
+    spoken = {check.__name__: {result.check for result in check(H200)} for check in CHECKS}
     assert {name for name, checks in spoken.items() if not checks & named} == set()
 
 
 def test_a_bare_machine_has_every_problem() -> None:
     nothing = Machine(python=(3, 9, 2), import_errors={"torch": "ModuleNotFoundError"}, disk_error="gone")
-    findings = run_checks(nothing, num_gpus=8)
-    errors = {finding.check for finding in findings if finding.level == ERROR}
+    results = run_checks(nothing, num_gpus=8)
+    errors = {result.check for result in results if result.level == ERROR}
     assert errors == {"Python", "torch", "megatron-core", "libraries", "disk", "GPU"}
     assert set(recipe_support(nothing).values()) == {"not available: see above"}
-    assert "training cannot run" in report_text(nothing, findings)
+    assert "training cannot run" in report_text(nothing, results)
 
 
 def test_one_broken_torch_is_reported_once() -> None:
     others = dict.fromkeys(("torch", "megatron.core", "transformer_engine.pytorch"), BROKEN_TORCH)
-    findings = run_checks(change(H200, import_errors=others, torch_version=None, gpus=(), torch_cuda=None))
-    assert [finding.check for finding in findings if BROKEN_TORCH in finding.text] == ["torch"]
+    results = run_checks(change(H200, import_errors=others, torch_version=None, gpus=(), torch_cuda=None))
+    assert [result.check for result in results if BROKEN_TORCH in result.text] == ["torch"]
 
 
 @pytest.mark.parametrize(
@@ -252,8 +250,8 @@ def test_a_slow_import_is_not_reported_as_broken(module: str, check: str) -> Non
     """The ones after it were not tried."""
     tried = dict(list(H200.import_errors.items())[: list(H200.import_errors).index(module)])
     machine = change(H200, import_errors=tried, slow_imports={module: 120.0}, load_per_core=5.25)
-    found = [finding for finding in run_checks(machine) if finding.level != OK]
-    assert [(finding.check, finding.level) for finding in found] == [(check, WARNING)]
+    found = [result for result in run_checks(machine) if result.level != OK]
+    assert [(result.check, result.level) for result in found] == [(check, WARNING)]
     assert "not imported within 120 s (load 5.2 per core): unknown whether it works" in found[0].text
     assert "reinstall" not in str(found) and "pip" not in str(found)
     assert exit_status(found) == 0 and exit_status(found, strict=True) == 1

@@ -58,7 +58,7 @@ class Mixture:
         self.layers = torch.nn.ModuleList(Layer(number) for number in range(1, num_layers + 1))
         config = flags.parse(f"{TINY} --num-layers {num_layers} --log-interval {interval}".split()).config
         run = SimpleNamespace(
-            config=config, graph=graph, trainee=SimpleNamespace(chunks=[self.layers]),
+            config=config, graph=graph, training_state=SimpleNamespace(chunks=[self.layers]),
             platform=SimpleNamespace(device=torch.device("cpu")), place=SimpleNamespace(rank=rank, world_size=3),
             timer=StepTimer(),
         )  # fmt: skip

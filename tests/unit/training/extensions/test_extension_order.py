@@ -122,10 +122,10 @@ def test_ranks_agree_on_signals_after_a_save(
     saves: bool, stop_reason: Optional[str], expected: Optional[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "is_stop_requested", lambda run: True)
-    monkeypatch.setattr(checkpoints, "record_stop_signals", lambda guard: "SIGTERM")
+    monkeypatch.setattr(checkpoints, "record_stop_signals", lambda watchdog: "SIGTERM")
     extension: Any = checkpoints.Checkpoints()
     extension.saver = Saver(saves)
-    run = SimpleNamespace(guard=None)
+    run = SimpleNamespace(watchdog=None)
     state = SimpleNamespace(run=run, progress=None, stop_reason=stop_reason, is_last=stop_reason is not None)
     extension.after_step(state, None)
     assert state.stop_reason == expected
@@ -138,8 +138,8 @@ def test_ranks_agree_on_signals_after_a_save(
 def test_a_signal_in_a_validation_before_the_first_step_ends_the_run(
     is_agreed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(every_run, "record_stop_signals", lambda guard: "SIGTERM")
-    state: Any = SimpleNamespace(run=SimpleNamespace(guard=SimpleNamespace(stop_agreed=is_agreed)), stop_reason=None)
+    monkeypatch.setattr(every_run, "record_stop_signals", lambda watchdog: "SIGTERM")
+    state: Any = SimpleNamespace(run=SimpleNamespace(watchdog=SimpleNamespace(stop_agreed=is_agreed)), stop_reason=None)
     every_run.StopConditions().open(state)
     assert state.stop_reason == ("SIGTERM" if is_agreed else None)
 

@@ -1,4 +1,4 @@
-"""Faults of the experts' load become one event for each layer and fault, with advice that the run accepts."""
+"""Warnings about the experts' load become one event for each layer and kind, with suggestions that the run accepts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_each_fault_of_a_layer_is_reported_once() -> None:
     """Also if the experts and their number change."""
     config = flags.parse(TINY.split()).config
     run: Any = SimpleNamespace(
-        config=config, place=SimpleNamespace(world_size=1), trainee=SimpleNamespace(chunks=[]),
+        config=config, place=SimpleNamespace(world_size=1), training_state=SimpleNamespace(chunks=[]),
         platform=SimpleNamespace(device=torch.device("cpu")),
     )  # fmt: skip
     state: Any = SimpleNamespace(run=run)

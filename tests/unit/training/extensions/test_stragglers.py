@@ -66,7 +66,7 @@ class Recorded:
             logging=LoggingConfig(log_interval=2), parallel=ParallelConfig(pipeline_model_parallel_size=2)
         )
         run = SimpleNamespace(
-            config=config, graph=graph, trainee=SimpleNamespace(chunks=[]),
+            config=config, graph=graph, training_state=SimpleNamespace(chunks=[]),
             place=SimpleNamespace(rank=rank, world_size=world_size),
             platform=SimpleNamespace(kind="cpu", device=torch.device("cpu")),
         )  # fmt: skip

@@ -15,7 +15,7 @@ from small_run import SourceSamples, build_run, fingerprint, small_config, weigh
 from torch import Tensor
 
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.progress import NOT_FINITE, OPERAND, MovedLinear, Progress
+from megafp8.checkpoint.progress import NOT_FINITE, OPERAND, HighPrecisionFallback, Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.mcore.modules import named_attentions
@@ -24,7 +24,7 @@ from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.training import pretrain
 from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
-from megafp8.training.operand_faults import emulated_linears_by_name
+from megafp8.training.nonfinite_operands import emulated_linears_by_name
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult, train_step
 
@@ -62,7 +62,7 @@ LAYOUTS = {
 
 def poison(run: Run, bad_rank: int, value: float) -> None:
     """One element of the input of `BAD` is not finite in the first microbatch of the bad step, on one rank."""
-    linears = dict(emulated_linears_by_name(run.trainee.chunks))
+    linears = dict(emulated_linears_by_name(run.training_state.chunks))
     if BAD not in linears or dist.get_rank() != bad_rank:
         return
     num_passes = [0]
@@ -88,7 +88,7 @@ class Seen:
     error: str = ""
     has_infinite_amax: bool = False
     quant_scales: tuple[float, ...] = ()
-    moved: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
 
 
 def train(config: RunConfig, bad_rank: int, value: float) -> Seen:
@@ -108,13 +108,13 @@ def train(config: RunConfig, bad_rank: int, value: float) -> Seen:
         progress = progress_after_step(run, progress, result.bad_step, values)
         results.append(result)
     hashes.append(fingerprint(weights(run)))
-    states = [m for c in unwrap_model(run.trainee.chunks) for m in c.modules() if isinstance(m, DelayedState)]
-    linears = dict(emulated_linears_by_name(run.trainee.chunks))
+    states = [m for c in unwrap_model(run.training_state.chunks) for m in c.modules() if isinstance(m, DelayedState)]
+    linears = dict(emulated_linears_by_name(run.training_state.chunks))
     return Seen(
         results, hashes, progress, error,
         any(bool(state.infinite_amaxes.any()) for state in states),
         tuple(linears[BAD].quantizer_state.quant_scale.tolist()) if states and BAD in linears else (),
-        tuple(name for name, linear in linears.items() if linear.is_moved),
+        tuple(name for name, linear in linears.items() if linear.is_fallback),
     )  # fmt: skip
 
 
@@ -123,10 +123,10 @@ def test_hidden_infinity_is_named_and_changes_nothing_else(recipe: str) -> None:
     (seen,) = run_ranks(1, train, small_config("llama", f"{recipe} --seq-length 64"), 0, torch.inf)
     assert not seen.error and len(seen.results) == STEPS
     for step, result in enumerate(seen.results, start=1):
-        found = result.operand_faults.non_finite_operands()
+        found = result.nonfinite_operands.non_finite_operands()
         assert ("layers.1.linear_fc2.input" in found) == (step == BAD_STEP), (step, found)
-    faults = seen.results[BAD_STEP - 1].operand_faults
-    assert "layers.1.linear_fc2.input (fprop, wgrad): 1 non-finite" in faults.describe()
+    nonfinite = seen.results[BAD_STEP - 1].nonfinite_operands
+    assert "layers.1.linear_fc2.input (fprop, wgrad): 1 non-finite" in nonfinite.describe()
     assert not seen.results[BAD_STEP - 1].is_skipped, "the default only records"
 
 
@@ -158,16 +158,18 @@ def test_first_linear_moves_where_the_loss_is_bad_too(recipe: str) -> None:
     stages = train_showing(recipe, f"{LAYOUTS['pp2']} {BF16}", 2)
     assert not stages[0].error
     for seen in stages:
-        assert seen.progress.history.moved_linears == (MovedLinear(BAD, BAD_STEP, OPERAND),), "not what follows from it"
+        assert seen.progress.history.moved_linears == (HighPrecisionFallback(BAD, BAD_STEP, OPERAND),), (
+            "not what follows from it"
+        )
         assert [skipped.reason for skipped in seen.progress.history.skipped] == [OPERAND]
         assert [result.is_skipped for result in seen.results] == [step == BAD_STEP for step in range(1, STEPS + 1)]
-    assert [seen.moved for seen in stages] == [(), (BAD,)]
+    assert [seen.fallbacks for seen in stages] == [(), (BAD,)]
 
 
 def test_bad_loss_alone_moves_and_stops_nothing() -> None:
     def spoil_loss(flags: str) -> tuple[str, Progress]:
         run = build_run(small_config("llama", f"{TENSORWISE} --max-skipped-steps 1 {flags}"))
-        layer = unwrap_model(run.trainee.chunks)[0].output_layer
+        layer = unwrap_model(run.training_state.chunks)[0].output_layer
         layer.register_forward_hook(lambda module, args, output: (output[0] * torch.nan, *output[1:]))
         batches = build_batches(run, SourceSamples(run.config.data.seq_length), 0, BATCH, num_workers=0)
         result = train_step(run, batches, Progress())
@@ -182,12 +184,12 @@ def test_bad_loss_alone_moves_and_stops_nothing() -> None:
 def test_nan_under_nvfp4_is_named() -> None:
     (seen,) = run_ranks(1, train, small_config("llama", f"{RECIPES['nvfp4']} --seq-length 64"), 0, torch.nan)
     assert torch.isfinite(torch.tensor(seen.results[BAD_STEP - 1].loss)), "FP4 has no NaN: the loss cannot show it"
-    assert "layers.1.linear_fc2.input (fprop, wgrad): 1" in seen.results[BAD_STEP - 1].operand_faults.describe()
+    assert "layers.1.linear_fc2.input (fprop, wgrad): 1" in seen.results[BAD_STEP - 1].nonfinite_operands.describe()
 
 
 def test_infinite_amax_is_cleared_from_the_window() -> None:
     (seen,) = run_ranks(1, train, small_config("llama", DELAYED), 0, torch.inf)
-    assert seen.results[BAD_STEP - 1].operand_faults.infinite_amaxes == (f"{BAD}.input",)
+    assert seen.results[BAD_STEP - 1].nonfinite_operands.infinite_amaxes == (f"{BAD}.input",)
     assert not seen.has_infinite_amax
     (clean,) = run_ranks(1, train, small_config("llama", DELAYED), 1, torch.inf)
     assert seen.quant_scales[0] == pytest.approx(clean.quant_scales[0], rel=0.2), "made from later amaxes again"
@@ -196,8 +198,8 @@ def test_infinite_amax_is_cleared_from_the_window() -> None:
 def test_most_recent_amax_needs_no_clearing() -> None:
     recipe = DELAYED.replace("--fp8-amax-compute-algo max", "--fp8-amax-compute-algo most_recent")
     (seen,) = run_ranks(1, train, small_config("llama", recipe), 0, torch.inf)
-    assert seen.results[BAD_STEP - 1].operand_faults.infinite_amaxes == ()
-    assert f"{BAD}.input" in seen.results[BAD_STEP - 1].operand_faults.non_finite_operands()
+    assert seen.results[BAD_STEP - 1].nonfinite_operands.infinite_amaxes == ()
+    assert f"{BAD}.input" in seen.results[BAD_STEP - 1].nonfinite_operands.non_finite_operands()
     (clean,) = run_ranks(1, train, small_config("llama", recipe), 1, torch.inf)
     assert seen.quant_scales[0] == pytest.approx(clean.quant_scales[0], rel=0.2), "made from the next amaxes"
 
@@ -228,9 +230,11 @@ def test_all_ranks_skip_the_update(layout: str) -> None:
 def test_linear_moves_to_high_precision(recipe: str) -> None:
     config = small_config("llama", f"{recipe} {LAYOUTS['pp2']} {BF16}", 2)
     answers = run_ranks(2, train, config, 1, torch.inf)
-    moved = (MovedLinear(BAD, BAD_STEP, OPERAND),)
-    assert [seen.progress.history.moved_linears for seen in answers] == [moved, moved], "also on the other stage"
-    assert [seen.moved for seen in answers] == [(), (BAD,)]
+    fallbacks = (HighPrecisionFallback(BAD, BAD_STEP, OPERAND),)
+    assert [seen.progress.history.moved_linears for seen in answers] == [fallbacks, fallbacks], (
+        "also on the other stage"
+    )
+    assert [seen.fallbacks for seen in answers] == [(), (BAD,)]
     assert [result.is_skipped for result in answers[0].results] == [step == BAD_STEP for step in range(1, STEPS + 1)]
 
 
@@ -251,7 +255,7 @@ def test_moved_linear_is_recorded_and_resumed(tmp_path: Path) -> None:
     progress, straight = run_loop(tmp_path / "straight", "")
     run_loop(tmp_path / "resumed", "--exit-interval 4")
     resumed_progress, resumed = run_loop(tmp_path / "resumed", "")
-    assert progress.history.moved_linears == (MovedLinear(BAD, BAD_STEP, OPERAND),)
+    assert progress.history.moved_linears == (HighPrecisionFallback(BAD, BAD_STEP, OPERAND),)
     assert (progress, straight) == (resumed_progress, resumed), "to the bit"
     run = load_run(tmp_path / "straight")
     counted = {step.step: step.num_non_finite_operands for step in run.steps if step.num_non_finite_operands}
@@ -273,7 +277,7 @@ def test_moved_linear_is_recorded_and_resumed(tmp_path: Path) -> None:
 def test_output_gradient_is_named() -> None:
     def infinite_gradient() -> str:
         run = build_run(small_config("llama", TENSORWISE))
-        layer = unwrap_model(run.trainee.chunks)[0].decoder.layers[1]
+        layer = unwrap_model(run.training_state.chunks)[0].decoder.layers[1]
 
         def spoil(module: torch.nn.Module, gradients: tuple[Tensor, ...]) -> tuple[Any, ...]:
             spoiled = gradients[0].clone()
@@ -282,7 +286,7 @@ def test_output_gradient_is_named() -> None:
 
         layer.mlp.linear_fc1.register_full_backward_pre_hook(spoil)
         batches = build_batches(run, SourceSamples(run.config.data.seq_length), 0, BATCH, num_workers=0)
-        return train_step(run, batches, Progress()).operand_faults.describe()
+        return train_step(run, batches, Progress()).nonfinite_operands.describe()
 
     (text,) = run_ranks(1, infinite_gradient)
     assert text.startswith("layers.1.linear_fc1.grad_output (dgrad, wgrad): 2 non-finite"), text
@@ -292,7 +296,7 @@ def test_attention_is_numbered_over_all_stages() -> None:
     config = small_config("llama", f"{DELAYED} --pipeline-model-parallel-size 2 --micro-batch-size 2", 2)
 
     def names() -> list[str]:
-        chunks = unwrap_model(build_run(config).trainee.chunks)
+        chunks = unwrap_model(build_run(config).training_state.chunks)
         return [name for chunk in chunks for name, _ in named_attentions(chunk)]
 
     assert run_ranks(2, names) == [["layers.0.attention"], ["layers.1.attention"]]

@@ -14,8 +14,8 @@ from megafp8.quantization.counters import NON_FINITE, QuantizerCounters
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import LinearPlan
+from megafp8.quantization.prequantized import PrequantizedScale, codes_of_experts, dequantized
 from megafp8.quantization.quantize import dequantize, quantize
-from megafp8.quantization.received import ReceivedScale, codes_of_experts, dequantized
 from megafp8.recipes import registry
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand
 
@@ -30,12 +30,12 @@ def rows(seed: int = 0) -> Tensor:
     return (values * torch.logspace(-3, 3, len(values))[:, None]).bfloat16()
 
 
-def arrived(recipe: LinearRecipe, inputs: Tensor, **options: Any) -> tuple[Tensor, ReceivedScale]:
+def arrived(recipe: LinearRecipe, inputs: Tensor, **options: Any) -> tuple[Tensor, PrequantizedScale]:
     """The numbers of the codes of one expert's tokens, and their scale."""
     rule = recipe.rule(Operand.INPUT, Gemm.FPROP)
     assert rule is not None
     codes, scales = codes_of_experts(inputs, torch.tensor([len(inputs)]), rule, **options)
-    return codes.to(inputs.dtype).requires_grad_(), ReceivedScale(scales.amax[0], scales.dequant_scale[0])
+    return codes.to(inputs.dtype).requires_grad_(), PrequantizedScale(scales.amax[0], scales.dequant_scale[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"fp8_power_2_scale": True}, {"fp8_tensorwise_margin": 1}])
@@ -64,7 +64,7 @@ def test_a_linear_multiplies_codes_as_it_would_multiply_the_tokens() -> None:
     numbers, scale = arrived(RECIPE, inputs)
     plan = LinearPlan(recipe=RECIPE)
     expected = results(inputs.clone().requires_grad_(), weight, plan)
-    found = results(numbers, weight, dataclasses.replace(plan, received=scale))
+    found = results(numbers, weight, dataclasses.replace(plan, prequantized=scale))
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -76,7 +76,7 @@ def test_delayed_scaling_records_the_amax_of_the_tokens() -> None:
     numbers, scale = arrived(DELAYED, inputs, quant_scales=states[1].next_input_scale()[None])
     plans = [LinearPlan(recipe=DELAYED, delayed=state.scales_for_forward()[0]) for state in states]
     expected = results(inputs.clone().requires_grad_(), weight, plans[0])
-    found = results(numbers, weight, dataclasses.replace(plans[1], received=scale))
+    found = results(numbers, weight, dataclasses.replace(plans[1], prequantized=scale))
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert torch.equal(states[0].amax_history, states[1].amax_history) and states[0].amax_history[0].all()
 
@@ -87,7 +87,7 @@ def test_values_that_are_not_finite_are_counted(value: float) -> None:
     inputs[2, 3] = value
     numbers, scale = arrived(RECIPE, inputs)
     counters = QuantizerCounters(["fc1"], torch.device("cpu"))
-    plan = LinearPlan(recipe=RECIPE, received=scale, counts=counters.of_linear("fc1"))
+    plan = LinearPlan(recipe=RECIPE, prequantized=scale, counts=counters.of_linear("fc1"))
     emulated_linear(numbers, rows(2), None, plan)
     assert counters.of_linear("fc1")[Operand.INPUT, Gemm.FPROP][NON_FINITE] == 1
 
@@ -95,7 +95,7 @@ def test_values_that_are_not_finite_are_counted(value: float) -> None:
 def test_the_observer_does_not_see_what_arrived() -> None:
     seen = []
     numbers, scale = arrived(RECIPE, rows(1))
-    plan = LinearPlan(recipe=RECIPE, received=scale, observer=lambda operand, *_: seen.append(operand))
+    plan = LinearPlan(recipe=RECIPE, prequantized=scale, observer=lambda operand, *_: seen.append(operand))
     results(numbers, rows(2), plan)
     assert seen == [Operand.WEIGHT, Operand.GRAD_OUTPUT]
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, MovedLinear
+from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, HighPrecisionFallback
 from megafp8.config import precision_map
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.mcore.modules import ATTENTION, named_linears
@@ -41,8 +41,9 @@ MAX_NAMED = 6
 
 
 @dataclass(frozen=True)
-class OperandFaults:
-    """The faults of one step over all ranks, the same on all ranks. Copies of a tensor on several ranks all count.
+class NonfiniteOperands:
+    """The non-finite and saturated operands of one step over all ranks, the same on all ranks. Copies of a tensor on
+    several ranks all count.
 
     Attributes:
         num_non_finite, num_saturated: values, each once for each GEMM that reads it.
@@ -152,7 +153,8 @@ class EmulatedCounters:
 
 
 class OperandMonitor:
-    """Counts the faults of this rank's linears and of experts in one launch, and names those of all ranks.
+    """Counts non-finite and saturated operands of this rank's linears and of experts in one launch, and names those of
+    all ranks.
 
     Args:
         counters: of the linears.
@@ -172,8 +174,8 @@ class OperandMonitor:
         """This rank's part of the step's totals, int64 [3]; see `StepTotals`."""
         return self.experts.add_to(self.counters.totals())
 
-    def faults(self, totals: StepTotals, names_saturated: bool) -> OperandFaults:
-        """The faults of a step over all ranks, and clear infinite amaxes.
+    def nonfinite_operands(self, totals: StepTotals, names_saturated: bool) -> NonfiniteOperands:
+        """The non-finite and saturated operands of a step over all ranks, and clear infinite amaxes.
 
         Collective, with communication only if operands are named.
 
@@ -182,7 +184,7 @@ class OperandMonitor:
         """
         is_finite = not (totals.num_non_finite or totals.num_infinite_amaxes)
         if is_finite and not (totals.num_saturated and names_saturated):
-            return OperandFaults(num_saturated=int(totals.num_saturated))
+            return NonfiniteOperands(num_saturated=int(totals.num_saturated))
         linears, counts = self.counters.linears, self.experts.add_to_table(self.counters.table())
         dist.all_reduce(counts)
         names: tuple[str, ...] = ()
@@ -195,7 +197,7 @@ class OperandMonitor:
                      for place, operand in enumerate(OPERANDS)}  # fmt: skip
             names = tuple(sorted(everywhere, key=order.__getitem__))
         named = tuple(named_counts(linears, counts.cpu()))
-        return OperandFaults(int(totals.num_non_finite), int(totals.num_saturated), named, names)
+        return NonfiniteOperands(int(totals.num_non_finite), int(totals.num_saturated), named, names)
 
 
 def named_counts(linears: Sequence[str], table: Tensor) -> Iterator[tuple[str, OperandCounts]]:
@@ -247,12 +249,12 @@ def with_attention(model: ModelConfig, linears: Sequence[str]) -> tuple[str, ...
     return tuple(names)
 
 
-def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implementation: str) -> None:
+def fall_back(chunks: Sequence[Any], linears: Sequence[HighPrecisionFallback], implementation: str) -> None:
     """Compute linears in high precision, or with a scale per channel, from now on; those of this rank."""
     names = [linear.name for linear in linears if linear.form == HIGH_PRECISION]
     move_grouped_experts(chunks, names)
     if implementation == "transformer_engine":
-        from megafp8.te.moved_linears import move_to_high_precision  # need Transformer Engine
+        from megafp8.te.high_precision_fallback import move_to_high_precision  # need Transformer Engine
         from megafp8.te.smoothing import smooth_inputs
 
         model = unwrap_model(list(chunks))
@@ -261,7 +263,7 @@ def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implemen
         return
     forms = [(linear.name, linear.form) for linear in linears]
     for name, linear in emulated_linears_by_name(chunks):
-        for form in [form for moved, form in forms if moved == name]:
+        for form in [form for fallback, form in forms if fallback == name]:
             if form == SMOOTHED:
                 linear.smooth_input()
             else:
@@ -270,9 +272,9 @@ def move_linears(chunks: Sequence[Any], linears: Sequence[MovedLinear], implemen
 
 def move_grouped_experts(chunks: Sequence[Any], names: Sequence[str]) -> None:
     """Compute experts in one launch in high precision from now on, if a linear of one of them is named."""
-    moved = {precision_map.name_of_all_experts(name) for name in names}
+    fallbacks = {precision_map.name_of_all_experts(name) for name in names}
     for prefix, mixture in (named for chunk in unwrap_model(list(chunks)) for named in named_mixtures(chunk)):
-        if f"{prefix}{precision_map.MLP_LINEARS[0]}" in moved:
+        if f"{prefix}{precision_map.MLP_LINEARS[0]}" in fallbacks:
             mixture.experts.rule = mixture.experts.codes = None
             for state in mixture.experts.quantizer_state.values():  # the others' updates do not wait for it
                 mixture.experts.exchange.leave(state)

@@ -13,15 +13,15 @@ from megafp8.config.precision_map import resolve
 from megafp8.config.settings import with_values
 from megafp8.device import capability
 from megafp8.metrics.health import RULES
-from megafp8.metrics.health_advice import (
+from megafp8.metrics.health_suggestions import (
     Case,
     accepted,
-    advice,
     for_noise,
     for_nonfinite_values,
     for_outliers,
     for_saturation,
     for_underflow,
+    suggestion_text,
 )
 
 STATISTICS = "--fp8-log-interval 2"
@@ -49,20 +49,20 @@ def case_of(name: str, linear: Optional[str] = "layers.1.linear_fc1") -> Case:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "-"))
 @pytest.mark.parametrize("name", RUNS)
-def test_every_advice_is_accepted_by_the_command_line(name: str, rule: object) -> None:
+def test_every_suggestion_is_accepted_by_the_command_line(name: str, rule: object) -> None:
     """Appended to its flags, for every linear."""
     config = case_of(name).config
     command = f"{TINY} {RUNS[name]}".split()
     assert rules.setting_problems(config, 1) == []
     for linear in (None, *resolve(config.model, config.precision)):
-        for remedy in accepted(Case(config, 1, linear), rule.remedies(Case(config, 1, linear))):
-            together, problems = flags.parse_with_problems([*command, *remedy.words])
-            assert not problems and not rules.setting_problems(together.config, 1), remedy
-            assert not remedy.words or together.config != config, remedy
-            assert all(word in str(remedy) for word in remedy.words)
+        for suggestion in accepted(Case(config, 1, linear), rule.suggestions(Case(config, 1, linear))):
+            together, problems = flags.parse_with_problems([*command, *suggestion.words])
+            assert not problems and not rules.setting_problems(together.config, 1), suggestion
+            assert not suggestion.words or together.config != config, suggestion
+            assert all(word in str(suggestion) for word in suggestion.words)
 
 
-def test_kernels_that_a_run_chose_for_its_experts_exclude_no_advice() -> None:
+def test_kernels_that_a_run_chose_for_its_experts_exclude_no_suggestion() -> None:
     """One launch for all experts is for a few recipes."""
     words = f"{TINY} --bf16 --num-experts 4 --fp8-format e4m3 --fp8-recipe tensorwise".split()
     config = with_values(flags.parse(words).config, {"parallel.moe_expert_kernels": "triton"})
@@ -71,41 +71,41 @@ def test_kernels_that_a_run_chose_for_its_experts_exclude_no_advice() -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_nonfinite_values_have_an_advice(name: str) -> None:
-    assert "--clip-grad" in advice(case_of(name, None), for_nonfinite_values)
+def test_nonfinite_values_have_a_suggestion(name: str) -> None:
+    assert "--clip-grad" in suggestion_text(case_of(name, None), for_nonfinite_values)
 
 
-def test_advice_is_for_the_recipe_of_the_run() -> None:
-    assert "--fp8-recipe tensorwise" in advice(case_of("delayed"), for_saturation)
-    assert "tensorwise" not in advice(case_of("tensorwise"), for_nonfinite_values)
-    margin = advice(case_of("delayed-margin"), for_saturation)
+def test_suggestion_is_for_the_recipe_of_the_run() -> None:
+    assert "--fp8-recipe tensorwise" in suggestion_text(case_of("delayed"), for_saturation)
+    assert "tensorwise" not in suggestion_text(case_of("tensorwise"), for_nonfinite_values)
+    margin = suggestion_text(case_of("delayed-margin"), for_saturation)
     assert "--fp8-recipe tensorwise" in margin, "--fp8-margin has then no effect, which a notice says"
     assert "--fp8-margin 2" in margin and "--fp8-amax-history-len 2048" in margin
 
 
 def test_four_bit_recipes_are_advised_eight_bits_or_more() -> None:
-    assert "fp8-recipe" not in advice(case_of("nvfp4"), for_underflow)
-    for remedies in (for_saturation, for_underflow, for_outliers):
-        assert "--precision layers.1.linear_fc1=mxfp8" in advice(case_of("nvfp4"), remedies)
-    assert "--precision layers.1.linear_fc1:dgrad,wgrad=bf16" in advice(case_of("nvfp4"), for_underflow)
-    assert "layers.0.linear_qkv=mxfp8" in advice(case_of("map", "layers.0.linear_qkv"), for_underflow)
+    assert "fp8-recipe" not in suggestion_text(case_of("nvfp4"), for_underflow)
+    for suggestions in (for_saturation, for_underflow, for_outliers):
+        assert "--precision layers.1.linear_fc1=mxfp8" in suggestion_text(case_of("nvfp4"), suggestions)
+    assert "--precision layers.1.linear_fc1:dgrad,wgrad=bf16" in suggestion_text(case_of("nvfp4"), for_underflow)
+    assert "layers.0.linear_qkv=mxfp8" in suggestion_text(case_of("map", "layers.0.linear_qkv"), for_underflow)
 
 
 def test_a_format_that_reaches_further_down_is_advised_where_there_is_one() -> None:
-    assert "--fp8-format hybrid" in advice(case_of("tensorwise-e4m3"), for_underflow)
-    assert "--fp8-format" not in advice(case_of("delayed"), for_underflow)
-    assert "output_layer=mxfp8/hybrid" in advice(case_of("map", "output_layer"), for_underflow)
+    assert "--fp8-format hybrid" in suggestion_text(case_of("tensorwise-e4m3"), for_underflow)
+    assert "--fp8-format" not in suggestion_text(case_of("delayed"), for_underflow)
+    assert "output_layer=mxfp8/hybrid" in suggestion_text(case_of("map", "output_layer"), for_underflow)
 
 
 def test_statistics_are_advised_where_they_are_off() -> None:
-    assert "--fp8-log-interval 100 to find" in advice(case_of("tensorwise", None), for_nonfinite_values)
-    tried = advice(case_of("bf16-not-looked-at", None), for_nonfinite_values)
+    assert "--fp8-log-interval 100 to find" in suggestion_text(case_of("tensorwise", None), for_nonfinite_values)
+    tried = suggestion_text(case_of("bf16-not-looked-at", None), for_nonfinite_values)
     assert "--fp8-log-interval 100 --fp8-what-if tensorwise" in tried
-    assert "--fp8-log-interval 100 to find" in advice(case_of("op-fuser", None), for_nonfinite_values)
+    assert "--fp8-log-interval 100 to find" in suggestion_text(case_of("op-fuser", None), for_nonfinite_values)
     case = case_of("op-fuser", None)
     case = dataclasses.replace(case, config=with_values(case.config, {"model.swiglu": False}))
-    assert "--fp8-log-interval" not in advice(case, for_nonfinite_values), "only SwiGLU shows operands"
-    assert "--fp8-log-interval" not in advice(case_of("bf16", None), for_nonfinite_values)
+    assert "--fp8-log-interval" not in suggestion_text(case, for_nonfinite_values), "only SwiGLU shows operands"
+    assert "--fp8-log-interval" not in suggestion_text(case_of("bf16", None), for_nonfinite_values)
 
 
 def test_unsupported_settings_are_not_advised() -> None:
@@ -119,6 +119,8 @@ def test_unsupported_settings_are_not_advised() -> None:
             anywhere,
             machine_problems=lambda changed: capability.capability_problems(changed, capability.TARGETS["h100"]),
         )
-        for remedies in (for_underflow, for_noise, for_outliers, for_nonfinite_values):
-            assert refused not in advice(on_hopper, remedies).replace("--fp8-what-if mxfp8", "")
-        assert any(refused in advice(anywhere, remedies) for remedies in (for_noise, for_nonfinite_values))
+        for suggestions in (for_underflow, for_noise, for_outliers, for_nonfinite_values):
+            assert refused not in suggestion_text(on_hopper, suggestions).replace("--fp8-what-if mxfp8", "")
+        assert any(
+            refused in suggestion_text(anywhere, suggestions) for suggestions in (for_noise, for_nonfinite_values)
+        )

@@ -18,9 +18,9 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.te import counters, layers, patches, quantizers
 from megafp8.te.counters import AmaxCounters
-from megafp8.te.moved_linears import move_to_high_precision
+from megafp8.te.high_precision_fallback import move_to_high_precision
 from megafp8.te.recipes import OutputLayer, wrap_with_recipe
-from megafp8.training.operand_faults import move_grouped_experts
+from megafp8.training.nonfinite_operands import move_grouped_experts
 
 DELAYED = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID, amax_compute_algo="max", reduce_amax=False)
 TENSORWISE = Float8CurrentScaling()

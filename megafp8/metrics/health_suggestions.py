@@ -1,9 +1,9 @@
-"""Remedies for health findings, as flags to add to the run's command line.
+"""Suggestions for health warnings, as flags to add to the run's command line.
 
-Which remedies help depends on the run: `--fp8-recipe tensorwise` is no advice for a tensorwise run, and an FP4 run
-refuses it. So each remedy is applied to the run's settings first. Those that the configuration rules or the machine
-refuse, or that change nothing, are left out. A resumed run accepts another schedule or other number formats only with
-an --override flag, and another model not at all.
+Which suggestions help depends on the run: `--fp8-recipe tensorwise` is no suggestion for a tensorwise run, and an FP4
+run refuses it. So each suggestion is applied to the run's settings first. Those that the configuration rules or the
+machine refuse, or that change nothing, are left out. A resumed run accepts another schedule or other number formats
+only with an --override flag, and another model not at all.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CHOSEN_AGAIN = {"parallel.moe_expert_kernels": None}  # for other settings, whic
 Problems = Callable[[RunConfig], list[str]]
 
 
-class Remedy(NamedTuple):
+class Suggestion(NamedTuple):
     """Something to try.
 
     Attributes:
-        words: of the command line; empty for advice that is no flag.
+        words: of the command line; empty for a suggestion that is no flag.
         why: text that follows the words.
     """
 
@@ -48,7 +48,7 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A run and the linear of a finding.
+    """A run and the linear of a warning.
 
     Attributes:
         linear: `layers.3.linear_fc1`; None if it is not known.
@@ -95,41 +95,41 @@ class Case:
         changed = with_values(free, values)
         if changed == free or problems:
             return False
-        faults = self._problems(changed)
-        return not faults or set(faults) <= set(self._problems(free))
+        found = self._problems(changed)
+        return not found or set(found) <= set(self._problems(free))
 
     def _problems(self, config: RunConfig) -> list[str]:
         return rules.setting_problems(config, self.world_size) + self.machine_problems(config)
 
 
-Remedies = Callable[[Case], Iterator[Remedy]]
+Suggestions = Callable[[Case], Iterator[Suggestion]]
 
 
-def advice(case: Case, remedies: Remedies) -> str:
-    """The remedies that the run accepts, in one text."""
-    return "; ".join(map(str, accepted(case, remedies(case))))
+def suggestion_text(case: Case, suggestions: Suggestions) -> str:
+    """The suggestions that the run accepts, in one text."""
+    return "; ".join(map(str, accepted(case, suggestions(case))))
 
 
-def accepted(case: Case, remedies: Iterable[Remedy]) -> list[Remedy]:
-    """The remedies that the run accepts."""
-    return [remedy for remedy in remedies if not remedy.words or case.accepts(remedy.words)]
+def accepted(case: Case, suggestions: Iterable[Suggestion]) -> list[Suggestion]:
+    """The suggestions that the run accepts."""
+    return [suggestion for suggestion in suggestions if not suggestion.words or case.accepts(suggestion.words)]
 
 
-# --- single remedies --------------------------------------------------------------------------------------------------
+# --- single suggestions -----------------------------------------------------------------------------------------------
 
 
-def other_recipe(case: Case, recipe: str, why: str) -> Iterator[Remedy]:
+def other_recipe(case: Case, recipe: str, why: str) -> Iterator[Suggestion]:
     """Another recipe, for all linears if the run accepts the flag, else for the linear alone."""
     if not case.choice.is_quantized or recipe in case.choice.recipes:
         return
-    for_all = Remedy(("--fp8-recipe", recipe), why)
+    for_all = Suggestion(("--fp8-recipe", recipe), why)
     if case.has_run_recipe and case.accepts(for_all.words):
         yield for_all
     elif case.linear is not None:
-        yield Remedy(("--precision", f"{case.linear}={recipe}"), why)
+        yield Suggestion(("--precision", f"{case.linear}={recipe}"), why)
 
 
-def block_recipes(case: Case) -> Iterator[Remedy]:
+def block_recipes(case: Case) -> Iterator[Suggestion]:
     """Recipes with block scales, and statistics of them. FP4 already has shorter blocks."""
     if any(recipe.family == "fp4" for recipe in case.recipes):
         yield from fallbacks(case)
@@ -137,26 +137,26 @@ def block_recipes(case: Case) -> Iterator[Remedy]:
     names = [recipe.name for recipe in reversed(registry.recipes("fp8")) if recipe.block_length]
     what_if = [name for name in names if case.accepts(("--fp8-what-if", name))]
     if what_if and case.config.logging.fp8_what_if is None:
-        yield Remedy(("--fp8-what-if", ",".join(what_if)), " to see the effect of recipes with block scales")
+        yield Suggestion(("--fp8-what-if", ",".join(what_if)), " to see the effect of recipes with block scales")
     for recipe in names:
         yield from other_recipe(case, recipe, ", which has one scale per block")
 
 
-def high_precision_linear(case: Case, gemms: Sequence[str] = GEMMS) -> Iterator[Remedy]:
+def high_precision_linear(case: Case, gemms: Sequence[str] = GEMMS) -> Iterator[Suggestion]:
     """The linear, or some of its GEMMs, in the dtype of the weights."""
     if case.linear is not None and any(choice.recipe for choice in case.choice):
         suffix = "" if len(gemms) == len(GEMMS) else f":{','.join(gemms)}"
         dtype = derived.params_dtype(case.config.precision)
-        yield Remedy(("--precision", f"{case.linear}{suffix}={dtype}"), ", which keeps it in high precision")
+        yield Suggestion(("--precision", f"{case.linear}{suffix}={dtype}"), ", which keeps it in high precision")
 
 
-def lower_learning_rate(case: Case) -> Iterator[Remedy]:
+def lower_learning_rate(case: Case) -> Iterator[Suggestion]:
     """A lower learning rate and a longer warm-up."""
     optimizer, training = case.config.optimizer, case.config.training
     if optimizer.lr is not None:
-        yield Remedy(("--lr", f"{optimizer.lr / 2:g}"), ", half of the current value")
+        yield Suggestion(("--lr", f"{optimizer.lr / 2:g}"), ", half of the current value")
     if optimizer.lr_warmup_fraction is not None:
-        yield Remedy(("--lr-warmup-fraction", f"{WARMUP_FACTOR * optimizer.lr_warmup_fraction:g}"))
+        yield Suggestion(("--lr-warmup-fraction", f"{WARMUP_FACTOR * optimizer.lr_warmup_fraction:g}"))
         return
     for unit, length, warmup in (
         ("samples", training.train_samples, optimizer.lr_warmup_samples),
@@ -164,136 +164,138 @@ def lower_learning_rate(case: Case) -> Iterator[Remedy]:
     ):
         if length is not None:
             longer = WARMUP_FACTOR * warmup or max(1, length // FIRST_WARMUP_DIVISOR)
-            yield Remedy((f"--lr-warmup-{unit}", str(longer)))
+            yield Suggestion((f"--lr-warmup-{unit}", str(longer)))
             return
 
 
-def fallbacks(case: Case) -> Iterator[Remedy]:
+def fallbacks(case: Case) -> Iterator[Suggestion]:
     """The fallbacks that the linear's recipes name."""
     for recipe in case.recipes:
         for name, why in recipe.fallbacks:
             yield from other_recipe(case, name, why)
 
 
-def current_scaling(case: Case) -> Iterator[Remedy]:
+def current_scaling(case: Case) -> Iterator[Suggestion]:
     """Current scaling in place of delayed scaling."""
     if case.is_stateful:
         yield from fallbacks(case)
 
 
-def longer_amax_history(case: Case) -> Iterator[Remedy]:
+def longer_amax_history(case: Case) -> Iterator[Suggestion]:
     """A longer amax history, whose scales leave room for amaxes of earlier steps."""
     if case.is_stateful:
         length = max(LONG_AMAX_HISTORY, 2 * case.config.precision.fp8_amax_history_len)
         words = ("--fp8-amax-history-len", str(length), "--fp8-amax-compute-algo", "max")
-        yield Remedy(words, ", which leaves headroom in the scales")
+        yield Suggestion(words, ", which leaves headroom in the scales")
 
 
-def more_statistics(case: Case) -> Iterator[Remedy]:
+def more_statistics(case: Case) -> Iterator[Suggestion]:
     """Quantization statistics, which name the linear; in high precision those of a what-if recipe."""
     if case.config.logging.fp8_log_interval is None:
         is_quantized = precision_map.is_quantized(case.config.precision)
         what_if = () if is_quantized else ("--fp8-what-if", registry.stateless()[0].name)
         words = ("--fp8-log-interval", str(STATISTICS_INTERVAL), *what_if)
-        yield Remedy(words, " to find the first linear layer with such values")
+        yield Suggestion(words, " to find the first linear layer with such values")
 
 
-def more_balance(case: Case) -> Iterator[Remedy]:
+def more_balance(case: Case) -> Iterator[Suggestion]:
     """Stronger auxiliary losses, or one for a run without; the bias of experts."""
     model = case.config.model
     if set(model.moe_router_load_balancing_type) <= set(mixture.AUXILIARY_LOSSES):
         stronger = [2 * each or AUX_LOSS_COEFF for each in model.moe_aux_loss_coeff]
-        yield Remedy(("--moe-aux-loss-coeff", *(f"{each:g}" for each in stronger)))
+        yield Suggestion(("--moe-aux-loss-coeff", *(f"{each:g}" for each in stronger)))
     elif model.moe_router_load_balancing_type == ("none",):
         loss = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", f"{AUX_LOSS_COEFF:g}")
-        yield Remedy(loss)
+        yield Suggestion(loss)
     if not (mixture.has_capacity(model) and model.moe_pad_expert_input_to_capacity):  # then it never changes
-        yield Remedy(("--moe-router-enable-expert-bias",))
+        yield Suggestion(("--moe-router-enable-expert-bias",))
 
 
-# --- remedies for each rule -------------------------------------------------------------------------------------------
+# --- suggestions for each rule ----------------------------------------------------------------------------------------
 
 
-def for_nonfinite_values(case: Case) -> Iterator[Remedy]:
+def for_nonfinite_values(case: Case) -> Iterator[Suggestion]:
     """Non-finite values."""
     yield from lower_learning_rate(case)
     clip = case.config.optimizer.clip_grad
-    yield Remedy(("--clip-grad", f"{clip / 2:g}" if clip else "1"))
+    yield Suggestion(("--clip-grad", f"{clip / 2:g}" if clip else "1"))
     yield from current_scaling(case)
     yield from high_precision_linear(case)
     if case.linear is None:
-        yield Remedy(("--first-last-layers-bf16",))
+        yield Suggestion(("--first-last-layers-bf16",))
     yield from more_statistics(case)
 
 
-def for_saturation(case: Case) -> Iterator[Remedy]:
+def for_saturation(case: Case) -> Iterator[Suggestion]:
     """Quantization scales that are too large for their values."""
     yield from current_scaling(case)
     if case.is_stateful:
-        yield Remedy(("--fp8-margin", str(case.config.precision.fp8_margin + 1)))
+        yield Suggestion(("--fp8-margin", str(case.config.precision.fp8_margin + 1)))
     yield from longer_amax_history(case)
     if any(recipe.family == "fp4" for recipe in case.recipes):
         yield from fallbacks(case)
     yield from high_precision_linear(case)
 
 
-def for_underflow(case: Case) -> Iterator[Remedy]:
+def for_underflow(case: Case) -> Iterator[Suggestion]:
     """Gradients that are too small for their scales."""
     dgrad = case.choice.dgrad
     if dgrad.format == "e4m3":
         why = ", whose gradient format represents smaller values"
         if case.has_run_recipe:
-            yield Remedy(("--fp8-format", "hybrid"), why)
+            yield Suggestion(("--fp8-format", "hybrid"), why)
         else:
-            yield Remedy(("--precision", f"{case.linear}={dgrad.recipe}/hybrid"), why)
+            yield Suggestion(("--precision", f"{case.linear}={dgrad.recipe}/hybrid"), why)
     yield from block_recipes(case)
     yield from high_precision_linear(case, ("dgrad", "wgrad"))
 
 
-def for_noise(case: Case) -> Iterator[Remedy]:
+def for_noise(case: Case) -> Iterator[Suggestion]:
     """A recipe with a large error."""
     if any(recipe.family == "fp4" for recipe in case.recipes):
-        yield Remedy(("--no-fp4-2d-weights",), ", which uses blocks of 16 weights instead of 256")
+        yield Suggestion(("--no-fp4-2d-weights",), ", which uses blocks of 16 weights instead of 256")
     yield from current_scaling(case)
     yield from block_recipes(case)
     yield from high_precision_linear(case)
 
 
-def for_moving_scales(case: Case) -> Iterator[Remedy]:
+def for_moving_scales(case: Case) -> Iterator[Suggestion]:
     """Amaxes that jump between statistics steps."""
     yield from lower_learning_rate(case)
     yield from current_scaling(case)
 
 
-def for_stale_scales(case: Case) -> Iterator[Remedy]:
+def for_stale_scales(case: Case) -> Iterator[Suggestion]:
     """Delayed scales that no longer fit their tensors."""
     yield from current_scaling(case)
     if case.config.precision.fp8_amax_history_len > 1:
-        yield Remedy(("--fp8-amax-history-len", "1"), ", whose scales adapt faster")
+        yield Suggestion(("--fp8-amax-history-len", "1"), ", whose scales adapt faster")
     yield from longer_amax_history(case)
 
 
-def for_stalled_weights(case: Case) -> Iterator[Remedy]:
+def for_stalled_weights(case: Case) -> Iterator[Suggestion]:
     """Updates that do not change a weight: the possible causes."""
     clip = ", --clip-grad" if case.config.optimizer.clip_grad else ""
-    yield Remedy((), f"check --lr and its schedule at this step{clip}, and whether gradients of the layer underflow")
+    yield Suggestion(
+        (), f"check --lr and its schedule at this step{clip}, and whether gradients of the layer underflow"
+    )
 
 
-def for_outliers(case: Case) -> Iterator[Remedy]:
+def for_outliers(case: Case) -> Iterator[Suggestion]:
     """A channel that uses up the range of the others."""
     yield from block_recipes(case)
-    yield Remedy(("--qk-layernorm",))
+    yield Suggestion(("--qk-layernorm",))
     decay = case.config.optimizer.weight_decay
-    yield Remedy(("--weight-decay", f"{2 * decay:g}" if decay else "0.01"))
+    yield Suggestion(("--weight-decay", f"{2 * decay:g}" if decay else "0.01"))
     yield from high_precision_linear(case)
 
 
-def for_idle_experts(case: Case) -> Iterator[Remedy]:
+def for_idle_experts(case: Case) -> Iterator[Suggestion]:
     """Experts without tokens."""
     yield from more_balance(case)
 
 
-def for_collapsed_router(case: Case) -> Iterator[Remedy]:
+def for_collapsed_router(case: Case) -> Iterator[Suggestion]:
     """A router that sends nearly all tokens to the same experts."""
     yield from more_balance(case)
     yield from lower_learning_rate(case)

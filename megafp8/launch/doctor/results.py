@@ -1,4 +1,4 @@
-"""The doctor's findings, and the findings of failed or slow imports."""
+"""The doctor's results, and the results of failed or slow imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OK, WARNING, ERROR = "ok", "warning", "error"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorFinding:
+class DoctorResult:
     """The result of a check.
 
     Attributes:
@@ -26,19 +26,19 @@ class DoctorFinding:
     fix: Optional[str] = None
 
 
-def ok(check: str, text: str) -> DoctorFinding:
-    """A finding without a problem."""
-    return DoctorFinding(check=check, level=OK, text=text)
+def ok(check: str, text: str) -> DoctorResult:
+    """A result without a problem."""
+    return DoctorResult(check=check, level=OK, text=text)
 
 
-def warning(check: str, text: str, fix: str) -> DoctorFinding:
+def warning(check: str, text: str, fix: str) -> DoctorResult:
     """A problem with which training still runs."""
-    return DoctorFinding(check=check, level=WARNING, text=text, fix=fix)
+    return DoctorResult(check=check, level=WARNING, text=text, fix=fix)
 
 
-def error(check: str, text: str, fix: str) -> DoctorFinding:
+def error(check: str, text: str, fix: str) -> DoctorResult:
     """A problem with which training does not run."""
-    return DoctorFinding(check=check, level=ERROR, text=text, fix=fix)
+    return DoctorResult(check=check, level=ERROR, text=text, fix=fix)
 
 
 DRIVER_LIBRARY = re.compile(r"lib(cuda|nvidia-[\w-]+)\.so")
@@ -49,8 +49,8 @@ MEMORY_FIX = (
 )
 
 
-def import_finding(machine: Machine, check: str, module: str, version: str, reinstall: str) -> Optional[DoctorFinding]:
-    """The finding of a failed or slow import; None if the import worked or was not tried.
+def import_problem(machine: Machine, check: str, module: str, version: str, reinstall: str) -> Optional[DoctorResult]:
+    """The result of a failed or slow import; None if the import worked or was not tried.
 
     Args:
         reinstall: the command that reinstalls the library. Failures of the driver or of memory get another fix.

@@ -1,4 +1,4 @@
-"""What records of the experts' load show to be wrong, and the advice that a run can follow."""
+"""What records of the experts' load show to be wrong, and the suggestions that a run can follow."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 from load_records import MANY, records_of
 
 from megafp8.config import flags, rules
-from megafp8.metrics.expert_load import COLLAPSE, IDLE, ExpertRecord, load_findings
-from megafp8.metrics.health_advice import Case, accepted, for_collapsed_router, for_idle_experts
+from megafp8.metrics.expert_load import COLLAPSE, IDLE, ExpertRecord, load_warnings
+from megafp8.metrics.health_suggestions import Case, accepted, for_collapsed_router, for_idle_experts
 from megafp8.metrics.records import from_json, to_json
 from megafp8.metrics.sinks.trackers import scalars
 
 
 def faults(records: list[ExpertRecord], num_experts: int, topk: int = 1) -> list[tuple[str, str]]:
-    return [(finding.layer, finding.fault) for finding in load_findings(records, num_experts, topk)]
+    return [(warning.layer, warning.kind) for warning in load_warnings(records, num_experts, topk)]
 
 
 @pytest.mark.parametrize("num_kept", [8 * MANY, 3 * MANY])
@@ -30,15 +30,15 @@ def test_faults_that_last_are_found(counts: list[float], expected: list, num_kep
 
 def test_experts_are_idle_only_if_the_same_ones_are() -> None:
     first, second = [MANY, MANY, 0, 0, MANY], [0, MANY, MANY, 0, MANY]
-    (finding,) = load_findings(records_of(first, second), 5, 1)
-    assert finding.what == "expert 3 of 5 has no tokens"
+    (warning,) = load_warnings(records_of(first, second), 5, 1)
+    assert warning.what == "expert 3 of 5 has no tokens"
     assert not faults(records_of([MANY, 0, MANY], [0, MANY, MANY]), 3)
 
 
 def test_a_few_idle_experts_are_named() -> None:
     counts = [MANY, 0, MANY, 0, 0, 0, 0, MANY]
-    (finding,) = load_findings(records_of(counts, counts), 8, 1)
-    assert finding.what == "experts 1, 3, 4 and 2 more of 8 have no tokens"
+    (warning,) = load_warnings(records_of(counts, counts), 8, 1)
+    assert warning.what == "experts 1, 3, 4 and 2 more of 8 have no tokens"
 
 
 @pytest.mark.parametrize(("mean", "is_found"), [(0.5, False), (8, False), (16, True)])
@@ -75,7 +75,7 @@ def test_the_numbers_of_experts_are_no_scalars() -> None:
     assert from_json(to_json(record)) == record
 
 
-# --- advice -----------------------------------------------------------------------------------------------------------
+# --- suggestions ------------------------------------------------------------------------------------------------------
 
 TINY = (
     "--model-preset tiny-moe --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 40 --lr 1e-3 "
@@ -105,15 +105,15 @@ NO_LOSS = "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
         ),
     ],
 )
-def test_the_advice_fits_the_run(extra: str, expected: list[str]) -> None:
+def test_the_suggestion_fits_the_run(extra: str, expected: list[str]) -> None:
     command = f"{TINY} {extra}".split()
     case = Case(flags.parse(command).config, 1)
     assert rules.setting_problems(case.config, 1) == []
     for_idle = accepted(case, for_idle_experts(case))
-    assert [" ".join(remedy.words) for remedy in for_idle] == expected
+    assert [" ".join(suggestion.words) for suggestion in for_idle] == expected
     for_collapse = accepted(case, for_collapsed_router(case))
-    assert [" ".join(remedy.words) for remedy in for_collapse][:-2] == expected
+    assert [" ".join(suggestion.words) for suggestion in for_collapse][:-2] == expected
     assert for_collapse[-2].words == ("--lr", "0.0005")
-    for remedy in for_collapse:
-        together, problems = flags.parse_with_problems([*command, *remedy.words])
-        assert not problems and not rules.setting_problems(together.config, 1), remedy
+    for suggestion in for_collapse:
+        together, problems = flags.parse_with_problems([*command, *suggestion.words])
+        assert not problems and not rules.setting_problems(together.config, 1), suggestion

@@ -7,8 +7,8 @@ from typing import Optional
 import pytest
 
 from megafp8.config import flags, mixture
-from megafp8.config.grouped_experts import grouped_expert_obstacles, one_launch_remedy
-from megafp8.device.layer_support import expert_launch_notices
+from megafp8.config.grouped_experts import grouped_expert_problems, one_launch_suggestion
+from megafp8.device.layer_support import expert_launch_warnings
 
 DELAYED, HYBRID = "--fp8-format e4m3 --fp8-recipe delayed", "--fp8-format hybrid --fp8-recipe delayed"
 ROWWISE = "--fp8-format e4m3 --fp8-recipe rowwise"
@@ -17,7 +17,7 @@ OTHERS = ["experts in another precision than BF16 or tensorwise e4m3, delayed e4
 
 
 @pytest.mark.parametrize(
-    ("extra", "obstacles"),
+    ("extra", "problems"),
     [
         ("--fp8-format e4m3 --fp8-recipe tensorwise", []),
         (DELAYED, []),
@@ -37,9 +37,9 @@ OTHERS = ["experts in another precision than BF16 or tensorwise e4m3, delayed e4
         (f"{ROWWISE} --no-fp8-wgrad {TRITON}", OTHERS),
     ],
 )
-def test_obstacles(extra: str, obstacles: list[str]) -> None:
+def test_problems(extra: str, problems: list[str]) -> None:
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
-    assert list(grouped_expert_obstacles(config)) == obstacles
+    assert list(grouped_expert_problems(config)) == problems
 
 
 EP2 = "--expert-model-parallel-size 2"
@@ -47,7 +47,7 @@ FORMAT = "with --fp8-format e4m3 all of them run in one launch"
 
 
 @pytest.mark.parametrize(
-    ("extra", "implementation", "remedy"),
+    ("extra", "implementation", "suggestion"),
     [
         (DELAYED, "transformer_engine", None),
         ("", "transformer_engine", None),
@@ -67,21 +67,23 @@ FORMAT = "with --fp8-format e4m3 all of them run in one launch"
     ],
 )
 def test_a_run_whose_experts_run_one_by_one_says_what_avoids_it(
-    extra: str, implementation: str, remedy: Optional[str]
+    extra: str, implementation: str, suggestion: Optional[str]
 ) -> None:
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
-    found = expert_launch_notices(config, "cuda", implementation)
-    assert bool(found) == (remedy is not None)
+    found = expert_launch_warnings(config, "cuda", implementation)
+    assert bool(found) == (suggestion is not None)
     measured = "16 times as long" if "--fp8" in extra else "5 times as long"
-    assert all(remedy in notice and measured in notice for notice in found if remedy)
-    assert expert_launch_notices(config, "cpu", implementation) == []
+    assert all(suggestion in warning and measured in warning for warning in found if suggestion)
+    assert expert_launch_warnings(config, "cpu", implementation) == []
 
 
-def test_the_remedy_may_be_several_flags() -> None:
+def test_the_suggestion_may_be_several_flags() -> None:
     text = f"--fp8-format hybrid --fp8-recipe blockwise {EP2} --moe-token-dispatcher-type allgather"
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {text}".split()).config
-    remedy = one_launch_remedy(config)
-    assert all(flag in remedy for flag in ("--moe-token-dispatcher-type alltoall", "--fp8-format e4m3", "--fp8-recipe"))
+    suggestion = one_launch_suggestion(config)
+    assert all(
+        flag in suggestion for flag in ("--moe-token-dispatcher-type alltoall", "--fp8-format e4m3", "--fp8-recipe")
+    )
 
 
 @pytest.mark.parametrize(

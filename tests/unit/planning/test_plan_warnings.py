@@ -1,4 +1,4 @@
-"""Remarks: other numbers of GPUs, and recipes without a ranking."""
+"""Warnings: other numbers of GPUs, and recipes without a ranking."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ def test_why_a_number_is_hard_to_divide() -> None:
 def test_a_prime_number_of_gpus_is_compared_with_its_neighbours() -> None:
     """13 GPUs can only be data-parallel, which needs recompute. 12 can divide the sequences."""
     plan = planned(FEW, gpu="h100", gpus=13)
-    (remark,) = plan.remarks
+    (warning,) = plan.warnings
     speeds = {
         gpus: gpus * planned(FEW, gpu="h100", gpus=gpus).search.layouts[0].step.tokens_per_s_per_gpu
         for gpus in (12, 13, 16)
     }
     assert speeds[12] > speeds[13]
     for gpus, speed in speeds.items():
-        assert f"{gpus} GPUs" in remark and f"{speed:,.0f}" in remark
-    assert "prime number" in remark and remark.endswith("more with fewer GPUs")
-    assert remark in plan_text(plan, 1) and plan_data(plan, 1)["remarks"] == [remark]
+        assert f"{gpus} GPUs" in warning and f"{speed:,.0f}" in warning
+    assert "prime number" in warning and warning.endswith("more with fewer GPUs")
+    assert warning in plan_text(plan, 1) and plan_data(plan, 1)["remarks"] == [warning]
 
 
 def test_where_nothing_fits_neighbours_that_fit_are_reported() -> None:
     one = "--tensor-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 1"
     plan = planned(f"--num-layers 96 {one}", gpu="h100", gpus=13)
-    assert not plan.search.layouts and "in total they give 0 tokens/s; 12 GPUs give" in plan.remarks[0]
-    assert plan.remarks[0] in plan_text(plan, 1)
+    assert not plan.search.layouts and "in total they give 0 tokens/s; 12 GPUs give" in plan.warnings[0]
+    assert plan.warnings[0] in plan_text(plan, 1)
 
 
-def test_a_prime_number_without_cost_gives_no_remark() -> None:
-    assert planned(FEW, gpu="b200", gpus=13).remarks == []
+def test_a_prime_number_without_cost_gives_no_warning() -> None:
+    assert planned(FEW, gpu="b200", gpus=13).warnings == []
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_a_prime_number_without_cost_gives_no_remark() -> None:
 )
 def test_recipes_without_a_published_speed_are_not_ranked(recipe, gpu, is_ranked) -> None:
     plan = planned(f"--fp8-recipe {recipe} --tensor-model-parallel-size 1", gpu=gpu, gpus=1)
-    assert [f"{recipe}: not ranked on {gpu}" in remark for remark in plan.remarks] == ([] if is_ranked else [True])
+    assert [f"{recipe}: not ranked on {gpu}" in warning for warning in plan.warnings] == ([] if is_ranked else [True])
     assert ("not ranked" in plan_text(plan, 1)) != is_ranked
 
 
 def test_recipes_are_not_ranked_where_another_machines_host_decides() -> None:
     shape = "--seq-length 1024 --micro-batch-size 1 --tensor-model-parallel-size 8"
     text = f"--fp8-recipe mxfp8 {shape} --cuda-graph-impl none"
-    (remark,) = planned(text, gpu="b200", gpus=8).remarks
-    assert "layers wait for the host" in remark and "not of a b200" in remark
-    assert planned(text.replace("mxfp8", "tensorwise"), gpu="h200", gpus=8).remarks == []
+    (warning,) = planned(text, gpu="b200", gpus=8).warnings
+    assert "layers wait for the host" in warning and "not of a b200" in warning
+    assert planned(text.replace("mxfp8", "tensorwise"), gpu="h200", gpus=8).warnings == []
 
 
 def test_assumptions_name_the_constant_of_the_gpu() -> None:

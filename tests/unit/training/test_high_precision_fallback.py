@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 from small_run import small_config
 
-from megafp8.checkpoint.progress import SMOOTHED, MovedLinear
+from megafp8.checkpoint.progress import SMOOTHED, HighPrecisionFallback
 from megafp8.errors import CheckpointError
 from megafp8.training import run as training_run
 from megafp8.training.resume import change_linears
 from megafp8.training.run import Run
 
-MOVED = MovedLinear("layers.1.linear_fc2", 3, "reason")
-SMOOTH = MovedLinear("layers.0.linear_fc2", 3, "reason", SMOOTHED)
+FALLBACK = HighPrecisionFallback("layers.1.linear_fc2", 3, "reason")
+SMOOTH = HighPrecisionFallback("layers.0.linear_fc2", 3, "reason", SMOOTHED)
 DELAYED, TENSORWISE = (f"--bf16 --fp8-format hybrid --fp8-recipe {recipe}" for recipe in ("delayed", "tensorwise"))
 
 
-@pytest.mark.parametrize("linears", [(), (MOVED,)])
+@pytest.mark.parametrize("linears", [(), (FALLBACK,)])
 def test_the_graph_of_a_step_is_dropped_with_a_change(linears: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(training_run, "move_linears", lambda *given: calls.append(given))
+    monkeypatch.setattr(training_run, "fall_back", lambda *given: calls.append(given))
     graph = SimpleNamespace(reset=lambda: calls.append("graph"))
     run = SimpleNamespace(
-        trainee=SimpleNamespace(chunks=[]),
+        training_state=SimpleNamespace(chunks=[]),
         implementation="emulated",
         graph=graph,
         wgrad_overwrite=SimpleNamespace(choose_weights=lambda: calls.append("overwrite")),
@@ -35,35 +35,37 @@ def test_the_graph_of_a_step_is_dropped_with_a_change(linears: Any, monkeypatch:
     assert calls == ([([], linears, "emulated"), "overwrite", "graph"] if linears else [])
 
 
-def resumed(moved: tuple[MovedLinear, ...], flags: str, implementation: str) -> tuple[tuple[str, ...], list[Any]]:
+def resumed(
+    fallbacks: tuple[HighPrecisionFallback, ...], flags: str, implementation: str
+) -> tuple[tuple[str, ...], list[Any]]:
     """The notes of a run that resumes, and what it changes."""
     changed: list[Any] = []
     run = SimpleNamespace(
         config=small_config("llama", flags), implementation=implementation, change_linears=changed.append
     )
-    return change_linears(run, Path("folder"), moved), changed  # type: ignore[arg-type]
+    return change_linears(run, Path("folder"), fallbacks), changed  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("implementation", ["emulated", "transformer_engine"])
 def test_a_resumed_run_moves_the_same_linears(implementation: str) -> None:
-    notes, changed = resumed((MOVED,), DELAYED, implementation)
-    assert notes == ("layers.1.linear_fc2 stays in high precision, since step 3",) and changed == [(MOVED,)]
-    assert resumed((MOVED, SMOOTH), "--bf16", implementation) == ((), [])
+    notes, changed = resumed((FALLBACK,), DELAYED, implementation)
+    assert notes == ("layers.1.linear_fc2 stays in high precision, since step 3",) and changed == [(FALLBACK,)]
+    assert resumed((FALLBACK, SMOOTH), "--bf16", implementation) == ((), [])
 
 
 @pytest.mark.parametrize(
-    ("moved", "flags", "implementation", "message"),
+    ("fallback", "flags", "implementation", "message"),
     [
         (SMOOTH, DELAYED, "emulated", "layers.0.linear_fc2 is smoothed, which delayed scaling does not support"),
         (SMOOTH, TENSORWISE, "local", "layers.0.linear_fc2 is smoothed, which megatron-core's own layers do not"),
         (SMOOTH, f"{TENSORWISE} --fp8-param-gather --use-distributed-optimizer", "emulated",
          "layers.0.linear_fc2 is smoothed, which FP8 weights do not support"),
-        (MOVED, f"{TENSORWISE} --fp8-param-gather --use-distributed-optimizer", "emulated",
+        (FALLBACK, f"{TENSORWISE} --fp8-param-gather --use-distributed-optimizer", "emulated",
          "layers.1.linear_fc2 is in high precision, which FP8 weights do not support"),
     ],
 )  # fmt: skip
 def test_a_run_that_cannot_change_them_is_refused(
-    moved: MovedLinear, flags: str, implementation: str, message: str
+    fallback: HighPrecisionFallback, flags: str, implementation: str, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        resumed((moved,), flags, implementation)
+        resumed((fallback,), flags, implementation)

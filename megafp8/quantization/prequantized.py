@@ -25,7 +25,7 @@ from megafp8.quantization.scaling import current_scale_of, reduce_amax
 from megafp8.recipes.base import OperandRule
 
 
-class ReceivedScale(NamedTuple):
+class PrequantizedScale(NamedTuple):
     """The scale of codes that arrived.
 
     Attributes:
@@ -54,7 +54,7 @@ def codes_of_experts(
     rule: OperandRule,
     group: Optional[dist.ProcessGroup] = None,
     quant_scales: Optional[Tensor] = None,
-) -> tuple[Tensor, ReceivedScale]:
+) -> tuple[Tensor, PrequantizedScale]:
     """Quantize rows with the scale of their expert. All ranks of the group call it.
 
     Args:
@@ -74,10 +74,12 @@ def codes_of_experts(
     amax = reduce_amax(amax_of_experts(rows, expert_of_row, len(counts)), group)
     scales = current_scale_of(amax, rule) if quant_scales is None else quant_scales
     codes = cast(rows.float() * scales[expert_of_row][:, None], rule.format)
-    return codes, ReceivedScale(amax, scales.reciprocal())
+    return codes, PrequantizedScale(amax, scales.reciprocal())
 
 
-def received_operand(numbers: Tensor, scale: ReceivedScale, use: Use, counts: Optional[Tensor]) -> Quantized | Decoded:
+def prequantized_operand(
+    numbers: Tensor, scale: PrequantizedScale, use: Use, counts: Optional[Tensor]
+) -> Quantized | Decoded:
     """The operand of a GEMM from the numbers of codes that arrived.
 
     Args:
@@ -91,7 +93,7 @@ def received_operand(numbers: Tensor, scale: ReceivedScale, use: Use, counts: Op
     return quantized if use.dtype is None else decode_operand(quantized, use.dtype)
 
 
-def dequantized(numbers: Tensor, scale: ReceivedScale) -> Tensor:
+def dequantized(numbers: Tensor, scale: PrequantizedScale) -> Tensor:
     """The tokens that codes represent, for a GEMM in high precision."""
     return _Dequantize.apply(numbers, scale.dequant_scale)
 

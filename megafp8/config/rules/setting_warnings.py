@@ -1,4 +1,4 @@
-"""Notices about valid settings.
+"""Warnings about valid settings.
 
 They report settings without effect in this run, which Megatron-LM's example scripts give; defaults of recipes that
 differ from Transformer Engine's or from papers; values whose effect is rarely intended; and faster kernels that the
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, iterations, lr_schedule, precision_map
 from megafp8.config.expert_layers import has_capacity, is_mixture
-from megafp8.config.rules.batch import batch_schedule_notices
+from megafp8.config.rules.batch import batch_schedule_warnings
 from megafp8.config.rules.declared import unused_settings
-from megafp8.config.rules.gradient_reduction import idle_reduction_notices
-from megafp8.config.rules.guard import guard_notices
+from megafp8.config.rules.gradient_reduction import idle_reduction_warnings
+from megafp8.config.rules.guard import guard_warnings
 from megafp8.config.rules.moe import PADDING
 from megafp8.config.rules.optimizer import schedule_samples
 from megafp8.config.rules.precision import uses_op_fuser
@@ -27,8 +27,8 @@ MEGATRON_HISTORY, TRANSFORMER_ENGINE_HISTORY = (1, "most_recent"), (1024, "max")
 DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
-def notices(config: RunConfig, implementation: str, world_size: int) -> list[str]:
-    """All notices about a configuration.
+def warnings(config: RunConfig, implementation: str, world_size: int) -> list[str]:
+    """All warnings about a configuration.
 
     Args:
         config: the settings.
@@ -37,20 +37,20 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
     """
     return [
         *unused_settings(config),
-        *_unused_setting_notices(config, implementation),
-        *_mixture_notices(config, implementation),
-        *idle_reduction_notices(config, world_size),
-        *_recipe_notices(config),
-        *_instance_notices(config),
-        *warmup_notices(config, world_size),
-        *batch_schedule_notices(config, world_size),
-        *guard_notices(config),
-        *_op_fuser_notices(config, implementation),
-        *_cuda_graph_notices(config, world_size),
+        *_unused_setting_warnings(config, implementation),
+        *_mixture_warnings(config, implementation),
+        *idle_reduction_warnings(config, world_size),
+        *_recipe_warnings(config),
+        *_instance_warnings(config),
+        *warmup_warnings(config, world_size),
+        *batch_schedule_warnings(config, world_size),
+        *guard_warnings(config),
+        *_op_fuser_warnings(config, implementation),
+        *_cuda_graph_warnings(config, world_size),
     ]
 
 
-def _cuda_graph_notices(config: RunConfig, world_size: int) -> Iterator[str]:
+def _cuda_graph_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
     if derived.uses_cuda_graph(config) and world_size > 1:
         yield (
             f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks cannot be identified, because times "
@@ -58,7 +58,7 @@ def _cuda_graph_notices(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _op_fuser_notices(config: RunConfig, implementation: str) -> Iterator[str]:
+def _op_fuser_warnings(config: RunConfig, implementation: str) -> Iterator[str]:
     if config.precision.use_transformer_engine_op_fuser and is_mixture(config.model):
         yield (
             "--use-transformer-engine-op-fuser fuses the MLPs of layers without experts; experts keep their own kernels"
@@ -72,7 +72,7 @@ def _op_fuser_notices(config: RunConfig, implementation: str) -> Iterator[str]:
         )
 
 
-def _instance_notices(config: RunConfig) -> Iterator[str]:
+def _instance_warnings(config: RunConfig) -> Iterator[str]:
     instances = config.parallel.num_distributed_optimizer_instances
     if instances > 1 and not config.parallel.use_torch_fsdp2:
         yield (
@@ -81,7 +81,7 @@ def _instance_notices(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _recipe_notices(config: RunConfig) -> Iterator[str]:
+def _recipe_warnings(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     recipe, used = f"--fp8-recipe {precision.fp8_recipe}", precision_map.used_recipes(precision)
     chosen = registry.get(precision.fp8_recipe)
@@ -107,7 +107,7 @@ def _recipe_notices(config: RunConfig) -> Iterator[str]:
         )
 
 
-def warmup_notices(config: RunConfig, world_size: int) -> Iterator[str]:
+def warmup_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
     """A run that ends during its warm-up, as Megatron-LM's smoke tests do."""
     schedule, peak = schedule_samples(config, world_size), config.optimizer.lr
     if schedule is None or peak is None:
@@ -123,7 +123,7 @@ def warmup_notices(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _mixture_notices(config: RunConfig, implementation: str) -> Iterator[str]:
+def _mixture_warnings(config: RunConfig, implementation: str) -> Iterator[str]:
     model = config.model
     if not is_mixture(model):
         return
@@ -133,7 +133,7 @@ def _mixture_notices(config: RunConfig, implementation: str) -> Iterator[str]:
     if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
         yield "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid"
     if model.moe_router_padding_for_quantization:
-        yield from _router_padding_notices(config, implementation)
+        yield from _router_padding_warnings(config, implementation)
     topk, groups = model.moe_router_topk, model.moe_router_group_topk
     if groups and topk % groups and topk > groups:
         count = topk // groups
@@ -156,7 +156,7 @@ def _mixture_notices(config: RunConfig, implementation: str) -> Iterator[str]:
         )
 
 
-def _router_padding_notices(config: RunConfig, implementation: str) -> Iterator[str]:
+def _router_padding_warnings(config: RunConfig, implementation: str) -> Iterator[str]:
     one_launch = "--moe-expert-kernels triton"
     if implementation != "transformer_engine":
         yield (
@@ -177,7 +177,7 @@ def _router_padding_notices(config: RunConfig, implementation: str) -> Iterator[
         )
 
 
-def _unused_setting_notices(config: RunConfig, implementation: str) -> Iterator[str]:
+def _unused_setting_warnings(config: RunConfig, implementation: str) -> Iterator[str]:
     parallel, data = config.parallel, config.data
     if config.optimizer.use_precision_aware_optimizer and implementation != "transformer_engine":
         yield (
