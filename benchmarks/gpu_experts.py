@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from megafp8.kernels import expert_casts
-from megafp8.kernels.rounding import grid_of
+from megafp8.kernels.rounding import format_spec
 from megafp8.kernels.routed_rows import RoutedRows, route, values_of_rows
 from megafp8.models import grouped_experts
 from megafp8.quantization import grouped_linear
@@ -75,7 +75,7 @@ class Layer:
         return weight
 
     def codes(self) -> grouped_experts.ExpertCodes:
-        return grouped_experts.cast_weights(self.fc1.detach(), self.fc2.detach(), grid_of(E4M3))
+        return grouped_experts.cast_weights(self.fc1.detach(), self.fc2.detach(), format_spec(E4M3))
 
     def ours(self, codes: Optional[grouped_experts.ExpertCodes], with_routing: bool = True) -> Tensor:
         """One forward and backward pass."""
@@ -212,9 +212,9 @@ def errors_of(layer: Layer) -> dict[str, float]:
         }  # fmt: skip
     for part, reference in results["bf16"].items():
         found[f"fp8 to bf16: {part}"] = relative(results["fp8"][part], reference)
-    codes, grid = layer.codes(), grid_of(E4M3)
-    x = expert_casts.gather_codes(layer.inputs.detach(), layer.rows, layer.chosen, grid)
-    dz = expert_casts.gather_codes(layer.grad, layer.rows, layer.chosen, grid)
+    codes, spec = layer.codes(), format_spec(E4M3)
+    x = expert_casts.gather_codes(layer.inputs.detach(), layer.rows, layer.chosen, spec)
+    dz = expert_casts.gather_codes(layer.grad, layer.rows, layer.chosen, spec)
     for name, gemm, operands in (
         ("fprop fc1", grouped_linear.fp8_fprop, (x, codes.fc1)),
         ("dgrad fc2", grouped_linear.fp8_dgrad, (dz, codes.fc2)),

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.rounding import cast_to_code, grid_of
+from megafp8.kernels.rounding import cast_to_code, format_spec
 from megafp8.recipes.formats import E4M3
 
 # Elements of a program, tuned with benchmarks/gpu_adam.py. The sum stores one number for each program: fewer programs,
@@ -148,13 +148,13 @@ def loaded_moment(pointers, offsets, mask, scales):
 
 
 @triton.jit
-def store_moment(pointers, offsets, mask, moment, scales, GRID: tl.constexpr):
+def store_moment(pointers, offsets, mask, moment, scales, FORMAT: tl.constexpr):
     """Round a block of a moment to its dtype and store it; `scales` as for `loaded_moment`."""
     dtype: tl.constexpr = pointers.dtype.element_ty
     if is_scaled(dtype):
         moment *= tl.load(scales + 1)
     if dtype == tl.uint8:
-        tl.store(pointers + offsets, cast_to_code(moment, GRID), mask=mask)
+        tl.store(pointers + offsets, cast_to_code(moment, FORMAT), mask=mask)
     else:
         tl.store(pointers + offsets, moment.to(dtype), mask=mask)
 
@@ -173,7 +173,7 @@ def second_moment(v, g, beta2):
 def update_block(
     grads, masters, exp_avgs, exp_avg_sqs, models, scales, offsets, mask, grad_factor, clip, learning_rate, beta1,
     beta2, eps, weight_decay, correction1, correction2, HAS_MODEL: tl.constexpr, REMAINDER: tl.constexpr,
-    GRID: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Update one block of one parameter. `scales` are two of each moment: dequantization and quantization scale."""
     grad = loaded(grads, offsets, mask).to(tl.float32)
@@ -198,8 +198,8 @@ def update_block(
         # Rounding up in magnitude from a low half of 2^15 on, ties included, is what `restored_master` undoes.
         rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     tl.store(masters + offsets, kept, mask=mask)
-    store_moment(exp_avgs, offsets, mask, m, scales, GRID)
-    store_moment(exp_avg_sqs, offsets, mask, v, scales + 2, GRID)
+    store_moment(exp_avgs, offsets, mask, m, scales, FORMAT)
+    store_moment(exp_avg_sqs, offsets, mask, v, scales + 2, FORMAT)
     if HAS_MODEL:
         tl.store(models + offsets, rounded, mask=mask)
 
@@ -209,7 +209,7 @@ def adam_kernel(
     table, lengths, row_of_chunk, place_of_chunk, all_scales, grad_factors, clip, learning_rate, beta1, beta2, eps,
     weight_decay, correction1, correction2, GRAD: tl.constexpr, MASTER: tl.constexpr, EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr, HAS_MODEL: tl.constexpr, REMAINDER: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, GRID: tl.constexpr,
+    BLOCK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Update one block of one parameter. A program has one chunk, which is one block."""
     chunk = tl.program_id(0)
@@ -227,12 +227,12 @@ def adam_kernel(
     if left >= BLOCK:
         update_block(
             grads, masters, exp_avgs, exp_avg_sqs, models, scales, offsets, None, grad_factor, clip, learning_rate,
-            beta1, beta2, eps, weight_decay, correction1, correction2, HAS_MODEL, REMAINDER, GRID,
+            beta1, beta2, eps, weight_decay, correction1, correction2, HAS_MODEL, REMAINDER, FORMAT,
         )  # fmt: skip
     else:
         update_block(
             grads, masters, exp_avgs, exp_avg_sqs, models, scales, offsets, offsets < left, grad_factor, clip,
-            learning_rate, beta1, beta2, eps, weight_decay, correction1, correction2, HAS_MODEL, REMAINDER, GRID,
+            learning_rate, beta1, beta2, eps, weight_decay, correction1, correction2, HAS_MODEL, REMAINDER, FORMAT,
         )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def update_rows(table: TensorTable, grad_factor: Tensor, numbers: AdamStep, scal
         numbers.weight_decay, 1.0 - beta1**numbers.step, 1.0 - beta2**numbers.step,
         GRAD=TRITON_TYPES[grad], MASTER=TRITON_TYPES[master], EXP_AVG=TRITON_TYPES[exp_avg],
         EXP_AVG_SQ=TRITON_TYPES[exp_avg_sq], HAS_MODEL=model is not None, REMAINDER=master == torch.int16,
-        ALIGNED=table.is_aligned, BLOCK=BLOCK, GRID=grid_of(E4M3), num_warps=NUM_WARPS,
+        ALIGNED=table.is_aligned, BLOCK=BLOCK, FORMAT=format_spec(E4M3), num_warps=NUM_WARPS,
     )  # fmt: skip
 
 

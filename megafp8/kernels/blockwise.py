@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.rounding import (
-    Grid,
+    FormatSpec,
     cast_to_code,
     cast_to_words,
     flag_infinity,
@@ -29,7 +29,7 @@ from megafp8.kernels.rounding import (
     quant_scale_of,
 )
 from megafp8.kernels.swiglu import gate_gradient_tile, swiglu_tile
-from megafp8.kernels.tiles import SIDE, load_tile, part_pointers, reversed_tile, store_words, tile_offset
+from megafp8.kernels.tiles import BLOCK_SIZE, load_tile, quarter_pointers, reversed_tile, store_words, tile_offset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class BlockwiseOutput:
         row_scales: FP32 [W / 128, T], dequantization scales.
         column_codes: uint8 [W, T]; None leaves columns out.
         column_scales: FP32 [T / 128, W], dequantization scales.
-        grid: the format.
+        spec: the format.
         is_power_of_two: of the scales.
         infinity: int32 [1], set to 1 if an amax is infinite; None leaves it out.
     """
@@ -50,18 +50,18 @@ class BlockwiseOutput:
     row_scales: Optional[Tensor]
     column_codes: Optional[Tensor]
     column_scales: Optional[Tensor]
-    grid: Grid
+    spec: FormatSpec
     is_power_of_two: bool
     infinity: Optional[Tensor] = None
 
 
 @triton.jit
-def scales_of(largest, on_overflow, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr):
+def scales_of(largest, on_overflow, POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr):
     """Quantization scales of blocks and their reciprocals."""
     if POWER_OF_TWO:
-        scale, inverse = power_of_two_scales(largest, GRID)
+        scale, inverse = power_of_two_scales(largest, FORMAT)
     else:
-        scale = quant_scale_of(largest, on_overflow, False, GRID)
+        scale = quant_scale_of(largest, on_overflow, False, FORMAT)
         inverse = tl.div_rn(1.0, scale)
     return scale, inverse
 
@@ -69,90 +69,91 @@ def scales_of(largest, on_overflow, POWER_OF_TWO: tl.constexpr, GRID: tl.constex
 @triton.jit
 def store_rows(
     y, tile_row, tile_column, num_tokens, width, on_overflow, codes, scales, POWER_OF_TWO: tl.constexpr,
-    GRID: tl.constexpr, SIDE: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store a tile in row blocks."""
-    scale0, inverse0 = scales_of(tl.max(tl.abs(y[0]), axis=1), on_overflow, POWER_OF_TWO, GRID)
-    scale1, inverse1 = scales_of(tl.max(tl.abs(y[1]), axis=1), on_overflow, POWER_OF_TWO, GRID)
-    scale2, inverse2 = scales_of(tl.max(tl.abs(y[2]), axis=1), on_overflow, POWER_OF_TWO, GRID)
-    scale3, inverse3 = scales_of(tl.max(tl.abs(y[3]), axis=1), on_overflow, POWER_OF_TWO, GRID)
-    # Part i has the rows 4 n + i. Joining puts the inverses of rows 4 n to 4 n + 3 next to each other.
-    inverse = tl.reshape(tl.join(tl.join(inverse0, inverse2), tl.join(inverse1, inverse3)), [SIDE])
-    tl.store(scales + tile_column.to(tl.int64) * num_tokens + tile_row * SIDE + tl.arange(0, SIDE), inverse)
-    codes += tile_offset(tile_row, tile_column, width, SIDE)
-    tl.store(part_pointers(codes, width, 0, SIDE), cast_to_code(y[0] * scale0[:, None], GRID))
-    tl.store(part_pointers(codes, width, 1, SIDE), cast_to_code(y[1] * scale1[:, None], GRID))
-    tl.store(part_pointers(codes, width, 2, SIDE), cast_to_code(y[2] * scale2[:, None], GRID))
-    tl.store(part_pointers(codes, width, 3, SIDE), cast_to_code(y[3] * scale3[:, None], GRID))
+    scale0, inverse0 = scales_of(tl.max(tl.abs(y[0]), axis=1), on_overflow, POWER_OF_TWO, FORMAT)
+    scale1, inverse1 = scales_of(tl.max(tl.abs(y[1]), axis=1), on_overflow, POWER_OF_TWO, FORMAT)
+    scale2, inverse2 = scales_of(tl.max(tl.abs(y[2]), axis=1), on_overflow, POWER_OF_TWO, FORMAT)
+    scale3, inverse3 = scales_of(tl.max(tl.abs(y[3]), axis=1), on_overflow, POWER_OF_TWO, FORMAT)
+    # Quarter i has the rows 4 n + i. Joining puts the inverses of rows 4 n to 4 n + 3 next to each other.
+    inverse = tl.reshape(tl.join(tl.join(inverse0, inverse2), tl.join(inverse1, inverse3)), [BLOCK_SIZE])
+    tl.store(scales + tile_column.to(tl.int64) * num_tokens + tile_row * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), inverse)
+    codes += tile_offset(tile_row, tile_column, width, BLOCK_SIZE)
+    tl.store(quarter_pointers(codes, width, 0, BLOCK_SIZE), cast_to_code(y[0] * scale0[:, None], FORMAT))
+    tl.store(quarter_pointers(codes, width, 1, BLOCK_SIZE), cast_to_code(y[1] * scale1[:, None], FORMAT))
+    tl.store(quarter_pointers(codes, width, 2, BLOCK_SIZE), cast_to_code(y[2] * scale2[:, None], FORMAT))
+    tl.store(quarter_pointers(codes, width, 3, BLOCK_SIZE), cast_to_code(y[3] * scale3[:, None], FORMAT))
 
 
 @triton.jit
 def store_columns(
     y, tile_row, tile_column, num_tokens, width, on_overflow, codes, scales, POWER_OF_TWO: tl.constexpr,
-    GRID: tl.constexpr, SIDE: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store a tile in column blocks, transposed."""
     largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
-    scale, inverse = scales_of(tl.max(largest, axis=0), on_overflow, POWER_OF_TWO, GRID)
-    tl.store(scales + tile_row.to(tl.int64) * width + tile_column * SIDE + tl.arange(0, SIDE), inverse)
+    scale, inverse = scales_of(tl.max(largest, axis=0), on_overflow, POWER_OF_TWO, FORMAT)
+    tl.store(scales + tile_row.to(tl.int64) * width + tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), inverse)
     scale = scale[None, :]
-    words = cast_to_words(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale, GRID)
-    store_words(words, codes, tile_row, tile_column, num_tokens, SIDE)
+    words = cast_to_words(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale, FORMAT)
+    store_words(words, codes, tile_row, tile_column, num_tokens, BLOCK_SIZE)
 
 
 @triton.jit
 def store_tile(
     y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
-    infinity, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    infinity, POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile, given as its four parts, in row blocks and in column blocks."""
+    """Quantize a tile, given as its four quarters, in row blocks and in column blocks."""
     if infinity is not None:
         largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
         flag_infinity(tl.max(largest, axis=0), infinity)
     if row_codes is not None:
         store_rows(
-            y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, POWER_OF_TWO, GRID, SIDE
-        )
+            y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, POWER_OF_TWO, FORMAT,
+            BLOCK_SIZE,
+        )  # fmt: skip
     if column_codes is not None:
         store_columns(
-            y, tile_row, tile_column, num_tokens, width, on_overflow, column_codes, column_scales, POWER_OF_TWO, GRID,
-            SIDE,
+            y, tile_row, tile_column, num_tokens, width, on_overflow, column_codes, column_scales, POWER_OF_TWO, FORMAT,
+            BLOCK_SIZE,
         )  # fmt: skip
 
 
 @triton.jit
 def cast_kernel(
     inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
-    infinity, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    infinity, POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """inputs [T, W] to their quantized blocks."""
     tile_row, tile_column = reversed_tile()
     store_tile(
-        load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE), tile_row, tile_column,
-        num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales, infinity, POWER_OF_TWO,
-        GRID, SIDE,
+        load_tile(inputs + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE), tile_row,
+        tile_column, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales, infinity,
+        POWER_OF_TWO, FORMAT, BLOCK_SIZE,
     )  # fmt: skip
 
 
 @triton.jit
 def swiglu_kernel(
     inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
-    infinity, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    infinity, POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """inputs [T, 2 W] to the quantized blocks of silu(a) b [T, W]."""
     tile_row, tile_column = reversed_tile()
-    inputs += tile_offset(tile_row, tile_column, 2 * width, SIDE)
-    a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
+    inputs += tile_offset(tile_row, tile_column, 2 * width, BLOCK_SIZE)
+    a, b = load_tile(inputs, 2 * width, BLOCK_SIZE), load_tile(inputs + width, 2 * width, BLOCK_SIZE)
     store_tile(
         swiglu_tile(a, b, inputs.dtype.element_ty), tile_row, tile_column, num_tokens, width, on_overflow, row_codes,
-        row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, GRID, SIDE,
+        row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, FORMAT, BLOCK_SIZE,
     )  # fmt: skip
 
 
 @triton.jit
 def swiglu_backward_kernel(
     gradients, inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
-    infinity, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    infinity, POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """gradients [T, W] and inputs [T, 2 W] to the quantized blocks of the inputs' gradients [T, 2 W].
 
@@ -161,18 +162,18 @@ def swiglu_backward_kernel(
     """
     TYPE: tl.constexpr = inputs.dtype.element_ty
     tile_row, tile_column = reversed_tile()
-    inputs += tile_offset(tile_row, tile_column, 2 * width, SIDE)
-    gradients += tile_offset(tile_row, tile_column, width, SIDE)
-    a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
-    dy = load_tile(gradients, width, SIDE)
+    inputs += tile_offset(tile_row, tile_column, 2 * width, BLOCK_SIZE)
+    gradients += tile_offset(tile_row, tile_column, width, BLOCK_SIZE)
+    a, b = load_tile(inputs, 2 * width, BLOCK_SIZE), load_tile(inputs + width, 2 * width, BLOCK_SIZE)
+    dy = load_tile(gradients, width, BLOCK_SIZE)
     store_tile(
         gate_gradient_tile(a, b, dy, TYPE), tile_row, tile_column, num_tokens, 2 * width, on_overflow, row_codes,
-        row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, GRID, SIDE,
+        row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, FORMAT, BLOCK_SIZE,
     )  # fmt: skip
-    a, dy = load_tile(inputs, 2 * width, SIDE), load_tile(gradients, width, SIDE)
+    a, dy = load_tile(inputs, 2 * width, BLOCK_SIZE), load_tile(gradients, width, BLOCK_SIZE)
     store_tile(
-        swiglu_tile(a, dy, TYPE), tile_row, tile_column + width // SIDE, num_tokens, 2 * width, on_overflow, row_codes,
-        row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, GRID, SIDE,
+        swiglu_tile(a, dy, TYPE), tile_row, tile_column + width // BLOCK_SIZE, num_tokens, 2 * width, on_overflow,
+        row_codes, row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, FORMAT, BLOCK_SIZE,
     )  # fmt: skip
 
 
@@ -189,9 +190,9 @@ def _launch(
     `registers` per thread are tuned: the compiler's own choice costs 4 to 11%.
     """
     tokens, largest = tensors[-1].shape[0], torch.finfo(tensors[-1].dtype).max
-    kernel[(width // SIDE, tokens // SIDE)](
+    kernel[(width // BLOCK_SIZE, tokens // BLOCK_SIZE)](
         *tensors, tokens, width, largest, to.row_codes, to.row_scales, to.column_codes, to.column_scales, to.infinity,
-        POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, SIDE=SIDE, num_warps=num_warps, maxnreg=registers,
+        POWER_OF_TWO=to.is_power_of_two, FORMAT=to.spec, BLOCK_SIZE=BLOCK_SIZE, num_warps=num_warps, maxnreg=registers,
         enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.rounding import Grid, without_nan
+from megafp8.kernels.rounding import FormatSpec, without_nan
 from megafp8.kernels.swiglu import gate_gradient_tile, swiglu_tile
 from megafp8.kernels.tiles import load_tile, reversed_tile, store_codes, tile_offset
 
-SIDE, CAST_SIDE = 64, 128  # tiles of SwiGLU and of the cast
+BLOCK_SIZE, CAST_BLOCK_SIZE = 64, 128  # tiles of SwiGLU and of the cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class DelayedOutput:
         scale: FP32 [1], the quantization scale.
         amax: FP32 [1], raised to the amax of the unscaled values.
         scale_inv: FP32 [1], set to the dequantization scale, 1 / scale.
-        grid: the format.
+        spec: the format.
     """
 
     rows: Optional[Tensor]
@@ -42,12 +42,12 @@ class DelayedOutput:
     scale: Tensor
     amax: Tensor
     scale_inv: Tensor
-    grid: Grid
+    spec: FormatSpec
 
 
 @triton.jit
 def largest_of(y):
-    """Amax of a tile, given as its four parts; NaN is ignored."""
+    """Amax of a tile, given as its four quarters; NaN is ignored."""
     largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
     return without_nan(tl.max(largest))
 
@@ -61,72 +61,76 @@ def store_inverse(scale, scale_inv):
 
 @triton.jit
 def cast_kernel(
-    inputs, rows, columns, scale, amax, scale_inv, num_tokens, width, GRID: tl.constexpr, SIDE: tl.constexpr
+    inputs, rows, columns, scale, amax, scale_inv, num_tokens, width, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
     """inputs [T, W] to their codes."""
     tile_row, tile_column = reversed_tile()
-    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
+    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
     factor = tl.load(scale)
-    store_codes(y, factor, tile_row, tile_column, num_tokens, width, rows, columns, GRID, SIDE)
+    store_codes(y, factor, tile_row, tile_column, num_tokens, width, rows, columns, FORMAT, BLOCK_SIZE)
     tl.atomic_max(amax, largest_of(y))
     store_inverse(factor, scale_inv)
 
 
 @triton.jit
 def swiglu_kernel(
-    inputs, rows, columns, scale, amax, scale_inv, num_tokens, width, GRID: tl.constexpr, SIDE: tl.constexpr
+    inputs, rows, columns, scale, amax, scale_inv, num_tokens, width, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
     """inputs [T, 2 W] to the codes of silu(a) b [T, W]."""
     tile_row, tile_column = reversed_tile()
-    inputs += tile_offset(tile_row, tile_column, 2 * width, SIDE)
-    a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
+    inputs += tile_offset(tile_row, tile_column, 2 * width, BLOCK_SIZE)
+    a, b = load_tile(inputs, 2 * width, BLOCK_SIZE), load_tile(inputs + width, 2 * width, BLOCK_SIZE)
     factor = tl.load(scale)
     y = swiglu_tile(a, b, tl.float32)
-    store_codes(y, factor, tile_row, tile_column, num_tokens, width, rows, columns, GRID, SIDE)
+    store_codes(y, factor, tile_row, tile_column, num_tokens, width, rows, columns, FORMAT, BLOCK_SIZE)
     tl.atomic_max(amax, largest_of(y))
     store_inverse(factor, scale_inv)
 
 
 @triton.jit
 def swiglu_backward_kernel(
-    gradients, inputs, rows, columns, scale, amax, scale_inv, num_tokens, width, GRID: tl.constexpr,
-    SIDE: tl.constexpr,
+    gradients, inputs, rows, columns, scale, amax, scale_inv, num_tokens, width, FORMAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """gradients [T, W] and inputs [T, 2 W] to the codes of the inputs' gradients [T, 2 W]."""
     tile_row, tile_column = reversed_tile()
-    inputs += tile_offset(tile_row, tile_column, 2 * width, SIDE)
-    a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
-    dy = load_tile(gradients + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
+    inputs += tile_offset(tile_row, tile_column, 2 * width, BLOCK_SIZE)
+    a, b = load_tile(inputs, 2 * width, BLOCK_SIZE), load_tile(inputs + width, 2 * width, BLOCK_SIZE)
+    dy = load_tile(gradients + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
     factor = tl.load(scale)
     da = gate_gradient_tile(a, b, dy, tl.float32)
-    store_codes(da, factor, tile_row, tile_column, num_tokens, 2 * width, rows, columns, GRID, SIDE)
+    store_codes(da, factor, tile_row, tile_column, num_tokens, 2 * width, rows, columns, FORMAT, BLOCK_SIZE)
     db = swiglu_tile(a, dy, tl.float32)
-    store_codes(db, factor, tile_row, tile_column + width // SIDE, num_tokens, 2 * width, rows, columns, GRID, SIDE)
+    store_codes(
+        db, factor, tile_row, tile_column + width // BLOCK_SIZE, num_tokens, 2 * width, rows, columns, FORMAT,
+        BLOCK_SIZE,
+    )  # fmt: skip
     tl.atomic_max(amax, tl.maximum(largest_of(da), largest_of(db)))
     store_inverse(factor, scale_inv)
 
 
 def _launch(
-    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], width: int, to: DelayedOutput, side: int, num_warps: int
-) -> None:
+    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], width: int, to: DelayedOutput, block_size: int,
+    num_warps: int,
+) -> None:  # fmt: skip
     """Launch a program for each tile of the first `width` columns of the last of `tensors`."""
     tokens = tensors[-1].shape[0]
-    kernel[(width // side, tokens // side)](
-        *tensors, to.rows, to.columns, to.scale, to.amax, to.scale_inv, tokens, width, GRID=to.grid, SIDE=side,
-        num_warps=num_warps, enable_fp_fusion=True,
+    kernel[(width // block_size, tokens // block_size)](
+        *tensors, to.rows, to.columns, to.scale, to.amax, to.scale_inv, tokens, width, FORMAT=to.spec,
+        BLOCK_SIZE=block_size, num_warps=num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def cast(inputs: Tensor, to: DelayedOutput) -> None:
     """Quantize inputs [T, W], contiguous, BF16, FP16 or FP32."""
-    _launch(cast_kernel, (inputs,), inputs.shape[1], to, CAST_SIDE, num_warps=8)
+    _launch(cast_kernel, (inputs,), inputs.shape[1], to, CAST_BLOCK_SIZE, num_warps=8)
 
 
 def swiglu(inputs: Tensor, to: DelayedOutput) -> None:
     """Quantize silu(a) b [T, W]; a and b are the halves of inputs [T, 2 W], contiguous, BF16, FP16 or FP32."""
-    _launch(swiglu_kernel, (inputs,), inputs.shape[1] // 2, to, SIDE, num_warps=4)
+    _launch(swiglu_kernel, (inputs,), inputs.shape[1] // 2, to, BLOCK_SIZE, num_warps=4)
 
 
 def swiglu_backward(gradients: Tensor, inputs: Tensor, to: DelayedOutput) -> None:
     """Quantize the gradients [T, 2 W] of inputs, given those of the result [T, W]; as `swiglu`."""
-    _launch(swiglu_backward_kernel, (gradients, inputs), inputs.shape[1] // 2, to, SIDE, num_warps=4)
+    _launch(swiglu_backward_kernel, (gradients, inputs), inputs.shape[1] // 2, to, BLOCK_SIZE, num_warps=4)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megafp8.kernels import experts
 from megafp8.kernels.expert_scales import CastScale, ColumnCodes, CurrentScale
-from megafp8.kernels.rounding import Grid
+from megafp8.kernels.rounding import FormatSpec
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows
 
-COLUMNS, SIDE, GRADIENTS_SIDE = 128, 128, 64
+COLUMNS, BLOCK_SIZE, GRADIENTS_BLOCK_SIZE = 128, 128, 64
 
 
 class RoutedCodes(NamedTuple):
@@ -86,7 +86,7 @@ def token_amaxes(inputs: Tensor) -> Tensor:
 
 
 def gather_codes(
-    inputs: Tensor, rows: RoutedRows, routing_map: Tensor, grid: Grid, prequantized: Optional[Tensor] = None,
+    inputs: Tensor, rows: RoutedRows, routing_map: Tensor, spec: FormatSpec, prequantized: Optional[Tensor] = None,
     scale: CastScale = CurrentScale(),
 ) -> RoutedCodes:  # fmt: skip
     """Quantize the token of each row to codes [R, W].
@@ -106,10 +106,10 @@ def gather_codes(
     else:
         scales = _scales(scale, len(rows.ends), inputs)
     codes = _empty_codes(num_rows, width, scales.scale_inv)
-    experts.gather_codes_kernel[(width // SIDE, num_rows // SIDE)](
+    experts.gather_codes_kernel[(width // BLOCK_SIZE, num_rows // BLOCK_SIZE)](
         inputs, rows.token_of_row, rows.expert_of_block, scales.amaxes, scales.known, scales.infinities, rows.ends,
         *codes, num_rows, width, IS_SCALED=prequantized is not None,
-        **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
+        **_experts(rows), FORMAT=spec, BLOCK_SIZE=BLOCK_SIZE, num_warps=8,
     )  # fmt: skip
     return codes
 
@@ -147,7 +147,7 @@ def swiglu(inputs: Tensor, probs: Tensor, rows: RoutedRows) -> Tensor:
 
 
 def swiglu_codes(
-    inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid, scale: CastScale = CurrentScale()
+    inputs: Tensor, probs: Tensor, rows: RoutedRows, spec: FormatSpec, scale: CastScale = CurrentScale()
 ) -> RoutedCodes:
     """The codes of `swiglu`."""
     num_rows, width = inputs.shape[0], inputs.shape[1] // 2
@@ -158,9 +158,9 @@ def swiglu_codes(
             COLUMNS=COLUMNS,
         )  # fmt: skip
     codes = _empty_codes(num_rows, width, scales.scale_inv)
-    experts.swiglu_codes_kernel[(width // SIDE, num_rows // SIDE)](
+    experts.swiglu_codes_kernel[(width // BLOCK_SIZE, num_rows // BLOCK_SIZE)](
         inputs, probs, rows.expert_of_block, scales.amaxes, scales.known, scales.infinities, rows.ends, *codes,
-        num_rows, width, **_experts(rows), GRID=grid, SIDE=SIDE, num_warps=8,
+        num_rows, width, **_experts(rows), FORMAT=spec, BLOCK_SIZE=BLOCK_SIZE, num_warps=8,
     )  # fmt: skip
     return codes
 
@@ -177,29 +177,29 @@ def swiglu_backward(gradients: Tensor, inputs: Tensor, probs: Tensor, rows: Rout
 
 
 def swiglu_backward_codes(
-    gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows, grid: Grid,
+    gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows, spec: FormatSpec,
     scale: CastScale = CurrentScale(),
 ) -> tuple[RoutedCodes, Tensor]:  # fmt: skip
     """Codes of the gradients of inputs, and the gradients of probs."""
     num_rows, width = gradients.shape
     scales = _scales(scale, len(rows.ends), inputs)
     # A row of sums for each tile of columns: they are added in a fixed order.
-    prob_sums = probs.new_zeros(1 if scales.known is None else width // GRADIENTS_SIDE, num_rows)
+    prob_sums = probs.new_zeros(1 if scales.known is None else width // GRADIENTS_BLOCK_SIZE, num_rows)
     if scales.known is None:
         experts.swiglu_gradients_rows_kernel[(num_rows // ALIGNMENT,)](
             gradients, inputs, probs, rows.ends, rows.expert_of_block, None, prob_sums, scales.amaxes, width,
             NUM_EXPERTS=len(rows.ends), COLUMNS=COLUMNS,
         )  # fmt: skip
     codes = _empty_codes(num_rows, 2 * width, scales.scale_inv)
-    experts.swiglu_gradients_codes_kernel[(width // GRADIENTS_SIDE, num_rows // GRADIENTS_SIDE)](
+    experts.swiglu_gradients_codes_kernel[(width // GRADIENTS_BLOCK_SIZE, num_rows // GRADIENTS_BLOCK_SIZE)](
         gradients, inputs, probs, None if scales.known is None else prob_sums, rows.expert_of_block, scales.amaxes,
         scales.known, scales.infinities, rows.ends, *codes, num_rows, width,
-        **_experts(rows), GRID=grid, SIDE=GRADIENTS_SIDE, num_warps=4,
+        **_experts(rows), FORMAT=spec, BLOCK_SIZE=GRADIENTS_BLOCK_SIZE, num_warps=4,
     )  # fmt: skip
     return codes, prob_sums[0] if scales.known is None else prob_sums.sum(0)
 
 
-def weight_codes(weights: Tensor, grid: Grid, scale: CastScale = CurrentScale()) -> RoutedCodes:
+def weight_codes(weights: Tensor, spec: FormatSpec, scale: CastScale = CurrentScale()) -> RoutedCodes:
     """Codes of weights [E, R, W] BF16, one scale for each expert."""
     num_experts, num_rows, width = weights.shape
     scales = _scales(scale, num_experts, weights)
@@ -211,8 +211,8 @@ def weight_codes(weights: Tensor, grid: Grid, scale: CastScale = CurrentScale())
         weights.new_empty(num_experts, width, num_rows, dtype=torch.uint8),
         scales.scale_inv,
     )
-    experts.weights_codes_kernel[(width // SIDE, num_rows // SIDE, num_experts)](
-        weights, scales.amaxes, scales.known, scales.infinities, *codes, num_rows, width, GRID=grid, SIDE=SIDE,
-        num_warps=8,
+    experts.weights_codes_kernel[(width // BLOCK_SIZE, num_rows // BLOCK_SIZE, num_experts)](
+        weights, scales.amaxes, scales.known, scales.infinities, *codes, num_rows, width, FORMAT=spec,
+        BLOCK_SIZE=BLOCK_SIZE, num_warps=8,
     )  # fmt: skip
     return codes

@@ -19,11 +19,11 @@ from megafp8.kernels.routed_rows import RoutedRows
 
 
 class Tile(NamedTuple):
-    """What a program computes: `down` x `across` weight gradients, `depth` rows at a time."""
+    """What a program computes: `block_m` x `block_n` weight gradients, `block_k` rows at a time."""
 
-    down: int
-    across: int
-    depth: int
+    block_m: int
+    block_n: int
+    block_k: int
     warps: int
     stages: int
 
@@ -34,32 +34,32 @@ time, and two small programs of a multiprocessor hide it from each other."""
 BF16_TILES = Tile(128, 128, 32, 4, 4), Tile(128, 256, 64, 8, 3)
 FP8_TILES = Tile(128, 128, 128, 4, 3), Tile(128, 256, 128, 8, 4)
 """For few and for many rows. The fastest of 14 to 17 for each shape of `benchmarks/gpu_experts.py` on an H200."""
-ROWS_IN_GROUP = 8
+GROUP_SIZE_M = 8
 """Tiles of so many rows of a weight follow each other for each tile of columns, so that the L2 cache keeps them."""
 
 
 @triton.jit
 def _wgrad_kernel(
     grad_output, inputs, grad_output_scale, inputs_scale, ends, main_grad, N, W,
-    IS_FP8: tl.constexpr, IS_OVERWRITTEN: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    IS_FP8: tl.constexpr, IS_OVERWRITTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
-    down, across = tl.cdiv(N, DOWN), tl.cdiv(W, ACROSS)
-    expert, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
-    first = tile // (GROUP * across) * GROUP
-    in_group = min(down - first, GROUP)
-    n = (first + tile % (GROUP * across) % in_group) * DOWN
-    w = tile % (GROUP * across) // in_group * ACROSS
+    num_blocks_m, num_blocks_n = tl.cdiv(N, BLOCK_M), tl.cdiv(W, BLOCK_N)
+    expert, tile = tl.program_id(0) // (num_blocks_m * num_blocks_n), tl.program_id(0) % (num_blocks_m * num_blocks_n)
+    first = tile // (GROUP_SIZE_M * num_blocks_n) * GROUP_SIZE_M
+    in_group = min(num_blocks_m - first, GROUP_SIZE_M)
+    n = (first + tile % (GROUP_SIZE_M * num_blocks_n) % in_group) * BLOCK_M
+    w = tile % (GROUP_SIZE_M * num_blocks_n) // in_group * BLOCK_N
     start, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
-    whole = start + (end - start) // DEPTH * DEPTH
-    total = tl.zeros([DOWN, ACROSS], tl.float32)
-    for row in tl.range(start, whole, DEPTH):
+    whole = start + (end - start) // BLOCK_K * BLOCK_K
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for row in tl.range(start, whole, BLOCK_K):
         if IS_FP8:
             total = tl.dot(grad_output.load([n, row]), inputs.load([w, row]).T, total)
         else:
             total = tl.dot(grad_output.load([row, n]).T, inputs.load([row, w]), total)
     if whole < end:  # the rows of the next expert count as zeros, whatever they are
-        live = whole + tl.arange(0, DEPTH) < end
+        live = whole + tl.arange(0, BLOCK_K) < end
         if IS_FP8:
             a = tl.where(live[None, :], grad_output.load([n, whole]).to(tl.uint8, bitcast=True), 0)
             b = tl.where(live[None, :], inputs.load([w, whole]).to(tl.uint8, bitcast=True), 0)
@@ -70,7 +70,7 @@ def _wgrad_kernel(
             total = tl.dot(a.T, b, total)
     if IS_FP8:
         total *= tl.load(grad_output_scale + expert) * tl.load(inputs_scale + expert)
-    rows, columns = n + tl.arange(0, DOWN), w + tl.arange(0, ACROSS)
+    rows, columns = n + tl.arange(0, BLOCK_M), w + tl.arange(0, BLOCK_N)
     is_inside = (rows < N)[:, None] & (columns < W)[None, :]
     target = main_grad + expert.to(tl.int64) * N * W + rows[:, None] * W + columns[None, :]
     if not IS_OVERWRITTEN:
@@ -98,13 +98,14 @@ def add_wgrad(
     if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
         (a, a_scale), (b, b_scale), is_fp8, tile = grad_output, inputs, True, FP8_TILES[has_many]
         a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
-        blocks = [tile.down, tile.depth], [tile.across, tile.depth]
+        blocks = [tile.block_m, tile.block_k], [tile.block_n, tile.block_k]
     else:
         a, b, a_scale, b_scale, is_fp8, tile = grad_output, inputs, None, None, False, BF16_TILES[has_many]
-        blocks = [tile.depth, tile.down], [tile.depth, tile.across]
-    grid = (triton.cdiv(n, tile.down) * triton.cdiv(w, tile.across) * num_experts,)
+        blocks = [tile.block_k, tile.block_m], [tile.block_k, tile.block_n]
+    grid = (triton.cdiv(n, tile.block_m) * triton.cdiv(w, tile.block_n) * num_experts,)
     _wgrad_kernel[grid](
         TensorDescriptor.from_tensor(a, blocks[0]), TensorDescriptor.from_tensor(b, blocks[1]), a_scale, b_scale,
-        rows.ends, main_grad, n, w, IS_FP8=is_fp8, IS_OVERWRITTEN=is_overwritten, DOWN=tile.down,
-        ACROSS=tile.across, DEPTH=tile.depth, GROUP=ROWS_IN_GROUP, num_warps=tile.warps, num_stages=tile.stages,
+        rows.ends, main_grad, n, w, IS_FP8=is_fp8, IS_OVERWRITTEN=is_overwritten, BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_SIZE_M=GROUP_SIZE_M, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip

@@ -21,24 +21,26 @@ import triton.language as tl
 from megafp8.kernels.delayed import largest_of
 from megafp8.kernels.rounding import FP32_MAX, quant_scale_of, widen, without_nan
 from megafp8.kernels.swiglu import gate_gradient, sigmoid
-from megafp8.kernels.tiles import load_tile, part_pointers, store_codes, tile_offset
+from megafp8.kernels.tiles import load_tile, quarter_pointers, store_codes, tile_offset
 
-BLOCK = tl.constexpr(16)
-
-
-@triton.jit
-def experts_of_tile(expert_of_block, tile_row, SIDE: tl.constexpr):
-    """The expert of each four rows of a tile, [SIDE / 4]."""
-    return tl.load(expert_of_block + tile_row * (SIDE // BLOCK) + tl.arange(0, SIDE // 4) // (BLOCK // 4))
+EXPERT_BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def quant_scales(amaxes, scales, experts, GRID: tl.constexpr):
+def experts_of_tile(expert_of_block, tile_row, BLOCK_SIZE: tl.constexpr):
+    """The expert of each four rows of a tile, [BLOCK_SIZE / 4]."""
+    return tl.load(
+        expert_of_block + tile_row * (BLOCK_SIZE // EXPERT_BLOCK) + tl.arange(0, BLOCK_SIZE // 4) // (EXPERT_BLOCK // 4)
+    )
+
+
+@triton.jit
+def quant_scales(amaxes, scales, experts, FORMAT: tl.constexpr):
     """Quantization scales of some experts: known ones [E], or, where `scales` is None, those of their amaxes [E]."""
     if scales is not None:
         found = tl.load(scales + experts)
     else:
-        found = quant_scale_of(tl.load(amaxes + experts), FP32_MAX, False, GRID)
+        found = quant_scale_of(tl.load(amaxes + experts), FP32_MAX, False, FORMAT)
     return found
 
 
@@ -53,25 +55,25 @@ def flag_infinities(amaxes, infinities, experts, is_expert):
 @triton.jit
 def store_scales(
     amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
-    GRID: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """The dequantization scales of all experts [E] and the flags of infinite amaxes, by one program. EXPERTS is a power
     of two, NUM_EXPERTS or more."""
     if is_first:
         at = tl.arange(0, EXPERTS)
-        scale = quant_scales(amaxes, scales, tl.minimum(at, NUM_EXPERTS - 1), GRID)
+        scale = quant_scales(amaxes, scales, tl.minimum(at, NUM_EXPERTS - 1), FORMAT)
         tl.store(scale_inv + at, tl.div_rn(1.0, scale), mask=at < NUM_EXPERTS)
         flag_infinities(amaxes, infinities, at, at < NUM_EXPERTS)
 
 
 @triton.jit
-def raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS: tl.constexpr, SIDE: tl.constexpr):
-    """Raise the amax of each expert to that of its rows in a tile, given as its four parts; NaN is ignored. Where
+def raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Raise the amax of each expert to that of its rows in a tile, given as its four quarters; NaN is ignored. Where
     `amaxes` is None nothing is recorded."""
     if amaxes is not None:
         largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
         of_rows = without_nan(tl.max(largest, axis=1))
-        is_live = tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) < tl.load(ends + NUM_EXPERTS - 1)
+        is_live = tile_row * BLOCK_SIZE + 4 * tl.arange(0, BLOCK_SIZE // 4) < tl.load(ends + NUM_EXPERTS - 1)
         # Most rows do not exceed what other programs have found. An older amax only leads to an update without effect.
         is_larger = of_rows > tl.load(amaxes + experts, volatile=True)
         tl.atomic_max(amaxes + experts, of_rows, mask=is_live & is_larger)
@@ -85,44 +87,47 @@ def raise_amax(largest, amaxes, expert):
 
 
 @triton.jit
-def gathered_part(inputs, token_of_row, tile_row, tile_column, width, PART: tl.constexpr, SIDE: tl.constexpr):
+def gathered_quarter(
+    inputs, token_of_row, tile_row, tile_column, width, QUARTER: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
     """Every fourth row of a tile of gathered tokens, in FP32; zeros for empty rows."""
-    tokens = tl.load(token_of_row + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) + PART)
-    at = inputs + tokens.to(tl.int64)[:, None] * width + tile_column * SIDE + tl.arange(0, SIDE)[None, :]
+    tokens = tl.load(token_of_row + tile_row * BLOCK_SIZE + 4 * tl.arange(0, BLOCK_SIZE // 4) + QUARTER)
+    at = inputs + tokens.to(tl.int64)[:, None] * width + tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
     return widen(tl.load(at, mask=(tokens >= 0)[:, None], other=0.0))
 
 
 @triton.jit
-def gathered_tile(inputs, token_of_row, tile_row, tile_column, width, SIDE: tl.constexpr):
-    """The four parts of a tile of gathered tokens."""
+def gathered_tile(inputs, token_of_row, tile_row, tile_column, width, BLOCK_SIZE: tl.constexpr):
+    """The four quarters of a tile of gathered tokens."""
     return (
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 0, SIDE),
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 1, SIDE),
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 2, SIDE),
-        gathered_part(inputs, token_of_row, tile_row, tile_column, width, 3, SIDE),
+        gathered_quarter(inputs, token_of_row, tile_row, tile_column, width, 0, BLOCK_SIZE),
+        gathered_quarter(inputs, token_of_row, tile_row, tile_column, width, 1, BLOCK_SIZE),
+        gathered_quarter(inputs, token_of_row, tile_row, tile_column, width, 2, BLOCK_SIZE),
+        gathered_quarter(inputs, token_of_row, tile_row, tile_column, width, 3, BLOCK_SIZE),
     )
 
 
 @triton.jit
 def gather_codes_kernel(
     inputs, token_of_row, expert_of_block, amaxes, scales, infinities, ends, rows, columns, scale_inv, num_rows, width,
-    IS_SCALED: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    IS_SCALED: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Codes of the tokens inputs [T, W] of all rows. A program has one tile. Tokens that arrived IS_SCALED."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
     if not IS_SCALED:
         is_first = (tile_row == 0) & (tile_column == 0)
-        store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, GRID)
-    if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
+        store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, FORMAT)
+    if tile_row * BLOCK_SIZE >= tl.load(ends + NUM_EXPERTS - 1):
         return
-    y = gathered_tile(inputs, token_of_row, tile_row, tile_column, width, SIDE)
-    scale = tl.full([SIDE // 4, 1], 1.0, tl.float32)
+    y = gathered_tile(inputs, token_of_row, tile_row, tile_column, width, BLOCK_SIZE)
+    scale = tl.full([BLOCK_SIZE // 4, 1], 1.0, tl.float32)
     if not IS_SCALED:
-        experts = experts_of_tile(expert_of_block, tile_row, SIDE)
-        scale = quant_scales(amaxes, scales, experts, GRID)[:, None]
+        experts = experts_of_tile(expert_of_block, tile_row, BLOCK_SIZE)
+        scale = quant_scales(amaxes, scales, experts, FORMAT)[:, None]
         if scales is not None:
-            raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS, SIDE)
-    store_codes(y, scale, tile_row, tile_column, num_rows, width, rows, columns, GRID, SIDE)
+            raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS, BLOCK_SIZE)
+    store_codes(y, scale, tile_row, tile_column, num_rows, width, rows, columns, FORMAT, BLOCK_SIZE)
 
 
 @triton.jit
@@ -158,7 +163,7 @@ def token_amax_kernel(inputs, amaxes, width, WIDTH: tl.constexpr):
 @triton.jit
 def swiglu_block(inputs, probs, row, column, width, COLUMNS: tl.constexpr):
     """Both halves of inputs [R, 2 W] at 16 rows, and the rows' probabilities, in FP32."""
-    rows = row + tl.arange(0, BLOCK)
+    rows = row + tl.arange(0, EXPERT_BLOCK)
     at = inputs + rows.to(tl.int64)[:, None] * (2 * width) + column + tl.arange(0, COLUMNS)[None, :]
     return widen(tl.load(at)), widen(tl.load(at + width)), tl.load(probs + rows)[:, None]
 
@@ -172,14 +177,14 @@ def swiglu_rows_kernel(
     A program has 16 rows.
     """
     block = tl.program_id(0)
-    if block * BLOCK >= tl.load(ends + NUM_EXPERTS - 1):
+    if block * EXPERT_BLOCK >= tl.load(ends + NUM_EXPERTS - 1):
         return
-    largest = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    largest = tl.zeros([EXPERT_BLOCK, COLUMNS], tl.float32)
     for column in range(0, width, COLUMNS):
-        a, b, p = swiglu_block(inputs, probs, block * BLOCK, column, width, COLUMNS)
+        a, b, p = swiglu_block(inputs, probs, block * EXPERT_BLOCK, column, width, COLUMNS)
         y = a * sigmoid(a) * b * p
         if results is not None:
-            rows = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+            rows = (block * EXPERT_BLOCK + tl.arange(0, EXPERT_BLOCK)).to(tl.int64)[:, None]
             at = results + rows * width + column + tl.arange(0, COLUMNS)[None, :]
             tl.store(at, y.to(results.dtype.element_ty))
         largest = tl.maximum(largest, tl.abs(y))
@@ -194,12 +199,12 @@ def swiglu_gradients_rows_kernel(
 ):  # fmt: skip
     """Gradients of `swiglu_rows_kernel`: of probs [R], and of inputs [R, 2 W] or their amax of each expert [E]."""
     block = tl.program_id(0)
-    if block * BLOCK >= tl.load(ends + NUM_EXPERTS - 1):
+    if block * EXPERT_BLOCK >= tl.load(ends + NUM_EXPERTS - 1):
         return
-    rows = block * BLOCK + tl.arange(0, BLOCK)
-    largest, total = tl.zeros([BLOCK, COLUMNS], tl.float32), tl.zeros([BLOCK], tl.float32)
+    rows = block * EXPERT_BLOCK + tl.arange(0, EXPERT_BLOCK)
+    largest, total = tl.zeros([EXPERT_BLOCK, COLUMNS], tl.float32), tl.zeros([EXPERT_BLOCK], tl.float32)
     for column in range(0, width, COLUMNS):
-        a, b, p = swiglu_block(inputs, probs, block * BLOCK, column, width, COLUMNS)
+        a, b, p = swiglu_block(inputs, probs, block * EXPERT_BLOCK, column, width, COLUMNS)
         at = rows.to(tl.int64)[:, None] * width + column + tl.arange(0, COLUMNS)[None, :]
         dy = widen(tl.load(gradients + at))
         s = sigmoid(a)
@@ -216,61 +221,70 @@ def swiglu_gradients_rows_kernel(
 
 
 @triton.jit
-def part_of(inputs, probs, tile_row, tile_column, width, PART: tl.constexpr, SIDE: tl.constexpr):
+def quarter_of(inputs, probs, tile_row, tile_column, width, QUARTER: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Every fourth row of a tile: both halves of inputs [R, 2 W] and the probabilities, in FP32."""
-    at = part_pointers(inputs + tile_offset(tile_row, tile_column, 2 * width, SIDE), 2 * width, PART, SIDE)
-    p = tl.load(probs + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) + PART)[:, None]
+    at = quarter_pointers(
+        inputs + tile_offset(tile_row, tile_column, 2 * width, BLOCK_SIZE), 2 * width, QUARTER, BLOCK_SIZE
+    )
+    p = tl.load(probs + tile_row * BLOCK_SIZE + 4 * tl.arange(0, BLOCK_SIZE // 4) + QUARTER)[:, None]
     return widen(tl.load(at)), widen(tl.load(at + width)), p
 
 
 @triton.jit
-def swiglu_part(inputs, probs, tile_row, tile_column, width, PART: tl.constexpr, SIDE: tl.constexpr):
+def swiglu_quarter(inputs, probs, tile_row, tile_column, width, QUARTER: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """p silu(a) b of every fourth row of a tile."""
-    a, b, p = part_of(inputs, probs, tile_row, tile_column, width, PART, SIDE)
+    a, b, p = quarter_of(inputs, probs, tile_row, tile_column, width, QUARTER, BLOCK_SIZE)
     return a * sigmoid(a) * b * p
 
 
 @triton.jit
-def swiglu_tile(inputs, probs, tile_row, tile_column, width, SIDE: tl.constexpr):
-    """The four parts of a tile of p silu(a) b."""
+def swiglu_tile(inputs, probs, tile_row, tile_column, width, BLOCK_SIZE: tl.constexpr):
+    """The four quarters of a tile of p silu(a) b."""
     return (
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 0, SIDE),
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 1, SIDE),
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 2, SIDE),
-        swiglu_part(inputs, probs, tile_row, tile_column, width, 3, SIDE),
+        swiglu_quarter(inputs, probs, tile_row, tile_column, width, 0, BLOCK_SIZE),
+        swiglu_quarter(inputs, probs, tile_row, tile_column, width, 1, BLOCK_SIZE),
+        swiglu_quarter(inputs, probs, tile_row, tile_column, width, 2, BLOCK_SIZE),
+        swiglu_quarter(inputs, probs, tile_row, tile_column, width, 3, BLOCK_SIZE),
     )
 
 
 @triton.jit
 def swiglu_codes_kernel(
     inputs, probs, expert_of_block, amaxes, scales, infinities, ends, rows, columns, scale_inv, num_rows, width,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Codes of p silu(a) b, given the amax or the scale of each expert. A program has one tile."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
     is_first = (tile_row == 0) & (tile_column == 0)
-    store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, GRID)
-    if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
+    store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, FORMAT)
+    if tile_row * BLOCK_SIZE >= tl.load(ends + NUM_EXPERTS - 1):
         return
-    y = swiglu_tile(inputs, probs, tile_row, tile_column, width, SIDE)
-    experts = experts_of_tile(expert_of_block, tile_row, SIDE)
+    y = swiglu_tile(inputs, probs, tile_row, tile_column, width, BLOCK_SIZE)
+    experts = experts_of_tile(expert_of_block, tile_row, BLOCK_SIZE)
     if scales is not None:
-        raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS, SIDE)
-    scale = quant_scales(amaxes, scales, experts, GRID)[:, None]
-    store_codes(y, scale, tile_row, tile_column, num_rows, width, rows, columns, GRID, SIDE)
+        raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS, BLOCK_SIZE)
+    scale = quant_scales(amaxes, scales, experts, FORMAT)[:, None]
+    store_codes(y, scale, tile_row, tile_column, num_rows, width, rows, columns, FORMAT, BLOCK_SIZE)
 
 
 @triton.jit
-def gradients_part(
-    gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, PART: tl.constexpr, SIDE: tl.constexpr
-):
+def gradients_quarter(
+    gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, QUARTER: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """Gradients of both halves, of every fourth row of a tile. The tile's part of the gradients of probs is stored to
-    prob_sums [W / SIDE, R]; None leaves it out."""
-    a, b, p = part_of(inputs, probs, tile_row, tile_column, width, PART, SIDE)
-    at = part_pointers(gradients + tile_offset(tile_row, tile_column, width, SIDE), width, PART, SIDE)
+    prob_sums [W / BLOCK_SIZE, R]; None leaves it out."""
+    a, b, p = quarter_of(inputs, probs, tile_row, tile_column, width, QUARTER, BLOCK_SIZE)
+    at = quarter_pointers(gradients + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, QUARTER, BLOCK_SIZE)
     dy, s = widen(tl.load(at)), sigmoid(a)
     if prob_sums is not None:
-        to = prob_sums + tile_column.to(tl.int64) * num_rows + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) + PART
+        to = (
+            prob_sums
+            + tile_column.to(tl.int64) * num_rows
+            + tile_row * BLOCK_SIZE
+            + 4 * tl.arange(0, BLOCK_SIZE // 4)
+            + QUARTER
+        )
         tl.store(to, tl.sum(a * s * b * dy, axis=1))
     return gate_gradient(a, s, b, dy * p), a * s * (dy * p)
 
@@ -278,28 +292,38 @@ def gradients_part(
 @triton.jit
 def swiglu_gradients_codes_kernel(
     gradients, inputs, probs, prob_sums, expert_of_block, amaxes, scales, infinities, ends, rows, columns, scale_inv,
-    num_rows, width, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    num_rows, width, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Codes of the gradients of inputs [R, 2 W], given the amax or the scale of each expert, and sums of the gradients
-    of probs as in `gradients_part`. A program has one tile a half."""
+    of probs as in `gradients_quarter`. A program has one tile a half."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
     is_first = (tile_row == 0) & (tile_column == 0)
-    store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, GRID)
-    if tile_row * SIDE >= tl.load(ends + NUM_EXPERTS - 1):
+    store_scales(amaxes, scales, infinities, scale_inv, is_first, NUM_EXPERTS, EXPERTS, FORMAT)
+    if tile_row * BLOCK_SIZE >= tl.load(ends + NUM_EXPERTS - 1):
         return
-    da0, db0 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 0, SIDE)
-    da1, db1 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 1, SIDE)
-    da2, db2 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 2, SIDE)
-    da3, db3 = gradients_part(gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 3, SIDE)
-    experts = experts_of_tile(expert_of_block, tile_row, SIDE)
+    da0, db0 = gradients_quarter(
+        gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 0, BLOCK_SIZE
+    )
+    da1, db1 = gradients_quarter(
+        gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 1, BLOCK_SIZE
+    )
+    da2, db2 = gradients_quarter(
+        gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 2, BLOCK_SIZE
+    )
+    da3, db3 = gradients_quarter(
+        gradients, inputs, probs, prob_sums, tile_row, tile_column, num_rows, width, 3, BLOCK_SIZE
+    )
+    experts = experts_of_tile(expert_of_block, tile_row, BLOCK_SIZE)
     if scales is not None:
-        raise_amaxes((da0, da1, da2, da3), amaxes, experts, tile_row, ends, NUM_EXPERTS, SIDE)
-        raise_amaxes((db0, db1, db2, db3), amaxes, experts, tile_row, ends, NUM_EXPERTS, SIDE)
-    scale = quant_scales(amaxes, scales, experts, GRID)[:, None]
-    store_codes((da0, da1, da2, da3), scale, tile_row, tile_column, num_rows, 2 * width, rows, columns, GRID, SIDE)
+        raise_amaxes((da0, da1, da2, da3), amaxes, experts, tile_row, ends, NUM_EXPERTS, BLOCK_SIZE)
+        raise_amaxes((db0, db1, db2, db3), amaxes, experts, tile_row, ends, NUM_EXPERTS, BLOCK_SIZE)
+    scale = quant_scales(amaxes, scales, experts, FORMAT)[:, None]
     store_codes(
-        (db0, db1, db2, db3), scale, tile_row, tile_column + width // SIDE, num_rows, 2 * width, rows, columns, GRID,
-        SIDE,
+        (da0, da1, da2, da3), scale, tile_row, tile_column, num_rows, 2 * width, rows, columns, FORMAT, BLOCK_SIZE
+    )
+    store_codes(
+        (db0, db1, db2, db3), scale, tile_row, tile_column + width // BLOCK_SIZE, num_rows, 2 * width, rows, columns,
+        FORMAT, BLOCK_SIZE,
     )  # fmt: skip
 
 
@@ -317,18 +341,18 @@ def weights_amax_kernel(weights, amaxes, size, COLUMNS: tl.constexpr):
 
 @triton.jit
 def weights_codes_kernel(
-    weights, amaxes, scales, infinities, rows, columns, scale_inv, num_rows, width, GRID: tl.constexpr,
-    SIDE: tl.constexpr,
+    weights, amaxes, scales, infinities, rows, columns, scale_inv, num_rows, width, FORMAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Codes of weights [E, R, W] and of their transpose [E, W, R], given the amax or the scale of each expert. A
     program has one tile."""
     tile_column, tile_row, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = expert.to(tl.int64) * num_rows * width
-    y = load_tile(weights + start + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
+    y = load_tile(weights + start + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
     if scales is not None:
         raise_amax(largest_of(y), amaxes, expert)
-    scale = quant_scales(amaxes, scales, expert, GRID)
+    scale = quant_scales(amaxes, scales, expert, FORMAT)
     if (tile_row == 0) & (tile_column == 0):
         tl.store(scale_inv + expert, tl.div_rn(1.0, scale))
         flag_infinities(amaxes, infinities, expert, expert >= 0)
-    store_codes(y, scale, tile_row, tile_column, num_rows, width, rows + start, columns + start, GRID, SIDE)
+    store_codes(y, scale, tile_row, tile_column, num_rows, width, rows + start, columns + start, FORMAT, BLOCK_SIZE)

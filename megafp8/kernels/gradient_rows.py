@@ -5,7 +5,7 @@
     add      read the codes of all ranks, add them in FP32 in the order of the ranks, and write the sums
 
 One launch each. Bytes for each FP32 gradient with R ranks: 4 for amaxes, 5 to encode, and 1 + 4 / R to add. A program
-has up to PART rows of one piece of a parameter (`optimizer/gradient_pieces.py`), in a table of where they lie. Codes,
+has up to ROWS rows of one slice of a parameter (`optimizer/gradient_slices.py`), in a table of where they lie. Codes,
 scales and sums are those of the torch operations in `optimizer/fp8_gradients.py`, to the bit.
 
 The places in a table are multiples of ALIGNMENT, which the compiler cannot know: a thread reads 16 bytes of FP32 at a
@@ -23,72 +23,80 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.rounding import Grid, cast_to_code, e8m0_scales, e8m0_value, value_of_code, widen, without_nan
+from megafp8.kernels.rounding import (
+    FormatSpec,
+    cast_to_code,
+    e8m0_scales,
+    e8m0_value,
+    value_of_code,
+    widen,
+    without_nan,
+)
 
-PART = 32
+ROWS = 32
 
 
 @triton.jit
-def amaxes_kernel(gradients, table, amaxes, ROW: tl.constexpr, PART: tl.constexpr, ALIGNMENT: tl.constexpr):
+def amaxes_kernel(gradients, table, amaxes, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr):
     columns = table + tl.program_id(0).to(tl.int64) * 6
     start = tl.multiple_of(tl.load(columns), ALIGNMENT)
     stop = tl.multiple_of(tl.load(columns + 1), ALIGNMENT)
     parameter = tl.load(columns + 5)
-    within = tl.arange(0, PART)[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    within = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = widen(tl.load(gradients + start + within, mask=start + within < stop, other=0.0))
     tl.atomic_max(amaxes + parameter, tl.max(without_nan(tl.max(tl.abs(x), axis=1))))
 
 
 @triton.jit
 def encode_kernel(
-    gradients, message, table, parameter_scales, counts, sample, GRID: tl.constexpr, ROW: tl.constexpr,
-    PART: tl.constexpr, ALIGNMENT: tl.constexpr,
+    gradients, message, table, parameter_scales, counts, sample, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     columns = table + tl.program_id(0).to(tl.int64) * 6
     start = tl.multiple_of(tl.load(columns), ALIGNMENT)
     stop = tl.multiple_of(tl.load(columns + 1), ALIGNMENT)
     first_code = tl.multiple_of(tl.load(columns + 2), ALIGNMENT)
     first_row = tl.load(columns + 4).to(tl.int32) % sample
-    rows = tl.arange(0, PART)
-    within = rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
-    is_row = start + rows * ROW < stop
+    rows = tl.arange(0, ROWS)
+    within = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    is_row = start + rows * BLOCK < stop
     x = widen(tl.load(gradients + start + within, mask=start + within < stop, other=0.0))
     if parameter_scales is None:
-        quant_scale, _, scale_codes = e8m0_scales(without_nan(tl.max(tl.abs(x), axis=1)), GRID)
+        quant_scale, _, scale_codes = e8m0_scales(without_nan(tl.max(tl.abs(x), axis=1)), FORMAT)
         tl.store(message + tl.load(columns + 3) + rows, scale_codes, mask=is_row)
         scaled = x * quant_scale[:, None]
     else:
         scaled = x * tl.load(parameter_scales + tl.load(columns + 5))
-    codes = cast_to_code(scaled, GRID)
+    codes = cast_to_code(scaled, FORMAT)
     tl.store(message + first_code + within, codes, mask=is_row[:, None])
-    if (first_row == 0) | (first_row + PART > sample):  # a remainder for each row costs more than the cast
+    if (first_row == 0) | (first_row + ROWS > sample):  # a remainder for each row costs more than the cast
         is_counted = is_row & ((first_row + rows) % sample == 0)
         num_values = tl.sum(((x != 0) & is_counted[:, None]).to(tl.int32))
-        num_coded = tl.sum((((codes.to(tl.int32) & 0x7F) != 0) & is_counted[:, None]).to(tl.int32))
+        num_nonzero_codes = tl.sum((((codes.to(tl.int32) & 0x7F) != 0) & is_counted[:, None]).to(tl.int32))
         tl.atomic_add(counts, num_values.to(tl.float64))
-        tl.atomic_add(counts + 1, (num_values - num_coded).to(tl.float64))
+        tl.atomic_add(counts + 1, (num_values - num_nonzero_codes).to(tl.float64))
         if parameter_scales is not None:
-            num_saturated = tl.sum(((tl.abs(scaled) > GRID.max) & is_counted[:, None]).to(tl.int32))
+            num_saturated = tl.sum(((tl.abs(scaled) > FORMAT.max) & is_counted[:, None]).to(tl.int32))
             tl.atomic_add(counts + 2, num_saturated.to(tl.float64))
 
 
 @triton.jit
 def add_kernel(
     received, sums, table, parameter_scales, rank_bytes, first_code, first_scale, num_ranks, divisor,
-    GRID: tl.constexpr, ROW: tl.constexpr, PART: tl.constexpr, ALIGNMENT: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     columns = table + tl.program_id(0).to(tl.int64) * 4
     start = tl.multiple_of(tl.load(columns), ALIGNMENT)
     stop = tl.multiple_of(tl.load(columns + 1), ALIGNMENT)
     first_row = tl.load(columns + 2)
-    rows = tl.arange(0, PART)
-    within = rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
-    is_row, inside = start + rows * ROW < stop, start + within < stop
-    total = tl.zeros([PART, ROW], dtype=tl.float32)
-    message = received + first_row * ROW + first_code
+    rows = tl.arange(0, ROWS)
+    within = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    is_row, inside = start + rows * BLOCK < stop, start + within < stop
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    message = received + first_row * BLOCK + first_code
     scales = received + first_row + first_scale
     for _ in range(num_ranks):
-        values = value_of_code(tl.load(message + within, mask=is_row[:, None], other=0).to(tl.int32), GRID)
+        values = value_of_code(tl.load(message + within, mask=is_row[:, None], other=0).to(tl.int32), FORMAT)
         if parameter_scales is None:
             scale = e8m0_value(tl.load(scales + rows, mask=is_row, other=0).to(tl.int32))
             total += values * scale[:, None]
@@ -106,11 +114,11 @@ def alignment_of(places: Iterable[int], itemsize: int) -> int:
     return math.gcd(16 // itemsize, *places)
 
 
-def amaxes_of(gradients: Tensor, table: Tensor, num_parameters: int, row: int, alignment: int) -> Tensor:
+def amaxes_of(gradients: Tensor, table: Tensor, num_parameters: int, block: int, alignment: int) -> Tensor:
     """The largest magnitude of each parameter, FP32 [num_parameters]; NaN is ignored. For the rest see `encode`."""
     amaxes = gradients.new_zeros(num_parameters, dtype=torch.float32)
     if len(table):
-        amaxes_kernel[(len(table),)](gradients, table, amaxes, ROW=row, PART=PART, ALIGNMENT=alignment)
+        amaxes_kernel[(len(table),)](gradients, table, amaxes, BLOCK=block, ROWS=ROWS, ALIGNMENT=alignment)
     return amaxes
 
 
@@ -121,8 +129,8 @@ def encode(
     parameter_scales: Optional[Tensor],
     counts: Tensor,
     sample: int,
-    grid: Grid,
-    row: int,
+    spec: FormatSpec,
+    block: int,
     alignment: int,
 ) -> None:
     """Write the codes and scales of gradients into a message.
@@ -132,16 +140,16 @@ def encode(
         message: uint8.
         table: int64 [programs, 6]: first and last element + 1 in the bucket, places of the first code and of the first
             scale in the message, the number of the first row, and the parameter. Elements beyond the last one are
-            coded as zeros.
+            quantized as zeros.
         parameter_scales: FP32 [parameters], multiply the gradients; None: each row has an E8M0 scale.
         counts: FP64 [3]; of every `sample`-th row the values that are not 0 are added to the first element, those of
             them that became 0 to the second, and with scales of parameters those that saturated to the third.
-        row: elements that share a scale, a power of two.
+        block: elements that share a scale, a power of two.
         alignment: a power of two; the elements and the places of codes in the table are multiples of it.
     """
     if len(table):
         encode_kernel[(len(table),)](
-            gradients, message, table, parameter_scales, counts, sample, GRID=grid, ROW=row, PART=PART,
+            gradients, message, table, parameter_scales, counts, sample, FORMAT=spec, BLOCK=block, ROWS=ROWS,
             ALIGNMENT=alignment, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -154,8 +162,8 @@ def add(
     num_ranks: int,
     places: tuple[int, int],
     divisor: int,
-    grid: Grid,
-    row: int,
+    spec: FormatSpec,
+    block: int,
     alignment: int,
 ) -> None:
     """Add the codes of all ranks.
@@ -172,6 +180,6 @@ def add(
     if len(table):
         add_kernel[(len(table),)](
             received, sums, table, parameter_scales, len(received) // num_ranks, *places, num_ranks,
-            None if divisor == 1 else float(divisor), GRID=grid, ROW=row, PART=PART, ALIGNMENT=alignment,
+            None if divisor == 1 else float(divisor), FORMAT=spec, BLOCK=block, ROWS=ROWS, ALIGNMENT=alignment,
             enable_fp_fusion=False,
         )  # fmt: skip

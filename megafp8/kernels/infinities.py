@@ -11,17 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.rounding import flag_infinity, widen
-from megafp8.kernels.tiles import SIDE
+from megafp8.kernels.tiles import BLOCK_SIZE
 
 
 @triton.jit
 def infinity_kernel(
-    values, scale_inv, flag, num_rows, width, tile_stride, row_stride, column_stride, SIDE: tl.constexpr
+    values, scale_inv, flag, num_rows, width, tile_stride, row_stride, column_stride, BLOCK_SIZE: tl.constexpr
 ):
     """Set the flag if a value of [num_rows, width] is infinite whose scale is 1. A program has one tile."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    row, column = tile_row * SIDE + tl.arange(0, SIDE), tile_column * SIDE + tl.arange(0, SIDE)
-    at = scale_inv + tile_row * tile_stride + tl.arange(0, SIDE) * row_stride + tile_column * column_stride
+    row, column = tile_row * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    at = scale_inv + tile_row * tile_stride + tl.arange(0, BLOCK_SIZE) * row_stride + tile_column * column_stride
     is_read = tl.load(at, mask=row < num_rows, other=0.0) == 1.0
     if tl.max(is_read.to(tl.int32)) == 1:
         place = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -42,7 +42,7 @@ def flag_where_scale_is_one(values: Tensor, scale_inv: Tensor, flag: Tensor, row
     rows, width = values.shape
     strides = (0, 0, 0)
     if scale_inv.numel() > 1:
-        strides = (SIDE, 1, scale_inv.stride(0)) if rows_per_scale == 1 else (scale_inv.stride(0), 0, 1)
-    infinity_kernel[(triton.cdiv(width, SIDE), triton.cdiv(rows, SIDE))](
-        values, scale_inv, flag, rows, width, *strides, SIDE=SIDE, num_warps=4
+        strides = (BLOCK_SIZE, 1, scale_inv.stride(0)) if rows_per_scale == 1 else (scale_inv.stride(0), 0, 1)
+    infinity_kernel[(triton.cdiv(width, BLOCK_SIZE), triton.cdiv(rows, BLOCK_SIZE))](
+        values, scale_inv, flag, rows, width, *strides, BLOCK_SIZE=BLOCK_SIZE, num_warps=4
     )

@@ -57,11 +57,11 @@ def zeros_unless_non_finite(x):
 
 
 @triton.jit
-def largest_of_parts(x_ptr, count, LEAVES_OUT_NAN: tl.constexpr, PART: tl.constexpr):
-    """The largest magnitudes [PART] of every `num_programs`-th chunk of PART elements."""
-    largest = tl.zeros([PART], tl.float32)
-    for start in range(tl.program_id(0).to(tl.int64) * PART, count, tl.num_programs(0) * PART):
-        at = start + tl.arange(0, PART)
+def largest_of_chunks(x_ptr, count, LEAVES_OUT_NAN: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The largest magnitudes [BLOCK_SIZE] of every `num_programs`-th chunk of BLOCK_SIZE elements."""
+    largest = tl.zeros([BLOCK_SIZE], tl.float32)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK_SIZE, count, tl.num_programs(0) * BLOCK_SIZE):
+        at = start + tl.arange(0, BLOCK_SIZE)
         magnitudes = tl.abs(tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32))
         if LEAVES_OUT_NAN:
             magnitudes = without_nan(magnitudes)
@@ -70,12 +70,12 @@ def largest_of_parts(x_ptr, count, LEAVES_OUT_NAN: tl.constexpr, PART: tl.conste
 
 
 @triton.jit
-def amax_kernel(x_ptr, amax_bits_ptr, has_non_finite_ptr, count, PART: tl.constexpr):
+def amax_kernel(x_ptr, amax_bits_ptr, has_non_finite_ptr, count, BLOCK_SIZE: tl.constexpr):
     """Amax of `count` elements, and 1 in `has_non_finite_ptr` if any is not finite."""
-    largest = largest_of_parts(x_ptr, count, False, PART)
+    largest = largest_of_chunks(x_ptr, count, False, BLOCK_SIZE)
     if tl.sum(zeros_unless_non_finite(largest)) != 0:
         tl.store(has_non_finite_ptr, 1)
-        largest = largest_of_parts(x_ptr, count, True, PART)
+        largest = largest_of_chunks(x_ptr, count, True, BLOCK_SIZE)
     store_amax(amax_bits_ptr, largest)
 
 
@@ -104,10 +104,10 @@ def count_values(counts_ptr, more_counts_ptr, source, x, scaled, SATURATES_FROM:
 def quantize_tensor_kernel(
     x_ptr, scale_ptr, has_non_finite_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, counts_ptr,
     more_counts_ptr, count,
-    POWER_OF_TWO: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SATURATES_FROM: tl.constexpr,
-    PART: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, IS_DELAYED: tl.constexpr, FORMAT: tl.constexpr, SATURATES_FROM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize with one scale; a program has PART elements.
+    """Quantize with one scale; a program has BLOCK_SIZE elements.
 
     `scale_ptr` is the tensor's amax, or with delayed scaling its quantization scale. `has_non_finite_ptr` is that of
     `amax_kernel`; delayed scaling has none. `recorded_amax_ptr` is raised to the tensor's amax, for delayed scaling;
@@ -115,10 +115,10 @@ def quantize_tensor_kernel(
     """
     scale = tl.load(scale_ptr)
     if not IS_DELAYED:
-        scale = quant_scale_of(scale, FP32_MAX, POWER_OF_TWO, GRID)
+        scale = quant_scale_of(scale, FP32_MAX, POWER_OF_TWO, FORMAT)
     if tl.program_id(0) == 0:
         tl.store(dequant_ptr, tl.div_rn(1.0, scale))
-    at = tl.program_id(0).to(tl.int64) * PART + tl.arange(0, PART)
+    at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     if recorded_amax_ptr is not None:
         store_amax(recorded_amax_ptr, x)
@@ -126,9 +126,9 @@ def quantize_tensor_kernel(
     if IS_DELAYED and counts_ptr is not None:  # tiles saturate often
         count_values(counts_ptr, more_counts_ptr, x, x, scaled, SATURATES_FROM)
     if codes_ptr is not None:
-        tl.store(codes_ptr + at, round_to_code(scaled, None, GRID).to(tl.uint8), mask=at < count)
+        tl.store(codes_ptr + at, round_to_code(scaled, None, FORMAT).to(tl.uint8), mask=at < count)
     if values_ptr is not None:
-        tl.store(values_ptr + at, round_to_value(scaled, None, GRID).to(values_ptr.dtype.element_ty), mask=at < count)
+        tl.store(values_ptr + at, round_to_value(scaled, None, FORMAT).to(values_ptr.dtype.element_ty), mask=at < count)
     if not IS_DELAYED and counts_ptr is not None:
         # Finite values fit the scale of a finite amax, which may be that of several ranks.
         is_suspect = (tl.load(scale_ptr) == INFINITY) | (tl.load(has_non_finite_ptr) != 0)
@@ -139,58 +139,60 @@ def quantize_tensor_kernel(
 
 
 @triton.jit
-def decode_tensor_kernel(codes_ptr, values_ptr, count, GRID: tl.constexpr, PART: tl.constexpr):
+def decode_tensor_kernel(codes_ptr, values_ptr, count, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Codes to values, without their one scale."""
-    at = tl.program_id(0).to(tl.int64) * PART + tl.arange(0, PART)
+    at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     codes = tl.load(codes_ptr + at, mask=at < count, other=0).to(tl.int32)
-    tl.store(values_ptr + at, value_of_code(codes, GRID).to(values_ptr.dtype.element_ty), mask=at < count)
+    tl.store(values_ptr + at, value_of_code(codes, FORMAT).to(values_ptr.dtype.element_ty), mask=at < count)
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 #
-# A program has a tile of SIDE rows and TILES x SIDE columns, as a tensor [SIDE, TILES, SIDE] of TILES squares. Row
-# blocks (1 x SIDE) are reduced along its last dim, column blocks (SIDE x 1) along its first, square blocks along both.
-# Programs are numbered along the rows of tiles.
+# A program has a tile of BLOCK_SIZE rows and TILES x BLOCK_SIZE columns, as a tensor [BLOCK_SIZE, TILES, BLOCK_SIZE] of
+# TILES squares. Row blocks (1 x BLOCK_SIZE) are reduced along its last dim, column blocks (BLOCK_SIZE x 1) along its
+# first, square blocks along both. Programs are numbered along the rows of tiles.
 
 
 @triton.jit
-def place_of_tile(num_columns, SIDE: tl.constexpr, TILES: tl.constexpr):
+def place_of_tile(num_columns, BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr):
     """This program's tile: the index of its row of blocks (int64), and column indices [1, TILES, 1] of its squares."""
-    across = tl.cdiv(num_columns, SIDE * TILES)
+    across = tl.cdiv(num_columns, BLOCK_SIZE * TILES)
     squares = (tl.program_id(0) % across) * TILES + tl.arange(0, TILES)[None, :, None]
     return (tl.program_id(0) // across).to(tl.int64), squares
 
 
 @triton.jit
-def offsets_of_tile(squares, num_columns, num_rows_left, SIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """Offsets [SIDE, TILES, WIDTH] from the tile's first row in a matrix with WIDTH columns per square, and their mask.
+def offsets_of_tile(squares, num_columns, num_rows_left, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets [BLOCK_SIZE, TILES, WIDTH] from the tile's first row in a matrix with WIDTH columns per square, and their
+    mask.
 
-    WIDTH is SIDE, or SIDE / 2 for two codes in a byte. Offsets are relative to a row, so that they fit into int32.
+    WIDTH is BLOCK_SIZE, or BLOCK_SIZE / 2 for two codes in a byte. Offsets are relative to a row, so that they fit into
+    int32.
     """
-    rows, columns = tl.arange(0, SIDE)[:, None, None], squares * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    rows, columns = tl.arange(0, BLOCK_SIZE)[:, None, None], squares * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     return rows * num_columns + columns, (rows < num_rows_left) & (columns < num_columns)
 
 
 @triton.jit
-def transformed(x, matrix_ptr, SIDE: tl.constexpr, TILES: tl.constexpr):
-    """The Hadamard transform along the rows of a BF16 tile; SIDE is 16."""
+def transformed(x, matrix_ptr, BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr):
+    """The Hadamard transform along the rows of a BF16 tile; BLOCK_SIZE is 16."""
     # All columns of the tile share one matrix product on the tensor cores: [16, 16] . [16, TILES x 16].
-    at = tl.arange(0, SIDE)
-    matrix = tl.load(matrix_ptr + at[:, None] * SIDE + at[None, :])
-    product = tl.dot(matrix, tl.reshape(x, [SIDE, TILES * SIDE]), out_dtype=tl.float32)
-    return tl.reshape(product.to(tl.bfloat16), [SIDE, TILES, SIDE])
+    at = tl.arange(0, BLOCK_SIZE)
+    matrix = tl.load(matrix_ptr + at[:, None] * BLOCK_SIZE + at[None, :])
+    product = tl.dot(matrix, tl.reshape(x, [BLOCK_SIZE, TILES * BLOCK_SIZE]), out_dtype=tl.float32)
+    return tl.reshape(product.to(tl.bfloat16), [BLOCK_SIZE, TILES, BLOCK_SIZE])
 
 
 @triton.jit
 def transformed_amax_kernel(
-    x_ptr, matrix_ptr, amax_bits_ptr, num_rows, num_columns, SIDE: tl.constexpr, TILES: tl.constexpr
+    x_ptr, matrix_ptr, amax_bits_ptr, num_rows, num_columns, BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr
 ):
     """Amaxes of a tensor and of its Hadamard transform, in two consecutive words at `amax_bits_ptr`."""
-    block_row, squares = place_of_tile(num_columns, SIDE, TILES)
-    at, inside = offsets_of_tile(squares, num_columns, num_rows - block_row * SIDE, SIDE, SIDE)
-    x = tl.load(x_ptr + block_row * SIDE * num_columns + at, mask=inside, other=0.0)
+    block_row, squares = place_of_tile(num_columns, BLOCK_SIZE, TILES)
+    at, inside = offsets_of_tile(squares, num_columns, num_rows - block_row * BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE)
+    x = tl.load(x_ptr + block_row * BLOCK_SIZE * num_columns + at, mask=inside, other=0.0)
     store_amax(amax_bits_ptr, x.to(tl.float32))
-    store_amax(amax_bits_ptr + 1, transformed(x, matrix_ptr, SIDE, TILES).to(tl.float32))
+    store_amax(amax_bits_ptr + 1, transformed(x, matrix_ptr, BLOCK_SIZE, TILES).to(tl.float32))
 
 
 @triton.jit
@@ -200,56 +202,57 @@ def quantize_blocks_kernel(
     more_row_counts_ptr,
     column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr, column_factor_ptr,
     column_counts_ptr, more_column_counts_ptr,
-    IS_SQUARE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
-    SATURATES_FROM: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
+    IS_SQUARE: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr, SCALE_FORMAT: tl.constexpr,
+    SATURATES_FROM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in row blocks 1 x SIDE (SIDE x SIDE if IS_SQUARE) and in column blocks SIDE x 1, from one read.
+    """Quantize a tile in row blocks 1 x BLOCK_SIZE (BLOCK_SIZE x BLOCK_SIZE if IS_SQUARE) and in column blocks
+    BLOCK_SIZE x 1, from one read.
 
     With a matrix, column blocks are those of the Hadamard transform. With two-level scaling `row_amax_ptr` and
     `column_amax_ptr` are the amaxes of the tensor and its transform, and the tensor scales are stored in the factors.
     """
-    block_row, squares = place_of_tile(num_columns, SIDE, TILES)
-    num_rows_left = num_rows - block_row * SIDE
-    at, inside = offsets_of_tile(squares, num_columns, num_rows_left, SIDE, SIDE)
-    x_ptr += block_row * SIDE * num_columns
+    block_row, squares = place_of_tile(num_columns, BLOCK_SIZE, TILES)
+    num_rows_left = num_rows - block_row * BLOCK_SIZE
+    at, inside = offsets_of_tile(squares, num_columns, num_rows_left, BLOCK_SIZE, BLOCK_SIZE)
+    x_ptr += block_row * BLOCK_SIZE * num_columns
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     if row_counts_ptr is not None or column_counts_ptr is not None:
         has_non_finite = tl.sum(zeros_unless_non_finite(x)) != 0
     if row_codes_ptr is not None or row_values_ptr is not None:
-        across = tl.cdiv(num_columns, SIDE)  # scales in a row of row blocks
+        across = tl.cdiv(num_columns, BLOCK_SIZE)  # scales in a row of row blocks
         if IS_SQUARE:
             scale_at, scale_inside = block_row * across + squares, squares < across
         else:
-            rows = tl.arange(0, SIDE)[:, None, None]
-            scale_at = block_row * SIDE * across + rows * across + squares
+            rows = tl.arange(0, BLOCK_SIZE)[:, None, None]
+            scale_at = block_row * BLOCK_SIZE * across + rows * across + squares
             scale_inside = (rows < num_rows_left) & (squares < across)
         row_peak = store_blocks(
-            x, scale_at, scale_inside, block_row, squares, num_rows, num_columns, across * SIDE,
+            x, scale_at, scale_inside, block_row, squares, num_rows, num_columns, across * BLOCK_SIZE,
             on_overflow, row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr,
-            IS_SQUARE, True, RULE, GRID, SCALE_GRID, SIDE,
+            IS_SQUARE, True, RULE, FORMAT, SCALE_FORMAT, BLOCK_SIZE,
         )  # fmt: skip
     if column_codes_ptr is not None or column_values_ptr is not None:
         if matrix_ptr is not None:
-            x = transformed(x, matrix_ptr, SIDE, TILES)
-        columns = squares * SIDE + tl.arange(0, SIDE)[None, None, :]
+            x = transformed(x, matrix_ptr, BLOCK_SIZE, TILES)
+        columns = squares * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, None, :]
         column_peak = store_blocks(
             x, block_row * num_columns + columns, columns < num_columns,
             block_row, squares, num_rows, num_columns, num_columns, on_overflow,
             column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr,
-            column_factor_ptr, True, False, RULE, GRID, SCALE_GRID, SIDE,
+            column_factor_ptr, True, False, RULE, FORMAT, SCALE_FORMAT, BLOCK_SIZE,
         )  # fmt: skip
     first_square = tl.min(squares)  # of the tile
     if row_counts_ptr is not None:
         count_tile(
             x_ptr, None, has_non_finite | (row_peak >= SATURATES_FROM), first_square, num_rows_left, num_columns,
-            on_overflow, row_amax_ptr, row_counts_ptr, more_row_counts_ptr, IS_SQUARE, True, RULE, GRID, SCALE_GRID,
-            SATURATES_FROM, SIDE, TILES,
+            on_overflow, row_amax_ptr, row_counts_ptr, more_row_counts_ptr, IS_SQUARE, True, RULE, FORMAT, SCALE_FORMAT,
+            SATURATES_FROM, BLOCK_SIZE, TILES,
         )  # fmt: skip
     if column_counts_ptr is not None:
         count_tile(
             x_ptr, matrix_ptr, has_non_finite | (column_peak >= SATURATES_FROM), first_square, num_rows_left,
             num_columns, on_overflow, column_amax_ptr, column_counts_ptr, more_column_counts_ptr, True, False, RULE,
-            GRID, SCALE_GRID, SATURATES_FROM, SIDE, TILES,
+            FORMAT, SCALE_FORMAT, SATURATES_FROM, BLOCK_SIZE, TILES,
         )  # fmt: skip
 
 
@@ -257,8 +260,8 @@ def quantize_blocks_kernel(
 def count_tile(
     x_ptr, matrix_ptr, is_suspect, first_square, num_rows_left, num_columns, on_overflow, amax_ptr, counts_ptr,
     more_counts_ptr,
-    IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
-    SATURATES_FROM: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
+    IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr, SCALE_FORMAT: tl.constexpr,
+    SATURATES_FROM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """`count_values` of the tile whose first row is at `x_ptr`, if there may be anything to count.
 
@@ -266,12 +269,12 @@ def count_tile(
     """
     if is_suspect:
         for index in range(TILES):
-            at, inside = offsets_of_tile(first_square + index, num_columns, num_rows_left, SIDE, SIDE)
+            at, inside = offsets_of_tile(first_square + index, num_columns, num_rows_left, BLOCK_SIZE, BLOCK_SIZE)
             source = tl.load(x_ptr + at, mask=inside, other=0.0, volatile=True)  # not the first read, kept
             x = source
             if matrix_ptr is not None:
-                x = transformed(source, matrix_ptr, SIDE, 1)
-            _, quant, _, _ = scales_of_tile(x, on_overflow, amax_ptr, IS_TALL, IS_WIDE, RULE, GRID, SCALE_GRID)
+                x = transformed(source, matrix_ptr, BLOCK_SIZE, 1)
+            _, quant, _, _ = scales_of_tile(x, on_overflow, amax_ptr, IS_TALL, IS_WIDE, RULE, FORMAT, SCALE_FORMAT)
             # A two-level scale that underflowed, FP32_MAX here, makes zeros of its block.
             scaled = tl.where(quant < FP32_MAX, x.to(tl.float32) * quant, 0.0)
             count_values(counts_ptr, more_counts_ptr, source.to(tl.float32), x.to(tl.float32), scaled, SATURATES_FROM)
@@ -279,8 +282,8 @@ def count_tile(
 
 @triton.jit
 def scales_of_tile(
-    x, on_overflow, amax_ptr, IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr,
-    SCALE_GRID: tl.constexpr,
+    x, on_overflow, amax_ptr, IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr,
+    SCALE_FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Amaxes, quantization scales, dequantization scales and their codes of a tile's blocks, which broadcast to it.
 
@@ -294,11 +297,11 @@ def scales_of_tile(
         largest = tl.max(largest, axis=0, keep_dims=True)
     largest = without_nan(largest)
     if RULE == "two_level":
-        quant, dequant, scale_codes = two_level_scales(largest, tl.load(amax_ptr), SCALE_GRID)
+        quant, dequant, scale_codes = two_level_scales(largest, tl.load(amax_ptr), SCALE_FORMAT)
     elif RULE == "e8m0":
-        quant, dequant, scale_codes = e8m0_scales(largest, GRID)
+        quant, dequant, scale_codes = e8m0_scales(largest, FORMAT)
     else:
-        quant = quant_scale_of(largest, on_overflow, RULE == "power_of_two", GRID)
+        quant = quant_scale_of(largest, on_overflow, RULE == "power_of_two", FORMAT)
         dequant = tl.div_rn(1.0, quant)
         scale_codes = dequant
     return largest, quant, dequant, scale_codes
@@ -308,8 +311,8 @@ def scales_of_tile(
 def store_blocks(
     x, scale_at, scale_inside, block_row, squares, num_rows, num_columns, noise_width, on_overflow,
     amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr,
-    IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
-    SIDE: tl.constexpr,
+    IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr, SCALE_FORMAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Scale, round and store a tile in the blocks of `scales_of_tile`.
 
@@ -317,7 +320,7 @@ def store_blocks(
     It is 0 for other scales.
     """
     largest, quant, dequant, scale_codes = scales_of_tile(
-        x, on_overflow, amax_ptr, IS_TALL, IS_WIDE, RULE, GRID, SCALE_GRID
+        x, on_overflow, amax_ptr, IS_TALL, IS_WIDE, RULE, FORMAT, SCALE_FORMAT
     )
     peak = 0.0
     if RULE == "two_level":
@@ -325,24 +328,26 @@ def store_blocks(
         if tl.program_id(0) == 0:
             tl.store(factor_ptr, tl.div_rn(tl.load(amax_ptr), TOP))
     scaled = x.to(tl.float32) * quant
-    first_row = block_row * SIDE
-    at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE)
+    first_row = block_row * BLOCK_SIZE
+    at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, BLOCK_SIZE, BLOCK_SIZE)
     noise = None
     if noise_ptr is not None:  # `noise_width` columns: random bytes exist for padded blocks, too
-        noise_at, noise_inside = offsets_of_tile(squares, noise_width, num_rows - first_row, SIDE, SIDE)
+        noise_at, noise_inside = offsets_of_tile(squares, noise_width, num_rows - first_row, BLOCK_SIZE, BLOCK_SIZE)
         noise = tl.load(noise_ptr + first_row * noise_width + noise_at, mask=noise_inside, other=0)
     if codes_ptr is not None:
         tl.store(scales_ptr + scale_at, scale_codes, mask=scale_inside)
-        codes = round_to_code(scaled, noise, GRID)
-        if GRID.code_bits == 4:  # two codes in a byte, the even element in its low half
-            even, odd = tl.split(tl.reshape(codes, [SIDE, codes.shape[1], SIDE // 2, 2]))
-            pair_at, pair_inside = offsets_of_tile(squares, num_columns // 2, num_rows - first_row, SIDE, SIDE // 2)
+        codes = round_to_code(scaled, noise, FORMAT)
+        if FORMAT.code_bits == 4:  # two codes in a byte, the even element in its low half
+            even, odd = tl.split(tl.reshape(codes, [BLOCK_SIZE, codes.shape[1], BLOCK_SIZE // 2, 2]))
+            pair_at, pair_inside = offsets_of_tile(
+                squares, num_columns // 2, num_rows - first_row, BLOCK_SIZE, BLOCK_SIZE // 2
+            )
             pairs = (even | (odd << 4)).to(tl.uint8)
             tl.store(codes_ptr + first_row * (num_columns // 2) + pair_at, pairs, mask=pair_inside)
         else:
             tl.store(codes_ptr + first_row * num_columns + at, codes.to(tl.uint8), mask=inside)
     if values_ptr is not None:
-        values = round_to_value(scaled, noise, GRID) * dequant
+        values = round_to_value(scaled, noise, FORMAT) * dequant
         tl.store(values_ptr + first_row * num_columns + at, values.to(values_ptr.dtype.element_ty), mask=inside)
     return peak
 
@@ -350,35 +355,39 @@ def store_blocks(
 @triton.jit
 def decode_blocks_kernel(
     codes_ptr, scales_ptr, values_ptr, num_rows, num_columns,
-    IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
-    SIDE: tl.constexpr, TILES: tl.constexpr,
+    IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr, SCALE_FORMAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Codes times the scales of their blocks, which have SIDE rows if IS_TALL, else 1, and SIDE columns if IS_WIDE."""
-    block_row, squares = place_of_tile(num_columns, SIDE, TILES)
-    first_row = block_row * SIDE
+    """Codes times the scales of their blocks, which have BLOCK_SIZE rows if IS_TALL, else 1, and BLOCK_SIZE columns if
+    IS_WIDE."""
+    block_row, squares = place_of_tile(num_columns, BLOCK_SIZE, TILES)
+    first_row = block_row * BLOCK_SIZE
     num_rows_left = num_rows - first_row
-    at, inside = offsets_of_tile(squares, num_columns, num_rows_left, SIDE, SIDE)
-    if GRID.code_bits == 8:
+    at, inside = offsets_of_tile(squares, num_columns, num_rows_left, BLOCK_SIZE, BLOCK_SIZE)
+    if FORMAT.code_bits == 8:
         codes = tl.load(codes_ptr + first_row * num_columns + at, mask=inside, other=0).to(tl.int32)
     else:
         width = num_columns // 2
-        pair_at, pair_inside = offsets_of_tile(squares, width, num_rows_left, SIDE, SIDE // 2)
+        pair_at, pair_inside = offsets_of_tile(squares, width, num_rows_left, BLOCK_SIZE, BLOCK_SIZE // 2)
         pairs = tl.load(codes_ptr + first_row * width + pair_at, mask=pair_inside, other=0).to(tl.int32)
-        codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), [SIDE, TILES, SIDE])
-    rows, columns = tl.arange(0, SIDE)[:, None, None], squares * SIDE + tl.arange(0, SIDE)[None, None, :]
+        codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), [BLOCK_SIZE, TILES, BLOCK_SIZE])
+    rows, columns = (
+        tl.arange(0, BLOCK_SIZE)[:, None, None],
+        squares * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, None, :],
+    )
     across = num_columns
     if IS_WIDE:
-        columns, across = squares, tl.cdiv(num_columns, SIDE)
+        columns, across = squares, tl.cdiv(num_columns, BLOCK_SIZE)
     if IS_TALL:
         scale = tl.load(scales_ptr + block_row * across + columns, mask=columns < across, other=0)
     else:
         scale_inside = (rows < num_rows_left) & (columns < across)
         scale = tl.load(scales_ptr + first_row * across + rows * across + columns, mask=scale_inside, other=0)
     if RULE == "two_level":
-        scale = value_of_code(scale.to(tl.int32), SCALE_GRID)
+        scale = value_of_code(scale.to(tl.int32), SCALE_FORMAT)
     elif RULE == "e8m0":
         scale = e8m0_value(scale.to(tl.int32))
-    values = value_of_code(codes, GRID) * scale
+    values = value_of_code(codes, FORMAT) * scale
     tl.store(values_ptr + first_row * num_columns + at, values.to(values_ptr.dtype.element_ty), mask=inside)
 
 
@@ -386,9 +395,9 @@ def decode_blocks_kernel(
 
 
 @triton.jit
-def finish_product_kernel(product_ptr, factor_ptr, bias_ptr, out_ptr, count, num_columns, PART: tl.constexpr):
-    """factor x product + bias of a matrix with `num_columns` columns; a program has PART elements."""
-    at = tl.program_id(0).to(tl.int64) * PART + tl.arange(0, PART)
+def finish_product_kernel(product_ptr, factor_ptr, bias_ptr, out_ptr, count, num_columns, BLOCK_SIZE: tl.constexpr):
+    """factor x product + bias of a matrix with `num_columns` columns; a program has BLOCK_SIZE elements."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     value = tl.load(product_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     if factor_ptr is not None:
         value *= tl.load(factor_ptr)

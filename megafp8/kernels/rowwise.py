@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.rounding import INFINITY, Grid, cast_to_code, cast_to_words, quant_scale_of, without_nan
-from megafp8.kernels.tiles import SIDE, load_tile, part_pointers, store_words, tile_offset
+from megafp8.kernels.rounding import INFINITY, FormatSpec, cast_to_code, cast_to_words, quant_scale_of, without_nan
+from megafp8.kernels.tiles import BLOCK_SIZE, load_tile, quarter_pointers, store_words, tile_offset
 
 
 class RowwiseOutput(NamedTuple):
@@ -35,14 +35,14 @@ class RowwiseOutput(NamedTuple):
 
 
 @triton.jit
-def amaxes_kernel(inputs, row_amax, column_amax, num_non_finite, width, SIDE: tl.constexpr):
+def amaxes_kernel(inputs, row_amax, column_amax, num_non_finite, width, BLOCK_SIZE: tl.constexpr):
     """Raise row_amax [T] and column_amax [W] to those of this program's tile, and add its non-finite values to a count;
     each may be None.
 
     Amaxes start at 0. The bits of magnitudes are ordered as the numbers are: atomic maxima are exact in any order.
     """
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
+    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
     y0, y1, y2, y3 = tl.abs(y[0]), tl.abs(y[1]), tl.abs(y[2]), tl.abs(y[3])
     if num_non_finite is not None:
         number = tl.sum(  # a comparison with NaN is false
@@ -52,7 +52,7 @@ def amaxes_kernel(inputs, row_amax, column_amax, num_non_finite, width, SIDE: tl
         if number > 0:
             tl.atomic_add(num_non_finite, number.to(tl.int64))
     if row_amax is not None:
-        rows = row_amax + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4)  # a part has every fourth row
+        rows = row_amax + tile_row * BLOCK_SIZE + 4 * tl.arange(0, BLOCK_SIZE // 4)  # a quarter has every fourth row
         tl.atomic_max(rows, without_nan(tl.max(y0, axis=1)))
         tl.atomic_max(rows + 1, without_nan(tl.max(y1, axis=1)))
         tl.atomic_max(rows + 2, without_nan(tl.max(y2, axis=1)))
@@ -62,19 +62,20 @@ def amaxes_kernel(inputs, row_amax, column_amax, num_non_finite, width, SIDE: tl
             tl.maximum(without_nan(tl.max(y0, axis=0)), without_nan(tl.max(y1, axis=0))),
             tl.maximum(without_nan(tl.max(y2, axis=0)), without_nan(tl.max(y3, axis=0))),
         )
-        tl.atomic_max(column_amax + tile_column * SIDE + tl.arange(0, SIDE), largest)
+        tl.atomic_max(column_amax + tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), largest)
 
 
 @triton.jit
-def store_part(
-    y, row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, PART: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+def store_quarter(
+    y, row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, QUARTER: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Cast one part [SIDE / 4, SIDE] of a tile with row scales. The first tile of a row stores the scale."""
-    index = tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) + PART
-    scale = quant_scale_of(tl.load(row_amax + index), overflow, POWER_OF_TWO, GRID)
-    tl.store(part_pointers(rows + tile_offset(tile_row, tile_column, width, SIDE), width, PART, SIDE),
-             cast_to_code(y * scale[:, None], GRID))  # fmt: skip
+    """Cast one quarter [BLOCK_SIZE / 4, BLOCK_SIZE] of a tile with row scales. The first tile of a row stores the
+    scale."""
+    index = tile_row * BLOCK_SIZE + 4 * tl.arange(0, BLOCK_SIZE // 4) + QUARTER
+    scale = quant_scale_of(tl.load(row_amax + index), overflow, POWER_OF_TWO, FORMAT)
+    tl.store(quarter_pointers(rows + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, QUARTER, BLOCK_SIZE),
+             cast_to_code(y * scale[:, None], FORMAT))  # fmt: skip
     if tile_column == 0:
         tl.store(row_scale_inv + index, tl.div_rn(1.0, scale))
 
@@ -82,33 +83,33 @@ def store_part(
 @triton.jit
 def cast_kernel(
     inputs, row_amax, column_amax, rows, row_scale_inv, columns, column_scale_inv, num_tokens, width, overflow,
-    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Codes of inputs [T, W] with row scales [T, W], with column scales [W, T], or both, and the inverse scales."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
+    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
     if rows is not None:
-        store_part(y[0], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 0, POWER_OF_TWO, GRID,
-                   SIDE)  # fmt: skip
-        store_part(y[1], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 1, POWER_OF_TWO, GRID,
-                   SIDE)  # fmt: skip
-        store_part(y[2], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 2, POWER_OF_TWO, GRID,
-                   SIDE)  # fmt: skip
-        store_part(y[3], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 3, POWER_OF_TWO, GRID,
-                   SIDE)  # fmt: skip
+        store_quarter(y[0], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 0, POWER_OF_TWO,
+                      FORMAT, BLOCK_SIZE)  # fmt: skip
+        store_quarter(y[1], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 1, POWER_OF_TWO,
+                      FORMAT, BLOCK_SIZE)  # fmt: skip
+        store_quarter(y[2], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 2, POWER_OF_TWO,
+                      FORMAT, BLOCK_SIZE)  # fmt: skip
+        store_quarter(y[3], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 3, POWER_OF_TWO,
+                      FORMAT, BLOCK_SIZE)  # fmt: skip
     if columns is not None:
-        index = tile_column * SIDE + tl.arange(0, SIDE)
-        scale = quant_scale_of(tl.load(column_amax + index), overflow, POWER_OF_TWO, GRID)
+        index = tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        scale = quant_scale_of(tl.load(column_amax + index), overflow, POWER_OF_TWO, FORMAT)
         by_column = scale[None, :]
-        words = cast_to_words(y[0] * by_column, y[1] * by_column, y[2] * by_column, y[3] * by_column, GRID)
-        store_words(words, columns, tile_row, tile_column, num_tokens, SIDE)
+        words = cast_to_words(y[0] * by_column, y[1] * by_column, y[2] * by_column, y[3] * by_column, FORMAT)
+        store_words(words, columns, tile_row, tile_column, num_tokens, BLOCK_SIZE)
         if tile_row == 0:
             tl.store(column_scale_inv + index, tl.div_rn(1.0, scale))
 
 
 def cast(
     inputs: Tensor,
-    grid: Grid,
+    spec: FormatSpec,
     *,
     rows: bool = True,
     columns: bool = True,
@@ -119,7 +120,7 @@ def cast(
 
     Args:
         inputs: [T, W], BF16, FP16 or FP32, contiguous; T and W are multiples of 128.
-        grid: the format.
+        spec: the format.
         is_power_of_two: round scales down to powers of two; otherwise they are FP32 quotients.
         num_non_finite: int64 scalar, to which the number of non-finite values is added.
 
@@ -135,14 +136,14 @@ def cast(
     by_column = empty(width, width, tokens) if columns else None
     amaxes = torch.zeros(tokens * rows + width * columns, device=inputs.device)
     row_amax, column_amax = amaxes[: tokens * rows], amaxes[tokens * rows :]
-    tiles = (width // SIDE, tokens // SIDE)
+    tiles = (width // BLOCK_SIZE, tokens // BLOCK_SIZE)
     amaxes_kernel[tiles](
-        inputs, row_amax if rows else None, column_amax if columns else None, num_non_finite, width, SIDE=SIDE,
-        num_warps=8,
+        inputs, row_amax if rows else None, column_amax if columns else None, num_non_finite, width,
+        BLOCK_SIZE=BLOCK_SIZE, num_warps=8,
     )  # fmt: skip
     cast_kernel[tiles](
         inputs, row_amax, column_amax, *(by_row or (None, None)), *(by_column or (None, None)), tokens, width,
-        torch.finfo(inputs.dtype).max, POWER_OF_TWO=is_power_of_two, GRID=grid, SIDE=SIDE, num_warps=8,
+        torch.finfo(inputs.dtype).max, POWER_OF_TWO=is_power_of_two, FORMAT=spec, BLOCK_SIZE=BLOCK_SIZE, num_warps=8,
         enable_fp_fusion=False,
     )  # fmt: skip
     return by_row, by_column

@@ -27,7 +27,7 @@ def statistics_kernel(
     values_ptr, codes_ptr, scales_ptr, factor_ptr, channel_bits_ptr, sums_ptr, maxima_ptr, num_rows, num_columns,
     saturates_above, staleness_unit,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, RULE: tl.constexpr, IS_KNOWN: tl.constexpr,
-    CAN_SATURATE: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
+    CAN_SATURATE: tl.constexpr, IS_DELAYED: tl.constexpr, FORMAT: tl.constexpr, SCALE_FORMAT: tl.constexpr,
     NUM_EXPONENTS: tl.constexpr, BINS: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
     RUN_VALUES: tl.constexpr,
 ):  # fmt: skip
@@ -60,12 +60,12 @@ def statistics_kernel(
         is_finite = tl.abs(x) < float("inf")  # false for NaN
         x = tl.where(is_finite, x, 0.0)  # values that are not finite are counted, and contribute nothing else
         is_nonzero = x != 0
-        if GRID.code_bits == 8:
+        if FORMAT.code_bits == 8:
             code = tl.load(codes_ptr + row * num_columns + column, mask=inside, other=0).to(tl.int32)
         else:  # two codes in a byte, the even element in its low half
             pair = tl.load(codes_ptr + row * (num_columns // 2) + column // 2, mask=inside, other=0).to(tl.int32)
             code = (pair >> (column % 2 * 4)) & 0xF
-        magnitude = code & ((1 << (GRID.code_bits - 1)) - 1)
+        magnitude = code & ((1 << (FORMAT.code_bits - 1)) - 1)
         scale = 1.0
         is_zero = magnitude == 0
         if BLOCK_ROWS > 0:
@@ -77,7 +77,7 @@ def statistics_kernel(
             scale_at = row // BLOCK_ROWS * across + scale_column // BLOCK_COLUMNS
             scale = tl.load(scales_ptr + scale_at, mask=(row < num_rows) & (scale_column < num_columns), other=0)
             if RULE == "two_level":
-                scale = value_of_code(scale.to(tl.int32), SCALE_GRID)
+                scale = value_of_code(scale.to(tl.int32), SCALE_FORMAT)
             elif RULE == "e8m0":
                 scale = e8m0_value(scale.to(tl.int32))
             is_zero = is_zero | (scale == 0)
@@ -88,8 +88,8 @@ def statistics_kernel(
         num_bad += (is_finite == 0).to(tl.int32)
         amax = tl.maximum(amax, tl.abs(x))
         if NUM_EXPONENTS > 0:
-            field = tl.where(magnitude == 0, 0, 1 + (magnitude >> GRID.mantissa_bits))
-            field = tl.where(inside & (magnitude < GRID.special), field, BINS - 1)
+            field = tl.where(magnitude == 0, 0, 1 + (magnitude >> FORMAT.mantissa_bits))
+            field = tl.where(inside & (magnitude < FORMAT.special), field, BINS - 1)
             exponents += tl.histogram(tl.reshape(field, [ROWS * RUNS * RUN_VALUES]), BINS)
         if IS_KNOWN:
             nonzero += is_nonzero.to(tl.int32)
@@ -98,7 +98,7 @@ def statistics_kernel(
                 dequant = tl.broadcast_to(scale * factor, [ROWS, RUNS, RUN_VALUES])
                 saturated += ((tl.abs(x) > dequant * saturates_above) & (dequant > 0)).to(tl.int32)
             # FP32 differences, whose squares are summed in FP64: sums of millions of FP32 squares would lose digits.
-            error = value_of_code(code, GRID) * scale * factor - x
+            error = value_of_code(code, FORMAT) * scale * factor - x
             error = tl.where(is_finite, error, 0.0).to(tl.float64)
             wide = x.to(tl.float64)
             signal, noise = tl.sum(wide * wide, 2), tl.sum(error * error, 2)

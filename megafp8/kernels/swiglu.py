@@ -1,4 +1,4 @@
-"""SwiGLU and its gradients inside Triton kernels, for tiles that are given as four parts (`tiles.py`).
+"""SwiGLU and its gradients inside Triton kernels, for tiles that are given as four quarters (`tiles.py`).
 
 y = silu(a) b
 da = silu'(a) b dy
@@ -63,7 +63,7 @@ def sigmoid_of(a, IS_EXACT: tl.constexpr):
 
 @triton.jit
 def swiglu_tile(a, b, TYPE: tl.constexpr, IS_EXACT: tl.constexpr = False):
-    """silu(a) b of a tile's parts, rounded to `TYPE`."""
+    """silu(a) b of a tile's quarters, rounded to `TYPE`."""
     return (
         round_to_type(a[0] * sigmoid_of(a[0], IS_EXACT) * b[0], TYPE),
         round_to_type(a[1] * sigmoid_of(a[1], IS_EXACT) * b[1], TYPE),
@@ -74,7 +74,7 @@ def swiglu_tile(a, b, TYPE: tl.constexpr, IS_EXACT: tl.constexpr = False):
 
 @triton.jit
 def gate_gradient_tile(a, b, dy, TYPE: tl.constexpr, IS_EXACT: tl.constexpr = False):
-    """silu'(a) b dy of a tile's parts, rounded to `TYPE`."""
+    """silu'(a) b dy of a tile's quarters, rounded to `TYPE`."""
     return (
         round_to_type(gate_gradient(a[0], sigmoid_of(a[0], IS_EXACT), b[0], dy[0]), TYPE),
         round_to_type(gate_gradient(a[1], sigmoid_of(a[1], IS_EXACT), b[1], dy[1]), TYPE),

@@ -30,12 +30,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.annotations import annotate, annotation
-from megafp8.kernels.rounding import FP32_MAX, Grid, flag_infinity, quant_scale_of, widen, without_nan
+from megafp8.kernels.rounding import FP32_MAX, FormatSpec, flag_infinity, quant_scale_of, widen, without_nan
 from megafp8.kernels.swiglu import exact_sigmoid, gate_gradient, gate_gradient_tile, swiglu_tile
-from megafp8.kernels.tiles import SIDE, load_tile, reversed_tile, store_codes, tile_offset
+from megafp8.kernels.tiles import BLOCK_SIZE, load_tile, reversed_tile, store_codes, tile_offset
 
 PROGRAMS, GRADIENTS_PROGRAMS = 1024, 4096  # of the first launch; each loops over tiles
-GRADIENTS_SIDE = 64  # tile of the second launch
+GRADIENTS_BLOCK_SIZE = 64  # tile of the second launch
 # Bounds of rounding errors: relative, of a product of a gradient and a factor; absolute, of silu', whose terms have
 # opposite signs. Subnormal intermediate products can exceed them: an amax below 1e-33 may be 0.2% off.
 SLACK = tl.constexpr(1 + 2.0**-16)
@@ -50,7 +50,7 @@ class TensorwiseOutput:
         rows: uint8 [T, W]; None leaves them out.
         columns: uint8 [W, T]; None leaves them out.
         scale_inv: FP32 [1], set to the dequantization scale.
-        grid: the format.
+        spec: the format.
         is_power_of_two: round the scale down to a power of two.
         infinity: int32 [1], set to 1 if the amax is infinite; None leaves it out.
     """
@@ -58,65 +58,65 @@ class TensorwiseOutput:
     rows: Optional[Tensor]
     columns: Optional[Tensor]
     scale_inv: Tensor
-    grid: Grid
+    spec: FormatSpec
     is_power_of_two: bool
     infinity: Optional[Tensor] = None
 
 
 @triton.jit
-def start_of(num_tokens, width, index, ROWS: tl.constexpr, SIDE: tl.constexpr):
+def start_of(num_tokens, width, index, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Row (int64) and column of the first element of a tile of a matrix [T, W]; tile 0 is the last one."""
-    across = width // SIDE
+    across = width // BLOCK_SIZE
     tile = num_tokens // ROWS * across - 1 - index
-    return (tile // across).to(tl.int64) * ROWS, tile % across * SIDE
+    return (tile // across).to(tl.int64) * ROWS, tile % across * BLOCK_SIZE
 
 
 @triton.jit
-def offsets(width, ROWS: tl.constexpr, SIDE: tl.constexpr):
+def offsets(width, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Offsets of a tile's elements from its first one, in a matrix of this width."""
-    return tl.arange(0, ROWS)[:, None] * width + tl.arange(0, SIDE)[None, :]
+    return tl.arange(0, ROWS)[:, None] * width + tl.arange(0, BLOCK_SIZE)[None, :]
 
 
 @triton.jit
-def tokens_of(num_tokens, row, column, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """Offsets of a tile's tokens in factors [W / SIDE, T]."""
-    return (column // SIDE).to(tl.int64) * num_tokens + row + tl.arange(0, ROWS)
+def tokens_of(num_tokens, row, column, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Offsets of a tile's tokens in factors [W / BLOCK_SIZE, T]."""
+    return (column // BLOCK_SIZE).to(tl.int64) * num_tokens + row + tl.arange(0, ROWS)
 
 
 @triton.jit
-def amax_kernel(inputs, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.constexpr):
+def amax_kernel(inputs, amaxes, num_tokens, width, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """One amax for each program, amaxes [programs], of inputs [T, W]; the second launch takes their maximum."""
-    largest = tl.zeros([ROWS, SIDE], tl.float32)
-    for index in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
-        row, column = start_of(num_tokens, width, index, ROWS, SIDE)
-        x = widen(tl.load(inputs + row * width + column + offsets(width, ROWS, SIDE)))
+    largest = tl.zeros([ROWS, BLOCK_SIZE], tl.float32)
+    for index in range(tl.program_id(0), num_tokens // ROWS * (width // BLOCK_SIZE), tl.num_programs(0)):
+        row, column = start_of(num_tokens, width, index, ROWS, BLOCK_SIZE)
+        x = widen(tl.load(inputs + row * width + column + offsets(width, ROWS, BLOCK_SIZE)))
         largest = tl.maximum(largest, tl.abs(x))
     tl.store(amaxes + tl.program_id(0), tl.max(largest))
 
 
 @triton.jit
-def swiglu_kernel(inputs, results, factors, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """inputs [T, 2 W] to results silu(a) b [T, W], their amaxes [programs], and factors [W / SIDE, T].
+def swiglu_kernel(inputs, results, factors, amaxes, num_tokens, width, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """inputs [T, 2 W] to results silu(a) b [T, W], their amaxes [programs], and factors [W / BLOCK_SIZE, T].
 
     A factor bounds the gradients of a token's channels in a tile: the maximum of |silu'(a) b| and |silu(a)|.
     """
-    largest = tl.zeros([ROWS, SIDE], tl.float32)
-    for index in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
-        row, column = start_of(num_tokens, width, index, ROWS, SIDE)
-        at = inputs + row * (2 * width) + column + offsets(2 * width, ROWS, SIDE)
+    largest = tl.zeros([ROWS, BLOCK_SIZE], tl.float32)
+    for index in range(tl.program_id(0), num_tokens // ROWS * (width // BLOCK_SIZE), tl.num_programs(0)):
+        row, column = start_of(num_tokens, width, index, ROWS, BLOCK_SIZE)
+        at = inputs + row * (2 * width) + column + offsets(2 * width, ROWS, BLOCK_SIZE)
         a, b = widen(tl.load(at)), widen(tl.load(at + width))
         s = exact_sigmoid(a)
         y = a * s * b
-        tl.store(results + row * width + column + offsets(width, ROWS, SIDE), y.to(results.dtype.element_ty))
+        tl.store(results + row * width + column + offsets(width, ROWS, BLOCK_SIZE), y.to(results.dtype.element_ty))
         largest = tl.maximum(largest, tl.abs(y))
         factor = tl.maximum((tl.abs(gate_gradient(a, s, 1.0, 1.0)) + SLACK_OF_SUM) * tl.abs(b), tl.abs(a * s))
-        tl.store(factors + tokens_of(num_tokens, row, column, ROWS, SIDE), tl.max(factor, axis=1))
+        tl.store(factors + tokens_of(num_tokens, row, column, ROWS, BLOCK_SIZE), tl.max(factor, axis=1))
     tl.store(amaxes + tl.program_id(0), tl.max(largest))
 
 
 @triton.jit
 def swiglu_gradients_amax_kernel(
-    gradients, inputs, factors, amax, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.constexpr
+    gradients, inputs, factors, amax, num_tokens, width, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):  # fmt: skip
     """Raise amax to that of the gradients of inputs [T, 2 W], given those of SwiGLU's result [T, W] and its factors.
 
@@ -124,16 +124,16 @@ def swiglu_gradients_amax_kernel(
     amax that all programs have found so far. A program may see an older, smaller amax: then it reads inputs that it
     could have skipped, and the result is the same.
     """
-    for index in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
-        row, column = start_of(num_tokens, width, index, ROWS, SIDE)
-        dy = widen(tl.load(gradients + row * width + column + offsets(width, ROWS, SIDE)))
-        factor = tl.load(factors + tokens_of(num_tokens, row, column, ROWS, SIDE))
+    for index in range(tl.program_id(0), num_tokens // ROWS * (width // BLOCK_SIZE), tl.num_programs(0)):
+        row, column = start_of(num_tokens, width, index, ROWS, BLOCK_SIZE)
+        dy = widen(tl.load(gradients + row * width + column + offsets(width, ROWS, BLOCK_SIZE)))
+        factor = tl.load(factors + tokens_of(num_tokens, row, column, ROWS, BLOCK_SIZE))
         bound = tl.max(tl.abs(dy), axis=1) * factor * SLACK
         # False for a NaN bound: its inputs are read. Threads load the amax separately and may see different values. The
         # minimum over all rows is exchanged between the warps, so that the branch is uniform.
         is_left_out = bound <= tl.load(amax, volatile=True)
         if tl.min(is_left_out.to(tl.int32)) == 0:
-            at = inputs + row * (2 * width) + column + offsets(2 * width, ROWS, SIDE)
+            at = inputs + row * (2 * width) + column + offsets(2 * width, ROWS, BLOCK_SIZE)
             is_read = (is_left_out == 0)[:, None]
             a, b = widen(tl.load(at, mask=is_read, other=0.0)), widen(tl.load(at + width, mask=is_read, other=0.0))
             s = exact_sigmoid(a)
@@ -144,25 +144,25 @@ def swiglu_gradients_amax_kernel(
 @triton.jit
 def quantize_kernel(
     inputs, amaxes, rows, columns, scale_inv, infinity, num_tokens, width, POWER_OF_TWO: tl.constexpr,
-    GRID: tl.constexpr, NUM_AMAXES: tl.constexpr, SIDE: tl.constexpr,
+    FORMAT: tl.constexpr, NUM_AMAXES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """inputs [T, W] with amaxes [NUM_AMAXES] to their codes and the transpose. A program has one tile."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
     if NUM_AMAXES == 1:  # annotated: there was no first launch
         tile_row, tile_column = reversed_tile()
-    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
+    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
     largest = tl.max(tl.load(amaxes + tl.arange(0, NUM_AMAXES)))
-    scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, GRID)
+    scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, FORMAT)
     if (tile_row == 0) & (tile_column == 0):
         tl.store(scale_inv, tl.div_rn(1.0, scale))
         flag_infinity(largest, infinity)
-    store_codes(y, scale, tile_row, tile_column, num_tokens, width, rows, columns, GRID, SIDE)
+    store_codes(y, scale, tile_row, tile_column, num_tokens, width, rows, columns, FORMAT, BLOCK_SIZE)
 
 
 @triton.jit
 def quantize_swiglu_gradients_kernel(
     gradients, inputs, amax, rows, columns, scale_inv, infinity, num_tokens, width, POWER_OF_TWO: tl.constexpr,
-    GRID: tl.constexpr, SIDE: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """gradients [T, W] and inputs [T, 2 W] to the codes of the inputs' gradients [T, 2 W], given their amax.
 
@@ -170,33 +170,35 @@ def quantize_swiglu_gradients_kernel(
     """
     TYPE: tl.constexpr = inputs.dtype.element_ty
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    inputs += tile_offset(tile_row, tile_column, 2 * width, SIDE)
-    a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
-    dy = load_tile(gradients + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
+    inputs += tile_offset(tile_row, tile_column, 2 * width, BLOCK_SIZE)
+    a, b = load_tile(inputs, 2 * width, BLOCK_SIZE), load_tile(inputs + width, 2 * width, BLOCK_SIZE)
+    dy = load_tile(gradients + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
     largest = tl.load(amax)
-    scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, GRID)
+    scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, FORMAT)
     if (tile_row == 0) & (tile_column == 0):
         tl.store(scale_inv, tl.div_rn(1.0, scale))
         flag_infinity(largest, infinity)
     da = gate_gradient_tile(a, b, dy, TYPE, True)
-    store_codes(da, scale, tile_row, tile_column, num_tokens, 2 * width, rows, columns, GRID, SIDE)
+    store_codes(da, scale, tile_row, tile_column, num_tokens, 2 * width, rows, columns, FORMAT, BLOCK_SIZE)
     db = swiglu_tile(a, dy, TYPE, True)
-    store_codes(db, scale, tile_row, tile_column + width // SIDE, num_tokens, 2 * width, rows, columns, GRID, SIDE)
+    store_codes(
+        db, scale, tile_row, tile_column + width // BLOCK_SIZE, num_tokens, 2 * width, rows, columns, FORMAT, BLOCK_SIZE
+    )
 
 
 def _quantize(inputs: Tensor, amaxes: Tensor, to: TensorwiseOutput) -> None:
     """The second launch of a cast and of SwiGLU."""
     tokens, width = inputs.shape
-    quantize_kernel[(width // SIDE, tokens // SIDE)](
+    quantize_kernel[(width // BLOCK_SIZE, tokens // BLOCK_SIZE)](
         inputs, amaxes, to.rows, to.columns, to.scale_inv, to.infinity, tokens, width,
-        POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, NUM_AMAXES=amaxes.numel(), SIDE=SIDE, num_warps=8,
+        POWER_OF_TWO=to.is_power_of_two, FORMAT=to.spec, NUM_AMAXES=amaxes.numel(), BLOCK_SIZE=BLOCK_SIZE, num_warps=8,
     )  # fmt: skip
 
 
 def _amaxes(inputs: Tensor) -> Tensor:
     """The first launch of a cast: FP32 [PROGRAMS]."""
     amaxes = inputs.new_empty(PROGRAMS, dtype=torch.float32)
-    amax_kernel[(PROGRAMS,)](inputs, amaxes, *inputs.shape, ROWS=32, SIDE=SIDE, num_warps=4)
+    amax_kernel[(PROGRAMS,)](inputs, amaxes, *inputs.shape, ROWS=32, BLOCK_SIZE=BLOCK_SIZE, num_warps=4)
     return amaxes
 
 
@@ -213,10 +215,11 @@ def swiglu(inputs: Tensor, to: TensorwiseOutput) -> None:
     """
     tokens, width = inputs.shape[0], inputs.shape[1] // 2
     results, amaxes = inputs.new_empty(tokens, width), inputs.new_empty(PROGRAMS, dtype=torch.float32)
-    factors = inputs.new_empty(width // SIDE, tokens, dtype=torch.float32)
+    factors = inputs.new_empty(width // BLOCK_SIZE, tokens, dtype=torch.float32)
     swiglu_kernel[(PROGRAMS,)](
-        inputs, results, factors, amaxes, tokens, width, ROWS=16, SIDE=SIDE, num_warps=4, enable_fp_fusion=True
-    )
+        inputs, results, factors, amaxes, tokens, width, ROWS=16, BLOCK_SIZE=BLOCK_SIZE, num_warps=4,
+        enable_fp_fusion=True,
+    )  # fmt: skip
     annotate(inputs, "factors", factors)
     _quantize(results, amaxes, to)
 
@@ -229,13 +232,15 @@ def swiglu_backward(gradients: Tensor, inputs: Tensor, to: TensorwiseOutput) -> 
     """
     tokens, width = gradients.shape
     factors = annotation(inputs, "factors")
-    if factors is None or factors.shape != (width // SIDE, tokens):
-        factors = inputs.new_full((width // SIDE, tokens), torch.inf, dtype=torch.float32)
+    if factors is None or factors.shape != (width // BLOCK_SIZE, tokens):
+        factors = inputs.new_full((width // BLOCK_SIZE, tokens), torch.inf, dtype=torch.float32)
     amax = inputs.new_zeros(1, dtype=torch.float32)
     swiglu_gradients_amax_kernel[(GRADIENTS_PROGRAMS,)](
-        gradients, inputs, factors, amax, tokens, width, ROWS=32, SIDE=SIDE, num_warps=4, enable_fp_fusion=True
-    )
-    quantize_swiglu_gradients_kernel[(width // GRADIENTS_SIDE, tokens // GRADIENTS_SIDE)](
+        gradients, inputs, factors, amax, tokens, width, ROWS=32, BLOCK_SIZE=BLOCK_SIZE, num_warps=4,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    quantize_swiglu_gradients_kernel[(width // GRADIENTS_BLOCK_SIZE, tokens // GRADIENTS_BLOCK_SIZE)](
         gradients, inputs, amax, to.rows, to.columns, to.scale_inv, to.infinity, tokens, width,
-        POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, SIDE=GRADIENTS_SIDE, num_warps=4, enable_fp_fusion=True,
+        POWER_OF_TWO=to.is_power_of_two, FORMAT=to.spec, BLOCK_SIZE=GRADIENTS_BLOCK_SIZE, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip

@@ -170,7 +170,7 @@ def accumulate_with_triton(
 
     Numerics: differences in FP32, their squares in FP64.
     """
-    from megafp8.kernels.rounding import grid_of  # needs Triton
+    from megafp8.kernels.rounding import format_spec  # needs Triton
     from megafp8.kernels.statistics import NUM_WARPS, PROGRAMS, ROWS, RUNS, statistics_kernel
     from megafp8.quantization.triton_quantize import RULE_NAMES
 
@@ -192,7 +192,7 @@ def accumulate_with_triton(
         rule.format.max * (1 + ROUNDING), rule.format.max * 2.0**-margin,
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=kind, IS_KNOWN=is_known,
         CAN_SATURATE=can_saturate(rule), IS_DELAYED=rule.scale_rule is ScaleRule.DELAYED,
-        GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), NUM_EXPONENTS=num_counts,
+        FORMAT=format_spec(rule.format), SCALE_FORMAT=format_spec(E4M3), NUM_EXPONENTS=num_counts,
         BINS=1 << num_counts.bit_length(), LIMIT=LOCAL_DB_LIMIT, ROWS=ROWS, RUNS=RUNS,
         RUN_VALUES=RUN_VALUES, enable_fp_fusion=False, num_warps=NUM_WARPS,
     )  # fmt: skip

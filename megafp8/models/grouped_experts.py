@@ -20,7 +20,7 @@ from torch import Tensor
 from megafp8.kernels import expert_casts, expert_rowwise, expert_wgrad
 from megafp8.kernels.expert_scales import ColumnCodes, CurrentScale
 from megafp8.kernels.expert_wgrad import Operand
-from megafp8.kernels.rounding import Grid
+from megafp8.kernels.rounding import FormatSpec
 from megafp8.kernels.routed_rows import RoutedRows, values_of_rows
 from megafp8.quantization import grouped_linear
 from megafp8.quantization.delayed_scaling import DelayedScale
@@ -33,13 +33,13 @@ class ExpertCodes(NamedTuple):
     """Codes of both weights, cast once a step.
 
     Attributes:
-        grid: the format of all operands.
+        spec: the format of all operands.
         is_rowwise: operands have a scale for each row and column (`expert_rowwise.py`).
     """
 
     fc1: Codes
     fc2: Codes
-    grid: Grid
+    spec: FormatSpec
     is_rowwise: bool = False
 
 
@@ -61,12 +61,12 @@ class ExpertScales(NamedTuple):
 
 
 def cast_weights(
-    fc1: Tensor, fc2: Tensor, grid: Grid, of_fc1: Scale = CurrentScale(), of_fc2: Scale = CurrentScale(), *,
+    fc1: Tensor, fc2: Tensor, spec: FormatSpec, of_fc1: Scale = CurrentScale(), of_fc2: Scale = CurrentScale(), *,
     is_rowwise: bool = False,
 ) -> ExpertCodes:  # fmt: skip
     """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16, by their scales."""
     casts = casts_of(is_rowwise)
-    return ExpertCodes(casts.weight_codes(fc1, grid, of_fc1), casts.weight_codes(fc2, grid, of_fc2), grid, is_rowwise)
+    return ExpertCodes(casts.weight_codes(fc1, spec, of_fc1), casts.weight_codes(fc2, spec, of_fc2), spec, is_rowwise)
 
 
 def casts_of(is_rowwise: bool) -> Any:
@@ -163,9 +163,9 @@ class _FP8Experts(torch.autograd.Function):
         if prequantized is not None:
             dequant_scale = prequantized.dequant_scale
             scales.fc1_input.record(prequantized.amax)
-        x = casts.gather_codes(inputs, rows, routing_map, codes.grid, dequant_scale, scales.fc1_input)
+        x = casts.gather_codes(inputs, rows, routing_map, codes.spec, dequant_scale, scales.fc1_input)
         h = grouped_linear.fp8_fprop(x, codes.fc1, rows)
-        y = casts.swiglu_codes(h, probs, rows, codes.grid, scales.fc2_input)
+        y = casts.swiglu_codes(h, probs, rows, codes.spec, scales.fc2_input)
         # fprop alone reads codes by rows, wgrad alone reads the transposed ones.
         ctx.save_for_backward(*x.transposed, h, *y.transposed, probs, routing_map)
         ctx.weights, ctx.rows, ctx.codes, ctx.scales = (fc1, fc2), rows, codes, scales
@@ -178,10 +178,10 @@ class _FP8Experts(torch.autograd.Function):
         x, y = ColumnCodes(x_columns, x_scale), ColumnCodes(y_columns, y_scale)
         # As in linears of the rowwise recipe, fprop alone accumulates fast.
         casts, is_fast = casts_of(codes.is_rowwise), not codes.is_rowwise
-        dz = casts.gather_codes(grad.contiguous(), rows, routing_map, codes.grid, scale=scales.fc2_grad_output)
+        dz = casts.gather_codes(grad.contiguous(), rows, routing_map, codes.spec, scale=scales.fc2_grad_output)
         dy = grouped_linear.fp8_dgrad(dz, codes.fc2, rows, is_fast)
         dfc2 = add_wgrad(fc2, dz.transposed, y, rows, is_fast)
-        dh, dprobs = casts.swiglu_backward_codes(dy, h, probs, rows, codes.grid, scales.fc1_grad_output)
+        dh, dprobs = casts.swiglu_backward_codes(dy, h, probs, rows, codes.spec, scales.fc1_grad_output)
         dfc1 = add_wgrad(fc1, dh.transposed, x, rows, is_fast)
         dx = expert_casts.sum_rows(grouped_linear.fp8_dgrad(dh, codes.fc1, rows, is_fast), rows)
         if scales.after_backward is not None:

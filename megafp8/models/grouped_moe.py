@@ -129,14 +129,14 @@ class GroupedExperts(MegatronModule):
         """The codes of the weights, cast in the first microbatch of a step; None in BF16."""
         if self.rule is None or not self.is_quantizing:
             return None
-        from megafp8.kernels.rounding import grid_of
+        from megafp8.kernels.rounding import format_spec
         from megafp8.models.grouped_experts import cast_weights
 
         if self.codes is None or self.is_first_microbatch or not self.training:
-            grid = grid_of(self.rule.format)
+            spec = format_spec(self.rule.format)
             is_rowwise = self.rule.block is not None
             fc1, fc2 = self.linear_fc1.detach(), self.linear_fc2.detach()
-            self.codes = cast_weights(fc1, fc2, grid, *scales, is_rowwise=is_rowwise)
+            self.codes = cast_weights(fc1, fc2, spec, *scales, is_rowwise=is_rowwise)
             self.is_first_microbatch = not self.training  # weights may change between evaluation and the next step
         return self.codes
 

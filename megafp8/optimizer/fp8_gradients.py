@@ -40,7 +40,7 @@ from torch import Tensor
 from megafp8.mcore.grad_reduction import Reduction
 from megafp8.optimizer.fused_gradient_rows import FusedRows
 from megafp8.optimizer.gradient_checks import CodeCounts
-from megafp8.optimizer.gradient_pieces import ROW, Shard, gather_rows, scatter_exact, scatter_rows, split_shards
+from megafp8.optimizer.gradient_slices import BLOCK, Shard, gather_rows, scatter_rows, scatter_unquantized, split_shards
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.optimizer.reduction_works import BucketWork, BucketWorks, PartialWork
 from megafp8.quantization.quantize import has_kernels, quantize
@@ -51,7 +51,7 @@ from megafp8.recipes.formats import Format
 from megafp8.utils.integers import round_up
 
 MESSAGE_ALIGNMENT = 16  # bytes; FP32 gradients in a received message are read in place
-PART_ROWS, MAX_PARTS = 8192, 4  # of a bucket: a million codes or more each, so that a message is not latency
+ROWS_PER_PART, MAX_PARTS = 8192, 4  # of a bucket: a million codes or more each, so that a message is not latency
 SAMPLE_ROWS = 4096  # of a bucket, half a million values, at least this many are counted; counting all takes a pass
 SATURATION_LIMIT = 1e-5  # fraction of the values
 FACTOR_GROWTH = 2 ** (1 / 1000)  # per step
@@ -138,17 +138,17 @@ class BucketReduction:
         num_rows = sum(shard.num_rows for shard in self.shards)
         self.sample = max(1, num_rows // SAMPLE_ROWS)
         self.first_own_row = sum(shard.num_rows for shard in self.shards[: group.rank()])
-        self.exact_itemsize = gradients.itemsize
-        self.zeros = gradients.new_zeros(ROW)
+        self.unquantized_itemsize = gradients.itemsize
+        self.zeros = gradients.new_zeros(BLOCK)
         self.fused: Optional[FusedRows] = None
         if has_kernels(gradients) and not settings.has_feedback:
             self.fused = FusedRows(
-                shards, group.rank(), settings.format, settings.is_blockwise, self.exact_itemsize, MESSAGE_ALIGNMENT,
-                gradients.device,
+                shards, group.rank(), settings.format, settings.is_blockwise, self.unquantized_itemsize,
+                MESSAGE_ALIGNMENT, gradients.device,
             )  # fmt: skip
         self.residual: Optional[Tensor] = None
         if settings.has_feedback:
-            self.residual = torch.zeros(num_rows, ROW, device=gradients.device)
+            self.residual = torch.zeros(num_rows, BLOCK, device=gradients.device)
             step.residuals.append(self.residual)
 
     def start(self, request: Reduction) -> PartialWork:
@@ -170,8 +170,10 @@ class BucketReduction:
     @functools.cached_property
     def parameter_of_row(self) -> Tensor:
         """Int64 [rows]."""
-        coded = [piece for shard in self.shards for piece in shard.coded]
-        numbers, repeats = (torch.tensor(each) for each in ([p.parameter for p in coded], [p.num_rows for p in coded]))
+        quantized = [slice_ for shard in self.shards for slice_ in shard.quantized]
+        numbers, repeats = (
+            torch.tensor(each) for each in ([p.parameter for p in quantized], [p.num_rows for p in quantized])
+        )
         return numbers.long().repeat_interleave(repeats.long()).to(self.zeros.device)
 
     # --- encoding -----------------------------------------------------------------------------------------------------
@@ -184,10 +186,10 @@ class BucketReduction:
         return fused.message(gradients, quant_scale, self.step.counts, self.sample), dequant_scale
 
     def _encode(self, gradients: Tensor) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Quantize the coded elements of a bucket.
+        """Quantize the elements of a bucket that are sent as codes.
 
         Returns:
-            codes [rows, ROW], FP32 dequant scales of the rows, and the E8M0 scales to send, if any.
+            codes [rows, BLOCK], FP32 dequant scales of the rows, and the E8M0 scales to send, if any.
         """
         values = gather_rows(gradients, self.shards, self.zeros)
         if self.residual is not None:
@@ -195,9 +197,9 @@ class BucketReduction:
         encode = self._encode_blocks if self.settings.is_blockwise else self._encode_parameters
         codes, dequant_scale, sent_scales = encode(values)
         num_values = values[:: self.sample].count_nonzero()
-        num_coded = (codes.view(torch.uint8)[:: self.sample] & 0x7F).count_nonzero()  # without the sign
+        num_nonzero_codes = (codes.view(torch.uint8)[:: self.sample] & 0x7F).count_nonzero()  # without the sign
         self.step.counts[0] += num_values
-        self.step.counts[1] += num_values - num_coded
+        self.step.counts[1] += num_values - num_nonzero_codes
         if self.residual is not None:
             # An infinity must not stay in the residual of later steps.
             self.residual.copy_(values - self._decode(codes, dequant_scale)).nan_to_num_(0.0, 0.0, 0.0)
@@ -205,7 +207,7 @@ class BucketReduction:
 
     def _encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """`_encode` with one scale a row."""
-        rule = OperandRule(format=self.settings.format, block=(1, ROW), scale_rule=ScaleRule.E8M0)
+        rule = OperandRule(format=self.settings.format, block=(1, BLOCK), scale_rule=ScaleRule.E8M0)
         quantized = quantize(values, rule)
         exponents = quantized.dequant_scale.view(torch.uint8).view(-1)
         return quantized.codes, e8m0_values(exponents), exponents
@@ -215,7 +217,7 @@ class BucketReduction:
         amax = torch.zeros(self.num_parameters, device=values.device)
         owners = self.parameter_of_row
         if len(values):
-            row_amax = block_amax(values.view(len(values), 1, 1, ROW)).view(-1)
+            row_amax = block_amax(values.view(len(values), 1, 1, BLOCK)).view(-1)
             amax.scatter_reduce_(0, owners, row_amax, "amax")
         quant_scale, dequant_scale = self._parameter_scales(amax)
         scaled = values.float() * quant_scale[owners, None]
@@ -231,18 +233,18 @@ class BucketReduction:
         return quant_scale, quant_scale.reciprocal().masked_fill_(amax == torch.inf, torch.inf)
 
     def _decode(self, codes: Tensor, dequant_scale: Tensor) -> Tensor:
-        """FP32 [rows, ROW]."""
+        """FP32 [rows, BLOCK]."""
         return decode(codes, self.settings.format, torch.float32).mul_(dequant_scale[:, None])
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def _pack(self, gradients: Tensor, codes: Tensor, scales: Optional[Tensor]) -> tuple[Tensor, list[int]]:
-        """The messages to all ranks, uint8: exact elements, codes, scales. Also their sizes."""
+        """The messages to all ranks, uint8: unquantized elements, codes, scales. Also their sizes."""
         raw_codes, parts, sizes, row = codes.view(torch.uint8).view(-1), [], [], 0
         for shard in self.shards:
             end = row + shard.num_rows
-            of_shard = [gradients[piece.start : piece.stop].view(torch.uint8) for piece in shard.exact]
-            of_shard.append(raw_codes[row * ROW : end * ROW])
+            of_shard = [gradients[slice_.start : slice_.stop].view(torch.uint8) for slice_ in shard.unquantized]
+            of_shard.append(raw_codes[row * BLOCK : end * BLOCK])
             of_shard += [] if scales is None else [scales[row:end]]
             size, row = sum(map(len, of_shard)), end
             of_shard.append(raw_codes.new_zeros(-size % MESSAGE_ALIGNMENT))
@@ -256,14 +258,14 @@ class BucketReduction:
         """Add the received gradients of the own shard, and write the sums, or in an all-reduce send them."""
         gradients, num_ranks = request.gradients, self.group.size()
         divisor = num_ranks if request.is_average else 1
-        exact = torch.zeros(self.own.num_exact, device=gradients.device)
-        for message in received.chunk(num_ranks) if self.own.exact else ():
-            exact += message[: self.own.num_exact * self.exact_itemsize].view(gradients.dtype)
+        unquantized = torch.zeros(self.own.num_unquantized, device=gradients.device)
+        for message in received.chunk(num_ranks) if self.own.unquantized else ():
+            unquantized += message[: self.own.num_unquantized * self.unquantized_itemsize].view(gradients.dtype)
         if request.is_average:
-            divide(exact, divisor)
+            divide(unquantized, divisor)
         if self.fused is not None and not request.is_complete:
             self.fused.add_to_gradients(received, gradients, dequant_scale, num_ranks, divisor)
-            scatter_exact(gradients, self.own, exact)
+            scatter_unquantized(gradients, self.own, unquantized)
             return None
         if self.fused is not None:
             rows = self.fused.add_to_rows(received, dequant_scale, num_ranks, divisor)
@@ -272,21 +274,21 @@ class BucketReduction:
             if request.is_average:
                 divide(rows, divisor)
         if request.is_complete:
-            return self._share(gradients, rows, exact)
-        scatter_rows(gradients, self.own, rows, exact)
+            return self._share(gradients, rows, unquantized)
+        scatter_rows(gradients, self.own, rows, unquantized)
         return None
 
     def _add(self, received: Tensor, dequant_scale: Optional[Tensor]) -> Tensor:
-        """The sums of the own rows, FP32 [rows, ROW].
+        """The sums of the own rows, FP32 [rows, BLOCK].
 
         Args:
             dequant_scale: of all rows, if all ranks have the same scales; else the messages have them.
         """
-        num_rows, end_exact = self.own.num_rows, self.own.num_exact * self.exact_itemsize
-        end_codes = end_exact + num_rows * ROW
-        rows = torch.zeros(num_rows, ROW, device=received.device)
+        num_rows, end_unquantized = self.own.num_rows, self.own.num_unquantized * self.unquantized_itemsize
+        end_codes = end_unquantized + num_rows * BLOCK
+        rows = torch.zeros(num_rows, BLOCK, device=received.device)
         for message in received.chunk(self.group.size()):
-            codes = message[end_exact:end_codes].view(CODE_DTYPES[self.settings.format.name]).view(-1, ROW)
+            codes = message[end_unquantized:end_codes].view(CODE_DTYPES[self.settings.format.name]).view(-1, BLOCK)
             if dequant_scale is None or self.settings.is_blockwise:
                 scale = e8m0_values(message[end_codes : end_codes + num_rows])
             else:
@@ -294,14 +296,16 @@ class BucketReduction:
             rows += self._decode(codes, scale)
         return rows
 
-    def _share(self, gradients: Tensor, rows: Tensor, exact: Tensor) -> Callable[[], None]:
+    def _share(self, gradients: Tensor, rows: Tensor, unquantized: Tensor) -> Callable[[], None]:
         """Send the sums of the own shard to all ranks; return what waits for all sums and writes them.
 
         Shards differ in bytes, so that this is an all-to-all in which every rank gets the same message.
         """
         num_ranks = self.group.size()
-        parts = [exact.to(gradients.dtype).view(torch.uint8), rows.bfloat16().view(-1).view(torch.uint8)]
-        sizes = [shard.num_exact * self.exact_itemsize + 2 * shard.num_rows * ROW for shard in self.shards]
+        parts = [unquantized.to(gradients.dtype).view(torch.uint8), rows.bfloat16().view(-1).view(torch.uint8)]
+        sizes = [
+            shard.num_unquantized * self.unquantized_itemsize + 2 * shard.num_rows * BLOCK for shard in self.shards
+        ]
         padded = [round_up(size, MESSAGE_ALIGNMENT) for size in sizes]
         own, own_padded = sizes[self.group.rank()], padded[self.group.rank()]
         message = torch.cat([*parts, parts[0].new_zeros(own_padded - own)]).repeat(num_ranks)
@@ -318,9 +322,9 @@ class BucketReduction:
         """Wait for the sums of all shards, and write them."""
         work.wait()
         for shard, size, part in zip(self.shards, sizes, received, strict=True):
-            end_exact = shard.num_exact * self.exact_itemsize
-            sums = part[end_exact:size].view(torch.bfloat16).view(-1, ROW)
-            scatter_rows(gradients, shard, sums, part[:end_exact].view(gradients.dtype))
+            end_unquantized = shard.num_unquantized * self.unquantized_itemsize
+            sums = part[end_unquantized:size].view(torch.bfloat16).view(-1, BLOCK)
+            scatter_rows(gradients, shard, sums, part[:end_unquantized].view(gradients.dtype))
 
 
 class PipelinedReduction:
@@ -341,7 +345,7 @@ class PipelinedReduction:
     ):
         num_rows = sum(shard.num_rows for shard in shards)
         is_divided = settings.is_blockwise and not has_kernels(gradients)
-        num_parts = max(1, min(MAX_PARTS, num_rows // PART_ROWS)) if is_divided else 1
+        num_parts = max(1, min(MAX_PARTS, num_rows // ROWS_PER_PART)) if is_divided else 1
         self.parts = [
             BucketReduction(gradients, part, num_parameters, group, settings, step)
             for part in split_shards(shards, num_parts)

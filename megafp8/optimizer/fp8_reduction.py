@@ -20,7 +20,7 @@ from megafp8.mcore.process_groups import bucket_groups
 from megafp8.mcore.torch_fsdp import TorchFSDP
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
 from megafp8.optimizer.fsdp_gradients import reduce_in_fp8
-from megafp8.optimizer.gradient_pieces import parameter_ranges, split_bucket
+from megafp8.optimizer.gradient_slices import parameter_ranges, split_bucket
 from megafp8.optimizer.node_reduction import NodeReduction, Nodes, build_node_groups, check_replica_in_node
 from megafp8.optimizer.reduction_works import BucketWorks
 from megafp8.recipes.formats import E4M3, E5M2
@@ -57,7 +57,7 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
             for name, parameter in chunk.module.named_parameters()
         }
         matched |= {pattern for pattern in patterns if fnmatch.filter(names.values(), pattern)}
-        exact = {
+        unquantized = {
             parameter
             for parameter, name in names.items()
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
@@ -66,12 +66,14 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
             if node_groups is not None:
                 check_replica_in_node(dist.get_process_group_ranks(chunk.process_group), node_groups.ranks_per_node)
             dtype = None if node_groups is None else node_groups.dtype
-            reduce_in_fp8(chunk, exact.__contains__, settings, step, dtype)
+            reduce_in_fp8(chunk, unquantized.__contains__, settings, step, dtype)
         for group in bucket_groups(chunk):
             ranks = reduction_group(group)
             if ranks is not None:
                 nodes = None if node_groups is None else node_groups.of(ranks)
-                reductions = [bucket_reduction(bucket, exact, ranks, settings, step, nodes) for bucket in group.buckets]
+                reductions = [
+                    bucket_reduction(bucket, unquantized, ranks, settings, step, nodes) for bucket in group.buckets
+                ]
                 replace_reduction(group, partial(start_all, reductions))
     check_patterns(patterns, matched)
     return step
@@ -79,7 +81,7 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
 
 def bucket_reduction(
     bucket: Any,
-    exact: Container[Any],
+    unquantized: Container[Any],
     ranks: dist.ProcessGroup,
     settings: GradientCodes,
     step: Fp8Reduction,
@@ -88,14 +90,14 @@ def bucket_reduction(
     """The reduction of one of megatron-core's buckets.
 
     Args:
-        exact: the parameters that are not quantized.
+        unquantized: the parameters that are not quantized.
         nodes: None where all ranks exchange codes.
     """
-    is_exact = [parameter in exact for parameter in bucket.params_list]
-    shards = split_bucket(parameter_ranges(bucket), is_exact, bucket.grad_data.numel(), ranks.size())
+    is_unquantized = [parameter in unquantized for parameter in bucket.params_list]
+    shards = split_bucket(parameter_ranges(bucket), is_unquantized, bucket.grad_data.numel(), ranks.size())
     if nodes is not None:
-        return NodeReduction(bucket.grad_data, shards, len(is_exact), nodes, settings, step)
-    return PipelinedReduction(bucket.grad_data, shards, len(is_exact), ranks, settings, step)
+        return NodeReduction(bucket.grad_data, shards, len(is_unquantized), nodes, settings, step)
+    return PipelinedReduction(bucket.grad_data, shards, len(is_unquantized), ranks, settings, step)
 
 
 def start_all(reductions: Sequence[PipelinedReduction | NodeReduction], requested: Sequence[Reduction]) -> Work:

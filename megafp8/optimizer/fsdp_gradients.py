@@ -29,7 +29,7 @@ from megafp8.mcore.fsdp_groups import GradientSums, ReplicaSums
 from megafp8.mcore.grad_reduction import Reduction
 from megafp8.mcore.torch_fsdp import TorchFSDP
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
-from megafp8.optimizer.gradient_pieces import Piece, Shard, split_bucket
+from megafp8.optimizer.gradient_slices import GradientSlice, Shard, split_bucket
 from megafp8.optimizer.node_reduction import sum_within_node
 from megafp8.optimizer.reduction_works import PartialWork
 
@@ -40,7 +40,7 @@ class Fp8ReduceScatter(DefaultReduceScatter):
     Args:
         gradients: a tensor of the dtype and the device of the gradients.
         sizes: elements of each parameter on one rank, in the order in which FSDP2 packs them.
-        is_exact: by parameter: not quantized.
+        is_unquantized: by parameter: not quantized.
         is_level: the ranks are those of one of several replicas, so that their bytes are also counted apart.
     """
 
@@ -48,14 +48,14 @@ class Fp8ReduceScatter(DefaultReduceScatter):
         self,
         gradients: Tensor,
         sizes: Sequence[int],
-        is_exact: Sequence[bool],
+        is_unquantized: Sequence[bool],
         group: dist.ProcessGroup,
         settings: GradientCodes,
         step: Fp8Reduction,
         is_level: bool,
     ):
         self.num_elements, self.group, self.step, self.is_level = sum(sizes) * group.size(), group, step, is_level
-        shards = rank_shards(sizes, is_exact, group.size())
+        shards = rank_shards(sizes, is_unquantized, group.size())
         self._reduction = PipelinedReduction(gradients, shards, len(sizes), group, settings, step)
 
     def __call__(
@@ -85,7 +85,7 @@ class ReplicaReduceScatter(DefaultReduceScatter):
         output_tensor.copy_(sum_within_node(input_tensor.to(self.dtype), group, self.step))
 
 
-class CodedReplicaSums(ReplicaSums):
+class QuantizedReplicaSums(ReplicaSums):
     """Adds the sums of replicas as codes.
 
     The codes of a module are added, and its sums sent, when those of the next module have been sent: both phases of an
@@ -93,14 +93,14 @@ class CodedReplicaSums(ReplicaSums):
 
     Args:
         all_sums: of a chunk.
-        is_exact: whether a sharded parameter is not quantized.
+        is_unquantized: whether a sharded parameter is not quantized.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         all_sums: Sequence[GradientSums],
-        is_exact: Callable[[Any], bool],
+        is_unquantized: Callable[[Any], bool],
         settings: GradientCodes,
         step: Fp8Reduction,
     ):
@@ -108,9 +108,11 @@ class CodedReplicaSums(ReplicaSums):
         self._last: Optional[PartialWork] = None
         self._reductions = {}
         for sums in all_sums:
-            exact = [is_exact(parameter) for parameter in sums.parameters]
-            shards = split_bucket(list(pairwise([0, *accumulate(sums.sizes)])), exact, len(sums.rows), group.size())
-            self._reductions[sums] = PipelinedReduction(sums.rows, shards, len(exact), group, settings, step)
+            unquantized = [is_unquantized(parameter) for parameter in sums.parameters]
+            shards = split_bucket(
+                list(pairwise([0, *accumulate(sums.sizes)])), unquantized, len(sums.rows), group.size()
+            )
+            self._reductions[sums] = PipelinedReduction(sums.rows, shards, len(unquantized), group, settings, step)
 
     def _send(self, sums: GradientSums) -> PartialWork:
         work = self._reductions[sums].start(Reduction(sums.rows, is_complete=True, is_average=False))
@@ -129,25 +131,28 @@ class CodedReplicaSums(ReplicaSums):
             self._last.add()
 
 
-def rank_shards(sizes: Sequence[int], is_exact: Sequence[bool], num_ranks: int) -> list[Shard]:
-    """The pieces that FSDP2 packs for each rank: that rank's rows of every parameter, one after the other."""
+def rank_shards(sizes: Sequence[int], is_unquantized: Sequence[bool], num_ranks: int) -> list[Shard]:
+    """The slices that FSDP2 packs for each rank: that rank's rows of every parameter, one after the other."""
     offsets = [0, *accumulate(sizes)]
-    pieces = [
-        [Piece(rank * offsets[-1] + offsets[i], rank * offsets[-1] + offsets[i + 1], i) for i in range(len(sizes))]
+    slices = [
+        [
+            GradientSlice(rank * offsets[-1] + offsets[i], rank * offsets[-1] + offsets[i + 1], i)
+            for i in range(len(sizes))
+        ]
         for rank in range(num_ranks)
     ]
     return [
         Shard(
-            tuple(piece for piece in of_rank if not is_exact[piece.parameter]),
-            tuple(piece for piece in of_rank if is_exact[piece.parameter]),
+            tuple(slice_ for slice_ in of_rank if not is_unquantized[slice_.parameter]),
+            tuple(slice_ for slice_ in of_rank if is_unquantized[slice_.parameter]),
         )
-        for of_rank in pieces
+        for of_rank in slices
     ]
 
 
 def reduce_in_fp8(
     chunk: TorchFSDP,
-    is_exact: Callable[[Any], bool],
+    is_unquantized: Callable[[Any], bool],
     settings: GradientCodes,
     step: Fp8Reduction,
     replica_dtype: Optional[torch.dtype] = None,
@@ -155,17 +160,17 @@ def reduce_in_fp8(
     """Reduce the gradients of a chunk as codes.
 
     Args:
-        is_exact: whether a sharded parameter is not quantized.
+        is_unquantized: whether a sharded parameter is not quantized.
         replica_dtype: of the sums within a replica; None sends codes there too.
     """
     for sums in chunk.sums:
-        exact = [is_exact(parameter) for parameter in sums.parameters]
+        unquantized = [is_unquantized(parameter) for parameter in sums.parameters]
         sums.module.set_custom_reduce_scatter(
             Fp8ReduceScatter(
-                sums.rows, sums.sizes, exact, chunk.process_group, settings, step, chunk.replicas is not None
+                sums.rows, sums.sizes, unquantized, chunk.process_group, settings, step, chunk.replicas is not None
             )
             if replica_dtype is None
             else ReplicaReduceScatter(replica_dtype, step)
         )
     if chunk.replicas is not None:
-        chunk.replicas = CodedReplicaSums(chunk.replicas.group, chunk.sums, is_exact, settings, step)
+        chunk.replicas = QuantizedReplicaSums(chunk.replicas.group, chunk.sums, is_unquantized, settings, step)

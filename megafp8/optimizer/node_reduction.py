@@ -24,7 +24,7 @@ from torch import Tensor
 from megafp8.errors import ConfigError
 from megafp8.mcore.grad_reduction import Reduction
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction, divide
-from megafp8.optimizer.gradient_pieces import Shard
+from megafp8.optimizer.gradient_slices import Shard
 from megafp8.optimizer.reduction_works import PartialWork
 
 FLAG = "--grad-reduce-fp8-intra-node"

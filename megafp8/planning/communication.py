@@ -230,9 +230,9 @@ def reduced_bytes(run: PlannedRun, stage: int, quantizable: int, other: int, num
     is_last = stage == config.parallel.pipeline_model_parallel_size - 1
     output = count_parameters(config.model, run.padded_vocab).output_layer // run.tensor if is_last else 0
     excludes_embeddings = any("embed" in name for name in precision.grad_reduce_fp8_exclude)
-    coded = quantizable + (min(output, other) if excludes_embeddings else other)
+    quantized = quantizable + (min(output, other) if excludes_embeddings else other)
     of_code = 1 + 1 / GRADIENT_BLOCK + (num_phases - 1) * BF16_BYTES
-    return coded * of_code + num_phases * (quantizable + other - coded) * itemsize
+    return quantized * of_code + num_phases * (quantizable + other - quantized) * itemsize
 
 
 def sharding_group(run: PlannedRun, group: RankGroup) -> RankGroup:
@@ -265,15 +265,15 @@ def reduction_levels(
     gradients; then codes, of which a rank has its node's share.
     """
     precision, num_bytes = run.config.precision, reduced_bytes(run, stage, quantizable, other, num_phases)
-    shards, is_coded = sharding_group(run, group), precision.grad_reduce_fp8_intra_node == "fp8"
+    shards, is_quantized = sharding_group(run, group), precision.grad_reduce_fp8_intra_node == "fp8"
     if (replicas := group.size // shards.size) > 1:
         sums_bytes = reduced_bytes(run, stage, quantizable, other, 2) / shards.size
-        if not is_coded:
+        if not is_quantized:
             num_bytes = float((quantizable + other) * BYTES[precision.grad_reduce_fp8_intra_node])
         between = RankGroup(replicas, group.stride * shards.size)
         return [ReductionLevel(shards, num_bytes), ReductionLevel(between, sums_bytes, is_once_per_step=True)]
     in_node, num_nodes = _placement(run, group)
-    if not precision.grad_reduce_in_fp8 or is_coded or 1 in (in_node, num_nodes):
+    if not precision.grad_reduce_in_fp8 or is_quantized or 1 in (in_node, num_nodes):
         return [ReductionLevel(group, num_bytes)]
     itemsize = BYTES[precision.grad_reduce_fp8_intra_node] + (num_phases - 1) * BYTES[derived.grad_dtype(precision)]
     return [

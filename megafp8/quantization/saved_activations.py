@@ -50,9 +50,9 @@ def pack(tensor: Tensor) -> Packed:
     """
     if has_kernels(tensor):
         from megafp8.kernels.group_casts import cast_groups  # needs Triton
-        from megafp8.kernels.rounding import grid_of
+        from megafp8.kernels.rounding import format_spec
 
-        codes, scales = cast_groups(tensor.contiguous(), grid_of(E4M3), GROUP)
+        codes, scales = cast_groups(tensor.contiguous(), format_spec(E4M3), GROUP)
         scales = scales.view(-1, tensor.shape[-1] // GROUP)
         return Packed(codes.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu), tensor.dtype)
     quantized = quantize_by_torch(tensor, RULE)
@@ -63,8 +63,8 @@ def unpack(packed: Packed) -> Tensor:
     """Codes times scales, contiguous, in the dtype of the source."""
     if has_kernels(packed.codes):
         from megafp8.kernels.group_casts import decode_groups  # needs Triton
-        from megafp8.kernels.rounding import grid_of
+        from megafp8.kernels.rounding import format_spec
 
         codes, scales = packed.codes.view(torch.uint8), packed.scales.view(torch.uint8)
-        return decode_groups(codes, scales.view(-1), grid_of(E4M3), GROUP, packed.dtype)
+        return decode_groups(codes, scales.view(-1), format_spec(E4M3), GROUP, packed.dtype)
     return decode_values_by_torch(Quantized(packed.codes, packed.scales, None, RULE), packed.dtype)

@@ -26,7 +26,7 @@ from megafp8.kernels.quantize import (
     quantize_tensor_kernel,
     transformed_amax_kernel,
 )
-from megafp8.kernels.rounding import grid_of
+from megafp8.kernels.rounding import format_spec
 from megafp8.kernels.tiles import has_complete_tiles
 from megafp8.quantization.counters import NON_FINITE, saturation_threshold
 from megafp8.quantization.delayed_scaling import DelayedScale
@@ -191,7 +191,7 @@ def quantize_rowwise(
         of_block = {rule.block: rule for rule in rules if (rule.format, rule.scale_rule) == (fmt, scale_rule)}
         row_rule, column_rule = of_block.get((1, shape[1])), of_block.get((shape[0], 1))
         by_row, by_column = rowwise.cast(
-            source.view(shape), grid_of(fmt), rows=row_rule is not None, columns=column_rule is not None,
+            source.view(shape), format_spec(fmt), rows=row_rule is not None, columns=column_rule is not None,
             is_power_of_two=scale_rule is ScaleRule.POWER_OF_TWO,
             num_non_finite=None if quantized else num_non_finite,  # one cast counts
         )  # fmt: skip
@@ -225,8 +225,8 @@ def _quantize_tensor(
     quantize_tensor_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
         source, scale_or_amax, has_non_finite, outputs.codes, outputs.values, outputs.factor, recorded_amax,
         *outputs.pair_of_counts, count,
-        POWER_OF_TWO=rule.scale_rule is ScaleRule.POWER_OF_TWO, IS_DELAYED=is_delayed, GRID=grid_of(rule.format),
-        SATURATES_FROM=saturation_threshold(rule.format), PART=CHUNK_ELEMENTS, enable_fp_fusion=False,
+        POWER_OF_TWO=rule.scale_rule is ScaleRule.POWER_OF_TWO, IS_DELAYED=is_delayed, FORMAT=format_spec(rule.format),
+        SATURATES_FROM=saturation_threshold(rule.format), BLOCK_SIZE=CHUNK_ELEMENTS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def _amax(source: Tensor) -> tuple[Tensor, Tensor]:
     """The amax, FP32 [1], and whether any value is not finite, int32 [1]."""
     found = torch.zeros(2, dtype=torch.int32, device=source.device)
     num_programs = min(AMAX_PROGRAMS, _cdiv(source.numel(), CHUNK_ELEMENTS))
-    amax_kernel[(num_programs,)](source, found[:1], found[1:], source.numel(), PART=CHUNK_ELEMENTS)
+    amax_kernel[(num_programs,)](source, found[:1], found[1:], source.numel(), BLOCK_SIZE=CHUNK_ELEMENTS)
     return found[:1].view(torch.float32), found[1:]
 
 
@@ -249,8 +249,8 @@ def _quantize_blocks(
     assert given is not None
     rule = given.rule
     num_rows, num_columns = matrix_shape(source)
-    side = max(sized_block(rule))
-    tiles, num_warps, num_programs = _tiling(num_rows, num_columns, side)
+    block_size = max(sized_block(rule))
+    tiles, num_warps, num_programs = _tiling(num_rows, num_columns, block_size)
     matrix = None
     if column is not None and column.rule.is_transformed:
         check_hadamard_rows(num_rows)
@@ -264,9 +264,9 @@ def _quantize_blocks(
         row_amax, row.noise, row.codes, _raw(row.scales), row.values, row.factor, *row.pair_of_counts,
         column_amax, column.noise, column.codes, _raw(column.scales), column.values, column.factor,
         *column.pair_of_counts,
-        IS_SQUARE=min(sized_block(row.rule)) > 1, RULE=RULE_NAMES[rule.scale_rule], GRID=grid_of(rule.format),
-        SCALE_GRID=grid_of(E4M3), SATURATES_FROM=saturation_threshold(rule.format), SIDE=side, TILES=tiles,
-        num_warps=num_warps, enable_fp_fusion=False,
+        IS_SQUARE=min(sized_block(row.rule)) > 1, RULE=RULE_NAMES[rule.scale_rule], FORMAT=format_spec(rule.format),
+        SCALE_FORMAT=format_spec(E4M3), SATURATES_FROM=saturation_threshold(rule.format), BLOCK_SIZE=block_size,
+        TILES=tiles, num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def _tensor_amaxes(
     tiles, num_warps, num_programs = _tiling(num_rows, num_columns, HADAMARD_SIZE)
     amaxes = torch.zeros(2, device=source.device)
     transformed_amax_kernel[(num_programs,)](
-        source, matrix, amaxes.view(torch.int32), num_rows, num_columns, SIDE=HADAMARD_SIZE, TILES=tiles,
+        source, matrix, amaxes.view(torch.int32), num_rows, num_columns, BLOCK_SIZE=HADAMARD_SIZE, TILES=tiles,
         num_warps=num_warps,
     )  # fmt: skip
     row_amax, column_amax = reduce_amax(amaxes, group)
@@ -294,9 +294,9 @@ def decode(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     shape = (*codes.shape[:-1], codes.shape[-1] * rule.format.codes_per_byte)
     values = torch.empty(shape, dtype=dtype, device=codes.device)
     if rule.block is None:
-        count, grid = values.numel(), grid_of(rule.format)
+        count, spec = values.numel(), format_spec(rule.format)
         decode_tensor_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
-            codes.view(torch.uint8), values, count, GRID=grid, PART=CHUNK_ELEMENTS
+            codes.view(torch.uint8), values, count, FORMAT=spec, BLOCK_SIZE=CHUNK_ELEMENTS
         )
         return values
     num_rows, num_columns = matrix_shape(values)
@@ -305,8 +305,8 @@ def decode(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     decode_blocks_kernel[(num_programs,)](
         codes.view(torch.uint8), _raw(quantized.dequant_scale.contiguous()), values, num_rows, num_columns,
         IS_TALL=block[0] > 1, IS_WIDE=block[1] > 1, RULE=RULE_NAMES[rule.scale_rule],
-        GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), SIDE=max(block), TILES=tiles, num_warps=num_warps,
-        enable_fp_fusion=False,
+        FORMAT=format_spec(rule.format), SCALE_FORMAT=format_spec(E4M3), BLOCK_SIZE=max(block), TILES=tiles,
+        num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return values
 
@@ -325,7 +325,7 @@ def finish_product(product: Tensor, factor: Optional[Tensor], bias: Optional[Ten
     out = torch.empty(product.shape, dtype=dtype, device=product.device)
     if count := product.numel():
         finish_product_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
-            product, factor, bias, out, count, product.shape[-1], PART=CHUNK_ELEMENTS, enable_fp_fusion=False
+            product, factor, bias, out, count, product.shape[-1], BLOCK_SIZE=CHUNK_ELEMENTS, enable_fp_fusion=False
         )
     return out
 
@@ -337,10 +337,10 @@ def _num_blocks(tensor: Tensor, rule: OperandRule) -> list[int]:
     return [_cdiv(size, length) for size, length in zip(matrix_shape(tensor), sized_block(rule), strict=True)]
 
 
-def _tiling(num_rows: int, num_columns: int, side: int) -> tuple[int, int, int]:
+def _tiling(num_rows: int, num_columns: int, block_size: int) -> tuple[int, int, int]:
     """Squares of a tile, warps of a program, and number of programs."""
-    tiles, num_warps = TILINGS[side]
-    return tiles, num_warps, _cdiv(num_rows, side) * _cdiv(num_columns, side * tiles)
+    tiles, num_warps = TILINGS[block_size]
+    return tiles, num_warps, _cdiv(num_rows, block_size) * _cdiv(num_columns, block_size * tiles)
 
 
 def _has_column_blocks(rule: OperandRule) -> bool:

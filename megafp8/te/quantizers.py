@@ -20,7 +20,7 @@ from megafp8.kernels import blockwise, delayed, tensorwise
 from megafp8.kernels.blockwise import BlockwiseOutput
 from megafp8.kernels.delayed import DelayedOutput
 from megafp8.kernels.infinities import flag_where_scale_is_one
-from megafp8.kernels.rounding import grid_of
+from megafp8.kernels.rounding import format_spec
 from megafp8.kernels.tensorwise import TensorwiseOutput
 from megafp8.kernels.tiles import has_complete_tiles
 from megafp8.recipes.formats import E4M3, E5M2
@@ -52,22 +52,22 @@ def kernels_for(quantizer: Optional[Quantizer], shape: Sequence[int]) -> Optiona
 def empty_result(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype) -> tuple[Any, Parts]:
     """An uninitialized quantized tensor, and its parts that the kernels of `kernels_for` write."""
     result = quantizer.make_empty(shape, dtype=dtype)
-    grid = grid_of(FORMATS[quantizer.dtype.name])
+    spec = format_spec(FORMATS[quantizer.dtype.name])
     if isinstance(quantizer, Float8BlockQuantizer):
         return result, BlockwiseOutput(
             row_codes=result._rowwise_data, row_scales=result._rowwise_scale_inv,
             column_codes=result._columnwise_data, column_scales=result._columnwise_scale_inv,
-            grid=grid, is_power_of_two=quantizer.force_pow_2_scales, infinity=getattr(quantizer, INFINITY, None),
+            spec=spec, is_power_of_two=quantizer.force_pow_2_scales, infinity=getattr(quantizer, INFINITY, None),
         )  # fmt: skip
     if result._transpose is not None:
         result._transpose_invalid = False
     if isinstance(quantizer, Float8Quantizer):
         return result, DelayedOutput(
             rows=result._data, columns=result._transpose, scale=quantizer.scale, amax=quantizer.amax,
-            scale_inv=result._scale_inv, grid=grid,
+            scale_inv=result._scale_inv, spec=spec,
         )  # fmt: skip
     return result, TensorwiseOutput(
-        rows=result._data, columns=result._transpose, scale_inv=result._scale_inv, grid=grid,
+        rows=result._data, columns=result._transpose, scale_inv=result._scale_inv, spec=spec,
         is_power_of_two=quantizer.force_pow_2_scales, infinity=getattr(quantizer, INFINITY, None),
     )  # fmt: skip
 

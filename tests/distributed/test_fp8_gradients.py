@@ -27,7 +27,7 @@ from megafp8.mcore.grad_reduction import Reduction
 from megafp8.optimizer import fp8_gradients
 from megafp8.optimizer.fp8_gradients import (
     FACTOR_GROWTH,
-    PART_ROWS,
+    ROWS_PER_PART,
     Fp8Reduction,
     GradientCodes,
     PipelinedReduction,
@@ -103,7 +103,7 @@ def quantized(value: float, quant_scale: float, fmt: Format) -> float:
 
 
 def expected_sums(num_ranks: int, settings: GradientCodes) -> Tensor:
-    """The sums of the coded parameters, element by element."""
+    """The sums of the quantized parameters, element by element."""
     shard = -(-NUM_ELEMENTS // num_ranks)
     local, sums = [local_gradients(rank) for rank in range(num_ranks)], torch.zeros(NUM_ELEMENTS)
     for index, (start, stop) in enumerate(RANGES):
@@ -125,14 +125,14 @@ def expected_sums(num_ranks: int, settings: GradientCodes) -> Tensor:
 
 @pytest.mark.parametrize("is_complete", [False, True], ids=["reduce-scatter", "all-reduce"])
 @pytest.mark.parametrize(
-    ("fmt", "is_blockwise", "is_average", "part_rows"),
-    [(E4M3, True, False, PART_ROWS), (E4M3, True, False, 1), (E5M2, True, True, 1), (E4M3, False, False, 1)],
+    ("fmt", "is_blockwise", "is_average", "rows_per_part"),
+    [(E4M3, True, False, ROWS_PER_PART), (E4M3, True, False, 1), (E5M2, True, True, 1), (E4M3, False, False, 1)],
 )
 def test_sums_equal_those_of_a_plain_reference(
     fmt: Format,
     is_blockwise: bool,
     is_average: bool,
-    part_rows: int,
+    rows_per_part: int,
     is_complete: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,7 +141,7 @@ def test_sums_equal_those_of_a_plain_reference(
     All ranks have the same sums after an all-reduce; a reduce-scatter leaves other shards as they were.
     """
     settings, num_ranks = GradientCodes(fmt, is_blockwise, False), 3
-    monkeypatch.setattr(fp8_gradients, "PART_ROWS", part_rows)
+    monkeypatch.setattr(fp8_gradients, "ROWS_PER_PART", rows_per_part)
     answers = run_ranks(num_ranks, reduce, settings, is_complete, is_average)
     expected = expected_sums(num_ranks, settings)
     if is_average:
@@ -306,7 +306,7 @@ def test_bytes_are_a_quarter_of_fp32_and_half_of_bf16() -> None:
     assert both == pytest.approx((0.26 + 0.5) / 2 * count(whole)[0], rel=0.02)
 
 
-def spoil_coded_gradient(run: Run, value: float) -> Run:
+def spoil_quantized_gradient(run: Run, value: float) -> Run:
     """Set one element of the gradient of a linear layer, before its bucket is reduced, from now on."""
     weight = next(
         p for name, p in run.training_state.chunks[0].named_parameters() if "layers.1.mlp.linear_fc2.weight" in name
@@ -336,7 +336,7 @@ def test_a_bad_gradient_is_found_and_named(flags: str, check: Optional[Callable[
     """On the rank that has it, although codes saturate, and no weight changes."""
 
     def spoil(run: Run) -> Run:
-        return spoil_coded_gradient(run, value)
+        return spoil_quantized_gradient(run, value)
 
     bad, others = spoil, lambda run: run
     if check is not None:

@@ -17,7 +17,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.optimizer.fsdp_gradients import rank_shards
-from megafp8.optimizer.gradient_pieces import Piece
+from megafp8.optimizer.gradient_slices import GradientSlice
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
@@ -196,10 +196,10 @@ def test_a_bad_gradient_stops_the_step_on_all_ranks(bad: float) -> None:
     assert len(set(texts)) == 1 and "gradient of decoder.layers.1.mlp.linear_fc1.weight" in texts[0], texts[0]
 
 
-def test_pieces_of_each_rank_follow_each_other() -> None:
+def test_slices_of_each_rank_follow_each_other() -> None:
     first, second = rank_shards([6, 2], [False, True], 2)
-    assert first.coded == (Piece(0, 6, 0),) and first.exact == (Piece(6, 8, 1),)
-    assert second.coded == (Piece(8, 14, 0),) and second.exact == (Piece(14, 16, 1),)
+    assert first.quantized == (GradientSlice(0, 6, 0),) and first.unquantized == (GradientSlice(6, 8, 1),)
+    assert second.quantized == (GradientSlice(8, 14, 0),) and second.unquantized == (GradientSlice(14, 16, 1),)
 
 
 def test_a_run_with_codes_resumes_bitwise_and_without_fsdp(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
-SIZE, PER_NODE, STEPS, ROW = 4, 2, 3, 128
+SIZE, PER_NODE, STEPS, BLOCK = 4, 2, 3, 128
 FSDP = "--num-layers 2 --micro-batch-size 1 --use-torch-fsdp2 --no-gradient-accumulation-fusion"
 REPLICAS = f"{FSDP} --num-distributed-optimizer-instances 2"
 PLAIN = "--transformer-impl local"
@@ -114,17 +114,17 @@ def bytes_by_hand(chunk: Any, intra: str) -> tuple[int, int]:
 
     within = between = 0
     for sums in chunk.sums:
-        num_rows = sum(-(-size // ROW) for size in sums.sizes)
+        num_rows = sum(-(-size // BLOCK) for size in sums.sizes)
         itemsize = {"fp8": 0, "bf16": 2, "fp32": 4}[intra]
-        within += NUM_MICROBATCHES * (sum(sums.sizes) * itemsize or message(num_rows * (ROW + 1)))
+        within += NUM_MICROBATCHES * (sum(sums.sizes) * itemsize or message(num_rows * (BLOCK + 1)))
         half, start, rows = -(-sum(sums.sizes) // 2), 0, [0, 0]
         for size in sums.sizes:
             for replica in range(2):
                 low, high = max(start, replica * half), min(start + size, (replica + 1) * half)
-                rows[replica] += -(-max(0, high - low) // ROW)
+                rows[replica] += -(-max(0, high - low) // BLOCK)
             start += size
         own = rows[dist.get_rank() // PER_NODE]
-        between += message(own * (ROW + 1)) + message((sum(rows) - own) * ROW * 2)  # codes, then sums in BF16
+        between += message(own * (BLOCK + 1)) + message((sum(rows) - own) * BLOCK * 2)  # codes, then sums in BF16
     return within, between
 
 

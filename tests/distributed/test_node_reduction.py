@@ -28,7 +28,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.mcore.grad_reduction import Reduction
 from megafp8.optimizer.fp8_gradients import BucketReduction, Fp8Reduction, GradientCodes
-from megafp8.optimizer.gradient_pieces import split_bucket
+from megafp8.optimizer.gradient_slices import split_bucket
 from megafp8.optimizer.node_reduction import NodeReduction, build_node_groups, ranks_by_node
 from megafp8.recipes.formats import E4M3
 from megafp8.training.extensions.replica_check import check_replicas

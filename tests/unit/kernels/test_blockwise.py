@@ -19,7 +19,7 @@ interpreter.skip_without_kernels()
 
 from megafp8.kernels import blockwise
 from megafp8.kernels.blockwise import BlockwiseOutput
-from megafp8.kernels.rounding import grid_of
+from megafp8.kernels.rounding import format_spec
 from megafp8.kernels.tiles import has_complete_tiles
 from megafp8.quantization.quantize import quantize_by_torch
 from megafp8.quantization.rounding import CODE_DTYPES
@@ -47,7 +47,7 @@ def empty_blocks(tokens: int, width: int, fmt: Format, is_power_of_two: bool) ->
         row_scales=torch.zeros(width // 128, tokens, device=DEVICE),
         column_codes=torch.zeros(width, tokens, dtype=torch.uint8, device=DEVICE),
         column_scales=torch.zeros(tokens // 128, width, device=DEVICE),
-        grid=grid_of(fmt),
+        spec=format_spec(fmt),
         is_power_of_two=is_power_of_two,
     )
 
@@ -174,7 +174,7 @@ def test_rows_or_columns_alone(kernel: Callable[[Tensor, BlockwiseOutput], None]
         own = empty_blocks(TOKENS, WIDTH, E4M3, True)
         names = [name for name in parts if name.startswith(side)]
         given = parts | {name: getattr(own, name) for name in names}
-        kernel(inputs, BlockwiseOutput(**given, grid=own.grid, is_power_of_two=True))
+        kernel(inputs, BlockwiseOutput(**given, spec=own.spec, is_power_of_two=True))
         assert all(torch.equal(getattr(own, name), getattr(whole, name)) for name in names)
 
 

@@ -16,7 +16,7 @@ interpreter.skip_without_kernels()
 
 from megafp8.kernels import delayed
 from megafp8.kernels.delayed import DelayedOutput
-from megafp8.kernels.rounding import grid_of
+from megafp8.kernels.rounding import format_spec
 from megafp8.quantization.rounding import cast
 from megafp8.recipes.formats import E4M3, E5M2, Format
 
@@ -38,7 +38,7 @@ def empty_codes(tokens: int, width: int, fmt: Format, sides: str = "rows columns
         scale=torch.tensor([SCALE], device=DEVICE),
         amax=torch.tensor([amax], device=DEVICE),
         scale_inv=torch.zeros(1, device=DEVICE),
-        grid=grid_of(fmt),
+        spec=format_spec(fmt),
     )
 
 

@@ -18,7 +18,7 @@ interpreter.skip_without_kernels()
 
 from megafp8.kernels import expert_casts
 from megafp8.kernels.expert_scales import CurrentScale
-from megafp8.kernels.rounding import grid_of
+from megafp8.kernels.rounding import format_spec
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows, route, values_of_rows
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.prequantized import codes_of_experts
@@ -31,7 +31,7 @@ from megafp8.recipes.formats import E4M3
 pytestmark = pytest.mark.usefixtures("exact")
 
 TOKENS, EXPERTS, TOP_K, WIDTH = 48, 4, 2, 128
-GRID = grid_of(E4M3)
+SPEC = format_spec(E4M3)
 ROUTINGS = ("spread", "an expert without tokens", "all tokens to two experts")
 
 
@@ -106,11 +106,11 @@ def check_flags(casts: Any, dtype: torch.dtype) -> None:
         cast(CurrentScale(infinities))
         return infinities.tolist()
 
-    assert flags_of(lambda scale: casts.gather_codes(x, rows, chosen, GRID, scale=scale)) == chosen[7].tolist()
-    assert flags_of(lambda scale: casts.weight_codes(weights, GRID, scale)) == [0, 0, 0, 1]
-    assert flags_of(lambda scale: casts.swiglu_codes(h, p, rows, GRID, scale)) == [1, 0, 0, 0]
+    assert flags_of(lambda scale: casts.gather_codes(x, rows, chosen, SPEC, scale=scale)) == chosen[7].tolist()
+    assert flags_of(lambda scale: casts.weight_codes(weights, SPEC, scale)) == [0, 0, 0, 1]
+    assert flags_of(lambda scale: casts.swiglu_codes(h, p, rows, SPEC, scale)) == [1, 0, 0, 0]
     # The gate's gradient of an infinite gate is NaN, but the other half has its result.
-    assert flags_of(lambda scale: casts.swiglu_backward_codes(dy, h, p, rows, GRID, scale)) == [1, 0, 1, 0]
+    assert flags_of(lambda scale: casts.swiglu_backward_codes(dy, h, p, rows, SPEC, scale)) == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -145,7 +145,7 @@ def test_gather_and_sum(kind: str) -> None:
     copies = expert_casts.gather(x, rows)
     assert torch.equal(copies[live(rows)].float(), gathered(x, rows))
     assert torch.equal(expert_casts.sum_rows(copies, rows), (x.float() * TOP_K).bfloat16())
-    check_codes(expert_casts.gather_codes(x, rows, chosen, GRID), gathered(x, rows), rows)
+    check_codes(expert_casts.gather_codes(x, rows, chosen, SPEC), gathered(x, rows), rows)
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -159,8 +159,8 @@ def test_weighted_swiglu_and_its_gradients(kind: str) -> None:
     dh, dp = expert_casts.swiglu_backward(dy, h, p, rows)
     torch.testing.assert_close(dh[live(rows)].float(), h_grad, **near)
     torch.testing.assert_close(dp[live(rows)], p_grad, rtol=1e-5, atol=1e-4)
-    codes = expert_casts.swiglu_codes(h, p, rows, GRID)
-    gradient_codes, dp_of_codes = expert_casts.swiglu_backward_codes(dy, h, p, rows, GRID)
+    codes = expert_casts.swiglu_codes(h, p, rows, SPEC)
+    gradient_codes, dp_of_codes = expert_casts.swiglu_backward_codes(dy, h, p, rows, SPEC)
     assert torch.equal(dp_of_codes, dp)
     for found, values in ((codes, y), (gradient_codes, h_grad)):
         expected, scale_inv = expected_codes(values, rows)
@@ -172,7 +172,7 @@ def test_weighted_swiglu_and_its_gradients(kind: str) -> None:
 
 def test_weights_have_a_scale_for_each_expert() -> None:
     weights = drawn(EXPERTS, 256, WIDTH) * torch.logspace(-2, 2, EXPERTS, device=DEVICE).bfloat16()[:, None, None]
-    codes = expert_casts.weight_codes(weights, GRID)
+    codes = expert_casts.weight_codes(weights, SPEC)
     amaxes = weights.float().abs().amax((1, 2))
     scales = quant_scale_of(amaxes, E4M3, ScaleRule.FP32)
     assert torch.equal(codes.rows, cast(weights.float() * scales[:, None, None], E4M3).view(torch.uint8))
@@ -195,8 +195,8 @@ def test_codes_that_arrived_are_kept(kind: str) -> None:
     rows = route(of_one, 1)
     rule = OperandRule(format=E4M3, scale_rule=ScaleRule.FP32)
     numbers, scales = codes_of_experts(tokens, counts, rule)
-    expected = expert_casts.gather_codes(tokens, rows, of_one, GRID)
-    found = expert_casts.gather_codes(numbers.to(tokens.dtype), rows, of_one, GRID, scales.dequant_scale)
+    expected = expert_casts.gather_codes(tokens, rows, of_one, SPEC)
+    found = expert_casts.gather_codes(numbers.to(tokens.dtype), rows, of_one, SPEC, scales.dequant_scale)
     assert torch.equal(found.rows[live(rows)], expected.rows[live(rows)])
     assert torch.equal(found.columns[:, live(rows)], expected.columns[:, live(rows)])
     assert torch.equal(found.scale_inv, expected.scale_inv)
@@ -233,25 +233,25 @@ def test_known_scales_give_the_codes_of_emulated_linears(kind: str) -> None:
     x = drawn(TOKENS, WIDTH)
     x[3, 5], x[7, 6] = torch.nan, torch.inf
     scales, amaxes = known_scales()
-    found = expert_casts.gather_codes(x, rows, chosen, GRID, scale=(scales, amaxes))
+    found = expert_casts.gather_codes(x, rows, chosen, SPEC, scale=(scales, amaxes))
     codes, scale_inv, expected_amaxes = expected_delayed(by_expert(expert_casts.gather(x, rows), rows))
     assert torch.equal(found.rows[live(rows)], torch.cat(codes))
     assert torch.equal(found.columns[:, live(rows)], torch.cat(codes).t())
     assert torch.equal(found.scale_inv, scale_inv)
     assert amaxes is not None and torch.equal(amaxes, expected_amaxes)
-    unrecorded = expert_casts.gather_codes(x, rows, chosen, GRID, scale=known_scales(records_amax=False))
+    unrecorded = expert_casts.gather_codes(x, rows, chosen, SPEC, scale=known_scales(records_amax=False))
     assert torch.equal(unrecorded.rows[live(rows)], found.rows[live(rows)])
 
 
 def test_weights_with_known_scales() -> None:
     weights = drawn(EXPERTS, 256, WIDTH) * torch.logspace(-2, 2, EXPERTS, device=DEVICE).bfloat16()[:, None, None]
     scales, amaxes = known_scales()
-    found = expert_casts.weight_codes(weights, GRID, (scales, amaxes))
+    found = expert_casts.weight_codes(weights, SPEC, (scales, amaxes))
     codes, scale_inv, expected_amaxes = expected_delayed(list(weights))
     assert torch.equal(found.rows, torch.stack(codes)) and torch.equal(found.columns, found.rows.transpose(1, 2))
     assert torch.equal(found.scale_inv, scale_inv)
     assert amaxes is not None and torch.equal(amaxes, expected_amaxes)
-    unrecorded = expert_casts.weight_codes(weights, GRID, known_scales(records_amax=False))
+    unrecorded = expert_casts.weight_codes(weights, SPEC, known_scales(records_amax=False))
     assert torch.equal(unrecorded.rows, found.rows)
 
 
@@ -265,8 +265,8 @@ def test_weighted_swiglu_and_its_gradients_with_known_scales(kind: str) -> None:
     y, h_grad, p_grad = weighted_swiglu(h, p, dy)
     scales, amaxes = known_scales()
     gradient_amaxes = known_scales()[1]
-    codes = expert_casts.swiglu_codes(h, p, rows, GRID, (scales, amaxes))
-    gradient_codes, dp = expert_casts.swiglu_backward_codes(dy, h, p, rows, GRID, (scales, gradient_amaxes))
+    codes = expert_casts.swiglu_codes(h, p, rows, SPEC, (scales, amaxes))
+    gradient_codes, dp = expert_casts.swiglu_backward_codes(dy, h, p, rows, SPEC, (scales, gradient_amaxes))
     torch.testing.assert_close(dp[live(rows)], p_grad[live(rows)], rtol=1e-5, atol=1e-4)
     for found, values, recorded in ((codes, y, amaxes), (gradient_codes, h_grad, gradient_amaxes)):
         expected, scale_inv, expected_amaxes = expected_delayed(by_expert(values, rows))
@@ -276,6 +276,6 @@ def test_weighted_swiglu_and_its_gradients_with_known_scales(kind: str) -> None:
         # A value next to the middle of two codes may be rounded to either.
         assert (found.rows[live(rows)] != torch.cat(expected)).float().mean() < 2e-3
     unrecorded = known_scales(records_amax=False)
-    assert torch.equal(expert_casts.swiglu_codes(h, p, rows, GRID, unrecorded).rows[live(rows)], codes.rows[live(rows)])
-    again, _ = expert_casts.swiglu_backward_codes(dy, h, p, rows, GRID, unrecorded)
+    assert torch.equal(expert_casts.swiglu_codes(h, p, rows, SPEC, unrecorded).rows[live(rows)], codes.rows[live(rows)])
+    again, _ = expert_casts.swiglu_backward_codes(dy, h, p, rows, SPEC, unrecorded)
     assert torch.equal(again.rows[live(rows)], gradient_codes.rows[live(rows)])

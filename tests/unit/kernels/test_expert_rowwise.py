@@ -17,8 +17,8 @@ interpreter.skip_without_kernels()
 
 from test_expert_casts import (
     EXPERTS,
-    GRID,
     ROUTINGS,
+    SPEC,
     TOKENS,
     WIDTH,
     by_expert,
@@ -67,14 +67,14 @@ def test_gathered_tokens(kind: str) -> None:
     chosen, rows, _ = routed(kind)
     x = drawn(TOKENS, 2 * WIDTH) * torch.logspace(-3, 3, TOKENS, device=DEVICE).bfloat16()[:, None]
     x[3, 5], x[7, 6], x[9] = torch.nan, torch.inf, 0
-    found = expert_rowwise.gather_codes(x, rows, chosen, GRID)
+    found = expert_rowwise.gather_codes(x, rows, chosen, SPEC)
     check(found, by_expert(expert_casts.gather(x, rows), rows), rows)
 
 
 def test_weights() -> None:
     weights = drawn(EXPERTS, 256, WIDTH) * torch.logspace(-2, 2, 256, device=DEVICE).bfloat16()[:, None]
     weights[1, 2, 3], weights[2, 4, 5], weights[3, :, 7] = torch.nan, -torch.inf, 0
-    found = expert_rowwise.weight_codes(weights, GRID)
+    found = expert_rowwise.weight_codes(weights, SPEC)
     codes, scales = expected(list(weights), Operand.WEIGHT, Gemm.FPROP)
     assert torch.equal(found.rows, torch.stack(codes)) and torch.equal(found.row_scale_inv, torch.stack(scales))
     codes, scales = expected(list(weights), Operand.WEIGHT, Gemm.DGRAD)
@@ -90,8 +90,8 @@ def test_weighted_swiglu_and_its_gradients(kind: str) -> None:
     h, dy = drawn(len(p), 2 * WIDTH), drawn(len(p), WIDTH, seed=1)
     h[int(rows.ends[-1]) :] = 1e30
     y, h_grad, p_grad = weighted_swiglu(h, p, dy)
-    codes = expert_rowwise.swiglu_codes(h, p, rows, GRID)
-    gradient_codes, dp = expert_rowwise.swiglu_backward_codes(dy, h, p, rows, GRID)
+    codes = expert_rowwise.swiglu_codes(h, p, rows, SPEC)
+    gradient_codes, dp = expert_rowwise.swiglu_backward_codes(dy, h, p, rows, SPEC)
     torch.testing.assert_close(dp[live(rows)], p_grad[live(rows)], rtol=1e-5, atol=1e-4)
     # A value next to the middle of two codes may be rounded to either.
     check(codes, by_expert(y, rows), rows, others=2e-3)

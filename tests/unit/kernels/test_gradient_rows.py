@@ -16,22 +16,22 @@ from torch import Tensor
 
 interpreter.skip_without_kernels()
 
-from megafp8.kernels.gradient_rows import PART
+from megafp8.kernels.gradient_rows import ROWS
 from megafp8.mcore.grad_reduction import Reduction
 from megafp8.optimizer import fp8_gradients
 from megafp8.optimizer.fp8_gradients import MESSAGE_ALIGNMENT, BucketReduction, Fp8Reduction, GradientCodes
 from megafp8.optimizer.fused_gradient_rows import FusedRows
-from megafp8.optimizer.gradient_pieces import ROW, split_bucket
+from megafp8.optimizer.gradient_slices import BLOCK, split_bucket
 from megafp8.recipes.formats import E4M3, E5M2, Format
 
 pytestmark = pytest.mark.usefixtures("exact")
 
-# Ends of parameters within rows, a parameter of more than one program, and one that is not coded.
-RANGES = [(0, 200), (256, 700), (704, 705), (768, 900), (900, 900 + 2 * PART * ROW + 77)]
+# Ends of parameters within rows, a parameter of more than one program, and one that is not quantized.
+RANGES = [(0, 200), (256, 700), (704, 705), (768, 900), (900, 900 + 2 * ROWS * BLOCK + 77)]
 # The same with all places multiples of 16 bytes, as in megatron-core's buffers.
-ALIGNED_RANGES = [(0, 200), (256, 704), (704, 720), (768, 912), (912, 912 + 2 * PART * ROW + 112)]
+ALIGNED_RANGES = [(0, 200), (256, 704), (704, 720), (768, 912), (912, 912 + 2 * ROWS * BLOCK + 112)]
 NUM_ELEMENTS = ALIGNED_RANGES[-1][1]  # of both, with shards of a multiple of 16 bytes
-IS_EXACT = [False, False, True, True, False]
+IS_UNQUANTIZED = [False, False, True, True, False]
 RANKS = 3
 
 
@@ -53,7 +53,7 @@ def reductions_of(
 ) -> tuple[list[Any], list[Any]]:
     """By rank, with kernels and in torch operations. Amaxes are not reduced over the ranks."""
     monkeypatch.setattr(fp8_gradients, "reduce_amax", lambda amax, group: None)
-    shards = split_bucket(ranges, IS_EXACT, NUM_ELEMENTS, RANKS)
+    shards = split_bucket(ranges, IS_UNQUANTIZED, NUM_ELEMENTS, RANKS)
     settings = GradientCodes(format=fmt, is_blockwise=is_blockwise, has_feedback=False)
     both = []
     for has_kernels in (True, False):
@@ -99,8 +99,8 @@ def test_messages_counts_and_sums(
     for is_fused, of_ranks in ((True, fused), (False, plain)):
         both = [messages_of(each, gradients_of(rank, dtype)) for rank, each in enumerate(of_ranks)]
         sent[is_fused], scales[is_fused] = [each for each, _ in both], [each for _, each in both]
-    row_bytes = ROW + is_blockwise
-    used = [shard.num_exact * dtype.itemsize + shard.num_rows * row_bytes for shard in fused[0].shards]
+    row_bytes = BLOCK + is_blockwise
+    used = [shard.num_unquantized * dtype.itemsize + shard.num_rows * row_bytes for shard in fused[0].shards]
     for ours, expected in zip(sent[True], sent[False], strict=True):
         assert [len(each) for each in ours] == [len(each) for each in expected]
         assert all(len(each) % MESSAGE_ALIGNMENT == 0 for each in ours)

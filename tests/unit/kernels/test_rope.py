@@ -20,7 +20,7 @@ cpu_patches.install()
 from megafp8.kernels import tensorwise
 from megafp8.kernels.annotations import annotation
 from megafp8.kernels.rope import split_and_rotate
-from megafp8.kernels.rounding import grid_of
+from megafp8.kernels.rounding import format_spec
 from megafp8.kernels.tensorwise import TensorwiseOutput
 from megafp8.recipes.formats import E5M2
 
@@ -127,7 +127,7 @@ def test_the_recorded_amax_gives_the_codes_of_a_separate_pass(kind: str, monkeyp
             rows=rows.new_zeros(rows.shape, dtype=torch.uint8),
             columns=rows.new_zeros(rows.shape[::-1], dtype=torch.uint8),
             scale_inv=rows.new_zeros(1, dtype=torch.float32),
-            grid=grid_of(E5M2),
+            spec=format_spec(E5M2),
             is_power_of_two=False,
         )
         tensorwise.cast(rows, codes)

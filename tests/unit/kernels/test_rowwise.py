@@ -14,7 +14,7 @@ from torch import Tensor
 interpreter.skip_without_kernels()
 
 from megafp8.kernels import rowwise
-from megafp8.kernels.rounding import grid_of
+from megafp8.kernels.rounding import format_spec
 from megafp8.quantization.quantize import quantize_by_torch
 from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E4M3, E5M2, Format
@@ -41,7 +41,7 @@ def drawn(dtype: torch.dtype) -> Tensor:
 def test_both_sets_of_codes(fmt: Format, scale_rule: ScaleRule, dtype: torch.dtype) -> None:
     x, num_non_finite = drawn(dtype), torch.ones((), dtype=torch.int64, device=DEVICE)
     rows, columns = rowwise.cast(
-        x, grid_of(fmt), is_power_of_two=scale_rule is ScaleRule.POWER_OF_TWO, num_non_finite=num_non_finite
+        x, format_spec(fmt), is_power_of_two=scale_rule is ScaleRule.POWER_OF_TWO, num_non_finite=num_non_finite
     )
     assert rows is not None and columns is not None
     assert num_non_finite.item() == 1 + torch.count_nonzero(~x.isfinite()).item() > WIDTH
@@ -54,9 +54,9 @@ def test_both_sets_of_codes(fmt: Format, scale_rule: ScaleRule, dtype: torch.dty
 @pytest.mark.parametrize("side", ["rows", "columns"])
 def test_one_set_of_codes_alone_is_the_same(side: str) -> None:
     x = drawn(torch.bfloat16)
-    both = dict(zip(("rows", "columns"), rowwise.cast(x, grid_of(E4M3)), strict=True))
+    both = dict(zip(("rows", "columns"), rowwise.cast(x, format_spec(E4M3)), strict=True))
     alone = dict(zip(("rows", "columns"), rowwise.cast(
-        x, grid_of(E4M3), rows=side == "rows", columns=side == "columns"
+        x, format_spec(E4M3), rows=side == "rows", columns=side == "columns"
     ), strict=True))  # fmt: skip
     assert [name for name, found in alone.items() if found is not None] == [side]
     assert all(torch.equal(a, b) for a, b in zip(alone[side], both[side], strict=True))

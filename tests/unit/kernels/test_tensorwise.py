@@ -20,7 +20,7 @@ interpreter.skip_without_kernels()
 
 from megafp8.kernels import tensorwise
 from megafp8.kernels.annotations import annotate, annotation
-from megafp8.kernels.rounding import grid_of
+from megafp8.kernels.rounding import format_spec
 from megafp8.kernels.tensorwise import TensorwiseOutput
 from megafp8.quantization.rounding import cast
 from megafp8.quantization.scaling import compute_amax, quant_scale_of
@@ -58,7 +58,7 @@ def empty_codes(tokens: int, width: int, fmt: Format, is_power_of_two: bool = Fa
         rows=torch.zeros(tokens, width, dtype=torch.uint8, device=DEVICE),
         columns=torch.zeros(width, tokens, dtype=torch.uint8, device=DEVICE),
         scale_inv=torch.zeros(1, device=DEVICE),
-        grid=grid_of(fmt),
+        spec=format_spec(fmt),
         is_power_of_two=is_power_of_two,
     )
 
@@ -216,5 +216,5 @@ def test_rows_or_columns_alone(side: str) -> None:
     whole, own = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, WIDTH, E4M3)
     tensorwise.cast(inputs, whole)
     given = {"rows": None, "columns": None} | {side: getattr(own, side)}
-    tensorwise.cast(inputs, TensorwiseOutput(**given, scale_inv=own.scale_inv, grid=own.grid, is_power_of_two=False))
+    tensorwise.cast(inputs, TensorwiseOutput(**given, scale_inv=own.scale_inv, spec=own.spec, is_power_of_two=False))
     assert torch.equal(getattr(own, side), getattr(whole, side)) and torch.equal(own.scale_inv, whole.scale_inv)

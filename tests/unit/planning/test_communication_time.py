@@ -81,10 +81,10 @@ def test_gradients_in_fp8():
     parameters, embedding, norms = 8_030_261_248, 128_256 * 4096, 65 * 4096
     everything = sent(grad_reduce_in_fp8=True, grad_reduce_fp8_exclude=("none",))
     assert everything == [parameters * (1 + 1 / 128), parameters * (3 + 1 / 128)]
-    default, exact = sent(grad_reduce_in_fp8=True), embedding + norms
+    default, unquantized = sent(grad_reduce_in_fp8=True), embedding + norms
     assert default == [
-        (parameters - exact) * (1 + 1 / 128) + 4 * exact,
-        (parameters - exact) * (3 + 1 / 128) + 8 * exact,
+        (parameters - unquantized) * (1 + 1 / 128) + 4 * unquantized,
+        (parameters - unquantized) * (3 + 1 / 128) + 8 * unquantized,
     ]
     assert sent() == [4 * parameters, 8 * parameters]
 

@@ -98,7 +98,7 @@ assert [tuple(tensor.shape for tensor in given[:-1]) for given in launched] == [
 for result, width, (*_, parts) in ((y, 256, launched[0]), (dx, 512, launched[1])):
     assert result._data.shape == (2, 64, width) and not result._transpose_invalid
     assert parts.rows is result._data and parts.columns is result._transpose and parts.scale_inv is result._scale_inv
-    assert parts.scale is scaled.scale and parts.amax is scaled.amax and parts.grid.mantissa_bits == 3
+    assert parts.scale is scaled.scale and parts.amax is scaled.amax and parts.spec.mantissa_bits == 3
 swiglu._tex_swiglu_forward(torch.zeros(2, 64, 288), scaled)
 assert len(launched) == 2
 
