@@ -306,8 +306,8 @@ def flip_bits(run: Run, path: Path, count: int) -> dict[str, Counter[str]]:
     for number in range(count):
         file = path / names[number % len(names)]
         before = file.read_bytes()
-        place = generator.randrange(len(before))
-        file.write_bytes(before[:place] + bytes([before[place] ^ 1 << generator.randrange(8)]) + before[place + 1 :])
+        offset = generator.randrange(len(before))
+        file.write_bytes(before[:offset] + bytes([before[offset] ^ 1 << generator.randrange(8)]) + before[offset + 1 :])
         outcomes[OURS]["refused" if find_damage(path) else "silently wrong"] += 1
         outcomes[PLAIN][outcome_of_plain(run, path, truth)] += 1
         file.write_bytes(before)

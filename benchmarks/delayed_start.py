@@ -148,8 +148,8 @@ def plot(errors: Mapping[int, Mapping[str, float]], distances: Mapping[str, Sequ
 
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained", facecolor="white")
     bars, curves = figure.subplots(1, 2, width_ratios=(1, 1.3))
-    for place, (name, color) in enumerate(COLORS.items()):
-        bars.bar([x + 0.27 * (place - 1) for x in range(len(errors))], [each[name] for each in errors.values()], 0.25,
+    for index, (name, color) in enumerate(COLORS.items()):
+        bars.bar([x + 0.27 * (index - 1) for x in range(len(errors))], [each[name] for each in errors.values()], 0.25,
                  color=color, label=name)  # fmt: skip
         thousandths = [1000 * distance for distance in distances[name]]
         curves.plot(range(1, len(thousandths) + 1), thousandths, color=color, label=name, linewidth=2)

@@ -112,18 +112,18 @@ def model_of(name: str, text: Sequence[str], gpu: Gpu) -> Model:
     Raises:
         ConfigError: they cannot be read, or say too little.
     """
-    invocation, problems = flags.parse_with_problems([*text])
-    world_size = invocation.world_size or topology.model_parallel_size(invocation.config)
-    vocabulary = plan.vocabulary_size(invocation.config)
+    parsed, problems = flags.parse_with_problems([*text])
+    world_size = parsed.world_size or topology.model_parallel_size(parsed.config)
+    vocabulary = plan.vocabulary_size(parsed.config)
     if vocabulary is None:
         problems.append("give --vocab-size, or a preset that has one")
-    for flag, value in (("--seq-length", invocation.config.data.seq_length),
-                        ("--micro-batch-size", invocation.config.training.micro_batch_size)):  # fmt: skip
+    for flag, value in (("--seq-length", parsed.config.data.seq_length),
+                        ("--micro-batch-size", parsed.config.training.micro_batch_size)):  # fmt: skip
         if value is None:
             problems.append(f"give {flag}")
     if problems:
         raise ConfigError(problems)
-    config = invocation.config
+    config = parsed.config
     padded = dimensions.padded_vocab_size(config, vocabulary or 0)
     run = PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=padded)
     return Model(name, run, stages.num_layers_on(config, 0), iterations.num_microbatches(config, world_size))

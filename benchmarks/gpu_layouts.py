@@ -54,7 +54,7 @@ import torch.distributed as dist  # isort: skip
 
 from megafp8.config.schema.model import ParallelConfig
 from megafp8.device.platform import Platform, detect_platform, init_distributed, shutdown_distributed
-from megafp8.training.checks import Checked
+from megafp8.training.checks import ValidatedRun
 
 MODES = ("bf16", "tensorwise", "delayed", f"tensorwise {W}", f"delayed {W}")
 JOIN_MINUTES = 2
@@ -79,21 +79,21 @@ def be_rank(
     os.environ.setdefault("UB_SKIPMC", "1")  # user buffers without NVLink multicast, which not every host allows
     try:
         # Checked before CUDA is used: tensor parallelism sets how it starts kernels.
-        checked = gpu_steps.check_mode(options, mode_text(task, options.shape))
+        validated = gpu_steps.check_mode(options, mode_text(task, options.shape))
         platform = detect_platform()
         # The peer has no memory registered with NCCL, and none of its settings.
-        parallel = checked.invocation.config.parallel if task.software == OURS else ParallelConfig()
+        parallel = validated.invocation.config.parallel if task.software == OURS else ParallelConfig()
         init_distributed(platform, dataclasses.replace(parallel, distributed_timeout_minutes=JOIN_MINUTES))
-        row = measure(options, task, checked, platform)
+        row = measure(options, task, validated, platform)
         sender.send(row if rank == 0 else None)
         shutdown_distributed()
     except Exception:  # noqa: BLE001 - the other modes are still of interest
         sender.send(f"rank {rank}: {traceback.format_exc()}")
 
 
-def measure(options: argparse.Namespace, task: Task, checked: Checked, platform: Platform) -> Row:
+def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, platform: Platform) -> Row:
     """Build a mode on all ranks and train."""
-    train = peer_trainer(options, task, checked, platform) if task.software == PEER else our_trainer(checked)
+    train = peer_trainer(options, task, validated, platform) if task.software == PEER else our_trainer(validated)
     losses = [train(step)[0] for step in range(1, options.warm_up + 1)]
     meet(platform)
     started = time.perf_counter()
@@ -117,9 +117,9 @@ def measure(options: argparse.Namespace, task: Task, checked: Checked, platform:
     )  # fmt: skip
 
 
-def our_trainer(checked: Checked) -> Trainer:
+def our_trainer(validated: ValidatedRun) -> Trainer:
     """megafp8."""
-    train = gpu_steps.trainer(checked)
+    train = gpu_steps.trainer(validated)
 
     def step(number: int) -> tuple[float, Optional[int]]:
         result = train(number)
@@ -128,11 +128,11 @@ def our_trainer(checked: Checked) -> Trainer:
     return step
 
 
-def peer_trainer(options: argparse.Namespace, task: Task, checked: Checked, platform: Platform) -> Trainer:
+def peer_trainer(options: argparse.Namespace, task: Task, validated: ValidatedRun, platform: Platform) -> Trainer:
     """The peer, divided as megafp8 would be; the loss is that of rank 0's data."""
     from benchmarks.megatron_loop import Division, PeerLoop
 
-    parallel, training = checked.invocation.config.parallel, checked.invocation.config.training
+    parallel, training = validated.invocation.config.parallel, validated.invocation.config.training
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     micro_batch, global_batch = training.micro_batch_size, training.global_batch_size
     assert micro_batch and global_batch

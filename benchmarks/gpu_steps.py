@@ -45,7 +45,7 @@ cpu_patches.install()
 from megafp8.checkpoint.progress import Progress
 from megafp8.device.energy import energy_counter, has_library
 from megafp8.device.platform import detect_platform, init_distributed
-from megafp8.training.checks import Checked, check
+from megafp8.training.checks import ValidatedRun, check
 from megafp8.training.evaluation import build_batches
 from megafp8.training.setup import build_training_run
 from megafp8.training.step import StepResult, train_step
@@ -78,7 +78,7 @@ class Timed:
     joules_per_step: Optional[float]
 
 
-def check_mode(options: argparse.Namespace, text: str) -> Checked:
+def check_mode(options: argparse.Namespace, text: str) -> ValidatedRun:
     """A mode of megafp8, checked: RECIPE FLAGS on the shape, loader in this process."""
     recipe, _, extra = text.partition(" ")
     many_steps = "--train-iters 1000 --log-interval 100"  # COMMON is for programs of few
@@ -86,19 +86,19 @@ def check_mode(options: argparse.Namespace, text: str) -> Checked:
     return check(*flags.parse_with_problems([*argv, "--num-workers", "0"]))
 
 
-def trainer(checked: Checked) -> Callable[[int], StepResult]:
+def trainer(validated: ValidatedRun) -> Callable[[int], StepResult]:
     """A function that trains step i. torch.distributed runs already."""
-    run = build_training_run(checked.invocation.config, detect_platform(), checked.implementation)
+    run = build_training_run(validated.invocation.config, detect_platform(), validated.implementation)
     batches = build_batches(run, run.datasets[0], 0, 1000 * run.global_batch_size, num_workers=0)
     return lambda step: train_step(run, batches, Progress(step - 1))
 
 
 def megafp8_steps(options: argparse.Namespace, text: str, is_told: bool) -> Callable[[int], float]:
     """A function that trains step i and returns its loss, and, if told, what a run would say of its settings."""
-    checked = check_mode(options, text)
-    for warning in checked.warnings if is_told else ():
+    validated = check_mode(options, text)
+    for warning in validated.warnings if is_told else ():
         print(f"{text}: {warning}", flush=True)
-    train = trainer(checked)
+    train = trainer(validated)
     return lambda step: train(step).loss
 
 

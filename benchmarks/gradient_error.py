@@ -67,8 +67,10 @@ def tensors_after(steps: int, data: Path) -> dict[str, Operands]:
     for index, linear in enumerate(emulated_linears(run.training_state.chunks)):
         operands = found.setdefault(f"{index} {type(linear).__name__}", {})
 
-        def keep(operand: Operand, tensor: Tensor, codes: Mapping[Gemm, Quantized], kept: Operands = operands) -> None:
-            kept[operand] = tensor.detach().reshape(-1, tensor.shape[-1]).float().clone()
+        def keep(
+            operand: Operand, tensor: Tensor, codes: Mapping[Gemm, Quantized], stored: Operands = operands
+        ) -> None:
+            stored[operand] = tensor.detach().reshape(-1, tensor.shape[-1]).float().clone()
 
         linear.observer = keep
     train_step(run, batches, Progress(steps))

@@ -24,7 +24,7 @@ from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer.fp8_reduction import build_fp8_reduction
 from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
 from megafp8.optimizer.gradient_communication import build_gradient_traffic, build_traffic
-from megafp8.training.checks import Checked, check
+from megafp8.training.checks import ValidatedRun, check
 from megafp8.training.nonfinite_operands import build_operand_monitor
 from megafp8.training.run import Run
 from megafp8.training.setup import build_training_run, build_training_state
@@ -61,14 +61,18 @@ def start_run(text: str) -> Run:
         ConfigError: the flags contradict each other.
     """
     assert not torch.cuda.is_available(), "a benchmark of CPU ranks: hide the GPUs with CUDA_VISIBLE_DEVICES="
-    checked = checked_flags(text)
-    return build_training_run(checked.invocation.config, detect_platform(), checked.implementation)
+    validated = validated_flags(text)
+    return build_training_run(validated.invocation.config, detect_platform(), validated.implementation)
 
 
 def add_run(first: Run, text: str) -> Run:
     """Another run in the groups of the first, on the same data; it differs in numbers only, not in layout or sizes."""
-    checked = checked_flags(text)
-    config, implementation, world_size = checked.invocation.config, checked.implementation, first.place.world_size
+    validated = validated_flags(text)
+    config, implementation, world_size = (
+        validated.invocation.config,
+        validated.implementation,
+        first.rank_position.world_size,
+    )
     assert config.parallel == first.config.parallel and config.data == first.config.data
     transformer_config = build_transformer_config(config, implementation, on_cuda=False)
     training_state = build_training_state(
@@ -102,6 +106,6 @@ def end_runs() -> None:
     shutdown_distributed()
 
 
-def checked_flags(text: str) -> Checked:
+def validated_flags(text: str) -> ValidatedRun:
     """The command line, checked as `pretrain_gpt.py` checks it."""
     return check(*flags.parse_with_problems(text.split()))

@@ -85,9 +85,9 @@ class Measurement:
     @property
     def config(self) -> RunConfig:
         """The settings."""
-        invocation, problems = config_flags.parse_with_problems(shlex.split(self.flags))
+        parsed, problems = config_flags.parse_with_problems(shlex.split(self.flags))
         assert not problems, problems
-        return with_values(invocation.config, dict(self.settings))
+        return with_values(parsed.config, dict(self.settings))
 
     def run(self, calibration: Calibration = CALIBRATION) -> PlannedRun:
         """What the planner takes."""

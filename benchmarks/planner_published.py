@@ -20,7 +20,7 @@ from typing import Optional
 
 from benchmarks.planner_measurements import FIT, HELD_OUT, RECIPES
 from megafp8.config import dimensions, flags
-from megafp8.config.flags import Invocation
+from megafp8.config.flags import ParsedArgs
 from megafp8.device.gpus import GPUS
 from megafp8.planning.layouts import LayoutSearch, find_layouts
 from megafp8.planning.plan import assumptions, with_values
@@ -63,23 +63,23 @@ class Published:
     role: str = HELD_OUT
 
     @property
-    def invocation(self) -> Invocation:
+    def parsed(self) -> ParsedArgs:
         """As flags."""
         model = MODELS[self.model]
         batch = "" if "--global-batch-size" in self.layout else f"--global-batch-size {2 * self.num_gpus}"
-        invocation, problems = flags.parse_with_problems(
+        parsed, problems = flags.parse_with_problems(
             shlex.split(f"{model} {LAYERS} {RECIPES[self.recipe]} {self.layout} {batch}")
         )
         assert not problems, problems
-        return invocation
+        return parsed
 
     def search(self) -> LayoutSearch:
         """The planner's layouts."""
-        invocation = self.invocation
-        config = with_values(invocation.config, assumptions(invocation, self.num_gpus))
+        parsed = self.parsed
+        config = with_values(parsed.config, assumptions(parsed, self.num_gpus))
         return find_layouts(
             config, GPUS[self.gpu], self.num_gpus, lambda found: dimensions.padded_vocab_size(found, 128_256),
-            invocation.given, NO_HOST if self.source.startswith(("TT", "AO")) else CALIBRATION,
+            parsed.given, NO_HOST if self.source.startswith(("TT", "AO")) else CALIBRATION,
         )  # fmt: skip
 
 

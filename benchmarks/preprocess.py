@@ -151,7 +151,7 @@ def _byte_characters() -> dict[int, str]:
     """The characters with which a byte-level BPE writes bytes: themselves, or those from U+0100 on."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {byte: chr(byte) for byte in shown} | {byte: chr(0x100 + place) for place, byte in enumerate(hidden)}
+    return {byte: chr(byte) for byte in shown} | {byte: chr(0x100 + index) for index, byte in enumerate(hidden)}
 
 
 def run_pipeline(script: str, case: Case, corpus: Path, prefix: Path, workers: int, *more: str) -> tuple[float, float]:
@@ -178,7 +178,7 @@ def _library_times_ms(flags: tuple[str, ...], corpus: Path, number: int, count: 
     config = DataConfig(tokenizer_type=values["--tokenizer-type"], tokenizer_model=values["--tokenizer-model"])
     tokenizer = build_tokenizer(config, int(values["--vocab-size"]) if "--vocab-size" in values else None)
     with open(corpus, encoding="utf-8") as lines:
-        texts = [json.loads(line)["text"] for place, line in enumerate(lines) if place % count == number]
+        texts = [json.loads(line)["text"] for index, line in enumerate(lines) if index % count == number]
 
     def encode() -> None:
         for first in range(0, len(texts), 1000):

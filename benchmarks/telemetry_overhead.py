@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import timing
 from benchmarks.engine_overhead import EngineLoop
-from benchmarks.in_process import add_size_options, checked_flags, command_line, end_runs
+from benchmarks.in_process import add_size_options, command_line, end_runs, validated_flags
 from benchmarks.operations import Operations, count_operations
 from megafp8.device.platform import detect_platform
 from megafp8.metrics.sinks import build_sinks
@@ -62,8 +62,8 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, timing
     what_if = f" --fp8-what-if {options.fp8_what_if}" if options.fp8_what_if else ""
     graph = " --cuda-graph-impl local" if torch.cuda.is_available() else ""
     text = command_line(options, steps, f"--bf16 {RECIPES[options.recipe]} --fp8-log-interval 3{what_if}{graph}")
-    checked = checked_flags(text)
-    run = build_training_run(checked.invocation.config, detect_platform(), checked.implementation)
+    validated = validated_flags(text)
+    run = build_training_run(validated.invocation.config, detect_platform(), validated.implementation)
     times = {side: timing.Times() for side in sides}
     with build_sinks(run.config.logging, run_folder=str(folder), total_steps=steps, stream=sys.stderr) as sinks:
         loop = EngineLoop(run, sinks, steps)

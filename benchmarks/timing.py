@@ -163,8 +163,8 @@ def profile_calls(run: Callable[[], Any], repeats: int, within: str) -> list[tup
     for (file, _, name), (_, calls, _, cumulative_s, _) in pstats.Stats(profile).stats.items():
         parts = Path(file).parts
         if within in parts:
-            place = "/".join(parts[len(parts) - parts[::-1].index(within) :])
-            found.append((f"{place} {name}", calls / repeats, cumulative_s * 1e3 / repeats))
+            path = "/".join(parts[len(parts) - parts[::-1].index(within) :])
+            found.append((f"{path} {name}", calls / repeats, cumulative_s * 1e3 / repeats))
     return sorted(found, key=lambda entry: -entry[2])
 
 

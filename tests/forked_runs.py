@@ -26,7 +26,7 @@ from typing import Optional
 import psutil
 from ranks import become_rank, join_gloo
 
-from megafp8.config.flags import kept_parser
+from megafp8.config.flags import cached_parser
 from megafp8.mcore import cpu_patches
 from megafp8.resilience import fault_injection
 from megafp8.utils.process import ENDED_STATES, read_proc_stat
@@ -73,7 +73,7 @@ def prepare() -> None:
     for name in ("megafp8.cli.pretrain", "megafp8.training.pretrain", "megafp8.training.checks"):
         importlib.import_module(name)
     # Kept for the ranks, of which each would do it.
-    kept_parser(os.path.basename(sys.argv[0]))
+    cached_parser(os.path.basename(sys.argv[0]))
     from megafp8.training.run_record import library_versions
 
     library_versions()

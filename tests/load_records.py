@@ -16,9 +16,9 @@ from megafp8.training.run import Run
 MANY = 1000
 
 
-def records_of(*steps: Sequence[float], topk: int = 1, num_kept: float = MANY) -> list[ExpertRecord]:
+def records_of(*steps: Sequence[float], topk: int = 1, num_remaining: float = MANY) -> list[ExpertRecord]:
     """A record of layer 3 for the tokens of each expert in each step."""
-    loads = [layer_load(counts, topk, sum(counts) / topk, 1.0, num_kept, None) for counts in steps]
+    loads = [layer_load(counts, topk, sum(counts) / topk, 1.0, num_remaining, None) for counts in steps]
     return [ExpertRecord(step=step, layers={"3": load}) for step, load in enumerate(loads)]
 
 

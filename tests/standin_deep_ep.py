@@ -183,8 +183,8 @@ class HybridEPBuffer:
         counts = torch.bincount(own, minlength=local)
         multiple = pad_multiple or 1
         padded = (-(-counts // multiple) * multiple).tolist()
-        places = padded_positions(counts.tolist(), padded, counts.device)
-        positions = places[own.argsort(stable=True).argsort()]
+        row_positions = padded_positions(counts.tolist(), padded, counts.device)
+        positions = row_positions[own.argsort(stable=True).argsort()]
         handle = Permutation(route, experts, positions, sum(padded))
         scores = handle.permuted(probs[tokens, experts])
         return handle.permuted(hidden[tokens]), scores, None, torch.tensor(padded), handle

@@ -82,15 +82,17 @@ def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
     axes.axvspan(bound, reach, color=BOUND_COLOR, alpha=0.08, linewidth=0)
     axes.axvline(bound, color=BOUND_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.axvline(0, color=INK, linewidth=1)
-    for place, (row, gap, color) in enumerate(shown):
+    for position, (row, gap, color) in enumerate(shown):
         if gap.low is not None and gap.high is not None:
-            axes.plot([100 * gap.low, 100 * gap.high], [place, place], color=color, linewidth=7, alpha=0.3,
+            axes.plot([100 * gap.low, 100 * gap.high], [position, position], color=color, linewidth=7, alpha=0.3,
                       solid_capstyle="butt")  # fmt: skip
         if not math.isfinite(gap.mean):
-            axes.annotate("the loss is not finite", (0, place), (6, 0), textcoords="offset points", va="center",
+            axes.annotate("the loss is not finite", (0, position), (6, 0), textcoords="offset points", va="center",
                           fontsize=FONT, color=INK)  # fmt: skip
-        axes.plot(100 * np.array(row.gaps_fraction), [place] * len(row.gaps_fraction), "o", color=color, markersize=4.5)
-        axes.plot(100 * gap.mean, place, "|", color=color, markersize=17, markeredgewidth=2.4)
+        axes.plot(
+            100 * np.array(row.gaps_fraction), [position] * len(row.gaps_fraction), "o", color=color, markersize=4.5
+        )
+        axes.plot(100 * gap.mean, position, "|", color=color, markersize=17, markeredgewidth=2.4)
     axes.set_yticks(range(len(shown)), [row.name for row, *_ in shown], fontsize=FONT)
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlim(-reach, reach)
@@ -170,10 +172,10 @@ def plot_speed_and_memory(comparison: Comparison, colors: Sequence[str]) -> Opti
     if not panels:
         return None
     figure, grid = _figure(0.8 + 0.34 * len(rows), columns=len(panels))
-    for place, (label, (values, shown)) in enumerate(panels.items()):
-        axes = np.atleast_1d(grid)[place]
+    for column, (label, (values, shown)) in enumerate(panels.items()):
+        axes = np.atleast_1d(grid)[column]
         _bars(axes, rows, colors, values, label, shown)
-        if place > 0:
+        if column > 0:
             axes.set_yticklabels([])
     return figure
 
@@ -337,13 +339,13 @@ def _bars(
 ) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    places, known = range(len(rows)), [value or 0.0 for value in values]
-    axes.barh(places, known, color=colors, alpha=0.75, height=0.6)
-    for place, value in zip(places, values, strict=True):
+    positions, known = range(len(rows)), [value or 0.0 for value in values]
+    axes.barh(positions, known, color=colors, alpha=0.75, height=0.6)
+    for position, value in zip(positions, values, strict=True):
         text = "not measured" if value is None else format_value(value)
-        axes.annotate(text, (value or 0.0, place), (4, 0), textcoords="offset points", va="center", fontsize=FONT,
+        axes.annotate(text, (value or 0.0, position), (4, 0), textcoords="offset points", va="center", fontsize=FONT,
                       color=INK)  # fmt: skip
-    axes.set_yticks(places, [row.name for row in rows])
+    axes.set_yticks(positions, [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.28 * max([*known, 1e-9]))
     axes.xaxis.set_major_locator(MaxNLocator(4))

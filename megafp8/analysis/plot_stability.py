@@ -87,17 +87,17 @@ def plot_gap_rows(rows: Sequence[SuiteGap], *, spread_fraction: float | None = N
         axes.axvline(100 * spread_fraction, color=BOUND_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.axvline(0, color=INK, linewidth=1)
     colors = colors_of([BASELINE, *(row.name for row in rows)])
-    for place, row in enumerate(rows):
+    for y, row in enumerate(rows):
         finite = np.array([gap for gap in row.gaps_fraction if math.isfinite(gap)])
         if row.gap is not None and row.gap.low is not None and row.gap.high is not None:
-            axes.plot([100 * row.gap.low, 100 * row.gap.high], [place, place], color=colors[row.name], linewidth=7,
+            axes.plot([100 * row.gap.low, 100 * row.gap.high], [y, y], color=colors[row.name], linewidth=7,
                       alpha=0.3, solid_capstyle="butt")  # fmt: skip
-            axes.plot(100 * row.gap.mean, place, "|", color=colors[row.name], markersize=17, markeredgewidth=2.4)
-        axes.plot(100 * finite, [place] * len(finite), "o", color=colors[row.name], markersize=4.5)
+            axes.plot(100 * row.gap.mean, y, "|", color=colors[row.name], markersize=17, markeredgewidth=2.4)
+        axes.plot(100 * finite, [y] * len(finite), "o", color=colors[row.name], markersize=4.5)
         if row.num_diverged:
-            axes.plot(0.97 * reach, place, "x", color=BOUND_COLOR)
+            axes.plot(0.97 * reach, y, "x", color=BOUND_COLOR)
         if row.num_reference_diverged:
-            axes.plot(-0.97 * reach, place, "x", color=BOUND_COLOR)
+            axes.plot(-0.97 * reach, y, "x", color=BOUND_COLOR)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=FONT)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(-reach, reach)

@@ -218,8 +218,8 @@ def _draw_lengths(axes: Axes, panel: LengthPanel) -> None:
         (("documents", panel.num_documents, FIRST_COLOR), ("tokens", panel.num_tokens, SECOND_COLOR))
     ):
         total = sum(counts) or 1
-        places = [place + 0.42 * (offset - 0.5) for place in range(len(counts))]
-        axes.bar(places, [count / total for count in counts], width=0.4, color=color, label=f"share of the {name}")
+        positions = [position + 0.42 * (offset - 0.5) for position in range(len(counts))]
+        axes.bar(positions, [count / total for count in counts], width=0.4, color=color, label=f"share of the {name}")
     axes.set_xticks(range(len(panel.labels)), panel.labels, rotation=40, ha="right", fontsize=9)
     axes.set_xlabel("tokens in the document", fontsize=10.5)
     axes.legend(fontsize=10.5, frameon=False)

@@ -177,13 +177,13 @@ class Estimate:
 
 @dataclass
 class Stratum:
-    """Cells of one place whose runs share their noise, as they have seeds in common.
+    """Cells of the same coordinates whose runs share their noise, as they have seeds in common.
 
     Attributes:
         members: number of the recipe, and of its cell.
     """
 
-    place: tuple[float, ...]
+    coordinates: tuple[float, ...]
     seeds: set[int]
     members: list[tuple[int, int]]
 
@@ -194,9 +194,11 @@ def strata_of(every: Sequence[Cells]) -> list[Stratum]:
     for recipe, cells in enumerate(every):
         for number, (row, seeds) in enumerate(zip(cells.x, cells.seeds, strict=True)):
             merged = Stratum(tuple(row), set(seeds), [(recipe, number)])
-            for other in [each for each in found if each.place == merged.place and each.seeds & merged.seeds]:
+            for other in [
+                each for each in found if each.coordinates == merged.coordinates and each.seeds & merged.seeds
+            ]:
                 found.remove(other)
-                merged = Stratum(merged.place, merged.seeds | other.seeds, [*other.members, *merged.members])
+                merged = Stratum(merged.coordinates, merged.seeds | other.seeds, [*other.members, *merged.members])
             found.append(merged)
     return found
 
@@ -206,8 +208,8 @@ def left_out_means(every: Sequence[Cells], stratum: Stratum) -> Iterator[list[np
     for seed in sorted(stratum.seeds):
         means = [cells.means for cells in every]
         for recipe, number in stratum.members:
-            kept = np.array([each != seed for each in every[recipe].seeds[number]])
-            means[recipe][number] = np.exp(np.log(every[recipe].losses[number][kept]).mean())
+            remaining = np.array([each != seed for each in every[recipe].seeds[number]])
+            means[recipe][number] = np.exp(np.log(every[recipe].losses[number][remaining]).mean())
         yield means
 
 
@@ -221,7 +223,7 @@ class Fits:
         common: one law for all recipes, with a factor on x for each; None for one recipe or two terms.
         replicates: laws without each seed for each recipe; empty if a cell has only one seed.
         common_replicates: the same for `common`.
-        left_out: place and seed that each replicate is without.
+        left_out: coordinates and seed that each replicate is without.
     """
 
     every: tuple[Cells, ...]
@@ -255,7 +257,7 @@ class Fits:
         total, squares = np.zeros_like(estimate), np.zeros_like(estimate)
         with np.errstate(invalid="ignore", divide="ignore"):
             for stratum in strata_of(every):
-                own = np.stack([by_left_out[stratum.place, seed] for seed in sorted(stratum.seeds)])
+                own = np.stack([by_left_out[stratum.coordinates, seed] for seed in sorted(stratum.seeds)])
                 part = (len(own) - 1) / len(own) * np.square(own - own.mean(0)).sum(0)
                 total, squares = total + part, squares + part**2 / (len(own) - 1)
             half = student_quantiles(CONFIDENCE, total**2 / squares) * np.sqrt(total)
@@ -295,5 +297,5 @@ def fit_all(every: Sequence[Cells]) -> Fits:
                 own.append(fit_law(cells.x, means, cells.weights, start=law))
             if common is not None:
                 joint.append(fit_law(x, np.concatenate(left_out), weights, groups, start=common))
-    without = tuple((stratum.place, seed) for stratum in strata for seed in sorted(stratum.seeds))
+    without = tuple((stratum.coordinates, seed) for stratum in strata for seed in sorted(stratum.seeds))
     return Fits(tuple(every), laws, common, tuple(map(tuple, separate)), tuple(joint), without)

@@ -61,10 +61,10 @@ def draw_losses(axes: Axes, report: ScalingReport, name: str) -> None:
             draw_band(axes, points, fitted.fits.interval(curves, [number]), color)
     axes.set_yscale("log")
     style_log_x(axes, f"loss over {name}")
-    places = {X_OF[name](cell)[0] for cell in report.cells if cell.is_best}
-    if len(places) == 1:  # matplotlib finds no limits for a single point on a logarithmic axis
-        (place,) = places
-        axes.set_xlim(place / 2, 2 * place)
+    positions = {X_OF[name](cell)[0] for cell in report.cells if cell.is_best}
+    if len(positions) == 1:  # matplotlib finds no limits for a single point on a logarithmic axis
+        (position,) = positions
+        axes.set_xlim(position / 2, 2 * position)
     axes.set_ylabel("validation loss, nats a token")
     plain_ticks(axes)
     axes.legend(frameon=False, labelcolor=INK)

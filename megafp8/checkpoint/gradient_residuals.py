@@ -18,7 +18,7 @@ from torch import Tensor
 from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks
 
-KEY, PLACES = "gradient_residuals", "gradient_residual_places"
+KEY, LAYOUT_KEY = "gradient_residuals", "gradient_residual_places"
 FLAG = "--grad-reduce-fp8-error-feedback"
 
 
@@ -31,7 +31,7 @@ def sharded_residuals(residuals: Sequence[Tensor]) -> dict[str, ShardedTensor]:
     }
 
 
-def places(config: RunConfig, residuals: Sequence[Tensor]) -> Optional[dict[str, Any]]:
+def row_layout(config: RunConfig, residuals: Sequence[Tensor]) -> Optional[dict[str, Any]]:
     """What the rows of all ranks belong to, as plain values; None without error feedback. Collective with it."""
     precision = config.precision
     if not precision.grad_reduce_fp8_error_feedback:
@@ -48,18 +48,18 @@ def state_to_save(config: RunConfig, residuals: Sequence[Tensor], is_written_lat
     Args:
         is_written_later: clone them, since the next forward-backward changes them.
     """
-    own = places(config, residuals)
+    own = row_layout(config, residuals)
     if own is None:
         return {}
     rows = [each.clone() for each in residuals] if is_written_later else residuals
-    return {KEY: sharded_residuals(rows), PLACES: own}
+    return {KEY: sharded_residuals(rows), LAYOUT_KEY: own}
 
 
 def note_on_load(saved: Optional[Mapping[str, Any]], own: Optional[Mapping[str, Any]], same_layout: bool) -> str:
     """What happens to the errors of a checkpoint, as text for the user; empty if they are loaded, or there are none.
 
     Args:
-        saved, own: `places` of the checkpoint and of this run.
+        saved, own: `row_layout` of the checkpoint and of this run.
         same_layout: of the ranks.
     """
     if saved is None:

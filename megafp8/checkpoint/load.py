@@ -81,9 +81,12 @@ def load_checkpoint(
         if is_exchanged:
             optimizer_exchange.request_saved_masters(state["optimizer"], saved, config)
     residuals = training_state.gradient_residuals
-    saved_places, places = common.get(gradient_residuals.PLACES), gradient_residuals.places(config, residuals)
-    residual_note = gradient_residuals.note_on_load(saved_places, places, same_layout) if with_optimizer else ""
-    if with_optimizer and places is not None and not residual_note:
+    saved_row_layout, row_layout = (
+        common.get(gradient_residuals.LAYOUT_KEY),
+        gradient_residuals.row_layout(config, residuals),
+    )
+    residual_note = gradient_residuals.note_on_load(saved_row_layout, row_layout, same_layout) if with_optimizer else ""
+    if with_optimizer and row_layout is not None and not residual_note:
         state[gradient_residuals.KEY] = gradient_residuals.sharded_residuals(residuals)
     if with_rng:
         state["random_state"] = state_dict.rng_state()
@@ -194,8 +197,8 @@ def whole_tensor(factory: ShardedTensorFactory, merge: Callable[[Any], Any], pie
         factory: whose data is the tensor.
         merge: joins copies of the pieces.
     """
-    place = factory.data.untyped_storage().data_ptr()
-    is_in_place = place and {piece.untyped_storage().data_ptr() for piece in nested_values(pieces)} == {place}
+    address = factory.data.untyped_storage().data_ptr()
+    is_in_place = address and {piece.untyped_storage().data_ptr() for piece in nested_values(pieces)} == {address}
     return factory.data if is_in_place else merge(pieces)
 
 

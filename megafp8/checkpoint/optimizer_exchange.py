@@ -56,9 +56,9 @@ def sharded_weights(optimizer: dict[Any, Any]) -> Iterator[dict[str, Any]]:
 
 def recorded_step(saved: dict[str, Any]) -> int:
     """Return the number of steps in the state of one optimizer, as a checkpoint has it; 0 before the first one."""
-    place = saved.get("optimizer", saved)
-    steps = [group["step"] for group in place["param_groups"] if group.get("step") is not None]
-    return int(max(steps, default=place.get("state", {}).get("common_step", 0)))
+    inner = saved.get("optimizer", saved)
+    steps = [group["step"] for group in inner["param_groups"] if group.get("step") is not None]
+    return int(max(steps, default=inner.get("state", {}).get("common_step", 0)))
 
 
 def convert(part: Any, state: dict[str, Any], step: int) -> None:
@@ -69,8 +69,8 @@ def convert(part: Any, state: dict[str, Any], step: int) -> None:
         state: its parameter groups as saved, and what was loaded into its tensors.
         step: from `recorded_step`.
     """
-    place = state.pop("optimizer", state)
-    groups, moments = place.pop("param_groups"), place.pop("state", None) or state.pop("state", {})
+    inner = state.pop("optimizer", state)
+    groups, moments = inner.pop("param_groups"), inner.pop("state", None) or state.pop("state", {})
     moments.pop("common_step", None)
     groups = [{name: value for name, value in group.items() if name != "step"} for group in groups]
     if isinstance(part.optimizer, torch.optim.Adam) and not isinstance(part, DistributedOptimizer):

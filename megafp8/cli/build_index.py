@@ -81,8 +81,8 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(build_help_parser().format_help())
         return 0
-    invocation, found = flags.parse_with_problems(argv)
-    config, world_size = invocation.config, invocation.world_size or 1
+    parsed, found = flags.parse_with_problems(argv)
+    config, world_size = parsed.config, parsed.world_size or 1
     found += problems(config, world_size)
     if found:
         raise ConfigError(found)

@@ -78,8 +78,8 @@ def checkpoints_of(folder: Path, step: Optional[int] = None) -> list[Path]:
         if step is not None:
             raise ConfigError(f"--ckpt-step {step}: {folder} is one checkpoint: give the run's folder or no step")
         return [folder]
-    folders = [(each, place) for place in series_of(folder) for each in directory.list_steps(place)]
-    found = [(each, directory.checkpoint_path(place, each)) for each, place in folders]
+    folders = [(each, series) for series in series_of(folder) for each in directory.list_steps(series)]
+    found = [(each, directory.checkpoint_path(series, each)) for each, series in folders]
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint")
     found.sort(key=lambda pair: pair[0])
@@ -139,8 +139,8 @@ def list_(options: argparse.Namespace) -> int:
     states = [state_of(path, with_hashes=False) for path in checkpoints_of(options.folder)]
     print_states(states, options)
     if not options.json:
-        for place in series_of(options.folder):
-            for path in set_aside_in(place):
+        for series in series_of(options.folder):
+            for path in set_aside_in(series):
                 print(f"aside    {path}")
     return status_of(states)
 
@@ -193,9 +193,9 @@ def prune(options: argparse.Namespace) -> int:
     if is_one(options.folder):
         raise ConfigError(f"{options.folder} is one checkpoint: give the run's folder")
     steps = directory.complete_steps(options.folder)
-    kept, doomed = steps[-options.ckpt_keep :], steps[: -options.ckpt_keep]
-    kept_paths = [directory.checkpoint_path(options.folder, step) for step in kept]
-    damaged = [path.name for path in kept_paths if manifest.find_damage(path)]
+    remaining, doomed = steps[-options.ckpt_keep :], steps[: -options.ckpt_keep]
+    remaining_paths = [directory.checkpoint_path(options.folder, step) for step in remaining]
+    damaged = [path.name for path in remaining_paths if manifest.find_damage(path)]
     if doomed and damaged:
         raise CheckpointError(f"{', '.join(damaged)} would be kept and is damaged: nothing is deleted")
     aside = set_aside_in(options.folder) if options.set_aside else []
@@ -206,7 +206,7 @@ def prune(options: argparse.Namespace) -> int:
             shutil.rmtree(path)
     names = [manifest.folder_name(step) for step in doomed] + [path.name for path in aside]
     if options.json:
-        print(json.dumps({"deleted": names, "kept": [path.name for path in kept_paths]}))
+        print(json.dumps({"deleted": names, "kept": [path.name for path in remaining_paths]}))
     else:
         print(f"{'would delete' if options.dry_run else 'deleted'} {', '.join(names) or 'nothing'}")
     return 0

@@ -33,7 +33,7 @@ def complete() -> None:
 
 
 def parser_for(words: Sequence[str]) -> tuple[argparse.ArgumentParser, int]:
-    """Return the parser for the word after these, and the place of its command among them."""
+    """Return the parser for the word after these, and the index of its command among them."""
     name = words[1].replace("_", "-") if len(words) > 1 else None
     if name not in SUBCOMMANDS:
         return command_parser(), 0

@@ -13,7 +13,7 @@ from megafp8.planning import goodput_inputs as goodput
 from megafp8.planning.goodput_inputs import GB, RANGES, UNITS_S, GoodputInputs, range_problem
 
 if TYPE_CHECKING:
-    from megafp8.config.flags import Invocation
+    from megafp8.config.flags import ParsedArgs
     from megafp8.device.gpus import Gpu
 
 FLAGS: dict[str, tuple[str, str]] = {
@@ -118,7 +118,7 @@ def goodput_problems(arguments: argparse.Namespace) -> Iterator[str]:
             yield f"{flag} {value:g}: must be {goodput.between(low, high)}"
 
 
-def build_request(arguments: argparse.Namespace, invocation: Invocation, gpu: Gpu) -> GoodputRequest:
+def build_request(arguments: argparse.Namespace, parsed: ParsedArgs, gpu: Gpu) -> GoodputRequest:
     """The inputs of the simulation, with the planner's prediction for what is not given.
 
     Raises:
@@ -127,33 +127,33 @@ def build_request(arguments: argparse.Namespace, invocation: Invocation, gpu: Gp
     """
     from megafp8.config.rules.declared import numbers_are_in_range
 
-    if problems := list(numbers_are_in_range(invocation.config, arguments.gpus)):
+    if problems := list(numbers_are_in_range(parsed.config, arguments.gpus)):
         raise ConfigError(problems)
     values = given_inputs(arguments)
     size_gb = arguments.checkpoint_gb
     step_origin = "given"
     size_origin = "its size was given" if size_gb is not None else "weights, master weights and moments"
     if size_gb is None or "step_s" not in values or "tokens_per_step" not in values:
-        if invocation.config.model.num_layers is None:
+        if parsed.config.model.num_layers is None:
             raise ConfigError(
                 "--goodput: neither a model nor the figures of one: give --model-preset or another model, or all of "
                 "--step-s, --tokens-per-step and --checkpoint-gb"
             )
-        layout, step_s, tokens, predicted_bytes = predict(invocation, gpu, arguments.gpus)
+        layout, step_s, tokens, predicted_bytes = predict(parsed, gpu, arguments.gpus)
         if "step_s" not in values:
             step_origin = f"predicted for {layout}"
         values = {"step_s": step_s, "tokens_per_step": tokens} | values
         size_gb = predicted_bytes / GB if size_gb is None else size_gb
     num_nodes = math.ceil(arguments.gpus / gpu.gpus_per_node)
     bytes_per_s = storage_bytes_per_s(arguments, num_nodes)
-    checkpoint, training = invocation.config.checkpoint, invocation.config.training
+    checkpoint, training = parsed.config.checkpoint, parsed.config.training
     write_s = size_gb * GB / bytes_per_s
     if "hang_detection_s" not in values:
         timeout_s = training.step_timeout_s
         if timeout_s is None:
             timeout_s = max(goodput.HANG_TIMEOUT_STEPS * values["step_s"], goodput.MIN_HANG_TIMEOUT_S)
         # Without a step timeout, that of collectives ends a hang.
-        values["hang_detection_s"] = timeout_s or 60.0 * invocation.config.parallel.distributed_timeout_minutes
+        values["hang_detection_s"] = timeout_s or 60.0 * parsed.config.parallel.distributed_timeout_minutes
     inputs = GoodputInputs(
         **values, num_gpus=arguments.gpus, num_nodes=num_nodes,
         save_interval=checkpoint.save_interval, load_s=write_s, write_s=write_s,
@@ -177,7 +177,7 @@ def given_inputs(arguments: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def predict(invocation: Invocation, gpu: Gpu, num_gpus: int) -> tuple[str, float, float, int]:
+def predict(parsed: ParsedArgs, gpu: Gpu, num_gpus: int) -> tuple[str, float, float, int]:
     """Name, step time, tokens per step and checkpoint size of the planner's fastest layout.
 
     Raises:
@@ -186,7 +186,7 @@ def predict(invocation: Invocation, gpu: Gpu, num_gpus: int) -> tuple[str, float
     from megafp8.config.checkpoint_size import min_checkpoint_bytes
     from megafp8.planning.plan import make_plan
 
-    plan = make_plan(invocation, gpu, num_gpus, ())
+    plan = make_plan(parsed, gpu, num_gpus, ())
     if not plan.search.layouts:
         raise ConfigError([
             f"--gpus {num_gpus:,}: no layout of the model fits in the memory of an {gpu.name}: give another number of "

@@ -86,8 +86,8 @@ def read_arguments(
     """
     own, training = list(argv), list[str]()
     if "--" in own:
-        place = own.index("--")
-        own, training = own[:place], own[place + 1 :]
+        separator = own.index("--")
+        own, training = own[:separator], own[separator + 1 :]
     arguments = parser.parse_args(own)
     given: dict[str, Any] = {
         name: value for name, value in vars(arguments).items() if name not in ("job_file", "output", "dry_run")
@@ -115,8 +115,8 @@ def check_training(job: Job) -> None:
     """
     problems: list[str] = []
     for words in job.commands:
-        invocation, wrong = flags.parse_with_problems(words)
-        wrong += flags.drop_follow_ups(rules.setting_problems(invocation.config, job.world_size), wrong)
+        parsed, wrong = flags.parse_with_problems(words)
+        wrong += flags.drop_follow_ups(rules.setting_problems(parsed.config, job.world_size), wrong)
         if "--dry-run" in words:
             wrong = [*wrong, "--dry-run among the flags of training: the job would not train; give it before --"]
         problems += [text for text in wrong if text not in problems]

@@ -68,9 +68,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"merge-shards: reading --input or writing --output-prefix failed: {error}", file=sys.stderr)
         return os.EX_IOERR
     for prefix, manifest in summary.shards:
-        state = " is there already, from the same shards" if prefix in summary.kept else ""
+        state = " is there already, from the same shards" if prefix in summary.unchanged else ""
         print(f"{prefix}{state}: {manifest.num_documents} documents, {manifest.num_tokens} tokens")
-    num_bytes = sum(manifest.bin_bytes for prefix, manifest in summary.shards if prefix not in summary.kept)
+    num_bytes = sum(manifest.bin_bytes for prefix, manifest in summary.shards if prefix not in summary.unchanged)
     if num_bytes:
         seconds = time.perf_counter() - start
         print(f"{seconds:.1f} s: {num_bytes / seconds / 1e6:.0f} MB/s of tokens")

@@ -28,7 +28,7 @@ from megafp8.errors import ConfigError
 from megafp8.utils.files import path_argument
 
 if TYPE_CHECKING:
-    from megafp8.config.flags import Invocation
+    from megafp8.config.flags import ParsedArgs
     from megafp8.device.gpus import Gpu
 
 GPU_NAMES = ("h100", "h200", "b200")
@@ -90,12 +90,12 @@ def main(argv: Sequence[str]) -> int:
     if problems := list(number_problems(arguments)):
         raise ConfigError(problems)
     gpu = with_network(GPUS[arguments.gpu], arguments.network_gbit_per_s)
-    invocation = flags.parse(training)
+    parsed = flags.parse(training)
     if arguments.goodput:
-        return print_goodput(arguments, invocation, gpu)
-    requested = default_scaling(invocation.config) if arguments.scaling is None else arguments.scaling
+        return print_goodput(arguments, parsed, gpu)
+    requested = default_scaling(parsed.config) if arguments.scaling is None else arguments.scaling
     counts = sorted({*requested, arguments.gpus}) if requested else ()
-    plan = make_plan(invocation, gpu, arguments.gpus, counts)
+    plan = make_plan(parsed, gpu, arguments.gpus, counts)
     top = arguments.top or LAYOUTS_SHOWN
     print(json.dumps(plan_data(plan, top), indent=2) if arguments.json else plan_text(plan, top))
     if arguments.plot:
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.search.layouts else ConfigError.exit_status
 
 
-def print_goodput(arguments: argparse.Namespace, invocation: Invocation, gpu: Gpu) -> int:
+def print_goodput(arguments: argparse.Namespace, parsed: ParsedArgs, gpu: Gpu) -> int:
     """Simulate the run and print its goodput; return 0.
 
     Raises:
@@ -114,7 +114,7 @@ def print_goodput(arguments: argparse.Namespace, invocation: Invocation, gpu: Gp
     from megafp8.planning.goodput import study_goodput
     from megafp8.planning.goodput_report import goodput_data, goodput_text
 
-    request = build_request(arguments, invocation, gpu)
+    request = build_request(arguments, parsed, gpu)
     goodput = study_goodput(request.inputs)
     inputs = request.inputs
     cluster = f"{inputs.num_gpus:,} x {gpu.name} ({inputs.num_nodes:,} nodes)"

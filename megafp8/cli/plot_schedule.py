@@ -48,15 +48,15 @@ def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:
     Raises:
         ConfigError: flags that cannot be read, or a schedule, batch or length that a run would refuse.
     """
-    invocation, problems = flags.parse_with_problems(words)
-    ranks = invocation.world_size or topology.model_parallel_size(invocation.config)
+    parsed, problems = flags.parse_with_problems(words)
+    ranks = parsed.world_size or topology.model_parallel_size(parsed.config)
     checks = (*training.RANGE_RULES, *training.BATCH_RULES, *batch.RULES, *schedule.RULES)
-    found = rules.found_by(checks, invocation.config, ranks)
+    found = rules.found_by(checks, parsed.config, ranks)
     # A schedule counts samples, not tokens: the sequence length may be left out.
     problems += [text for text in found if not text.startswith("--seq-length is missing")]
     if problems:
         raise ConfigError(problems)
-    return invocation.config, ranks
+    return parsed.config, ranks
 
 
 def marks_of(config: RunConfig, ranks: int) -> dict[str, float]:

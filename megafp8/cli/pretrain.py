@@ -19,7 +19,7 @@ from megafp8.utils import memory
 from megafp8.utils.process import die_with_torchrun
 
 if TYPE_CHECKING:
-    from megafp8.training.checks import Checked
+    from megafp8.training.checks import ValidatedRun
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -33,13 +33,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if argv is None:
             die_with_torchrun()  # before the imports, which take seconds
             gc.disable()  # collections would take a tenth of them, and find nothing
-        checked = check_command_line(sys.argv[1:] if argv is None else argv)
-        if checked.invocation.dry_run:
+        validated = check_command_line(sys.argv[1:] if argv is None else argv)
+        if validated.invocation.dry_run:
             from megafp8.device.platform import rank
             from megafp8.training.dry_run import describe_run
 
             if rank() == 0:
-                print(describe_run(checked))
+                print(describe_run(validated))
         else:
             from megafp8.training.pretrain import run_training
             from megafp8.utils.best_effort import best_effort
@@ -49,7 +49,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             if argv is None:
                 gc.freeze()  # modules stay: no later collection looks at them, nor copies them in forked processes
                 gc.enable()
-            return run_training(checked)
+            return run_training(validated)
         return 0
     except Exception as raised:
         error = memory.without_settings(raised) or raised
@@ -65,7 +65,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return INTERNAL
 
 
-def check_command_line(argv: Sequence[str]) -> Checked:
+def check_command_line(argv: Sequence[str]) -> ValidatedRun:
     """Parse a command line, which needs no package, and check it.
 
     Raises:
@@ -75,12 +75,12 @@ def check_command_line(argv: Sequence[str]) -> Checked:
     from megafp8.training import checkpoint_settings
 
     try:
-        invocation, problems = checkpoint_settings.parse(argv)
+        parsed, problems = checkpoint_settings.parse(argv)
         from megafp8.training.checks import check
     except ModuleNotFoundError as error:
         _, problems = flags.parse_with_problems(argv)
         raise CapabilityError([*problems, how_to_install(error.name)]) from error
-    return check(invocation, problems)
+    return check(parsed, problems)
 
 
 def how_to_install(package: Optional[str]) -> str:

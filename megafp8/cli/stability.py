@@ -270,8 +270,8 @@ def data_flags(options: argparse.Namespace) -> tuple[str, ...]:
     from megafp8.config.flags import parse_with_problems
     from megafp8.config.settings import value_of
 
-    invocation, _ = parse_with_problems(options.flags)
-    if any(value_of(invocation.config, name) for name in DATA_SETTINGS):
+    parsed, _ = parse_with_problems(options.flags)
+    if any(value_of(parsed.config, name) for name in DATA_SETTINGS):
         return ()
     prefix = data_prefix(options.output_dir)
     return (
@@ -292,7 +292,7 @@ def shard_path(prefix: Path) -> str:
 
 def has_prepared_data(suite: Suite) -> bool:
     """Whether the runs read the shards that the suite prepares."""
-    return suite.invocation.config.data.data_path == (shard_path(data_prefix(suite.folder)),)
+    return suite.parsed.config.data.data_path == (shard_path(data_prefix(suite.folder)),)
 
 
 def check_data(suite: Suite) -> None:
@@ -301,7 +301,7 @@ def check_data(suite: Suite) -> None:
     Raises:
         ConfigError: the flags name another one, and no data.
     """
-    data = suite.invocation.config.data
+    data = suite.parsed.config.data
     if has_prepared_data(suite) and data.tokenizer_type != TOKENIZER:
         raise ConfigError(
             f"--tokenizer-type {data.tokenizer_type}: the suite prepares data for {TOKENIZER}; give --data-path or "

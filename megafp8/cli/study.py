@@ -115,8 +115,8 @@ def check_flags(arguments: argparse.Namespace, is_local: bool) -> None:
         if arguments.parallel < 1:
             problems.append(f"--parallel {arguments.parallel}: must be at least 1")
         if arguments.status or arguments.dry_run:
-            asked = "--status" if arguments.status else "--dry-run"
-            problems.append(f"--parallel {arguments.parallel}: {asked} runs nothing; remove one of them")
+            requested = "--status" if arguments.status else "--dry-run"
+            problems.append(f"--parallel {arguments.parallel}: {requested} runs nothing; remove one of them")
         elif not is_local:
             problems.append(
                 f"--parallel {arguments.parallel}: is for runs on this machine, and these go to Slurm; give --local, "

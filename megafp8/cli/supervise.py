@@ -85,15 +85,15 @@ def run_folder(command: Sequence[str]) -> Path:
         ConfigError: the command is not recognized, or its flags are wrong.
     """
     names = [Path(word).name for word in command]
-    places = (
+    positions = (
         index for index, name in enumerate(names)
         if name in TRAINING_COMMANDS or names[max(index - 1, 0) : index + 1] == ["megafp8", "pretrain"]
     )  # fmt: skip
-    place = next(places, None)
-    if place is None:
+    position = next(positions, None)
+    if position is None:
         raise ConfigError(f"the command names none of {', '.join(TRAINING_COMMANDS)}: give --run-folder")
-    invocation, problems = flags.parse_with_problems(list(command[place + 1 :]))
-    checkpoint = invocation.config.checkpoint
+    parsed, problems = flags.parse_with_problems(list(command[position + 1 :]))
+    checkpoint = parsed.config.checkpoint
     if checkpoint.save is None or checkpoint.load != checkpoint.save:
         problems = [
             *problems,
@@ -102,7 +102,7 @@ def run_folder(command: Sequence[str]) -> Path:
         ]
     if problems:
         raise ConfigError(problems)
-    return Path(invocation.config.checkpoint.save or "")
+    return Path(parsed.config.checkpoint.save or "")
 
 
 def check_start(command: Sequence[str], folder: Path) -> None:

@@ -115,11 +115,11 @@ def constant(batch_size: int) -> BatchSchedule:
 
 def merged(phases: Iterator[BatchPhase]) -> BatchSchedule:
     """A schedule of phases, of which neighbors with equal batch sizes become one."""
-    kept: list[BatchPhase] = []
+    remaining: list[BatchPhase] = []
     for phase in phases:
-        if not kept or kept[-1].batch_size != phase.batch_size:
-            kept.append(phase)
-    return BatchSchedule(tuple(kept))
+        if not remaining or remaining[-1].batch_size != phase.batch_size:
+            remaining.append(phase)
+    return BatchSchedule(tuple(remaining))
 
 
 def ramp_up(words: tuple[int, ...], last_batch_size: int) -> BatchSchedule:

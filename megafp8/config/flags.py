@@ -71,7 +71,7 @@ def merge(
         problems.append(f"--model-preset {preset}: unknown preset; presets: {', '.join(PRESETS)}")
         preset = None
     config = with_values(base, PRESETS[preset]) if preset is not None else base
-    from_file = fp8_lm.kept_values(from_file, values)
+    from_file = fp8_lm.remaining_values(from_file, values)
     # The level of a checkpoint is already in its other settings.
     level = values.get(fp8_lm.LEVEL, from_file.get(fp8_lm.LEVEL))
     config = with_values(config, fp8_lm.level_values(level, from_file | values) | from_file)
@@ -141,7 +141,7 @@ _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
 
 @dataclass(frozen=True)
-class Invocation:
+class ParsedArgs:
     """A parsed command line.
 
     Attributes:
@@ -163,7 +163,7 @@ class Invocation:
     warnings: tuple[str, ...] = ()
 
 
-def parse(argv: Sequence[str]) -> Invocation:
+def parse(argv: Sequence[str]) -> ParsedArgs:
     """Parse a command line, without the name of the program.
 
     `--help`, `--version` and `--list-presets` print and exit with status 0.
@@ -171,15 +171,15 @@ def parse(argv: Sequence[str]) -> Invocation:
     Raises:
         ConfigError: with all problems that `parse_with_problems` finds.
     """
-    invocation, problems = parse_with_problems(argv)
+    parsed, problems = parse_with_problems(argv)
     if problems:
         raise ConfigError(problems)
-    return invocation
+    return parsed
 
 
 def parse_with_problems(
     argv: Sequence[str], from_checkpoint: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[Invocation, list[str]]:
+) -> tuple[ParsedArgs, list[str]]:
     """Parse a command line as far as possible, so that the caller can report these and other problems at once.
 
     Args:
@@ -188,7 +188,7 @@ def parse_with_problems(
     Returns:
         The result and the problems: unknown, refused or incomplete flags, invalid values, an unreadable --config.
     """
-    parser = kept_parser(os.path.basename(sys.argv[0]))
+    parser = cached_parser(os.path.basename(sys.argv[0]))
     expanded, warnings = megatron_flags.replace(_options_of(argv))
     values: dict[str, Any] = {}
     found: list[list[str]] = [[] for _ in expanded]  # problems of each option
@@ -210,7 +210,7 @@ def parse_with_problems(
     if options.get("world_size", 1) < 1:
         of_sources.append(f"--world-size {options['world_size']}: must be at least 1")
     problems = [*itertools.chain(*found), *of_sources]
-    return Invocation(config=config, given=given, from_file=from_file, warnings=tuple(warnings), **options), problems
+    return ParsedArgs(config=config, given=given, from_file=from_file, warnings=tuple(warnings), **options), problems
 
 
 # ---- the parser ---------------------------------------------------------------------------------------------------
@@ -233,18 +233,18 @@ def build_parser(program: Optional[str] = None) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
     )
-    _add_invocation_options(parser)
+    _add_general_options(parser)
     groups = {name: parser.add_argument_group(name, title) for name, title in section_titles().items()}
     for setting in all_settings():
         add_setting(groups.get(setting.section) or parser.add_argument_group("overrides"), setting)
     return parser
 
 
-kept_parser = functools.lru_cache(maxsize=1)(build_parser)
+cached_parser = functools.lru_cache(maxsize=1)(build_parser)
 """The parser of a program, built once: that takes 30 ms. Parsing does not change it."""
 
 
-def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
+def _add_general_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("invocation", "Configuration files and dry runs.")
     group.add_argument(
         "--config", type=path_text, metavar="FILE", help="read settings from this JSON file; flags override them"

@@ -57,7 +57,7 @@ def level_values(level: Optional[str], own: Mapping[str, Any] = MappingProxyType
     return {name: value for name, value in values.items() if name not in unused}
 
 
-def kept_values(from_file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+def remaining_values(from_file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a `--config` file without those that flags take back.
 
     These are the values of its level, if flags name another one, and the options of a switch that flags turn off.
@@ -76,13 +76,13 @@ def level_warning(config: RunConfig) -> Optional[str]:
     if not values:
         return None
     settings = settings_by_name()
-    kept = [settings[name].as_flag(value) for name, value in values.items() if value_of(config, name) == value]
+    unchanged = [settings[name].as_flag(value) for name, value in values.items() if value_of(config, name) == value]
     changed = [
         f"{settings[name].as_flag(value)} (here {name} = {value_of(config, name)})"
         for name, value in values.items()
         if value_of(config, name) != value
     ]
-    text = f"--fp8-lm-level {level} stands for {' '.join(kept)}"
+    text = f"--fp8-lm-level {level} stands for {' '.join(unchanged)}"
     return f"{text}; replaced by your own settings: {', '.join(changed)}" if changed else text
 
 

@@ -91,10 +91,10 @@ class MapFileEntry(str):
     """The text of an entry from a file.
 
     Attributes:
-        place: its source, for error messages: `--precision-map map.yaml: line 3`.
+        source: for error messages: `--precision-map map.yaml: line 3`.
     """
 
-    place: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def entries_with_source(precision: PrecisionConfig) -> Iterator[tuple[str, MapEn
 
 def entry_source(text: str) -> str:
     """Where an entry comes from: `--precision ENTRY`, or the line of a file and the entry."""
-    return f"{text.place}: {text}" if isinstance(text, MapFileEntry) else f"--precision {text}"
+    return f"{text.source}: {text}" if isinstance(text, MapFileEntry) else f"--precision {text}"
 
 
 @functools.lru_cache(maxsize=64)

@@ -45,7 +45,7 @@ def read_map(path: str) -> tuple[MapFileEntry, ...]:
 
 def _file_entry(path: str, line: str, text: str) -> MapFileEntry:
     entry = MapFileEntry(text)
-    entry.place = f"--precision-map {path}: {line}"
+    entry.source = f"--precision-map {path}: {line}"
     return entry
 
 

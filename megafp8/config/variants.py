@@ -114,11 +114,11 @@ def parse_variant(text: str) -> Variant:
 
 def _variant_problems(words: Sequence[str]) -> list[str]:
     """Problems that only a variant's flags can have. Others are found when they are parsed with the shared flags."""
-    invocation, _ = config_flags.parse_with_problems(words)
+    parsed, _ = config_flags.parse_with_problems(words)
     problems = [
         f"{flag}: set by the comparison, from --output-dir, --seeds and the --seed of all runs; remove it"
         for name, flag in (*FOLDER_FLAGS.items(), ("training.seed", "--seed"))
-        if name in invocation.given
+        if name in parsed.given
     ]
     names = [word.partition("=")[0] for word in words]
     problems += [
@@ -128,9 +128,9 @@ def _variant_problems(words: Sequence[str]) -> list[str]:
     ]
     # The rule about recipes without a format does not see a recipe that is the default.
     for kind in ("fp8", "fp4"):
-        if f"precision.{kind}_recipe" in invocation.given and f"precision.{kind}_format" not in invocation.given:
+        if f"precision.{kind}_recipe" in parsed.given and f"precision.{kind}_format" not in parsed.given:
             problems.append(f"--{kind}-recipe has no effect without --{kind}-format: give both, or remove it")
-    return problems + _auto_micro_batch_problems(invocation.config)
+    return problems + _auto_micro_batch_problems(parsed.config)
 
 
 def _auto_micro_batch_problems(config: RunConfig) -> list[str]:
@@ -172,16 +172,16 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 
 def parse_shared_flags(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]]:
     """Parse the flags that all runs share. Returns the settings of a run in `folder`, and the problems."""
-    invocation, problems = config_flags.parse_with_problems(words)
+    parsed, problems = config_flags.parse_with_problems(words)
     own = FOLDER_FLAGS | RECIPE_FLAGS
     problems += [
         f"{flag} in the flags of all runs: set by the comparison, from --output-dir and --recipes; remove it"
         for name, flag in own.items()
-        if name in invocation.given
+        if name in parsed.given
     ]
-    config = invocation.config
+    config = parsed.config
     precision = config.precision
-    has_own_flags = not invocation.given.isdisjoint(own)
+    has_own_flags = not parsed.given.isdisjoint(own)
     is_mixed = precision.fp8_schedule is not None or precision.first_last_layers_bf16
     if is_mixed or (precision_map.is_quantized(precision) and not has_own_flags):
         problems.append(
@@ -189,4 +189,4 @@ def parse_shared_flags(words: Sequence[str], folder: str) -> tuple[RunConfig, li
             "baseline; give them to a variant, --variant NAME='FLAGS'"
         )
     problems += _auto_micro_batch_problems(config)
-    return with_values(invocation.config, {"checkpoint.save": folder, "checkpoint.load": folder}), problems
+    return with_values(parsed.config, {"checkpoint.save": folder, "checkpoint.load": folder}), problems

@@ -154,10 +154,10 @@ class EpochsDataset(GPTDataset):
         tokens, documents, *lengths = super()._query_document_sample_shuffle_indices(idx)
         vocab_size = self.config.tokenizer.vocab_size
         if tokens.max() >= vocab_size or tokens.min() < 0:
-            place = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
+            index = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
             raise DataError(
-                f"Shard {self.dataset_path}: token {place} of sample {idx} (documents {documents.tolist()}) has the id "
-                f"{tokens[place]}, but the vocabulary size is {vocab_size}. Use the tokenizer that the shard was "
+                f"Shard {self.dataset_path}: token {index} of sample {idx} (documents {documents.tolist()}) has the id "
+                f"{tokens[index]}, but the vocabulary size is {vocab_size}. Use the tokenizer that the shard was "
                 "created with, or create or copy the shard again."
             )
         return tokens, documents, *lengths

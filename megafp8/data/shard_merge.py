@@ -63,7 +63,7 @@ class MergeSummary:
     """What a job made: prefix and manifest of each shard, and the prefixes of those that existed already."""
 
     shards: tuple[tuple[str, ShardManifest], ...]
-    kept: tuple[str, ...]
+    unchanged: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -125,19 +125,19 @@ def merge_shards(job: MergeJob, on_progress: Callable[[int], None] = lambda _: N
     outputs = _plan_outputs(job, [shard.index for shard in inputs])
     if both := {output.prefix for output in outputs} & set(job.inputs):
         raise DataError(f"--output-prefix is also an input: {', '.join(sorted(both))}. Choose another.")
-    kept = [output for output in outputs if not job.overwrite and _is_up_to_date(output, inputs)]
-    if job.is_verified and len(kept) < len(outputs):
+    unchanged = [output for output in outputs if not job.overwrite and _is_up_to_date(output, inputs)]
+    if job.is_verified and len(unchanged) < len(outputs):
         for shard in inputs:
             _verify_input(shard, on_progress)
     Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     shards = []
     for output in outputs:
-        if output not in kept:
+        if output not in unchanged:
             _write_output(output, inputs, common, on_progress)
         manifest = load_manifest(output.prefix)
         assert manifest is not None
         shards.append((output.prefix, manifest))
-    return MergeSummary(tuple(shards), tuple(output.prefix for output in kept))
+    return MergeSummary(tuple(shards), tuple(output.prefix for output in unchanged))
 
 
 def _check_job(job: MergeJob) -> None:

@@ -28,27 +28,27 @@ GPU_BYTES, CPU_BYTES = 256 << 20, 1 << 20
 NUM_REPEATS = 5
 
 
-def time_all_reduce(place: NodeRank, init_method: str, rank: int, size: int, timeout_s: float) -> float:
+def time_all_reduce(node_rank: NodeRank, init_method: str, rank: int, size: int, timeout_s: float) -> float:
     """Seconds of an all-reduce in a group of ranks.
 
     Raises:
         RuntimeError: not all ranks arrived in time, or the sum is wrong.
     """
-    device = torch.device("cuda", place.rank) if place.is_gpu else torch.device("cpu")
+    device = torch.device("cuda", node_rank.rank) if node_rank.is_gpu else torch.device("cpu")
     timeout = timedelta(seconds=timeout_s)
-    backend = "nccl" if place.is_gpu else "gloo"
+    backend = "nccl" if node_rank.is_gpu else "gloo"
     address = urlsplit(init_method)
     if rank and address.port:
         wait_for_listener(str(address.hostname), address.port, timeout_s)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timeout)
     try:
-        values = torch.empty((GPU_BYTES if place.is_gpu else CPU_BYTES) // 4, device=device)
+        values = torch.empty((GPU_BYTES if node_rank.is_gpu else CPU_BYTES) // 4, device=device)
         start = 0.0
         for repeat in range(NUM_REPEATS + 1):
             if repeat == 1:  # the first all-reduce connects the ranks
                 start = time.perf_counter()
             dist.all_reduce(values.fill_(rank + 1))
-        if place.is_gpu:
+        if node_rank.is_gpu:
             torch.cuda.synchronize(device)
         seconds = (time.perf_counter() - start) / NUM_REPEATS
         expected = size * (size + 1) / 2
@@ -67,23 +67,23 @@ def report(members: Sequence[int], num_bytes: int, seconds: Optional[float], err
 
 
 def main(text: str) -> None:
-    place = NodeRank(**parse_json(text))
+    node_rank = NodeRank(**parse_json(text))
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # turns a hanging all-reduce into an error
-    size, num_nodes = place.ranks_per_node, len(place.nodes)
-    groups = [([place.node], f"file://{place.store}", place.rank, size)]
-    for link in node_links(place.node, num_nodes):
+    size, num_nodes = node_rank.ranks_per_node, len(node_rank.nodes)
+    groups = [([node_rank.node], f"file://{node_rank.store}", node_rank.rank, size)]
+    for link in node_links(node_rank.node, num_nodes):
         members = list(link_members(link, num_nodes))
-        init_method = f"tcp://{place.nodes[link]}:{place.port + 1 + link % (NUM_CHECK_PORTS - 1)}"
-        groups.append((members, init_method, members.index(place.node) * size + place.rank, 2 * size))
-    num_bytes = GPU_BYTES if place.is_gpu else CPU_BYTES
+        init_method = f"tcp://{node_rank.nodes[link]}:{node_rank.port + 1 + link % (NUM_CHECK_PORTS - 1)}"
+        groups.append((members, init_method, members.index(node_rank.node) * size + node_rank.rank, 2 * size))
+    num_bytes = GPU_BYTES if node_rank.is_gpu else CPU_BYTES
     began = time.monotonic()
     for number, (members, init_method, rank, group_size) in enumerate(groups):
         # Other ranks may have waited for the full timeout in every group before this one.
-        timeout_s = max(place.timeout_s, (number + 1) * place.timeout_s - (time.monotonic() - began))
+        timeout_s = max(node_rank.timeout_s, (number + 1) * node_rank.timeout_s - (time.monotonic() - began))
         try:
-            if place.is_gpu:
-                torch.cuda.set_device(place.rank)
-            report(members, num_bytes, time_all_reduce(place, init_method, rank, group_size, timeout_s), None)
+            if node_rank.is_gpu:
+                torch.cuda.set_device(node_rank.rank)
+            report(members, num_bytes, time_all_reduce(node_rank, init_method, rank, group_size, timeout_s), None)
         except (RuntimeError, ValueError) as error:
             report(members, num_bytes, None, str(error).splitlines()[0])
 

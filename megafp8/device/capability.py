@@ -85,9 +85,9 @@ def has_te_torch_extension() -> bool:
     package = importlib.util.find_spec("transformer_engine")
     if package is None:
         return False
-    folders = [Path(place) for place in package.submodule_search_locations or ()]
-    places = [place for folder in folders for place in (folder, folder / "wheel_lib", folder.parent)]
-    return any(next(place.glob("transformer_engine_torch*.so"), None) for place in places)
+    folders = [Path(location) for location in package.submodule_search_locations or ()]
+    locations = [location for folder in folders for location in (folder, folder / "wheel_lib", folder.parent)]
+    return any(next(location.glob("transformer_engine_torch*.so"), None) for location in locations)
 
 
 def count_gpus() -> int:
@@ -272,9 +272,9 @@ def unsupported_recipes(precision: PrecisionConfig, target: Target) -> list[str]
     for recipe in derived.used_recipes(precision):
         if capability is None or recipe.is_native(capability):
             continue
-        asked = precision_map.recipe_source(precision, recipe.name)
+        source = precision_map.recipe_source(precision, recipe.name)
         if not recipe.native_capabilities:
-            found.append(f"{asked}: Transformer Engine does not have this recipe")
+            found.append(f"{source}: Transformer Engine does not have this recipe")
             continue
         ranges = " or ".join(
             capability_text(since) + (f" and below {capability_text(end)}" if end < ANY_LATER else "")
@@ -283,7 +283,7 @@ def unsupported_recipes(precision: PrecisionConfig, target: Target) -> list[str]
         is_newer = capability >= recipe.native_capabilities[-1][1]
         reason = f" ({recipe.beyond_capabilities})" if is_newer and recipe.beyond_capabilities else ""
         found.append(
-            f"{asked}: needs compute capability {ranges}, but {target.name} has {capability_text(capability)}{reason}"
+            f"{source}: needs compute capability {ranges}, but {target.name} has {capability_text(capability)}{reason}"
         )
     return found
 

@@ -129,14 +129,14 @@ def quantizer_problems(config: RunConfig) -> list[str]:
     """What Transformer Engine's layers do not offer: reactions to counts of quantizers, and codes that travel."""
     training = config.training
     policy = training.on_nonfinite_activation
-    asked = {
+    requested = {
         "--moe-dispatch-in-fp8 without --moe-expert-kernels triton": (
             config.parallel.moe_dispatch_in_fp8 and any(grouped_expert_problems(config))
         ),
     }
     found = [
         f"{flag}: Transformer Engine's layers do not support it; remove the flag, or use --transformer-impl emulated"
-        for flag, is_given in asked.items()
+        for flag, is_given in requested.items()
         if is_given
     ]
     found += planted_fault_problems(config)
@@ -189,13 +189,13 @@ def expert_kernel_problems(config: RunConfig, implementation: str) -> list[str]:
             "--moe-expert-kernels triton with --transformer-impl local: an expert is an MLP there; remove the former"
         ]
     guard, reduction = config.training.fp8_guard, config.precision.fp8_amax_reduction
-    asked = {
+    requested = {
         f"--fp8-guard {guard}": guard == "smooth-swiglu",
         f"--fp8-amax-reduction {reduction}": reduction != "te",
     }
     return [
         f"{flag}: experts in one launch do not support it; remove it, or --moe-expert-kernels triton"
-        for flag, is_given in asked.items()
+        for flag, is_given in requested.items()
         if is_given
     ]
 
@@ -239,7 +239,7 @@ def context_parallel_attention_problems(config: RunConfig) -> list[str]:
 def emulated_only_options(precision: PrecisionConfig) -> list[str]:
     """Problems of number format options that Transformer Engine does not offer."""
     by_environment = "Transformer Engine has environment variables for this; remove the flag"
-    asked = {
+    requested = {
         "--fp8-format e5m2": (
             "e5m2" in (precision.fp8_format, *(entry.format for entry in precision_map.entries(precision))),
             "Transformer Engine does not support E5M2 for all tensors; use e4m3 or hybrid"),
@@ -264,8 +264,8 @@ def emulated_only_options(precision: PrecisionConfig) -> list[str]:
     }  # fmt: skip
     return [
         f"{flag}: {reason}, or use --transformer-impl emulated"
-        for flag, (is_asked, reason) in asked.items()
-        if is_asked
+        for flag, (is_requested, reason) in requested.items()
+        if is_requested
     ]
 
 

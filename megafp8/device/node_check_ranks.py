@@ -1,4 +1,4 @@
-"""The ranks of the node check: their places, and the order of the links between nodes. Needs no torch.
+"""The ranks of the node check: their positions, and the order of the links between nodes. Needs no torch.
 
 The nodes form a ring in which each link is a group of its own, so that failures can be attributed: a bad node fails in
 both of its links, while its neighbors' other links work. Links without a common node run at the same time.
@@ -14,7 +14,7 @@ NUM_CHECK_PORTS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRank:
-    """The place of a rank in the node check.
+    """The position of a rank in the node check.
 
     Attributes:
         nodes: addresses of all nodes, in the same order on all ranks.

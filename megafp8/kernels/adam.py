@@ -97,7 +97,7 @@ class TensorTable:
         self.lengths = torch.tensor(lengths, dtype=torch.int64).to(self.device)
         of_row = torch.arange(len(rows), dtype=torch.int32)
         self.row_of_chunk = torch.repeat_interleave(of_row, torch.tensor(counts)).to(self.device)
-        self.place_of_chunk = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts]).to(self.device)
+        self.index_of_chunk = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts]).to(self.device)
 
 
 @triton.jit
@@ -190,14 +190,14 @@ def update_block(
     update = tl.fma(p, weight_decay, tl.div_rn(tl.div_rn(m, correction1), root))
     p = tl.fma(update, -learning_rate, p)
 
-    kept = p
+    stored = p
     rounded = p.to(tl.bfloat16)
     if REMAINDER:
         bits = p.to(tl.int32, bitcast=True)
-        kept = bits.to(tl.int16)
+        stored = bits.to(tl.int16)
         # Rounding up in magnitude from a low half of 2^15 on, ties included, is what `restored_master` undoes.
         rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    tl.store(masters + offsets, kept, mask=mask)
+    tl.store(masters + offsets, stored, mask=mask)
     store_moment(exp_avgs, offsets, mask, m, scales, FORMAT)
     store_moment(exp_avg_sqs, offsets, mask, v, scales + 2, FORMAT)
     if HAS_MODEL:
@@ -206,7 +206,7 @@ def update_block(
 
 @triton.jit
 def adam_kernel(
-    table, lengths, row_of_chunk, place_of_chunk, all_scales, grad_factors, clip, learning_rate, beta1, beta2, eps,
+    table, lengths, row_of_chunk, index_of_chunk, all_scales, grad_factors, clip, learning_rate, beta1, beta2, eps,
     weight_decay, correction1, correction2, GRAD: tl.constexpr, MASTER: tl.constexpr, EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr, HAS_MODEL: tl.constexpr, REMAINDER: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, FORMAT: tl.constexpr,
@@ -214,7 +214,7 @@ def adam_kernel(
     """Update one block of one parameter. A program has one chunk, which is one block."""
     chunk = tl.program_id(0)
     row = tl.load(row_of_chunk + chunk)
-    start = tl.load(place_of_chunk + chunk).to(tl.int64) * BLOCK
+    start = tl.load(index_of_chunk + chunk).to(tl.int64) * BLOCK
     left = tl.load(lengths + row) - start
     grad_factor = tl.load(grad_factors)
     grads = address(table, row, 0, 5, GRAD, ALIGNED) + start
@@ -238,13 +238,13 @@ def adam_kernel(
 
 @triton.jit
 def squared_sum_kernel(
-    table, lengths, row_of_chunk, place_of_chunk, factors, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    table, lengths, row_of_chunk, index_of_chunk, factors, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Sum of (element * factor)^2 of one chunk of one tensor: BLOCKS blocks in a program, at `sums` + chunk."""
     chunk = tl.program_id(0)
     row = tl.load(row_of_chunk + chunk)
-    first = tl.load(place_of_chunk + chunk).to(tl.int64) * (BLOCK * BLOCKS)
+    first = tl.load(index_of_chunk + chunk).to(tl.int64) * (BLOCK * BLOCKS)
     left = tl.load(lengths + row) - first
     factor = tl.load(factors)
     values = address(table, row, 0, 1, DTYPE, ALIGNED) + first
@@ -275,7 +275,7 @@ def update_rows(table: TensorTable, grad_factor: Tensor, numbers: AdamStep, scal
     assert scales is not None or not {exp_avg, exp_avg_sq} & {torch.uint8, torch.float16}
     beta1, beta2 = (float(torch.tensor(beta, dtype=torch.float32)) for beta in (numbers.beta1, numbers.beta2))
     adam_kernel[(table.num_chunks,)](
-        table.addresses, table.lengths, table.row_of_chunk, table.place_of_chunk,
+        table.addresses, table.lengths, table.row_of_chunk, table.index_of_chunk,
         grad_factor if scales is None else scales,  # not read if no moment has a scale
         grad_factor, numbers.clip, numbers.learning_rate, numbers.beta1, numbers.beta2, numbers.eps,
         numbers.weight_decay, 1.0 - beta1**numbers.step, 1.0 - beta2**numbers.step,
@@ -295,7 +295,7 @@ def squared_sum(table: TensorTable, factor: Tensor) -> Tensor:
     """
     sums = torch.empty(table.num_chunks, dtype=torch.float32, device=table.device)
     squared_sum_kernel[(table.num_chunks,)](
-        table.addresses, table.lengths, table.row_of_chunk, table.place_of_chunk, factor, sums,
+        table.addresses, table.lengths, table.row_of_chunk, table.index_of_chunk, factor, sums,
         DTYPE=TRITON_TYPES[table.dtypes[0]], ALIGNED=table.is_aligned, BLOCK=SUM_BLOCK, BLOCKS=SUM_BLOCKS,
         num_warps=SUM_WARPS,
     )  # fmt: skip
@@ -319,7 +319,7 @@ def largest_of_block(
 
 @triton.jit
 def largest_kernel(
-    table, lengths, row_of_chunk, place_of_chunk, all_scales, grad_factors, clip, beta1, beta2, largest,
+    table, lengths, row_of_chunk, index_of_chunk, all_scales, grad_factors, clip, beta1, beta2, largest,
     GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -329,7 +329,7 @@ def largest_kernel(
     """
     chunk = tl.program_id(0)
     row = tl.load(row_of_chunk + chunk)
-    start = tl.load(place_of_chunk + chunk).to(tl.int64) * (BLOCK * BLOCKS)
+    start = tl.load(index_of_chunk + chunk).to(tl.int64) * (BLOCK * BLOCKS)
     left = tl.load(lengths + row) - start
     grad_factor = tl.load(grad_factors)
     grads = address(table, row, 0, 3, GRAD, ALIGNED) + start

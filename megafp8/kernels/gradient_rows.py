@@ -109,9 +109,9 @@ def add_kernel(
     tl.store(sums + start + within, total.to(sums.dtype.element_ty), mask=inside)
 
 
-def alignment_of(places: Iterable[int], itemsize: int) -> int:
-    """The elements of a 16-byte access, or less where a place in a table is not a multiple of them."""
-    return math.gcd(16 // itemsize, *places)
+def alignment_of(offsets: Iterable[int], itemsize: int) -> int:
+    """The elements of a 16-byte access, or less where an offset in a table is not a multiple of them."""
+    return math.gcd(16 // itemsize, *offsets)
 
 
 def amaxes_of(gradients: Tensor, table: Tensor, num_parameters: int, block: int, alignment: int) -> Tensor:
@@ -160,7 +160,7 @@ def add(
     table: Tensor,
     parameter_scales: Optional[Tensor],
     num_ranks: int,
-    places: tuple[int, int],
+    offsets: tuple[int, int],
     divisor: int,
     spec: FormatSpec,
     block: int,
@@ -173,13 +173,13 @@ def add(
         sums: flat, FP32 or BF16; written where the table says.
         table: int64 [programs, 4]: first and last element + 1 in `sums`, the number of the first row, the parameter.
         parameter_scales: FP32 [parameters], multiply the codes; None: each row has an E8M0 scale.
-        places: of the first code and of the first scale in each message.
+        offsets: of the first code and of the first scale in each message.
         divisor: the sums are divided by it.
         alignment: a power of two; the elements in the table are multiples of it.
     """
     if len(table):
         add_kernel[(len(table),)](
-            received, sums, table, parameter_scales, len(received) // num_ranks, *places, num_ranks,
+            received, sums, table, parameter_scales, len(received) // num_ranks, *offsets, num_ranks,
             None if divisor == 1 else float(divisor), FORMAT=spec, BLOCK=block, ROWS=ROWS, ALIGNMENT=alignment,
             enable_fp_fusion=False,
         )  # fmt: skip

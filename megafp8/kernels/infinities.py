@@ -24,8 +24,8 @@ def infinity_kernel(
     at = scale_inv + tile_row * tile_stride + tl.arange(0, BLOCK_SIZE) * row_stride + tile_column * column_stride
     is_read = tl.load(at, mask=row < num_rows, other=0.0) == 1.0
     if tl.max(is_read.to(tl.int32)) == 1:
-        place = row.to(tl.int64)[:, None] * width + column[None, :]
-        x = tl.load(values + place, mask=is_read[:, None] & (column < width)[None, :], other=0.0)
+        offsets = row.to(tl.int64)[:, None] * width + column[None, :]
+        x = tl.load(values + offsets, mask=is_read[:, None] & (column < width)[None, :], other=0.0)
         flag_infinity(tl.max(tl.abs(widen(x))), flag)
 
 

@@ -154,7 +154,7 @@ def decode_tensor_kernel(codes_ptr, values_ptr, count, FORMAT: tl.constexpr, BLO
 
 
 @triton.jit
-def place_of_tile(num_columns, BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr):
+def position_of_tile(num_columns, BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr):
     """This program's tile: the index of its row of blocks (int64), and column indices [1, TILES, 1] of its squares."""
     across = tl.cdiv(num_columns, BLOCK_SIZE * TILES)
     squares = (tl.program_id(0) % across) * TILES + tl.arange(0, TILES)[None, :, None]
@@ -188,7 +188,7 @@ def transformed_amax_kernel(
     x_ptr, matrix_ptr, amax_bits_ptr, num_rows, num_columns, BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr
 ):
     """Amaxes of a tensor and of its Hadamard transform, in two consecutive words at `amax_bits_ptr`."""
-    block_row, squares = place_of_tile(num_columns, BLOCK_SIZE, TILES)
+    block_row, squares = position_of_tile(num_columns, BLOCK_SIZE, TILES)
     at, inside = offsets_of_tile(squares, num_columns, num_rows - block_row * BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE)
     x = tl.load(x_ptr + block_row * BLOCK_SIZE * num_columns + at, mask=inside, other=0.0)
     store_amax(amax_bits_ptr, x.to(tl.float32))
@@ -211,7 +211,7 @@ def quantize_blocks_kernel(
     With a matrix, column blocks are those of the Hadamard transform. With two-level scaling `row_amax_ptr` and
     `column_amax_ptr` are the amaxes of the tensor and its transform, and the tensor scales are stored in the factors.
     """
-    block_row, squares = place_of_tile(num_columns, BLOCK_SIZE, TILES)
+    block_row, squares = position_of_tile(num_columns, BLOCK_SIZE, TILES)
     num_rows_left = num_rows - block_row * BLOCK_SIZE
     at, inside = offsets_of_tile(squares, num_columns, num_rows_left, BLOCK_SIZE, BLOCK_SIZE)
     x_ptr += block_row * BLOCK_SIZE * num_columns
@@ -360,7 +360,7 @@ def decode_blocks_kernel(
 ):  # fmt: skip
     """Codes times the scales of their blocks, which have BLOCK_SIZE rows if IS_TALL, else 1, and BLOCK_SIZE columns if
     IS_WIDE."""
-    block_row, squares = place_of_tile(num_columns, BLOCK_SIZE, TILES)
+    block_row, squares = position_of_tile(num_columns, BLOCK_SIZE, TILES)
     first_row = block_row * BLOCK_SIZE
     num_rows_left = num_rows - first_row
     at, inside = offsets_of_tile(squares, num_columns, num_rows_left, BLOCK_SIZE, BLOCK_SIZE)

@@ -62,9 +62,9 @@ def store_words(words, codes, tile_row, tile_column, num_tokens, BLOCK_SIZE: tl.
     """Store words [BLOCK_SIZE / 4, BLOCK_SIZE], each with the codes of four tokens, to their tile of the transpose
     [W, T]."""
     # A row of the transpose has T codes, which are T / 4 words. Tile offsets are multiples of 4: words are aligned.
-    place = tl.arange(0, BLOCK_SIZE)[:, None] * (num_tokens // 4) + tl.arange(0, BLOCK_SIZE // 4)[None, :]
+    offsets = tl.arange(0, BLOCK_SIZE)[:, None] * (num_tokens // 4) + tl.arange(0, BLOCK_SIZE // 4)[None, :]
     codes = (codes + tile_offset(tile_column, tile_row, num_tokens, BLOCK_SIZE)).to(tl.pointer_type(tl.int32))
-    tl.store(codes + place, tl.trans(words))
+    tl.store(codes + offsets, tl.trans(words))
 
 
 @triton.jit

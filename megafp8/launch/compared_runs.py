@@ -21,8 +21,8 @@ def run_problems(words: Sequence[str], ranks: int, folder: Optional[Path]) -> li
     Args:
         folder: None if what it holds need not have the same settings.
     """
-    invocation, problems = flags.parse_with_problems(words)
-    problems += rules.problems(invocation.config, ranks)
+    parsed, problems = flags.parse_with_problems(words)
+    problems += rules.problems(parsed.config, ranks)
     if problems or folder is None or not (path := folder / "config.json").exists():
         return problems
     suggestion = "take another --output-dir, or remove it"
@@ -30,7 +30,7 @@ def run_problems(words: Sequence[str], ranks: int, folder: Optional[Path]) -> li
         before = settings.from_json(read_text(path))
     except (UnreadableFile, ConfigError) as error:
         return [f"{path} cannot be read: {error}: {suggestion}"]
-    lines = variants.differences(before, with_recorded(invocation.config, before))
+    lines = variants.differences(before, with_recorded(parsed.config, before))
     return [f"{folder} holds a run with other settings ({'; '.join(lines)}): {suggestion}"] if lines else []
 
 

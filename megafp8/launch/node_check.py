@@ -241,23 +241,23 @@ def measure_node(
     clock_s = clock_offset_s(clock)
     clock.unlink()
     with tempfile.TemporaryDirectory() as scratch:
-        place = NodeRank(
+        node_rank = NodeRank(
             nodes=tuple(addresses or nodes), node=list(nodes).index(node), rank=0, ranks_per_node=max(1, num_gpus),
             port=port, store=f"{scratch}/store", timeout_s=timeout_s, is_gpu=num_gpus > 0,
         )  # fmt: skip
         ranks = [
-            start_check_process("all_reduce_check", dataclasses.replace(place, rank=rank), Path(scratch), str(rank))
-            for rank in range(place.ranks_per_node)
+            start_check_process("all_reduce_check", dataclasses.replace(node_rank, rank=rank), Path(scratch), str(rank))
+            for rank in range(node_rank.ranks_per_node)
         ]
         rendezvous_check = None
         if len(nodes) > 1:
-            rendezvous_check = start_check_process("rendezvous_check", place, Path(scratch), "rendezvous")
+            rendezvous_check = start_check_process("rendezvous_check", node_rank, Path(scratch), "rendezvous")
         machine = find_machine(str(folder))
         results = run_checks(machine, num_gpus)
-        groups = collect_results(place, Path(scratch), ranks)
+        groups = collect_results(node_rank, Path(scratch), ranks)
         rendezvous = None
         if rendezvous_check is not None:
-            rendezvous = rendezvous_error(rendezvous_check, place.timeout_s, Path(scratch))
+            rendezvous = rendezvous_error(rendezvous_check, node_rank.timeout_s, Path(scratch))
     problems = tuple(f"{result.check}: {result.text}" for result in results if result.level == ERROR)
     return NodeReport(
         node=node, problems=problems, software=software_versions(machine), gpus=gpus, clock_s=clock_s, groups=groups,
@@ -286,10 +286,10 @@ def gpu_states() -> tuple[GpuState, ...]:
     )  # fmt: skip
 
 
-def start_check_process(module: str, place: NodeRank, scratch: Path, name: str) -> subprocess.Popen:
+def start_check_process(module: str, node_rank: NodeRank, scratch: Path, name: str) -> subprocess.Popen:
     """Start a module of `megafp8.device` that ends with this process and writes to `rankNAME` and `errorsNAME`."""
     with open(scratch / f"rank{name}", "w") as output, open(scratch / f"errors{name}", "w") as errors:
-        command = [sys.executable, "-m", f"megafp8.device.{module}", json.dumps(dataclasses.asdict(place))]
+        command = [sys.executable, "-m", f"megafp8.device.{module}", json.dumps(dataclasses.asdict(node_rank))]
         end = functools.partial(set_parent_death_signal, signal.SIGKILL, os.getpid())
         return subprocess.Popen(command, stdout=output, stderr=errors, preexec_fn=end)
 
@@ -315,11 +315,11 @@ def wait_or_kill(process: subprocess.Popen, wait_s: float, errors: Path) -> str:
     return f"exited with status {process.returncode}{last_error_line(errors)}"
 
 
-def collect_results(place: NodeRank, scratch: Path, ranks: Sequence[subprocess.Popen]) -> tuple[GroupResult, ...]:
+def collect_results(node_rank: NodeRank, scratch: Path, ranks: Sequence[subprocess.Popen]) -> tuple[GroupResult, ...]:
     """Wait for the node's ranks, and return the result of each group: that of its slowest rank."""
-    num_nodes = len(place.nodes)
-    expected = [(place.node,), *(link_members(link, num_nodes) for link in node_links(place.node, num_nodes))]
-    deadline = time.monotonic() + STARTUP_TIMEOUT_S + 2 * place.timeout_s * len(expected)  # of all ranks together
+    num_nodes = len(node_rank.nodes)
+    expected = [(node_rank.node,), *(link_members(link, num_nodes) for link in node_links(node_rank.node, num_nodes))]
+    deadline = time.monotonic() + STARTUP_TIMEOUT_S + 2 * node_rank.timeout_s * len(expected)  # of all ranks together
     lines: list[dict[tuple[int, ...], dict]] = []
     ends: list[str] = []
     for rank, process in enumerate(ranks):

@@ -136,17 +136,17 @@ def node_check_lines(job: Job) -> list[str]:
 
 def torchrun_lines(job: Job) -> list[str]:
     """Start one torchrun per node, under the supervisor."""
-    torchrun, meeting, find, place = ["--standalone"], list[str](), "", ""
+    torchrun, meeting, find, variables = ["--standalone"], list[str](), "", ""
     if job.nodes > 1:
         meeting = ["# The rendezvous is on the first node (number 0), on a port derived from the job id."]
         find = "addresses=($NODE_ADDRESSES); "
-        place = "PET_LOCAL_ADDR=${addresses[SLURM_NODEID]} PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)) "
+        variables = "PET_LOCAL_ADDR=${addresses[SLURM_NODEID]} PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)) "
         torchrun = [
             '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID"',
             f'--rdzv-endpoint "${{addresses[0]}}:$(({RENDEZVOUS_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"',
         ]
     task, shown = ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID/", "ARRAY_TASK/") if job.runs else ("", "")
-    on_each = f'{find}PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/{task}$SLURMD_NODENAME {place}exec "$@"'
+    on_each = f'{find}PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/{task}$SLURMD_NODENAME {variables}exec "$@"'
     return [
         "# One torchrun per node. The output of each rank is logged to a separate file under",
         f"# {job.log_folder}/ranks/{shown}NODE; that of the first rank of a node is also written to the job's output.",

@@ -94,7 +94,7 @@ class Suite:
     slurm: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def invocation(self) -> config_flags.Invocation:
+    def parsed(self) -> config_flags.ParsedArgs:
         """The flags of all runs, without those of the size; without its problems."""
         return config_flags.parse_with_problems(self.flags)[0]
 
@@ -104,15 +104,15 @@ class Suite:
 
         A file may hold all settings, as that of a run does. It gives those that the suite sets only if it changes them.
         """
-        config, from_file = self.invocation.config, self.invocation.from_file
+        config, from_file = self.parsed.config, self.parsed.from_file
         set_by_suite = from_file & {*SET_BY_SUITE, *itertools.chain.from_iterable(SET_BY_PART.values())}
         defaults = {name for name in set_by_suite if value_of(config, name) == settings_by_name()[name].default}
-        return self.invocation.given | (from_file - defaults)
+        return self.parsed.given | (from_file - defaults)
 
     @property
     def names_model(self) -> bool:
         """Whether the flags of all runs say the complete model: a preset, or a --config file with a width."""
-        return "model.model_preset" in self.given or "model.hidden_size" in self.invocation.from_file
+        return "model.model_preset" in self.given or "model.hidden_size" in self.parsed.from_file
 
     @cached_property
     def part_settings(self) -> Mapping[str, PartSettings]:
@@ -123,7 +123,7 @@ class Suite:
         replaced = set(self.given)
         if part == CONTINUATION:
             # What the flags of all runs give stays theirs, and is compared with the checkpoint.
-            theirs = {*self.invocation.from_file, *(MODEL_SETTINGS if self.names_model else ())}
+            theirs = {*self.parsed.from_file, *(MODEL_SETTINGS if self.names_model else ())}
             saved = without_settings(self.checkpoint_flags, theirs)
             own = (*saved, *size_flags(self.size, {*replaced, *MODEL_SETTINGS, "data.seq_length"}))
         else:
@@ -131,8 +131,8 @@ class Suite:
             own = size_flags(self.size, replaced)
         rates = rate_flags(self.base_rate, self.given)
         words = (*own, *rates, *part_flags(self.size, part, self.given), *self.flags)
-        invocation, problems = config_flags.parse_with_problems(words)
-        config = invocation.config
+        parsed, problems = config_flags.parse_with_problems(words)
+        config = parsed.config
         micro = shared_micro_batch_size(config, self.given, self.gpus)
         if micro is not None:
             words = (*words, "--micro-batch-size", str(micro))
@@ -142,7 +142,7 @@ class Suite:
     @property
     def base_rate(self) -> float:
         """The learning rate as given, else that of the size; see `Size`."""
-        rate = self.invocation.config.optimizer.lr if "optimizer.lr" in self.given else None
+        rate = self.parsed.config.optimizer.lr if "optimizer.lr" in self.given else None
         return SIZES[self.size].lr if rate is None else rate
 
 
@@ -228,7 +228,7 @@ SET_BY_PART = {FAULTS: {*FAULT_FLAGS, "--fp8-guard-interval", "--transformer-imp
 
 def flag_problems(suite: Suite) -> list[str]:
     """Flags of all runs that the suite sets itself, or with which it has no verdict."""
-    config, given = suite.invocation.config, suite.given
+    config, given = suite.parsed.config, suite.given
     found = {name: f"set by the suite; remove it, and {text}" for name, text in SET_BY_SUITE.items() if name in given}
     for part in suite.parts:
         names = {settings_by_flag()[flag].name for flag in SET_BY_PART.get(part, ())}

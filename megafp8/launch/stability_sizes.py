@@ -97,14 +97,14 @@ def part_flags(size: str, part: str, given: Collection[str]) -> tuple[str, ...]:
 def without_settings(flags: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
     """Flags, each with its values, without those of the named settings."""
     setting_of = {flag: setting.name for setting in all_settings() for flag in (*setting.flags, *setting.off)}
-    kept: list[str] = []
-    is_kept = True
+    remaining: list[str] = []
+    is_selected = True
     for word in flags:
         if word.startswith("--"):
-            is_kept = setting_of[word] not in names
-        if is_kept:
-            kept.append(word)
-    return tuple(kept)
+            is_selected = setting_of[word] not in names
+        if is_selected:
+            remaining.append(word)
+    return tuple(remaining)
 
 
 def shared_micro_batch_size(config: RunConfig, given: Collection[str], world_size: int) -> Optional[int]:

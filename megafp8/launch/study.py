@@ -40,7 +40,7 @@ from typing import Any, Optional
 
 from megafp8.config import derived, dimensions, iterations, model_shapes, rules
 from megafp8.config import flags as config_flags
-from megafp8.config.flags import Invocation
+from megafp8.config.flags import ParsedArgs
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of, with_values
 from megafp8.config.variants import NEUTRAL_SETTINGS
@@ -292,9 +292,9 @@ def build_run(study: Study, grid: Grid, options: Sequence[Option]) -> tuple[Stud
     gpus = last_given_size(chosen, ("gpus",)) or ("gpus", 1.0)
     budget = last_given_size(chosen, BUDGETS)
     words = [word for option in chosen for word in option.flags]
-    invocation, problems = config_flags.parse_with_problems(words)
-    config, world_size = invocation.config, int(gpus[1])
-    problems += study_problems(invocation, gpus[1], budget)
+    parsed, problems = config_flags.parse_with_problems(words)
+    config, world_size = parsed.config, int(gpus[1])
+    problems += study_problems(parsed, gpus[1], budget)
     config = with_save_folder(config, study.folder / label)
     if budget is not None and not problems:
         # Check the rules first, for any length, because the number of steps can only be computed from valid settings.
@@ -328,10 +328,10 @@ def last_given_size(options: Sequence[Option], names: Sequence[str]) -> Optional
     return given[-1] if given else None
 
 
-def study_problems(invocation: Invocation, gpus: float, budget: Optional[tuple[str, float]]) -> list[str]:
+def study_problems(parsed: ParsedArgs, gpus: float, budget: Optional[tuple[str, float]]) -> list[str]:
     """Problems of settings that are valid in a run, but not in a study."""
-    config, problems = invocation.config, []
-    if invocation.dry_run or config.checkpoint.save or config.checkpoint.load:
+    config, problems = parsed.config, []
+    if parsed.dry_run or config.checkpoint.save or config.checkpoint.load:
         problems.append("--save, --load and --dry-run: set by the study, with one folder per run; remove them")
     if gpus % 1:
         problems.append(f"gpus: {gpus:g} must be an integer")

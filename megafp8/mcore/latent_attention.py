@@ -26,7 +26,7 @@ from megafp8.config.latent_attention import DOWN_PROJECTIONS
 from megafp8.config.schema import ModelConfig
 from megafp8.mcore.patches import import_core
 
-PLACED = (*DOWN_PROJECTIONS, "linear_proj")
+BUILT_LATER = (*DOWN_PROJECTIONS, "linear_proj")
 MODULE = "transformer.multi_latent_attention"
 DOWN_PROJECTION_EVIDENCE = (
     ("transformer/multi_latent_attention.py", 'raise ValueError(f"Unsupported linear_q_down_proj'),
@@ -138,11 +138,11 @@ class LatentAttention(GivenNorms):
     def __init__(
         self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **options: Any
     ):
-        placeholders = dataclasses.replace(submodules, **dict.fromkeys(PLACED, Placeholder))
+        placeholders = dataclasses.replace(submodules, **dict.fromkeys(BUILT_LATER, Placeholder))
         # Without Transformer Engine the module takes it for installed, and asks for instances of what is not a class.
         with patch.multiple(import_core(MODULE), Linear=Placeholder, HAVE_TE=False):
             super().__init__(config, placeholders, *args, **options)
-        for name in PLACED:
+        for name in BUILT_LATER:
             placeholder = getattr(self, name, None)
             if placeholder is not None:
                 built = build_module(getattr(submodules, name), *placeholder.sizes, **placeholder.options)

@@ -159,7 +159,7 @@ def add_statistics(
 
     Numerics: counts are exact; differences in FP32, sums of their squares in FP64.
     """
-    rule, is_known = quantized.rule, not is_kept_as_codes(tensor)
+    rule, is_known = quantized.rule, not is_stored_as_codes(tensor)
     values = tensor.detach() if is_known else tensor.dequantize()
     rows = values.reshape(-1, values.shape[-1])
     rows = transformed(rows, rule, quantized.signs)
@@ -201,7 +201,7 @@ class TensorObserver:
             if not tracked.is_what_if and codes is not None:
                 first_channel = self.first_channel if operand is Operand.INPUT else 0
                 self._add(tracked, tensor, codes, first_channel)
-        what_if = [] if is_kept_as_codes(tensor) else [tracked for tracked in unseen if tracked.is_what_if]
+        what_if = [] if is_stored_as_codes(tensor) else [tracked for tracked in unseen if tracked.is_what_if]
         # Grouped by recipe, so that the codes of only one are in memory at a time.
         for _, group in itertools.groupby(what_if, key=lambda tracked: tracked.recipe):
             sides = list(group)
@@ -222,7 +222,7 @@ class TensorObserver:
         )
 
 
-def is_kept_as_codes(tensor: Tensor) -> bool:
+def is_stored_as_codes(tensor: Tensor) -> bool:
     """Whether a weight has no high-precision values; also for Transformer Engine's quantized tensors."""
     return isinstance(tensor, QuantizedParameter) or hasattr(tensor, "_quantizer")
 

@@ -63,7 +63,7 @@ class ExpertRecord:
 
 
 def layer_load(
-    counts: Sequence[float], topk: int, num_tokens: float, entropy_sum: float, num_kept: float,
+    counts: Sequence[float], topk: int, num_tokens: float, entropy_sum: float, num_remaining: float,
     bias: Optional[tuple[float, float]],
     num_rows: Optional[float] = None, dispatch_bytes: Optional[int] = None,
 ) -> LayerLoad:  # fmt: skip
@@ -74,7 +74,7 @@ def layer_load(
         topk: experts of a token.
         num_tokens: tokens that were routed.
         entropy_sum: of their softmax, in nats.
-        num_kept: assignments that no capacity dropped.
+        num_remaining: assignments that no capacity dropped.
         bias: smallest and largest bias.
         num_rows: that experts multiplied, padding included; None if they are not counted.
         dispatch_bytes: of tokens that arrived.
@@ -88,12 +88,12 @@ def layer_load(
         max_to_mean=largest / mean if mean else 0.0,
         variation=deviation / mean if mean else 0.0,
         num_idle=len(idle),
-        dropped_fraction=1 - num_kept / assigned if assigned else 0.0,
+        dropped_fraction=1 - num_remaining / assigned if assigned else 0.0,
         entropy_fraction=entropy_sum / largest_entropy if largest_entropy else 0.0,
         bias_min=None if bias is None else bias[0],
         bias_max=None if bias is None else bias[1],
         busiest_expert=counts.index(largest),
-        padded_fraction=None if not num_rows else 1 - num_kept / num_rows,
+        padded_fraction=None if not num_rows else 1 - num_remaining / num_rows,
         dispatch_bytes=dispatch_bytes,
         idle_experts=idle,
         num_assignments=int(assigned),

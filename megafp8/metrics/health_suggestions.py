@@ -87,8 +87,8 @@ class Case:
 
     def accepts(self, words: Sequence[str]) -> bool:
         """Whether these words on the run's command line are valid and change its configuration."""
-        invocation, problems = flags.parse_with_problems(words)
-        values = {name: value_of(invocation.config, name) for name in invocation.given}
+        parsed, problems = flags.parse_with_problems(words)
+        values = {name: value_of(parsed.config, name) for name in parsed.given}
         if MAP_ENTRIES in values:
             values[MAP_ENTRIES] = (*self.config.precision.precision_map, *values[MAP_ENTRIES])
         free = with_values(self.config, CHOSEN_AGAIN)

@@ -11,7 +11,7 @@
 Attention logits, the residual and the SNR are also compared with their own past (`GROWTH`), since a factor of a few in
 a hundred steps is early, and a fixed limit that is above the values of every healthy model is late. Healthy models
 grow, too: weights of queries and keys with the sum of the learning rates so far, and logits with its square. So values
-are compared with earlier ones only if these were taken after the steps of `first_steps_not_kept`: more than
+are compared with earlier ones only if these were taken after the steps of `first_steps_not_stored`: more than
 `SETTLING_STEPS` after the warm-up, and where the sum at most doubles in two intervals, so that its square grows by at
 most 4. In five it may grow by 12, so that logits above 100 so early may be a warning in a healthy model, too.
 
@@ -102,7 +102,7 @@ LAYER_STATISTICS = (ALIGNMENT, "attention logits", "residual")
 GRADIENT_SNR = "gradient SNR"
 
 
-def first_steps_not_kept(warmup_steps: float, interval: int) -> float:
+def first_steps_not_stored(warmup_steps: float, interval: int) -> float:
     """Steps at the start of a run whose values are not kept for a comparison.
 
     They depend on the interval only if it is long beside the warm-up. A linear warm-up counts as half of its steps at

@@ -218,7 +218,7 @@ class EmulatedLinearMixin:
             self.noise.start_step()
         if self.amax_exchange is not None:  # an error may have interrupted the last step
             self.amax_exchange.start_step()
-            self.quantizer_state.kept_scales.clear()
+            self.quantizer_state.stored_scales.clear()
 
     def move_to_high_precision(self) -> None:
         """Quantize no GEMM from now on. The state of the recipe stays in checkpoints, unchanged. Not within a step."""

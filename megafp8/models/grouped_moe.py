@@ -158,8 +158,8 @@ class GroupedExperts(MegatronModule):
             for part, values in delayed.linear_states().items():
                 kind, _, index = part.rpartition(".")
                 key = f"{prefix}experts.{name}.quantizer_state.{layer}{first + int(index)}.{kind}"
-                place = f"{prefix}quantizer_state.{name}.{part}"
-                state[place] = ShardedTensor.from_rank_offsets(key, values, replica_id=replica_id)
+                state_key = f"{prefix}quantizer_state.{name}.{part}"
+                state[state_key] = ShardedTensor.from_rank_offsets(key, values, replica_id=replica_id)
         return state
 
 

@@ -119,9 +119,9 @@ def check_patterns(patterns: Sequence[str], matched: set[str]) -> None:
     """
     everywhere: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everywhere, matched)
-    idle = [each for each in patterns if each not in {*EXCLUDED_BY_DEFAULT, *set().union(*everywhere)}]
-    if idle:
+    unused = [each for each in patterns if each not in {*EXCLUDED_BY_DEFAULT, *set().union(*everywhere)}]
+    if unused:
         raise ConfigError(
-            f"--grad-reduce-fp8-exclude {' '.join(idle)} matches the name of no parameter: give a part of a name with "
-            "stars, such as *linear_fc2* or decoder.layers.0.*, or none"
+            f"--grad-reduce-fp8-exclude {' '.join(unused)} matches the name of no parameter: give a part of a name "
+            "with stars, such as *linear_fc2* or decoder.layers.0.*, or none"
         )

@@ -55,8 +55,8 @@ class FusedRows:
             first_row += shard.num_rows
         sums = list(self._parts(self.own))
         rows = [(row * BLOCK, row * BLOCK + round_up(stop - start, BLOCK), row, of) for start, stop, row, of in sums]
-        places = [place for each in table for place in each[:3]]
-        self._alignment = gradient_rows.alignment_of(places, unquantized_itemsize)
+        offsets = [offset for each in table for offset in each[:3]]
+        self._alignment = gradient_rows.alignment_of(offsets, unquantized_itemsize)
         self._table, self._sums_table, self._rows_table = (
             torch.tensor(each, dtype=torch.int64, device=device).view(len(each), width)
             for each, width in ((table, 6), (sums, 4), (rows, 4))
@@ -116,7 +116,7 @@ class FusedRows:
         divisor: int,
     ) -> None:
         codes = self.own.num_unquantized * self.unquantized_itemsize
-        places = (codes, codes + self.own.num_rows * BLOCK)
+        offsets = (codes, codes + self.own.num_rows * BLOCK)
         self._kernels.add(
-            received, sums, table, parameter_scales, num_ranks, places, divisor, self._spec, BLOCK, self._alignment
+            received, sums, table, parameter_scales, num_ranks, offsets, divisor, self._spec, BLOCK, self._alignment
         )

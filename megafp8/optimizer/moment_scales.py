@@ -69,7 +69,7 @@ class MomentScales:
             table.addresses,
             table.lengths,
             table.row_of_chunk,
-            table.place_of_chunk,
+            table.index_of_chunk,
             scales,
             grad_factor,
             adam_step.clip,

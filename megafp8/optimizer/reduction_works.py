@@ -15,12 +15,12 @@ class BucketWork:
 
     Args:
         work: of the all-to-all.
-        kept: tensors that the collective reads.
+        held: tensors that the collective reads.
         finish: called when it has ended. It may return a function that waits for the sums of other ranks.
     """
 
-    def __init__(self, work: Any, kept: tuple[Tensor, ...], finish: Callable[[], Optional[Callable[[], None]]]):
-        self._work, self._kept = work, kept
+    def __init__(self, work: Any, held: tuple[Tensor, ...], finish: Callable[[], Optional[Callable[[], None]]]):
+        self._work, self._held = work, held
         self._finish: Optional[Callable[[], Optional[Callable[[], None]]]] = finish
         self._receive: Optional[Callable[[], None]] = None
 
@@ -29,7 +29,7 @@ class BucketWork:
         self._work.wait()
         assert self._finish is not None, "it is added already"
         self._receive = self._finish()
-        self._kept, self._finish = (), None  # what they hold is not needed any more
+        self._held, self._finish = (), None  # what they hold is not needed any more
 
     def receive(self) -> None:
         """In an all-reduce, wait for the sums of other ranks."""

@@ -500,9 +500,9 @@ def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementa
     if not num_layers:
         return 0
     if derived.recompute_granularity(config.training) != "full":
-        kept = layer.after_selective_recompute(derived.recompute_modules(config.training))
+        stored = layer.after_selective_recompute(derived.recompute_modules(config.training))
         # While a module is recomputed, the activations that it had dropped exist once.
-        return int(in_flight * kept + (layer.total - kept) + embedding)
+        return int(in_flight * stored + (layer.total - stored) + embedding)
     num_recomputed = config.training.recompute_num_layers
     assert num_recomputed is not None
     if config.training.recompute_method == "uniform":

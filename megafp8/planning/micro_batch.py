@@ -98,8 +98,8 @@ def next_size(sizes: Sequence[int], tried: Mapping[int, Optional[float]], first:
         return max((size for size in larger if size <= 2 * max(fitting)), default=larger[0])
     if larger:
         return larger[len(larger) // 2]
-    place = sizes.index(min(fitting, key=lambda size: tried[size] or 0.0))
-    neighbours = sizes[max(0, place - 1) : place + 2]
+    index = sizes.index(min(fitting, key=lambda size: tried[size] or 0.0))
+    neighbours = sizes[max(0, index - 1) : index + 2]
     return next((size for size in neighbours if size not in tried), None)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from megafp8.config import derived, dimensions, iterations
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.flags import Invocation
+from megafp8.config.flags import ParsedArgs
 from megafp8.config.rules.base import batch_schedule
 from megafp8.config.rules.model import shape_is_given
 from megafp8.config.schema import RunConfig
@@ -139,22 +139,20 @@ class Plan:
     warnings: list[str]
 
 
-def make_plan(
-    invocation: Invocation, gpu: Gpu, world_size: int, scaling_counts: Sequence[int] = SCALING_COUNTS
-) -> Plan:
+def make_plan(parsed: ParsedArgs, gpu: Gpu, world_size: int, scaling_counts: Sequence[int] = SCALING_COUNTS) -> Plan:
     """Plan a run.
 
     Args:
-        invocation: training flags. Layout, micro batch size and recomputation are searched unless they are given.
+        parsed: training flags. Layout, micro batch size and recomputation are searched unless they are given.
 
     Raises:
         ConfigError: the flags violate a rule under every layout, or the GPU does not have the recipe.
     """
-    if shape_problems := list(shape_is_given(invocation.config, world_size)):
+    if shape_problems := list(shape_is_given(parsed.config, world_size)):
         # Reported alone: a model shape usually sets the micro batch size, positions and vocabulary as well.
         raise ConfigError(shape_problems)
-    assumed = assumptions(invocation, world_size)
-    config = with_values(invocation.config, assumed)
+    assumed = assumptions(parsed, world_size)
+    config = with_values(parsed.config, assumed)
     problems = layouts.machine_problems(config, gpu)
     if is_mixture(config.model) and config.precision.precision_map:
         problems.append("--precision with --num-experts: its step times are not predicted; remove --precision")
@@ -168,11 +166,11 @@ def make_plan(
     def padded_vocab(candidate: RunConfig) -> int:
         return dimensions.padded_vocab_size(candidate, vocabulary_size(candidate) or 0)
 
-    given = invocation.given - {MICRO} if is_auto(config) else invocation.given
+    given = parsed.given - {MICRO} if is_auto(config) else parsed.given
 
     def search(num_gpus: int) -> LayoutSearch:
         # A default global batch size depends on the number of GPUs, which it must be divisible by.
-        config = with_values(invocation.config, assumptions(invocation, num_gpus))
+        config = with_values(parsed.config, assumptions(parsed, num_gpus))
         return layouts.find_layouts(config, gpu, num_gpus, padded_vocab, given)
 
     requested = search(world_size)
@@ -219,9 +217,9 @@ def vocabulary_size(config: RunConfig) -> Optional[int]:
     return config.model.vocab_size + (config.data.tokenizer_type == "NullTokenizer")  # which adds one token
 
 
-def assumptions(invocation: Invocation, world_size: int) -> dict[str, Any]:
+def assumptions(parsed: ParsedArgs, world_size: int) -> dict[str, Any]:
     """Values for settings that a run requires and the command line does not give."""
-    config, given = invocation.config, invocation.given
+    config, given = parsed.config, parsed.given
     values: dict[str, Any] = {
         "precision.bf16": True,
         "data.seq_length": assumed_length(config),

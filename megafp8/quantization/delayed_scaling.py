@@ -118,7 +118,7 @@ class DelayedState(nn.Module):
         )
         self.register_buffer("amax_history", torch.zeros(self.options.history_len, len(OPERANDS), *stack))
         self.register_buffer("quant_scale", torch.ones(len(OPERANDS), *stack))
-        self.kept_scales: deque[Tensor] = deque()  # of forward passes that will be recomputed
+        self.stored_scales: deque[Tensor] = deque()  # of forward passes that will be recomputed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedState:
         """Move with the model, but stay FP32 when the model becomes BF16."""
@@ -180,16 +180,16 @@ class DelayedState(nn.Module):
         """
         if not self.training:
             return self.scales(records_amax=False), False
-        if torch.is_grad_enabled() and self.kept_scales:
-            return self.scales(records_amax=True, forward_scale=self.kept_scales.popleft()), False
+        if torch.is_grad_enabled() and self.stored_scales:
+            return self.scales(records_amax=True, forward_scale=self.stored_scales.popleft()), False
         if not torch.is_grad_enabled():
-            self.kept_scales.append(self.quant_scale.clone())
+            self.stored_scales.append(self.quant_scale.clone())
         return self.scales(records_amax=True), True
 
     def next_input_scale(self) -> Tensor:
         """The scale of the input in the next `scales_for_forward`, FP32 scalar or [E]."""
-        is_second_run = self.training and torch.is_grad_enabled() and bool(self.kept_scales)
-        scales = self.kept_scales[0] if is_second_run else self.quant_scale
+        is_second_run = self.training and torch.is_grad_enabled() and bool(self.stored_scales)
+        scales = self.stored_scales[0] if is_second_run else self.quant_scale
         return scales[OPERANDS.index(Operand.INPUT)].clone()
 
 
@@ -242,7 +242,7 @@ class AmaxExchange:
 
     def start_step_of(self, state: DelayedState) -> None:
         """Discard what an error left unfinished of one linear."""
-        state.kept_scales.clear()
+        state.stored_scales.clear()
         for ran in self._ran.values():
             ran.discard(id(state))
 

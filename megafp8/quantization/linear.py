@@ -130,8 +130,8 @@ class _EmulatedLinear(torch.autograd.Function):
         if needs_wgrad and _saves_codes(input, plan):
             dtypes[Gemm.WGRAD] = None
         quantized = plan.quantize_for(input, Operand.INPUT, dtypes) if dtypes else {}
-        kept = Gemm.FPROP if requantizes else Gemm.WGRAD
-        saved_input: Union[Quantized, Decoded, Tensor, None] = quantized.get(kept)
+        stored_gemm = Gemm.FPROP if requantizes else Gemm.WGRAD
+        saved_input: Union[Quantized, Decoded, Tensor, None] = quantized.get(stored_gemm)
         if needs_wgrad and saved_input is None:
             saved_input = input.contiguous()
         _save(ctx, quantized_weight.dgrad, saved_input)
@@ -170,8 +170,8 @@ class _EmulatedLinear(torch.autograd.Function):
         dy = plan.quantize_for(rows, Operand.GRAD_OUTPUT, dtypes) if dtypes else {}
         if needs_dgrad:
             # `pop`: the decoded copy for dgrad is freed before wgrad allocates.
-            kept_weight = plan.smoothed(ctx.weight) if weight is None else weight
-            grad_rows = _dgrad(rows, dy.pop(Gemm.DGRAD, None), kept_weight, plan)
+            stored_weight = plan.smoothed(ctx.weight) if weight is None else weight
+            grad_rows = _dgrad(rows, dy.pop(Gemm.DGRAD, None), stored_weight, plan)
             grad_input, reductions = _start_reduction(grad_rows, ctx.input_shape, plan)  # overlaps with wgrad
         if needs_wgrad:
             _wait(gathers)

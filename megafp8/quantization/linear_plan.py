@@ -91,11 +91,11 @@ class LinearPlan:
         """The codes of one operand for one GEMM."""
         return self.quantize_to_codes(tensor, operand, (gemm,))[gemm]
 
-    def backward_codes(self, kept: Union[Quantized, Tensor], operand: Operand, gemm: Gemm) -> Quantized:
+    def backward_codes(self, stored: Union[Quantized, Tensor], operand: Operand, gemm: Gemm) -> Quantized:
         """The codes of weight or input for a GEMM of the backward pass, from what the forward pass kept."""
-        if isinstance(kept, Tensor):
-            return self.quantize(kept, operand, gemm)
-        return self.quantize(dequantize(kept), operand, gemm) if self.recipe.requantizes(operand) else kept
+        if isinstance(stored, Tensor):
+            return self.quantize(stored, operand, gemm)
+        return self.quantize(dequantize(stored), operand, gemm) if self.recipe.requantizes(operand) else stored
 
     def quantize_to_codes(self, tensor: Tensor, operand: Operand, gemms: tuple[Gemm, ...]) -> dict[Gemm, Quantized]:
         """The codes of one operand for some of its GEMMs, which the observer sees."""

@@ -141,7 +141,7 @@ class RoundingNoise(nn.Module):
 
     Attributes:
         generators: of the draws of a step, in their order.
-        place: of the next draw among them; None before the first step, when every draw has a new generator.
+        draw_index: of the next draw among them; None before the first step, when every draw has a new generator.
     """
 
     num_draws: Tensor
@@ -151,7 +151,7 @@ class RoundingNoise(nn.Module):
         self.name = name
         self.register_buffer("num_draws", torch.zeros(1, dtype=torch.int64))
         self.generators: list[torch.Generator] = []
-        self.place: Optional[int] = None
+        self.draw_index: Optional[int] = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoundingNoise:
         """Stay on the CPU: reading the count must not synchronize with a device."""
@@ -159,16 +159,16 @@ class RoundingNoise(nn.Module):
 
     def start_step(self) -> None:
         """Take the generators of the last step again."""
-        self.place = 0
+        self.draw_index = 0
 
     def next_generator(self, device: torch.device) -> torch.Generator:
         """A generator for one tensor."""
-        if self.place is None:
+        if self.draw_index is None:
             return self._seed(torch.Generator(device))
-        if self.place == len(self.generators):
+        if self.draw_index == len(self.generators):
             self.generators.append(torch.Generator(device))
-        self.place += 1
-        generator = self.generators[self.place - 1]
+        self.draw_index += 1
+        generator = self.generators[self.draw_index - 1]
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return generator if is_captured else self._seed(generator)
 

@@ -131,10 +131,10 @@ def _shapes(ours: Tensor, theirs: Tensor) -> str:
 def _first_difference(ours: Tensor, theirs: Tensor) -> tuple[int, str]:
     if ours.dtype == torch.float32:
         ours, theirs = (each.contiguous().view(torch.int32) for each in (ours, theirs))
-    places = (ours != theirs).nonzero()
-    if not len(places):
+    positions = (ours != theirs).nonzero()
+    if not len(positions):
         return 0, ""
-    place = tuple(places[0].tolist())
+    position = tuple(positions[0].tolist())
     mask, digits = (0xFF, 2) if ours.element_size() == 1 else (0xFFFFFFFF, 8)
-    got, expected = (f"{int(each[place].item()) & mask:0{digits}x}" for each in (theirs, ours))
-    return len(places), f"first at {list(place)}: {got} instead of {expected}"
+    got, expected = (f"{int(each[position].item()) & mask:0{digits}x}" for each in (theirs, ours))
+    return len(positions), f"first at {list(position)}: {got} instead of {expected}"

@@ -108,18 +108,20 @@ def _built_in() -> Iterator[Recipe]:
 
 
 def _external() -> Iterator[Recipe]:
-    for place in filter(None, os.environ.get(RECIPES_VARIABLE, "").split(",")):
+    for source in filter(None, os.environ.get(RECIPES_VARIABLE, "").split(",")):
         try:
-            recipe = runpy.run_path(place)["RECIPE"] if place.endswith(".py") else importlib.import_module(place).RECIPE
+            recipe = (
+                runpy.run_path(source)["RECIPE"] if source.endswith(".py") else importlib.import_module(source).RECIPE
+            )
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # user code may raise anything, and call sys.exit
             raise ConfigError(
-                f"{RECIPES_VARIABLE}: {place}: {type(error).__name__}: {error}; it must define RECIPE"
+                f"{RECIPES_VARIABLE}: {source}: {type(error).__name__}: {error}; it must define RECIPE"
             ) from error
         if not isinstance(recipe, Recipe) or not recipe.name.replace("_", "").isalnum():
             kind = "a megafp8.recipes.base.Recipe whose name has letters, digits and underscores only"
-            raise ConfigError(f"{RECIPES_VARIABLE}: {place}: RECIPE is {recipe!r}; it must be {kind}")
+            raise ConfigError(f"{RECIPES_VARIABLE}: {source}: RECIPE is {recipe!r}; it must be {kind}")
         yield recipe
 
 

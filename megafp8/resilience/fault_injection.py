@@ -124,9 +124,9 @@ def entry_problems(entry: str) -> list[str]:
     kind, pairs = split_entry(entry)
     if kind not in LOCATIONS_BY_KIND:
         return [f"{kind!r} is none of the kinds {', '.join(LOCATIONS_BY_KIND)}"]
-    problems, places, at = [], LOCATIONS_BY_KIND[kind], pairs.get("at")
-    if at not in places:
-        problems.append(f"at={at} is none of the places of {kind}: {', '.join(places)}")
+    problems, locations, at = [], LOCATIONS_BY_KIND[kind], pairs.get("at")
+    if at not in locations:
+        problems.append(f"at={at} is none of the places of {kind}: {', '.join(locations)}")
     if at in POINTS_BEFORE_STEPS and "step" in pairs:
         problems.append(f"no step has begun at {at}: leave out step=")
     for key, value in pairs.items():

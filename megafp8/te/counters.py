@@ -36,9 +36,9 @@ from megafp8.te.fused_mlp import of_linears
 from megafp8.te.quantizers import FORMATS, INFINITY
 
 # Transformer Engine's order: input, weight, output; then gradients of the output and of the input.
-PLACES = ((Operand.INPUT, "fwd", 0), (Operand.WEIGHT, "fwd", 1), (Operand.GRAD_OUTPUT, "bwd", 0))
+QUANTIZER_POSITIONS = ((Operand.INPUT, "fwd", 0), (Operand.WEIGHT, "fwd", 1), (Operand.GRAD_OUTPUT, "bwd", 0))
 MODES = {"fwd": "forward", "bwd": "backward"}
-OPERANDS = tuple(operand for operand, _, _ in PLACES)
+OPERANDS = tuple(operand for operand, _, _ in QUANTIZER_POSITIONS)
 ATTENTION_OPERANDS = ((Operand.INPUT, "fwd"), (Operand.GRAD_OUTPUT, "bwd"))
 WGRAD_COLUMNS = [column for column, (_, gemm) in enumerate(QUANTIZERS) if gemm is Gemm.WGRAD]
 
@@ -54,14 +54,14 @@ class AmaxCounters:
     def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
         self.linears = tuple(linears)
         named = [pair for chunk in chunks for pair in named_linears(chunk)]
-        # Grouped linears of experts have several weights, and other places.
+        # Grouped linears of experts have several weights, and other positions.
         self.modules = {name: module for name, module in named if name in self.linears and hasattr(module, "weight")}
         attentions = [pair for chunk in chunks for pair in named_attentions(chunk)]
         self.attentions = {name: module for name, module in attentions if name in self.linears}
         layers = [name.split(".")[:2] for name in self.modules]
         self.first_layer = [name for name in self.modules if name.split(".")[:2] == layers[0]]
         self.fused = {linear: mlp for chunk in chunks for linear, mlp in fused_mlps(chunk).items()}
-        self.flags = torch.zeros(len(self.linears), len(PLACES), dtype=torch.int32, device=device)
+        self.flags = torch.zeros(len(self.linears), len(QUANTIZER_POSITIONS), dtype=torch.int32, device=device)
         self.amax_counts: dict[str, Tensor] = {}  # int64 [2, amaxes], by Transformer Engine's key
         self.keeps_amaxes = False  # as `delayed_scaling.keeps_amaxes`
         patches.observe_amaxes(self.count_amaxes)
@@ -107,7 +107,7 @@ class AmaxCounters:
         """The counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]; a cast serves all GEMMs that read it."""
         by_operand = torch.zeros(*self.flags.shape, 2, dtype=torch.int64, device=self.flags.device)
         cells = list(by_operand.view(-1, 2).unbind())
-        for row, column, counts in self._places_of_amaxes():
+        for row, column, counts in self._positions_of_amaxes():
             cells[row * len(OPERANDS) + column] = counts
         if cells:  # one copy: the host needs longer to start an addition for each operand than the device to add
             by_operand = torch.stack(cells).view_as(by_operand)
@@ -125,7 +125,7 @@ class AmaxCounters:
                 history.masked_fill_(history == torch.inf, 0.0)
         return [
             f"{self.linears[row]}.{OPERANDS[column].value}"
-            for row, column, counts in self._places_of_amaxes()
+            for row, column, counts in self._positions_of_amaxes()
             if counts[NON_FINITE]
         ]
 
@@ -134,7 +134,7 @@ class AmaxCounters:
         is_new = False
         for name in names:
             row = self.linears.index(name)
-            for column, (_, direction, index) in enumerate(PLACES):
+            for column, (_, direction, index) in enumerate(QUANTIZER_POSITIONS):
                 quantizer = self._quantizer(name, direction, index)
                 is_counted = isinstance(quantizer, Float8Quantizer)  # delayed scaling, by its amaxes
                 if quantizer is not None and not is_counted and not hasattr(quantizer, INFINITY):
@@ -142,7 +142,7 @@ class AmaxCounters:
                     is_new = True
         return is_new
 
-    def _places_of_amaxes(self) -> Iterator[tuple[int, int, Tensor]]:
+    def _positions_of_amaxes(self) -> Iterator[tuple[int, int, Tensor]]:
         """Row, column and counts [2] of the amaxes that belong to an operand of a linear, or to attention."""
         starts: dict[int, tuple[str, int]] = {}
         for key, amaxes in FP8GlobalStateManager.quantization_state.global_amax_buffer.items():
@@ -151,7 +151,7 @@ class AmaxCounters:
                 starts[amax.data_ptr()] = key, start
                 start += amax.numel()
         for name, module in self.modules.items():
-            for column, (_, direction, index) in enumerate(PLACES):
+            for column, (_, direction, index) in enumerate(QUANTIZER_POSITIONS):
                 if (counts := self._counts_of(module, direction, starts)) is not None:
                     yield self.linears.index(name), column, counts[:, index]
         for name, module in self.attentions.items():

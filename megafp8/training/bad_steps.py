@@ -111,7 +111,7 @@ def reduce_step_totals(
         depth_sums: (loss sum, tokens) of each depth of multi-token prediction on this rank; None without it.
     """
     device, monitor = run.platform.device, run.gradient_monitor
-    counted_loss = local_loss if run.place.reports_loss else None
+    counted_loss = local_loss if run.rank_position.reports_loss else None
     if counted_loss is not None:
         fault_injection.poison("step.loss", counted_loss[:1])
     bad = torch.zeros((), device=device)
@@ -120,7 +120,7 @@ def reduce_step_totals(
     elif monitor is not None:
         bad = monitor.bad
     operands = run.operand_monitor
-    if depth_sums is not None and not run.place.reports_loss:
+    if depth_sums is not None and not run.rank_position.reports_loss:
         depth_sums = torch.zeros_like(depth_sums)
     totals = gradient_checks.reduce_step_totals(
         counted_loss,
@@ -227,8 +227,8 @@ def describe_rank_samples(run: Run, progress: Progress) -> str:
         samples_of_step(
             consumed_samples=progress.consumed_samples,
             micro_batch_size=run.micro_batch_size,
-            data_parallel_rank=run.place.data_rank,
-            data_parallel_size=run.place.data_size,
+            data_parallel_rank=run.rank_position.data_rank,
+            data_parallel_size=run.rank_position.data_size,
             global_batch_size=run.batch_size_at(progress.consumed_samples),
         )
     )

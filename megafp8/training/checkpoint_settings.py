@@ -13,25 +13,25 @@ from megafp8.config.schema.setting import Role
 from megafp8.config.settings import all_settings, value_of
 
 
-def parse(argv: Sequence[str]) -> tuple[flags.Invocation, list[str]]:
+def parse(argv: Sequence[str]) -> tuple[flags.ParsedArgs, list[str]]:
     """Parse a command line as `flags.parse_with_problems`, and with --use-checkpoint-args read the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    invocation, problems = flags.parse_with_problems(argv)
-    checkpoint = invocation.config.checkpoint
+    parsed, problems = flags.parse_with_problems(argv)
+    checkpoint = parsed.config.checkpoint
     folders = [folder for folder in (checkpoint.load, checkpoint.pretrained_checkpoint) if folder is not None]
     if not checkpoint.use_checkpoint_args or not folders:
-        return invocation, problems
+        return parsed, problems
     found = read_settings(checkpoint, [Path(folder) for folder in folders])
     if found is None:
         warning = f"--use-checkpoint-args: {' and '.join(folders)} has no checkpoint, so the settings are the flags'"
-        return dataclasses.replace(invocation, warnings=(*invocation.warnings, warning)), problems
+        return dataclasses.replace(parsed, warnings=(*parsed.warnings, warning)), problems
     path, values = found
-    invocation, problems = flags.parse_with_problems(argv, values)
+    parsed, problems = flags.parse_with_problems(argv, values)
     warning = f"settings of the model and the tokenizer are read from {path} unless flags give them"
-    return dataclasses.replace(invocation, warnings=(*invocation.warnings, warning)), problems
+    return dataclasses.replace(parsed, warnings=(*parsed.warnings, warning)), problems
 
 
 def read_settings(checkpoint: CheckpointConfig, folders: Sequence[Path]) -> tuple[Path, dict[str, Any]] | None:

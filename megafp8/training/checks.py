@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.config import derived, precision_map, rules
-from megafp8.config.flags import Invocation, drop_follow_ups
+from megafp8.config.flags import ParsedArgs, drop_follow_ups
 from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import RunConfig
@@ -87,7 +87,7 @@ def chosen_kernels(config: RunConfig) -> Iterator[Choice]:
 
 
 @dataclass(frozen=True)
-class Checked:
+class ValidatedRun:
     """A command line that passed the checks.
 
     Attributes:
@@ -95,20 +95,20 @@ class Checked:
         implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
         world_size: number of ranks.
         warnings: what the user should know but need not fix.
-        asked: the configuration of the command line, before choices.
+        requested: the configuration of the command line, before choices.
         choices: automatic settings, which `invocation.config` has as values.
     """
 
-    invocation: Invocation
+    invocation: ParsedArgs
     target: Target
     implementation: str
     world_size: int
     warnings: tuple[str, ...]
-    asked: RunConfig
+    requested: RunConfig
     choices: tuple[Choice, ...] = ()
 
 
-def check(invocation: Invocation, problems: list[str]) -> Checked:
+def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     """Check a command line, and patch megatron-core for this machine.
 
     Args:
@@ -117,35 +117,35 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     Raises:
         ConfigError: all problems.
     """
-    config, ranks = invocation.config, invocation.world_size or world_size()
+    config, ranks = parsed.config, parsed.world_size or world_size()
     silence_other_ranks(config.logging)  # before megatron-core is imported
     limit_device_connections(config.parallel.tensor_model_parallel_size)
     if config.precision.deterministic_mode:
         enable_determinism()
-    target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
-    asked = config
-    config, choices = choose(asked, target, ranks, saved_config, invocation.given)
-    invocation = dataclasses.replace(invocation, config=config)
+    target = capability.TARGETS[parsed.target] if parsed.target else capability.detect_target()
+    requested = config
+    config, choices = choose(requested, target, ranks, saved_config, parsed.given)
+    parsed = dataclasses.replace(parsed, config=config)
     found = micro_batch.setting_problems(config, ranks)
     if micro_batch.is_auto(config) and not found:
         # Choices that wait for the size, such as a CUDA graph, may break rules: reported before the trials.
         for size in micro_batch.possible_sizes(config, ranks)[:1]:
-            smallest = choose(micro_batch.with_size(asked, size), target, ranks, saved_config, invocation.given)[0]
+            smallest = choose(micro_batch.with_size(requested, size), target, ranks, saved_config, parsed.given)[0]
             found += rules.setting_problems(smallest, ranks)
     found += capability.capability_problems(config, target)
     local_problems = rules.path_problems(config, ranks) + package_problems(config.logging)
     local_problems += offloading_problems(config) + exchange_library_problems(config)
-    warnings = list(invocation.warnings)
+    warnings = list(parsed.warnings)
     implementation = capability.resolve_implementation(config, target)
     found += fault_problems(config, implementation)
     warnings += rules.warnings(config, implementation, ranks) + capability.emulation_warnings(config, target)
     warnings += capability.environment_warnings(config.precision, implementation)
     warnings += expert_launch_warnings(config, target.kind, implementation)
-    if invocation.dry_run:
+    if parsed.dry_run:
         warnings += unchecked_settings(config)
-    if invocation.world_size is None and invocation.target is None:
+    if parsed.world_size is None and parsed.target is None:
         found += local_problems
-    elif not invocation.dry_run:
+    elif not parsed.dry_run:
         found.append(
             "--world-size and --target describe another machine and need --dry-run: add --dry-run or remove them"
         )
@@ -161,10 +161,10 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     if found:
         raise ConfigError(found)
     cpu_patches.install()
-    return Checked(invocation, target, implementation, ranks, tuple(warnings), asked, choices)
+    return ValidatedRun(parsed, target, implementation, ranks, tuple(warnings), requested, choices)
 
 
-def check_with_size(checked: Checked, size: int) -> Checked:
+def check_with_size(validated: ValidatedRun, size: int) -> ValidatedRun:
     """Check a command line with `--micro-batch-size auto` again, as if it had given this size.
 
     Choices depend on the size: there is no CUDA graph before it is known. All ranks get the same, as at the start.
@@ -172,7 +172,7 @@ def check_with_size(checked: Checked, size: int) -> Checked:
     Raises:
         ConfigError: the size has problems.
     """
-    return check(dataclasses.replace(checked.invocation, config=micro_batch.with_size(checked.asked, size)), [])
+    return check(dataclasses.replace(validated.invocation, config=micro_batch.with_size(validated.requested, size)), [])
 
 
 def unchecked_settings(config: RunConfig) -> list[str]:

@@ -147,7 +147,7 @@ class PassGraph:
         self.received_bytes = [
             counter.received_bytes - start for counter, start in zip(self.counters, before, strict=True)
         ]
-        self.draws_per_replay = [noise.place or 0 for noise in self.noises]
+        self.draws_per_replay = [noise.draw_index or 0 for noise in self.noises]
         self.graph = graph
 
 
@@ -309,8 +309,8 @@ def clear_cached_weights(chunks: list[Any]) -> None:
     """
     for chunk in chunks:
         for module in chunk.modules():
-            if kept := getattr(module, "_fp8_workspaces", None):
-                kept.clear()
+            if workspaces := getattr(module, "_fp8_workspaces", None):
+                workspaces.clear()
             if isinstance(module, GroupedExperts):
                 module.codes = None
 

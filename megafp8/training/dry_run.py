@@ -38,7 +38,7 @@ from megafp8.planning.muon_cost import muon_lines
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
 from megafp8.planning.step_time import step_time
-from megafp8.training.checks import Checked, check_with_size, chosen_settings, format_chosen, short_warnings
+from megafp8.training.checks import ValidatedRun, check_with_size, chosen_settings, format_chosen, short_warnings
 from megafp8.training.resume import preview
 from megafp8.training.run_record import recipe_lines
 
@@ -90,7 +90,7 @@ SIZE_SETTINGS = ("training.micro_batch_size", "training.micro_batch_size_memory_
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
-def describe_run(checked: Checked) -> str:
+def describe_run(validated: ValidatedRun) -> str:
     """The text of a dry run.
 
     Builds megatron-core's configuration objects, so that its checks run as well. The one of the precision-aware
@@ -101,13 +101,13 @@ def describe_run(checked: Checked) -> str:
         ConfigError: megatron-core refuses the configuration.
         DataError: the tokenizer cannot be read.
     """
-    asked, world_size, automatic = checked.asked, checked.world_size, list[str]()
-    is_verbose = asked.logging.verbose
-    if micro_batch.is_auto(asked):
-        first, text = micro_batch_text(checked)
-        checked, automatic = check_with_size(checked, first), [text if is_verbose else text.splitlines()[0]]
-    config, target, implementation = checked.invocation.config, checked.target, checked.implementation
-    listed = with_values(config, {name: value_of(asked, name) for name in SIZE_SETTINGS})  # with `auto`
+    requested, world_size, automatic = validated.requested, validated.world_size, list[str]()
+    is_verbose = requested.logging.verbose
+    if micro_batch.is_auto(requested):
+        first, text = micro_batch_text(validated)
+        validated, automatic = check_with_size(validated, first), [text if is_verbose else text.splitlines()[0]]
+    config, target, implementation = validated.invocation.config, validated.target, validated.implementation
+    listed = with_values(config, {name: value_of(requested, name) for name in SIZE_SETTINGS})  # with `auto`
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
     # megatron-core's checks of experts ask for the version of Transformer Engine.
     asks_version = is_mixture(config.model) and not has_transformer_engine
@@ -116,12 +116,12 @@ def describe_run(checked: Checked) -> str:
     if not config.optimizer.use_precision_aware_optimizer or has_transformer_engine:
         build_optimizer_config(config, implementation)
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
-    chosen = format_chosen([*chosen_settings(config, target, implementation), *checked.choices])
-    checkpoints, saved = checkpoint_text(config, checked, vocab_size)
+    chosen = format_chosen([*chosen_settings(config, target, implementation), *validated.choices])
+    checkpoints, saved = checkpoint_text(config, validated, vocab_size)
     details = "" if is_verbose else "; --verbose prints all settings, ranks and GEMMs"
     sections = [
         f"megafp8 {__version__} | dry run{details}",
-        *([settings_text(listed, checked.invocation.given)] if is_verbose else []),
+        *([settings_text(listed, validated.invocation.given)] if is_verbose else []),
         model_text(config),
         layout_text(config, target, implementation, world_size),
         *automatic,
@@ -134,7 +134,7 @@ def describe_run(checked: Checked) -> str:
         checkpoints,
         precision_text(config, implementation),
         *filter(None, [chosen]),
-        *warning_lines(checked),
+        *warning_lines(validated),
         *warning_text(config, target, implementation, vocab_size, world_size),
     ]
     return ("\n\n" if is_verbose else "\n").join(sections)
@@ -226,10 +226,10 @@ def batch_schedule_lines(config: RunConfig, world_size: int) -> list[str]:
     return ["the global batch grows, and the step above has its last size", *shortened(lines)]
 
 
-def micro_batch_text(checked: Checked) -> tuple[int, str]:
+def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
     """The size with which `--micro-batch-size auto` would start, and a table of what it would try."""
-    config, world_size = checked.invocation.config, checked.world_size
-    target, implementation = checked.target, checked.implementation
+    config, world_size = validated.invocation.config, validated.world_size
+    target, implementation = validated.target, validated.implementation
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     outside = non_torch_bytes(config, world_size) if target.kind == "cuda" else resident_bytes()
     sizes = micro_batch.possible_sizes(config, world_size)
@@ -321,22 +321,22 @@ def data_text(config: RunConfig) -> str:
     return "\n".join([f"data: {', '.join(sources)}", *map(indented, (f"tokenizer {tokenizer}", validation))])
 
 
-def checkpoint_text(config: RunConfig, checked: Checked, vocab_size: int) -> tuple[str, Optional[RunConfig]]:
+def checkpoint_text(config: RunConfig, validated: ValidatedRun, vocab_size: int) -> tuple[str, Optional[RunConfig]]:
     """Where checkpoints are saved, and the one from which the run resumes, after its checks; and the latter's settings.
 
     Raises:
         CheckpointError: a start would refuse the checkpoint, as far as its files and settings tell.
     """
-    checkpoint, invocation = config.checkpoint, checked.invocation
+    checkpoint, parsed = config.checkpoint, validated.invocation
     interval = "" if checkpoint.save_interval is None else f"every {checkpoint.save_interval} steps and "
     saves = f"saved to {checkpoint.save} {interval}at the end" if checkpoint.save else "none saved (no --save)"
     folders = [folder for folder in (checkpoint.load, checkpoint.pretrained_checkpoint) if folder]
     absent = [folder for folder in folders if not os.path.isdir(folder)]
-    if absent and (invocation.world_size is not None or invocation.target is not None):
-        has_warning = any(checkpoints_to_load_are_there(config, checked.world_size))
+    if absent and (parsed.world_size is not None or parsed.target is not None):
+        has_warning = any(checkpoints_to_load_are_there(config, validated.world_size))
         missing = "" if has_warning else f"; not checked: {' and '.join(absent)}, absent on this machine"
         return f"checkpoints: {saves}{missing}", None
-    found, weights_only = preview(config, checked.world_size, checked.implementation, vocab_size)
+    found, weights_only = preview(config, validated.world_size, validated.implementation, vocab_size)
     if found is None:
         loads = f"; no checkpoint in {checkpoint.load}: starts from step 0" if checkpoint.load else ""
         return f"checkpoints: {saves}{loads}", None
@@ -354,11 +354,11 @@ def precision_text(config: RunConfig, implementation: str) -> str:
     return "\n".join([first, *map(indented, shortened([line.strip() for line in others]))])
 
 
-def warning_lines(checked: Checked) -> list[str]:
+def warning_lines(validated: ValidatedRun) -> list[str]:
     """The warnings of the checks."""
-    if checked.invocation.config.logging.verbose:
-        return [f"notice: {warning}" for warning in checked.warnings]
-    return shortened([f"notice: {warning}" for warning in short_warnings(checked.warnings)])
+    if validated.invocation.config.logging.verbose:
+        return [f"notice: {warning}" for warning in validated.warnings]
+    return shortened([f"notice: {warning}" for warning in short_warnings(validated.warnings)])
 
 
 def warning_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> list[str]:

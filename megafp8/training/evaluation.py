@@ -41,7 +41,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     # No loader processes: starting them would take longer than reading these few batches.
     num_samples, schedule = num_batches * run.eval_batch_size, constant(run.eval_batch_size)
     batches = build_batches(run, dataset, 0, num_samples, num_workers=0, batch_schedule=schedule)
-    num_microbatches = iterations.num_microbatches(run.config, run.place.world_size, run.eval_batch_size)
+    num_microbatches = iterations.num_microbatches(run.config, run.rank_position.world_size, run.eval_batch_size)
     total = torch.zeros(2, dtype=torch.float64, device=device)
     with evaluation_mode(run), run.precision_at(step):
         fault_injection.point("evaluation.begin")
@@ -53,7 +53,9 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
             if loss is not None:
                 total += loss
             fault_injection.point("evaluation.batch")
-    totals = reduce_step_totals(total if run.place.reports_loss else None, torch.zeros((), device=device), device)
+    totals = reduce_step_totals(
+        total if run.rank_position.reports_loss else None, torch.zeros((), device=device), device
+    )
     return EvalRecord(
         step=step,
         split=split,
@@ -131,14 +133,14 @@ def build_batches(
         num_samples: end of the samples.
         batch_schedule: sizes of the global batches; default those of training.
     """
-    if not run.place.needs_batches:
+    if not run.rank_position.needs_batches:
         return None
     return build_loader(
         dataset,
         consumed_samples=consumed_samples,
         micro_batch_size=run.micro_batch_size,
-        data_parallel_rank=run.place.data_rank,
-        data_parallel_size=run.place.data_size,
+        data_parallel_rank=run.rank_position.data_rank,
+        data_parallel_size=run.rank_position.data_size,
         batch_schedule=run.batch_schedule if batch_schedule is None else batch_schedule,
         num_workers=num_workers,
         total_samples=num_samples,

@@ -193,8 +193,8 @@ class OperandMonitor:
             cleared = self.counters.clear_infinite_amaxes() + self.experts.clear_infinite_amaxes()
             dist.all_gather_object(gathered, cleared)
             everywhere = {name for each in gathered for name in each}
-            order = {f"{linear}.{operand.value}": (row, place) for row, linear in enumerate(linears)
-                     for place, operand in enumerate(OPERANDS)}  # fmt: skip
+            order = {f"{linear}.{operand.value}": (row, column) for row, linear in enumerate(linears)
+                     for column, operand in enumerate(OPERANDS)}  # fmt: skip
             names = tuple(sorted(everywhere, key=order.__getitem__))
         named = tuple(named_counts(linears, counts.cpu()))
         return NonfiniteOperands(int(totals.num_non_finite), int(totals.num_saturated), named, names)

@@ -28,7 +28,7 @@ from megafp8.resilience import fault_injection
 from megafp8.resilience.run_lock import LOCK_FILE, RunLock, acquire_run_lock
 from megafp8.resilience.run_state import RunStateWriter, finished_state, first_state
 from megafp8.resilience.watchdog import PhaseClock, Watchdog
-from megafp8.training.checks import Checked, check_with_size, chosen_settings, format_chosen, short_warnings
+from megafp8.training.checks import ValidatedRun, check_with_size, chosen_settings, format_chosen, short_warnings
 from megafp8.training.evaluation import record_evaluation, validate
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions import build_extensions
@@ -53,19 +53,19 @@ PEER_WAIT_S = 2.0
 SHUTDOWN_TIMEOUT_S = 60.0
 
 
-def run_training(checked: Checked) -> int:
+def run_training(validated: ValidatedRun) -> int:
     """Build the run and train it; all ranks call it.
 
     Returns:
         The exit status: 0, or 75 if a signal ended the run.
     """
-    config = checked.invocation.config
+    config = validated.invocation.config
     if config.logging.logging_level is not None:
         # The root logger needs a handler: without one it prints warnings and errors only, whatever its level.
         logging.basicConfig(level=config.logging.logging_level, force=True)
     if rank() == 0:
         # Warnings about a size that is not known yet would not be those of the run.
-        print("\n".join([opening_line(config), *([] if is_auto(config) else warning_lines(checked))]), flush=True)
+        print("\n".join([opening_line(config), *([] if is_auto(config) else warning_lines(validated))]), flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
     check_limits()
     with suggestions_on_memory(config), run_watchdog(config) as watchdog:
@@ -73,15 +73,15 @@ def run_training(checked: Checked) -> int:
         claim_run(config, watchdog)
         details = dict[str, str]()
         if is_auto(config):
-            checked, details["micro-batch size"] = find_size(checked, platform, watchdog)
-            config = checked.invocation.config
+            validated, details["micro-batch size"] = find_size(validated, platform, watchdog)
+            config = validated.invocation.config
         if not watchdog.stop_agreed:  # a signal may have ended the search for a micro-batch size
-            chosen = [*checked.choices, *chosen_settings(config, checked.target, checked.implementation)]
+            chosen = [*validated.choices, *chosen_settings(config, validated.target, validated.implementation)]
             if rank() == 0 and chosen:
                 print(format_chosen(chosen), flush=True)
             with suggestions_on_memory(config):
                 run = dataclasses.replace(
-                    build_training_run(config, platform, checked.implementation), watchdog=watchdog
+                    build_training_run(config, platform, validated.implementation), watchdog=watchdog
                 )
                 train(run, details | describe_threads(run))
             if run.graph is not None:
@@ -99,16 +99,16 @@ def opening_line(config: RunConfig) -> str:
     return f"megafp8 {__version__} | {'nothing is saved: no --save' if folder is None else f'run folder {folder}'}"
 
 
-def warning_lines(checked: Checked) -> list[str]:
+def warning_lines(validated: ValidatedRun) -> list[str]:
     """The warnings; with `--verbose` also the recipe of each GEMM."""
-    config = checked.invocation.config
+    config = validated.invocation.config
     is_verbose = config.logging.verbose
-    warnings = checked.warnings if is_verbose else short_warnings(checked.warnings)
-    recipes = recipe_lines(config, checked.implementation) if is_verbose else []
+    warnings = validated.warnings if is_verbose else short_warnings(validated.warnings)
+    recipes = recipe_lines(config, validated.implementation) if is_verbose else []
     return [*(f"notice: {warning}" for warning in warnings), *recipes]
 
 
-def find_size(checked: Checked, platform: Platform, watchdog: Watchdog) -> tuple[Checked, str]:
+def find_size(validated: ValidatedRun, platform: Platform, watchdog: Watchdog) -> tuple[ValidatedRun, str]:
     """Replace `--micro-batch-size auto` by the size that trials find, with the choices and warnings of that size.
 
     All ranks call it.
@@ -116,14 +116,14 @@ def find_size(checked: Checked, platform: Platform, watchdog: Watchdog) -> tuple
     Returns:
         The command line, unchanged if a signal ended the search; and how the size was found, or the signal.
     """
-    size, detail = choose_micro_batch(checked.invocation.config, platform, checked.implementation, watchdog)
+    size, detail = choose_micro_batch(validated.invocation.config, platform, validated.implementation, watchdog)
     if size is None:
-        return checked, detail
-    checked = check_with_size(checked, size)
-    if rank() == 0 and (lines := warning_lines(checked)):
+        return validated, detail
+    validated = check_with_size(validated, size)
+    if rank() == 0 and (lines := warning_lines(validated)):
         print("\n".join(lines), flush=True)
     choice = Choice("--micro-batch-size", str(size), "the fastest that fits")
-    return dataclasses.replace(checked, choices=(*checked.choices, choice)), detail
+    return dataclasses.replace(validated, choices=(*validated.choices, choice)), detail
 
 
 def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
@@ -160,7 +160,7 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
 
 def open_sinks(run: Run, total_steps: int, end_sample: int) -> Sinks:
     """The sinks of the records, which only rank 0 writes. Rank 0 also saves the resolved configuration."""
-    if run.place.rank != 0:
+    if run.rank_position.rank != 0:
         return Sinks(())
     folder = run_folder(run.config)
     if folder is not None:

@@ -46,7 +46,7 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     if is_own and checkpoint.ckpt_step is None and chosen.path.parent in folders:
         chosen = skip_crashing_checkpoint(run, chosen, folders, checkpoint.ckpt_verify == "hash")
     notes = chosen.notes + check_vocabulary_and_formats(
-        run.config, run.place.world_size, run.vocab_size, chosen.path, weights_only
+        run.config, run.rank_position.world_size, run.vocab_size, chosen.path, weights_only
     )
     continues_training = not (weights_only or run.config.training.skip_train)
     if continues_training:
@@ -190,11 +190,11 @@ def skip_crashing_checkpoint(run: Run, chosen: ResumePoint, folders: list[Path],
     failed, is_only = run.watchdog.failed_loads(chosen.step), sum(len(list_steps(folder)) for folder in folders) == 1
     if failed < MAX_CRASHED_LOADS or is_only:
         return chosen
-    place = call_on_rank_0(lambda: set_aside(chosen.path, CORRUPT))
+    renamed = call_on_rank_0(lambda: set_aside(chosen.path, CORRUPT))
     before = choose_checkpoint(*folders, with_hashes=with_hashes, is_own=True)
     assert before is not None
     note = (
-        f"{chosen.path}: {failed} starts crashed while loading it; renamed to {place.name}, using the previous "
+        f"{chosen.path}: {failed} starts crashed while loading it; renamed to {renamed.name}, using the previous "
         "checkpoint"
     )
     return dataclasses.replace(before, notes=(note, *before.notes))

@@ -44,7 +44,7 @@ class Run:
 
     Attributes:
         implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
-        place: position of this rank in the parallel layout.
+        rank_position: position of this rank in the parallel layout.
         vocab_size: rows of the embedding, padded.
         datasets: train, valid, test; None where there is none.
         forward_step: megatron-core's callback that runs one microbatch.
@@ -64,7 +64,7 @@ class Run:
 
     config: RunConfig
     platform: Platform
-    place: RankPosition
+    rank_position: RankPosition
     implementation: str
     tokenizer: Tokenizer
     vocab_size: int
@@ -106,12 +106,14 @@ class Run:
     @cached_property
     def batch_schedule(self) -> BatchSchedule:
         """The global batch size of each step."""
-        return iterations.batch_schedule(self.config, self.place.world_size)
+        return iterations.batch_schedule(self.config, self.rank_position.world_size)
 
     @cached_property
     def warmup_steps(self) -> float:
         """Steps of the learning rate's warm-up, with a fraction if it ends within a batch."""
-        return self.batch_schedule.steps_until(lr_schedule.lr_warmup_samples(self.config, self.place.world_size))
+        return self.batch_schedule.steps_until(
+            lr_schedule.lr_warmup_samples(self.config, self.rank_position.world_size)
+        )
 
     @property
     def global_batch_size(self) -> int:
@@ -121,7 +123,7 @@ class Run:
     @property
     def num_microbatches(self) -> int:
         """Microbatches of this rank in a step of `global_batch_size`."""
-        return iterations.num_microbatches(self.config, self.place.world_size, self.global_batch_size)
+        return iterations.num_microbatches(self.config, self.rank_position.world_size, self.global_batch_size)
 
     def batch_size_at(self, consumed_samples: int) -> int:
         """Sequences in the step after so many samples."""
@@ -129,12 +131,14 @@ class Run:
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
         """Microbatches of this rank in the step after so many samples."""
-        return iterations.num_microbatches(self.config, self.place.world_size, self.batch_size_at(consumed_samples))
+        return iterations.num_microbatches(
+            self.config, self.rank_position.world_size, self.batch_size_at(consumed_samples)
+        )
 
     @property
     def eval_batch_size(self) -> int:
         """Sequences in one global batch of an evaluation."""
-        return iterations.eval_batch_size(self.config, self.place.world_size)
+        return iterations.eval_batch_size(self.config, self.rank_position.world_size)
 
     def last_step(self, progress: Progress) -> int:
         """The last step of the run.
@@ -195,4 +199,4 @@ def checkpoint_folders(config: RunConfig) -> list[Path]:
 
 def suggestion_case(run: Run) -> Case:
     """A run as suggestions see it, with what its machine does not support."""
-    return Case(run.config, run.place.world_size, machine_problems=machine_problems)
+    return Case(run.config, run.rank_position.world_size, machine_problems=machine_problems)

@@ -109,7 +109,7 @@ def layout_sizes(run: Run) -> dict[str, int]:
         "context": parallel.context_parallel_size,
         "pipeline": parallel.pipeline_model_parallel_size,
         "virtual": virtual_pipeline_size(run.config) or 1,
-        "data": run.place.data_size,
+        "data": run.rank_position.data_size,
     }
 
 
@@ -142,7 +142,7 @@ def describe_update(run: Run) -> dict[str, str]:
     if isinstance(optimizer, LayerWiseOptimizer):
         own = sum(weight.nbytes for each in optimizer.ownerships for weight in each.of_this_rank)
         found["parameter broadcast"] = f"{own / 2**20:.1f} MiB from this rank, which has their optimizer state"
-    elif run.config.parallel.use_distributed_optimizer and (run.place.data_size > 1 or on_cuda):
+    elif run.config.parallel.use_distributed_optimizer and (run.rank_position.data_size > 1 or on_cuda):
         found["parameter gather"] = describe_gather(run)
     return found
 
@@ -156,7 +156,7 @@ def describe_gather(run: Run) -> str:
             name = "FP8" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
             sizes[name] = sizes.get(name, 0) + buffer.param_data.nbytes
     parts = ", ".join(f"{size / 2**20:.1f} MiB in {name}" for name, size in sizes.items())
-    return f"{parts} over {run.place.data_size} ranks"
+    return f"{parts} over {run.rank_position.data_size} ranks"
 
 
 def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
@@ -166,7 +166,7 @@ def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
     return RunRecord(
         config_hash=settings.stable_hash(run.config),
         config=settings.to_dict(run.config),
-        world_size=run.place.world_size,
+        world_size=run.rank_position.world_size,
         layout=layout_sizes(run),
         recipe=describe_arithmetic(precision, run.implementation),
         precision_map=mapped_recipes(run.config),

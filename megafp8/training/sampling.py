@@ -52,8 +52,8 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     probabilities = torch.softmax(ranked / sampling.temperature, dim=0)
     if sampling.top_p < 1:
         before = probabilities.cumsum(0) - probabilities
-        kept = int((before < sampling.top_p).sum())
-        ids, probabilities = ids[:kept], probabilities[:kept] / probabilities[:kept].sum()
+        num_selected = int((before < sampling.top_p).sum())
+        ids, probabilities = ids[:num_selected], probabilities[:num_selected] / probabilities[:num_selected].sum()
     return ids, probabilities
 
 

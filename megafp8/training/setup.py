@@ -58,20 +58,20 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
     """
     set_num_threads(config.training.num_threads, derived.useful_threads(config))
     init_distributed(platform, config.parallel)
-    place = build_process_groups(config)
+    rank_position = build_process_groups(config)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     num_ids = dimensions.vocabulary_size(config, tokenizer.vocab_size)
     vocab_size = dimensions.padded_vocab_size(config, num_ids)
     if vocab_size < num_ids:
         raise ConfigError(f"--padded-vocab-size {vocab_size} is less than the {num_ids} ids of the tokenizer")
-    num_samples = iterations.dataset_samples(config, place.world_size)
+    num_samples = iterations.dataset_samples(config, rank_position.world_size)
     datasets: tuple[Any, Any, Any] = (None, None, None)
     if has_data:
         report = print_at_intervals(0.0 if config.logging.verbose else REPORT_INTERVAL_S)
         datasets = build_datasets(config, tokenizer, num_samples, report, is_first_of_machine=local_rank() == 0)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     training_state = build_training_state(
-        config, transformer_config, implementation, vocab_size, place.world_size, platform
+        config, transformer_config, implementation, vocab_size, rank_position.world_size, platform
     )
     fp8_reduction = build_fp8_reduction(config, training_state.chunks, platform.device)
     if fp8_reduction is not None:
@@ -89,7 +89,7 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
     run = Run(
         config=config,
         platform=platform,
-        place=place,
+        rank_position=rank_position,
         implementation=implementation,
         tokenizer=tokenizer,
         vocab_size=vocab_size,

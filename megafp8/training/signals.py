@@ -32,10 +32,10 @@ def any_rank(run: Run, mine: bool) -> bool:
 
 def record_stop_signals(watchdog: Watchdog) -> str:
     """Record in the watchdog that signals end the run, and return which ranks got which signals. All ranks call it."""
-    asked = call_on_all_ranks(lambda: watchdog.received_signal)
-    counts = Counter(number for number in asked if number)
+    received = call_on_all_ranks(lambda: watchdog.received_signal)
+    counts = Counter(number for number in received if number)
     reason = ", ".join(
-        f"{signal.Signals(number).name} to " + (f"rank {asked.index(number)}" if count == 1 else f"{count} ranks")
+        f"{signal.Signals(number).name} to " + (f"rank {received.index(number)}" if count == 1 else f"{count} ranks")
         for number, count in counts.items()
     )
     watchdog.outcome, watchdog.reason = "preempted", reason

@@ -285,13 +285,13 @@ def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches
     Under the interleaved schedule only the first chunk of the model and its last one read batches, unless all need the
     borders of documents.
     """
-    num_chunks, place = len(run.training_state.chunks), run.place
+    num_chunks, rank_position = len(run.training_state.chunks), run.rank_position
     if num_chunks == 1:
         return batches
-    if place.needs_documents and batches is not None:
+    if rank_position.needs_documents and batches is not None:
         return list(itertools.tee(batches, num_chunks))  # every chunk reads all microbatches of the step
-    readers = {0} if place.is_first_stage else set()
-    if place.is_last_stage:
+    readers = {0} if rank_position.is_first_stage else set()
+    if rank_position.is_last_stage:
         readers.add(num_chunks - 1)
     return [batches if chunk in readers else None for chunk in range(num_chunks)]
 

@@ -48,10 +48,10 @@ def flips(folder: Path, name: str) -> list[tuple[Path, int, int]]:
     """Bits of a file of the newest checkpoint, one of them in the name of a setting."""
     path = checkpoint_path(folder, NEWEST) / name
     content = path.read_bytes()
-    places = [(index * len(content) // NUM_FLIPS, index % 8) for index in range(NUM_FLIPS)]
+    positions = [(index * len(content) // NUM_FLIPS, index % 8) for index in range(NUM_FLIPS)]
     if name == COMMON_FILE:
-        places.append((content.index(b"lr_warmup_samples") + 16, 0))
-    return [(path, *place) for place in places]
+        positions.append((content.index(b"lr_warmup_samples") + 16, 0))
+    return [(path, *position) for position in positions]
 
 
 def dry_run(folder: Path) -> Path:
@@ -66,8 +66,8 @@ def choices_of_a_start(folder: Path) -> Path:
 
 
 def checkpoint_args(folder: Path) -> Path:
-    invocation, problems = checkpoint_settings.parse(["--load", str(folder), "--use-checkpoint-args"])
-    assert not problems and invocation.config.model.hidden_size == 32
+    parsed, problems = checkpoint_settings.parse(["--load", str(folder), "--use-checkpoint-args"])
+    assert not problems and parsed.config.model.hidden_size == 32
     return checkpoint_path(folder, STEP)
 
 

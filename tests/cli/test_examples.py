@@ -60,8 +60,8 @@ def words_of(result: subprocess.CompletedProcess) -> tuple[list[str], list[str]]
     """The launcher's words and the flags of pretrain_gpt.py."""
     assert result.returncode == 0, result.stderr
     words = shlex.split(result.stdout)
-    place = words.index("pretrain_gpt.py")
-    return words[:place], words[place + 1 :]
+    index = words.index("pretrain_gpt.py")
+    return words[:index], words[index + 1 :]
 
 
 def test_every_example_is_tested() -> None:

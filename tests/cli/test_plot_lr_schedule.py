@@ -87,8 +87,8 @@ def test_schedules_that_a_run_refuses_are_refused(tool, capsys, words: str, said
     assert tool.main([*RUN, *words.split()]) == 64
     captured = capsys.readouterr()
     assert said in captured.err and captured.out == ""
-    invocation, problems = flags.parse_with_problems([*RUN, *words.split()])
-    assert any(said in text for text in problems + rules.setting_problems(invocation.config, 1))
+    parsed, problems = flags.parse_with_problems([*RUN, *words.split()])
+    assert any(said in text for text in problems + rules.setting_problems(parsed.config, 1))
 
 
 def test_a_run_within_its_warmup_gives_a_warning(tool, capsys) -> None:

@@ -148,7 +148,7 @@ def test_a_checkpoint_error_is_reported_once(ends: tuple[str | None, ...], sayin
     def start() -> tuple[int, bool]:
         end = ends[dist.get_rank()]
 
-        def run_training(checked: object) -> int:
+        def run_training(validated: object) -> int:
             if end is None:
                 return 0
             raise CheckpointError(end)

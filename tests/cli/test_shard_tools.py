@@ -111,8 +111,8 @@ def test_merge_and_split(shard, tmp_path, capsys):
     ],
 )
 def test_merge_reports_errors(shard, tmp_path, capsys, arguments, status, message):
-    places = {"SHARD": shard, "OUT": str(tmp_path / "out"), "OUT2": str(tmp_path / "out2")}
-    assert merge_shards.main([places.get(word, word) for word in arguments]) == status
+    paths = {"SHARD": shard, "OUT": str(tmp_path / "out"), "OUT2": str(tmp_path / "out2")}
+    assert merge_shards.main([paths.get(word, word) for word in arguments]) == status
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 

@@ -94,13 +94,13 @@ def shrink(line: Line, folder: Path) -> tuple[int, list[str]]:
     """
     options = options_of(line.argv)
     given = {option[0] for option in options}
-    kept = parallel_dimension(line, options)
+    selected = parallel_dimension(line, options)
     small = []
     for flag, *values in options:
-        if flag in REMOVED or (flag in OF_PIPELINE and kept != "--pipeline-model-parallel-size"):
+        if flag in REMOVED or (flag in OF_PIPELINE and selected != "--pipeline-model-parallel-size"):
             continue
         if flag in PARALLEL:
-            values = ["2" if flag == kept else "1"]
+            values = ["2" if flag == selected else "1"]
         elif flag in FOLDERS:
             values = [str(folder / ("save" if flag == "--load" else flag.strip("-")))]
         elif flag in SIZES and values not in (["0"], ["local"], ["unfused"]):
@@ -108,13 +108,13 @@ def shrink(line: Line, folder: Path) -> tuple[int, list[str]]:
             values = ["Ett|ttmL"] if has_depth else SIZES[flag].split()
             if flag == "--num-layers" and "--account-for-loss-in-pipeline-split" in given:
                 values = ["6"]  # and two more for the embedding and the loss
-        small += [flag, *small_expert_values(flag, values, kept, options)]
+        small += [flag, *small_expert_values(flag, values, selected, options)]
     missing = {"--save": str(folder / "save"), "--log-interval": "1", "--num-workers": "0"}
     small += [word for flag, value in missing.items() if flag not in given for word in (flag, value)]
-    return 1 if kept == "" else 2, [*small, "--num-threads", "1", "--no-progress-bar"]
+    return 1 if selected == "" else 2, [*small, "--num-threads", "1", "--no-progress-bar"]
 
 
-def small_expert_values(flag: str, values: list[str], kept: str, options: Sequence[Sequence[str]]) -> list[str]:
+def small_expert_values(flag: str, values: list[str], selected: str, options: Sequence[Sequence[str]]) -> list[str]:
     """The values of a flag of experts for the sizes above and the ranks of one dimension; other flags keep theirs.
 
     Two tensor-parallel ranks divide each expert, or with --expert-tensor-parallel-size 1 the experts, as in the line.
@@ -122,10 +122,10 @@ def small_expert_values(flag: str, values: list[str], kept: str, options: Sequen
     given = {name: words for name, *words in options}
     splits_experts = given.get("--expert-tensor-parallel-size") == ["1"]
     if flag == "--expert-model-parallel-size":
-        has_ranks = kept == "data" or (kept == "--tensor-model-parallel-size" and splits_experts)
+        has_ranks = selected == "data" or (selected == "--tensor-model-parallel-size" and splits_experts)
         return ["2" if has_ranks and values != ["1"] else "1"]
     if flag == "--expert-tensor-parallel-size":
-        return ["2" if kept == "--tensor-model-parallel-size" and not splits_experts else "1"]
+        return ["2" if selected == "--tensor-model-parallel-size" and not splits_experts else "1"]
     if flag == "--moe-layer-freq":
         return values if values[0].isdigit() else ["([0]*1+[1]*3)"]
     if flag == "--moe-router-topk":
@@ -154,14 +154,14 @@ def parallel_dimension(line: Line, options: Sequence[Sequence[str]]) -> str:
     return used[line.number % len(used)] if used else ""
 
 
-def without_idle_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def without_unused_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words without the flags that are accepted without effect, and those flags."""
-    invocation = flags.parse_with_problems(words)[0]
-    warnings = [warning for warning in invocation.warnings if NO_EFFECT in warning]
-    warnings += unused_settings(invocation.config)
-    idle = {warning.split()[0].rstrip(":") for warning in warnings}
+    parsed = flags.parse_with_problems(words)[0]
+    warnings = [warning for warning in parsed.warnings if NO_EFFECT in warning]
+    warnings += unused_settings(parsed.config)
+    unused = {warning.split()[0].rstrip(":") for warning in warnings}
     options = options_of(words)
-    return [word for option in options if option[0] not in idle for word in option], sorted(idle)
+    return [word for option in options if option[0] not in unused for word in option], sorted(unused)
 
 
 def options_of(words: Sequence[str]) -> list[list[str]]:

@@ -24,7 +24,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from command_line_corpus import Line, read_lines, read_verdicts
 from forked_runs import prepare, run_forked
-from shrink import STEPS, shrink, without_idle_flags
+from shrink import STEPS, shrink, without_unused_flags
 
 from megafp8.metrics.records import RECORDS_FILE
 
@@ -52,12 +52,12 @@ def fault_of(line: Line) -> str:
         losses = train(world_size, words, Path(name) / "full")
         if isinstance(losses, str):
             return losses
-        plain, idle = without_idle_flags(shrink(line, Path(name) / "plain")[1])
-        if not idle:
+        plain, unused = without_unused_flags(shrink(line, Path(name) / "plain")[1])
+        if not unused:
             return ""
         expected = train(world_size, plain, Path(name) / "plain")
         if losses != expected:
-            return f"{losses} with {' '.join(idle)}, and {expected} without"
+            return f"{losses} with {' '.join(unused)}, and {expected} without"
     return ""
 
 

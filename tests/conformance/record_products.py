@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--rows", type=int, default=24, help="of each operand, spread evenly (default 24)")
     arguments = parser.parse_args()
-    kept: dict[str, np.ndarray] = {}
+    selected: dict[str, np.ndarray] = {}
     rows, columns = (torch.linspace(0, size - 1, arguments.rows).long() for size in (M, N))
     for index, (name, length, fmt_a, fmt_b, split, distribution) in enumerate(cases()):
         generator = torch.Generator().manual_seed(index)
@@ -87,16 +87,16 @@ def main() -> None:
         results = general_gemm(b, a, out_dtype=torch.bfloat16, bias=bias, **options)[0]
         for side, tensor, chosen in (("a", a, rows), ("b", b, columns)):
             codes, scale_inv, _ = stored(tensor, "row")
-            kept[f"product/{name}/{side}"] = codes[chosen].numpy()
+            selected[f"product/{name}/{side}"] = codes[chosen].numpy()
             if scale_inv.ndim == 2:  # [blocks, rows], or squares
                 scale_inv = scale_inv[:, :M].t() if side == "a" else scale_inv.repeat_interleave(128, dim=0)
                 scale_inv = scale_inv[chosen, : -(-length // 128)]
-            kept[f"product/{name}/{side}_scale_inv"] = scale_inv.numpy()
-        kept[f"product/{name}/bias"] = bias.cpu()[columns].float().numpy()
-        kept[f"product/{name}/sums"] = sums.cpu()[rows][:, columns].numpy()
-        kept[f"product/{name}/results"] = results.cpu()[rows][:, columns].float().numpy()
-    np.savez_compressed(arguments.file, **kept)
-    print(f"{arguments.file}: {len(kept)} arrays, {arguments.file.stat().st_size / 1024:.0f} KiB")
+            selected[f"product/{name}/{side}_scale_inv"] = scale_inv.numpy()
+        selected[f"product/{name}/bias"] = bias.cpu()[columns].float().numpy()
+        selected[f"product/{name}/sums"] = sums.cpu()[rows][:, columns].numpy()
+        selected[f"product/{name}/results"] = results.cpu()[rows][:, columns].float().numpy()
+    np.savez_compressed(arguments.file, **selected)
+    print(f"{arguments.file}: {len(selected)} arrays, {arguments.file.stat().st_size / 1024:.0f} KiB")
 
 
 if __name__ == "__main__":

@@ -140,17 +140,17 @@ def quantize_blockwise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes and dequant_scale [block rows, block columns]. A scale that overflows becomes the input type's maximum."""
     codes, scales = np.zeros(x.shape, dtype=np.uint8), {}
-    for i, j, place in blocks_of(x, block):
-        scale = quant_scale(amax(x[place]), fmt, power_of_two, on_overflow=largest_input)
-        codes[place], scales[i, j] = codes_of(x[place], scale, fmt), np.float32(1) / scale
+    for i, j, index in blocks_of(x, block):
+        scale = quant_scale(amax(x[index]), fmt, power_of_two, on_overflow=largest_input)
+        codes[index], scales[i, j] = codes_of(x[index], scale, fmt), np.float32(1) / scale
     return codes, as_matrix(scales, np.float32)
 
 
 def as_matrix(entries: dict[tuple[int, int], object], dtype: type) -> np.ndarray:
     """Entries at (row, column) as a matrix."""
-    matrix = np.zeros([1 + max(place[axis] for place in entries) for axis in (0, 1)], dtype=dtype)
-    for place, entry in entries.items():
-        matrix[place] = entry
+    matrix = np.zeros([1 + max(index[axis] for index in entries) for axis in (0, 1)], dtype=dtype)
+    for index, entry in entries.items():
+        matrix[index] = entry
     return matrix
 
 
@@ -169,10 +169,10 @@ def e8m0_round_up(x: np.float32) -> int:
 def quantize_mxfp8(x: np.ndarray, block: tuple[int, int], fmt: str) -> tuple[np.ndarray, np.ndarray]:
     """Codes and E8M0 bytes [block rows, block columns]."""
     codes, scales = np.zeros(x.shape, dtype=np.uint8), {}
-    for i, j, place in blocks_of(x, block):
+    for i, j, index in blocks_of(x, block):
         one_over_max = np.float32(1 / MAGNITUDES[fmt][-1])
-        exponent = e8m0_round_up(amax(x[place]) * one_over_max)  # an FP32 product, not a quotient
-        codes[place] = codes_of(x[place], np.float32(2.0 ** (127 - exponent)), fmt)
+        exponent = e8m0_round_up(amax(x[index]) * one_over_max)  # an FP32 product, not a quotient
+        codes[index] = codes_of(x[index], np.float32(2.0 ** (127 - exponent)), fmt)
         scales[i, j] = exponent
     return codes, as_matrix(scales, np.uint8)
 
@@ -189,12 +189,12 @@ def quantize_nvfp4(x: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, n
         tensor_encode = min(np.float32(448 * 6) / tensor_amax, largest_fp32)
         if tensor_amax == 0 or tensor_encode == 0:
             tensor_encode = one
-        for i, j, place in blocks_of(x, block):
-            wanted = min(amax(x[place]) * (tensor_encode * np.float32(1 / 6)), largest_fp32)
+        for i, j, index in blocks_of(x, block):
+            wanted = min(amax(x[index]) * (tensor_encode * np.float32(1 / 6)), largest_fp32)
             scales[i, j] = round_to_code(float(wanted), "e4m3")
             block_scale = np.float32(value(scales[i, j], "e4m3"))
             encode = min(one / (block_scale * (one / tensor_encode)), largest_fp32)
-            codes[place] = codes_of(x[place], encode, "e2m1")
+            codes[index] = codes_of(x[index], encode, "e2m1")
     return codes, as_matrix(scales, np.uint8), tensor_amax
 
 

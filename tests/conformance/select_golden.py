@@ -39,7 +39,7 @@ def informative(raw: np.ndarray, axis: int = 0) -> np.ndarray:
     """Indices of ROWS rows (axis 0) or columns: the one with the amax, one with NaN if there is any, and others."""
     values = magnitudes(raw)
     chosen = [int(np.unravel_index(values.argmax(), values.shape)[axis])]
-    chosen += [int(place[axis]) for place in np.argwhere(values < 0)[:1]]
+    chosen += [int(index[axis]) for index in np.argwhere(values < 0)[:1]]
     spread = np.linspace(0, raw.shape[axis] - 1, 3 * ROWS).astype(int)
     chosen = list(dict.fromkeys([*chosen, *spread[1::2].tolist(), *spread[::2].tolist()]))
     return np.array(sorted(chosen[:ROWS]))
@@ -52,7 +52,7 @@ def covering(raw: np.ndarray, axis: int) -> np.ndarray:
     return np.unique([int(np.unravel_index(block.argmax(), block.shape)[0]) for block in blocks])
 
 
-def select_tensors(source: dict, kept: dict) -> None:
+def select_tensors(source: dict, selected: dict) -> None:
     """Every distribution in BF16, those with special values in FP32 too, one ragged shape."""
     for key in [key for key in source if key.endswith("/x")]:
         shape, distribution, dtype, _ = key.split("/")
@@ -61,40 +61,40 @@ def select_tensors(source: dict, kept: dict) -> None:
             continue
         base, raw = key[: -len("/x")], source[key]
         rows, columns = np.union1d(informative(raw), covering(raw, axis=0)), informative(raw, axis=1)
-        kept[key], kept[f"{base}/x_columns"] = raw[rows], raw[:, columns]
-        select_tensor_casts(source, kept, base, rows)
+        selected[key], selected[f"{base}/x_columns"] = raw[rows], raw[:, columns]
+        select_tensor_casts(source, selected, base, rows)
         casts = ("e4m3-pow2", "e4m3-fp32", "e5m2-pow2") if distribution in SPECIAL else ("e4m3-pow2",)
-        select_blocks(source, kept, [f"{base}/block1d-{cast}" for cast in casts], rows, columns)
+        select_blocks(source, selected, [f"{base}/block1d-{cast}" for cast in casts], rows, columns)
         if shape == "48x160" and distribution in (*SPECIAL, "normal", "zeroblocks"):  # it is one block high
-            select_squares(source, kept, [f"{base}/block2d-{cast}" for cast in casts], rows)
+            select_squares(source, selected, [f"{base}/block2d-{cast}" for cast in casts], rows)
 
 
-def select_tensor_casts(source: dict, kept: dict, base: str, rows: np.ndarray) -> None:
+def select_tensor_casts(source: dict, selected: dict, base: str, rows: np.ndarray) -> None:
     """The codes of some rows: under all per-tensor casts where they test a corner, else under some."""
     tries_corner = base.split("/")[1] in SPECIAL
     casts = ("tensorwise-", "delayed-") if tries_corner else ("tensorwise-e4m3-fp32", "tensorwise-e5m2-fp32")
     for key in [key for key in source if key.startswith(tuple(f"{base}/{cast}" for cast in casts))]:
-        kept[key] = source[key][rows] if key.endswith("/codes") else source[key]
+        selected[key] = source[key][rows] if key.endswith("/codes") else source[key]
 
 
-def select_blocks(source: dict, kept: dict, casts: list[str], rows: np.ndarray, columns: np.ndarray) -> None:
+def select_blocks(source: dict, selected: dict, casts: list[str], rows: np.ndarray, columns: np.ndarray) -> None:
     """Blocks along some rows and some columns."""
     for cast in casts:
         for name, chosen in (("row", rows), ("col", columns)):
-            kept[f"{cast}/{name}_codes"] = source[f"{cast}/{name}_codes"][chosen]
-            kept[f"{cast}/{name}_scale_inv"] = source[f"{cast}/{name}_scale_inv"][:, chosen]
+            selected[f"{cast}/{name}_codes"] = source[f"{cast}/{name}_codes"][chosen]
+            selected[f"{cast}/{name}_scale_inv"] = source[f"{cast}/{name}_scale_inv"][:, chosen]
 
 
-def select_squares(source: dict, kept: dict, casts: list[str], rows: np.ndarray) -> None:
+def select_squares(source: dict, selected: dict, casts: list[str], rows: np.ndarray) -> None:
     """Some rows of squares with the squares' largest magnitudes. The second orientation is the transposed one."""
     for cast in casts:
-        kept[f"{cast}/row_codes"] = source[f"{cast}/row_codes"][rows]
-        kept[f"{cast}/row_scale_inv"] = source[f"{cast}/row_scale_inv"]
-        kept[f"{cast}/col_scale_inv"] = source[f"{cast}/col_scale_inv"]
-        kept[f"{cast}/col_codes"] = source[f"{cast}/col_codes"][:, rows]
+        selected[f"{cast}/row_codes"] = source[f"{cast}/row_codes"][rows]
+        selected[f"{cast}/row_scale_inv"] = source[f"{cast}/row_scale_inv"]
+        selected[f"{cast}/col_scale_inv"] = source[f"{cast}/col_scale_inv"]
+        selected[f"{cast}/col_codes"] = source[f"{cast}/col_codes"][:, rows]
 
 
-def select_linear(source: dict, kept: dict, recipe: str, step: int = 0) -> None:
+def select_linear(source: dict, selected: dict, recipe: str, step: int = 0) -> None:
     """For the GEMMs of a linear: two reduced operands, and the corner of the result that they determine."""
     base = f"linear/{recipe}/step{step}"
     choose = covering if recipe.startswith("blockwise") else informative  # of the weight
@@ -107,16 +107,16 @@ def select_linear(source: dict, kept: dict, recipe: str, step: int = 0) -> None:
     if step == 0:
         outputs, inputs = informative(dy, axis=1), informative(x, axis=1)
         corners |= {"wgrad/dy": dy[:, outputs], "wgrad/x": x[:, inputs], "wgrad/dw": dw[np.ix_(outputs, inputs)]}
-    kept |= {f"{base}/{name}": corner for name, corner in corners.items()}
+    selected |= {f"{base}/{name}": corner for name, corner in corners.items()}
 
 
-def select_products(source: dict, kept: dict) -> None:
+def select_products(source: dict, selected: dict) -> None:
     """Of the products that test the most, every other row of both operands, and the corner of the result."""
     for case in PRODUCTS:
         base = f"product/{case}"
         for key in [key for key in source if key.startswith(f"{base}/")]:
             array = source[key] if source[key].shape == (1,) else source[key][::2]  # one scale per tensor
-            kept[key] = array[:, ::2] if key.endswith(("/sums", "/results")) else array
+            selected[key] = array[:, ::2] if key.endswith(("/sums", "/results")) else array
 
 
 def main() -> None:
@@ -126,17 +126,17 @@ def main() -> None:
     for path in sorted(parser.parse_args().folder.glob("*.npz")):
         with np.load(path) as arrays:
             source |= dict(arrays)
-    kept: dict[str, np.ndarray] = {}
-    select_tensors(source, kept)
+    selected: dict[str, np.ndarray] = {}
+    select_tensors(source, selected)
     for recipe in ("tensorwise", "tensorwise-e4m3", "blockwise", "blockwise-hybrid"):
-        select_linear(source, kept, recipe)
+        select_linear(source, selected, recipe)
     for step in range(3):
-        select_linear(source, kept, "delayed", step)
+        select_linear(source, selected, "delayed", step)
     for update in UPDATES:
-        kept |= {key: source[key] for key in source if key.startswith(f"update/{update}/")}
-    select_products(source, kept)
-    np.savez_compressed(TARGET, **kept)
-    print(f"{TARGET}: {len(kept)} arrays, {TARGET.stat().st_size / 1024:.0f} KiB")
+        selected |= {key: source[key] for key in source if key.startswith(f"update/{update}/")}
+    select_products(source, selected)
+    np.savez_compressed(TARGET, **selected)
+    print(f"{TARGET}: {len(selected)} arrays, {TARGET.stat().st_size / 1024:.0f} KiB")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def check_cast(arrays: Arrays, key: str) -> None:
     rule = OperandRule(format=FORMATS[fmt], block=block, scale_rule=SCALE_RULES[scale_rule])
     ours = quantize(tensor(x, base.rsplit("/", 1)[1]), rule)
 
-    codes, scale_inv = (torch.from_numpy(arrays[place].copy()) for place in (key, key.replace("codes", "scale_inv")))
+    codes, scale_inv = (torch.from_numpy(arrays[each].copy()) for each in (key, key.replace("codes", "scale_inv")))
     check_stored(ours, orientation or "row", codes, scale_inv)
 
 

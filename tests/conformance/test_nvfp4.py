@@ -42,12 +42,12 @@ def test_cast_of_every_bf16_value() -> None:
 def test_cast_at_every_fp32_boundary() -> None:
     """Ties and values, and their FP32 neighbours, where a second rounding would show."""
     magnitudes = np.array(reference.MAGNITUDES["e2m1"], dtype=np.float32)
-    places = np.concatenate([magnitudes, (magnitudes[1:] + magnitudes[:-1]) / 2])
-    places = np.concatenate([places, np.nextafter(places, np.float32(-1)), np.nextafter(places, np.float32(9))])
-    places = np.concatenate([places, -places, np.float32([1e-45, 3e38, -3e38])]).astype(np.float32)
-    places = places[: len(places) // 2 * 2]
-    codes = nvfp4.unpack(cast(torch.from_numpy(places.copy()), E2M1)) >> 4
-    expected = [reference.round_to_code(float(value), "e2m1") for value in places]
+    points = np.concatenate([magnitudes, (magnitudes[1:] + magnitudes[:-1]) / 2])
+    points = np.concatenate([points, np.nextafter(points, np.float32(-1)), np.nextafter(points, np.float32(9))])
+    points = np.concatenate([points, -points, np.float32([1e-45, 3e38, -3e38])]).astype(np.float32)
+    points = points[: len(points) // 2 * 2]
+    codes = nvfp4.unpack(cast(torch.from_numpy(points.copy()), E2M1)) >> 4
+    expected = [reference.round_to_code(float(value), "e2m1") for value in points]
     np.testing.assert_array_equal(codes.numpy(), np.array(expected, dtype=np.uint8))
 
 
@@ -70,8 +70,8 @@ def check_against_reference(x: torch.Tensor, block: tuple[int, int]) -> None:
     np.testing.assert_array_equal(ours.dequant_scale.view(torch.uint8).numpy(), scales)
     assert ours.tensor_scale.item() == np.float32(tensor_amax / np.float32(448 * 6))
     if np.isfinite(tensor_amax) and tensor_amax > 1e-30:  # below, its scale is subnormal
-        places = [np.arange(size) // length for size, length in zip(x.shape, block, strict=True)]
-        expected = np.vectorize(reference.value_nvfp4, otypes=[float])(codes, scales[np.ix_(*places)], tensor_amax)
+        indices = [np.arange(size) // length for size, length in zip(x.shape, block, strict=True)]
+        expected = np.vectorize(reference.value_nvfp4, otypes=[float])(codes, scales[np.ix_(*indices)], tensor_amax)
         np.testing.assert_allclose(dequantize(ours).double().numpy(), expected, rtol=3e-7, atol=1e-44)
 
 

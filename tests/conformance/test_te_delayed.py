@@ -68,7 +68,7 @@ def test_twenty_microbatches_equal_transformer_engine(algorithm: str, history_le
     recipe = delayed.build(fmt, fp8_amax_history_len=history_len, fp8_amax_compute_algo=algorithm, fp8_margin=margin)
     state, exchange = DelayedState(recipe), AmaxExchange()
     exchange.join(state, None)
-    places = (
+    positions = (
         ("scaling_fwd", FP8FwdTensorIdx.GEMM1_INPUT), ("scaling_fwd", FP8FwdTensorIdx.GEMM1_WEIGHT),
         ("scaling_bwd", FP8BwdTensorIdx.GRAD_OUTPUT1),
     )  # fmt: skip
@@ -94,9 +94,9 @@ def test_twenty_microbatches_equal_transformer_engine(algorithm: str, history_le
 
         assert set(gemms) == set(Gemm)
         check_operands(index, gemms, ours)
-        for entry, (part, place) in enumerate(places):
+        for entry, (part, position) in enumerate(positions):
             meta = layer.fp8_meta[part]
             where = f"microbatch {index}, {tuple(Operand)[entry].value}"
-            assert meta.scale[place].cpu() == state.quant_scale[entry], f"{where}: scale"
-            their_history = meta.amax_history[:, place].cpu()
+            assert meta.scale[position].cpu() == state.quant_scale[entry], f"{where}: scale"
+            their_history = meta.amax_history[:, position].cpu()
             assert torch.equal(their_history, state.amax_history[:, entry]), f"{where}: history"

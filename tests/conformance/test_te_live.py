@@ -59,17 +59,17 @@ def te_casts(base: str, x: torch.Tensor, dtype: str) -> Arrays:
                 kind, rowwise=True, columnwise=True, force_pow_2_scales=pow2, block_scaling_dim=dims
             )(x)
             for side, name in (("row", "_rowwise"), ("col", "_columnwise")):
-                place = f"{base}/block{dims}d-{fmt}-{rule}/{side}"
-                arrays[f"{place}_codes"] = as_bytes(getattr(blocks, f"{name}_data"))
-                arrays[f"{place}_scale_inv"] = as_bytes(getattr(blocks, f"{name}_scale_inv"))
+                prefix = f"{base}/block{dims}d-{fmt}-{rule}/{side}"
+                arrays[f"{prefix}_codes"] = as_bytes(getattr(blocks, f"{name}_data"))
+                arrays[f"{prefix}_scale_inv"] = as_bytes(getattr(blocks, f"{name}_scale_inv"))
     for fmt, kind in kinds.items():
         amax = torch.zeros(1, device="cuda")
         delayed = Float8Quantizer(torch.full((1,), 3.7, device="cuda"), amax, kind)(x)
-        place = f"{base}/delayed-{fmt}-scale3.7"
+        prefix = f"{base}/delayed-{fmt}-scale3.7"
         arrays |= {
-            f"{place}/codes": as_bytes(delayed._data),
-            f"{place}/scale_inv": as_bytes(delayed._scale_inv),
-            f"{place}/amax": as_bytes(amax),
+            f"{prefix}/codes": as_bytes(delayed._data),
+            f"{prefix}/scale_inv": as_bytes(delayed._scale_inv),
+            f"{prefix}/amax": as_bytes(amax),
         }
     return arrays
 

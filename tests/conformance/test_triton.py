@@ -140,8 +140,10 @@ def check_bits(ours: Optional[Tensor], theirs: Optional[Tensor], what: str = "")
         equal |= ours.isnan() & theirs.isnan()
     if not equal.all():
         wrong = (~equal).nonzero()
-        place = tuple(wrong[0].tolist())
-        pytest.fail(f"{what}: {len(wrong)} of {ours.numel()} differ, first at {place}: {ours[place]}, {theirs[place]}")
+        position = tuple(wrong[0].tolist())
+        pytest.fail(
+            f"{what}: {len(wrong)} of {ours.numel()} differ, first at {position}: {ours[position]}, {theirs[position]}"
+        )
 
 
 def check_uses(x: Tensor, uses: list[Use], generators: Optional[list[torch.Generator]] = None) -> int:

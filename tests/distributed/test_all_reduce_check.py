@@ -20,11 +20,11 @@ from megafp8.utils.process import set_parent_death_signal
 NUM_NODES, ABSENT = 4, 2
 
 
-def be_node(place: NodeRank, output: Path) -> None:
+def be_node(node_rank: NodeRank, output: Path) -> None:
     """Entry point of a node's only rank."""
     set_parent_death_signal(signal.SIGKILL)
     with open(output, "w") as stream, contextlib.redirect_stdout(stream):
-        all_reduce_check.main(json.dumps(dataclasses.asdict(place)))
+        all_reduce_check.main(json.dumps(dataclasses.asdict(node_rank)))
 
 
 def report(node: int, output: Path) -> NodeReport:
@@ -40,11 +40,13 @@ def test_only_the_missing_node_is_blamed(tmp_path: Path, monkeypatch: pytest.Mon
     nodes = [node for node in range(NUM_NODES) if node != ABSENT]
     processes = []
     for node in nodes:
-        place = NodeRank(
+        node_rank = NodeRank(
             nodes=("127.0.0.1",) * NUM_NODES, node=node, rank=0, ranks_per_node=1, port=port,
             store=str(tmp_path / f"store{node}"), timeout_s=2.0, is_gpu=False,
         )  # fmt: skip
-        process = multiprocessing.get_context("fork").Process(target=be_node, args=(place, tmp_path / f"output{node}"))
+        process = multiprocessing.get_context("fork").Process(
+            target=be_node, args=(node_rank, tmp_path / f"output{node}")
+        )
         process.start()
         processes.append(process)
     for process in processes:

@@ -110,11 +110,11 @@ def test_next_save_reuses_plan_and_memory(tmp_path: Path) -> None:
         train(run, 1)
         saves, first = begin(run, tmp_path, 1)
         first.poll(is_waiting=True)
-        places = {id(place) for place in saves._copies._tensors.values()}
+        buffers = {id(buffer) for buffer in saves._copies._tensors.values()}
         train(run, 1, 2)
         with mock.patch.object(saving, "save_state_dict_async_plan", side_effect=AssertionError("planned again")):
             saves.begin(tmp_path, Progress(2, 16)).poll(is_waiting=True)
-        assert {id(place) for place in saves._copies._tensors.values()} == places
+        assert {id(buffer) for buffer in saves._copies._tensors.values()} == buffers
         other = next(leaf for leaf in saves._plan.structure if leaf[0].endswith("weight"))
         saves._plan.structure[saves._plan.structure.index(other)] = (f"{other[0]}2", *other[1:])
         if dist.get_rank() == 1:
@@ -186,14 +186,14 @@ def test_a_hanging_writer_is_a_failed_save(tmp_path: Path) -> None:
     assert "iter_0000002" not in {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("place", ["save.before_rename", "save.before_pointer", "save.after_pointer"])
-def test_an_abandoned_save_publishes_and_deletes_nothing(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("location", ["save.before_rename", "save.before_pointer", "save.after_pointer"])
+def test_an_abandoned_save_publishes_and_deletes_nothing(location: str, tmp_path: Path) -> None:
     config, point = small_config("llama", PLAIN), fault_injection.point
     is_there, may_go_on = threading.Event(), threading.Event()
 
     def held(name: str, step: Optional[int] = None) -> None:
         point(name, step)
-        if name == place and step == 2:
+        if name == location and step == 2:
             is_there.set()
             assert may_go_on.wait(60)
 

@@ -344,9 +344,9 @@ def test_new_vocabulary_padding_rows_start_as_the_mean(style: str, flags: str, t
             dist.all_reduce(total)
             mean = (total / 300).to(table.dtype).expand(200 - new_row, -1)
             torch.testing.assert_close(table[new_row:].detach(), mean, rtol=2**-7, atol=1e-6)
-            kept = kept_state(run, table)
-            assert all(not kept[name].view(200, -1)[new_row:].any() for name in MOMENTS)
-            assert torch.equal(kept["param"].view(200, -1)[new_row:], table[new_row:].float())
+            stored = stored_state(run, table)
+            assert all(not stored[name].view(200, -1)[new_row:].any() for name in MOMENTS)
+            assert torch.equal(stored["param"].view(200, -1)[new_row:], table[new_row:].float())
         before = [table.detach().float().clone() for table in tables]
         train(run, 1, STEPS + 1)
         for table, old in zip(tables, before, strict=True):
@@ -355,7 +355,7 @@ def test_new_vocabulary_padding_rows_start_as_the_mean(style: str, flags: str, t
     run_ranks(2, resume)
 
 
-def kept_state(run: Run, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def stored_state(run: Run, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Master weight and moments."""
     (part,) = chained_optimizers(run.training_state.optimizer)
     if run.config.parallel.use_distributed_optimizer:

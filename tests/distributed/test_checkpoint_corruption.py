@@ -39,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def flip(place: int, bit: int) -> Callable[[bytes], bytes]:
-    return lambda content: content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+def flip(offset: int, bit: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:offset] + bytes([content[offset] ^ 1 << bit]) + content[offset + 1 :]
 
 
 def cut(length: int) -> Callable[[bytes], bytes]:
@@ -53,8 +53,8 @@ def mutations(newer: Path, older: Path) -> Iterator[Mutation]:
     contents = {path.name: path.read_bytes() for path in sorted(newer.iterdir())}
     for name, content in contents.items():
         size = len(content)
-        places = {0, size - 1, *generator.sample(range(size), FLIPS_A_FILE - 2)}
-        yield from (Mutation(name, "flip", flip(place, generator.randrange(8))) for place in places)
+        offsets = {0, size - 1, *generator.sample(range(size), FLIPS_A_FILE - 2)}
+        yield from (Mutation(name, "flip", flip(offset, generator.randrange(8))) for offset in offsets)
         yield from (Mutation(name, "truncate", cut(length)) for length in {0, 1, size // 2, size - 1})
         yield Mutation(name, "remove", lambda content: None)
         yield Mutation(name, "append", lambda content: content + b"\0")

@@ -125,7 +125,7 @@ def interrupt(run: Run) -> None:
     experts = next(m for chunk in run.training_state.chunks for m in chunk.modules() if isinstance(m, GroupedExperts))
     state: Any = experts.quantizer_state[LINEARS[0]]
     experts.exchange.forward_ran(state)
-    state.kept_scales.append(torch.zeros_like(state.quant_scale))
+    state.stored_scales.append(torch.zeros_like(state.quant_scale))
 
 
 def resumed(folder: Path, flags: str, world_size: int, is_stacked: bool) -> tuple[list[float], str, States]:

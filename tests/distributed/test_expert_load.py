@@ -97,8 +97,8 @@ def test_a_capacity_does_not_hide_the_load_that_the_router_chose(capacity: str, 
     chosen = run_ranks(1, record_of, f"{PLAIN} {options}", 1)[0][0]["1"]
     load = run_ranks(1, record_of, f"{capacity} {options}", 1)[0][0]["1"]
     assert chosen.max_to_mean > 1 and chosen.dropped_fraction == 0 < load.dropped_fraction
-    kept = {name: getattr(load, name) for name in ("max_to_mean", "variation", "num_idle", "busiest_expert")}
-    assert kept == {name: getattr(chosen, name) for name in kept}
+    selected = {name: getattr(load, name) for name in ("max_to_mean", "variation", "num_idle", "busiest_expert")}
+    assert selected == {name: getattr(chosen, name) for name in selected}
 
 
 def test_the_bias_of_experts_has_a_range() -> None:

@@ -45,7 +45,7 @@ def registered() -> Iterator[None]:
 
 def clear() -> None:
     registry.clear_cache()
-    for cached in (settings.all_settings, settings.settings_by_name, flags.kept_parser):
+    for cached in (settings.all_settings, settings.settings_by_name, flags.cached_parser):
         cached.cache_clear()
 
 
@@ -53,10 +53,12 @@ def clear() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory, registered: None) -> Path:
     """Two steps, and a third one after a resume, on two tensor-parallel ranks with sequence parallelism."""
     folder = tmp_path_factory.mktemp("run")
-    places = f"--data-cache-path {folder / 'cache'} --save {folder / 'run'} --load {folder / 'run'} --save-interval 2"
-    first = run_forked(2, f"{RUN} {LAYOUT} {places} --train-iters 3 --exit-interval 2")
+    path_flags = (
+        f"--data-cache-path {folder / 'cache'} --save {folder / 'run'} --load {folder / 'run'} --save-interval 2"
+    )
+    first = run_forked(2, f"{RUN} {LAYOUT} {path_flags} --train-iters 3 --exit-interval 2")
     assert first.statuses == (0, 0), first.report()
-    second = run_forked(2, f"{RUN} {LAYOUT} {places} --train-iters 3 --fp8-param-gather")
+    second = run_forked(2, f"{RUN} {LAYOUT} {path_flags} --train-iters 3 --fp8-param-gather")
     assert second.statuses == (0, 0), second.report()
     return folder / "run"
 

@@ -97,7 +97,7 @@ def test_long_steps_are_extrapolated_from_short_ones(stages: int, second: float,
     parallel = SimpleNamespace(
         pipeline_model_parallel_size=stages, microbatch_group_size_per_virtual_pipeline_stage=None
     )
-    run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
+    run = SimpleNamespace(rank_position=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
     setup = TrialSetup(config=auto_config("--global-batch-size 32"), implementation="emulated", limit_bytes=1 << 50)
     trial = SimpleNamespace(run=run, setup=setup, platform=CPU, step=step, slowest_s=float, kinds=[1])
     trial.timed_counts = partial(TrialRun.timed_counts, trial)
@@ -123,7 +123,7 @@ def test_every_precision_of_a_schedule_is_tried(schedule: str, expected: list[in
         return 1.0
 
     parallel = SimpleNamespace(pipeline_model_parallel_size=1, microbatch_group_size_per_virtual_pipeline_stage=None)
-    run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
+    run = SimpleNamespace(rank_position=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
     setup = TrialSetup(config=config, implementation="emulated", limit_bytes=1 << 50)
     trial = SimpleNamespace(run=run, setup=setup, platform=CPU, step=step, slowest_s=float, kinds=expected)
     trial.timed_counts = partial(TrialRun.timed_counts, trial)
@@ -134,7 +134,7 @@ def test_every_precision_of_a_schedule_is_tried(schedule: str, expected: list[in
 def test_a_peak_above_the_limit_does_not_fit() -> None:
     """Also one that is too short for the process to be observed above the limit."""
     parallel = SimpleNamespace(pipeline_model_parallel_size=1, microbatch_group_size_per_virtual_pipeline_stage=None)
-    run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
+    run = SimpleNamespace(rank_position=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
     platform = SimpleNamespace(reset_peak_memory=lambda: None, peak_memory_bytes=lambda: 5 * MIB)
 
     def answer(limit_bytes: int) -> TrialResult:
@@ -167,9 +167,9 @@ def test_the_memory_limit_of_a_gpu(monkeypatch: pytest.MonkeyPatch, limit_bytes:
 def test_a_process_above_the_memory_limit_ends() -> None:
     def grow(by_bytes: int) -> None:
         limit_memory(CPU, resident_bytes() + 200 * MIB)
-        kept = torch.ones(by_bytes // 4)
+        held = torch.ones(by_bytes // 4)
         time.sleep(1.0)
-        raise SystemExit(int(kept[0]) - 1)
+        raise SystemExit(int(held[0]) - 1)
 
     def status(by_bytes: int) -> Any:
         process = multiprocessing.get_context("fork").Process(target=grow, args=(by_bytes,))
@@ -201,14 +201,14 @@ class FakeProcess:
     """Answers like a machine with room for two sequences, where one takes `one_ms` and two take 5 ms."""
 
     def __init__(self, one_ms: float):
-        self.one_ms, self.asked = one_ms, []
+        self.one_ms, self.requested = one_ms, []
 
     def measure(self, size: int) -> TrialResult:
-        self.asked.append(size)
+        self.requested.append(size)
         return TooLarge("no room") if size > 2 else Measured(size * GIB, {1: self.one_ms, 2: 5.0}[size])
 
     def close(self) -> None:
-        self.asked.append(0)
+        self.requested.append(0)
 
 
 def choose(
@@ -220,20 +220,20 @@ def choose(
         process.measure = answer
     search.TrialProcess = lambda setup: process
     size, note = choose_micro_batch(config, detect_platform(), "emulated", Watchdog())
-    return size, note, process.asked
+    return size, note, process.requested
 
 
 def test_the_fastest_size_that_fits_is_chosen_and_stored(tmp_path: Path) -> None:
     config = auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2")
     assert run_ranks(1, choose, config)[0][0] == 2
-    size, note, asked = run_ranks(1, choose, config)[0]
-    assert (size, note, asked) == (2, f"2, from {tmp_path / CHOICE_FILE}", []), "found before: nothing is tried"
+    size, note, requested = run_ranks(1, choose, config)[0]
+    assert (size, note, requested) == (2, f"2, from {tmp_path / CHOICE_FILE}", []), "found before: nothing is tried"
     choice = read_choice(tmp_path / CHOICE_FILE)
     assert {each.size for each in choice.trials} == {1, 2, 4, 8}
     assert choice.limit_bytes == 2 * GIB
     (tmp_path / CHOICE_FILE).unlink()
-    size, note, asked = run_ranks(1, choose, config, 3.0)[0]
-    assert size == 1 and asked[-1] == 0 and {1, 2} < set(asked)
+    size, note, requested = run_ranks(1, choose, config, 3.0)[0]
+    assert size == 1 and requested[-1] == 0 and {1, 2} < set(requested)
     assert "(1: 1.00 GiB 3 ms/sample, 2: 2.00 GiB 5 ms/sample, 4: does not fit: no room" in note
 
 
@@ -259,7 +259,7 @@ def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
         process.measure = measure
         search.TrialProcess = lambda setup: process
         found, _ = choose_micro_batch(config, detect_platform(), "emulated", watchdog)
-        return found is None, len(process.asked), process.asked[-1], watchdog.exit_status, watchdog.reason
+        return found is None, len(process.requested), process.requested[-1], watchdog.exit_status, watchdog.reason
 
     assert run_ranks(2, start) == [(True, 2, 0, PREEMPTED, "SIGTERM to rank 1")] * 2, "one size, then closed"
     assert not (tmp_path / CHOICE_FILE).exists()
@@ -301,8 +301,8 @@ def test_a_choice_of_an_earlier_version_is_reused(tmp_path: Path) -> None:
 
 def test_a_choice_above_a_new_memory_limit_is_repeated(tmp_path: Path) -> None:
     run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2"))
-    note, asked = run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 3"))[0][1:]
-    assert not asked and "found within 2.00 GiB, and below --micro-batch-size-memory-limit 3" in note
+    note, requested = run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 3"))[0][1:]
+    assert not requested and "found within 2.00 GiB, and below --micro-batch-size-memory-limit 3" in note
     assert run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 1.5"))[0][2]
 
 
@@ -319,8 +319,8 @@ def test_a_choice_of_another_machine_is_reused_and_reported(tmp_path: Path) -> N
     path = tmp_path / CHOICE_FILE
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"memory_bytes": 80 * GIB, "device": "NVIDIA H100"}))
-    size, note, asked = run_ranks(1, choose, config)[0]
-    assert (size, asked) == (2, [])
+    size, note, requested = run_ranks(1, choose, config)[0]
+    assert (size, requested) == (2, [])
     assert (
         "found on NVIDIA H100 with 80.00 GiB, this machine is" in note
         and "kept, so that the run continues unchanged" in note

@@ -57,8 +57,8 @@ def load_and_continue(config: RunConfig, folder: Path) -> Result:
 def sources_of(layout: str) -> list[str]:
     """The layouts whose checkpoints it loads: the previous one (the last one for one rank), and one rank."""
     names = list(LAYOUTS)
-    place = names.index(layout)
-    return sorted({names[place - 1], *names[: min(place, 1)]}, key=names.index)
+    index = names.index(layout)
+    return sorted({names[index - 1], *names[: min(index, 1)]}, key=names.index)
 
 
 def load_each_and_continue(config: RunConfig, saved_layouts: list[str], folder: Path) -> dict[str, Curve]:

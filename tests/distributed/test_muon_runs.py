@@ -185,9 +185,9 @@ def test_a_skipped_update_changes_nothing(flags: str) -> None:
         train(run, 2)
         before, optimizer = fingerprint(weights(run)), run.training_state.optimizer
         optimizer.step(lambda norm: False)
-        is_kept = fingerprint(weights(run)) == before
+        is_unchanged = fingerprint(weights(run)) == before
         optimizer.step(lambda norm: True)
-        return is_kept, fingerprint(weights(run)) == before
+        return is_unchanged, fingerprint(weights(run)) == before
 
     assert run_ranks(2, skip) == [(True, False)] * 2
 

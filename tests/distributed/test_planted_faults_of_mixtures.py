@@ -120,14 +120,14 @@ def test_an_mlp_of_all_tokens_has_the_fault(fault: str, linear: str, words: str,
 
 @pytest.mark.parametrize("fault", ["outlier-channel", "aligned-swiglu"])
 def test_routed_experts_do_not_have_the_fault(fault: str) -> None:
-    def places() -> tuple[list[str], list[str]]:
+    def locations() -> tuple[list[str], list[str]]:
         config = small_config("gpt2", f"{TENSORWISE} {MIXTURE} {DENSE} {SHARED} --planted-fault {fault}")
         run = build_run(config)
         planted = planted_fault.LayerFault(run)
         named = [pair for chunk in planted.chunks for pair in named_linears(chunk)]
         return tuple([name for name, linear in named if linear in found] for found in (planted.linears, planted.gated))
 
-    ((linears, gated),) = run_ranks(1, places)
+    ((linears, gated),) = run_ranks(1, locations)
     mlps = ["layers.0", "layers.1.shared_experts"]
     assert gated == [f"{mlp}.linear_fc1" for mlp in mlps] * (fault == "aligned-swiglu")
     assert linears == [f"{mlp}.linear_{'fc1' if fault == 'outlier-channel' else 'fc2'}" for mlp in mlps]

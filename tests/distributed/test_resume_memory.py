@@ -50,7 +50,7 @@ def extra_bytes(config: RunConfig, folder: Path, is_converted: bool) -> tuple[in
     peak = peak_resident_bytes()
     run.platform.reset_peak_memory()
     parameters = sum(parameter.numel() for chunk in run.training_state.chunks for parameter in chunk.parameters())
-    return peak - resident_bytes(), parameters / run.place.world_size
+    return peak - resident_bytes(), parameters / run.rank_position.world_size
 
 
 @pytest.mark.parametrize(

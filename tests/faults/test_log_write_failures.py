@@ -24,16 +24,16 @@ from megafp8.utils.process import STOPPED_STATE, read_proc_stat
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def log_folder() -> Iterator[Path]:
     """Folder for the run's output. A socket's path in it must be short."""
     with tempfile.TemporaryDirectory(prefix="run_") as name:
         yield Path(name)
 
 
 @contextmanager
-def started(flags: str, plan: str, place: Path) -> Iterator[ForkedRun]:
+def started(flags: str, plan: str, log_folder: Path) -> Iterator[ForkedRun]:
     """A run of one rank, which does not outlive the block."""
-    run = ForkedRun(1, f"{COMMON} --num-threads 1 {flags}", plan, None, place)
+    run = ForkedRun(1, f"{COMMON} --num-threads 1 {flags}", plan, None, log_folder)
     try:
         yield run
     finally:
@@ -52,14 +52,14 @@ def stopped(run: ForkedRun) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_full_disk_and_a_removed_folder_do_not_stop_a_run(tmp_path: Path, cache: Path, place: Path) -> None:
+def test_a_full_disk_and_a_removed_folder_do_not_stop_a_run(tmp_path: Path, cache: Path, log_folder: Path) -> None:
     """Records never fit, TensorBoard's folder is removed, and some steps cannot write the state."""
     folder, boards = tmp_path / "run", tmp_path / "boards"
     state_file = folder / RUN_STATE_FILE
     folder.mkdir()
     (folder / "records.jsonl").symlink_to("/dev/full")
     flags = f"--data-cache-path {cache} --save {folder} --tensorboard-dir {boards}"
-    with started(flags, "stop:step=5,at=step.begin;stop:step=9,at=step.begin", place) as run:
+    with started(flags, "stop:step=5,at=step.begin;stop:step=9,at=step.begin", log_folder) as run:
         with stopped(run):
             shutil.rmtree(boards)
             state_file.unlink()
@@ -82,25 +82,25 @@ def test_a_full_disk_and_a_removed_folder_do_not_stop_a_run(tmp_path: Path, cach
     assert output.count(f"{RUN_STATE_FILE} can be written again") == 1
 
 
-def test_standard_output_on_a_full_disk_does_not_stop_a_run(tmp_path: Path, cache: Path, place: Path) -> None:
-    (place / "output0").symlink_to("/dev/full")
+def test_standard_output_on_a_full_disk_does_not_stop_a_run(tmp_path: Path, cache: Path, log_folder: Path) -> None:
+    (log_folder / "output0").symlink_to("/dev/full")
     folder = tmp_path / "run"
     flags = f"--data-cache-path {cache} --save {folder} --log-interval 1 --exit-interval 2"
-    with started(flags, "", place) as run:
+    with started(flags, "", log_folder) as run:
         run.processes[0].join()
-        (place / "output0").unlink()  # reading it would never end
+        (log_folder / "output0").unlink()  # reading it would never end
         assert run.wait(600).statuses == (0,)
     assert [record.step for record in load_run(folder).steps] == [1, 2]
 
 
-def test_a_hang_with_stderr_on_a_full_disk_has_its_exit_status(tmp_path: Path, cache: Path, place: Path) -> None:
+def test_a_hang_with_stderr_on_a_full_disk_has_its_exit_status(tmp_path: Path, cache: Path, log_folder: Path) -> None:
     """A rank that hangs exits with the status of a hang, also when it cannot write a message."""
-    (place / "output0").symlink_to("/dev/full")
+    (log_folder / "output0").symlink_to("/dev/full")
     folder = tmp_path / "run"
     flags = f"--data-cache-path {cache} --save {folder} --step-timeout-s 2"
-    with started(flags, "sleep:seconds=600,step=1,at=step.begin", place) as run:
+    with started(flags, "sleep:seconds=600,step=1,at=step.begin", log_folder) as run:
         run.processes[0].join()
-        (place / "output0").unlink()
+        (log_folder / "output0").unlink()
         assert run.wait(600).statuses == (71,)
     state = current_state(folder)
     assert state is not None and (state.state, state.exit_status) == ("failed", 71)
@@ -115,14 +115,14 @@ while os.read(ours, 4096): pass
 """
 
 
-def test_a_closed_terminal_saves_and_stops(tmp_path: Path, cache: Path, place: Path) -> None:
+def test_a_closed_terminal_saves_and_stops(tmp_path: Path, cache: Path, log_folder: Path) -> None:
     """SIGHUP arrives, and from then on every write to the terminal fails."""
     with subprocess.Popen([sys.executable, "-c", TERMINAL], stdout=subprocess.PIPE, text=True) as terminal:
         assert terminal.stdout is not None
-        (place / "output0").symlink_to(terminal.stdout.readline().strip())
+        (log_folder / "output0").symlink_to(terminal.stdout.readline().strip())
         folder = tmp_path / "run"
         flags = f"--data-cache-path {cache} --save {folder} --log-interval 1"
-        with started(flags, "stop:step=3,at=step.begin", place) as run:
+        with started(flags, "stop:step=3,at=step.begin", log_folder) as run:
             with stopped(run):
                 terminal.kill()
                 terminal.wait()
@@ -133,12 +133,12 @@ def test_a_closed_terminal_saves_and_stops(tmp_path: Path, cache: Path, place: P
     assert state.step == state.saved_step == complete_steps(folder)[-1] == 3
 
 
-def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path, cache: Path, place: Path) -> None:
+def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path, cache: Path, log_folder: Path) -> None:
     folder = tmp_path / "run"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         flags = f"--data-cache-path {cache} --save {folder} --exit-interval 2"
-        with started(flags, "hup:step=1,at=step.begin", place) as run:
+        with started(flags, "hup:step=1,at=step.begin", log_folder) as run:
             ended = run.wait(600)
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -31,11 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All steps on the CPU; the last steps on the GPU; and the end on the CPU again."""
     folder = tmp_path_factory.mktemp("travels")
 
-    def launch(place: str, recipe: str, since: str = "", step: int = 0) -> Launch:
+    def launch(machine: str, recipe: str, since: str = "", step: int = 0) -> Launch:
         load = f"--load {run_folder(folder, f'{since} {recipe}')} --ckpt-step {step}" if since else ""
-        layers = "transformer_engine" if place == "gpu" else "emulated"
+        layers = "transformer_engine" if machine == "gpu" else "emulated"
         flags = f"{RUN} {RECIPES[recipe]} --transformer-impl {layers} {load}"
-        return Launch(name=f"{place} {recipe}", num_ranks=1, flags=flags)
+        return Launch(name=f"{machine} {recipe}", num_ranks=1, flags=flags)
 
     for launches, num_gpus in (
         ([launch("cpu", recipe) for recipe in TOLERANCE], 0),
@@ -48,9 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", TOLERANCE)
-@pytest.mark.parametrize(("place", "step"), [("gpu", TO_GPU), ("back", TO_CPU)])
-def test_losses_continue_across_devices(folder: Path, recipe: str, place: str, step: int) -> None:
-    stayed, went = losses(folder, f"cpu {recipe}")[step:], losses(folder, f"{place} {recipe}")
+@pytest.mark.parametrize(("machine", "step"), [("gpu", TO_GPU), ("back", TO_CPU)])
+def test_losses_continue_across_devices(folder: Path, recipe: str, machine: str, step: int) -> None:
+    stayed, went = losses(folder, f"cpu {recipe}")[step:], losses(folder, f"{machine} {recipe}")
     gaps = [abs(a - b) / b for a, b in zip(went, stayed, strict=True)]
-    print(f"\n{recipe}, {place} since step {step}: largest gap {max(gaps):.2e}")
+    print(f"\n{recipe}, {machine} since step {step}: largest gap {max(gaps):.2e}")
     assert len(gaps) == LAST - step and max(gaps) < TOLERANCE[recipe], (went, stayed)

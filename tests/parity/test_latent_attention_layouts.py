@@ -74,8 +74,8 @@ def test_latent_attention_follows_one_rank(model: str, world_size: int, flags: s
 
 
 def test_recomputed_projections_train_the_same() -> None:
-    kept = MODELS["plain-queries"].partition("--recompute")[0]
-    assert run_ranks(1, curve_of, latent_config(f"{PLAIN} {kept}"), NUM_STEPS)[0] == one_rank("plain-queries")
+    remaining = MODELS["plain-queries"].partition("--recompute")[0]
+    assert run_ranks(1, curve_of, latent_config(f"{PLAIN} {remaining}"), NUM_STEPS)[0] == one_rank("plain-queries")
 
 
 def test_yarn_changes_the_training() -> None:

@@ -93,7 +93,7 @@ def one_rank() -> CurveOf:
 class Report:
     """One rank's results of a training, and its weights afterwards: the split ones and the replicated ones."""
 
-    place: RankPosition
+    rank_position: RankPosition
     curve: Curve
     split: str
     whole: str
@@ -114,7 +114,7 @@ def train_rank(config: RunConfig) -> Report:
     split = {name: tensor for name, tensor in tensors.items() if is_split.get(name, False)}
     whole = {name: tensor for name, tensor in tensors.items() if name not in split}
     assert split and any("norm" in name for name in whole), "a rank has matrices, and norms besides"
-    return Report(run.place, curve, fingerprint(split), fingerprint(whole))
+    return Report(run.rank_position, curve, fingerprint(split), fingerprint(whole))
 
 
 @pytest.mark.parametrize(("style", "world_size", "flags"), EVERY_LAYOUT)
@@ -130,8 +130,8 @@ def assert_ranks_hold_the_same(reports: list[Report]) -> None:
     """Ranks of a stage agree bitwise on replicated weights, and data-parallel ranks also on split weights."""
     whole, split = defaultdict(set), defaultdict(set)
     for report in reports:
-        whole[report.place.pipeline_rank].add(report.whole)
-        split[report.place.pipeline_rank, report.place.tensor_rank].add(report.split)
+        whole[report.rank_position.pipeline_rank].add(report.whole)
+        split[report.rank_position.pipeline_rank, report.rank_position.tensor_rank].add(report.split)
     assert all(len(found) == 1 for found in whole.values()), "norms and other replicated weights have diverged"
     assert all(len(found) == 1 for found in split.values()), "data-parallel ranks have drifted apart"
 

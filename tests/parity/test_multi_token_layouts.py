@@ -118,12 +118,12 @@ def test_one_rank_loads_the_checkpoint_of_two_stages(tmp_path: Path) -> None:
 def test_without_its_loss_it_changes_nothing() -> None:
     """With a factor of 0 the model trains as one without multi-token prediction, and its modules stay untrained."""
     plain = run_ranks(1, train_and_compare_replicas, small_config("llama", f"{PLAIN} --num-layers 2"))[0]
-    idle = run_ranks(1, train_and_compare_replicas, config_of("dense", "--mtp-loss-scaling-factor 0"))[0]
-    for ours, expected in zip(idle, plain, strict=True):
+    unused = run_ranks(1, train_and_compare_replicas, config_of("dense", "--mtp-loss-scaling-factor 0"))[0]
+    for ours, expected in zip(unused, plain, strict=True):
         assert ours.loss == pytest.approx(expected.loss, abs=LAYOUT_LOSS)
         assert ours.grad_norm == pytest.approx(expected.grad_norm, rel=LAYOUT_GRAD_NORM["llama"])
     trained = one_rank("dense")[-1].mtp_losses
-    assert all(ours < other for ours, other in zip(trained, idle[-1].mtp_losses, strict=True))
+    assert all(ours < other for ours, other in zip(trained, unused[-1].mtp_losses, strict=True))
 
 
 def validation_loss(config: RunConfig) -> float:

@@ -66,8 +66,8 @@ def config_of(style: str, layout: str) -> RunConfig:
 def sources_of(layout: str) -> list[str]:
     """The layouts whose checkpoints it loads: one rank, itself and two others, such that each is loaded by several."""
     names = list(LAYOUTS)
-    place = names.index(layout)
-    chosen = {"one", layout, *(names[(place + distance) % len(names)] for distance in (1, 4))}
+    index = names.index(layout)
+    chosen = {"one", layout, *(names[(index + distance) % len(names)] for distance in (1, 4))}
     return [name for name in names if name in chosen]
 
 

@@ -50,8 +50,8 @@ LAYOUTS = {
 def plain_flags(flags: str) -> str:
     """The flags that also change a run on one rank."""
     words = flags.split()
-    kept = ("--num-layers", "--global-batch-size")
-    return " ".join(f"{word} {words[index + 1]}" for index, word in enumerate(words) if word in kept)
+    selected = ("--num-layers", "--global-batch-size")
+    return " ".join(f"{word} {words[index + 1]}" for index, word in enumerate(words) if word in selected)
 
 
 CurveOf = Callable[[str, str], Curve]

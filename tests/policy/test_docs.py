@@ -98,9 +98,15 @@ def test_links_exist(path: Path) -> None:
 @each_document
 def test_files_exist(path: Path) -> None:
     spans = {span for span in CODE_SPAN.findall(path.read_text(encoding="utf-8")) if FILE.fullmatch(span)} - RUN_FILES
-    places = (ROOT, ROOT / "megafp8", ROOT / "megafp8/quantization", ROOT / "megafp8/models", ROOT / "megafp8/training")
-    places += (ROOT / "tests",)
-    assert [span for span in spans if not any((place / span).exists() for place in places)] == []
+    folders = (
+        ROOT,
+        ROOT / "megafp8",
+        ROOT / "megafp8/quantization",
+        ROOT / "megafp8/models",
+        ROOT / "megafp8/training",
+    )
+    folders += (ROOT / "tests",)
+    assert [span for span in spans if not any((folder / span).exists() for folder in folders)] == []
 
 
 @each_document
@@ -141,8 +147,8 @@ def test_training_commands_break_no_rule(path: Path) -> None:
         program = next((word for word in ("pretrain_gpt.py", "pretrain") if word in words), None)
         if program is None or "FLAGS" in words:
             continue
-        invocation, problems = flags.parse_with_problems(words[words.index(program) + 1 :])
-        problems += rules.setting_problems(invocation.config, invocation.world_size or WORLD_SIZE)
+        parsed, problems = flags.parse_with_problems(words[words.index(program) + 1 :])
+        problems += rules.setting_problems(parsed.config, parsed.world_size or WORLD_SIZE)
         assert problems == [], " ".join(words)
 
 

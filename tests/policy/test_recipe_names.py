@@ -16,7 +16,7 @@ from syntax_trees import tree_of
 from megafp8.recipes import registry
 
 ROOT = Path(__file__).resolve().parents[2]
-PLACES = ("megafp8", "tools", "launcher", "pretrain_gpt.py")
+PATHS = ("megafp8", "tools", "launcher", "pretrain_gpt.py")
 # Strings that name a recipe among other words, and why they may.
 MENTIONS = {
     "megafp8/cli/run_comparison.py": "variants that --help gives as examples",
@@ -62,8 +62,8 @@ def recipe_mentions(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def files() -> Iterator[Path]:
-    for place in PLACES:
-        path = ROOT / place
+    for name in PATHS:
+        path = ROOT / name
         yield from [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 

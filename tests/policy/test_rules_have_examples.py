@@ -97,7 +97,9 @@ def test_tables_name_settings_and_numbers():
             assert feature.split()[0] in parser._option_string_actions, f"{setting.name}: {feature}"
             has_feature(RunConfig(), feature)
     for entry in UNSUPPORTED_SETTINGS:
-        assert not entry.is_asked(settings_by_name()[entry.setting].default), f"{entry.setting}: the default is refused"
+        assert not entry.is_requested(settings_by_name()[entry.setting].default), (
+            f"{entry.setting}: the default is refused"
+        )
     unchecked = {
         setting.name
         for setting in all_settings()

@@ -129,8 +129,8 @@ def build_import(source: MegatronCheckpoint, with_optimizer: bool) -> MegatronIm
 
 def model_alone(values: Mapping[str, Any], num_rows: int) -> RunConfig:
     """Return the settings that every run of a model has, whatever its layout, batch, data and FP8 recipe."""
-    kept = ("precision.bf16", "precision.fp16", "data.seq_length")
-    of_model = {name: value for name, value in values.items() if name in kept or name.startswith("model.")}
+    selected = ("precision.bf16", "precision.fp16", "data.seq_length")
+    of_model = {name: value for name, value in values.items() if name in selected or name.startswith("model.")}
     return with_values(RunConfig(), {"model.vocab_size": num_rows - 1} | of_model)
 
 

@@ -45,7 +45,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketOffset:
     """Where a tensor rank's part of a weight is.
 
     Attributes:
@@ -84,7 +84,9 @@ def with_shared_output(weights: list[Weight], all_weights: list[Weight], is_firs
     return [*weights, Weight(OUTPUT_LAYER, all_weights[0].shape, 0)]
 
 
-def places_in_buckets(weights: list[Weight], num_ranks: int, buckets: list[tuple[str, int]]) -> dict[str, Place]:
+def offsets_in_buckets(
+    weights: list[Weight], num_ranks: int, buckets: list[tuple[str, int]]
+) -> dict[str, BucketOffset]:
     """Return where each weight is.
 
     Args:
@@ -94,7 +96,7 @@ def places_in_buckets(weights: list[Weight], num_ranks: int, buckets: list[tuple
     Raises:
         CheckpointError: the weights do not fill the buckets.
     """
-    places, number, position = {}, 0, 0
+    offsets, number, position = {}, 0, 0
     for weight in reversed(weights):
         position = round_up(position, PARAMETER_ALIGNMENT)
         if number < len(buckets) and position == buckets[number][1]:
@@ -102,18 +104,18 @@ def places_in_buckets(weights: list[Weight], num_ranks: int, buckets: list[tuple
         end = position + prod(weight.local_shape(num_ranks))
         if number == len(buckets) or end > buckets[number][1]:
             raise CheckpointError(f"{weight.name} is not where the model's parameters place it in the buckets")
-        places[weight.name] = Place(buckets[number][0], position)
+        offsets[weight.name] = BucketOffset(buckets[number][0], position)
         position = end
         if position == buckets[number][1]:
             number, position = number + 1, 0
     if number < len(buckets):
         raise CheckpointError(f"the model's parameters do not fill {buckets[number][0]}")
-    return places
+    return offsets
 
 
-def find_places(
+def find_offsets(
     tensors: CheckpointTensors, weights: list[Weight], layout: Layout, num_layers: int
-) -> dict[str, list[Place]]:
+) -> dict[str, list[BucketOffset]]:
     """Return where each weight's optimizer state is, by tensor rank.
 
     Raises:
@@ -127,16 +129,16 @@ def find_places(
     num_buffers = layout.num_stages * layout.num_chunks * layout.num_tensor_ranks
     if len(by_buffer) != num_buffers:
         raise CheckpointError(f"the optimizer's buckets are of {len(by_buffer):,} model chunks, not {num_buffers:,}")
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[BucketOffset]] = {}
     for stage in range(layout.num_stages):
         for chunk in range(layout.num_chunks):
             here = stage_weights(weights, layout, num_layers, stage, chunk)
             here = with_shared_output(here, weights, is_first=(stage, chunk) == (0, 0) and layout.num_stages == 1)
             for rank in range(layout.num_tensor_ranks):
                 buckets = by_buffer.get((stage * layout.num_tensor_ranks + rank, chunk), {})
-                places = places_in_buckets(here, layout.num_tensor_ranks, [buckets[n] for n in sorted(buckets)])
-                for name, place in places.items():
-                    found.setdefault(name, []).append(place)
+                offsets = offsets_in_buckets(here, layout.num_tensor_ranks, [buckets[n] for n in sorted(buckets)])
+                for name, offset in offsets.items():
+                    found.setdefault(name, []).append(offset)
     return found
 
 
@@ -150,11 +152,11 @@ def bucket_sources(
     """
     if num_layers % (layout.num_stages * layout.num_chunks):
         raise CheckpointError(f"{num_layers} layers are not the same number on every pipeline stage")
-    places = find_places(tensors, weights, layout, num_layers)
+    offsets = find_offsets(tensors, weights, layout, num_layers)
 
     def source(weight: Weight, kind: str) -> LazyTensor:
         def make() -> Tensor:
-            state = assemble(tensors, weight, kind, places[weight.name])
+            state = assemble(tensors, weight, kind, offsets[weight.name])
             if kind == MASTER:
                 check_master_weight(path, weight, state, tensors.load(weight.name))
             return state
@@ -164,12 +166,12 @@ def bucket_sources(
     return {f"optimizer.state.{kind}.{weight.name}": source(weight, kind) for weight in weights for kind in NAMES}
 
 
-def assemble(tensors: CheckpointTensors, weight: Weight, kind: str, places: list[Place]) -> Tensor:
+def assemble(tensors: CheckpointTensors, weight: Weight, kind: str, offsets: list[BucketOffset]) -> Tensor:
     """Read one kind of state of a weight from all tensor ranks' buckets. Shape: the weight's."""
-    complete, num_ranks = torch.empty(weight.shape), len(places)
+    complete, num_ranks = torch.empty(weight.shape), len(offsets)
     shape = weight.local_shape(num_ranks)
-    for rank, place in enumerate(places):
-        part = tensors.load_range(f"{place.bucket}.{kind}", place.first, place.first + prod(shape)).view(shape)
+    for rank, offset in enumerate(offsets):
+        part = tensors.load_range(f"{offset.bucket}.{kind}", offset.first, offset.first + prod(shape)).view(shape)
         views = weight.local_part(complete, rank, num_ranks)
         for view, values in zip(views, part.chunk(len(views)), strict=True):
             view.copy_(values)

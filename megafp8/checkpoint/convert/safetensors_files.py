@@ -244,15 +244,15 @@ def weight_form(precision: PrecisionConfig, recipe: str) -> WeightForm:
     return WeightForm(rule, known.export_form.scale_suffix)
 
 
-def quantization_config(recipe: str, kept: Sequence[str]) -> dict[str, Any]:
+def quantization_config(recipe: str, excluded: Sequence[str]) -> dict[str, Any]:
     """Return `quantization_config` of config.json.
 
     Args:
-        kept: modules in high precision, besides the embedding.
+        excluded: modules in high precision, besides the embedding.
     """
     form = registry.get(recipe).export_form
     assert form is not None, f"{recipe} has no form that others read"
-    return {**form.quantization_config, form.excluded_key: list(kept)}
+    return {**form.quantization_config, form.excluded_key: list(excluded)}
 
 
 def quantize_weight(row: TensorMapping, weight: Tensor, form: WeightForm) -> dict[str, Tensor]:

@@ -158,11 +158,11 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
     if options.quantizes:
         recipe = options.fp8_recipe or safetensors_files.default_export_recipe(config.precision)
         forms, more = quantized_weight_forms(config, table, recipe)
-        kept = [name.removesuffix(".weight") for row in table if row.is_linear and row.name not in forms
+        excluded = [name.removesuffix(".weight") for row in table if row.is_linear and row.name not in forms
                 for name in row.hf_names]  # fmt: skip
         # transformers 5 has one name for the output layer of every family, the file may have another.
         outputs = dict.fromkeys(("lm_head", family.output_weight.removesuffix(".weight")))
-        fields["quantization_config"] = safetensors_files.quantization_config(recipe, [*outputs, *kept])
+        fields["quantization_config"] = safetensors_files.quantization_config(recipe, [*outputs, *excluded])
         notes += more
     batches = [tensor_batch(tensors, row, dtype, forms.get(row.name)) for row in table]
     return Export(path, config, table, batches, fields, generation, tokenizer, notes)

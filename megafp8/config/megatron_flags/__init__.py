@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Optional
 
 from megafp8.config.megatron_flags.accepted import ACCEPTED_GROUPS, ACCEPTED_PREFIXES, ACCEPTED_VALUES, MANY, Arity
-from megafp8.config.megatron_flags.idle import missing_main_flags, overriding_flag
 from megafp8.config.megatron_flags.refused import REFUSED_GROUPS, REFUSED_PREFIXES
 from megafp8.config.megatron_flags.replaced import OVERRIDES, PARTS_OF_CUDA_GRAPH, REPLACED
+from megafp8.config.megatron_flags.unused import missing_main_flags, overriding_flag
 
 NO_EFFECT = ": no effect; "
 """Between flag and reason in the warning of an accepted flag."""

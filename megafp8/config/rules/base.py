@@ -116,12 +116,12 @@ class UnsupportedSetting:
 
     Attributes:
         setting: `section.field`.
-        is_asked: whether a value is one of those.
+        is_requested: whether a value is one of those.
         reason: why it is not supported, and what to use instead.
     """
 
     setting: str
-    is_asked: Callable[[Any], bool]
+    is_requested: Callable[[Any], bool]
     reason: str
 
 
@@ -165,7 +165,7 @@ def unsupported_settings_are_refused(config: RunConfig, world_size: int) -> Iter
     """A request for an unsupported feature is an error and is not ignored."""
     for entry in UNSUPPORTED_SETTINGS:
         value = value_of(config, entry.setting)
-        if entry.is_asked(value):
+        if entry.is_requested(value):
             yield f"{settings_by_name()[entry.setting].as_flag(value)}: {entry.reason}"
 
 

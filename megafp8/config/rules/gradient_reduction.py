@@ -14,20 +14,20 @@ EXCLUDED_OVERRIDES = ("ddp.reduce_scatter_with_fp32_accumulation", "ddp.num_dist
 
 def fp8_gradients_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
     """Gradients are sent between data- and context-parallel ranks. A level leaves the reduction out without them."""
-    if has_idle_reduction(config, world_size) and config.precision.fp8_lm_level is None:
+    if has_unused_reduction(config, world_size) and config.precision.fp8_lm_level is None:
         yield f"{FLAG} with one data-parallel rank has nothing to send: remove it, or use more ranks"
 
 
 def idle_reduction_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
     """A level on one data-parallel rank."""
-    if has_idle_reduction(config, world_size) and config.precision.fp8_lm_level is not None:
+    if has_unused_reduction(config, world_size) and config.precision.fp8_lm_level is not None:
         yield (
             f"--fp8-lm-level {config.precision.fp8_lm_level} with one data-parallel rank: {FLAG} and its options have "
             "no effect, since no other rank has gradients of the same weights"
         )
 
 
-def has_idle_reduction(config: RunConfig, world_size: int) -> bool:
+def has_unused_reduction(config: RunConfig, world_size: int) -> bool:
     """Whether gradients would be reduced in FP8, but only one rank has them."""
     if not config.precision.grad_reduce_in_fp8 or not has_whole_replicas(config, world_size):
         return False

@@ -56,9 +56,9 @@ def guard_can_change_a_layer(config: RunConfig, world_size: int) -> Iterator[str
             f"{policies_instead_of_scales(config)}"
         )
     else:
-        places = "dense MLPs and shared experts" if is_mixture(model) else "layers"
+        modules = "dense MLPs and shared experts" if is_mixture(model) else "layers"
         yield (
-            f"{flag}: the inputs of {SWIGLU_OUTPUT} in all {places} are in high precision, where scales have no use; "
+            f"{flag}: the inputs of {SWIGLU_OUTPUT} in all {modules} are in high precision, where scales have no use; "
             "quantize them with --precision, or use --fp8-guard warn"
         )
 

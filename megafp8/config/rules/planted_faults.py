@@ -18,7 +18,7 @@ from megafp8.config.schema import ModelConfig, RunConfig, TrainingConfig
 from megafp8.config.settings import settings_by_name, value_of
 
 
-def planted_fault_has_a_place(config: RunConfig, world_size: int) -> Iterator[str]:
+def planted_fault_has_a_location(config: RunConfig, world_size: int) -> Iterator[str]:
     """--planted-fault needs complete layers, most faults quantized ones, and its settings need it."""
     training, model, parallel, precision = config.training, config.model, config.parallel, config.precision
     flag = f"--planted-fault {training.planted_fault}"
@@ -113,4 +113,4 @@ def alignment_reaches_master_weights(config: RunConfig, world_size: int) -> Iter
             )
 
 
-RULES: tuple[Rule, ...] = (planted_fault_has_a_place, planted_fault_shows, alignment_reaches_master_weights)
+RULES: tuple[Rule, ...] = (planted_fault_has_a_location, planted_fault_shows, alignment_reaches_master_weights)

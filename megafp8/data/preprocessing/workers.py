@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # Records of a large block that are parsed at a time.
 PARSED_RECORDS = 1024
 # Size of the sample on which encoders are compared.
-SAMPLED_PLACES, SAMPLED_BYTES, SAMPLED_TEXTS, SAMPLED_CHARACTERS = 16, 16 << 10, 16, 4000
+SAMPLED_POSITIONS, SAMPLED_BYTES, SAMPLED_TEXTS, SAMPLED_CHARACTERS = 16, 16 << 10, 16, 4000
 # Tasks that a worker has queued, so that it does not wait for the parent between two tasks.
 QUEUED_TASKS = 2
 
@@ -249,7 +249,7 @@ def sample_texts(sources: Sequence[InputSource], keys: Sequence[str]) -> list[st
     """Return texts from evenly spread places of the input, on which encoders are compared: truncated, about 256 KiB."""
     total_bytes = sum(source.num_bytes for source in sources)
     texts: list[str] = []
-    for unit in divide(sources, keys, max(total_bytes // SAMPLED_PLACES, SAMPLED_BYTES)):
+    for unit in divide(sources, keys, max(total_bytes // SAMPLED_POSITIONS, SAMPLED_BYTES)):
         if isinstance(unit, InputPart):
             piece = unit.pieces[0]
             source = sources[piece.source]

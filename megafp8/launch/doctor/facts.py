@@ -309,8 +309,8 @@ def gpu_links() -> tuple[str, ...]:
 
 def wheel_cudnn() -> Optional[str]:
     """Folder of the cuDNN that was installed as a wheel."""
-    for place in sys.path:
-        folder = Path(place) / "nvidia" / "cudnn"
+    for entry in sys.path:
+        folder = Path(entry) / "nvidia" / "cudnn"
         if next((folder / "lib").glob("libcudnn.so*"), None):
             return str(folder.resolve())
     return None

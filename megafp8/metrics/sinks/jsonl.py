@@ -86,22 +86,22 @@ def current_records(records: list[Record]) -> list[Record]:
     All run and event records are kept. Of the others, the last one of each step (and split) is kept, unless a later run
     record resumed from an earlier step.
     """
-    kept: dict[tuple[str, int, str], Record] = {}
+    current: dict[tuple[str, int, str], Record] = {}
     for position, record in enumerate(records):
         if isinstance(record, RunRecord):
             resumed_from_step = record.resumed_from_step or 0
-            kept = {
+            current = {
                 key: old
-                for key, old in kept.items()
+                for key, old in current.items()
                 if not (isinstance(old, STEP_RECORDS) and old.step > resumed_from_step)
             }
         if isinstance(record, STEP_RECORDS):
             key = (record.kind, record.step, getattr(record, "split", ""))
         else:
             key = (record.kind, position, "")
-        kept.pop(key, None)  # the newer record has its own place in the file order
-        kept[key] = record
-    return list(kept.values())
+        current.pop(key, None)  # the newer record has its own place in the file order
+        current[key] = record
+    return list(current.values())
 
 
 def lines_of(path: Union[str, Path]) -> list[bytes]:

@@ -110,22 +110,24 @@ def verify(
         script: `pretrain_gpt.py`.
         report_progress: called with a line before each comparison.
     """
-    asked = set(parts)
+    requested = set(parts)
     native_recipes = [name for name in recipes if native is not None and name in device.native_recipes]
     found = Findings(report_progress)
     not_run: dict[str, str] = {}
     if native is not None and native_recipes:
-        compare_native(native, native_recipes, asked, found)
+        compare_native(native, native_recipes, requested, found)
     else:
         not_run = {
-            part: "no chosen recipe is native on this device" for part in ("casts", "linears", "speed") if part in asked
+            part: "no chosen recipe is native on this device"
+            for part in ("casts", "linears", "speed")
+            if part in requested
         }
-    compare_emulated(device, native_recipes, recipes, asked, script, found)
-    if "attention" in asked and device.kind == "cuda":
+    compare_emulated(device, native_recipes, recipes, requested, script, found)
+    if "attention" in requested and device.kind == "cuda":
         for backend in BACKENDS:
             report_progress(f"attention: {backend}")
             found.results["attention"].append(try_backend(backend))
-    elif "attention" in asked:
+    elif "attention" in requested:
         not_run["attention"] = "Transformer Engine's attention needs a GPU"
     results = {name: tuple(each) for name, each in found.results.items()}
     return Verification(device=device, not_run=not_run, failures=tuple(found.failures), **results)
@@ -140,17 +142,17 @@ class Findings:
     failures: list[str] = field(default_factory=list)
 
 
-def compare_native(native: NativeLayers, recipes: Sequence[str], asked: Collection[str], found: Findings) -> None:
+def compare_native(native: NativeLayers, recipes: Sequence[str], requested: Collection[str], found: Findings) -> None:
     """Casts and linears of the device against the emulation, and their speed."""
     for name in recipes:
         for number_format in te_formats(name):
-            if "casts" in asked:
+            if "casts" in requested:
                 found.report_progress(f"{name} {number_format}: casts")
                 found.results["casts"].append(compare_casts(native, name, number_format))
-            if "linears" in asked:
+            if "linears" in requested:
                 found.report_progress(f"{name} {number_format}: linears")
                 found.results["linears"] += compare_linears(native, name, number_format)
-    if "speed" in asked:
+    if "speed" in requested:
         found.report_progress("speed of linears")
         formats = {name: registry.get(name).default_format for name in recipes}
         try:
@@ -160,7 +162,7 @@ def compare_native(native: NativeLayers, recipes: Sequence[str], asked: Collecti
 
 
 def compare_emulated(
-    device: Device, native_recipes: Sequence[str], recipes: Sequence[str], asked: Collection[str], script: Path,
+    device: Device, native_recipes: Sequence[str], recipes: Sequence[str], requested: Collection[str], script: Path,
     found: Findings,
 ) -> None:  # fmt: skip
     """Training steps in all recipes, and the emulation on the GPU against that on the CPU.
@@ -172,10 +174,10 @@ def compare_emulated(
         runs = {
             name: pool.submit(compare_steps, name, number_format, script, name in native_recipes)
             for name, number_format in formats.items()
-            if "steps" in asked
+            if "steps" in requested
         }
         for name, number_format in formats.items():
-            if "casts" in asked and device.kind == "cuda":
+            if "casts" in requested and device.kind == "cuda":
                 found.report_progress(f"{name} {number_format}: emulation on GPU and CPU")
                 try:
                     found.results["emulation"].append(compare_devices(name, number_format, "cuda"))

@@ -60,7 +60,7 @@ def check_checkpoint_folders(run: Run) -> None:
     """
     num_bytes = min_checkpoint_bytes(run.config, run.vocab_size)
     for folder in checkpoint_folders(run.config):
-        call_on_all_ranks(partial(check_writable, folder, num_bytes, run.place.rank))
+        call_on_all_ranks(partial(check_writable, folder, num_bytes, run.rank_position.rank))
 
 
 class Checkpoints(Extension):
@@ -224,5 +224,5 @@ class CheckpointSaver:
             count = "" if is_last else f"; {self._num_failed} consecutive saves failed (--ckpt-max-failures {most})"
             kind = MemoryError if lacks_memory(error.__cause__) else CheckpointError
             raise kind(f"{error}{count}") from error
-        if self._run.place.rank == 0:
+        if self._run.rank_position.rank == 0:
             print(f"megafp8: {error}; training continues without this checkpoint", file=sys.stderr, flush=True)

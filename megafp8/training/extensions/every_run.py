@@ -101,8 +101,8 @@ class StopConditions(Extension):
         if error is not None or state.stop_reason is None:
             return
         saved = "nothing new is saved" if state.saved_step is None else f"saved at step {state.saved_step}"
-        place = saved if run_folder(state.run.config) else "not saved (no --save)"
-        state.sinks.write(EventRecord(step=state.step, name="stopped", detail=f"{state.stop_reason}, {place}"))
+        outcome = saved if run_folder(state.run.config) else "not saved (no --save)"
+        state.sinks.write(EventRecord(step=state.step, name="stopped", detail=f"{state.stop_reason}, {outcome}"))
 
 
 def reason_to_stop(state: LoopState) -> Optional[str]:

@@ -41,7 +41,7 @@ class LoadCollector:
 
     def __init__(self, sums: Tensor, num_copies: int = 1):
         self.counts = sums[:-NUM_SUMS]
-        self.num_kept, self.num_bytes, self.num_rows, self.num_tokens, self.entropy = sums[-NUM_SUMS:-3].unbind()
+        self.num_remaining, self.num_bytes, self.num_rows, self.num_tokens, self.entropy = sums[-NUM_SUMS:-3].unbind()
         self.num_copies = num_copies
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class LoadCollector:
         """
         counts = chosen.sum(dim=0)
         self.counts.add_(counts)
-        self.num_kept.add_(counts.sum() if chosen is routing_map else (chosen & routing_map).sum())
+        self.num_remaining.add_(counts.sum() if chosen is routing_map else (chosen & routing_map).sum())
         self.num_tokens.add_(len(logits))
         log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         self.entropy.sub_(log_probs.exp().mul_(log_probs).sum())
@@ -138,7 +138,7 @@ class ExpertLoads(Extension):
         if not self.is_logged:
             return
         self.reduce()
-        if state.run.place.rank != 0:
+        if state.run.rank_position.rank != 0:
             return
         step, sums = state.step, PendingValues(self.sums)
 
@@ -180,10 +180,10 @@ def expert_record(config: RunConfig, step: int, rows: Sequence[Sequence[float]])
     """The record of a step from the sums over all ranks, by layer."""
     layers = {}
     for layer, row in enumerate(rows):
-        *counts, num_kept, num_bytes, num_rows, num_tokens, entropy, low, high, num_biased = row
+        *counts, num_remaining, num_bytes, num_rows, num_tokens, entropy, low, high, num_biased = row
         if num_tokens:
             layers[str(layer)] = layer_load(
-                counts, config.model.moe_router_topk, num_tokens, entropy, num_kept,
+                counts, config.model.moe_router_topk, num_tokens, entropy, num_remaining,
                 (low / num_biased, high / num_biased) if num_biased else None, num_rows or None, int(num_bytes) or None,
             )  # fmt: skip
     return ExpertRecord(step=step, layers=layers)

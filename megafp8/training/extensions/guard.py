@@ -3,7 +3,7 @@
 Every `--fp8-guard-interval` steps hooks take the statistics of `metrics/layer_statistics.py` from the first microbatch
 of each rank. One MAX all-reduce over all ranks follows, so that they take the same decision. Other steps have no hooks.
 A decision depends on the statistics of the step, and on the last values of those whose growth is limited, which are
-kept from some steps after the learning rate's warm-up on (`first_steps_not_kept`). They are in the checkpoint, as are
+kept from some steps after the learning rate's warm-up on (`first_steps_not_stored`). They are in the checkpoint, as are
 the linears that were changed and the warnings that were given (`SkipHistory`), so that a resumed run decides as the
 uninterrupted one. All statistics are recorded (`GuardRecord`).
 """
@@ -37,7 +37,7 @@ from megafp8.metrics.layer_statistics import (
     LIMITS,
     NUM_REMEMBERED,
     attention_logit_bound,
-    first_steps_not_kept,
+    first_steps_not_stored,
     input_statistics,
     root_mean_square,
     smoothing_helps,
@@ -87,14 +87,14 @@ class LayerGuard(Extension):
         if result.bad_step is not None:  # a step that is skipped moves nothing
             return
         interval = state.run.config.training.fp8_guard_interval
-        is_kept = state.step > first_steps_not_kept(state.run.warmup_steps, interval)
+        is_stored = state.step > first_steps_not_stored(state.run.warmup_steps, interval)
         # Before that there are none, unless an earlier version wrote the checkpoint.
-        kept = state.progress.history.layer_trends if is_kept else ()
-        trends = {(statistic, name): trend for statistic, name, trend in kept}
+        stored = state.progress.history.layer_trends if is_stored else ()
+        trends = {(statistic, name): trend for statistic, name, trend in stored}
         for key, detail in layer_warnings(values, trends):
             self.handle(state, key, detail)
-        kept = updated_trends(values, trends) if is_kept else ()
-        history = dataclasses.replace(state.progress.history, layer_trends=kept)
+        stored = updated_trends(values, trends) if is_stored else ()
+        history = dataclasses.replace(state.progress.history, layer_trends=stored)
         state.progress = dataclasses.replace(state.progress, history=history)
 
     def handle(self, state: LoopState, key: Key, detail: str) -> None:

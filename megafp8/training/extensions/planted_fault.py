@@ -156,8 +156,8 @@ class LayerFault:
         """Other tokens, the same for the same tokens."""
         if not self.is_active:
             return tokens
-        places = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
-        return (31 * tokens + 17 * places) % self.vocab_size
+        positions = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
+        return (31 * tokens + 17 * positions) % self.vocab_size
 
 
 def query_key_mask(model: ModelConfig, output: Tensor, factor: float) -> Tensor:

@@ -21,7 +21,7 @@ class Profiler(Extension):
 
     def open(self, state: LoopState) -> None:
         logging = state.run.config.logging
-        if logging.profile and state.run.place.rank in logging.profile_ranks:
+        if logging.profile and state.run.rank_position.rank in logging.profile_ranks:
             self.profile = build_profile(state.run)
             self.profile.start()
 
@@ -38,7 +38,7 @@ class Profiler(Extension):
 def build_profile(run: Run) -> torch.profiler.profile:
     """The profiler of this rank; it writes `profile/rank<N>.json` in the run's folder or the working folder."""
     logging = run.config.logging
-    target = (run_folder(run.config) or Path(".")) / "profile" / f"rank{run.place.rank}.json"
+    target = (run_folder(run.config) or Path(".")) / "profile" / f"rank{run.rank_position.rank}.json"
     schedule = torch.profiler.schedule(
         wait=max(logging.profile_step_start - 1, 0),
         warmup=1 if logging.profile_step_start > 0 else 0,

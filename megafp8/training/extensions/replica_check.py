@@ -150,9 +150,9 @@ def replicas_of(run: Run) -> list[Replica]:
     copies = []
     has_full_masters = not run.config.parallel.use_distributed_optimizer
     for number, chunk in enumerate(run.training_state.chunks):
-        place = f"chunk {number} " if len(run.training_state.chunks) > 1 else ""
+        prefix = f"chunk {number} " if len(run.training_state.chunks) > 1 else ""
         for name, parameter in chunk.module.named_parameters():
-            name, is_of_expert = place + name.removeprefix("module."), is_reduced_over_expert_ranks(parameter)
+            name, is_of_expert = prefix + name.removeprefix("module."), is_reduced_over_expert_ranks(parameter)
             is_shared = not is_of_expert and not getattr(parameter, "tensor_model_parallel", False)
             stored = stored_tensors(parameter)
             copies += [Replica(name + part, tensor, is_shared, is_of_expert) for part, tensor in stored]
@@ -161,7 +161,7 @@ def replicas_of(run: Run) -> list[Replica]:
                 copies.append(Replica(f"master weight of {name}", master, is_shared, is_of_expert))
         for name, module in chunk.module.named_modules():
             if isinstance(module, DelayedState) and module.options.is_reduced_over_data:
-                name = place + name.removeprefix("module.")
+                name = prefix + name.removeprefix("module.")
                 copies += [Replica(f"{name}.{part}", tensor, False) for part, tensor in module.named_buffers()]
     return copies
 
@@ -188,7 +188,9 @@ def gather_hashes(run: Run, copies: Sequence[Replica], hashes: Tensor, hasher: B
     num_splits = parallel_state.get_expert_tensor_parallel_world_size()
     expert = parallel_state.get_expert_model_parallel_rank() * num_splits
     expert += parallel_state.get_expert_tensor_parallel_rank()
-    position = torch.tensor([run.place.pipeline_rank, run.place.tensor_rank, data_rank, expert], device=hashes.device)
+    position = torch.tensor(
+        [run.rank_position.pipeline_rank, run.rank_position.tensor_rank, data_rank, expert], device=hashes.device
+    )
     parts = (hashes * ~is_of_expert, hashes * is_shared, hashes * is_of_expert)
     local = torch.stack([*position, *map(hasher.combined, parts)])
     rows = local.new_empty(dist.get_world_size() * len(local))
@@ -199,14 +201,14 @@ def gather_hashes(run: Run, copies: Sequence[Replica], hashes: Tensor, hasher: B
 def find_mismatches(rows: Sequence[RankHashes]) -> list[ReplicaMismatch]:
     """The groups of ranks that should have the same hash and do not."""
     found = []
-    for kind, place, value in (
+    for kind, group_key, value in (
         (DATA, lambda row: (row.pipeline, row.tensor), lambda row: row.complete),
         (TENSOR, lambda row: (row.pipeline, row.data), lambda row: row.shared),
         (EXPERT, lambda row: (row.pipeline, row.expert), lambda row: row.experts),
     ):
         groups: dict[tuple[int, int], list[RankHashes]] = defaultdict(list)
         for row in rows:
-            groups[place(row)].append(row)
+            groups[group_key(row)].append(row)
         for group in groups.values():
             (most, count), *_ = Counter(map(value, group)).most_common()
             if count < len(group):

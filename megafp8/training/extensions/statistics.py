@@ -97,7 +97,7 @@ class QuantizationStatistics(Extension):
         if self.collector is None or error is not None:
             return
         state.sinks.flush()  # the summary includes the last step
-        if state.run.place.rank == 0 and state.step >= state.first_step:
+        if state.run.rank_position.rank == 0 and state.step >= state.first_step:
             state.sinks.write(self.collector.health.summary(state.first_step, state.step))
 
 
@@ -109,7 +109,7 @@ class StatisticsCollector:
     """
 
     def __init__(self, run: Run):
-        config, world_size = run.config, run.place.world_size
+        config, world_size = run.config, run.rank_position.world_size
         assert config.logging.fp8_log_interval is not None
         self.run, self.interval = run, config.logging.fp8_log_interval
         self.plan = build_statistics_plan(config)
@@ -148,7 +148,7 @@ class StatisticsCollector:
         self.is_collecting = False
         self.statistics.after_update()
         self.statistics.table.reduce()
-        if self.run.place.rank != 0:
+        if self.run.rank_position.rank != 0:
             return list
         table, batch_size = self.statistics.table.to_host(), self.statistics.batch_size
 
@@ -189,7 +189,7 @@ class StepStatistics:
             for linear in self.linears:
                 linear.attach(self.observer(linear))
                 stack.callback(linear.detach)
-            if self.batch_size == self.run.micro_batch_size * self.run.place.data_size:
+            if self.batch_size == self.run.micro_batch_size * self.run.rank_position.data_size:
                 stack.enter_context(observe_reductions(self.run.training_state.chunks, self.record_microbatch_norm))
             yield
         self.table.flush()

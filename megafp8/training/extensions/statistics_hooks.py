@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megafp8.mcore.modules import fused_mlps, named_linears
 from megafp8.mcore.process_groups import bucket_groups, is_reduced_over_expert_ranks
-from megafp8.metrics.collector import is_kept_as_codes
+from megafp8.metrics.collector import is_stored_as_codes
 from megafp8.metrics.recipe_comparison import GEMMS
 from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedOutputLayer, EmulatedRowParallelLinear
 from megafp8.optimizer.gradient_communication import add_grad_sync_hook
@@ -92,7 +92,7 @@ class TrackedLinear:
         if isinstance(weight, QuantizedParameter):
             return weight.codes.raw.clone()
         values = weight.detach()
-        values = values.dequantize() if is_kept_as_codes(values) else values
+        values = values.dequantize() if is_stored_as_codes(values) else values
         codes = self.codes_of(values, Operand.WEIGHT, [rule]).get(rule)
         return None if codes is None else codes.codes.view(torch.uint8)
 
@@ -171,8 +171,8 @@ class HookedLinear(TrackedLinear):
     @torch.no_grad()
     def _show(self, operand: Operand, tensor: Tensor) -> None:
         assert self.observer is not None
-        is_kept = is_kept_as_codes(tensor)
-        values = tensor.dequantize() if is_kept else tensor.detach()
+        is_stored = is_stored_as_codes(tensor)
+        values = tensor.dequantize() if is_stored else tensor.detach()
         rows = values.reshape(-1, values.shape[-1])
         codes: dict[Gemm, Quantized] = {}
         if self.recipe is not None:
@@ -181,7 +181,7 @@ class HookedLinear(TrackedLinear):
             codes = {gemm: found[rule] for gemm, rule in rules.items() if rule in found}
         if codes or self.recipe is None:  # delayed scaling has no scale before the first forward pass
             self.seen.add(operand)
-        self.observer(operand, tensor if is_kept else rows, codes)
+        self.observer(operand, tensor if is_stored else rows, codes)
 
 
 class FusedLinear(HookedLinear):

@@ -76,7 +76,7 @@ class StepRecords(Extension):
         """
         run, times, nonfinite = state.run, state.run.timer.end_step(), result.nonfinite_operands
         tokens_per_second = self.batch_size * run.seq_length / (times.step_ms / 1000)
-        flops_per_device = tokens_per_second * self.flops_per_token / run.place.world_size
+        flops_per_device = tokens_per_second * self.flops_per_token / run.rank_position.world_size
         ends = (state.first_step, state.total_steps)
         codes, has_factor = result.grad_codes, run.config.precision.grad_reduce_fp8_scaling == "tensor"
         is_logged = state.step % run.config.logging.log_interval == 0 or state.step in ends
@@ -120,7 +120,7 @@ class StepRecords(Extension):
 
 def max_memory_bytes(run: Run) -> int:
     """The peak memory of the rank that has the highest; all ranks call it."""
-    if run.place.world_size == 1:  # the reduction would wait until the device has made its update
+    if run.rank_position.world_size == 1:  # the reduction would wait until the device has made its update
         return run.platform.peak_memory_bytes()
     peak = torch.tensor(run.platform.peak_memory_bytes(), dtype=torch.int64, device=run.platform.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)

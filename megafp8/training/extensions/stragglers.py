@@ -37,10 +37,10 @@ class Stragglers(Extension):
 
     def open(self, state: LoopState) -> None:
         run = state.run
-        self.is_active = run.graph is None and run.place.world_size > 1
+        self.is_active = run.graph is None and run.rank_position.world_size > 1
         if not self.is_active:
             return
-        layout, is_first = layout_of(run.config, run.place.world_size), run.place.rank == 0
+        layout, is_first = layout_of(run.config, run.rank_position.world_size), run.rank_position.rank == 0
         self.stages = [layout.coordinates(rank).pipeline for rank in range(layout.world_size)] if is_first else []
         self.on_cuda = run.platform.kind == "cuda"
         self.started: Optional[Timestamp] = None
@@ -68,12 +68,12 @@ class Stragglers(Extension):
             self.num_steps += 1
         if state.step % run.config.logging.log_interval:
             return
-        times = torch.zeros(run.place.world_size, dtype=torch.float64, device=run.platform.device)
-        times[run.place.rank] = self.total_ms / max(1, self.num_steps)
+        times = torch.zeros(run.rank_position.world_size, dtype=torch.float64, device=run.platform.device)
+        times[run.rank_position.rank] = self.total_ms / max(1, self.num_steps)
         # NCCL reduces to all ranks along a tree. It gathers, and reduces to one rank, along a ring of all ranks.
         dist.all_reduce(times)
         self.total_ms, self.num_steps = 0.0, 0
-        if run.place.rank == 0:
+        if run.rank_position.rank == 0:
             step, times_ms = state.step, times.tolist()
             found = slow_ranks(times_ms, self.stages)
             state.sinks.defer(lambda: (EventRecord(step=step, name="straggler", detail=text) for text in found))

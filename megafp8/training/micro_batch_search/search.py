@@ -122,16 +122,16 @@ def load_known_choice(config: RunConfig, platform: Platform, implementation: str
     changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
     if changed:
         return None, f"{paths[0]} belongs to a different run ({'; '.join(changed)}): repeating the search"
-    asked = config.training.micro_batch_size_memory_limit
+    requested = config.training.micro_batch_size_memory_limit
     peak_bytes = next((each.peak_bytes or 0 for each in choice.trials if each.size == choice.micro_batch_size), 0)
-    if asked is not None and peak_bytes > asked * GIB:
+    if requested is not None and peak_bytes > requested * GIB:
         return None, (
             f"{paths[0]} has {choice.micro_batch_size}, which needed {gib(peak_bytes)} GiB, more than "
-            f"--micro-batch-size-memory-limit {asked:g}: repeating the search"
+            f"--micro-batch-size-memory-limit {requested:g}: repeating the search"
         )
     note = f"{choice.micro_batch_size}, from {paths[0]}"
-    if asked is not None and int(asked * GIB) != choice.limit_bytes:
-        note += f"; found within {gib(choice.limit_bytes)} GiB, and below --micro-batch-size-memory-limit {asked:g}"
+    if requested is not None and int(requested * GIB) != choice.limit_bytes:
+        note += f"; found within {gib(choice.limit_bytes)} GiB, and below --micro-batch-size-memory-limit {requested:g}"
     memory_bytes = platform.total_memory_bytes()
     if (choice.device, choice.memory_bytes) != (platform.name, memory_bytes):
         note += (
@@ -227,9 +227,9 @@ def is_search_stopped(watchdog: Watchdog) -> bool:
 
 def memory_limit(config: RunConfig, platform: Platform) -> int:
     """The memory that a trial of this rank may use, in bytes."""
-    asked = config.training.micro_batch_size_memory_limit
+    requested = config.training.micro_batch_size_memory_limit
     free_bytes = int((1 - FREE_MEMORY_FRACTION) * platform.free_memory_bytes())
-    return free_bytes if asked is None else min(int(asked * GIB), platform.total_memory_bytes())
+    return free_bytes if requested is None else min(int(requested * GIB), platform.total_memory_bytes())
 
 
 def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: int) -> str:

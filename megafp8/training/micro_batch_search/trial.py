@@ -96,13 +96,13 @@ class TrialRun:
         self.run = build_training_run(config, self.platform, setup.implementation, has_data=False)
         has_statistics = config.logging.fp8_log_interval is not None
         self.collector = StatisticsCollector(self.run) if has_statistics else None
-        self.kinds = step_kinds(config, self.run.place.world_size)
+        self.kinds = step_kinds(config, self.run.rank_position.world_size)
 
     def measure(self, size: int) -> TrialResult:
         """The peak memory over all kinds of steps, and the time per sequence of the most frequent kind."""
         batch = last_batch_size(self.setup.config)
         assert batch is not None
-        num_microbatches = batch // (size * self.run.place.data_size)
+        num_microbatches = batch // (size * self.run.rank_position.data_size)
         least = min(num_microbatches, 2 * microbatch_group_size(self.run.config))
         self.platform.reset_peak_memory()
         for number in reversed(self.kinds):
@@ -146,10 +146,10 @@ class TrialRun:
         from megafp8.checkpoint.progress import Progress
         from megafp8.training.step import train_step
 
-        run, batch = self.run, size * num_microbatches * self.run.place.data_size
+        run, batch = self.run, size * num_microbatches * self.run.rank_position.data_size
         config = with_constant_batch(with_size(run.config, size), batch)
         run = dataclasses.replace(run, config=config)
-        batches = itertools.repeat(synthetic_batch(run.vocab_size, config)) if run.place.needs_batches else None
+        batches = itertools.repeat(synthetic_batch(run.vocab_size, config)) if run.rank_position.needs_batches else None
         self.platform.synchronize()
         started = time.perf_counter()
         if has_statistics and self.collector is not None:

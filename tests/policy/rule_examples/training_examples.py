@@ -150,7 +150,7 @@ EXAMPLES = {
         1,
         "--fp8-guard smooth-swiglu: the inputs of linear_fc2 in all layers are in high precision",
     ),
-    "planted_fault_has_a_place": (
+    "planted_fault_has_a_location": (
         {"training.planted_fault_step": 5},
         1,
         "--planted-fault-step 5 has no effect without --planted-fault",

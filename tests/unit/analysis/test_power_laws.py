@@ -118,7 +118,7 @@ def test_paired_seeds_narrow_the_interval_of_the_difference() -> None:
     assert widths[0] < widths[1] / 4
 
 
-def cells_at_one_place(*seeds: tuple[int, ...]) -> list[Cells]:
+def cells_at_one_point(*seeds: tuple[int, ...]) -> list[Cells]:
     """A cell for each recipe, with losses that follow from the numbers of the seeds."""
     noise = dict(enumerate(0.01 * np.random.default_rng(1).standard_normal(9)))
     return [Cells(COMPUTE[:1, None], (np.exp([noise[seed] for seed in each]),), (each,)) for each in seeds]
@@ -128,13 +128,13 @@ def fits_of_means(every: list[Cells]) -> Fits:
     """Fits whose laws are the means of the only cells."""
     left_out, replicates = [], []
     for stratum in strata_of(every):
-        left_out += [(stratum.place, seed) for seed in sorted(stratum.seeds)]
+        left_out += [(stratum.coordinates, seed) for seed in sorted(stratum.seeds)]
         replicates += [[float(np.log(mean[0])) for mean in means] for means in left_out_means(every, stratum)]
     return Fits(tuple(every), (), None, tuple(zip(*replicates, strict=True)), (), tuple(left_out))
 
 
 def test_the_interval_of_a_mean_is_students() -> None:
-    (cells,) = every = cells_at_one_place((4, 5, 6, 7))
+    (cells,) = every = cells_at_one_point((4, 5, 6, 7))
     fits = fits_of_means(every)
     logs = np.log(cells.losses[0])
     expected = stats.t.interval(CONFIDENCE, 3, logs.mean(), stats.sem(logs))
@@ -143,7 +143,7 @@ def test_the_interval_of_a_mean_is_students() -> None:
 
 @pytest.mark.parametrize("others", [[(4, 5, 6, 7)], [(4, 5, 6), (6, 7)], [(1, 2)]])
 def test_the_interval_of_one_recipe_does_not_depend_on_the_seeds_of_others(others: list[tuple[int, ...]]) -> None:
-    every = cells_at_one_place((4, 5), *others)
+    every = cells_at_one_point((4, 5), *others)
     fits = fits_of_means(every)
     logs = np.log(every[0].losses[0])
     expected = stats.t.interval(CONFIDENCE, 1, logs.mean(), stats.sem(logs))
@@ -151,8 +151,8 @@ def test_the_interval_of_one_recipe_does_not_depend_on_the_seeds_of_others(other
 
 
 def test_the_interval_of_a_difference_does_not_depend_on_the_seeds_of_third_recipes() -> None:
-    pair = cells_at_one_place((0, 1), (3, 4))
-    linked = [*pair, *cells_at_one_place((1, 2, 3))]
+    pair = cells_at_one_point((0, 1), (3, 4))
+    linked = [*pair, *cells_at_one_point((1, 2, 3))]
     assert len(strata_of(linked)) == 1
     found = []
     for every in (pair, linked):
@@ -170,12 +170,12 @@ def test_the_interval_of_a_difference_of_strangers_is_welchs_and_of_paired_seeds
         one, other = (np.array([cells.log_means[0], *own]) for cells, own in zip(every, fits.replicates, strict=True))
         return fits.interval(one - other)
 
-    strangers = cells_at_one_place((0, 1, 2), (3, 4, 5, 6))
+    strangers = cells_at_one_point((0, 1, 2), (3, 4, 5, 6))
     one, other = (np.log(cells.losses[0]) for cells in strangers)
     welch = stats.ttest_ind(one, other, equal_var=False).confidence_interval(CONFIDENCE)
     assert len(strata_of(strangers)) == 2 and difference(strangers) == pytest.approx(tuple(welch))
 
-    same = cells_at_one_place((0, 1, 2), (2, 1, 0))
+    same = cells_at_one_point((0, 1, 2), (2, 1, 0))
     first, second = fits_of_means(same).replicates
     assert len(strata_of(same)) == 1 and first == pytest.approx(second)
     other = Cells(same[0].x, (same[1].losses[0] * np.array([1.01, 1.02, 1.05]),), same[1].seeds)
@@ -185,13 +185,13 @@ def test_the_interval_of_a_difference_of_strangers_is_welchs_and_of_paired_seeds
 
 
 def test_cells_that_share_a_seed_through_a_third_one_are_one_stratum() -> None:
-    (stratum,) = strata_of(cells_at_one_place((0, 1), (2, 3), (1, 2)))
+    (stratum,) = strata_of(cells_at_one_point((0, 1), (2, 3), (1, 2)))
     assert stratum.seeds == {0, 1, 2, 3} and sorted(stratum.members) == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_a_number_without_spread_or_with_an_infinity_has_no_interval() -> None:
     cells = Cells(COMPUTE[:2, None], (np.ones(2), np.ones(2)), ((0, 1), (0, 1)))
-    left_out = tuple(((place,), seed) for place in COMPUTE[:2] for seed in (0, 1))
+    left_out = tuple(((compute,), seed) for compute in COMPUTE[:2] for seed in (0, 1))
     fits = Fits((cells,), (), None, (), (), left_out)
     assert fits.estimate([1.0, 1.0, 1.0, 1.0, 1.0]).low is None
     assert fits.estimate([1.0, 1.0, np.inf, 1.0, 1.1]).low is None

@@ -22,18 +22,18 @@ def put(folder: Path, name: str, is_whole: bool = True) -> Path:
     return path
 
 
-def manifest_of(place: Path, step: int) -> Manifest:
+def manifest_of(unfinished: Path, step: int) -> Manifest:
     """The record that a save has of its files."""
-    files = {path.name: FileEntry(path.stat().st_size, file_sha256(path)) for path in place.iterdir()}
+    files = {path.name: FileEntry(path.stat().st_size, file_sha256(path)) for path in unfinished.iterdir()}
     return Manifest(step=step, consumed_samples=8 * step, layout=(1, 1, 1), saved_at="", files=files)
 
 
 def write(folder: Path, step: int) -> Manifest:
     """A checkpoint without manifest and final name."""
     directory.make_unfinished_folder(folder, step)
-    place = directory.unfinished_path(folder, step)
-    (place / "__0_0.distcp").write_bytes(b"new tensors")
-    return manifest_of(place, step)
+    unfinished = directory.unfinished_path(folder, step)
+    (unfinished / "__0_0.distcp").write_bytes(b"new tensors")
+    return manifest_of(unfinished, step)
 
 
 def test_newest_complete_checkpoint_is_used(tmp_path: Path) -> None:
@@ -150,11 +150,11 @@ def test_a_disk_that_loses_files_is_detected(call: str, tmp_path: Path, monkeypa
 
 
 def test_cleanup_removes_only_incomplete_checkpoints(tmp_path: Path) -> None:
-    kept = ["iter_0000001", "iter_0000002.corrupt", "iter_0000003.retired", "iter_0000004"]
-    for name in (*kept[:-1], "iter_0000001.replaced", "iter_0000004.replaced", "iter_0000005.unfinished", "other"):
+    remaining = ["iter_0000001", "iter_0000002.corrupt", "iter_0000003.retired", "iter_0000004"]
+    for name in (*remaining[:-1], "iter_0000001.replaced", "iter_0000004.replaced", "iter_0000005.unfinished", "other"):
         put(tmp_path, name)
     directory.clean_up(tmp_path)
-    assert sorted(item.name for item in tmp_path.iterdir()) == [*kept, "other"], "4 was being replaced"
+    assert sorted(item.name for item in tmp_path.iterdir()) == [*remaining, "other"], "4 was being replaced"
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ def test_boxes_cover_the_elements_in_order(shape: tuple[int, ...]) -> None:
             run = numbers.flatten()[first:last]
             found, taken = torch.full(shape, -1), 0
             for box in flat_range_boxes(shape, first, last):
-                place = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-                found[place] = run[taken : taken + prod(box.sizes)].view(box.sizes)
+                slices = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+                found[slices] = run[taken : taken + prod(box.sizes)].view(box.sizes)
                 taken += prod(box.sizes)
             inside = (numbers >= first) & (numbers < last)
             assert taken == last - first

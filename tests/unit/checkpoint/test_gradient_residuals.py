@@ -9,19 +9,19 @@ import torch
 
 from megafp8.checkpoint.gradient_residuals import load, note_on_load
 
-PLACES = {"rows": [[3, 2], [3, 2]], "exclude": ["*norm*"]}
-OTHER = PLACES | {"exclude": ["none"]}
+LAYOUT = {"rows": [[3, 2], [3, 2]], "exclude": ["*norm*"]}
+OTHER = LAYOUT | {"exclude": ["none"]}
 
 
 @pytest.mark.parametrize(
     ("saved", "own", "same_layout", "expected"),
     [
         (None, None, True, ""),
-        (PLACES, PLACES, True, ""),
-        (None, PLACES, True, "the checkpoint has none"),
-        (PLACES, None, True, "this run has no --grad-reduce-fp8-error-feedback"),
-        (PLACES, OTHER, True, "buckets or excluded parameters differ: the errors"),
-        (PLACES, PLACES, False, "different layout: the errors"),
+        (LAYOUT, LAYOUT, True, ""),
+        (None, LAYOUT, True, "the checkpoint has none"),
+        (LAYOUT, None, True, "this run has no --grad-reduce-fp8-error-feedback"),
+        (LAYOUT, OTHER, True, "buckets or excluded parameters differ: the errors"),
+        (LAYOUT, LAYOUT, False, "different layout: the errors"),
     ],
 )
 def test_errors_are_loaded_or_their_loss_is_reported(

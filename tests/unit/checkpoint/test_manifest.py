@@ -50,8 +50,8 @@ def test_a_complete_checkpoint_matches_its_manifest(complete: Path) -> None:
 def test_every_byte_of_the_manifest_counts(complete: Path) -> None:
     path = complete / MANIFEST
     good = path.read_bytes()
-    for place in range(len(good)):
-        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+    for offset in range(len(good)):
+        path.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
         with pytest.raises(CheckpointError, match="is damaged"):
             read_manifest(complete)
     for end in range(len(good)):
@@ -108,13 +108,13 @@ def test_each_rank_verifies_its_share(complete: Path) -> None:
     assert sorted(len(problems) for problems in seen) == [0, 1, 1]
 
 
-@pytest.mark.parametrize("place", ["read_bytes", "file_sha256"])
-def test_a_lack_of_memory_is_no_damage(place: str, complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", ["read_bytes", "file_sha256"])
+def test_a_lack_of_memory_is_no_damage(function: str, complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, *_: object) -> bytes:
         reason = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        raise reason if place == "file_sha256" else UnreadableFile("no memory", path) from reason
+        raise reason if function == "file_sha256" else UnreadableFile("no memory", path) from reason
 
-    monkeypatch.setattr(f"megafp8.checkpoint.manifest.{place}", fail)
+    monkeypatch.setattr(f"megafp8.checkpoint.manifest.{function}", fail)
     with pytest.raises((CheckpointError, OSError), match="memory"):
         find_damage(complete)
 

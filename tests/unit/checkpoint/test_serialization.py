@@ -202,8 +202,8 @@ def point_to(name: str) -> Callable[[Metadata], None]:
     """Let the first tensor be in another file."""
 
     def change(metadata: Metadata) -> None:
-        index, place = next(iter(metadata.storage_data.items()))
-        metadata.storage_data[index] = dataclasses.replace(place, relative_path=name)
+        index, location = next(iter(metadata.storage_data.items()))
+        metadata.storage_data[index] = dataclasses.replace(location, relative_path=name)
 
     return change
 
@@ -234,15 +234,15 @@ def test_small_files_must_be_regular(kind: str, name: str, path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda place: dataclasses.replace(place, offset=-1),
-        lambda place: dataclasses.replace(place, length=-5),
-        lambda place: dataclasses.replace(place, transform_descriptors=["zstd"]),
+        lambda location: dataclasses.replace(location, offset=-1),
+        lambda location: dataclasses.replace(location, length=-5),
+        lambda location: dataclasses.replace(location, transform_descriptors=["zstd"]),
     ],
 )
 def test_impossible_offsets_are_refused(change: Callable[[Any], Any], path: Path) -> None:
     def change_one(metadata: Metadata) -> None:
-        index, place = next(iter(metadata.storage_data.items()))
-        metadata.storage_data[index] = change(place)
+        index, location = next(iter(metadata.storage_data.items()))
+        metadata.storage_data[index] = change(location)
 
     rewrite(path, change_one)
     with pytest.raises(CheckpointError, match="an unexpected entry"):

@@ -28,18 +28,18 @@ FLAGS = "--num-layers 3 --hidden-size 4 --num-attention-heads 1 --vocab-size 7"
 
 
 def test_stacked_layers_are_numbered() -> None:
-    def places(key: str, shape: tuple[int, ...]) -> dict[str, TensorLocation]:
+    def locations(key: str, shape: tuple[int, ...]) -> dict[str, TensorLocation]:
         kind = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size(shape), [])
         return dict(tensor_locations(key, kind))
 
     for prefix in ("", "optimizer.state.exp_avg."):
         key = prefix + "decoder.layers.mlp.linear_fc1.weight"
-        assert places(key, (2, 8, 4)) == {
+        assert locations(key, (2, 8, 4)) == {
             f"{prefix}decoder.layers.{layer}.mlp.linear_fc1.weight": TensorLocation(key, layer, (8, 4), torch.bfloat16)
             for layer in (0, 1)
         }
     for key in ("embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc2.weight"):
-        assert places(key, (8, 4)) == {key: TensorLocation(key, None, (8, 4), torch.bfloat16)}
+        assert locations(key, (8, 4)) == {key: TensorLocation(key, None, (8, 4), torch.bfloat16)}
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,8 @@ def problems_of(*argv):
 
 
 def test_a_megatron_command_line_reads_as_it_is():
-    invocation = parse(MEGATRON_COMMAND_LINE.split())
-    config = invocation.config
+    parsed = parse(MEGATRON_COMMAND_LINE.split())
+    config = parsed.config
     assert config.model.num_query_groups == 8
     assert config.model.add_bias_linear is False
     assert config.model.share_embeddings_and_output_weights is False
@@ -50,9 +50,9 @@ def test_a_megatron_command_line_reads_as_it_is():
     assert config.logging.profile_ranks == (0, 1)
     assert config.data.mmap_bin_files is False
     assert config.checkpoint.use_checkpoint_opt_param_scheduler
-    assert invocation.warnings == ("--use-mcore-models: no effect; all models are megatron-core's",)
-    assert "model.add_bias_linear" in invocation.given
-    assert "model.norm_epsilon" not in invocation.given
+    assert parsed.warnings == ("--use-mcore-models: no effect; all models are megatron-core's",)
+    assert "model.add_bias_linear" in parsed.given
+    assert "model.norm_epsilon" not in parsed.given
 
 
 def test_both_spellings_of_a_value_and_negative_numbers():
@@ -146,10 +146,10 @@ def test_flags_win_over_file_over_preset_over_default(tmp_path):
 def test_a_preset_on_the_command_line_replaces_the_files_model(tmp_path):
     file = tmp_path / "run.json"
     file.write_text(settings.to_json(parse(["--model-preset", "llama3-8b", "--lr", "0.5"]).config))
-    invocation = parse(["--config", str(file), "--model-preset", "gpt2-124m", "--num-layers", "3"])
+    parsed = parse(["--config", str(file), "--model-preset", "gpt2-124m", "--num-layers", "3"])
     alone = parse(["--model-preset", "gpt2-124m", "--num-layers", "3", "--lr", "0.5"])
-    assert invocation.config == alone.config
-    assert any("replaces the model section" in warning for warning in invocation.warnings)
+    assert parsed.config == alone.config
+    assert any("replaces the model section" in warning for warning in parsed.warnings)
 
 
 def test_overrides_of_file_and_flags_add_up(tmp_path):
@@ -166,9 +166,9 @@ def test_a_bad_file_is_reported_with_its_name(tmp_path):
 
 
 def test_options_outside_the_settings():
-    invocation = parse(["--dry-run", "--world-size", "16", "--target", "h200"])
-    assert (invocation.dry_run, invocation.world_size, invocation.target) == (True, 16, "h200")
-    assert invocation.given == frozenset()
+    parsed = parse(["--dry-run", "--world-size", "16", "--target", "h200"])
+    assert (parsed.dry_run, parsed.world_size, parsed.target) == (True, 16, "h200")
+    assert parsed.given == frozenset()
     assert parse([]).world_size is None
 
 
@@ -196,9 +196,9 @@ def test_every_spelling_of_every_setting_can_be_given(which):
             value = setting.choices[which] if setting.choices else {int: 3, float: 0.5, str: "tiny"}[setting.type]
             argv += [setting.flags[which], str(value)]
             expected[setting.name] = (value,) if setting.many else value
-    invocation = parse(argv)
-    assert {name: value_of(invocation.config, name) for name in expected} == expected
-    assert invocation.given == set(expected)
+    parsed = parse(argv)
+    assert {name: value_of(parsed.config, name) for name in expected} == expected
+    assert parsed.given == set(expected)
 
 
 def test_help_shows_every_flag_with_its_default_and_imports_no_torch():
@@ -239,7 +239,7 @@ def test_a_list_may_be_written_in_brackets():
 def test_settings_of_a_file_are_told_from_those_of_flags(tmp_path) -> None:
     path = tmp_path / "settings.json"
     path.write_text('{"model": {"num_layers": 2, "swiglu": false}, "optimizer": {"lr": 0.001}}')
-    invocation = parse(["--config", str(path), "--lr", "1e-2"])
-    assert invocation.given == {"optimizer.lr"}
-    assert invocation.from_file == {"model.num_layers", "model.swiglu", "optimizer.lr"}
+    parsed = parse(["--config", str(path), "--lr", "1e-2"])
+    assert parsed.given == {"optimizer.lr"}
+    assert parsed.from_file == {"model.num_layers", "model.swiglu", "optimizer.lr"}
     assert parse(["--config", str(path), "--model-preset", "tiny"]).from_file == {"optimizer.lr"}

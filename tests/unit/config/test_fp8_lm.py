@@ -24,7 +24,7 @@ SPELLED_OUT = {
 }
 
 
-def parse(text: str) -> flags.Invocation:
+def parse(text: str) -> flags.ParsedArgs:
     return flags.parse(f"{MODEL} {text}".split())
 
 
@@ -33,22 +33,22 @@ def test_a_level_equals_its_flags_and_those_before_it(level: str) -> None:
     """The warning prints them; given back, they are the same settings."""
     names = list(SPELLED_OUT)
     expected = " ".join(SPELLED_OUT[name] for name in names[: names.index(level) + 1])
-    invocation = parse(f"--fp8-lm-level {level}")
-    assert f"--fp8-lm-level {level} stands for {expected}" in invocation.warnings
+    parsed = parse(f"--fp8-lm-level {level}")
+    assert f"--fp8-lm-level {level} stands for {expected}" in parsed.warnings
     spelled_out = parse(expected).config
     for name in level_values("O3"):
-        assert value_of(invocation.config, name) == value_of(spelled_out, name)
-    assert rules.problems(invocation.config, 2) == []
+        assert value_of(parsed.config, name) == value_of(spelled_out, name)
+    assert rules.problems(parsed.config, 2) == []
 
 
 def test_own_flags_and_files_replace_parts_of_a_level(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"precision": {"fp8_lm_level": "O2"}, "optimizer": {"exp_avg_dtype": "bf16"}}))
-    invocation = parse(f"--config {file} --grad-reduce-fp8-scaling block")
-    assert invocation.config.optimizer.exp_avg_dtype == "bf16"
-    assert invocation.config.precision.grad_reduce_fp8_scaling == "block"
-    assert invocation.config.optimizer.exp_avg_sq_dtype == "fp16"
-    (warning,) = (text for text in invocation.warnings if "stands for" in text)
+    parsed = parse(f"--config {file} --grad-reduce-fp8-scaling block")
+    assert parsed.config.optimizer.exp_avg_dtype == "bf16"
+    assert parsed.config.precision.grad_reduce_fp8_scaling == "block"
+    assert parsed.config.optimizer.exp_avg_sq_dtype == "fp16"
+    (warning,) = (text for text in parsed.warnings if "stands for" in text)
     assert "replaced by your own settings: --grad-reduce-fp8-scaling tensor" in warning
     assert "--exp-avg-dtype fp8 (here optimizer.exp_avg_dtype = bf16)" in warning
 
@@ -62,9 +62,9 @@ def test_the_shortest_command_line_has_the_level() -> None:
 
 def test_a_level_of_a_checkpoint_does_not_replace_its_other_settings() -> None:
     saved = {"precision.fp8_lm_level": "O1", "precision.grad_reduce_fp8_scaling": "block"}
-    invocation, problems = flags.parse_with_problems(MODEL.split(), saved)
+    parsed, problems = flags.parse_with_problems(MODEL.split(), saved)
     assert not problems
-    assert invocation.config.precision.grad_reduce_fp8_scaling == "block"
+    assert parsed.config.precision.grad_reduce_fp8_scaling == "block"
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_a_flag_replaces_the_level_of_a_recorded_run(level: str, tmp_path: Path)
     file.write_text(to_json(parse("--fp8-lm-level O3 --weight-decay 0.3").config))
     again = parse(f"--config {file} --fp8-lm-level {level}").config
     assert again == parse(f"--weight-decay 0.3 --fp8-lm-level {level}").config
-    kept = parse(f"--config {file} --fp8-lm-level O3").config
-    assert kept == parse("--fp8-lm-level O3 --weight-decay 0.3").config
+    remaining = parse(f"--config {file} --fp8-lm-level O3").config
+    assert remaining == parse("--fp8-lm-level O3 --weight-decay 0.3").config
 
 
 @pytest.mark.parametrize("off", ["--no-grad-reduce-in-fp8", "--no-use-precision-aware-optimizer"])

@@ -14,7 +14,7 @@ from megafp8.config.megatron_flags import (
     REFUSED_PREFIXES,
     REPLACED,
 )
-from megafp8.config.megatron_flags.idle import IDLE_WITHOUT
+from megafp8.config.megatron_flags.unused import UNUSED_WITHOUT
 from megafp8.config.settings import settings_by_name
 from megafp8.errors import ConfigError
 
@@ -72,9 +72,9 @@ def _flags(groups):
 
 
 def test_no_flag_has_two_places():
-    places = [*_flags(ACCEPTED_GROUPS), *_flags(REFUSED_GROUPS), *REPLACED]
-    assert len(places) == len(set(places)), sorted(flag for flag in places if places.count(flag) > 1)
-    assert not OURS & set(places)
+    listed = [*_flags(ACCEPTED_GROUPS), *_flags(REFUSED_GROUPS), *REPLACED]
+    assert len(listed) == len(set(listed)), sorted(flag for flag in listed if listed.count(flag) > 1)
+    assert not OURS & set(listed)
     assert not [flag for flag in OURS if megatron_flags.refusal_reason(flag)]
     assert not [flag for flag in _flags(ACCEPTED_GROUPS) if megatron_flags.refusal_reason(flag)]
 
@@ -120,7 +120,7 @@ def test_accepted_values_belong_to_refused_flags():
         assert megafp8_refuses(flag), flag
         for value in values:
             assert megatron_flags.classify(flag, [value]).accepted
-        mains = {main for _, mains in IDLE_WITHOUT for main in mains.split()}
+        mains = {main for _, mains in UNUSED_WITHOUT for main in mains.split()}
         assert not megatron_flags.classify(flag, ["another"], mains - {flag}).accepted
 
 
@@ -128,7 +128,7 @@ def megafp8_refuses(flag):
     return megatron_flags.refusal_reason(flag) is not None
 
 
-def test_a_flag_is_idle_only_without_its_main_flag():
+def test_a_flag_is_unused_only_without_its_main_flag():
     for flag, value, main in (
         ("--moe-latent-size", "2", "--num-experts"),
         ("--moe-router-topk-limited-devices", "2", "--num-experts"),
@@ -142,7 +142,7 @@ def test_a_flag_is_idle_only_without_its_main_flag():
         assert not megatron_flags.classify(flag, words, {flag, main}).accepted
 
 
-def test_a_flag_may_be_idle_with_another():
+def test_a_flag_may_be_unused_with_another():
     """Megatron-LM does not rearrange mock data either."""
     for flag, words in (("--fim-data", []), ("--fim-rate", ["0.5"]), ("--mid-level-dataset-surplus", ["0.01"])):
         warning = megatron_flags.classify(flag, words, {flag, "--fim-data", "--mock-data"})
@@ -150,8 +150,8 @@ def test_a_flag_may_be_idle_with_another():
         assert not megatron_flags.classify(flag, words, {flag, "--fim-data", "--data-path"}).accepted
 
 
-def test_idle_flags_and_their_main_flags_have_places():
-    for flags, mains in IDLE_WITHOUT:
+def test_unused_flags_and_their_main_flags_have_places():
+    for flags, mains in UNUSED_WITHOUT:
         for main in mains.split():
             assert main in OURS or megafp8_refuses(main) or main in _flags(ACCEPTED_GROUPS), main
         for flag in flags.split():
@@ -173,12 +173,12 @@ def test_accepted_flags_are_accepted_with_a_warning_and_check_their_arity():
 
 
 def test_replaced_flags_are_read_as_their_replacements():
-    invocation = parse(["--use-rotary-position-embeddings", "--encoder-num-layers", "4", "--fp8-hybrid"])
-    assert invocation.config.model.position_embedding_type == "rope"
-    assert invocation.config.model.num_layers == 4
-    assert invocation.config.precision.fp8_format == "hybrid"
-    assert len(invocation.warnings) == 3
-    assert {"model.num_layers", "precision.fp8_format"} <= invocation.given
+    parsed = parse(["--use-rotary-position-embeddings", "--encoder-num-layers", "4", "--fp8-hybrid"])
+    assert parsed.config.model.position_embedding_type == "rope"
+    assert parsed.config.model.num_layers == 4
+    assert parsed.config.precision.fp8_format == "hybrid"
+    assert len(parsed.warnings) == 3
+    assert {"model.num_layers", "precision.fp8_format"} <= parsed.given
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,12 @@ def test_a_preset_gives_a_flag_its_effect(preset: str, flag: str):
 
 
 def test_a_flag_may_stand_for_several():
-    invocation = parse(["--checkpoint-activations"])
-    training = invocation.config.training
+    parsed = parse(["--checkpoint-activations"])
+    training = parsed.config.training
     assert (training.recompute_granularity, training.recompute_method, training.recompute_num_layers) == (
         "full", "uniform", 1,
     )  # fmt: skip
-    assert len(invocation.warnings) == 1
+    assert len(parsed.warnings) == 1
 
 
 def test_a_replaced_flag_may_override_others_wherever_they_stand():
@@ -208,21 +208,21 @@ def test_a_replaced_flag_may_override_others_wherever_they_stand():
         ["--enable-gpt-oss", "--position-embedding-type", "rope"],
         ["--position-embedding-type", "rope", "--enable-gpt-oss"],
     ):
-        invocation, problems = parse_with_problems(words)
-        model = invocation.config.model
+        parsed, problems = parse_with_problems(words)
+        model = parsed.config.model
         assert problems == []
         assert (model.position_embedding_type, model.rotary_scaling_factor) == ("yarn", 32)
         assert not model.yarn_correction_range_round_to_int
-        assert any(warning.startswith("--position-embedding-type: no effect; ") for warning in invocation.warnings)
+        assert any(warning.startswith("--position-embedding-type: no effect; ") for warning in parsed.warnings)
     model = parse_with_problems(["--qk-layernorm", "--export-qk-l2-norm"])[0].config.model
     assert (model.qk_l2_norm, model.qk_layernorm) == (True, False)
     assert parse_with_problems(["--qk-layernorm"])[0].config.model.qk_layernorm
 
 
 def test_a_value_of_a_setting_may_be_read_as_another():
-    invocation = parse(["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn", "mlp"])
-    assert invocation.config.training.cuda_graph_impl == "auto"
-    assert invocation.warnings[0] == "--cuda-graph-impl transformer_engine is read as --cuda-graph-impl auto"
+    parsed = parse(["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn", "mlp"])
+    assert parsed.config.training.cuda_graph_impl == "auto"
+    assert parsed.warnings[0] == "--cuda-graph-impl transformer_engine is read as --cuda-graph-impl auto"
     assert parse(["--cuda-graph-impl", "none"]).config.training.cuda_graph_impl == "none"
     assert parse(["--cuda-graph-impl", "full_iteration"]).config.training.cuda_graph_impl == "local"
     decay = parse(["--no-weight-decay-cond-type", "apply_wd_to_qk_layernorm"])
@@ -233,9 +233,9 @@ def test_a_value_of_a_setting_may_be_read_as_another():
 
 def test_parts_of_a_cuda_graph_are_accepted_under_their_old_flag():
     for values in (["attn"], ["moe_router", "moe_preprocess"]):
-        invocation = parse(["--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", *values])
-        assert invocation.config.training.cuda_graph_scope == "full_iteration"
-        assert invocation.warnings[1].startswith("--cuda-graph-modules: no effect; a CUDA graph holds all passes")
+        parsed = parse(["--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", *values])
+        assert parsed.config.training.cuda_graph_scope == "full_iteration"
+        assert parsed.warnings[1].startswith("--cuda-graph-modules: no effect; a CUDA graph holds all passes")
     assert parse(["--cuda-graph-scope", "full_iteration"]).warnings == ()
     with pytest.raises(ConfigError, match="--cuda-graph-scope: invalid choice"):
         parse(["--cuda-graph-scope", "attn", "another"])
@@ -273,9 +273,9 @@ def test_a_refused_flag_consumes_its_values():
 
 
 def test_flags_without_effect_are_named_in_the_warnings():
-    invocation = parse(["--use-mcore-models", "--timing-log-level", "0", "--wgrad-deferral-limit", "1"])
-    assert len(invocation.warnings) == 3
-    assert all(warning.startswith("--") for warning in invocation.warnings)
+    parsed = parse(["--use-mcore-models", "--timing-log-level", "0", "--wgrad-deferral-limit", "1"])
+    assert len(parsed.warnings) == 3
+    assert all(warning.startswith("--") for warning in parsed.warnings)
 
 
 def test_every_setting_keeps_a_spelling():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import rules
-from megafp8.config.flags import Invocation, parse
+from megafp8.config.flags import ParsedArgs, parse
 from megafp8.config.muon import has_flat_shards, is_layer_wise, is_muon
 from megafp8.config.rules import warnings
 
@@ -15,7 +15,7 @@ COMMON = (
 )
 
 
-def parsed(text: str) -> Invocation:
+def parsed(text: str) -> ParsedArgs:
     return parse(f"{COMMON} {text}".split())
 
 
@@ -40,9 +40,9 @@ def test_state_is_shared_by_complete_weights() -> None:
 
 
 def test_dist_muon_is_muon_with_shared_state() -> None:
-    invocation = parsed("--optimizer dist_muon")
-    assert is_layer_wise(invocation.config)
-    assert invocation.warnings == (
+    parsed_args = parsed("--optimizer dist_muon")
+    assert is_layer_wise(parsed_args.config)
+    assert parsed_args.warnings == (
         "--optimizer dist_muon is read as --optimizer muon --use-distributed-optimizer",
     )  # fmt: skip
 

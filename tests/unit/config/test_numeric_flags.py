@@ -109,7 +109,7 @@ def test_no_setting_takes_a_number_beyond_all_use(model: str, sign: str) -> None
     """Nor does a rule fail on one."""
     for setting in NUMERIC:
         value = f"{sign}1e308" if setting.type is float else f"{sign}{setting.maximum}"
-        invocation, problems = flags.parse_with_problems([*MODELS[model].split(), flag_of(setting), value])
-        found = [*problems, *setting_problems(invocation.config, 1)]
+        parsed, problems = flags.parse_with_problems([*MODELS[model].split(), flag_of(setting), value])
+        found = [*problems, *setting_problems(parsed.config, 1)]
         is_refused = any(flag_of(setting) in problem for problem in found)
         assert is_refused or (setting.type is int and not sign), f"{flag_of(setting)} {value} is accepted"

@@ -81,8 +81,8 @@ def test_nvfp4() -> None:
 
 
 def test_blockwise_scales() -> None:
-    for asked, scale_rule in ((False, ScaleRule.POWER_OF_TWO), (True, ScaleRule.FP32)):
-        precision = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise", fp8_block_scaling_fp32_scales=asked)
+    for requested, scale_rule in ((False, ScaleRule.POWER_OF_TWO), (True, ScaleRule.FP32)):
+        precision = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise", fp8_block_scaling_fp32_scales=requested)
         assert {rule.scale_rule for *_, rule in build_recipe(precision).rules} == {scale_rule}
 
 

@@ -12,7 +12,7 @@ from megafp8.config.rules import cuda_graph, warnings
 from megafp8.device import capability
 
 BASE = "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer"
-ASKED = f"--cuda-graph-impl local {BASE}"
+REQUESTED = f"--cuda-graph-impl local {BASE}"
 
 
 def problems(text: str) -> list[str]:
@@ -26,15 +26,15 @@ def problems(text: str) -> list[str]:
     [
         "",
         "--cuda-graph-impl none --fp16 --tp-comm-overlap",
-        ASKED,
-        f"{ASKED} --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 1 --tensor-model-parallel-size 2",
-        f"{ASKED} --overlap-grad-reduce --overlap-param-gather",
-        f"{ASKED} --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform",
-        f"{ASKED} --context-parallel-size 2 --recompute-granularity selective",
-        f"{ASKED} --attention-dropout 0.1 --hidden-dropout 0.1",
-        f"{ASKED} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
-        f"{ASKED} --tensor-model-parallel-size 2 --context-parallel-size 4 --cp-comm-type allgather",
-        f"{ASKED} --fp8-format hybrid --fp8-param-gather --fp8-log-interval 100",
+        REQUESTED,
+        f"{REQUESTED} --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 1 --tensor-model-parallel-size 2",
+        f"{REQUESTED} --overlap-grad-reduce --overlap-param-gather",
+        f"{REQUESTED} --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform",
+        f"{REQUESTED} --context-parallel-size 2 --recompute-granularity selective",
+        f"{REQUESTED} --attention-dropout 0.1 --hidden-dropout 0.1",
+        f"{REQUESTED} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
+        f"{REQUESTED} --tensor-model-parallel-size 2 --context-parallel-size 4 --cp-comm-type allgather",
+        f"{REQUESTED} --fp8-format hybrid --fp8-param-gather --fp8-log-interval 100",
     ],
 )
 def test_compatible_settings(text: str) -> None:
@@ -67,7 +67,7 @@ def test_compatible_settings(text: str) -> None:
     ],
 )
 def test_incompatible_settings_are_refused(text: str) -> None:
-    (problem,) = problems(f"{ASKED} {text}")
+    (problem,) = problems(f"{REQUESTED} {text}")
     assert text.split()[0] in problem
 
 
@@ -78,7 +78,7 @@ def test_the_optimizer_that_a_graph_needs_is_named() -> None:
     )
 
 
-MIXTURE = f"--model-preset mixtral-8x7b --bf16 --moe-token-dispatcher-type alltoall {ASKED}"
+MIXTURE = f"--model-preset mixtral-8x7b --bf16 --moe-token-dispatcher-type alltoall {REQUESTED}"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
@@ -110,9 +110,9 @@ def test_experts_in_one_launch_have_a_graph(text: str) -> None:
     ("text", "implementation", "world_size", "part"),
     [
         (BASE, "transformer_engine", 4, None),
-        (ASKED, "transformer_engine", 1, None),
-        (f"{ASKED} --tensor-model-parallel-size 2", "transformer_engine", 2, "slow ranks cannot be identified"),
-        (f"{ASKED} --tensor-model-parallel-size 2", "transformer_engine", 4, "slow ranks cannot be identified"),
+        (REQUESTED, "transformer_engine", 1, None),
+        (f"{REQUESTED} --tensor-model-parallel-size 2", "transformer_engine", 2, "slow ranks cannot be identified"),
+        (f"{REQUESTED} --tensor-model-parallel-size 2", "transformer_engine", 4, "slow ranks cannot be identified"),
     ],
 )
 def test_graph_warnings(text: str, implementation: str, world_size: int, part: Optional[str]) -> None:
@@ -155,7 +155,7 @@ def test_warmup_steps_without_a_graph_have_no_effect(steps: int) -> None:
     ],
 )
 def test_layers_in_graphs(name: str, extra: str, problem: Optional[str]) -> None:
-    config = flags.parse(f"{ASKED} {extra}".split()).config
+    config = flags.parse(f"{REQUESTED} {extra}".split()).config
     targets = capability.TARGETS
     without_te = dataclasses.replace(targets["h200"], transformer_engine=None)
     target = targets.get(name, without_te)
@@ -172,5 +172,5 @@ def test_layers_in_graphs(name: str, extra: str, problem: Optional[str]) -> None
     ],
 )
 def test_virtual_stages_are_refused_with_the_flag_that_gives_them(stages: str) -> None:
-    (problem,) = problems(f"{ASKED} --num-layers 12 --pipeline-model-parallel-size 2 {stages}")
+    (problem,) = problems(f"{REQUESTED} --num-layers 12 --pipeline-model-parallel-size 2 {stages}")
     assert problem.startswith(f"{stages} with --cuda-graph-impl local: ")

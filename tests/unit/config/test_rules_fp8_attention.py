@@ -7,7 +7,7 @@ from megafp8.config import flags
 from megafp8.config.rules import precision, precision_map
 from megafp8.device.capability import TARGETS, capability_problems
 
-ASKED = "--bf16 --attention-dropout 0 --fp8-format hybrid --fp8-dot-product-attention"
+REQUESTED = "--bf16 --attention-dropout 0 --fp8-format hybrid --fp8-dot-product-attention"
 MODEL = "--transformer-impl transformer_engine --hidden-size 1024 --num-attention-heads 8"
 
 
@@ -30,7 +30,7 @@ def found(text: str) -> list[str]:
     ],
 )
 def test_compatible_settings(text: str) -> None:
-    assert found(f"{ASKED} {text}") == []
+    assert found(f"{REQUESTED} {text}") == []
 
 
 @pytest.mark.parametrize(
@@ -45,23 +45,23 @@ def test_compatible_settings(text: str) -> None:
     ],
 )
 def test_incompatible_settings_are_refused(text: str) -> None:
-    (problem,) = found(f"{ASKED} {text}")
+    (problem,) = found(f"{REQUESTED} {text}")
     assert problem.startswith(f"--fp8-dot-product-attention with {text}: ")
 
 
 @pytest.mark.parametrize("text", ["--context-parallel-size 2", "--attention-dropout 0.1", "--window-size 128"])
 def test_what_was_not_run_says_so(text: str) -> None:
-    (problem,) = found(f"{ASKED} {text}")
+    (problem,) = found(f"{REQUESTED} {text}")
     assert "no run has compared its losses with those of BF16 attention" in problem
 
 
 def test_recomputing_attention_alone_is_refused() -> None:
-    (problem,) = found(f"{ASKED} --recompute-granularity selective")
+    (problem,) = found(f"{REQUESTED} --recompute-granularity selective")
     assert "with --recompute-modules core_attn: " in problem
 
 
 def test_fp8_attention_needs_bf16_weights() -> None:
-    (problem,) = found(ASKED.removeprefix("--bf16 "))
+    (problem,) = found(REQUESTED.removeprefix("--bf16 "))
     assert problem.startswith("--fp8-dot-product-attention without --bf16: ")
 
 
@@ -81,12 +81,12 @@ def test_fp8_attention_needs_an_fp8_recipe() -> None:
     ],
 )
 def test_fp8_attention_needs_kernels_of_the_gpu(target: str, extra: str, said: str) -> None:
-    found = capability_problems(flags.parse(f"{ASKED} {MODEL} {extra}".split()).config, TARGETS[target])
+    found = capability_problems(flags.parse(f"{REQUESTED} {MODEL} {extra}".split()).config, TARGETS[target])
     assert len(found) == bool(said), found
     assert all(said in problem for problem in found)
 
 
 def test_fp8_attention_is_part_of_the_number_formats() -> None:
-    for text, expected in ((ASKED, True), (ASKED.rsplit(maxsplit=1)[0], False)):
+    for text, expected in ((REQUESTED, True), (REQUESTED.rsplit(maxsplit=1)[0], False)):
         formats = number_formats(flags.parse(text.split()).config.precision)
         assert formats["fp8_dot_product_attention"] is expected

@@ -151,11 +151,11 @@ def test_position_ids_and_loss_mask_at_documents_ends(shards, tokenizer):
     ends = 0
     for number in range(30):
         item = train[number]
-        places = (item["tokens"] == EOD).nonzero().flatten().tolist()
-        ends += len(places)
-        assert (item["loss_mask"] == 0).nonzero().flatten().tolist() == places
-        for place in places:
-            assert item["position_ids"][place + 1 : place + 2].tolist() in ([], [0])
+        positions = (item["tokens"] == EOD).nonzero().flatten().tolist()
+        ends += len(positions)
+        assert (item["loss_mask"] == 0).nonzero().flatten().tolist() == positions
+        for position in positions:
+            assert item["position_ids"][position + 1 : position + 2].tolist() in ([], [0])
     assert ends > 3
 
 
@@ -166,11 +166,11 @@ def test_document_starts_follow_ends_of_documents(shards, tokenizer):
     for number in range(30):
         item = train[number]
         starts = item["document_starts"].nonzero().flatten().tolist()
-        places = (item["tokens"] == EOD).nonzero().flatten().tolist()
-        assert starts == [0, *(place + 1 for place in places if place + 1 < len(item["tokens"]))]
+        positions = (item["tokens"] == EOD).nonzero().flatten().tolist()
+        assert starts == [0, *(position + 1 for position in positions if position + 1 < len(item["tokens"]))]
         assert item.keys() - plain[number].keys() == {"document_starts"}
         assert all(torch.equal(item[key], plain[number][key]) for key in plain[number])
-        ends += len(places)
+        ends += len(positions)
     assert ends > 3
 
 

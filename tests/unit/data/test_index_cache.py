@@ -120,10 +120,10 @@ def test_a_broken_description_is_written_again(tmp_path, text):
 
 
 @pytest.mark.parametrize("hostile", ["fifo", "deep lists", "long integer"])
-@pytest.mark.parametrize("place", ["description", "array"])
-def test_a_hostile_file_is_replaced(tmp_path, place, hostile):
+@pytest.mark.parametrize("part", ["description", "array"])
+def test_a_hostile_file_is_replaced(tmp_path, part, hostile):
     open_cache(tmp_path)
-    path = tmp_path / f"{NAME}.json" if place == "description" else array_path(tmp_path, NAME, "second")
+    path = tmp_path / f"{NAME}.json" if part == "description" else array_path(tmp_path, NAME, "second")
     path.unlink()
     if hostile == "fifo":
         os.mkfifo(path)

@@ -16,13 +16,13 @@ class Numbers:
     """Sample i is (0, i * step, i)."""
 
     def __init__(self, sources=SOURCES, step=3, length=10**9):
-        self.sources, self.step, self.length, self.num_asked = sources, step, length, 0
+        self.sources, self.step, self.length, self.num_requested = sources, step, length, 0
 
     def __len__(self):
         return self.length
 
     def sample_ids(self, indices):
-        self.num_asked += len(indices)
+        self.num_requested += len(indices)
         return np.stack([np.zeros_like(indices), indices * self.step, indices], axis=1)
 
 
@@ -54,18 +54,18 @@ def test_sample_hash_does_not_depend_on_batches(count):
     assert chain().hash(count + 1) != expected
 
 
-@pytest.mark.parametrize("place", [0, 5, BLOCK_SAMPLES - 1, BLOCK_SAMPLES, 2 * BLOCK_SAMPLES + 1])
-def test_every_sample_changes_the_hash(place):
+@pytest.mark.parametrize("index", [0, 5, BLOCK_SAMPLES - 1, BLOCK_SAMPLES, 2 * BLOCK_SAMPLES + 1])
+def test_every_sample_changes_the_hash(index):
     class Changed(Numbers):
         def sample_ids(self, indices):
             ids = super().sample_ids(indices)
-            ids[indices == place, 2] += 1
+            ids[indices == index, 2] += 1
             return ids
 
     changed = SampleHashChain(Changed(), 16, 1)
-    assert changed.hash(place) == chain().hash(place)
-    assert changed.hash(place + 1) != chain().hash(place + 1)
-    assert changed.hash(place + 2 * BLOCK_SAMPLES) != chain().hash(place + 2 * BLOCK_SAMPLES)
+    assert changed.hash(index) == chain().hash(index)
+    assert changed.hash(index + 1) != chain().hash(index + 1)
+    assert changed.hash(index + 2 * BLOCK_SAMPLES) != chain().hash(index + 2 * BLOCK_SAMPLES)
 
 
 def test_contents_and_length_change_the_hash_but_paths_do_not():
@@ -80,10 +80,10 @@ def test_contents_and_length_change_the_hash_but_paths_do_not():
 def test_extending_a_hash_reads_only_new_samples():
     followed = chain()
     followed.hash(100 * BLOCK_SAMPLES)
-    before = followed._dataset.num_asked
+    before = followed._dataset.num_requested
     for number in range(1, 11):
         followed.hash(100 * BLOCK_SAMPLES + number)
-    assert followed._dataset.num_asked - before == sum(range(1, 11))
+    assert followed._dataset.num_requested - before == sum(range(1, 11))
 
 
 def test_a_mark_survives_plain_values():

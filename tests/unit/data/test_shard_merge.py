@@ -106,9 +106,9 @@ class CountedReads(Sequence):
     def __len__(self):
         return len(self.array)
 
-    def __getitem__(self, place):
+    def __getitem__(self, index):
         self.num_reads += 1
-        return self.array[place]
+        return self.array[index]
 
 
 def test_cuts_read_a_few_entries_of_an_index():
@@ -160,9 +160,9 @@ def test_a_second_run_does_nothing_or_resumes(tmp_path, pair):
     made = [prefix for prefix, _ in merge(pair, tmp_path / "out", **options).shards]
     expected = {prefix: content_of(prefix) for prefix in made}
     times = {prefix: os.stat(f"{prefix}.bin").st_mtime_ns for prefix in made}
-    assert merge(pair, tmp_path / "out", **options).kept == tuple(made)
+    assert merge(pair, tmp_path / "out", **options).unchanged == tuple(made)
     Path(f"{made[1]}.idx").unlink()  # the state that a killed job leaves of its current output
-    assert merge(pair, tmp_path / "out", **options).kept == (made[0], *made[2:])
+    assert merge(pair, tmp_path / "out", **options).unchanged == (made[0], *made[2:])
     assert {prefix: content_of(prefix) for prefix in made} == expected
     assert [prefix for prefix in made if os.stat(f"{prefix}.bin").st_mtime_ns != times[prefix]] == [made[1]]
 

@@ -120,18 +120,18 @@ def test_no_damage_to_the_index_gives_other_tokens(tmp_path, dtype, modes):
     path, expected = Path(f"{prefix}.idx"), read_sequences(prefix)
     content = path.read_bytes()
     end_of_pointers = 34 + 12 * len(expected)
-    flips = {int(place): bytes([content[place] ^ random.integers(1, 256)])
-             for place in (*range(34), *random.integers(34, len(content), 300))}  # fmt: skip
+    flips = {int(offset): bytes([content[offset] ^ random.integers(1, 256)])
+             for offset in (*range(34), *random.integers(34, len(content), 300))}  # fmt: skip
     passed = set()
-    for place, flip in flips.items():
-        path.write_bytes(content[:place] + flip + content[place + 1 :])
+    for offset, flip in flips.items():
+        path.write_bytes(content[:offset] + flip + content[offset + 1 :])
         try:
             check_shard(prefix, 100)
         except DataError:
             continue
-        passed.add(place)
+        passed.add(offset)
         assert read_sequences(prefix) == expected
-    assert {place for place in passed if place < end_of_pointers} <= {DTYPE_OFFSET}
+    assert {offset for offset in passed if offset < end_of_pointers} <= {DTYPE_OFFSET}
     assert passed < set(flips)
     for length in range(0, len(content), 5):
         path.write_bytes(content[:length])
@@ -257,7 +257,7 @@ def test_content_key_of_a_large_shard_uses_chunks_and_size(tmp_path, monkeypatch
         monkeypatch.setattr(f"megafp8.data.shard_verification.{name}", value)
     ids = np.arange(300)
     key = content_key(write_shard(tmp_path / "s", [ids]))
-    for place, is_seen in ((0, True), (299, True), (100, True), (50, False)):
+    for offset, is_seen in ((0, True), (299, True), (100, True), (50, False)):
         changed = ids.copy()
-        changed[place] += 1
-        assert (content_key(write_shard(tmp_path / "s", [changed])) != key) is is_seen, place
+        changed[offset] += 1
+        assert (content_key(write_shard(tmp_path / "s", [changed])) != key) is is_seen, offset

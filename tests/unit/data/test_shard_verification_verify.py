@@ -48,10 +48,10 @@ def test_without_a_manifest_nothing_is_verified(copy):
 def test_every_changed_byte_is_detected(copy, suffix):
     content = Path(copy + suffix).read_bytes()
     random = np.random.default_rng(3)
-    for place in random.integers(0, len(content), 60).tolist():
-        patch(copy + suffix, place, bytes([content[place] ^ int(random.integers(1, 256))]))
+    for offset in random.integers(0, len(content), 60).tolist():
+        patch(copy + suffix, offset, bytes([content[offset] ^ int(random.integers(1, 256))]))
         assert False in states(copy).values()
-        patch(copy + suffix, place, content[place : place + 1])
+        patch(copy + suffix, offset, content[offset : offset + 1])
     assert False not in states(copy).values()
 
 

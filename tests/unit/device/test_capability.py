@@ -22,9 +22,9 @@ def test_auto_selects_transformer_engine_where_it_runs(target: Target, expected:
     assert resolve_implementation(RunConfig(), target) == expected
 
 
-@pytest.mark.parametrize("asked", ["transformer_engine", "emulated", "local"])
-def test_a_requested_implementation_is_used(asked: str) -> None:
-    assert resolve_implementation(RunConfig(precision=PrecisionConfig(transformer_impl=asked)), CPU) == asked
+@pytest.mark.parametrize("requested", ["transformer_engine", "emulated", "local"])
+def test_a_requested_implementation_is_used(requested: str) -> None:
+    assert resolve_implementation(RunConfig(precision=PrecisionConfig(transformer_impl=requested)), CPU) == requested
 
 
 @pytest.mark.parametrize(

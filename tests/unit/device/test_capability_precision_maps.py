@@ -62,8 +62,8 @@ def test_a_stateless_output_layer_works_with_every_recipe(recipe: str) -> None:
     ],
 )
 def test_maps_unsupported_by_transformer_engine_are_refused_or_emulated(config: RunConfig, words: str) -> None:
-    asked = replace(config, precision=replace(config.precision, transformer_impl="transformer_engine"))
-    assert words in only_problem(asked, H200)
+    requested = replace(config, precision=replace(config.precision, transformer_impl="transformer_engine"))
+    assert words in only_problem(requested, H200)
     emulated = replace(config, precision=replace(config.precision, use_transformer_engine_op_fuser=False))
     # As without a map, a format is never a reason to emulate.
     assert resolve_implementation(config, H200) == ("transformer_engine" if "E5M2" in words else "emulated")

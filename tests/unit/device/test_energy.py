@@ -23,13 +23,13 @@ class Driver:
     """Its functions return a status, and write their results to the addresses that they get."""
 
     def __init__(self, status: int = 0):
-        self.status, self.millijoules, self.asked = status, 1_500, b""
+        self.status, self.millijoules, self.requested = status, 1_500, b""
 
     def nvmlInit_v2(self) -> int:
         return 0
 
     def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
-        self.asked = uuid
+        self.requested = uuid
         return 0
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, total: Any) -> int:
@@ -51,7 +51,7 @@ def test_the_counter_is_in_joules(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     install(monkeypatch, driver)
     joules = energy_counter(GPU)
-    assert driver.asked == b"GPU-12-34" and joules() == pytest.approx(1.5)
+    assert driver.requested == b"GPU-12-34" and joules() == pytest.approx(1.5)
     driver.millijoules = 4_000_000_000_000  # more than 32 bits
     assert joules() == pytest.approx(4e9)
 

@@ -50,11 +50,11 @@ def test_an_incomplete_installation_is_a_problem_with_its_fix(monkeypatch: pytes
     assert "pip uninstall transformer-engine" in only_problem(RunConfig(), target)
 
 
-@pytest.mark.parametrize("place", ["transformer_engine", "transformer_engine/wheel_lib", "."])
-def test_a_complete_installation_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("folder", ["transformer_engine", "transformer_engine/wheel_lib", "."])
+def test_a_complete_installation_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str) -> None:
     package = tmp_path / "transformer_engine"
     (package / "wheel_lib").mkdir(parents=True)
-    (tmp_path / place / "transformer_engine_torch.cpython-311.so").touch()
+    (tmp_path / folder / "transformer_engine_torch.cpython-311.so").touch()
     pretend_installed(monkeypatch, package)
     assert capability.transformer_engine_version() == ("2.20.2", None)
 
@@ -77,6 +77,8 @@ def test_environment_variables_that_change_the_recipe_give_a_warning(monkeypatch
     tensorwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")
     assert capability.environment_warnings(tensorwise, "transformer_engine") == []
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
-    attention = [PrecisionConfig(fp8_format="hybrid", fp8_dot_product_attention=asked) for asked in (True, False)]
+    attention = [
+        PrecisionConfig(fp8_format="hybrid", fp8_dot_product_attention=requested) for requested in (True, False)
+    ]
     (warning,), nothing = (capability.environment_warnings(each, "transformer_engine") for each in attention)
     assert "computes the backward pass of attention in BF16" in warning and nothing == []

@@ -246,13 +246,13 @@ def test_extreme_moments_stay_finite(dtypes: tuple[torch.dtype, torch.dtype], si
 def test_largest_moment_may_be_anywhere() -> None:
     """In a tensor of several chunks, also in the last element. It need not have been the largest before."""
     size = SUM_CHUNK + 3
-    for place in (SUM_CHUNK - 1, size - 1):
+    for index in (SUM_CHUNK - 1, size - 1):
         grad = drawn(size).clamp(-1, 1)
-        grad[place] = -100.0
+        grad[index] = -100.0
         row = row_of(grad, drawn(size, seed=1).clamp(-1, 1), drawn(size, seed=2).clamp(0, 1), MOMENTS[0])
         ((_, m, v),) = update([row])
         for moment, found in zip((m, v), moments_of(row), strict=True):
-            torch.testing.assert_close(found[place].double(), moment[place], rtol=2**-18, atol=0)
+            torch.testing.assert_close(found[index].double(), moment[index], rtol=2**-18, atol=0)
 
 
 # ---- in megatron-core's optimizer -----------------------------------------------------------------------------------

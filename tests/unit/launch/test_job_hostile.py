@@ -25,8 +25,8 @@ SHELL = [f"$({TOUCH})", f"`{TOUCH}`", f"; {TOUCH}", f"' ; {TOUCH} #", f'" ; {TOU
          f"$'\\n{TOUCH}'", "END"]  # fmt: skip
 RUN = ("--save", "runs/a", "--load", "runs/a")
 # The places of a job's values, and a job with a value at each.
-Place = Callable[[str], dict[str, Any]]
-JOB: dict[str, Place] = {
+FieldMaker = Callable[[str], dict[str, Any]]
+JOB: dict[str, FieldMaker] = {
     "name": lambda text: {"name": text},
     "time": lambda text: {"time": text},
     "partition": lambda text: {"partition": text},
@@ -94,23 +94,23 @@ def ran(text: str, environment: dict[str, str], folder: Path) -> bool:
     return any((each / "FLAG").exists() for each in (folder, folder.parent))
 
 
-@pytest.mark.parametrize("place", JOB)
-def test_no_field_of_a_job_becomes_code(place: str, tmp_path: Path, commands: dict[str, str]) -> None:
+@pytest.mark.parametrize("field", JOB)
+def test_no_field_of_a_job_becomes_code(field: str, tmp_path: Path, commands: dict[str, str]) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     num_scripts = 0
     for payload in [*CONTROL, *SHELL]:
-        plain = {"name": "first", "training": [*RUN], "project": str(folder)} | JOB[place](payload)
+        plain = {"name": "first", "training": [*RUN], "project": str(folder)} | JOB[field](payload)
         try:
             job = build_job(plain)
             check_job(job)
         except ConfigError:
             continue
-        assert payload in SHELL, f"{place}: {payload!r} was taken"
+        assert payload in SHELL, f"{field}: {payload!r} was taken"
         for text in scripts(job):
             num_scripts += 1
-            assert not ran(text, commands, folder), f"{place}: {payload!r}\n{text}"
-    assert num_scripts or place in {"name", "time", "sbatch's key", "sbatch's key without a value", "endpoint",
+            assert not ran(text, commands, folder), f"{field}: {payload!r}\n{text}"
+    assert num_scripts or field in {"name", "time", "sbatch's key", "sbatch's key without a value", "endpoint",
                                     "environment's name", *list(JOB)[-10:]}  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_trailing_newlines_of_a_yaml_block_are_reported() -> None:
         check_job(read_job("name: a\ntraining: --save a --load a\npartition: |\n  gpu\n", {}))
 
 
-STUDY: dict[str, Place] = {
+STUDY: dict[str, FieldMaker] = {
     "name": lambda text: {"name": text},
     "folder": lambda text: {"folder": text},
     "flags": lambda text: {"flags": f"--data-path {quoted(text)}"},
@@ -167,13 +167,13 @@ def quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-@pytest.mark.parametrize("place", STUDY)
-def test_no_part_of_a_study_becomes_code(place: str, tmp_path: Path, commands: dict[str, str]) -> None:
+@pytest.mark.parametrize("field", STUDY)
+def test_no_part_of_a_study_becomes_code(field: str, tmp_path: Path, commands: dict[str, str]) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     for payload in [*CONTROL, *SHELL]:
         plain = {"flags": "--data-path a", "grid": {"seed": ["1", "2"]}, "folder": "runs", "slurm": {}}
-        plain |= STUDY[place](payload)
+        plain |= STUDY[field](payload)
         plain["flags"] = FLAGS + plain["flags"]
         plain["slurm"] |= {"gpus_per_node": "0", "cpus_per_node": "1", "project": str(folder)}
         path = tmp_path / "study.yaml"
@@ -183,9 +183,9 @@ def test_no_part_of_a_study_becomes_code(place: str, tmp_path: Path, commands: d
             jobs = build_jobs(study, expand(study))
         except (ConfigError, yaml.YAMLError, UnicodeEncodeError):
             continue
-        assert payload in SHELL, f"{place}: {payload!r} was taken"
+        assert payload in SHELL, f"{field}: {payload!r} was taken"
         for job in jobs:
-            assert not ran(slurm.script(job), commands, folder), f"{place}: {payload!r}"
+            assert not ran(slurm.script(job), commands, folder), f"{field}: {payload!r}"
 
 
 def test_problems_name_the_characters_of_texts_wherever_they_are() -> None:

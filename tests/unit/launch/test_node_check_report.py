@@ -17,7 +17,7 @@ from megafp8.launch.node_check import GroupResult
 H200 = "0, NVIDIA H200, 143771, 4, 0, Not Active\n1, NVIDIA H200, 143771, 70001, [N/A], Active\n"
 
 
-def place(nodes: tuple[str, ...] = ("localhost",), **change) -> NodeRank:
+def node_rank(nodes: tuple[str, ...] = ("localhost",), **change) -> NodeRank:
     fields = {"node": 0, "rank": 0, "ranks_per_node": 2, "port": 0, "store": "", "timeout_s": 0.1, "is_gpu": False}
     return NodeRank(nodes=nodes, **fields | change)
 
@@ -53,7 +53,7 @@ def said(members: list[int], seconds: float | None, error: str | None = None) ->
 def test_a_group_has_the_slowest_time_and_any_error(tmp_path: Path) -> None:
     ranks = [leave(tmp_path, 0, said([0], 1.0), said([0, 1], 1.0)),
              leave(tmp_path, 1, said([0], 4.0), said([0, 1], None, "reset"))]  # fmt: skip
-    assert node_check.collect_results(place(("a", "b")), tmp_path, ranks) == (
+    assert node_check.collect_results(node_rank(("a", "b")), tmp_path, ranks) == (
         GroupResult(members=(0,), bytes_per_s=250.0, error=None),
         GroupResult(members=(0, 1), bytes_per_s=None, error="rank 1: reset"),
     )
@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(node_check, "STARTUP_TIMEOUT_S", 0.5)
     leave(tmp_path, 1, said([0], 1.0))
     ranks = [leave(tmp_path, 0, said([0], 1.0), said([0, 1], 1.0)), subprocess.Popen(["sleep", "60"])]
-    (own, link) = node_check.collect_results(place(("a", "b")), tmp_path, ranks)
+    (own, link) = node_check.collect_results(node_rank(("a", "b")), tmp_path, ranks)
     assert own.error is None and link.error == "rank 1: no result in time"
     assert all(process.poll() is not None for process in ranks)
 
@@ -73,5 +73,5 @@ def test_the_last_output_of_a_dead_rank_is_reported(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
     (tmp_path / "rank1").touch()
     (tmp_path / "errors1").write_text("Traceback\nImportError: no torch\n\n")
-    (own,) = node_check.collect_results(place(timeout_s=30.0), tmp_path, [process, dead])
+    (own,) = node_check.collect_results(node_rank(timeout_s=30.0), tmp_path, [process, dead])
     assert own.error == "rank 1: exited with status 7: ImportError: no torch"

@@ -176,8 +176,8 @@ def test_node_0_hosts_the_rendezvous_at_its_address(number: int, tmp_path: Path)
     }  # fmt: skip
     ended = subprocess.run(["bash", "-c", slurm.script(job)], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    _, _, place, *words = ended.stdout.splitlines()
-    assert place == f"10.0.0.{7 + 2 * number} is_host={1 - number}"
+    _, _, variables, *words = ended.stdout.splitlines()
+    assert variables == f"10.0.0.{7 + 2 * number} is_host={1 - number}"
     assert "10.0.0.7:10041" in words
     checked = (tmp_path / "checked").read_text().splitlines()
     assert checked[checked.index("--nodes") :][:6] == ["--nodes", "n7", "n9", "--addresses", "10.0.0.7", "10.0.0.9"]

@@ -24,11 +24,11 @@ def test_both_forms_of_the_decorator_return_the_function_itself() -> None:
 
 
 def test_a_user_can_keep_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = object()
-    monkeypatch.setattr(torch, "compile", kept)
+    original = object()
+    monkeypatch.setattr(torch, "compile", original)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
     cpu_patches.patch_compile()
-    assert torch.compile is kept
+    assert torch.compile is original
 
 
 def test_megatron_core_is_imported_without_the_compiler() -> None:

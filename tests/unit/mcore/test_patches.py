@@ -25,7 +25,7 @@ class Codes:
     """Records where it was moved to."""
 
     def move_to(self, buffer: Any) -> None:
-        self.place = buffer
+        self.buffer = buffer
 
 
 class Weight(torch.nn.Parameter):
@@ -58,7 +58,7 @@ def test_our_weights_are_fp8_weights(quantized: list[Any]) -> None:
     assert fp8_utils.is_float8tensor(weight)
     buffer = torch.zeros(2, dtype=torch.uint8)
     fp8_utils.modify_underlying_storage(weight, buffer)
-    assert weight.codes.place is buffer
+    assert weight.codes.buffer is buffer
     fp8_utils.quantize_param_shard([weight], [None], [3], "group")
     assert quantized == [([weight], [None], [3], "group")]
     fp8_utils.post_all_gather_processing([weight])

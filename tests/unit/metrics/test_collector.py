@@ -278,9 +278,9 @@ def test_channel_statistics_on_request(device: str) -> None:
         )
         table.flush()
         found.append(stats_of(table, rule))
-    asked, unasked = found
-    assert asked.outlier_channel is not None
-    assert unasked == dataclasses.replace(asked, outlier_channel=None, outlier_octaves=None)
+    requested, unrequested = found
+    assert requested.outlier_channel is not None
+    assert unrequested == dataclasses.replace(requested, outlier_channel=None, outlier_octaves=None)
 
 
 def what_if(source: str) -> dict[str, TensorStats]:

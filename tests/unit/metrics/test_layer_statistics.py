@@ -14,7 +14,7 @@ from megafp8.metrics.layer_statistics import (
     LIMITS,
     SETTLING_STEPS,
     attention_logit_bound,
-    first_steps_not_kept,
+    first_steps_not_stored,
     input_statistics,
     root_mean_square,
     suggestion_text,
@@ -100,17 +100,17 @@ def test_bound_of_capped_attention_logits() -> None:
 def test_runs_are_unwatched_for_20_steps_after_the_warmup(warmup: int, interval: int) -> None:
     """At every interval, unless the warm-up is short beside it: the learning rates of two more intervals then at most
     double their sum."""
-    first, needed = first_steps_not_kept(warmup, interval), warmup / 2 + 2 * interval
+    first, needed = first_steps_not_stored(warmup, interval), warmup / 2 + 2 * interval
     assert first == (warmup + 20 if needed <= warmup + 20 else needed)
     rates = [min(1.0, step / warmup) for step in range(1, 2101)]
-    kept = int(first) + 1
-    assert sum(rates[: kept + 2 * interval]) <= 2 * sum(rates[:kept])
+    first_stored = int(first) + 1
+    assert sum(rates[: first_stored + 2 * interval]) <= 2 * sum(rates[:first_stored])
     assert SETTLING_STEPS == 20
 
 
 def test_a_warmup_of_a_benchmark_leaves_a_value_before_its_fault_at_the_default_interval() -> None:
     """23 steps, and a fault from step 70 on: those of step 60 are kept, which two intervals did not."""
-    assert first_steps_not_kept(23, 10) == 43 and first_steps_not_kept(23, 20) < 60
+    assert first_steps_not_stored(23, 10) == 43 and first_steps_not_stored(23, 20) < 60
 
 
 def suggestions_of(statistic: str, name: str, words: str) -> str:

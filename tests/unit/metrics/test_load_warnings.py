@@ -16,14 +16,14 @@ def faults(records: list[ExpertRecord], num_experts: int, topk: int = 1) -> list
     return [(warning.layer, warning.kind) for warning in load_warnings(records, num_experts, topk)]
 
 
-@pytest.mark.parametrize("num_kept", [8 * MANY, 3 * MANY])
+@pytest.mark.parametrize("num_remaining", [8 * MANY, 3 * MANY])
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [([8, 0, 0, 0], [("3", COLLAPSE)]), ([4, 3, 1, 0], [("3", IDLE)]), ([2, 2, 2, 2], [])],
 )
-def test_faults_that_last_are_found(counts: list[float], expected: list, num_kept: int) -> None:
+def test_faults_that_last_are_found(counts: list[float], expected: list, num_remaining: int) -> None:
     many = [MANY * each for each in counts]
-    records = records_of(many, many, num_kept=num_kept)
+    records = records_of(many, many, num_remaining=num_remaining)
     assert not faults(records[:1], 4), "one record may show chance"
     assert faults(records, 4) == expected
 

@@ -114,7 +114,7 @@ def test_rows_are_padded_behind_each_expert() -> None:
 
 
 def test_the_load_of_a_layer() -> None:
-    load = layer_load([0, 6, 0, 6], topk=2, num_tokens=6, entropy_sum=0.0, num_kept=9, bias=None, num_rows=36)
+    load = layer_load([0, 6, 0, 6], topk=2, num_tokens=6, entropy_sum=0.0, num_remaining=9, bias=None, num_rows=36)
     assert (load.max_to_mean, load.variation, load.num_idle, load.busiest_expert) == (2.0, 1.0, 2, 1)
     assert (load.idle_experts, load.num_assignments, load.topk_fraction) == ((0, 2), 12, 1.0)
     assert load.padded_fraction == 0.75

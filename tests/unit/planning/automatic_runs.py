@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megafp8.config import flags
-from megafp8.training.checks import Checked, check
+from megafp8.training.checks import ValidatedRun, check
 
 MODEL = (
     "--model-preset llama-1b --bf16 --seq-length 2048 --micro-batch-size 8 --global-batch-size 64 --train-iters 100 "
@@ -17,10 +17,10 @@ MIXTURE = (
 )
 
 
-def checked(extra: str, target: str = "h200", world_size: int = 1) -> Checked:
+def validated(extra: str, target: str = "h200", world_size: int = 1) -> ValidatedRun:
     words = f"{MODEL} --target {target} --world-size {world_size} {extra}"
     return check(*flags.parse_with_problems(words.split()))
 
 
 def chosen(extra: str, target: str = "h200", world_size: int = 1) -> dict[str, str]:
-    return {choice.flag: choice.value for choice in checked(extra, target, world_size).choices}
+    return {choice.flag: choice.value for choice in validated(extra, target, world_size).choices}

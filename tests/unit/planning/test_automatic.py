@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
-from automatic_runs import BETA2, DELAYED, MIXTURE, MODEL, checked, chosen
+from automatic_runs import BETA2, DELAYED, MIXTURE, MODEL, chosen, validated
 
 from megafp8.config import flags, settings
 from megafp8.config.schema.setting import Role
@@ -27,7 +27,7 @@ def test_one_gpu() -> None:
         "--cuda-graph-impl": "local",
         "--cuda-graph-evaluation": "on",
     }
-    config = checked(DELAYED).invocation.config
+    config = validated(DELAYED).invocation.config
     assert config.parallel.overlap_grad_reduce is False and config.parallel.overlap_param_gather is False
 
 
@@ -46,10 +46,10 @@ def test_several_gpus_overlap_their_communication() -> None:
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_level_on_one_rank_says_that_no_gradients_are_reduced(level: str) -> None:
     """It then has the choices of a run without the reduction, among them a CUDA graph."""
-    (warning,) = [text for text in checked(f"--fp8-lm-level {level}").warnings if "one data-parallel rank" in text]
+    (warning,) = [text for text in validated(f"--fp8-lm-level {level}").warnings if "one data-parallel rank" in text]
     assert f"--fp8-lm-level {level}" in warning and "--grad-reduce-in-fp8" in warning
     assert chosen(f"--fp8-lm-level {level}") == chosen(f"--fp8-lm-level {level} --no-grad-reduce-in-fp8")
-    several = checked(f"--fp8-lm-level {level}", world_size=2)
+    several = validated(f"--fp8-lm-level {level}", world_size=2)
     assert not [text for text in several.warnings if "one data-parallel rank" in text]
     graph = "none" if level == "O3" else "local"  # O3 has no one-pass update
     assert {choice.flag: choice.value for choice in several.choices}["--cuda-graph-impl"] == graph
@@ -57,13 +57,13 @@ def test_a_level_on_one_rank_says_that_no_gradients_are_reduced(level: str) -> N
 
 @pytest.mark.parametrize("target", ["h200", "cpu"])
 def test_fsdp_adds_no_gradients_in_the_wgrad_gemm(target: str) -> None:
-    config = checked("--use-torch-fsdp2", target, world_size=2).invocation.config
+    config = validated("--use-torch-fsdp2", target, world_size=2).invocation.config
     assert not config.precision.gradient_accumulation_fusion
     flag = "--no-gradient-accumulation-fusion"
     assert chosen("--use-torch-fsdp2", target, world_size=2)[flag] == "on"
     assert flag not in chosen(f"--use-torch-fsdp2 {flag}", target, world_size=2)
-    asked = flags.parse([*MODEL.split(), "--use-torch-fsdp2"]).config
-    assert automatic.with_recorded(asked, config).precision == config.precision
+    requested = flags.parse([*MODEL.split(), "--use-torch-fsdp2"]).config
+    assert automatic.with_recorded(requested, config).precision == config.precision
 
 
 def test_weights_that_are_gathered_beside_the_forward_pass_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_weights_that_are_gathered_beside_the_forward_pass_are_registered(monkey
 def test_fsdp_chooses_nothing_that_it_excludes() -> None:
     """Also where it is refused with the distributed optimizer of a level."""
     with pytest.raises(ConfigError) as refused:
-        checked("--use-torch-fsdp2 --fp8-lm-level O2", world_size=2)
+        validated("--use-torch-fsdp2 --fp8-lm-level O2", world_size=2)
     assert [problem.split()[0] for problem in refused.value.problems] == [
         "--use-precision-aware-optimizer",
         "--use-distributed-optimizer",
@@ -85,7 +85,7 @@ def test_fsdp_chooses_nothing_that_it_excludes() -> None:
 
 
 def test_a_cpu_keeps_its_settings() -> None:
-    run = checked(DELAYED, "cpu", 2)
+    run = validated(DELAYED, "cpu", 2)
     config = run.invocation.config
     assert run.choices == () and config.training.cuda_graph_impl == "none"
     values = (config.parallel.use_distributed_optimizer, config.precision.cross_entropy_loss_fusion)
@@ -108,7 +108,7 @@ def test_a_cpu_keeps_its_settings() -> None:
 def test_a_flag_wins(flag: str, field: str) -> None:
     name, _, value = field.partition("=")
     section, _, attribute = name.partition(".")
-    config = checked(f"{DELAYED} {flag}", world_size=2).invocation.config
+    config = validated(f"{DELAYED} {flag}", world_size=2).invocation.config
     assert str(getattr(getattr(config, section), attribute)) == value
 
 
@@ -127,7 +127,7 @@ def test_a_flag_wins(flag: str, field: str) -> None:
 )
 def test_the_kernels_of_experts_are_told_with_the_reason(flags: str, kernels: str, reason: str) -> None:
     text = f"{MIXTURE} --fp8-recipe tensorwise {flags}"
-    found = {choice.flag: choice for choice in checked(text, world_size=2).choices}["--moe-expert-kernels"]
+    found = {choice.flag: choice for choice in validated(text, world_size=2).choices}["--moe-expert-kernels"]
     assert found.value == kernels and found.reason.startswith(reason)
 
 
@@ -139,9 +139,9 @@ def test_the_kernels_of_experts_are_told_with_the_reason(flags: str, kernels: st
         ("--fp8-format hybrid", None),
     ],
 )
-def test_chosen_kernels_of_experts_make_the_padding_of_the_router_idle(flags: str, warning: Optional[str]) -> None:
+def test_chosen_kernels_of_experts_make_the_padding_of_the_router_unused(flags: str, warning: Optional[str]) -> None:
     text = f"{MIXTURE} --fp8-recipe tensorwise {flags} --moe-router-padding-for-quantization"
-    found = [each for each in checked(text, world_size=2).warnings if "--moe-router-padding-for-quantization" in each]
+    found = [each for each in validated(text, world_size=2).warnings if "--moe-router-padding-for-quantization" in each]
     assert len(found) == (warning is not None) and all(warning in each for each in found)
 
 
@@ -149,13 +149,13 @@ def test_chosen_kernels_of_experts_make_the_padding_of_the_router_idle(flags: st
 @pytest.mark.parametrize("parallelism", ["tensor-model", "pipeline-model", "context"])
 def test_sizes_of_zero_are_refused(parallelism: str, target: str) -> None:
     with pytest.raises(ConfigError, match=f"--{parallelism}-parallel-size 0 must be at least 1"):
-        checked(f"--{parallelism}-parallel-size 0", target)
+        validated(f"--{parallelism}-parallel-size 0", target)
 
 
 @pytest.mark.parametrize("target", ["h200", "cpu"])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_optimizer_state_of_a_checkpoint_is_loaded_in_its_form(is_sharded: bool, target: str) -> None:
-    run = checked(DELAYED, target)
+    run = validated(DELAYED, target)
     parallel = dataclasses.replace(run.invocation.config.parallel, use_distributed_optimizer=None)
     config = dataclasses.replace(run.invocation.config, parallel=parallel)
     saved = settings.with_values(config, {"parallel.use_distributed_optimizer": is_sharded})
@@ -180,28 +180,28 @@ def test_moments_of_a_checkpoint_keep_their_dtype(is_saved: Optional[bool], beta
 def test_a_checkpoint_decides_the_form_of_the_optimizer_state(tmp_path: Path) -> None:
     with tarfile.open(Path(__file__).parents[2] / "fixtures" / "run_of_an_earlier_version.tar.gz") as archive:
         archive.extractall(tmp_path)  # saved without the distributed optimizer
-    run = checked(f"{DELAYED} --load {tmp_path / 'run'}")
+    run = validated(f"{DELAYED} --load {tmp_path / 'run'}")
     config, flags_chosen = run.invocation.config, {choice.flag for choice in run.choices}
     assert config.parallel.use_distributed_optimizer is False and config.training.cuda_graph_impl == "none"
     assert "--use-distributed-optimizer" not in flags_chosen
     for harmless in ("--no-load-optim", "--finetune"):
-        config = checked(f"{DELAYED} --load {tmp_path / 'run'} {harmless}").invocation.config
+        config = validated(f"{DELAYED} --load {tmp_path / 'run'} {harmless}").invocation.config
         assert config.parallel.use_distributed_optimizer is True
-    assert checks.saved_config(checked(f"{DELAYED} --load {tmp_path / 'empty'}").invocation.config) is None
+    assert checks.saved_config(validated(f"{DELAYED} --load {tmp_path / 'empty'}").invocation.config) is None
 
 
 def test_a_fault_at_a_number_that_the_run_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAFP8_FAULTS", "nan:rank=1,step=2,at=step.amax")
     for extra in ("", DELAYED, "--fp8-format hybrid --fp8-recipe tensorwise --transformer-impl emulated"):
         with pytest.raises(ConfigError, match=r"step\.amax is in the histories of emulated layers with --fp8-recipe"):
-            checked(extra)
-    assert checked(f"{DELAYED} --transformer-impl emulated").implementation == "emulated"
+            validated(extra)
+    assert validated(f"{DELAYED} --transformer-impl emulated").implementation == "emulated"
 
 
 def test_a_bad_plan_of_faults_hides_no_other_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAFP8_FAULTS", "kill:at=lunch")
     with pytest.raises(ConfigError) as caught:
-        checked("--num-layers 0")
+        validated("--num-layers 0")
     assert any("at=lunch" in each for each in caught.value.problems)
     assert any("--num-layers 0" in each for each in caught.value.problems)
 
@@ -221,20 +221,20 @@ def test_a_bad_plan_of_faults_hides_no_other_problem(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_dry_run_says_what_it_does_not_check(extra: str, flag: Optional[str]) -> None:
-    warnings = checked(f"--grad-reduce-in-fp8 {extra}", world_size=4).warnings
+    warnings = validated(f"--grad-reduce-in-fp8 {extra}", world_size=4).warnings
     unchecked = [text.partition(":")[0] for text in warnings if text.endswith("a dry run does not check this")]
     assert unchecked == ([] if flag is None else [flag])
 
 
 def test_wrong_settings_are_still_refused() -> None:
     with pytest.raises(ConfigError, match="contradict each other"):
-        checked(f"{DELAYED} --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32")
+        validated(f"{DELAYED} --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32")
 
 
 def test_a_recorded_run_is_the_same_run(tmp_path: Path) -> None:
     words = f"{MODEL} {DELAYED} {BETA2} --performance max --target h200 --world-size 2".split()
-    asked, recorded = flags.parse(words).config, check(*flags.parse_with_problems(words)).invocation.config
-    assert asked != recorded and automatic.with_recorded(asked, recorded) == recorded
+    requested, recorded = flags.parse(words).config, check(*flags.parse_with_problems(words)).invocation.config
+    assert requested != recorded and automatic.with_recorded(requested, recorded) == recorded
     other = flags.parse([*words, "--no-overlap-grad-reduce"]).config
     assert automatic.with_recorded(other, recorded) != recorded
     mapped = flags.parse([*words, "--precision", "*.linear_fc2=bf16"]).config
@@ -245,8 +245,8 @@ def test_a_recorded_run_is_the_same_run(tmp_path: Path) -> None:
 
 def test_every_automatic_setting_is_listed() -> None:
     words = f"{MODEL} {DELAYED} --target h200 --world-size 2".split()
-    asked, recorded = flags.parse(words).config, check(*flags.parse_with_problems(words)).invocation.config
+    requested, recorded = flags.parse(words).config, check(*flags.parse_with_problems(words)).invocation.config
     experts = [*words, *MIXTURE.split()]
     mixture, chosen_mixture = flags.parse(experts).config, check(*flags.parse_with_problems(experts)).invocation.config
-    changed = settings.diff(asked, recorded) + settings.diff(mixture, chosen_mixture)
+    changed = settings.diff(requested, recorded) + settings.diff(mixture, chosen_mixture)
     assert {line.partition(":")[0] for line in changed} == set(settings_with(Role.AUTOMATIC))

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from automatic_runs import DELAYED, MIXTURE, MODEL, checked, chosen
+from automatic_runs import DELAYED, MIXTURE, MODEL, chosen, validated
 
 from megafp8.config import flags
 from megafp8.device import capability
@@ -52,7 +52,7 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
     assert chosen(mixture)["--cuda-graph-impl"] == "local"
     assert chosen(f"{mixture} --moe-expert-kernels te")["--cuda-graph-impl"] == "none"
     assert chosen(f"{mixture} --expert-model-parallel-size 2", world_size=2)["--cuda-graph-impl"] == "none"
-    config = checked(mixture).invocation.config
+    config = validated(mixture).invocation.config
     needed = max(each.total_bytes for each in automatic.estimate_stages(config, 1, 50_304))
     needed += automatic.non_torch_bytes(config, 1)
     gpu = automatic.find_gpu("h200")
@@ -100,7 +100,7 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
     ],
 )
 def test_the_reason_for_no_graph_is_reported(extra: str, reason: str) -> None:
-    run = checked(f"{DELAYED} {extra}", world_size=2)
+    run = validated(f"{DELAYED} {extra}", world_size=2)
     (found,) = (choice for choice in run.choices if choice.flag == "--cuda-graph-impl")
     assert found.value == "none" and found.reason.startswith(reason)
 
@@ -142,22 +142,22 @@ def test_emulated_layers_are_a_graph_where_gpus_ran_it(extra: str, world_size: i
 )
 def test_untested_graphs_of_emulated_layers_have_to_be_asked_for(extra: str, setting: str) -> None:
     flags_of_run = f"--transformer-impl emulated {extra}"
-    (found,) = (choice for choice in checked(flags_of_run).choices if choice.flag == "--cuda-graph-impl")
+    (found,) = (choice for choice in validated(flags_of_run).choices if choice.flag == "--cuda-graph-impl")
     assert found.value == "none" and found.reason.startswith(f"--transformer-impl emulated with {setting}: its graph")
-    assert checked(f"{flags_of_run} --cuda-graph-impl local").invocation.config.training.cuda_graph_impl == "local"
+    assert validated(f"{flags_of_run} --cuda-graph-impl local").invocation.config.training.cuda_graph_impl == "local"
 
 
 def test_the_memory_of_a_graph_is_that_of_the_layers_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, estimate_stages = list[str](), automatic.estimate_stages
+    requested, estimate_stages = list[str](), automatic.estimate_stages
 
     def recorded(*arguments: Any, implementation: str) -> Any:
-        asked.append(implementation)
+        requested.append(implementation)
         return estimate_stages(*arguments, implementation=implementation)
 
     monkeypatch.setattr(automatic, "estimate_stages", recorded)
     for implementation in ("transformer_engine", "emulated"):
         chosen(f"{DELAYED} --transformer-impl {implementation}")
-    assert asked == ["transformer_engine", "emulated"]
+    assert requested == ["transformer_engine", "emulated"]
 
 
 def test_no_graph_where_memory_does_not_suffice_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_no_graph_where_memory_does_not_suffice_for_one(monkeypatch: pytest.Monk
         monkeypatch.setattr(automatic, "find_gpu", lambda name, sized=sized: sized)
         found[gib] = chosen(f"{DELAYED} --fp8-log-interval 10")["--cuda-graph-impl"]
         if gib == 68:
-            (choice,) = (each for each in checked(f"{DELAYED} --fp8-log-interval 10").choices if "graph" in each.flag)
+            (choice,) = (each for each in validated(f"{DELAYED} --fp8-log-interval 10").choices if "graph" in each.flag)
             assert "are expected to be free" in choice.reason and "validations that are no graph" in choice.reason
     assert found == {10: "none", 68: "none", 90: "none", 140: "local"}
 
@@ -189,7 +189,7 @@ LONG = (
 )
 def test_a_graph_leaves_room_for_fragments(recomputed: str, graph: str) -> None:
     """On an H200 launched steps of the first one trained, and the capture failed."""
-    (choice,) = (each for each in checked(LONG + recomputed).choices if each.flag == "--cuda-graph-impl")
+    (choice,) = (each for each in validated(LONG + recomputed).choices if each.flag == "--cuda-graph-impl")
     assert choice.value == graph
     assert graph == "local" or choice.reason == (
         "2.07 GiB are expected to be free, and a graph needs 3.71 for fragments"
@@ -212,7 +212,7 @@ def test_a_graph_leaves_room_for_fragments(recomputed: str, graph: str) -> None:
     ],
 )
 def test_the_reason_of_no_graph_is_the_setting_without_suggestion(extra: str, reason: str) -> None:
-    found = {choice.flag: choice for choice in checked(extra, "b200", 2).choices}["--cuda-graph-impl"]
+    found = {choice.flag: choice for choice in validated(extra, "b200", 2).choices}["--cuda-graph-impl"]
     assert found.value == "none" and found.reason.startswith(reason) and "; use " not in found.reason
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Optional
 
 import pytest
-from automatic_runs import BETA2, DELAYED, checked
+from automatic_runs import BETA2, DELAYED, validated
 
 from megafp8.config import settings
 from megafp8.config.schema import RunConfig
@@ -15,7 +15,7 @@ from megafp8.errors import ConfigError
 from megafp8.planning.micro_batch import is_auto
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training import checks, pretrain
-from megafp8.training.checks import Checked
+from megafp8.training.checks import ValidatedRun
 
 AUTO = "--micro-batch-size auto"
 SIZE = 4
@@ -27,9 +27,9 @@ MIXTURE = (
 
 def after_search(
     monkeypatch: pytest.MonkeyPatch, extra: str, target: str, world_size: int, size: Optional[int] = SIZE
-) -> Checked:
+) -> ValidatedRun:
     """The command line after a search that found a size, or was ended by a signal."""
-    before = checked(f"{extra} {AUTO}", target, world_size)
+    before = validated(f"{extra} {AUTO}", target, world_size)
     monkeypatch.setattr(pretrain, "choose_micro_batch", lambda *_: (size, "why"))
     found, detail = pretrain.find_size(before, detect_platform(None), Watchdog())
     assert detail == "why"
@@ -58,7 +58,7 @@ def test_everything_is_chosen_and_noticed_as_for_the_size_given(
 ) -> None:
     found = after_search(monkeypatch, extra, target, world_size)
     without_limit = extra.replace("--micro-batch-size-memory-limit 100", "")
-    given = checked(f"{without_limit} --micro-batch-size {SIZE}", target, world_size)
+    given = validated(f"{without_limit} --micro-batch-size {SIZE}", target, world_size)
     assert found.invocation.config == given.invocation.config
     assert settings.to_json(found.invocation.config) == settings.to_json(given.invocation.config)
     assert graph_of(found.invocation.config) == graph
@@ -73,18 +73,18 @@ def test_a_resumed_run_keeps_the_form_of_its_checkpoint(is_sharded: bool, monkey
     parallel = dataclasses.replace(RunConfig().parallel, use_distributed_optimizer=is_sharded)
     monkeypatch.setattr(checks, "saved_config", lambda _: dataclasses.replace(RunConfig(), parallel=parallel))
     found = after_search(monkeypatch, DELAYED, "h200", 1).invocation.config
-    assert found == checked(f"{DELAYED} --micro-batch-size {SIZE}").invocation.config
+    assert found == validated(f"{DELAYED} --micro-batch-size {SIZE}").invocation.config
     assert found.parallel.use_distributed_optimizer is is_sharded
     assert graph_of(found) == ("local" if is_sharded else "none")
 
 
 def test_trials_are_launched_and_a_signal_leaves_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = after_search(monkeypatch, DELAYED, "h200", 1, size=None)
-    assert stopped == checked(f"{DELAYED} {AUTO}")
+    assert stopped == validated(f"{DELAYED} {AUTO}")
     assert is_auto(stopped.invocation.config) and graph_of(stopped.invocation.config) == "none"
 
 
 def test_what_the_choices_of_a_size_break_is_refused_before_the_search() -> None:
     for size in (AUTO, f"--micro-batch-size {SIZE}"):
         with pytest.raises(ConfigError, match="--cuda-graph-warmup-steps 0 with --cuda-graph-impl local"):
-            checked(f"{DELAYED} --cuda-graph-warmup-steps 0 {size}")
+            validated(f"{DELAYED} --cuda-graph-warmup-steps 0 {size}")

@@ -26,9 +26,9 @@ def test_state_is_divided_by_the_ranks(part: str) -> None:
 def test_gathered_weights_are_counted() -> None:
     """All of them without resharding, which is what the sharded ones sum to."""
     complete, sharded = estimate(), estimate(use_torch_fsdp2=True)
-    kept = estimate(use_torch_fsdp2=True, torch_fsdp2_reshard_after_forward=False)
-    assert kept.buffers_bytes - sharded.buffers_bytes > complete.weights_bytes / 2
-    assert kept.buffers_bytes > complete.weights_bytes
+    stored = estimate(use_torch_fsdp2=True, torch_fsdp2_reshard_after_forward=False)
+    assert stored.buffers_bytes - sharded.buffers_bytes > complete.weights_bytes / 2
+    assert stored.buffers_bytes > complete.weights_bytes
     assert sharded.total_bytes < estimate(use_distributed_optimizer=True).total_bytes
 
 

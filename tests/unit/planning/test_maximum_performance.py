@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import Optional
 
 import pytest
-from automatic_runs import BETA2, DELAYED, checked, chosen
+from automatic_runs import BETA2, DELAYED, chosen, validated
 
 
 def test_maximum_performance_adds_compatible_settings() -> None:
     found = chosen(f"{DELAYED} --performance max")
     assert found["--precision"] == "output_layer=tensorwise"
-    config = checked(f"{DELAYED} --performance max").invocation.config
+    config = validated(f"{DELAYED} --performance max").invocation.config
     assert config.precision.precision_map == ("output_layer=tensorwise",)
     assert config.optimizer.use_precision_aware_optimizer is None
-    choices = checked(f"{DELAYED} --performance max").choices
-    (kept,) = (each for each in choices if each.flag == "--use-precision-aware-optimizer")
-    assert kept.value == "off" and "--adam-beta2 0.999" in kept.reason
+    choices = validated(f"{DELAYED} --performance max").choices
+    (unchanged,) = (each for each in choices if each.flag == "--use-precision-aware-optimizer")
+    assert unchanged.value == "off" and "--adam-beta2 0.999" in unchanged.reason
 
 
 @pytest.mark.parametrize("recipe", ["", DELAYED])
 def test_maximum_performance_has_moments_in_bf16(recipe: str) -> None:
-    settings = checked(f"{recipe} {BETA2} --performance max").invocation.config.optimizer
+    settings = validated(f"{recipe} {BETA2} --performance max").invocation.config.optimizer
     assert settings.use_precision_aware_optimizer
     assert (settings.exp_avg_dtype, settings.exp_avg_sq_dtype, settings.main_params_dtype) == ("bf16", "bf16", "fp32")
 
@@ -39,7 +39,7 @@ def test_maximum_performance_has_moments_in_bf16(recipe: str) -> None:
     ],
 )
 def test_maximum_performance_keeps_moments_in_fp32(extra: str) -> None:
-    config = checked(f"{BETA2} --performance max {extra}", world_size=2).invocation.config
+    config = validated(f"{BETA2} --performance max {extra}", world_size=2).invocation.config
     assert not config.optimizer.use_precision_aware_optimizer and config.optimizer.exp_avg_dtype == "fp32"
 
 
@@ -52,7 +52,7 @@ def test_maximum_performance_keeps_moments_in_fp32(extra: str) -> None:
     ],
 )
 def test_maximum_performance_reports_where_it_adds_nothing(extra: str, target: str) -> None:
-    (choice,) = (each for each in checked(f"{extra} --performance max", target).choices if "performance" in each.flag)
+    (choice,) = (each for each in validated(f"{extra} --performance max", target).choices if "performance" in each.flag)
     assert choice.reason.startswith("adds nothing")
 
 
@@ -75,7 +75,7 @@ def test_maximum_performance_reports_where_it_adds_nothing(extra: str, target: s
 def test_maximum_performance_names_what_it_leaves_out(
     extra: str, output_layer: Optional[str], moments: Optional[str]
 ) -> None:
-    choices = checked(f"{extra} --performance max", "b200").choices
+    choices = validated(f"{extra} --performance max", "b200").choices
     for flag, reason in (("--precision", output_layer), ("--use-precision-aware-optimizer", moments)):
         (choice,) = (each for each in choices if each.flag.split()[0] == flag)
         is_left_out = choice.value in ("off", "as given")
@@ -98,12 +98,12 @@ def test_maximum_performance_names_what_it_leaves_out(
     ],
 )
 def test_maximum_performance_asks_nobody_to_remove_what_it_left_out(extra: str, flag: str, reason: str) -> None:
-    choices = checked(f"{extra} --performance max", world_size=2).choices
+    choices = validated(f"{extra} --performance max", world_size=2).choices
     (choice,) = (each for each in choices if each.flag == flag and each.value == "off")
     assert choice.reason.endswith(reason)
 
 
 @pytest.mark.parametrize("entry", ["output_layer=bf16", "*=bf16", "output*:wgrad=bf16"])
 def test_maximum_performance_keeps_a_map(entry: str) -> None:
-    config = checked(f"{DELAYED} --performance max --precision {entry}").invocation.config
+    config = validated(f"{DELAYED} --performance max --precision {entry}").invocation.config
     assert config.precision.precision_map == (entry,)

@@ -176,8 +176,8 @@ def test_fp8_halves_saved_inputs_and_keeps_copies_of_weights():
     plain = config_of(precision__attention_backend="flash")
     fp8 = with_values(plain, {"precision.fp8_format": "hybrid"})
     assert layer_activations(fp8).norm_outputs * 2 == layer_activations(plain).norm_outputs
-    kept = with_values(fp8, {"precision.fp8_wgrad": False})
-    assert layer_activations(kept) == layer_activations(plain)
+    without_wgrad = with_values(fp8, {"precision.fp8_wgrad": False})
+    assert layer_activations(without_wgrad) == layer_activations(plain)
     quantizable, other = parameters_on_stage(fp8, 1024, 0)
     assert estimate_memory(fp8, 1, 1024).fp8_copies_bytes == 2 * quantizable
     assert estimate_memory(fp8, 1, 1024, implementation="emulated").fp8_copies_bytes == quantizable
@@ -187,8 +187,8 @@ def test_fp8_halves_saved_inputs_and_keeps_copies_of_weights():
     assert (emulated.weights_bytes, emulated.fp8_copies_bytes) == (quantizable + 2 * other, 0)
 
 
-@pytest.mark.parametrize(("stages", "stage", "kept"), [(1, 0, 3), (2, 0, 1), (2, 1, 2), (4, 1, 0)])
-def test_layers_in_high_precision_have_no_copies(stages, stage, kept):
+@pytest.mark.parametrize(("stages", "stage", "excluded"), [(1, 0, 3), (2, 0, 1), (2, 1, 2), (4, 1, 0)])
+def test_layers_in_high_precision_have_no_copies(stages, stage, excluded):
     config = config_of(
         precision__fp8_format="hybrid",
         parallel__pipeline_model_parallel_size=stages,
@@ -198,7 +198,7 @@ def test_layers_in_high_precision_have_no_copies(stages, stage, kept):
     layers = 8 // stages
     quantizable, _ = parameters_on_stage(config, 1024, stage)
     estimate = estimate_memory(config, stages, 1024, stage=stage, implementation="emulated")
-    assert estimate.fp8_copies_bytes == quantizable * (layers - kept) // layers
+    assert estimate.fp8_copies_bytes == quantizable * (layers - excluded) // layers
 
 
 def test_memory_of_first_and_last_pipeline_stages():

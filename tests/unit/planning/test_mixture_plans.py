@@ -40,9 +40,9 @@ ALLTOALL = {"parallel.moe_token_dispatcher_type": "alltoall", "parallel.expert_m
 
 def run_of(preset: str, changes: dict[str, Any], *, gpus: int = 64, text: str = "") -> PlannedRun:
     """A run with the planner's assumptions and automatic settings on H100s, micro batch 1."""
-    invocation = flags.parse(f"--model-preset {preset} {text}".split())
-    values = assumptions(invocation, gpus) | {"training.micro_batch_size": 1} | changes
-    config = with_choices(with_values(invocation.config, values), GPUS["h100"], gpus)
+    parsed = flags.parse(f"--model-preset {preset} {text}".split())
+    values = assumptions(parsed, gpus) | {"training.micro_batch_size": 1} | changes
+    config = with_choices(with_values(parsed.config, values), GPUS["h100"], gpus)
     padded = dimensions.padded_vocab_size(config, config.model.vocab_size or 0)
     return PlannedRun(config=config, gpu=GPUS["h100"], world_size=gpus, padded_vocab=padded)
 

@@ -70,8 +70,8 @@ def test_the_largest_that_fits_is_found(sizes: list[int], first: int, largest: i
 @pytest.mark.parametrize("fastest", DIVISORS)
 @pytest.mark.parametrize("first", DIVISORS)
 def test_the_fastest_is_found_where_speed_has_one_peak(fastest: int, first: int) -> None:
-    place = DIVISORS.index(fastest)
-    _, best = search(DIVISORS, first, up_to(16, lambda size: 1 + abs(DIVISORS.index(size) - place)))
+    index = DIVISORS.index(fastest)
+    _, best = search(DIVISORS, first, up_to(16, lambda size: 1 + abs(DIVISORS.index(size) - index)))
     assert best == min(fastest, 16)
 
 
@@ -110,12 +110,12 @@ def test_sizes_divide_the_batch_of_a_rank_and_break_no_rule() -> None:
 def test_sizes_that_break_a_rule_are_reported() -> None:
     """Otherwise the request would silently narrow the search."""
     fp8 = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --swiglu --disable-bias-linear --ffn-hidden-size 256"
-    asked = f"{SHAPE} --global-batch-size 4 --micro-batch-size auto --seq-length 64 {fp8}"
-    config = flags.parse(f"{asked} --swiglu-quantize-fusion".split()).config
-    assert possible_sizes(config, 1) == [2, 4] and possible_sizes(flags.parse(asked.split()).config, 1) == [1, 2, 4]
+    requested = f"{SHAPE} --global-batch-size 4 --micro-batch-size auto --seq-length 64 {fp8}"
+    config = flags.parse(f"{requested} --swiglu-quantize-fusion".split()).config
+    assert possible_sizes(config, 1) == [2, 4] and possible_sizes(flags.parse(requested.split()).config, 1) == [1, 2, 4]
     (line,) = refused_sizes(config, 1)
     assert line.startswith("1 is skipped: --swiglu-quantize-fusion needs multiples of 128 tokens and channels")
-    assert refused_sizes(flags.parse(asked.split()).config, 1) == []
+    assert refused_sizes(flags.parse(requested.split()).config, 1) == []
 
 
 def test_problems_of_every_size_are_reported() -> None:

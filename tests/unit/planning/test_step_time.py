@@ -236,9 +236,9 @@ def test_scaled_moments_are_read_twice():
 
 
 def test_layers_in_high_precision_take_the_bf16_time():
-    kept = FP8 | {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 15}
+    partly_bf16 = FP8 | {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 15}
     times = [
-        stage_time(run_of(settings, gpus=1), 0).parts["linears"] for settings in (FP8, kept, {})
+        stage_time(run_of(settings, gpus=1), 0).parts["linears"] for settings in (FP8, partly_bf16, {})
     ]  # fmt: skip
     assert times[1] == pytest.approx((times[0] + times[2]) / 2)
 

@@ -156,7 +156,7 @@ def test_validation_does_not_change_quantizer_state() -> None:
     with torch.no_grad():
         run_forward(state, exchange, x, w)
     assert not state.amax_history.any()
-    assert not state.kept_scales
+    assert not state.stored_scales
 
 
 def test_formats_are_those_of_the_operands() -> None:

@@ -108,18 +108,18 @@ def test_bf16_results_are_rounded_once(recipe: LinearRecipe) -> None:
     assert (y == (qx @ qw.t()).bfloat16()).float().mean() > 0.99
 
 
-def kept_bytes(recipe: LinearRecipe) -> int:
+def stored_bytes(recipe: LinearRecipe) -> int:
     """Bytes that a linear keeps for its backward pass, without single numbers."""
-    kept: list[Tensor] = []
+    stored: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        stored.append(tensor)
         return tensor
 
     x, w, _, _ = tensors(torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         emulated_linear(x, w, None, plan_of(recipe))
-    return sum(tensor.nbytes for tensor in kept if tensor.ndim)
+    return sum(tensor.nbytes for tensor in stored if tensor.ndim)
 
 
 @each_recipe
@@ -133,8 +133,8 @@ def test_backward_keeps_codes_and_scales(recipe: LinearRecipe) -> None:
         if rule.block is not None:
             num_blocks = math.ceil(rows / rule.block[0]) * math.ceil(columns / rule.block[1])
             expected += num_blocks * SCALE_BYTES[rule.scale_rule]
-    assert kept_bytes(recipe) == expected
-    with_input = kept_bytes(recipe.without_wgrad()) - kept_bytes(recipe)
+    assert stored_bytes(recipe) == expected
+    with_input = stored_bytes(recipe.without_wgrad()) - stored_bytes(recipe)
     assert 0.9 * TOKENS * INPUTS < with_input < 1.6 * TOKENS * INPUTS, "BF16 instead of codes"
 
 

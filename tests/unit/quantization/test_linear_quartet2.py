@@ -94,22 +94,22 @@ def test_gradients_are_those_of_the_forward_pass_in_the_mean() -> None:
         assert 0.8 * error / draws < square(mean) < 1.25 * error / draws
 
 
-def kept_bytes(recipe: LinearRecipe) -> int:
+def stored_bytes(recipe: LinearRecipe) -> int:
     """Bytes of tensors that a linear keeps for its backward pass."""
-    kept: list[Tensor] = []
+    stored: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        stored.append(tensor)
         return tensor
 
     x, w, _ = tensors(torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         emulated_linear(x, w, None, plan_of(recipe))
-    return sum(tensor.nbytes for tensor in kept if tensor.ndim)
+    return sum(tensor.nbytes for tensor in stored if tensor.ndim)
 
 
 def test_backward_keeps_the_codes_of_fprop() -> None:
-    assert kept_bytes(RECIPE) == (TOKENS + OUTPUTS) * (INPUTS // 2 + INPUTS // 16)
+    assert stored_bytes(RECIPE) == (TOKENS + OUTPUTS) * (INPUTS // 2 + INPUTS // 16)
 
 
 @pytest.mark.parametrize(

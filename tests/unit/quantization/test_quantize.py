@@ -69,7 +69,7 @@ def test_an_outlier_stays_in_its_block(rule: OperandRule) -> None:
     spoilt = x.clone()
     spoilt[200, 100] = 1e30
     plain, other = (dequantize(quantize(each, rule)) for each in (x, spoilt))
-    row, column = (place // length * length for place, length in zip((200, 100), rule.block, strict=True))
+    row, column = (index // length * length for index, length in zip((200, 100), rule.block, strict=True))
     outside = torch.ones(256, 256, dtype=torch.bool)
     outside[row : row + rule.block[0], column : column + rule.block[1]] = False
     assert torch.equal(plain[outside], other[outside])

@@ -137,7 +137,7 @@ def test_an_interrupt_ends_the_import_of_a_recipe(
 
 
 def test_a_missing_file_or_module_is_named(monkeypatch: pytest.MonkeyPatch, fresh_registry: None) -> None:
-    for place in ("no/such/file.py", "no_such_module"):
-        monkeypatch.setenv(registry.RECIPES_VARIABLE, place)
-        with pytest.raises(ConfigError, match=place):
+    for source in ("no/such/file.py", "no_such_module"):
+        monkeypatch.setenv(registry.RECIPES_VARIABLE, source)
+        with pytest.raises(ConfigError, match=source):
             registry.names()

@@ -32,7 +32,7 @@ from megafp8.te.quantizers import FORMATS
 
 HIDDEN, TOKENS, STEPS, MICROBATCHES, EPS = 32, 8, 2, 2, 1e-5
 casts: list[str] = []  # what was cast: the rows of a rank, or a complete tensor
-kept: list[bool] = []  # whether fprop found a transpose of its weight
+stored: list[bool] = []  # whether fprop found a transpose of its weight
 
 
 def codes(tensor, scale, fmt):
@@ -67,7 +67,7 @@ def values(operand, is_transposed):
 def general_gemm(first, second, layout="TN", out_dtype=None, **options):
     """y = x w^T is TN, dx = dy w is NN, dw = dy^T x is NT, with x or w as the first operand."""
     if layout == "TN":
-        kept.append(first._transpose is not None)
+        stored.append(first._transpose is not None)
     first, second = values(first, layout != "TN"), values(second, layout == "NT")
     first, second = (first.t() if layout == "TN" else first), (second.t() if layout == "NT" else second)
     return (second @ first).to(out_dtype), None, None, None
@@ -196,8 +196,8 @@ CASES = {"plain": (PLAIN, True), "kept": (PLAIN, False), "powers": (POWERS, True
 
 
 def both():
-    kept.clear()
-    return {name: [trained(gathers, *case) for gathers in (False, True)] for name, case in CASES.items()}, any(kept)
+    stored.clear()
+    return {name: [trained(gathers, *case) for gathers in (False, True)] for name, case in CASES.items()}, any(stored)
 
 
 with mock.patch("torch.cuda.is_available", lambda: False):

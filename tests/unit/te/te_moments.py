@@ -54,11 +54,11 @@ for number, shard in enumerate(adam.param_groups[0]["params"]):
     assert torch.equal(halves.float() * fp16_scale.dequant, values["exp_avg_sq"])
     assert torch.equal(1 / fp8_scale.nominal, fp8_scale.quant) and torch.equal(1 / fp8_scale.quant, fp8_scale.dequant)
     # As a checkpoint does.
-    places = (codes, fp8_scale.nominal, fp8_scale.quant, fp8_scale.dequant, halves, fp16_scale.nominal)
-    before = [place.clone() for place in places]
+    tensors = (codes, fp8_scale.nominal, fp8_scale.quant, fp8_scale.dequant, halves, fp16_scale.nominal)
+    before = [tensor.clone() for tensor in tensors]
     for name in NAMES:
         adam.set_scaled_state(shard, name, values[name])
-    assert all(torch.equal(place, old) for place, old in zip(places, before, strict=True))
+    assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
     assert get_moment(adam, shard, "exp_avg")[0] is codes and get_moment(adam, shard, "exp_avg")[1] == fp8_scale
 
 # Weights that represent BF16 have products of codes and an FP32 scale, which have more bits.

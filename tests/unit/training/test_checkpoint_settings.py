@@ -28,15 +28,15 @@ def save(folder: Path) -> None:
 def test_settings_are_the_checkpoints(tmp_path: Path) -> None:
     save(tmp_path)
     for flag in ("--load", "--pretrained-checkpoint"):
-        invocation, problems = parse([flag, str(tmp_path), "--use-checkpoint-args", "--hidden-size", "64"])
-        model, data, parallel = (getattr(invocation.config, name) for name in ("model", "data", "parallel"))
+        parsed, problems = parse([flag, str(tmp_path), "--use-checkpoint-args", "--hidden-size", "64"])
+        model, data, parallel = (getattr(parsed.config, name) for name in ("model", "data", "parallel"))
         assert not problems
         assert (model.num_layers, model.hidden_size, model.swiglu) == (3, 64, True)
         assert (data.seq_length, data.tokenizer_type, data.num_workers) == (64, "NullTokenizer", 2)
-        assert parallel.tensor_model_parallel_size == 1 and invocation.config.optimizer.lr is None
-        assert invocation.given == {f"checkpoint.{flag[2:].replace('-', '_')}", "checkpoint.use_checkpoint_args",
+        assert parallel.tensor_model_parallel_size == 1 and parsed.config.optimizer.lr is None
+        assert parsed.given == {f"checkpoint.{flag[2:].replace('-', '_')}", "checkpoint.use_checkpoint_args",
                                     "model.hidden_size"}  # fmt: skip
-        assert str(tmp_path / "iter_0000000") in invocation.warnings[-1]
+        assert str(tmp_path / "iter_0000000") in parsed.warnings[-1]
 
 
 def test_parallel_sizes_have_their_own_flag(tmp_path: Path) -> None:
@@ -52,6 +52,6 @@ def test_a_preset_that_is_given_replaces_the_model(tmp_path: Path) -> None:
 
 
 def test_without_a_checkpoint_the_flags_count(tmp_path: Path) -> None:
-    invocation, _ = parse(["--load", str(tmp_path), "--use-checkpoint-args"])
-    assert invocation.config.model.num_layers is None
-    assert "has no checkpoint" in invocation.warnings[-1]
+    parsed, _ = parse(["--load", str(tmp_path), "--use-checkpoint-args"])
+    assert parsed.config.model.num_layers is None
+    assert "has no checkpoint" in parsed.warnings[-1]

@@ -45,8 +45,8 @@ def test_layers_are_chosen_for_a_reason(target: Target, implementation: str, rea
 def test_what_was_asked_for_is_no_choice() -> None:
     values = {"precision.transformer_impl": "emulated", "precision.attention_backend": "sdpa"}
     assert chosen(values, TARGETS["cpu"], "emulated") == {}
-    asked = {"precision.use_transformer_engine_op_fuser": True, "precision.quantize_kernels": "te"}
-    assert not {FUSER, KERNELS} & set(chosen(BLOCKWISE | asked, TARGETS["h100"], "transformer_engine"))
+    requested = {"precision.use_transformer_engine_op_fuser": True, "precision.quantize_kernels": "te"}
+    assert not {FUSER, KERNELS} & set(chosen(BLOCKWISE | requested, TARGETS["h100"], "transformer_engine"))
 
 
 def test_the_attention_backend_is_known_where_there_is_one() -> None:

@@ -20,8 +20,8 @@ CONSUMED = [0, 4, 8, 12, 20, 32, 44, 56]
 def build_run() -> Any:
     """A run without model and data."""
     fields: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
-    place: Any = SimpleNamespace(world_size=2)
-    return Run(**fields | {"config": flags.parse(WORDS.split()).config, "place": place})
+    rank_position: Any = SimpleNamespace(world_size=2)
+    return Run(**fields | {"config": flags.parse(WORDS.split()).config, "rank_position": rank_position})
 
 
 def test_the_end_is_the_same_from_every_step() -> None:

@@ -34,18 +34,20 @@ def test_the_resolved_recipe_has_saved_activations() -> None:
 
 def test_resolved_recipe_has_defaults_and_exceptions() -> None:
     assert all("delayed (most_recent of 1, margin 0)" in line for line in lines_of(fp8_format="hybrid")[1:])
-    kept = lines_of(fp8_format="e4m3", fp8_recipe="tensorwise", fp8_wgrad=False)
-    assert kept[0].startswith("recipe of layers 0-3:")
-    assert kept[3] == "  wgrad  bf16 x bf16"
+    without_wgrad = lines_of(fp8_format="e4m3", fp8_recipe="tensorwise", fp8_wgrad=False)
+    assert without_wgrad[0].startswith("recipe of layers 0-3:")
+    assert without_wgrad[3] == "  wgrad  bf16 x bf16"
 
 
 def test_layers_kept_high_are_in_the_table_and_the_record() -> None:
-    asked = {"fp8_format": "e4m3", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}
-    lines = lines_of(**asked)
+    requested = {"fp8_format": "e4m3", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}
+    lines = lines_of(**requested)
     assert lines[0] == "recipes: fp8 e4m3 tensorwise, emulated, on bf16"
     assert lines[3].split() == ["linear_qkv", "0,", "3", "bf16", "bf16", "bf16"]
     assert lines[4].split() == ["linear_qkv", "1-2", *["tensorwise", "e4m3"] * 3]
-    found = mapped_recipes(RunConfig(model=ModelConfig(num_layers=4), precision=PrecisionConfig(bf16=True, **asked)))
+    found = mapped_recipes(
+        RunConfig(model=ModelConfig(num_layers=4), precision=PrecisionConfig(bf16=True, **requested))
+    )
     assert found["linear_fc2 of layers 0, 3"] == "high precision"
     assert found["linear_fc2 of layers 1-2"] == "tensorwise e4m3"
 
@@ -98,7 +100,9 @@ def test_peak_of_the_mfu_is_that_of_the_products(precision: PrecisionConfig, imp
 
 
 def test_fp8_attention_is_reported() -> None:
-    usual, attention = (lines_of(fp8_format="hybrid", fp8_dot_product_attention=asked) for asked in (False, True))
+    usual, attention = (
+        lines_of(fp8_format="hybrid", fp8_dot_product_attention=requested) for requested in (False, True)
+    )
     assert attention[1:] == [*usual[1:], "  both attention GEMMs are also in FP8"]
     assert "delayed with attention, " in attention[0] and "attention" not in usual[0]
 

@@ -37,13 +37,14 @@ def test_top_k_keeps_exactly_k_and_shares_out_their_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"), [(0.01, [1]), (0.5, [1]), (0.51, [1, 2]), (0.75, [1, 2]), (0.8, [1, 2, 0]), (1.0, [1, 2, 0, 3])]
+    ("top_p", "selected"),
+    [(0.01, [1]), (0.5, [1]), (0.51, [1, 2]), (0.75, [1, 2]), (0.8, [1, 2, 0]), (1.0, [1, 2, 0, 3])],
 )
-def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept) -> None:
+def test_top_p_keeps_the_fewest_that_reach_it(top_p, selected) -> None:
     found = shares(Sampling(top_p=top_p))
-    assert list(found) == kept
+    assert list(found) == selected
     assert sum(found.values()) == pytest.approx(1)
-    assert found[1] == pytest.approx(0.5 / sum([0.5, 0.25, 0.125, 0.125][: len(kept)]))
+    assert found[1] == pytest.approx(0.5 / sum([0.5, 0.25, 0.125, 0.125][: len(selected)]))
 
 
 def test_top_p_applies_after_top_k_and_temperature() -> None:

@@ -208,11 +208,11 @@ print("b", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("place", ["/dev/full", "a pipe that nobody reads"])
-def test_lost_output_does_not_change_the_exit_status(place: str) -> None:
+@pytest.mark.parametrize("target", ["/dev/full", "a pipe that nobody reads"])
+def test_lost_output_does_not_change_the_exit_status(target: str) -> None:
     """Python ends with status 120 when it cannot flush its output at the end."""
-    if place == "/dev/full":
-        output = os.open(place, os.O_WRONLY)
+    if target == "/dev/full":
+        output = os.open(target, os.O_WRONLY)
     else:
         unread, output = os.pipe()
         os.close(unread)

@@ -81,7 +81,7 @@ def test_each_expert_has_scales_of_its_own(recipe: str, tmp_path: Path) -> None:
     found, rule = weights_in(tmp_path / "fp8"), build_recipe(OF_RUN[recipe]).rule(Operand.WEIGHT, Gemm.FPROP)
     block = "model.layers.0.block_sparse_moe"
     assert found[f"{block}.gate.weight"].dtype == torch.bfloat16
-    assert any(f"{block}.gate" in kept for kept in export.fields["quantization_config"].values() if kept)
+    assert any(f"{block}.gate" in excluded for excluded in export.fields["quantization_config"].values() if excluded)
     plan_import(tmp_path / "fp8").write(tmp_path / "back", tmp_path / "back", lambda done: None)
     stacked = {path: CheckpointTensors(tmp_path / path / "iter_0000000") for path in ("ours", "back")}
     for linear in ("linear_fc1", "linear_fc2"):

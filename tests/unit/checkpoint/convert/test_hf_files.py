@@ -54,8 +54,8 @@ def test_shards(max_bytes: int, num_files: int, tmp_path: Path) -> None:
     assert f"model-00001-of-{num_files:05}.safetensors" in index["weight_map"].values()
 
 
-def index_of(folder: Path, places: object) -> None:
-    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+def index_of(folder: Path, weight_map: object) -> None:
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
 
 
 def cut_off(folder: Path) -> None:

@@ -48,8 +48,8 @@ def there_and_back(
 def test_every_family_comes_back_as_itself(name: str, tmp_path: Path) -> None:
     fields = MODELS[name] | TOKENS | {"architectures": [family_of_hf_config(MODELS[name]).architecture]}
     config, generation = there_and_back(tmp_path, fields, GENERATION)
-    kept = ("model_type", "architectures", *TOKENS)
-    assert {field: config[field] for field in kept} == {field: fields[field] for field in kept}
+    selected = ("model_type", "architectures", *TOKENS)
+    assert {field: config[field] for field in selected} == {field: fields[field] for field in selected}
     assert generation == GENERATION
 
 

@@ -32,8 +32,8 @@ BAD = {"{": "not JSON", '{"txt": "1"}': "'text' is missing", '{"text": "1 5000"}
 def bad_job(request, tmp_path):
     """Six hundred lines, some blank. Every hundredth one, from the 51st on, is invalid for NullTokenizer."""
     lines = [f'{{"text": "{n}"}}' if n % 7 else "" for n in range(600)]
-    for place, line in enumerate(BAD):
-        lines[100 * place + 50] = line
+    for index, line in enumerate(BAD):
+        lines[100 * index + 50] = line
     content = "\n".join(lines).encode()
     path = tmp_path / f"bad.{request.param}"
     path.write_bytes(gzip.compress(content) if request.param.endswith("gz") else content)
@@ -44,11 +44,11 @@ def bad_job(request, tmp_path):
 def test_a_bad_document_stops_the_job(bad_job, workers, small_parts):
     with pytest.raises(DataError) as caught:
         preprocess(dataclasses.replace(bad_job, workers=workers))
-    found = [(place, reason) for place, reason in enumerate(BAD.values()) if reason in str(caught.value)]
-    ((place, _),) = found  # with two workers any of them may come first
-    assert f"{bad_job.inputs[0]} line {100 * place + 51}: " in str(caught.value)
+    found = [(index, reason) for index, reason in enumerate(BAD.values()) if reason in str(caught.value)]
+    ((index, _),) = found  # with two workers any of them may come first
+    assert f"{bad_job.inputs[0]} line {100 * index + 51}: " in str(caught.value)
     assert "--on-bad-document skip" in str(caught.value)
-    assert place == 0 or workers == 2
+    assert index == 0 or workers == 2
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -61,7 +61,7 @@ def test_bad_documents_are_skipped_counted_and_listed(bad_job, workers, small_pa
     assert manifest.num_skipped == 5
     listed = [json.loads(line) for line in skipped_path(bad_job.output_prefix).read_text().splitlines()]
     assert [(entry["path"], entry["line"]) for entry in listed] == [
-        (bad_job.inputs[0], 100 * place + 51) for place in range(5)
+        (bad_job.inputs[0], 100 * index + 51) for index in range(5)
     ]
     assert all(reason in entry["reason"] for reason, entry in zip(BAD.values(), listed, strict=True))
     assert not preprocess(skipping).made

@@ -104,16 +104,16 @@ def pieces_of(source):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 1000])
-@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("index", [0, 3])
 @pytest.mark.parametrize("separator", ["\n", "<|x|>"])
-def test_document_size_limit(tmp_path, monkeypatch, name, block_bytes, place, separator):
+def test_document_size_limit(tmp_path, monkeypatch, name, block_bytes, index, separator):
     """For any blocks, also for the last document, and where the limit cuts a separator."""
     monkeypatch.setattr(readers, "BLOCK_BYTES", block_bytes)
     if not name.endswith(".txt"):
         separator = "\n"
     for length, is_read in ((100, True), (101, False)):
         records = [b"one", b"two", b"three"]
-        records.insert(place, b"x" * length)
+        records.insert(index, b"x" * length)
         source = source_of(tmp_path / name, separator.encode().join(records), separator, max_document_bytes=100)
         for read in (
             lambda source=source: flat(read_range(source, 0, source.num_bytes)),

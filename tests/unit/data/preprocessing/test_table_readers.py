@@ -63,10 +63,10 @@ def test_columns_that_are_no_text_are_refused(source, tmp_path):
         table_readers.divide(source, ("id",), 1)
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 10, 1000])
-def test_a_damaged_file_is_one_error(source, kept_bytes):
+@pytest.mark.parametrize("remaining_bytes", [0, 10, 1000])
+def test_a_damaged_file_is_one_error(source, remaining_bytes):
     with open(source.path, "r+b") as stream:
-        stream.truncate(kept_bytes)
+        stream.truncate(remaining_bytes)
     with pytest.raises(DataError, match="a.parquet is not a Parquet file, or is damaged"):
         table_readers.divide(source, ("text",), 1)
 

@@ -29,8 +29,8 @@ def command(folder: Path, name: str, text: str, status: int = 0) -> None:
 
 
 def test_packages_are_those_that_an_import_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place, version in (("first", "2.20.2"), ("second", "1.0")):
-        install(tmp_path / place, "Transformer_Engine", version)
+    for folder, version in (("first", "2.20.2"), ("second", "1.0")):
+        install(tmp_path / folder, "Transformer_Engine", version)
     (tmp_path / "first" / "broken-1.0.dist-info").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second")])
     assert probes.installed_packages() == {"transformer-engine": "2.20.2"}

@@ -30,8 +30,8 @@ def test_every_combination_is_a_run(write_study) -> None:
     assert run.choice == {"lr": "lr1e-3", "size": "m", "recipe": "fp8", "seed": "seed2"}
     assert (run.config.optimizer.lr, run.config.model.hidden_size, run.config.training.seed) == (1e-3, 64, 2)
     assert (run.recipe, runs[0].recipe) == ("tensorwise", "bf16")
-    invocation, problems = flags.parse_with_problems(run.flags)
-    assert problems == [] and invocation.config == run.config
+    parsed, problems = flags.parse_with_problems(run.flags)
+    assert problems == [] and parsed.config == run.config
     assert run.config.checkpoint.save == run.config.checkpoint.load == str(run.folder)
 
 

@@ -113,8 +113,8 @@ def test_rolled_back_statistics_do_not_count(make_run, make_statistics) -> None:
         make_run(resumed_from_step=2),
         make_statistics(4, recipe="again"),
     ]
-    kept = [record for record in current_records(records) if record.kind == "quantization"]
-    assert [(record.step, record.recipe) for record in kept] == [(2, "tensorwise"), (4, "again")]
+    current = [record for record in current_records(records) if record.kind == "quantization"]
+    assert [(record.step, record.recipe) for record in current] == [(2, "tensorwise"), (4, "again")]
     records.insert(4, make_statistics(6))
     assert [record.step for record in current_records(records[:4]) if record.kind == "quantization"] == [2]
 

@@ -23,10 +23,10 @@ class FakeRun:
 
 
 def test_records_arrive(monkeypatch, make_run, make_step, make_eval, make_statistics) -> None:
-    run, asked = FakeRun(), {}
+    run, requested = FakeRun(), {}
 
     def init(**arguments):
-        asked.update(arguments)
+        requested.update(arguments)
         return run
 
     module = types.SimpleNamespace(init=init, Histogram=lambda np_histogram: np_histogram)
@@ -39,7 +39,7 @@ def test_records_arrive(monkeypatch, make_run, make_step, make_eval, make_statis
     sink.write(GuardRecord(step=1, statistics={"residual": {"layers.0": 0.5}}))
     sink.write(EventRecord(step=1, name="checkpoint saved"))
     sink.close()
-    assert asked == {"project": "p", "entity": "e", "name": "n", "dir": "f"}
+    assert requested == {"project": "p", "entity": "e", "name": "n", "dir": "f"}
     assert run.settings["recipe"] == "bf16"
     assert [step for step, _ in run.rows] == [1, 1, 1, 1]
     assert run.rows[2][1]["fp8/underflow_fraction/layers.0.linear_fc1.input"] == 0.25

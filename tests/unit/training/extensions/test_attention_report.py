@@ -50,7 +50,7 @@ def test_fp32_has_unfused_attention_only(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_attention_in_high_precision_ends_a_run_that_asked_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"fp8_format": "hybrid", "fp8_dot_product_attention": True}
+    requested = {"fp8_format": "hybrid", "fp8_dot_product_attention": True}
     with pytest.raises(CapabilityError, match="Transformer Engine uses fused"):
-        report("fused (cuDNN, sub-backend 1)", monkeypatch, **asked)
-    assert report("fused (cuDNN, sub-backend 2, FP8)", monkeypatch, **asked)
+        report("fused (cuDNN, sub-backend 1)", monkeypatch, **requested)
+    assert report("fused (cuDNN, sub-backend 2, FP8)", monkeypatch, **requested)

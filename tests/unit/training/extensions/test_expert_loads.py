@@ -59,8 +59,8 @@ class Mixture:
         config = flags.parse(f"{TINY} --num-layers {num_layers} --log-interval {interval}".split()).config
         run = SimpleNamespace(
             config=config, graph=graph, training_state=SimpleNamespace(chunks=[self.layers]),
-            platform=SimpleNamespace(device=torch.device("cpu")), place=SimpleNamespace(rank=rank, world_size=3),
-            timer=StepTimer(),
+            platform=SimpleNamespace(device=torch.device("cpu")),
+            rank_position=SimpleNamespace(rank=rank, world_size=3), timer=StepTimer(),
         )  # fmt: skip
         self.sinks = Sinks([SimpleNamespace(write=self.written.append, close=lambda: None)])
         self.state: Any = SimpleNamespace(run=run, step=0, first_step=1, total_steps=40, sinks=self.sinks)

@@ -169,8 +169,8 @@ def test_validations_start_at_the_step_of_their_flag(monkeypatch: pytest.MonkeyP
 
 def test_the_profile_has_shapes_and_call_stacks_when_asked() -> None:
     config = RunConfig(logging=LoggingConfig(profile=True, profile_shapes=True, profile_callstack=True))
-    run: Any = SimpleNamespace(config=config, place=SimpleNamespace(rank=0))
+    run: Any = SimpleNamespace(config=config, rank_position=SimpleNamespace(rank=0))
     profile = profiler.build_profile(run)
     assert (profile.record_shapes, profile.with_stack) == (True, True)
-    plain: Any = SimpleNamespace(config=RunConfig(), place=SimpleNamespace(rank=0))
+    plain: Any = SimpleNamespace(config=RunConfig(), rank_position=SimpleNamespace(rank=0))
     assert (profiler.build_profile(plain).record_shapes, profiler.build_profile(plain).with_stack) == (False, False)

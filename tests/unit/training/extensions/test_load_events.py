@@ -23,7 +23,7 @@ def test_each_fault_of_a_layer_is_reported_once() -> None:
     """Also if the experts and their number change."""
     config = flags.parse(TINY.split()).config
     run: Any = SimpleNamespace(
-        config=config, place=SimpleNamespace(world_size=1), training_state=SimpleNamespace(chunks=[]),
+        config=config, rank_position=SimpleNamespace(world_size=1), training_state=SimpleNamespace(chunks=[]),
         platform=SimpleNamespace(device=torch.device("cpu")),
     )  # fmt: skip
     state: Any = SimpleNamespace(run=run)

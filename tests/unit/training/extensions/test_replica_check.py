@@ -18,10 +18,10 @@ def rows(data: int, tensor: int = 1, pipeline: int = 1, **changed: int) -> list[
     """Ranks in megatron-core's order; `whole3=9` sets the hash of rank 3."""
     made = []
     for rank in range(data * tensor * pipeline):
-        place = (rank // (data * tensor), rank % tensor, rank // tensor % data)
-        whole, shared = 100 * place[0] + place[1], 1000 + place[0]
+        position = (rank // (data * tensor), rank % tensor, rank // tensor % data)
+        whole, shared = 100 * position[0] + position[1], 1000 + position[0]
         hashes = (changed.get(f"whole{rank}", whole), changed.get(f"shared{rank}", shared), 0)
-        made.append(RankHashes(rank, *place, 0, *hashes))
+        made.append(RankHashes(rank, *position, 0, *hashes))
     return made
 
 

@@ -23,11 +23,11 @@ def slow_hash(tensor: Tensor) -> int:
     """The definition, in integers of unlimited size."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     data += bytes(-len(data) % 4)
-    numbers = [int.from_bytes(data[place : place + 4], "little", signed=True) for place in range(0, len(data), 4)]
+    numbers = [int.from_bytes(data[offset : offset + 4], "little", signed=True) for offset in range(0, len(data), 4)]
     of_words, of_blocks, _ = (part.tolist() for part in BitHash(CPU).multipliers)
     blocks = [
-        sum(m * w for m, w in zip(of_words, numbers[place : place + 16], strict=False))
-        for place in range(0, len(numbers), 16)
+        sum(m * w for m, w in zip(of_words, numbers[offset : offset + 16], strict=False))
+        for offset in range(0, len(numbers), 16)
     ]
     total = sum(m * block for m, block in zip(of_blocks, blocks, strict=False))
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -44,10 +44,10 @@ def test_every_bit_changes_the_hash() -> None:
     """No two changes are equal, so that no two of them cancel."""
     tensor = torch.randn(40, generator=torch.Generator().manual_seed(1)).bfloat16()
     seen = {BitHash(CPU).of(tensor).item()}
-    for place in range(tensor.numel()):
+    for offset in range(tensor.numel()):
         for bit in range(16):
             changed = tensor.clone()
-            changed.view(torch.int16)[place] ^= -(1 << 15) if bit == 15 else 1 << bit
+            changed.view(torch.int16)[offset] ^= -(1 << 15) if bit == 15 else 1 << bit
             seen.add(BitHash(CPU).of(changed).item())
     assert len(seen) == 1 + 40 * 16
 

@@ -67,7 +67,7 @@ class Recorded:
         )
         run = SimpleNamespace(
             config=config, graph=graph, training_state=SimpleNamespace(chunks=[]),
-            place=SimpleNamespace(rank=rank, world_size=world_size),
+            rank_position=SimpleNamespace(rank=rank, world_size=world_size),
             platform=SimpleNamespace(kind="cpu", device=torch.device("cpu")),
         )  # fmt: skip
         self.sinks = Sinks([SimpleNamespace(write=self.records.append, close=lambda: None)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 # Flags, or prefixes of flags that end with a dash, and the flags of which at least one gives them an effect.
-IDLE_WITHOUT: tuple[tuple[str, str], ...] = (
+UNUSED_WITHOUT: tuple[tuple[str, str], ...] = (
     (
         "--moe-upcycling- --moe-routing-trace- --moe-paged-stash- --moe-ncclep- "
         "--moe-hybridep-pad- --moe-hybridep-num-blocks- --moe-hybridep-num-sms- "
@@ -77,7 +77,7 @@ IDLE_WITHOUT: tuple[tuple[str, str], ...] = (
 )
 
 
-IDLE_WITH: tuple[tuple[str, str], ...] = (("--fim- --mid-level-dataset-surplus", "--mock-data"),)
+UNUSED_WITH: tuple[tuple[str, str], ...] = (("--fim- --mid-level-dataset-surplus", "--mock-data"),)
 """Flags, or prefixes of flags that end with a dash, and the flag with which they have no effect."""
 
 
@@ -87,7 +87,7 @@ def overriding_flag(flag: str, given: Set[str]) -> str:
     Args:
         given: all flags of the command line.
     """
-    return next((other for flags, other in IDLE_WITH if other in given and _names(flags, flag)), "")
+    return next((other for flags, other in UNUSED_WITH if other in given and _names(flags, flag)), "")
 
 
 def missing_main_flags(flag: str, given: Set[str]) -> str:
@@ -96,7 +96,7 @@ def missing_main_flags(flag: str, given: Set[str]) -> str:
     Args:
         given: all flags of the command line.
     """
-    for flags, mains in IDLE_WITHOUT:
+    for flags, mains in UNUSED_WITHOUT:
         if _names(flags, flag) and flag not in mains.split() and not given & set(mains.split()):
             return " or ".join(mains.split())
     return ""
