@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -13,21 +12,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megafp8.kernels.rope import split_and_rotate
-
-# ---- Conversion between sequences and Transformer Engine's packed format thd, around its attention ------------------
-
-
-def attend_packed(
-    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-) -> Tensor:
-    """Call `attend` with the sequences of a microbatch one after the other: tensors (B * S, heads, channels)."""
-    length, batch_size = query.shape[:2]
-    flat = [x.transpose(0, 1).reshape(batch_size * length, *x.shape[2:]) for x in (query, key, value)]
-    output = attend(*flat, *rest, **options)
-    return output.view(batch_size, length, -1).transpose(0, 1).contiguous()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+from megafp8.te.packed_sequences import attend_packed
 
 
 class RotarySelfAttention(SelfAttention):

@@ -13,7 +13,7 @@ cpu_patches.install()
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megafp8.models.attention import CausalAttention
-from megafp8.te.attention import attend_packed
+from megafp8.te.packed_sequences import attend_packed
 
 LENGTH, BATCH, HEADS, CHANNELS = 8, 3, 2, 4
 BORDERS = (0, 5, 8, 9, 16, 24)
