@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import timing
 from benchmarks.in_process import add_size_options, command_line, end_runs, start_run
 from megafp8.checkpoint.progress import Progress
+from megafp8.models.layer_runtime import emulated_linears_by_name
 from megafp8.quantization import quantize
 from megafp8.training.evaluation import build_batches
-from megafp8.training.nonfinite_operands import OperandMonitor, emulated_linears_by_name
+from megafp8.training.nonfinite_operands import OperandMonitor
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
 

@@ -25,9 +25,9 @@ from benchmarks import timing
 from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run
 from megafp8.checkpoint.progress import Progress
 from megafp8.metrics.layer_statistics import LIMITS
+from megafp8.models.layer_runtime import emulated_linears_by_name
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.guard import Key, LayerStatistics, layer_snr
-from megafp8.training.nonfinite_operands import emulated_linears_by_name
 from megafp8.training.run import Run
 from megafp8.training.step import forward_backward, train_step
 

@@ -20,6 +20,7 @@ from typing import Any, Optional
 
 from megafp8.config import dimensions
 from megafp8.config import flags as config_flags
+from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE, LayerBackend
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device.gpus import GPUS
@@ -79,7 +80,7 @@ class Measurement:
     peak_gib: Optional[float] = None
     memory_role: Optional[str] = None
     settings: Iterable[tuple[str, Any]] = ()
-    implementation: str = "transformer_engine"
+    implementation: LayerBackend = TRANSFORMER_ENGINE
     note: str = ""
 
     @property
@@ -237,7 +238,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     # Emulated layers: their memory only, the planner does not time them.
     *(
         _ours("A", recipe, HELD_OUT, "--transformer-impl emulated", "emulated", peak_gib=peak,
-              implementation="emulated")
+              implementation=EMULATED)
         for recipe, peak in (
             ("mxfp8", 54.5), ("blockwise", 53.3), ("delayed", 53.1), ("tensorwise", 53.1), ("nvfp4", 50.7)
         )

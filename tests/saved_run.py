@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megafp8.config import dimensions, flags
+from megafp8.config.layer_backends import EMULATED
 from megafp8.config.schema import RunConfig
 from megafp8.mcore import cpu_patches
 
@@ -45,10 +46,10 @@ def build_initial(config: RunConfig) -> TrainingState:
     world_size = dist.get_world_size()
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab_size = dimensions.padded_vocab_size(config, tokenizer.vocab_size)
-    transformer_config = build_transformer_config(config, "emulated", on_cuda=False)
-    model = build_model(config, transformer_config, "emulated", vocab_size)
-    chunks = add_gradient_buffers(config, transformer_config, model)
-    optimizer = build_optimizer(config, transformer_config, chunks)
+    transformer_config = build_transformer_config(config, EMULATED, on_cuda=False)
+    model = build_model(config, transformer_config, EMULATED, vocab_size)
+    chunks = add_gradient_buffers(config, transformer_config, EMULATED, model)
+    optimizer = build_optimizer(config, transformer_config, EMULATED, chunks)
     return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size))
 
 

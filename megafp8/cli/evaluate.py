@@ -149,7 +149,7 @@ def evaluate(arguments: argparse.Namespace, folder: Path, step: Optional[int]) -
         "checkpoint": str(model.path),
         "data": arguments.data_path or arguments.input or "validation samples of the run",
         "precision": arguments.precision,
-        "layers": model.implementation,
+        "layers": model.implementation.name,
         "device": str(model.device),
         "seq_length": arguments.seq_length or model.context_tokens,
         "micro_batch_size": size,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.config import derived, dimensions, fp8_lm, mixture, precision_map
+from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE, LayerBackend, requested_backend
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.layer_support import (
@@ -32,11 +33,6 @@ from megafp8.recipes.base import ANY_LATER
 
 _BY_BLOCK = "Transformer Engine reduces the amaxes of all layers together, after the last layer"
 _NOT_SAVED = "megatron-core does not save the amax history of an output layer; use a recipe without amax history"
-ATTENTION_BACKENDS = {
-    "transformer_engine": ("auto", "flash", "fused", "unfused"),
-    "emulated": ("auto", "sdpa", "unfused"),
-    "local": ("auto", "sdpa", "unfused"),
-}
 
 
 @dataclass(frozen=True)
@@ -109,25 +105,25 @@ def detect_target() -> Target:
     return Target(torch.cuda.get_device_name(), "cuda", torch.cuda.get_device_capability(), version, problem)
 
 
-def resolve_implementation(config: RunConfig, target: Target) -> str:
-    """Resolve `--transformer-impl` on this target to `transformer_engine`, `emulated` or `local`.
+def layer_backend(config: RunConfig, target: Target) -> LayerBackend:
+    """The layers that `--transformer-impl` selects on this target.
 
     `auto` is Transformer Engine if it is installed and has all recipes in the combination that the precision map needs.
     With --no-emulation it is Transformer Engine even if it lacks some, which is then a problem.
     """
     precision = config.precision
-    if precision.transformer_impl != "auto":
-        return precision.transformer_impl
+    if (requested := requested_backend(precision)) is not None:
+        return requested
     if target.kind != "cuda" or not target.transformer_engine:
-        return "emulated"
+        return EMULATED
     is_supported = not unsupported_recipes(precision, target) and not unsupported_layers(config)
-    return "transformer_engine" if is_supported or not precision.emulation else "emulated"
+    return TRANSFORMER_ENGINE if is_supported or not precision.emulation else EMULATED
 
 
 def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
     """Why `auto` emulates layers on a GPU with Transformer Engine; empty if it does not, or if that was requested."""
     is_automatic = config.precision.transformer_impl == "auto" and target.transformer_engine is not None
-    if not is_automatic or target.kind != "cuda" or resolve_implementation(config, target) != "emulated":
+    if not is_automatic or target.kind != "cuda" or not layer_backend(config, target).emulates:
         return []
     return [
         f"all layers are emulated because of {text}; to get an error instead: --no-emulation"
@@ -137,33 +133,33 @@ def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
 
 def capability_problems(config: RunConfig, target: Target) -> list[str]:
     """Everything in the configuration that the target does not support, with fixes."""
-    implementation = resolve_implementation(config, target)
+    implementation = layer_backend(config, target)
     found = [target.problem] if target.problem else []
     found += implementation_problems(config, target, implementation)
     found += recipe_problems(config.precision, target, implementation)
     if target.kind == "cuda":
         found += graph_problems(config, implementation, target.transformer_engine is not None)
-    if implementation == "transformer_engine":
+    if implementation.needs_transformer_engine:
         found += [f"{text}; change it, or use --transformer-impl emulated" for text in unsupported_layers(config)]
         found += fp8_attention_problems(config, target) + quantizer_problems(config)
         found += fp16_master_problems(config) + fsdp_codes_problems(config)
     return fp8_lm.with_origins(found, config)
 
 
-def implementation_problems(config: RunConfig, target: Target, implementation: str) -> list[str]:
+def implementation_problems(config: RunConfig, target: Target, implementation: LayerBackend) -> list[str]:
     """Layers, attention backends and collectives that the target does not support."""
     found = []
-    if implementation == "transformer_engine" and target.kind == "cpu":
+    if implementation.needs_transformer_engine and target.kind == "cpu":
         found.append(
             f"--transformer-impl transformer_engine: {target.name} has no CUDA device; remove the flag, or use "
             "--transformer-impl emulated"
         )
-    elif implementation == "transformer_engine" and not target.transformer_engine:
+    elif implementation.needs_transformer_engine and not target.transformer_engine:
         found.append(
             "--transformer-impl transformer_engine: Transformer Engine is not installed; pip install 'megafp8[te]', or "
             "use --transformer-impl emulated"
         )
-    known = ATTENTION_BACKENDS[implementation]
+    known = implementation.attention_backends
     if config.precision.attention_backend not in known:
         found.append(
             f"--attention-backend {config.precision.attention_backend}: the {implementation} layers support "
@@ -178,7 +174,7 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
         )
     if mixture.exchange_library(config) and target.kind == "cpu":
         found.append(f"--moe-token-dispatcher-type flex: {target.name} has no CUDA device; use alltoall")
-    if config.parallel.cp_comm_type == "a2a+p2p" and implementation != "transformer_engine":
+    if config.parallel.cp_comm_type == "a2a+p2p" and implementation.has_torch_attention:
         found.append(
             f"--cp-comm-type a2a+p2p: only Transformer Engine exchanges in two levels, the {implementation} layers "
             "all-gather keys and values; remove it together with --hierarchical-context-parallel-sizes"
@@ -197,7 +193,7 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
         found += [
             f"{flag}: {target.name} has no CUDA device; remove the flag" for flag, given in of_cuda.items() if given
         ]
-    if implementation == "transformer_engine":
+    if implementation.needs_transformer_engine:
         found += context_parallel_attention_problems(config) + attention_kernel_problems(config)
     else:
         found += te_only_options(config, target, implementation) + expert_kernel_problems(config, implementation)
@@ -213,7 +209,7 @@ def nccl_buffer_problems(config: RunConfig) -> list[str]:
     return []
 
 
-def te_only_options(config: RunConfig, target: Target, implementation: str) -> list[str]:
+def te_only_options(config: RunConfig, target: Target, implementation: LayerBackend) -> list[str]:
     """Problems of options that only Transformer Engine's layers and optimizer support."""
     precision = config.precision
     # Transformer Engine's loss also works with the logits of emulated layers.
@@ -243,12 +239,12 @@ def te_only_options(config: RunConfig, target: Target, implementation: str) -> l
     ]  # fmt: skip
 
 
-def recipe_problems(precision: PrecisionConfig, target: Target, implementation: str) -> list[str]:
+def recipe_problems(precision: PrecisionConfig, target: Target, implementation: LayerBackend) -> list[str]:
     """Problems of recipes that do not run on the target."""
     flags = {recipe: precision_map.recipe_source(precision, recipe) for recipe in precision_map.used_recipes(precision)}
-    if not flags or implementation == "local":  # `local` layers do not quantize; a rule of the settings covers that
+    if not flags or not implementation.quantizes:  # a rule of the settings covers that
         return []
-    if implementation == "emulated":
+    if implementation.emulates:
         found = []
         if not precision.emulation:
             names = ", ".join(flags.values())
@@ -360,9 +356,9 @@ def has_te_recipe(chosen: LinearChoice) -> bool:
     return chosen.dgrad == chosen.wgrad and (chosen.dgrad == chosen.fprop or chosen.dgrad.recipe is None)
 
 
-def environment_warnings(precision: PrecisionConfig, implementation: str) -> list[str]:
+def environment_warnings(precision: PrecisionConfig, implementation: LayerBackend) -> list[str]:
     """Environment variables that change Transformer Engine's recipe from what the settings resolve to."""
-    if implementation != "transformer_engine":
+    if not implementation.needs_transformer_engine:
         return []
     found = []
     if precision.fp8_dot_product_attention and os.environ.get("NVTE_FP8_DPA_BWD") == "0":

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from megafp8.config import derived, mixture, precision_map
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_problems, one_launch_suggestion
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.planted_faults import EMULATED_FAULTS, INFINITE_ACTIVATION
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
@@ -180,11 +180,11 @@ def planted_fault_problems(config: RunConfig) -> list[str]:
     return found
 
 
-def expert_kernel_problems(config: RunConfig, implementation: str) -> list[str]:
+def expert_kernel_problems(config: RunConfig, implementation: LayerBackend) -> list[str]:
     """What emulated layers with all experts in one launch, and megatron-core's own layers, do not offer."""
     if config.parallel.moe_expert_kernels != "triton":
         return []
-    if implementation == "local":
+    if not implementation.stacks_experts:
         return [
             "--moe-expert-kernels triton with --transformer-impl local: an expert is an MLP there; remove the former"
         ]
@@ -200,13 +200,13 @@ def expert_kernel_problems(config: RunConfig, implementation: str) -> list[str]:
     ]
 
 
-def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: str) -> list[str]:
+def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: LayerBackend) -> list[str]:
     """What it costs that the experts of a GPU run one by one, and what avoids it."""
     if not is_mixture(config.model) or target_kind != "cuda" or mixture.experts_per_rank(config) == 1:
         return []
-    is_emulated = implementation == "emulated"
+    is_emulated = implementation.emulates
     problem = next(grouped_expert_problems(config), None)
-    if implementation == "local":
+    if not implementation.stacks_experts:
         suggestion = "--transformer-impl auto may run them in one launch"
     elif problem or (is_emulated and config.parallel.moe_expert_kernels != "triton"):
         suggestion = one_launch_suggestion(config, is_emulated)
@@ -291,7 +291,7 @@ def attention_kernel_problems(config: RunConfig) -> list[str]:
     return found
 
 
-def graph_problems(config: RunConfig, implementation: str, has_te: bool) -> list[str]:
+def graph_problems(config: RunConfig, implementation: LayerBackend, has_te: bool) -> list[str]:
     """Layers that cannot be captured in the CUDA graph that was asked for.
 
     Args:
@@ -302,49 +302,5 @@ def graph_problems(config: RunConfig, implementation: str, has_te: bool) -> list
     graph = f"--cuda-graph-impl {config.training.cuda_graph_impl}"
     return [
         f"{flag} with {graph}: {reason}; use --cuda-graph-impl none"
-        for flag, reason in unsupported_in_graph(config, implementation, has_te)
+        for flag, reason in implementation.graph_limits(config, has_te)
     ]
-
-
-def unsupported_in_graph(config: RunConfig, implementation: str, has_te: bool) -> Iterator[tuple[str, str]]:
-    """What keeps layers of an implementation out of a CUDA graph: the flag, and why."""
-    flag, parallel = f"--transformer-impl {implementation}", config.parallel
-    sizes = (
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    )  # fmt: skip
-    if implementation == "local":
-        yield flag, "its layers have not been captured"
-    elif implementation == "emulated":
-        if not has_te:
-            yield flag, "graphs need the one-pass optimizer, whose state Transformer Engine keeps; it is not installed"
-        if max(sizes) > 1 or parallel.use_torch_fsdp2:
-            yield flag, "its graphs are of one GPU or data-parallel ranks"
-        if is_mixture(config.model):
-            yield flag, "its graphs have not been tested with experts"
-    else:
-        for recipe in derived.used_recipes(config.precision):
-            if recipe.is_stochastic(vars(config.precision)):
-                yield recipe.flag, "Transformer Engine's stochastic rounding, for Blackwell GPUs, has not been captured"
-                return
-
-
-def layers_without_default_graph(config: RunConfig, implementation: str, world_size: int) -> Iterator[tuple[str, str]]:
-    """Settings with which a graph of these layers has to be asked for: the flag, and why. Delete a line once it ran."""
-    if implementation != "emulated":
-        return
-    model, precision, training = config.model, config.precision, config.training
-    recomputes = derived.recompute_granularity(training) is not None
-    untested = (
-        (world_size > 1 and precision.fp8_param_gather, "--fp8-param-gather on several ranks"),
-        (world_size > 1 and recomputes, "recomputation on several ranks"),
-        (world_size > 1 and bool(model.attention_dropout or model.hidden_dropout), "dropout on several ranks"),
-        (precision.fp4_four_over_six, "--fp4-four-over-six"),
-        (bool(precision.fp8_saved_activations), "--fp8-saved-activations"),
-        (model.multi_latent_attention, "--multi-latent-attention"),
-        (training.fp8_guard != "off", f"--fp8-guard {training.fp8_guard}"),
-        (training.on_nonfinite_activation == "bf16", "--on-nonfinite-activation bf16"),
-    )
-    for is_there, setting in untested:
-        if is_there:
-            reason = "its graph has not been tested on GPUs; --cuda-graph-impl local tries it"
-            yield f"--transformer-impl emulated with {setting}", reason

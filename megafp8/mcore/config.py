@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import attention_layers, derived, dimensions, mixture
 from megafp8.config.activations import is_gated, is_plain_swiglu
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.muon import has_flat_shards, is_muon
 from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megafp8.config.stages import virtual_pipeline_size
@@ -44,17 +45,16 @@ SAME_NAME_IN_PARALLEL = (
 )  # fmt: skip
 
 
-def mixture_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
+def mixture_fields(config: RunConfig, implementation: LayerBackend) -> dict[str, Any]:
     """The fields of experts; empty for a dense model.
 
     Args:
-        implementation: `transformer_engine`, `emulated` or `local`. Fused kernels and grouped GEMMs are Transformer
-            Engine's; other layers have the same results without them.
+        implementation: layers without fused kernels and grouped GEMMs have the same results.
     """
     model, parallel = config.model, config.parallel
     if not mixture.is_mixture(model):
         return {}
-    on_te = implementation == "transformer_engine"
+    has_fused_kernels = implementation.has_fused_kernels
     types, coefficients = mixture.balancing_fields(model)
     return {
         **{name: getattr(model, name) for name in SAME_NAME_IN_MODEL},
@@ -69,11 +69,12 @@ def mixture_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
         "moe_router_load_balancing_type": types,
         "moe_aux_loss_coeff": coefficients,
         "moe_router_dtype": mixture.router_dtype(model),
-        "moe_grouped_gemm": on_te and parallel.moe_grouped_gemm,
-        "moe_permute_fusion": on_te and parallel.moe_permute_fusion,
-        "moe_router_fusion": on_te and parallel.moe_router_fusion,
-        # Emulated experts pad their inputs themselves, as Transformer Engine's do.
-        "moe_router_padding_for_quantization": on_te and model.moe_router_padding_for_quantization,
+        "moe_grouped_gemm": has_fused_kernels and parallel.moe_grouped_gemm,
+        "moe_permute_fusion": has_fused_kernels and parallel.moe_permute_fusion,
+        "moe_router_fusion": has_fused_kernels and parallel.moe_router_fusion,
+        "moe_router_padding_for_quantization": (
+            not implementation.pads_expert_tokens and model.moe_router_padding_for_quantization
+        ),
     }
 
 
@@ -92,15 +93,14 @@ def _num_sms(parallel: ParallelConfig) -> dict[str, int]:
 # ---- Fields of megatron-core's configuration for activations that are recomputed or offloaded to the host -----------
 
 
-def recompute_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
+def recompute_fields(config: RunConfig, implementation: LayerBackend) -> dict[str, Any]:
     """Fields of activation recomputation.
 
     Args:
-        implementation: only the experts of `transformer_engine` recompute their activation; runs on other layers are
-            refused with it.
+        implementation: only experts with fused kernels recompute their activation; runs on other layers are refused
+            with it.
     """
     training = config.training
-    on_te = implementation == "transformer_engine"
     granularity = derived.recompute_granularity(training)
     if granularity is None:
         return {}
@@ -111,8 +111,8 @@ def recompute_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
         "distribute_saved_activations": training.distribute_saved_activations,
     }
     if granularity == "selective":
-        known = [each for each in derived.recompute_modules(training) if each != "moe_act" or on_te]
-        fields["recompute_modules"] = known
+        left_out = () if implementation.has_fused_kernels else ("moe_act",)
+        fields["recompute_modules"] = [each for each in derived.recompute_modules(training) if each not in left_out]
     return fields
 
 
@@ -178,11 +178,11 @@ def leave_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def build_transformer_config(config: RunConfig, implementation: str, on_cuda: bool) -> TransformerConfig:
+def build_transformer_config(config: RunConfig, implementation: LayerBackend, on_cuda: bool) -> TransformerConfig:
     """Build the model configuration of one rank.
 
     Args:
-        implementation: `transformer_engine`, `emulated` or `local`, already resolved.
+        implementation: the layers to build.
         on_cuda: selects fused kernels and the device of new parameters.
 
     Raises:
@@ -344,7 +344,7 @@ def layer_layout(parallel: ParallelConfig) -> Optional[PipelineParallelLayerLayo
         raise ConfigError(f"megatron-core refuses --pipeline-model-parallel-layout {text}: {error}") from error
 
 
-def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
+def precision_fields(config: RunConfig, implementation: LayerBackend) -> dict[str, Any]:
     """Fields of precision. Those of FP8 and FP4 are for Transformer Engine; emulated layers do not use them."""
     precision = config.precision
     dtype = DTYPES[derived.params_dtype(precision)]
@@ -353,9 +353,11 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
         "fp16": precision.fp16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "transformer_impl": "transformer_engine" if implementation == "transformer_engine" else "local",
+        "transformer_impl": implementation.megatron_impl,
     }
-    if implementation == "transformer_engine" and precision.fp8_format is not None:
+    if not implementation.is_quantized_by_megatron:
+        return fields
+    if precision.fp8_format is not None:
         fields |= {
             "fp8": precision.fp8_format,
             "fp8_recipe": precision.fp8_recipe,
@@ -366,9 +368,9 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
             "fp8_param": precision.fp8_param_gather and not config.parallel.use_torch_fsdp2,
             "fp8_dot_product_attention": precision.fp8_dot_product_attention,
         }
-    if implementation == "transformer_engine" and precision.fp4_format is not None:
+    if precision.fp4_format is not None:
         fields |= {"fp4": precision.fp4_format, "fp4_recipe": precision.fp4_recipe}
-    if implementation == "transformer_engine" and derived.quantization_recipe(precision) is not None:
+    if derived.quantization_recipe(precision) is not None:
         fields |= {
             "first_last_layers_bf16": precision.first_last_layers_bf16,
             "num_layers_at_start_in_bf16": precision.num_layers_at_start_in_bf16,
@@ -377,7 +379,7 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
     return fields
 
 
-def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict[str, Any]:
+def kernel_fields(config: RunConfig, implementation: LayerBackend, on_cuda: bool) -> dict[str, Any]:
     """Fields that select kernels. Fusions that need a GPU are off on a CPU, with the same results."""
     precision, model = config.precision, config.model
     activation = activation_function(model)
@@ -385,7 +387,7 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
     bias_activation = (is_plain_swiglu(model) and precision.bias_swiglu_fusion) or (
         activation is F.gelu and precision.bias_gelu_fusion and model.add_bias_linear
     )
-    backend = precision.attention_backend if implementation == "transformer_engine" else "local"  # torch's SDPA
+    backend = "local" if implementation.has_torch_attention else precision.attention_backend
     fields: dict[str, Any] = {
         "use_cpu_initialization": not on_cuda,
         "attention_backend": AttnBackend[backend],
@@ -396,7 +398,7 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
             on_cuda
             and precision.apply_rope_fusion
             and model.position_embedding_type == "rope"
-            and (implementation == "transformer_engine" or has_rope_kernel())
+            and (implementation.has_fused_kernels or has_rope_kernel())
         ),
         "cross_entropy_loss_fusion": bool(precision.cross_entropy_loss_fusion),
         "cross_entropy_fusion_impl": precision.cross_entropy_fusion_impl or "native",
@@ -447,11 +449,11 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
     return build_checked(DistributedDataParallelConfig, fields)
 
 
-def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerConfig:
+def build_optimizer_config(config: RunConfig, implementation: LayerBackend) -> OptimizerConfig:
     """Build the optimizer configuration. Schedules are in `optimizer.schedules`."""
     optimizer, parallel, precision = config.optimizer, config.parallel, config.precision
     # With a recipe but no FP8 weights, it would keep FP32 master weights where 16-bit remainders suffice.
-    has_fp8_weights = implementation == "transformer_engine" and precision.fp8_param_gather
+    has_fp8_weights = implementation.is_quantized_by_megatron and precision.fp8_param_gather
     fields = {
         # `optimizer.build_muon` replaces the torch optimizer inside.
         "optimizer": "adam" if is_muon(config) else optimizer.optimizer,
@@ -478,7 +480,7 @@ def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerC
         "log_num_zeros_in_grad": config.logging.log_num_zeros_in_grad,
         "fp8_recipe": precision.fp8_recipe if has_fp8_weights else None,
     }
-    if implementation == "transformer_engine":  # else `optimizer.emulated_state` rounds the state
+    if implementation.has_low_precision_optimizer:  # else `optimizer.emulated_state` rounds the state
         fields |= {
             "use_precision_aware_optimizer": bool(optimizer.use_precision_aware_optimizer),
             "main_grads_dtype": DTYPES[optimizer.main_grads_dtype],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Optional
 
@@ -11,43 +10,39 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megafp8.config import multi_token
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import has_expert_ranks
 from megafp8.config.muon import is_muon
-from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
 from megafp8.config.stages import virtual_pipeline_size
-from megafp8.mcore import patches
 from megafp8.mcore.config import build_ddp_config, build_optimizer_config
+from megafp8.mcore.layer_runtime import LayerRuntime
 from megafp8.mcore.mixture_patches import gather_weights_once
 from megafp8.mcore.modules import mark_expert_weights
 from megafp8.mcore.multi_token import MultiTokenGPT
 from megafp8.mcore.nccl_buffers import provide_allocator
 from megafp8.mcore.torch_fsdp import TorchFSDP, agree_on_overflow
-from megafp8.models.emulated_layers import EmulatedOutputLayer, convert_to_quantized_parameters
-from megafp8.models.fsdp_codes import gather_codes
+from megafp8.models.fsdp_codes import give_codes
 from megafp8.models.initialization import initialize_parameters
-from megafp8.models.layer_specs import build_block_spec, build_multi_token_spec, linear_recipes
+from megafp8.models.layer_runtime import layer_runtime
+from megafp8.models.layer_specs import chunk_layers
 from megafp8.models.saved_activations import pack_saved_activations
 from megafp8.optimizer.build_muon import build_muon
 from megafp8.quantization.fp8_parameter import quantize_assigned_weights
-from megafp8.quantization.scaled_gemm import accumulate
 
 
 def build_model(
-    config: RunConfig, transformer_config: TransformerConfig, implementation: str, vocab_size: int
+    config: RunConfig, transformer_config: TransformerConfig, implementation: LayerBackend, vocab_size: int
 ) -> list[torch.nn.Module]:
     """Build and initialize the model chunks of this pipeline rank; one chunk without the interleaved schedule.
 
     Args:
-        implementation: `transformer_engine`, `emulated` or `local`, already resolved.
+        implementation: the layers to build.
         vocab_size: padded size of the vocabulary.
     """
     if config.parallel.tp_comm_overlap:
@@ -56,33 +51,22 @@ def build_model(
         userbuffers.start(config, transformer_config.params_dtype)
     num_chunks = virtual_pipeline_size(config)
     stages: list[Optional[int]] = [None] if num_chunks is None else list(range(num_chunks))
-    chunks = [build_chunk(config, transformer_config, implementation, vocab_size, stage) for stage in stages]
-    with writable_weights(config, chunks, implementation):
+    runtime = layer_runtime(implementation)
+    chunks = [build_chunk(config, transformer_config, runtime, vocab_size, stage) for stage in stages]
+    with runtime.writable_weights(config, chunks):
         initialize_parameters(chunks, transformer_config, config.training.seed)
     if config.precision.gradient_accumulation_fusion:
-        fuse_wgrad_accumulation(chunks, implementation)
+        runtime.fuse_wgrad_accumulation(chunks)
     if config.precision.bf16 or config.precision.fp16:
         chunks = [Float16Module(transformer_config, chunk) for chunk in chunks]
-    if config.precision.fp8_param_gather and implementation == "emulated" and not config.parallel.use_torch_fsdp2:
-        convert_to_quantized_parameters(chunks)
+    runtime.convert_weights(config, chunks)
     return chunks
-
-
-def writable_weights(
-    config: RunConfig, chunks: list[torch.nn.Module], implementation: str
-) -> AbstractContextManager[None]:
-    """Context in which all weights are writable, including Transformer Engine's FP8 weights."""
-    if implementation != "transformer_engine" or not config.precision.fp8_param_gather:
-        return nullcontext()
-    from megafp8.te import layers  # needs Transformer Engine
-
-    return layers.high_precision_weights(chunks)
 
 
 def build_chunk(
     config: RunConfig,
     transformer_config: TransformerConfig,
-    implementation: str,
+    runtime: LayerRuntime,
     vocab_size: int,
     vp_stage: Optional[int],
 ) -> GPTModel:
@@ -90,10 +74,12 @@ def build_chunk(
     model = config.model
     positions = model.max_position_embeddings or config.data.seq_length
     assert positions is not None
-    multi_token_spec = build_multi_token_spec(config, transformer_config, implementation, vp_stage)
+    has_multi_token = multi_token.num_depths(model) > 0
+    multi_token_spec = runtime.multi_token_spec(config, transformer_config, vp_stage) if has_multi_token else None
+    layers = chunk_layers(config, transformer_config, vp_stage)
     chunk = (GPTModel if multi_token_spec is None else MultiTokenGPT)(
         config=transformer_config,
-        transformer_layer_spec=build_block_spec(config, transformer_config, implementation, vp_stage),
+        transformer_layer_spec=runtime.block_spec(config, transformer_config, layers),
         vocab_size=vocab_size,
         max_sequence_length=positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -116,17 +102,7 @@ def build_chunk(
             if isinstance(module, torch.nn.Embedding):
                 module.cuda()  # megatron-core builds learned position embeddings on the host
     mark_expert_weights(chunk, has_expert_ranks(config))
-    if implementation == "transformer_engine" and config.precision.precision_map:
-        from megafp8.te import recipes  # needs Transformer Engine
-
-        recipes.apply_precision_map(chunk, config)
-    recipe = linear_recipes(config)[OUTPUT_LAYER] if implementation == "emulated" else None
-    if chunk.post_process and recipe is not None:
-        chunk.output_layer = EmulatedOutputLayer.from_plain(
-            chunk.output_layer, chunk.shared_embedding_or_output_weight(), recipe,
-            amax_reduction=config.precision.fp8_amax_reduction,
-            noise_name=f"{config.training.seed}|{OUTPUT_LAYER}",
-        )  # fmt: skip
+    runtime.finish_chunk(config, chunk)
     for name, parameter in chunk.named_parameters():
         if name.endswith("softmax_offset"):
             # megatron-core does not mark it, and would leave other ranks' heads out of the gradient norm.
@@ -160,30 +136,11 @@ def divide_logits(
     return logits / divisor, bias
 
 
-def fuse_wgrad_accumulation(chunks: list[torch.nn.Module], implementation: str) -> None:
-    """Let the linears add wgrad to `main_grad` inside the GEMM, without rounding it to BF16 first.
-
-    It is set after construction, because megatron-core's own linears would require Apex in their constructors.
-    """
-    if implementation == "transformer_engine":
-        from megafp8.te import layers  # needs Transformer Engine
-
-        for chunk in chunks:
-            layers.fuse_wgrad_accumulation(chunk)
-        return
-    patches.provide_wgrad_gemm(patches.with_overwrite(accumulate_wgrad))
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            module.gradient_accumulation_fusion = True
-
-
-def accumulate_wgrad(input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """main_grad [N, K] += grad_output^T [N, T] . input [T, K], summed in FP32, in place."""
-    accumulate(main_grad, grad_output.t(), input)
-
-
 def add_gradient_buffers(
-    config: RunConfig, transformer_config: TransformerConfig, chunks: list[torch.nn.Module]
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    implementation: LayerBackend,
+    chunks: list[torch.nn.Module],
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk with megatron-core's gradient buffers and data-parallel reduction."""
     ddp_config = build_ddp_config(config)
@@ -192,7 +149,7 @@ def add_gradient_buffers(
         sharded = [TorchFSDP(transformer_config, ddp_config, chunk, num_replicas) for chunk in chunks]
         if config.precision.fp8_param_gather:
             for chunk in sharded:
-                gather_codes(config, transformer_config, chunk)
+                give_codes(chunk, *layer_runtime(implementation).fsdp_codes(config, chunk))
         return sharded
     if config.parallel.use_nccl_ub:
         provide_allocator(torch.device("cuda", torch.cuda.current_device()))
@@ -204,10 +161,13 @@ def add_gradient_buffers(
 
 
 def build_optimizer(
-    config: RunConfig, transformer_config: TransformerConfig, chunks: list[DistributedDataParallel]
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    implementation: LayerBackend,
+    chunks: list[DistributedDataParallel],
 ) -> MegatronOptimizer:
     """Build the optimizer, and set the functions that megatron-core's pipeline schedules call."""
-    core_config = build_optimizer_config(config, transformer_config.transformer_impl)
+    core_config = build_optimizer_config(config, implementation)
     build = partial(build_muon, config) if is_muon(config) else get_megatron_optimizer
     optimizer = build(core_config, chunks)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])

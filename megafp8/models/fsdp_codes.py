@@ -22,46 +22,11 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megafp8.config import precision_map
-from megafp8.config.schema import RunConfig
 from megafp8.mcore.fsdp_groups import fsdp_modules, fsdp_parameters
-from megafp8.mcore.modules import named_linears
-from megafp8.mcore.torch_fsdp import TorchFSDP
-from megafp8.models.emulated_layers import emulated_linears
+from megafp8.mcore.layer_runtime import CodesOf
 from megafp8.quantization.fp8_parameter import GatheredCodes, quantize_codes
-from megafp8.recipes.base import Gemm
-
-CodesOf = Callable[[Tensor, torch.Size], GatheredCodes]
-"""Makes the codes of a weight, of this rank's rows [n, K] and its shape (N, K)."""
-
-
-def gather_codes(config: RunConfig, transformer_config: TransformerConfig, chunk: TorchFSDP) -> None:
-    """Let FSDP2 gather the codes of all linears in the layers of a chunk, except those that read BF16."""
-    if transformer_config.transformer_impl == "transformer_engine":
-        from megafp8.te.fsdp_codes import codes_of, is_quantized  # needs Transformer Engine
-
-        chosen = precision_map.resolve(config.model, config.precision)
-        linears = [
-            linear
-            for name, linear in named_linears(chunk)
-            if name != precision_map.OUTPUT_LAYER and chosen[name].is_quantized
-        ]
-        give_codes(chunk, {linear: codes_of(linear) for linear in linears}, partial(is_quantized, linears))
-        return
-    emulated = [
-        linear
-        for linear in emulated_linears([chunk])
-        if not linear.is_output and linear.recipe is not None and linear.recipe.is_quantized(Gemm.FPROP)
-    ]
-    codes = {linear: partial(_emulated_codes, linear) for linear in emulated}
-    give_codes(chunk, codes, lambda: any(linear.has_cached_codes for linear in emulated))
-
-
-def _emulated_codes(linear: Any, rows: Tensor, shape: torch.Size) -> GatheredCodes:
-    return GatheredCodes(rows, shape, *linear.weight_code_options())
 
 
 def give_codes(chunk: Any, codes: Mapping[Any, CodesOf], is_quantized: Callable[[], bool]) -> None:

@@ -27,10 +27,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -40,15 +39,13 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megafp8.config import attention_layers, derived, dimensions, latent_attention, multi_token, precision_map
-from megafp8.config.expert_layers import expert_layers
+from megafp8.config import attention_layers, derived, dimensions, latent_attention, precision_map
 from megafp8.config.grouped_experts import expert_choices, grouped_expert_problems
 from megafp8.config.precision_map import EXPERTS, LINEARS, MLP_LINEARS, build_linear_recipe
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.stages import stage_layers
 from megafp8.mcore.latent_attention import DownProjection, LatentAttention
 from megafp8.mcore.modules import NormedSelfAttention, mlp_spec, mlp_submodules
-from megafp8.mcore.multi_token import local_spec, transformer_engine_spec
 from megafp8.models.attention import CausalAttention
 from megafp8.models.dispatch import DispatchingLayer
 from megafp8.models.emulated_layers import (
@@ -299,32 +296,6 @@ LINEAR_CLASSES: Mapping[str, tuple[type, type]] = MappingProxyType(
 """The plain and the emulated class of each linear."""
 
 
-def build_block_spec(
-    config: RunConfig, transformer_config: TransformerConfig, implementation: str, vp_stage: Optional[int]
-) -> TransformerBlockSubmodules:
-    """Build the block spec of one model chunk of this pipeline rank.
-
-    Args:
-        implementation: `transformer_engine`, `emulated` or `local`, already resolved.
-        vp_stage: index of the chunk in the interleaved schedule; None without it.
-    """
-    layers = chunk_layers(config, transformer_config, vp_stage)
-    has_experts = expert_layers(config.model)
-    if implementation == "transformer_engine":
-        from megafp8.te import layers as te_layers  # needs Transformer Engine
-
-        kinds = {kind: te_layer_spec(config, kind) for kind in set(has_experts)}
-        return TransformerBlockSubmodules([kinds[has_experts[layer]] for layer in layers], te_layers.norm())
-    recipes = linear_recipes(config) if implementation == "emulated" else {}
-    exchange = AmaxExchange()  # shared by all layers of the chunk
-    specs = []
-    for layer in layers:
-        names = precision_map.layer_linears(config.model, has_experts[layer])
-        chosen = {name: recipes.get(f"layers.{layer}.{name}") for name in names}
-        specs.append(layer_spec(config, transformer_config, layer, chosen, exchange, implementation == "emulated"))
-    return TransformerBlockSubmodules(specs, Norm)
-
-
 def te_layer_spec(config: RunConfig, has_experts: bool) -> ModuleSpec:
     """Build the spec of one layer on Transformer Engine."""
     from megafp8.te import layers as te_layers  # needs Transformer Engine
@@ -338,33 +309,6 @@ def te_layer_spec(config: RunConfig, has_experts: bool) -> ModuleSpec:
         if not any(grouped_expert_problems(config)):
             layer.submodules.mlp = grouped_mixture_spec(submodules, config)
     return layer
-
-
-def build_multi_token_spec(
-    config: RunConfig, transformer_config: TransformerConfig, implementation: str, vp_stage: Optional[int]
-) -> Optional[MultiTokenPredictionBlockSubmodules]:
-    """Build the spec of multi-token prediction of one model chunk; None without it, and on all chunks but the last.
-
-    Arguments are those of `build_block_spec`.
-    """
-    model, precision = config.model, config.precision
-    if not multi_token.num_depths(model):
-        return None
-    last = len(expert_layers(model)) - 1
-    if implementation == "transformer_engine":
-        from megafp8.te import layers as te_layers  # needs Transformer Engine
-
-        layer = te_layer_spec(config, expert_layers(model)[last])
-        return transformer_engine_spec(transformer_config, layer, te_layers.norm(), vp_stage)
-    recipe = None
-    if implementation == "emulated":
-        recipe = build_linear_recipe(precision, precision_map.multi_token_choice(precision))
-    names = precision_map.layer_linears(model, expert_layers(model)[last])
-    exchange = AmaxExchange()
-    layer = layer_spec(config, transformer_config, last, dict.fromkeys(names, recipe), exchange)
-    params = linear_params(config, recipe, exchange, f"{config.training.seed}|{multi_token.PROJECTION}")
-    projection = ColumnParallelLinear if recipe is None else ModuleSpec(EmulatedColumnParallelLinear, params)
-    return local_spec(transformer_config, layer, projection, Norm, vp_stage)
 
 
 def chunk_layers(config: RunConfig, transformer_config: TransformerConfig, vp_stage: Optional[int]) -> range:

@@ -37,6 +37,7 @@ from megafp8.config import derived, dimensions, precision_map, rules, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.grouped_experts import grouped_expert_problems
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.planted_faults import ALIGNED_SWIGLU
 from megafp8.config.rules.cuda_graph import default_graph_problems, evaluation_graph_problems
@@ -46,7 +47,6 @@ from megafp8.config.settings import settings_with, value_of, with_values
 from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
-from megafp8.device.layer_support import layers_without_default_graph, unsupported_in_graph
 from megafp8.device.nccl_environment import expandable_segments
 from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.planning.micro_batch import gib
@@ -146,7 +146,7 @@ def with_choices(config: RunConfig, gpu: Gpu, world_size: int, given: Collection
 
 
 def _has_te_layers(config: RunConfig, target: Target) -> bool:
-    return target.kind == "cuda" and capability.resolve_implementation(config, target) == "transformer_engine"
+    return target.kind == "cuda" and capability.layer_backend(config, target).has_fused_kernels
 
 
 def _accumulation(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
@@ -309,10 +309,10 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
         return none, []
     if fault_injection.FAULTS_VARIABLE in os.environ:
         return none, [Choice("--cuda-graph-impl", "none", f"{fault_injection.FAULTS_VARIABLE} acts between kernels")]
-    implementation = capability.resolve_implementation(config, target)
+    implementation = capability.layer_backend(config, target)
     problems = itertools.chain(
-        unsupported_in_graph(config, implementation, target.transformer_engine is not None),
-        default_graph_problems(config), layers_without_default_graph(config, implementation, world_size),
+        implementation.graph_limits(config, target.transformer_engine is not None),
+        default_graph_problems(config), implementation.untested_graphs(config, world_size),
     )  # fmt: skip
     if problem := next(problems, None):
         return none, [Choice("--cuda-graph-impl", "none", ": ".join(problem))]
@@ -343,7 +343,7 @@ def _expert_kernels(config: RunConfig, target: Target, world_size: int) -> tuple
     return {"parallel.moe_expert_kernels": kernels}, [Choice("--moe-expert-kernels", kernels, reason)]
 
 
-def _memory_shortage(config: RunConfig, target: Target, world_size: int, implementation: str) -> str:
+def _memory_shortage(config: RunConfig, target: Target, world_size: int, implementation: LayerBackend) -> str:
     """Why the memory does not suffice for a CUDA graph, by the planner; empty if it does.
 
     Without `--vocab-size` the estimate leaves out the logits' memory.

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megafp8.config import derived, iterations, mixture, model_shapes, rules
+from megafp8.config.layer_backends import TRANSFORMER_ENGINE
 from megafp8.config.precision_map import GEMMS
 from megafp8.config.rules import cuda_graph
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
-from megafp8.device.layer_support import unsupported_in_graph
 from megafp8.planning import micro_batch
 from megafp8.planning.automatic import BF16_MOMENTS, MAX_BETA2_IN_BF16, Values
 from megafp8.planning.compute import cast_s, gemm_s, grad_output_rows
@@ -97,7 +97,7 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     ]
     host_share = quantized.parts.get("host", 0.0) / quantized.seconds
     if host_share > 1 - 1 / MIN_SPEEDUP:
-        of_layers = unsupported_in_graph(run.config, "transformer_engine", has_te=True)
+        of_layers = TRANSFORMER_ENGINE.graph_limits(run.config, has_te=True)
         has_graph = not any((*of_layers, *cuda_graph.default_graph_problems(run.config)))
         or_graph = ", or --cuda-graph-impl local" if has_graph else ""
         lines.append(

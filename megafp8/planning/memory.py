@@ -47,6 +47,7 @@ from megafp8.config import (
     topology,
 )
 from megafp8.config.activations import is_gated
+from megafp8.config.layer_backends import TRANSFORMER_ENGINE, LayerBackend
 from megafp8.config.muon import is_muon
 from megafp8.config.saved_activations import ACTIVATION, NORM, PACKED_BYTES
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
@@ -191,7 +192,7 @@ def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: i
 # ---- Activation memory of attention without a fused kernel ----------------------------------------------------------
 
 
-def explicit_score_bytes(model: ModelConfig, implementation: str, backend: str = "auto") -> int:
+def explicit_score_bytes(model: ModelConfig, implementation: LayerBackend, backend: str = "auto") -> int:
     """Bytes that torch's explicit attention saves for each score, in FP32; 0 with another kernel.
 
     It saves the probabilities and the capped scores.
@@ -201,7 +202,7 @@ def explicit_score_bytes(model: ModelConfig, implementation: str, backend: str =
     """
     is_capped = model.attention_logit_softcapping is not None
     is_chosen = model.softmax_type != "vanilla" or backend == "unfused"
-    if not is_capped and (not is_chosen or implementation == "transformer_engine"):
+    if not is_capped and (not is_chosen or not implementation.has_torch_attention):
         return 0
     return 4 * (1 + is_capped)
 
@@ -249,14 +250,19 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: RunConfig, world_size: int, padded_vocab: int, *, stage: int = 0, implementation: str = "transformer_engine"
+    config: RunConfig,
+    world_size: int,
+    padded_vocab: int,
+    *,
+    stage: int = 0,
+    implementation: LayerBackend = TRANSFORMER_ENGINE,
 ) -> MemoryEstimate:
     """Estimate the memory of one rank of a pipeline stage.
 
     Args:
         config: a configuration that violates no rule.
         padded_vocab: vocabulary size after padding (`dimensions.padded_vocab_size`).
-        implementation: the resolved layer implementation, `transformer_engine`, `emulated` or `local`.
+        implementation: the layers in use.
     """
     quantizable, other = parameters_on_stage(config, padded_vocab, stage)
     parameters = quantizable + other
@@ -290,7 +296,7 @@ def _gradient_itemsize(precision: PrecisionConfig) -> int:
 
 
 def estimate_stages(
-    config: RunConfig, world_size: int, padded_vocab: int, *, implementation: str = "transformer_engine"
+    config: RunConfig, world_size: int, padded_vocab: int, *, implementation: LayerBackend = TRANSFORMER_ENGINE
 ) -> tuple[MemoryEstimate, ...]:
     """Estimates of the stages that may need the most memory, in their order.
 
@@ -307,7 +313,7 @@ def estimate_stages(
 
 
 def cuda_graph_memory_bytes(
-    config: RunConfig, estimate: MemoryEstimate, *, implementation: str = "transformer_engine"
+    config: RunConfig, estimate: MemoryEstimate, *, implementation: LayerBackend = TRANSFORMER_ENGINE
 ) -> int:
     """Memory that a rank needs in addition to its CUDA graph; 0 without a graph, or without anything that runs eagerly.
 
@@ -363,24 +369,24 @@ def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tup
     return quantizable, other
 
 
-def _output_copy_bytes(config: RunConfig, padded_vocab: int, implementation: str) -> int:
+def _output_copy_bytes(config: RunConfig, padded_vocab: int, implementation: LayerBackend) -> int:
     """Bytes of the quantized copies of the output layer's weight. --fp8-param-gather does not affect them."""
     recipe = output_layer_recipes(config)["fprop"]
     if recipe == BF16:
         return 0
     assert config.model.hidden_size is not None
-    num_copies = 2 if implementation == "transformer_engine" or not registry.get(recipe).shares_weight_codes else 1
+    num_copies = 2 if implementation.keeps_transposed_codes or not registry.get(recipe).shares_weight_codes else 1
     weight_size = padded_vocab // config.parallel.tensor_model_parallel_size * config.model.hidden_size
     return int(weight_size * registry.get(recipe).code_bytes * num_copies)
 
 
-def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation: str) -> tuple[int, int]:
+def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation: LayerBackend) -> tuple[int, int]:
     """Bytes of the weights, and bytes of the quantized copies that are kept besides them."""
     precision = config.precision
     param_bytes = BYTES[derived.params_dtype(precision)]
     # fprop and dgrad share one copy of the codes if these are the same and need no transposing, or only while a linear
     # computes, as with FSDP2.
-    keeps_transpose = implementation == "transformer_engine" and not config.parallel.use_torch_fsdp2
+    keeps_transpose = implementation.keeps_transposed_codes and not config.parallel.use_torch_fsdp2
     has_two = keeps_transpose or not all(recipe.shares_weight_codes for recipe in derived.used_recipes(precision))
     copies = int(quantized * _code_bytes(precision) * (2 if has_two else 1))
     if precision.fp8_param_gather:
@@ -425,7 +431,7 @@ def updated_parameters(config: RunConfig, world_size: int, parameters: int, expe
 # ---- activations --------------------------------------------------------------------------------------------------
 
 
-def layer_activations(config: RunConfig, *, implementation: str = "transformer_engine") -> LayerActivations:
+def layer_activations(config: RunConfig, *, implementation: LayerBackend = TRANSFORMER_ENGINE) -> LayerActivations:
     """Activations of one transformer layer on one rank for one microbatch."""
     model, parallel, precision = config.model, config.parallel, config.precision
     assert model.hidden_size is not None and model.num_attention_heads is not None and model.num_layers is not None
@@ -434,7 +440,7 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
     tp = parallel.tensor_model_parallel_size
     act_bytes = BYTES[derived.params_dtype(precision)]
     # A quantized linear saves its input as codes. If wgrad is in high precision, it saves the input itself.
-    saves_codes = _code_bytes(precision) and precision.fp8_wgrad and implementation != "local"
+    saves_codes = _code_bytes(precision) and precision.fp8_wgrad and implementation.quantizes
     input_bytes = _code_bytes(precision) if saves_codes and precision.fp8_schedule is None else act_bytes
     if precision.precision_map and input_bytes != act_bytes:
         num_high = sum(
@@ -490,7 +496,7 @@ def layers_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
     return layers / num_chunks * in_flight
 
 
-def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementation: str) -> int:
+def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementation: LayerBackend) -> int:
     layer = layer_activations(config, implementation=implementation)
     in_flight = layers_in_flight(config, world_size, stage)
     num_layers = multi_token.num_layers_with_mtp(config, stage)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from megafp8.config import iterations, rules, topology
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
@@ -47,7 +48,12 @@ class Trial:
 
 
 def predicted_bytes(
-    config: RunConfig, sizes: Sequence[int], world_size: int, padded_vocab: int, implementation: str, outside_bytes: int
+    config: RunConfig,
+    sizes: Sequence[int],
+    world_size: int,
+    padded_vocab: int,
+    implementation: LayerBackend,
+    outside_bytes: int,
 ) -> dict[int, int]:
     """Memory of a process by size, on a rank of the pipeline stage that needs the most.
 

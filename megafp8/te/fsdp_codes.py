@@ -11,7 +11,7 @@ they are for weights that a rank keeps as codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,10 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8Tensor,
 )
 
+from megafp8.config import precision_map
+from megafp8.config.schema import RunConfig
+from megafp8.mcore.layer_runtime import CodesOf
+from megafp8.mcore.modules import named_linears
 from megafp8.quantization.fp8_parameter import GatheredCodes
 from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.te.quantizers import FORMATS
@@ -74,6 +78,17 @@ class GatheredFloat8(GatheredCodes):
         """Also drops the transpose, which an interrupted backward pass may have left."""
         parameter._data = gathered
         parameter.remove_caches()
+
+
+def codes_by_linear(config: RunConfig, chunk: Any) -> tuple[Mapping[Any, CodesOf], Callable[[], bool]]:
+    """Makers of codes for all linears in the layers of a chunk, except those that read BF16; and `is_quantized`."""
+    chosen = precision_map.resolve(config.model, config.precision)
+    linears = [
+        linear
+        for name, linear in named_linears(chunk)
+        if name != precision_map.OUTPUT_LAYER and chosen[name].is_quantized
+    ]
+    return {linear: codes_of(linear) for linear in linears}, partial(is_quantized, linears)
 
 
 def codes_of(linear: Any) -> Callable[[Tensor, torch.Size], GatheredFloat8]:

@@ -11,6 +11,7 @@ from typing import Optional
 
 from megafp8.config import derived, precision_map, rules
 from megafp8.config.flags import ParsedArgs, drop_follow_ups
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import RunConfig
@@ -43,7 +44,7 @@ def format_chosen(choices: Iterable[Choice]) -> str:
     return f"chosen: {', '.join(parts)}" if parts else ""
 
 
-def chosen_settings(config: RunConfig, target: Target, implementation: str) -> Iterator[Choice]:
+def chosen_settings(config: RunConfig, target: Target, implementation: LayerBackend) -> Iterator[Choice]:
     """The choices that follow from the settings and the machine.
 
     Transformer Engine chooses its attention kernel in the first step, after which `AttentionReport` records it.
@@ -53,20 +54,20 @@ def chosen_settings(config: RunConfig, target: Target, implementation: str) -> I
         implementation: the layers in use, see `Run`.
     """
     if config.precision.transformer_impl == "auto":
-        yield Choice("--transformer-impl", implementation, implementation_reason(target, implementation))
-    if config.precision.attention_backend == "auto" and implementation != "transformer_engine":
+        yield Choice("--transformer-impl", implementation.name, implementation_reason(target, implementation))
+    if config.precision.attention_backend == "auto" and implementation.has_torch_attention:
         yield Choice("--attention-backend", "sdpa", f"the fused kernel of {implementation} layers")
-    if implementation == "transformer_engine":
+    if implementation.has_fused_kernels:
         yield from chosen_kernels(config)
 
 
-def implementation_reason(target: Target, implementation: str) -> str:
-    """Why `--transformer-impl auto` is this implementation."""
+def implementation_reason(target: Target, implementation: LayerBackend) -> str:
+    """Why `--transformer-impl auto` is these layers."""
     if target.kind != "cuda":
         return "no GPU"
     if target.transformer_engine is None:
         return "Transformer Engine is not installed"
-    has = "has" if implementation == "transformer_engine" else "lacks"
+    has = "has" if implementation.multiplies_codes else "lacks"
     return f"Transformer Engine {has} the recipes"
 
 
@@ -92,7 +93,7 @@ class ValidatedRun:
 
     Attributes:
         target: the machine on which it runs.
-        implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
+        implementation: the layers in use.
         world_size: number of ranks.
         warnings: what the user should know but need not fix.
         requested: the configuration of the command line, before choices.
@@ -101,7 +102,7 @@ class ValidatedRun:
 
     invocation: ParsedArgs
     target: Target
-    implementation: str
+    implementation: LayerBackend
     world_size: int
     warnings: tuple[str, ...]
     requested: RunConfig
@@ -136,7 +137,7 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     local_problems = rules.path_problems(config, ranks) + package_problems(config.logging)
     local_problems += offloading_problems(config) + exchange_library_problems(config)
     warnings = list(parsed.warnings)
-    implementation = capability.resolve_implementation(config, target)
+    implementation = capability.layer_backend(config, target)
     found += fault_problems(config, implementation)
     warnings += rules.warnings(config, implementation, ranks) + capability.emulation_warnings(config, target)
     warnings += capability.environment_warnings(config.precision, implementation)
@@ -199,13 +200,13 @@ def unchecked_settings(config: RunConfig) -> list[str]:
     return found
 
 
-def fault_problems(config: RunConfig, implementation: str) -> list[str]:
+def fault_problems(config: RunConfig, implementation: LayerBackend) -> list[str]:
     """Problems of the plan of faults, and of a fault at a number that the run does not have: it would never fire."""
     try:
         plan = fault_injection.read_plan(os.environ.get(fault_injection.FAULTS_VARIABLE, ""))
     except ConfigError as error:
         return error.problems
-    has_amaxes = implementation == "emulated" and derived.is_stateful(config.precision)
+    has_amaxes = implementation.emulates and derived.is_stateful(config.precision)
     if has_amaxes or all(fault.at != "step.amax" for fault in plan):
         return []
     known = " or ".join(recipe.flag for recipe in registry.stateful())

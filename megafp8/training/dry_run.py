@@ -17,6 +17,7 @@ from megafp8.checkpoint.metadata import read_config
 from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, topology
 from megafp8.config.activations import is_gated
 from megafp8.config.expert_layers import is_mixture
+from megafp8.config.layer_backends import EMULATED, LayerBackend
 from megafp8.config.rules.data import checkpoints_to_load_are_there
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of, with_values
@@ -111,7 +112,7 @@ def describe_run(validated: ValidatedRun) -> str:
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
     # megatron-core's checks of experts ask for the version of Transformer Engine.
     asks_version = is_mixture(config.model) and not has_transformer_engine
-    build_transformer_config(config, "emulated" if asks_version else implementation, on_cuda=False)
+    build_transformer_config(config, EMULATED if asks_version else implementation, on_cuda=False)
     build_ddp_config(config)
     if not config.optimizer.use_precision_aware_optimizer or has_transformer_engine:
         build_optimizer_config(config, implementation)
@@ -170,7 +171,7 @@ def model_text(config: RunConfig) -> str:
     )
 
 
-def layout_text(config: RunConfig, target: Target, implementation: str, world_size: int) -> str:
+def layout_text(config: RunConfig, target: Target, implementation: LayerBackend, world_size: int) -> str:
     """The parallel layout: the layers of each rank, or of each stage where there are many ranks."""
     layout = layout_of(config, world_size)
     is_verbose = config.logging.verbose
@@ -255,7 +256,7 @@ def memory_text(
     config: RunConfig,
     vocab_size: int,
     world_size: int,
-    implementation: str,
+    implementation: LayerBackend,
     target: Target,
     saved: Optional[RunConfig],
 ) -> str:
@@ -281,12 +282,14 @@ def memory_text(
     return f"memory of one rank, estimated{available}\n" + indented("\n".join(lines))
 
 
-def speed_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> str:
+def speed_text(
+    config: RunConfig, target: Target, implementation: LayerBackend, vocab_size: int, world_size: int
+) -> str:
     """The planner's prediction of the step time, or why there is none."""
     gpu, precision = find_gpu(target.name), config.precision
     problem = (
         f"the planner does not know {target.name}" if gpu is None
-        else f"{implementation} layers" if implementation != "transformer_engine"
+        else f"{implementation} layers" if not implementation.has_step_time_model
         else "--precision with experts" if is_mixture(config.model) and precision.precision_map
         else "weights in FP32" if derived.params_dtype(precision) == "fp32"
         else "--fp8-schedule changes the precision" if precision.fp8_schedule is not None
@@ -346,7 +349,7 @@ def checkpoint_text(config: RunConfig, validated: ValidatedRun, vocab_size: int)
     return "\n".join([f"checkpoints: {saves}; {loads}", *map(indented, found.notes)]), read_config(found.path)
 
 
-def precision_text(config: RunConfig, implementation: str) -> str:
+def precision_text(config: RunConfig, implementation: LayerBackend) -> str:
     """The resolved recipes; with `--verbose` formats and scales of every GEMM."""
     if config.logging.verbose:
         return "precision\n" + indented(format_precision_map(resolve_precision_map(config)))
@@ -361,10 +364,12 @@ def warning_lines(validated: ValidatedRun) -> list[str]:
     return shortened([f"notice: {warning}" for warning in short_warnings(validated.warnings)])
 
 
-def warning_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> list[str]:
+def warning_text(
+    config: RunConfig, target: Target, implementation: LayerBackend, vocab_size: int, world_size: int
+) -> list[str]:
     """Warnings if the run does not fit, or will not be faster than BF16; for a GPU that the planner knows."""
     gpu, precision = find_gpu(target.name), config.precision
-    if gpu is None or implementation != "transformer_engine":
+    if gpu is None or not implementation.has_step_time_model:
         return []
     run = PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size)
     is_planned = (

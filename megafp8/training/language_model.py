@@ -19,6 +19,7 @@ from megafp8.checkpoint.load import load_weights
 from megafp8.checkpoint.metadata import embedding_rows, read_config
 from megafp8.checkpoint.resume_point import find_source
 from megafp8.config import derived, dimensions, precision_map
+from megafp8.config.layer_backends import EMULATED, LayerBackend
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.data.tokenizers.build import Tokenizer, build_trained_tokenizer
@@ -39,7 +40,7 @@ class LanguageModel:
     Attributes:
         path: of the checkpoint.
         config: of the model on this device.
-        implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
+        implementation: the layers in use.
         context_tokens: length of the context window.
         length_multiple: sequence lengths must be a multiple of it, for the GEMMs.
         uses_cache: texts are generated with a key-value cache.
@@ -48,7 +49,7 @@ class LanguageModel:
 
     path: Path
     config: RunConfig
-    implementation: str
+    implementation: LayerBackend
     tokenizer: Tokenizer
     module: torch.nn.Module
     device: torch.device
@@ -127,7 +128,7 @@ def load_language_model(
 
     module = build_module(config, implementation, vocab_size, platform)
     load_weights(path, [module])
-    multiple = derived.gemm_alignment(config.precision) if implementation == "transformer_engine" else 1
+    multiple = derived.gemm_alignment(config.precision) if implementation.multiplies_codes else 1
     assert config.data.seq_length is not None
     return LanguageModel(
         path=path,
@@ -145,7 +146,7 @@ def load_language_model(
 
 def single_device_config(
     saved: RunConfig, target: capability.Target, uses_cache: bool = False
-) -> tuple[RunConfig, str]:
+) -> tuple[RunConfig, LayerBackend]:
     """The configuration for forward passes of a saved model on one device, and the layers in use.
 
     The layers are those of the run if the device supports them, else others of the same precision. With a key-value
@@ -182,12 +183,12 @@ def single_device_config(
     )
     overrides = tuple(entry for entry in saved.overrides if entry.startswith("transformer."))
     problems: list[str] = []
-    preferred = ("emulated",) if uses_cache else ()
-    for layers in (*preferred, precision.transformer_impl, "auto", "emulated"):
+    preferred = (EMULATED.name,) if uses_cache else ()
+    for layers in (*preferred, precision.transformer_impl, "auto", EMULATED.name):
         chosen = dataclasses.replace(precision, transformer_impl=layers)
         config = RunConfig(model=model, precision=chosen, data=saved.data, overrides=overrides)
-        implementation = capability.resolve_implementation(config, target)
-        if implementation == "transformer_engine":
+        implementation = capability.layer_backend(config, target)
+        if implementation.has_fused_kernels:
             config = with_values(config, {"precision.quantize_kernels": "te"})
         found = capability.capability_problems(config, target)
         if not found:
@@ -213,7 +214,9 @@ def check_vocabulary(path: Path, saved: RunConfig, tokenizer: Tokenizer, vocab_s
         )
 
 
-def build_module(config: RunConfig, implementation: str, vocab_size: int, platform: Platform) -> torch.nn.Module:
+def build_module(
+    config: RunConfig, implementation: LayerBackend, vocab_size: int, platform: Platform
+) -> torch.nn.Module:
     """The complete model on this device, in eval mode. Initializes process groups of one rank."""
     set_num_threads(config.training.num_threads, derived.useful_threads(config))
     init_distributed(platform, config.parallel)

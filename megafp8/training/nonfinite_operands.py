@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,15 @@ from torch import Tensor
 
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, HighPrecisionFallback
 from megafp8.config import precision_map
-from megafp8.config.schema import ModelConfig, RunConfig
-from megafp8.mcore.modules import ATTENTION, named_linears
+from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.schema import RunConfig
+from megafp8.mcore.layer_runtime import LinearCounters
 from megafp8.metrics.records import OperandCounts
-from megafp8.models.emulated_layers import EmulatedLinearMixin
 from megafp8.models.grouped_moe import named_mixtures
+from megafp8.models.layer_runtime import layer_runtime
 from megafp8.optimizer.gradient_checks import StepTotals
-from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED, QuantizerCounters
-from megafp8.quantization.delayed_scaling import OPERANDS, DelayedState, keeps_amaxes
+from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED
+from megafp8.quantization.delayed_scaling import OPERANDS
 from megafp8.recipes.base import Operand
 from megafp8.training.expert_amaxes import ExpertAmaxes
 
@@ -83,73 +84,6 @@ class NonfiniteOperands:
         ]
         more = len(parts) - max_named
         return "; ".join(parts[:max_named]) + (f"; and {more} more" if more > 0 else "")
-
-
-class LinearCounters(Protocol):
-    """The counts of this rank's linears in a step: `EmulatedCounters`, or `AmaxCounters` of `te/counters.py`.
-
-    Attributes:
-        linears: names of all quantized linears of the model, and of attention in FP8, the same on all ranks.
-    """
-
-    linears: tuple[str, ...]
-
-    def reset(self) -> None:
-        """Clear the counts before a step."""
-
-    def totals(self) -> Tensor:
-        """This rank's non-finite and saturated values, and infinite amaxes that a history would keep, int64 [3]."""
-
-    def table(self) -> Tensor:
-        """A copy of the counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]."""
-
-    def clear_infinite_amaxes(self) -> list[str]:
-        """Remove infinite amaxes from histories; names of the operands that had one."""
-
-
-class EmulatedCounters:
-    """`LinearCounters` of emulated linears.
-
-    Args:
-        linears: names of all quantized linears of the model, the same on all ranks.
-        chunks: the model.
-    """
-
-    def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
-        self.values = QuantizerCounters(linears, device)
-        self.linears = self.values.linears
-        self.windows: dict[str, DelayedState] = {}
-        for name, linear in emulated_linears_by_name(chunks):
-            if name not in self.linears:
-                continue
-            linear.counts = self.values.of_linear(name)
-            state = getattr(linear, "quantizer_state", None)
-            if isinstance(state, DelayedState) and keeps_amaxes(state.options):
-                self.windows[name] = state
-
-    def reset(self) -> None:
-        """Clear the counts before a step."""
-        self.values.reset()
-
-    def totals(self) -> Tensor:
-        """As in `LinearCounters`."""
-        totals = self.values.totals()
-        histories = [state.infinite_amaxes.any() for state in self.windows.values()]
-        num_infinite = torch.stack(histories).sum() if histories else torch.zeros_like(totals[0])
-        return torch.cat([totals, num_infinite[None]])
-
-    def table(self) -> Tensor:
-        """As in `LinearCounters`."""
-        return self.values.table.clone()
-
-    def clear_infinite_amaxes(self) -> list[str]:
-        """As in `LinearCounters`."""
-        names = []
-        for name, state in self.windows.items():
-            is_infinite = state.infinite_amaxes.tolist()
-            names += [f"{name}.{operand.value}" for operand, bad in zip(OPERANDS, is_infinite, strict=True) if bad]
-            state.clear_infinite_amaxes()
-        return names
 
 
 class OperandMonitor:
@@ -212,62 +146,23 @@ def named_counts(linears: Sequence[str], table: Tensor) -> Iterator[tuple[str, O
         )
 
 
-def emulated_linears_by_name(chunks: Sequence[Any]) -> Iterator[tuple[str, EmulatedLinearMixin]]:
-    """The emulated linears of this rank that have a recipe."""
-    for chunk in unwrap_model(list(chunks)):
-        for name, module in named_linears(chunk):
-            if isinstance(module, EmulatedLinearMixin) and module.recipe is not None:
-                yield name, module
-
-
 def build_operand_monitor(
-    config: RunConfig, chunks: Sequence[Any], implementation: str, device: torch.device
+    config: RunConfig, chunks: Sequence[Any], implementation: LayerBackend, device: torch.device
 ) -> Optional[OperandMonitor]:
     """The monitor of a run; None without linears that quantize."""
     if not precision_map.is_quantized(config.precision):
         return None
     linears = precision_map.linears_with_statistics(config.model, config.precision)
-    if implementation == "emulated":
-        return OperandMonitor(EmulatedCounters(linears, chunks, device), chunks)
-    from megafp8.te.counters import AmaxCounters  # needs Transformer Engine
-
-    if config.precision.fp8_dot_product_attention:
-        linears = with_attention(config.model, linears)
-    return OperandMonitor(AmaxCounters(linears, unwrap_model(list(chunks)), device), chunks)
+    counters = layer_runtime(implementation).counters(config, linears, unwrap_model(list(chunks)), device)
+    return OperandMonitor(counters, chunks)
 
 
-def with_attention(model: ModelConfig, linears: Sequence[str]) -> tuple[str, ...]:
-    """Add the attention of every layer to names of linears, where the forward pass has it: before `linear_proj`."""
-    names: list[str] = []
-    chosen = set(linears)
-    for name in precision_map.expert_names(model, precision_map.linear_names(model)):
-        layer, _, linear = name.rpartition(".")
-        if linear == "linear_proj":  # in high precision, too
-            names.append(f"{layer}.{ATTENTION}")
-        if name in chosen:
-            names.append(name)
-    return tuple(names)
-
-
-def fall_back(chunks: Sequence[Any], linears: Sequence[HighPrecisionFallback], implementation: str) -> None:
+def fall_back(chunks: Sequence[Any], linears: Sequence[HighPrecisionFallback], implementation: LayerBackend) -> None:
     """Compute linears in high precision, or with a scale per channel, from now on; those of this rank."""
     names = [linear.name for linear in linears if linear.form == HIGH_PRECISION]
     move_grouped_experts(chunks, names)
-    if implementation == "transformer_engine":
-        from megafp8.te.high_precision_fallback import move_to_high_precision  # need Transformer Engine
-        from megafp8.te.smoothing import smooth_inputs
-
-        model = unwrap_model(list(chunks))
-        move_to_high_precision(model, names)
-        smooth_inputs(model, [linear.name for linear in linears if linear.form == SMOOTHED])
-        return
-    forms = [(linear.name, linear.form) for linear in linears]
-    for name, linear in emulated_linears_by_name(chunks):
-        for form in [form for fallback, form in forms if fallback == name]:
-            if form == SMOOTHED:
-                linear.smooth_input()
-            else:
-                linear.move_to_high_precision()
+    smoothed = [linear.name for linear in linears if linear.form == SMOOTHED]
+    layer_runtime(implementation).change_linears(unwrap_model(list(chunks)), names, smoothed)
 
 
 def move_grouped_experts(chunks: Sequence[Any], names: Sequence[str]) -> None:

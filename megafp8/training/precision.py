@@ -14,6 +14,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megafp8.config.layer_backends import LayerBackend
+from megafp8.models.layer_runtime import layer_runtime
 from megafp8.quantization.delayed_scaling import DelayedState
 
 
@@ -49,7 +51,7 @@ class DelayedScalingSnapshot:
         implementation: the layers in use, see `Run`.
     """
 
-    def __init__(self, chunks: list[Any], implementation: str):
+    def __init__(self, chunks: list[Any], implementation: LayerBackend):
         self.chunks, self.implementation = chunks, implementation
         self._tensors: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -73,34 +75,17 @@ class DelayedScalingSnapshot:
         """Collect the tensors. Transformer Engine's layers create theirs in the first forward and backward pass, so
         that the search is repeated until it finds no more."""
         found = [tensor for chunk in self.chunks for tensor in delayed_scaling_tensors(chunk, self.implementation)]
+        runtime = layer_runtime(self.implementation)
         is_stable = len(found) == len(self._tensors) > 0
-        if self.implementation == "transformer_engine":  # experts in one launch have theirs from the start
-            is_stable &= any(transformer_engine_tensors(chunk, self.implementation) for chunk in self.chunks)
-        self._is_complete = is_stable and not lacks_attention_scales(self.chunks, self.implementation)
+        if self.implementation.creates_scales_late:  # experts in one launch have theirs from the start
+            is_stable &= any(runtime.delayed_state(chunk) for chunk in self.chunks)
+        self._is_complete = is_stable and not runtime.lacks_scales_of_attention(self.chunks)
         self._tensors, self._copies = found, [torch.empty_like(tensor) for tensor in found]
 
 
-def delayed_scaling_tensors(chunk: Any, implementation: str) -> list[Tensor]:
+def delayed_scaling_tensors(chunk: Any, implementation: LayerBackend) -> list[Tensor]:
     """The amax histories and scales of a model chunk, not copied: of Transformer Engine's linears, and of emulated
     linears and experts in one launch."""
     states = [module for module in chunk.modules() if isinstance(module, DelayedState)]
     own = [tensor for state in states for tensor in (state.amax_history, state.quant_scale)]
-    return own + transformer_engine_tensors(chunk, implementation)
-
-
-def transformer_engine_tensors(chunk: Any, implementation: str) -> list[Tensor]:
-    """Those of Transformer Engine's linears; empty before their first forward pass."""
-    if implementation != "transformer_engine":
-        return []
-    from megafp8.te import layers  # needs Transformer Engine
-
-    return layers.delayed_state(chunk)
-
-
-def lacks_attention_scales(chunks: list[Any], implementation: str) -> bool:
-    """Whether layers with FP8 attention have no scales of attention yet."""
-    if implementation != "transformer_engine":
-        return False
-    from megafp8.te import layers  # needs Transformer Engine
-
-    return any(layers.lacks_scales_of_attention(chunk) for chunk in chunks)
+    return own + layer_runtime(implementation).delayed_state(chunk)

@@ -17,6 +17,7 @@ from megafp8.checkpoint.metadata import load_common_state, skip_history
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, HighPrecisionFallback, Progress
 from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_abandoned, retire_newer
 from megafp8.config import derived, precision_map, settings
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.collective_errors import call_on_rank_0
 from megafp8.errors import CheckpointError
@@ -68,7 +69,7 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
 
 
 def preview(
-    config: RunConfig, world_size: int, implementation: str, vocab_size: int
+    config: RunConfig, world_size: int, implementation: LayerBackend, vocab_size: int
 ) -> tuple[Optional[ResumePoint], bool]:
     """The checkpoint that a start would load, after the checks that need no ranks; renames nothing.
 
@@ -162,7 +163,7 @@ def change_linears(run: Run, path: Path, fallbacks: tuple[HighPrecisionFallback,
 
 
 def check_fallbacks(
-    precision: PrecisionConfig, implementation: str, path: Path, fallbacks: tuple[HighPrecisionFallback, ...]
+    precision: PrecisionConfig, implementation: LayerBackend, path: Path, fallbacks: tuple[HighPrecisionFallback, ...]
 ) -> None:
     """Check that a run can change the linears that the run of the checkpoint had changed.
 
@@ -174,7 +175,7 @@ def check_fallbacks(
     problems = (
         (smoothed, derived.is_stateful(precision), "smoothed", "delayed scaling does not support: use a recipe without "
          "amax history"),
-        (smoothed, implementation == "local", "smoothed", "megatron-core's own layers do not support: remove "
+        (smoothed, not implementation.quantizes, "smoothed", "megatron-core's own layers do not support: remove "
          "--transformer-impl local"),
         (smoothed, precision.fp8_param_gather, "smoothed", "FP8 weights do not support: remove --fp8-param-gather"),
         (in_high_precision, precision.fp8_param_gather, "in high precision", "FP8 weights do not support: remove "

@@ -15,6 +15,7 @@ from megafp8.checkpoint.directory import NON_PERSISTENT
 from megafp8.checkpoint.progress import HighPrecisionFallback, Progress, TrainingState
 from megafp8.config import iterations, lr_schedule
 from megafp8.config.batch_schedule import BatchSchedule
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_hash import SampleHashChain
@@ -43,7 +44,7 @@ class Run:
     attribute.
 
     Attributes:
-        implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
+        implementation: the layers in use.
         rank_position: position of this rank in the parallel layout.
         vocab_size: rows of the embedding, padded.
         datasets: train, valid, test; None where there is none.
@@ -65,7 +66,7 @@ class Run:
     config: RunConfig
     platform: Platform
     rank_position: RankPosition
-    implementation: str
+    implementation: LayerBackend
     tokenizer: Tokenizer
     vocab_size: int
     datasets: tuple[Any, Any, Any]

@@ -14,6 +14,7 @@ import torch
 
 import megafp8
 from megafp8.config import derived, model_shapes, precision_map, settings
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.muon import is_muon
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import PrecisionConfig, RunConfig
@@ -30,21 +31,20 @@ from megafp8.training.run import Run
 LIBRARIES = ("torch", "megatron-core", "transformer-engine", "deep-ep", "numpy", "sentencepiece")
 
 
-def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
+def describe_arithmetic(precision: PrecisionConfig, implementation: LayerBackend) -> str:
     """The arithmetic of the linears in short, for tables and legends: `fp8 hybrid tensorwise, emulated, on bf16`."""
     dtype, recipe = derived.params_dtype(precision), derived.quantization_recipe(precision)
     if not precision_map.is_quantized(precision):
         return dtype
     formats = f"fp4 {precision.fp4_format}" if precision.fp8_format is None else f"fp8 {precision.fp8_format}"
-    how = "TE" if implementation == "transformer_engine" else "emulated"
     base = dtype if recipe is None else f"{formats} {recipe}"
     attention = " with attention" if precision.fp8_dot_product_attention else ""
     mapped = " with a precision map" if precision.precision_map else ""
     steps = f", steps {precision.fp8_schedule}" if precision.fp8_schedule is not None else ""
-    return f"{base}{attention}{mapped}{steps}, {how}, on {dtype}"
+    return f"{base}{attention}{mapped}{steps}, {implementation.arithmetic}, on {dtype}"
 
 
-def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
+def recipe_lines(config: RunConfig, implementation: LayerBackend) -> list[str]:
     """The resolved recipe as console lines: one per GEMM, or a table where linears differ; none where all is in high
     precision."""
     precision = config.precision
@@ -79,12 +79,12 @@ def mapped_recipes(config: RunConfig) -> dict[str, str]:
     }
 
 
-def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:
+def matmul_dtype(precision: PrecisionConfig, implementation: LayerBackend) -> str:
     """The dtype whose peak FLOP/s the linears could reach; emulated FP8 and FP4 run in the dtype of the parameters, and
     Transformer Engine multiplies FP32 in TF32."""
     families = {recipe.family for recipe in derived.used_recipes(precision)}
     dtype = derived.params_dtype(precision)
-    if implementation != "transformer_engine":
+    if not implementation.multiplies_codes:
         return dtype
     if families:
         return "fp4" if "fp4" in families else "fp8"

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config import derived, dimensions, iterations, multi_token
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
@@ -25,10 +26,10 @@ from megafp8.mcore.process_groups import build_process_groups
 from megafp8.metrics.timers import StepTimer
 from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
 from megafp8.models.grouped_moe import grouped_weights
+from megafp8.models.layer_runtime import layer_runtime
 from megafp8.models.loss import build_forward_step
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer import fused_adam
-from megafp8.optimizer.emulated_state import emulate_low_precision_state
 from megafp8.optimizer.fp8_reduction import build_fp8_reduction
 from megafp8.optimizer.gradient_communication import (
     WgradOverwrite,
@@ -48,7 +49,9 @@ REPORT_INTERVAL_S = 60.0
 """Between messages about the preparation of the data, without `--verbose`."""
 
 
-def build_training_run(config: RunConfig, platform: Platform, implementation: str, has_data: bool = True) -> Run:
+def build_training_run(
+    config: RunConfig, platform: Platform, implementation: LayerBackend, has_data: bool = True
+) -> Run:
     """Build a run; all ranks call it.
 
     Data is opened before the model is built, so that an error in it is reported early.
@@ -129,7 +132,7 @@ def print_at_intervals(interval_s: float) -> Callable[[str], None]:
 def build_training_state(
     config: RunConfig,
     transformer_config: TransformerConfig,
-    implementation: str,
+    implementation: LayerBackend,
     vocab_size: int,
     world_size: int,
     platform: Platform,
@@ -141,14 +144,9 @@ def build_training_state(
     """
     model = build_model(config, transformer_config, implementation, vocab_size)
     with side_stream() if derived.uses_cuda_graph(config) else nullcontext():
-        chunks = add_gradient_buffers(config, transformer_config, model)
-    optimizer = build_optimizer(config, transformer_config, chunks)
-    if implementation == "transformer_engine":
-        from megafp8.te.adam_weights import cast_weights_of_adam
-
-        cast_weights_of_adam(chained_optimizers(optimizer))
-    else:
-        emulate_low_precision_state(config, chained_optimizers(optimizer))
+        chunks = add_gradient_buffers(config, transformer_config, implementation, model)
+    optimizer = build_optimizer(config, transformer_config, implementation, chunks)
+    layer_runtime(implementation).set_optimizer_state(config, chained_optimizers(optimizer))
     problem = fused_adam.problem(config, platform.kind == "cuda")
     check_graph_optimizer(config, problem)
     if problem is None:
@@ -161,18 +159,16 @@ def build_training_state(
 
 
 def build_wgrad_overwrite(
-    config: RunConfig, training_state: TrainingState, implementation: str
+    config: RunConfig, training_state: TrainingState, implementation: LayerBackend
 ) -> Optional[WgradOverwrite]:
     """Overwriting of the gradient buffers by the first wgrad of a step; None where the layers do not support it."""
     precision, stages = config.precision, config.parallel.pipeline_model_parallel_size
     is_fused = precision.gradient_overwrite and precision.gradient_accumulation_fusion
-    if not is_fused or stages > 1 or implementation != "transformer_engine":
+    if not is_fused or stages > 1 or not implementation.overwrites_gradients:
         return None
     if multi_token.num_depths(config.model):
         return None  # the output layer has several wgrads in a microbatch, of which only the first may overwrite
-    from megafp8.te.layers import weights_with_fused_gradients  # needs Transformer Engine
-
+    fused_weights = layer_runtime(implementation).weights_with_fused_gradients
     return WgradOverwrite(
-        training_state.chunks,
-        lambda: [*weights_with_fused_gradients(training_state.chunks), *grouped_weights(training_state.chunks)],
+        training_state.chunks, lambda: [*fused_weights(training_state.chunks), *grouped_weights(training_state.chunks)]
     )

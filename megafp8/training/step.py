@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from megafp8.checkpoint.progress import Progress
 from megafp8.config import multi_token
 from megafp8.mcore.process_groups import reset_param_gather
-from megafp8.models.emulated_layers import cached_weight_codes
+from megafp8.models.layer_runtime import layer_runtime
 from megafp8.optimizer.fp8_gradients import next_factor
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.optimizer.gradient_checks import CodeCounts, StepTotals
@@ -266,8 +266,7 @@ def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_
     """Run megatron-core's pipeline schedule; returns the reports of the losses on the last stage, else none."""
     chunks = run.training_state.chunks
     schedule = get_forward_backward_func()
-    # Emulated layers then quantize each weight once for all microbatches.
-    with cached_weight_codes(chunks) if run.implementation == "emulated" else nullcontext():
+    with layer_runtime(run.implementation).cached_weights(chunks):
         return schedule(
             forward_step_func=run.forward_step,
             data_iterator=batches_of_chunks(run, batches),

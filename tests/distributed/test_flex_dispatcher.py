@@ -15,6 +15,7 @@ from ranks import run_ranks
 from small_run import PLAIN, Curve, build_run, small_config
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
+from megafp8.config.layer_backends import EMULATED
 from megafp8.config.settings import with_values
 from megafp8.mcore.config import build_transformer_config
 from megafp8.metrics.expert_load import LayerLoad
@@ -72,6 +73,6 @@ def test_a_run_follows_that_of_alltoall(backend: str, flags: str, world_size: in
 
 def test_megatron_core_gets_the_library_and_its_sms() -> None:
     flags = f"{EXPERTS} --bf16 {EP2} --moe-token-dispatcher-type flex --moe-deepep-num-sms 24"
-    fields = build_transformer_config(small_config("llama", flags, 2), "emulated", on_cuda=False)
+    fields = build_transformer_config(small_config("llama", flags, 2), EMULATED, on_cuda=False)
     assert (fields.moe_token_dispatcher_type, fields.moe_flex_dispatcher_backend) == ("flex", "deepep")
     assert 24 in (fields.moe_deepep_num_sms, getattr(fields, "moe_flex_dispatcher_num_sms", None))

@@ -22,10 +22,10 @@ from megafp8.checkpoint.progress import SMOOTHED, Progress
 from megafp8.metrics.layer_statistics import GROWTH, INPUT_STATISTICS, LIMITS
 from megafp8.metrics.records import GuardRecord
 from megafp8.metrics.sinks.jsonl import current_records, read_records
+from megafp8.models.layer_runtime import emulated_linears_by_name
 from megafp8.training import pretrain
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.guard import Key, layer_warnings, recorded, updated_trends
-from megafp8.training.nonfinite_operands import emulated_linears_by_name
 
 RECIPES = {
     "tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",

@@ -14,10 +14,10 @@ from small_run import build_run, fingerprint, small_config, weights
 from megafp8.analysis.runs import LoadedRun, load_run
 from megafp8.checkpoint.progress import Progress
 from megafp8.metrics.layer_statistics import swiglu_alignment
+from megafp8.models.layer_runtime import emulated_linears_by_name
 from megafp8.training import pretrain
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.planted_fault import LayerFault, align, query_key_mask
-from megafp8.training.nonfinite_operands import emulated_linears_by_name
 from megafp8.training.step import train_step
 
 TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"

@@ -16,6 +16,7 @@ from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import checkpoint_path
 from megafp8.checkpoint.metadata import load_common_state
 from megafp8.checkpoint.progress import Progress
+from megafp8.config.layer_backends import LOCAL
 from megafp8.data.sample_hash import SampleHash
 from megafp8.device import platform
 from megafp8.errors import CheckpointError
@@ -49,7 +50,7 @@ def start(folder: Path, data_path: tuple[str, ...], steps: int, flags: str = "",
     config = small_config("llama", text, world_size)
     data = dataclasses.replace(config.data, mock_data=False, data_path=data_path, split=config.data.split or "1")
     config = dataclasses.replace(config, data=data)
-    return run_ranks(world_size, lambda: train(build_training_run(config, platform.detect_platform(), "local")))[0]
+    return run_ranks(world_size, lambda: train(build_training_run(config, platform.detect_platform(), LOCAL)))[0]
 
 
 def mark(folder: Path, step: int) -> SampleHash:

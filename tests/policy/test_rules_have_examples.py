@@ -9,6 +9,7 @@ from rule_examples import BASE, EXAMPLES, TABLES
 from megafp8.config import rules
 from megafp8.config.features import has_feature
 from megafp8.config.flags import build_parser
+from megafp8.config.layer_backends import EMULATED
 from megafp8.config.rules.base import UNSUPPORTED_SETTINGS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, settings_by_name, with_values
@@ -126,4 +127,4 @@ def test_no_rule_raises_on_missing_or_out_of_range_values():
             changes[setting.name] = generator.choice(options + ([None] if setting.optional else []))
         config, world_size = with_values(base, changes), generator.choice([0, 1, 3, 8])
         assert isinstance(rules.problems(config, world_size), list)
-        assert isinstance(rules.warnings(config, "emulated", world_size), list)
+        assert isinstance(rules.warnings(config, EMULATED, world_size), list)

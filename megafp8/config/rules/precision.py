@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megafp8.config import derived, dimensions, gemm_alignment, model_shapes, precision_map, topology
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.expert_layers import is_mixture
+from megafp8.config.layer_backends import requested_backend
 from megafp8.config.planted_faults import INFINITE_ACTIVATION
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, has_shape, no_effect_without
 from megafp8.config.rules.declared import HISTORY_SETTINGS
@@ -106,7 +107,8 @@ def fp8_weights_need_masters(config: RunConfig, world_size: int) -> Iterator[str
 def low_formats_need_quantizing_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     """megatron-core's local layers support neither FP8 nor FP4."""
     precision = config.precision
-    if precision.transformer_impl == "local" and (recipes := precision_map.used_recipes(precision)):
+    backend = requested_backend(precision)
+    if backend is not None and not backend.quantizes and (recipes := precision_map.used_recipes(precision)):
         yield (
             f"{precision_map.recipe_source(precision, recipes[0])} with --transformer-impl local: megatron-core's own "
             "layers do not quantize; use --transformer-impl auto"

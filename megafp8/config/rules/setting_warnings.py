@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, iterations, lr_schedule, precision_map
 from megafp8.config.expert_layers import has_capacity, is_mixture
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.rules.batch import batch_schedule_warnings
 from megafp8.config.rules.declared import unused_settings
 from megafp8.config.rules.gradient_reduction import idle_reduction_warnings
@@ -27,12 +28,12 @@ MEGATRON_HISTORY, TRANSFORMER_ENGINE_HISTORY = (1, "most_recent"), (1024, "max")
 DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
-def warnings(config: RunConfig, implementation: str, world_size: int) -> list[str]:
+def warnings(config: RunConfig, implementation: LayerBackend, world_size: int) -> list[str]:
     """All warnings about a configuration.
 
     Args:
         config: the settings.
-        implementation: layer implementation: `transformer_engine`, `emulated` or `local`.
+        implementation: the layers in use.
         world_size: number of ranks.
     """
     return [
@@ -58,12 +59,12 @@ def _cuda_graph_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _op_fuser_warnings(config: RunConfig, implementation: str) -> Iterator[str]:
+def _op_fuser_warnings(config: RunConfig, implementation: LayerBackend) -> Iterator[str]:
     if config.precision.use_transformer_engine_op_fuser and is_mixture(config.model):
         yield (
             "--use-transformer-engine-op-fuser fuses the MLPs of layers without experts; experts keep their own kernels"
         )
-    if implementation != "transformer_engine" or config.precision.use_transformer_engine_op_fuser is not None:
+    if not implementation.has_fused_kernels or config.precision.use_transformer_engine_op_fuser is not None:
         return
     if not uses_op_fuser(config) and uses_op_fuser(with_values(config, {"precision.precision_map": ()})):
         yield (
@@ -123,7 +124,7 @@ def warmup_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _mixture_warnings(config: RunConfig, implementation: str) -> Iterator[str]:
+def _mixture_warnings(config: RunConfig, implementation: LayerBackend) -> Iterator[str]:
     model = config.model
     if not is_mixture(model):
         return
@@ -156,9 +157,9 @@ def _mixture_warnings(config: RunConfig, implementation: str) -> Iterator[str]:
         )
 
 
-def _router_padding_warnings(config: RunConfig, implementation: str) -> Iterator[str]:
+def _router_padding_warnings(config: RunConfig, implementation: LayerBackend) -> Iterator[str]:
     one_launch = "--moe-expert-kernels triton"
-    if implementation != "transformer_engine":
+    if implementation.pads_expert_tokens:
         yield (
             f"{PADDING} has no effect with --transformer-impl {implementation}, whose experts pad their tokens with "
             "zeros"
@@ -177,9 +178,9 @@ def _router_padding_warnings(config: RunConfig, implementation: str) -> Iterator
         )
 
 
-def _unused_setting_warnings(config: RunConfig, implementation: str) -> Iterator[str]:
+def _unused_setting_warnings(config: RunConfig, implementation: LayerBackend) -> Iterator[str]:
     parallel, data = config.parallel, config.data
-    if config.optimizer.use_precision_aware_optimizer and implementation != "transformer_engine":
+    if config.optimizer.use_precision_aware_optimizer and not implementation.has_low_precision_optimizer:
         yield (
             "--use-precision-aware-optimizer is emulated: optimizer state has the numbers of its formats, and takes "
             "four bytes each"
@@ -212,12 +213,12 @@ def _unused_setting_warnings(config: RunConfig, implementation: str) -> Iterator
             "--reset-attention-mask without --eod-mask-loss: the first token of a document is still a label, of the "
             "end of the document before"
         )
-    if model.attention_logit_softcapping is not None and implementation == "transformer_engine":
+    if model.attention_logit_softcapping is not None and not implementation.has_torch_attention:
         yield (
             f"--attention-logit-softcapping {model.attention_logit_softcapping:g}: Transformer Engine has none, so "
             "attention is computed by torch; its memory grows with the square of --seq-length"
         )
-    if parallel.cp_comm_type != "p2p" and implementation != "transformer_engine" and parallel.context_parallel_size > 1:
+    if parallel.cp_comm_type != "p2p" and implementation.has_torch_attention and parallel.context_parallel_size > 1:
         yield (
             f"--cp-comm-type {parallel.cp_comm_type} has no effect: the {implementation} layers always all-gather keys "
             "and values"

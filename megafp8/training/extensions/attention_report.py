@@ -11,6 +11,7 @@ from megafp8.config.precision_options import is_quantized_at
 from megafp8.errors import CapabilityError
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
+from megafp8.models.layer_runtime import layer_runtime
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
@@ -30,12 +31,10 @@ def report_attention(run: Run, sinks: Sinks, step: int) -> None:
     Raises:
         CapabilityError: Transformer Engine fell back to unfused attention, or from FP8 to BF16.
     """
-    if run.implementation != "transformer_engine":
+    if run.implementation.has_torch_attention:
         sinks.write(EventRecord(step=step, name="attention", detail="torch SDPA"))
         return
-    from megafp8.te.layers import selected_attention_backend  # needs Transformer Engine
-
-    chosen = selected_attention_backend()
+    chosen = layer_runtime(run.implementation).attention_kernel()
     if chosen is None:
         return
     sinks.write(EventRecord(step=step, name="attention", detail=f"Transformer Engine {chosen}"))

@@ -27,11 +27,11 @@ from megafp8.config import derived
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.timers import CALIBRATION
+from megafp8.models.layer_runtime import layer_runtime
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.precision_schedule import changes_at
-from megafp8.training.precision import lacks_attention_scales
 from megafp8.training.run import Run
 from megafp8.training.step import clear_gradients, forward_backward
 
@@ -69,11 +69,11 @@ def needs_calibration(run: Run) -> bool:
     scales = delayed_scales(run)
     # A pipeline stage may have no linear with delayed scaling. Transformer Engine's linears create their scales in the
     # first forward pass.
-    needs_none = run.implementation == "emulated" and not scales
+    needs_none = not (run.implementation.creates_scales_late or scales)
     has_some = any(bool((scale != 1).any()) for scale in scales)
     # A checkpoint of a run with BF16 attention has only the scales of linears, and one of a run with other experts none
     # of experts in one launch.
-    lacks_some = lacks_attention_scales(run.training_state.chunks, run.implementation) or any(
+    lacks_some = layer_runtime(run.implementation).lacks_scales_of_attention(run.training_state.chunks) or any(
         state.num_linears is not None and not (state.quant_scale != 1).any() for state in delayed_states(run)
     )
     has_scales = torch.tensor(float(needs_none or (has_some and not lacks_some)), device=run.platform.device)
@@ -83,11 +83,8 @@ def needs_calibration(run: Run) -> bool:
 
 def delayed_scales(run: Run) -> list[Tensor]:
     """The delayed scales of this rank's linears, FP32, all 1 before the first forward pass; may be empty."""
-    found: list[Tensor] = []
-    if run.implementation == "transformer_engine":
-        from megafp8.te import layers  # needs Transformer Engine
-
-        found = [scale for chunk in run.training_state.chunks for scale in layers.delayed_scales(chunk)]
+    runtime = layer_runtime(run.implementation)
+    found = [scale for chunk in run.training_state.chunks for scale in runtime.delayed_scales(chunk)]
     return found + [state.quant_scale for state in delayed_states(run)]
 
 

@@ -145,7 +145,7 @@ def params_norm(run: Run) -> float:
     if has_expert_ranks(run.config):
         group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         norm = math.hypot(norm, get_grad_norm_fp32(experts, grad_stats_parallel_group=group))
-    if not (run.implementation == "emulated" and run.config.precision.fp8_param_gather):
+    if not (run.implementation.emulates and run.config.precision.fp8_param_gather):
         return norm
     quantized = [weight for weight in weights if isinstance(weight, QuantizedParameter)]
     # Master weights are sharded over the same ranks as the gradients.

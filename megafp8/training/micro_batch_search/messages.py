@@ -17,7 +17,7 @@ class TrialSetup:
 
     Attributes:
         config: of the run, without a micro-batch size.
-        implementation: the layers in use, see `Run`.
+        implementation: the name of the layers in use.
         limit_bytes: memory limit of a rank.
         outside_bytes: the part of it that torch does not allocate; 0 on a CPU, where a peak is that of the process.
         store_address: host and port of the store for the rendezvous of the trial processes; None for one rank.

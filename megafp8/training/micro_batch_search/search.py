@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.config import dimensions, iterations, topology
+from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_with, value_of
@@ -64,7 +65,7 @@ class SizeChoice:
 
 
 def choose_micro_batch(
-    config: RunConfig, platform: Platform, implementation: str, watchdog: Watchdog
+    config: RunConfig, platform: Platform, implementation: LayerBackend, watchdog: Watchdog
 ) -> tuple[Optional[int], str]:
     """The micro-batch size, and a description for the record; all ranks call it.
 
@@ -103,7 +104,7 @@ def relevant_settings(config: RunConfig) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def load_known_choice(config: RunConfig, platform: Platform, implementation: str) -> tuple[Optional[int], str]:
+def load_known_choice(config: RunConfig, platform: Platform, implementation: LayerBackend) -> tuple[Optional[int], str]:
     """The size saved in the folder of the run, or in the one that it loads from, and a description.
 
     There is none if the relevant settings changed, or if it took more memory than the limit is now.
@@ -118,7 +119,7 @@ def load_known_choice(config: RunConfig, platform: Platform, implementation: str
     choice = read_choice(paths[0])
     was = {"world_size": choice.world_size, "layers": choice.implementation}
     was |= relevant_settings(RunConfig()) | choice.settings  # older versions recorded fewer settings
-    now = {"world_size": world_size(), "layers": implementation} | relevant_settings(config)
+    now = {"world_size": world_size(), "layers": implementation.name} | relevant_settings(config)
     changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
     if changed:
         return None, f"{paths[0]} belongs to a different run ({'; '.join(changed)}): repeating the search"
@@ -159,7 +160,7 @@ def read_choice(path: Path) -> SizeChoice:
 
 
 def search_sizes(
-    config: RunConfig, platform: Platform, implementation: str, watchdog: Watchdog
+    config: RunConfig, platform: Platform, implementation: LayerBackend, watchdog: Watchdog
 ) -> Optional[SizeChoice]:
     """Try sizes until the fastest that fits is found; None if a signal ended the search. All ranks return the same.
 
@@ -190,7 +191,10 @@ def search_sizes(
     trials: dict[int, micro_batch.Trial] = {}
     times_ms: dict[int, Optional[float]] = {}
     setup = TrialSetup(
-        config=config, implementation=implementation, limit_bytes=limit_bytes, outside_bytes=outside if is_gpu else 0
+        config=config,
+        implementation=implementation.name,
+        limit_bytes=limit_bytes,
+        outside_bytes=outside if is_gpu else 0,
     )
     with closing(TrialProcess(setup)) as process:
         while (size := micro_batch.next_size(candidates, times_ms, first)) is not None:
@@ -207,7 +211,7 @@ def search_sizes(
             "model-parallel ranks, or a higher --micro-batch-size-memory-limit; megafp8 plan searches for layouts"
         )
     choice = SizeChoice(
-        micro_batch_size=size, world_size=ranks, implementation=implementation, settings=relevant_settings(config),
+        micro_batch_size=size, world_size=ranks, implementation=implementation.name, settings=relevant_settings(config),
         device=platform.name, memory_bytes=platform.total_memory_bytes(), limit_bytes=limit_bytes,
         trials=(*trials.values(), *skipped),
     )  # fmt: skip

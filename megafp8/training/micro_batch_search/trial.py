@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.config import iterations
+from megafp8.config.layer_backends import LAYER_BACKENDS
 from megafp8.config.precision_options import parse_schedule
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -93,7 +94,7 @@ class TrialRun:
         if setup.store_address is not None:
             store = dist.PrefixStore(setup.store_prefix, dist.TCPStore(*setup.store_address))
         device_platform.init_distributed(self.platform, config.parallel, store)
-        self.run = build_training_run(config, self.platform, setup.implementation, has_data=False)
+        self.run = build_training_run(config, self.platform, LAYER_BACKENDS[setup.implementation], has_data=False)
         has_statistics = config.logging.fp8_log_interval is not None
         self.collector = StatisticsCollector(self.run) if has_statistics else None
         self.kinds = step_kinds(config, self.run.rank_position.world_size)

@@ -8,6 +8,7 @@ import pytest
 
 from megafp8.config import flags, mixture
 from megafp8.config.grouped_experts import grouped_expert_problems, one_launch_suggestion
+from megafp8.config.layer_backends import LAYER_BACKENDS
 from megafp8.device.layer_support import expert_launch_warnings
 
 DELAYED, HYBRID = "--fp8-format e4m3 --fp8-recipe delayed", "--fp8-format hybrid --fp8-recipe delayed"
@@ -70,11 +71,11 @@ def test_a_run_whose_experts_run_one_by_one_says_what_avoids_it(
     extra: str, implementation: str, suggestion: Optional[str]
 ) -> None:
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
-    found = expert_launch_warnings(config, "cuda", implementation)
+    found = expert_launch_warnings(config, "cuda", LAYER_BACKENDS[implementation])
     assert bool(found) == (suggestion is not None)
     measured = "16 times as long" if "--fp8" in extra else "5 times as long"
     assert all(suggestion in warning and measured in warning for warning in found if suggestion)
-    assert expert_launch_warnings(config, "cpu", implementation) == []
+    assert expert_launch_warnings(config, "cpu", LAYER_BACKENDS[implementation]) == []
 
 
 def test_the_suggestion_may_be_several_flags() -> None:

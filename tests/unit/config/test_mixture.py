@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from megafp8.config import mixture
+from megafp8.config.layer_backends import EMULATED
 from megafp8.config.rules import moe, routing, warnings
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.settings import from_json, to_json, with_values
@@ -136,5 +137,5 @@ def test_groups_may_be_scored_by_a_rounded_number_of_experts() -> None:
     best = logits.view(64, 4, 2).amax(-1).topk(2).indices
     in_groups = torch.zeros(64, 4, dtype=torch.bool).scatter(1, best, True).repeat_interleave(2, dim=1)
     assert (chosen.sum(1) == 3).all() and not (chosen & ~in_groups).any()
-    (warning,) = (text for text in warnings(config, "emulated", 1) if "--moe-router-group-topk" in text)
+    (warning,) = (text for text in warnings(config, EMULATED, 1) if "--moe-router-group-topk" in text)
     assert "a group is scored by its 1 best expert (3 / 2, rounded down)" in warning

@@ -6,6 +6,7 @@ import pytest
 
 from megafp8.config import rules
 from megafp8.config.flags import ParsedArgs, parse
+from megafp8.config.layer_backends import EMULATED
 from megafp8.config.muon import has_flat_shards, is_layer_wise, is_muon
 from megafp8.config.rules import warnings
 
@@ -81,5 +82,5 @@ def test_what_cannot_be_done_is_refused(flags: str, text: str) -> None:
 def test_settings_of_muon_have_no_effect_on_adam() -> None:
     config = parsed("--muon-momentum 0.95 --muon-no-split-qkv --muon-tp-mode distributed").config
     assert rules.setting_problems(config, 1) == []
-    found = [each for each in warnings(config, "emulated", 1) if "without --optimizer muon" in each]
+    found = [each for each in warnings(config, EMULATED, 1) if "without --optimizer muon" in each]
     assert len(found) == 3 and found[0].startswith("--muon-momentum 0.95 has no effect")

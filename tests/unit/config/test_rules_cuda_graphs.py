@@ -8,6 +8,7 @@ from typing import Optional
 import pytest
 
 from megafp8.config import flags
+from megafp8.config.layer_backends import LAYER_BACKENDS, TRANSFORMER_ENGINE
 from megafp8.config.rules import cuda_graph, warnings
 from megafp8.device import capability
 
@@ -116,7 +117,7 @@ def test_experts_in_one_launch_have_a_graph(text: str) -> None:
     ],
 )
 def test_graph_warnings(text: str, implementation: str, world_size: int, part: Optional[str]) -> None:
-    found = warnings(flags.parse(text.split()).config, implementation, world_size)
+    found = warnings(flags.parse(text.split()).config, LAYER_BACKENDS[implementation], world_size)
     about = [warning for warning in found if "--cuda-graph-impl local" in warning]
     assert len(about) == (part is not None) and all(part in warning for warning in about)
 
@@ -125,7 +126,7 @@ def test_graph_warnings(text: str, implementation: str, world_size: int, part: O
 def test_warmup_steps_without_a_graph_have_no_effect(steps: int) -> None:
     """As in Megatron-LM, whose tests give them with graphs of layers."""
     text = f"--cuda-graph-impl none --cuda-graph-warmup-steps {steps}"
-    found = warnings(flags.parse(text.split()).config, "transformer_engine", 1)
+    found = warnings(flags.parse(text.split()).config, TRANSFORMER_ENGINE, 1)
     assert f"--cuda-graph-warmup-steps {steps} has no effect without --cuda-graph-impl local" in found
     assert not any("warmup-steps" in problem for problem in problems(text))
 

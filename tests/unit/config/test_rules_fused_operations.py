@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from megafp8.config.layer_backends import LAYER_BACKENDS, TRANSFORMER_ENGINE
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.rules import warnings
 from megafp8.config.rules.precision import (
@@ -167,12 +168,16 @@ def test_a_residual_is_added_in_a_norm_that_supports_it(values: dict[str, Any], 
 def test_a_map_that_excludes_fused_operations_is_a_warning(
     values: dict[str, Any], implementation: str, has_warning: bool
 ) -> None:
-    found = [warning for warning in warnings(with_values(RunConfig(), values), implementation, 1) if "fuser" in warning]
+    found = [
+        warning
+        for warning in warnings(with_values(RunConfig(), values), LAYER_BACKENDS[implementation], 1)
+        if "fuser" in warning
+    ]
     assert len(found) == has_warning and all("instead of its fused operations" in warning for warning in found)
 
 
 def test_the_op_fuser_is_for_the_layers_without_experts() -> None:
     config = with_values(RunConfig(), {"model.num_experts": 4, **FUSED})
     assert [
-        text for text in warnings(config, "transformer_engine", 1) if "fuses the MLPs of layers without experts" in text
+        text for text in warnings(config, TRANSFORMER_ENGINE, 1) if "fuses the MLPs of layers without experts" in text
     ]

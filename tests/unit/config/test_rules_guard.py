@@ -3,6 +3,7 @@
 import pytest
 
 from megafp8.config import flags, rules
+from megafp8.config.layer_backends import EMULATED
 from megafp8.config.schema import RunConfig
 
 RUN = (
@@ -27,7 +28,7 @@ def problems(words: str) -> list[str]:
 def warnings(words: str) -> list[str]:
     config = config_of(words)
     assert rules.setting_problems(config, 1) == []
-    return [warning for warning in rules.warnings(config, "emulated", 1) if "--fp8-guard" in warning]
+    return [warning for warning in rules.warnings(config, EMULATED, 1) if "--fp8-guard" in warning]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from megafp8.config import flags, rules
+from megafp8.config.layer_backends import EMULATED, LAYER_BACKENDS, TRANSFORMER_ENGINE
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
@@ -56,7 +57,7 @@ CASES = (
 
 @pytest.mark.parametrize(("values", "implementation", "flag"), CASES)
 def test_a_setting_without_effect_gives_a_warning(values: dict, implementation: str, flag: str) -> None:
-    (warning,) = rules.warnings(with_values(RunConfig(), values), implementation, 1)
+    (warning,) = rules.warnings(with_values(RunConfig(), values), LAYER_BACKENDS[implementation], 1)
     assert warning.startswith(flag)
 
 
@@ -71,19 +72,19 @@ def test_a_setting_without_effect_gives_a_warning(values: dict, implementation: 
     ],
 )
 def test_an_effective_setting_gives_no_warning(values: dict, implementation: str) -> None:
-    assert rules.warnings(with_values(RunConfig(), values), implementation, 1) == []
+    assert rules.warnings(with_values(RunConfig(), values), LAYER_BACKENDS[implementation], 1) == []
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_e5m2_gradients_of_a_block_recipe_give_a_warning(recipe: str) -> None:
     values = {**BF16, "precision.fp8_format": "hybrid", "precision.fp8_recipe": recipe}
-    (warning,) = rules.warnings(with_values(RunConfig(), values), "emulated", 1)
+    (warning,) = rules.warnings(with_values(RunConfig(), values), EMULATED, 1)
     assert warning.startswith(f"--fp8-format hybrid quantizes gradients to E5M2; --fp8-recipe {recipe}")
 
 
 def test_a_short_amax_history_gives_a_warning() -> None:
     values = {**BF16, "precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
-    (warning,) = rules.warnings(with_values(RunConfig(), values), "emulated", 1)
+    (warning,) = rules.warnings(with_values(RunConfig(), values), EMULATED, 1)
     assert "Transformer Engine's default is --fp8-amax-history-len 1024 --fp8-amax-compute-algo max" in warning
 
 
@@ -93,7 +94,7 @@ def test_a_short_amax_history_gives_a_warning() -> None:
     {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed", "precision.fp8_amax_history_len": 16},
 ])  # fmt: skip
 def test_a_usual_recipe_gives_no_warning(values: dict) -> None:
-    assert rules.warnings(with_values(RunConfig(), values | BF16), "emulated", 1) == []
+    assert rules.warnings(with_values(RunConfig(), values | BF16), EMULATED, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -105,18 +106,18 @@ def test_a_usual_recipe_gives_no_warning(values: dict) -> None:
     ],
 )
 def test_fp8_on_fp32_weights_gives_a_warning(words: str, flag: str) -> None:
-    (warning,) = rules.warnings(flags.parse(words.split()).config, "emulated", 1)
+    (warning,) = rules.warnings(flags.parse(words.split()).config, EMULATED, 1)
     assert flag in warning and "without --bf16" in warning and "FP32" in warning and "add --bf16" in warning
-    assert rules.warnings(flags.parse([*words.split(), "--bf16"]).config, "emulated", 1) == []
+    assert rules.warnings(flags.parse([*words.split(), "--bf16"]).config, EMULATED, 1) == []
 
 
 @pytest.mark.parametrize("recipe", ["--fp8-recipe delayed", "--fp8-recipe tensorwise --precision output_layer=delayed"])
 def test_a_negative_margin_saturates(recipe: str) -> None:
     """The scale is 2^2 times the one that maps the largest value to the format's largest number."""
     words = f"--bf16 --fp8-format hybrid --fp8-amax-history-len 16 {recipe} --fp8-margin".split()
-    (warning,) = rules.warnings(flags.parse([*words, "-2"]).config, "emulated", 1)
+    (warning,) = rules.warnings(flags.parse([*words, "-2"]).config, EMULATED, 1)
     assert warning.startswith("--fp8-margin -2") and "above 1/4 of the amax saturate" in warning
-    assert rules.warnings(flags.parse([*words, "1"]).config, "emulated", 1) == []
+    assert rules.warnings(flags.parse([*words, "1"]).config, EMULATED, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -130,14 +131,14 @@ def test_a_negative_margin_saturates(recipe: str) -> None:
 def test_a_run_within_its_warmup_is_trained(length: str, warmup: str, steps: str, rate: float) -> None:
     config = flags.parse([*TINY, *length.split(), *warmup.split()]).config
     assert [text for text in rules.setting_problems(config, 1) if "warmup" in text] == []
-    (warning,) = rules.warnings(config, "emulated", 1)
+    (warning,) = rules.warnings(config, EMULATED, 1)
     assert f"the warmup of {steps}" in warning and f"{rate:.3g}, below --lr 0.001" in warning
 
 
 def test_a_warmup_beyond_the_schedule_is_refused() -> None:
     config = flags.parse([*TINY, "--train-iters", "50", "--lr-warmup-iters", "50"]).config
     assert any("not shorter than the schedule" in text for text in rules.setting_problems(config, 1))
-    assert rules.warnings(config, "emulated", 1) == []
+    assert rules.warnings(config, EMULATED, 1) == []
 
 
 def test_none_resets_a_setting_of_a_file(tmp_path) -> None:
@@ -195,6 +196,9 @@ PADDING = {"model.num_experts": 4, "model.moe_router_padding_for_quantization": 
     ],
 )
 def test_settings_that_experts_do_not_read_are_noticed(changes: dict, implementation: str, text: str) -> None:
-    assert any(text in warning for warning in rules.warnings(with_values(RunConfig(), changes), implementation, 1))
+    assert any(
+        text in warning
+        for warning in rules.warnings(with_values(RunConfig(), changes), LAYER_BACKENDS[implementation], 1)
+    )
     on_te = with_values(RunConfig(), PADDING | {"parallel.moe_expert_kernels": "te"})
-    assert not any("--moe-router-padding" in warning for warning in rules.warnings(on_te, "transformer_engine", 1))
+    assert not any("--moe-router-padding" in warning for warning in rules.warnings(on_te, TRANSFORMER_ENGINE, 1))

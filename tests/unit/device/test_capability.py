@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from device_targets import A100, B200, CPU, H200, RECIPES, WITHOUT_TE, fp8, only_problem
 
+from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.precision_map import build_recipe
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megafp8.device import capability
-from megafp8.device.capability import TARGETS, Target, capability_problems, resolve_implementation
+from megafp8.device.capability import TARGETS, Target, capability_problems, layer_backend
 from megafp8.recipes.base import Gemm, Operand
 
 
@@ -19,12 +20,12 @@ from megafp8.recipes.base import Gemm, Operand
     ("target", "expected"), [(CPU, "emulated"), (H200, "transformer_engine"), (WITHOUT_TE, "emulated")]
 )
 def test_auto_selects_transformer_engine_where_it_runs(target: Target, expected: str) -> None:
-    assert resolve_implementation(RunConfig(), target) == expected
+    assert layer_backend(RunConfig(), target).name == expected
 
 
 @pytest.mark.parametrize("requested", ["transformer_engine", "emulated", "local"])
 def test_a_requested_implementation_is_used(requested: str) -> None:
-    assert resolve_implementation(RunConfig(precision=PrecisionConfig(transformer_impl=requested)), CPU) == requested
+    assert layer_backend(RunConfig(precision=PrecisionConfig(transformer_impl=requested)), CPU).name == requested
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_a_requested_implementation_is_used(requested: str) -> None:
 def test_options_of_the_model_that_transformer_engine_layers_lack(options: dict[str, Any], flag: str) -> None:
     """`auto` emulates, and says why. A request for Transformer Engine is refused."""
     config = RunConfig(model=ModelConfig(**options))
-    assert resolve_implementation(config, H200) == "emulated" and capability_problems(config, H200) == []
+    assert layer_backend(config, H200) is EMULATED and capability_problems(config, H200) == []
     (warning,) = capability.emulation_warnings(config, H200)
     assert f"because of {flag}: the layers on Transformer Engine do not support it" in warning
     requested = replace(config, precision=PrecisionConfig(transformer_impl="transformer_engine"))
@@ -79,8 +80,8 @@ def test_recipes_that_transformer_engine_runs(target: Target, native: tuple[str,
 def test_nvfp4_is_emulated_on_newer_gpus_than_its_kernels_are_right_on() -> None:
     config = RunConfig(precision=PrecisionConfig(fp4_format="e2m1", fp4_recipe="nvfp4", transformer_impl="auto"))
     consumer = Target("NVIDIA GeForce RTX 5090", "cuda", (12, 0), "2.20")
-    assert resolve_implementation(config, B200) == "transformer_engine"
-    assert resolve_implementation(config, consumer) == "emulated"
+    assert layer_backend(config, B200) is TRANSFORMER_ENGINE
+    assert layer_backend(config, consumer) is EMULATED
     (warning,) = capability.emulation_warnings(config, consumer)
     assert "below 12.0" in warning and "stochastic rounding gave gradients of zero" in warning
 
@@ -104,7 +105,7 @@ def test_emulated_recipes_run_on_any_device(recipe: str) -> None:
 
 
 def test_auto_emulates_unsupported_recipes() -> None:
-    implementations = [resolve_implementation(fp8("mxfp8"), target) for target in (H200, B200, A100, CPU)]
+    implementations = [layer_backend(fp8("mxfp8"), target).name for target in (H200, B200, A100, CPU)]
     assert implementations == ["emulated", "transformer_engine", "emulated", "emulated"]
 
 
@@ -151,7 +152,7 @@ def test_newer_forms_of_nvfp4_need_emulated_layers() -> None:
     emulated = replace(precision, transformer_impl="emulated")
     assert capability_problems(RunConfig(precision=emulated), B200) == []
     quartet2 = PrecisionConfig(bf16=True, fp4_format="e2m1", fp4_recipe="quartet2")
-    assert resolve_implementation(RunConfig(precision=quartet2), B200) == "emulated"
+    assert layer_backend(RunConfig(precision=quartet2), B200) is EMULATED
     native = replace(quartet2, transformer_impl="transformer_engine")
     assert "--fp4-recipe quartet2" in only_problem(RunConfig(precision=native), B200)
 

@@ -8,6 +8,7 @@ from typing import Any, Optional
 import pytest
 from device_targets import CPU, H200, WITHOUT_TE, fp8, only_problem
 
+from megafp8.config.layer_backends import EMULATED
 from megafp8.config.schema import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device import capability
@@ -146,7 +147,7 @@ def test_experts_in_one_launch_need_a_gpu(target: Target, settings: dict[str, An
 
 def test_messages_of_warmup_and_flush_overlap_on_gpus_only() -> None:
     config = with_values(RunConfig(), {"parallel.overlap_p2p_comm_warmup_flush": True})
-    found = capability.implementation_problems(config, capability.TARGETS["cpu"], "emulated")
+    found = capability.implementation_problems(config, capability.TARGETS["cpu"], EMULATED)
     assert any("--overlap-p2p-communication-warmup-flush: on CPU ranks" in problem for problem in found)
 
 

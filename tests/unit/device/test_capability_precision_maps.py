@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from device_targets import CPU, H200, only_problem
 
+from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megafp8.device import capability
-from megafp8.device.capability import capability_problems, resolve_implementation
+from megafp8.device.capability import capability_problems, layer_backend
 
 
 def mapped(*entries: str, tied: bool = False, **precision: Any) -> RunConfig:
@@ -31,14 +32,14 @@ def mapped(*entries: str, tied: bool = False, **precision: Any) -> RunConfig:
 )
 def test_transformer_engine_runs_maps_of_its_recipes(entries: tuple[str, ...]) -> None:
     assert capability_problems(mapped(*entries), H200) == []
-    assert resolve_implementation(mapped(*entries), H200) == "transformer_engine"
+    assert layer_backend(mapped(*entries), H200) is TRANSFORMER_ENGINE
     assert capability_problems(mapped(*entries, fp8_format=None, fp8_recipe="delayed"), H200) == []
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_a_stateless_output_layer_works_with_every_recipe(recipe: str) -> None:
     config = mapped("output_layer=tensorwise", fp8_recipe=recipe, use_transformer_engine_op_fuser=True)
-    assert capability_problems(config, H200) == [] and resolve_implementation(config, H200) == "transformer_engine"
+    assert capability_problems(config, H200) == [] and layer_backend(config, H200) is TRANSFORMER_ENGINE
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_maps_unsupported_by_transformer_engine_are_refused_or_emulated(config: 
     assert words in only_problem(requested, H200)
     emulated = replace(config, precision=replace(config.precision, use_transformer_engine_op_fuser=False))
     # As without a map, a format is never a reason to emulate.
-    assert resolve_implementation(config, H200) == ("transformer_engine" if "E5M2" in words else "emulated")
+    assert layer_backend(config, H200) is (TRANSFORMER_ENGINE if "E5M2" in words else EMULATED)
     assert (
         capability_problems(replace(emulated, precision=replace(emulated.precision, transformer_impl="emulated")), CPU)
         == []

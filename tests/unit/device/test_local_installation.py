@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from device_targets import only_problem
 
+from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device import capability
@@ -71,14 +72,14 @@ def test_environment_variables_that_change_the_recipe_give_a_warning(monkeypatch
     monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
     monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0")
     blockwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")
-    (warning,) = capability.environment_warnings(blockwise, "transformer_engine")
+    (warning,) = capability.environment_warnings(blockwise, TRANSFORMER_ENGINE)
     assert warning.startswith("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set") and "scales are FP32" in warning
-    assert capability.environment_warnings(blockwise, "emulated") == []
+    assert capability.environment_warnings(blockwise, EMULATED) == []
     tensorwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")
-    assert capability.environment_warnings(tensorwise, "transformer_engine") == []
+    assert capability.environment_warnings(tensorwise, TRANSFORMER_ENGINE) == []
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     attention = [
         PrecisionConfig(fp8_format="hybrid", fp8_dot_product_attention=requested) for requested in (True, False)
     ]
-    (warning,), nothing = (capability.environment_warnings(each, "transformer_engine") for each in attention)
+    (warning,), nothing = (capability.environment_warnings(each, TRANSFORMER_ENGINE) for each in attention)
     assert "computes the backward pass of attention in BF16" in warning and nothing == []

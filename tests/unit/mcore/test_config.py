@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from small_run import FOUR_LAYERS, PLAIN, VIRTUAL, small_config
 
+from megafp8.config.layer_backends import EMULATED, LOCAL, TRANSFORMER_ENGINE, LayerBackend
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.mcore import config as mcore_config
@@ -21,7 +22,7 @@ from megafp8.mcore.overrides import FIELDS_OF_0_19, WITHOUT_EFFECT, describe_typ
 from megafp8.mcore.patches import is_installed
 
 
-def transformer(config: RunConfig, implementation: str = "emulated") -> Any:
+def transformer(config: RunConfig, implementation: LayerBackend = EMULATED) -> Any:
     return build_transformer_config(config, implementation, on_cuda=False)
 
 
@@ -54,7 +55,7 @@ def test_weights_are_made_in_fp8_except_with_fsdp2() -> None:
     flags = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
     for layout, is_made in (("--use-distributed-optimizer", True), ("--use-torch-fsdp2", False)):
         config = small_config("llama", f"{flags} {layout} --no-gradient-accumulation-fusion", 2)
-        assert transformer(config, "transformer_engine").fp8_param is is_made
+        assert transformer(config, TRANSFORMER_ENGINE).fp8_param is is_made
 
 
 def test_layout_settings_are_translated() -> None:
@@ -71,7 +72,7 @@ def test_layout_settings_are_translated() -> None:
 )
 def test_dtype_settings_are_translated(flags: str, dtype: torch.dtype) -> None:
     config = small_config("llama", flags)
-    built, optimizer = transformer(config), build_optimizer_config(config, "emulated")
+    built, optimizer = transformer(config), build_optimizer_config(config, EMULATED)
     assert built.params_dtype == built.pipeline_dtype == optimizer.params_dtype == dtype
     assert (built.bf16, built.fp16) == (optimizer.bf16, optimizer.fp16) == ("bf16" in flags, "fp16" in flags)
 
@@ -82,7 +83,7 @@ def test_gradient_reduction_settings_are_translated(flags: str, is_fp32: bool) -
 
 
 def test_optimizer_settings_are_translated() -> None:
-    config = build_optimizer_config(small_config("llama", "--clip-grad 0.5 --adam-eps 1e-6 --adam-beta1 0.8"), "local")
+    config = build_optimizer_config(small_config("llama", "--clip-grad 0.5 --adam-eps 1e-6 --adam-beta1 0.8"), LOCAL)
     assert (config.lr, config.weight_decay, config.clip_grad) == (1e-3, 0.1, 0.5)
     assert (config.adam_beta1, config.adam_beta2, config.adam_eps) == (0.8, 0.95, 1e-6)
 
@@ -98,7 +99,7 @@ def test_optimizer_settings_are_translated() -> None:
     ],
 )
 def test_every_activation_is_accepted_on_a_gpu(style: str, flags: str, is_fused: bool) -> None:
-    config = build_transformer_config(small_config(style, flags), "emulated", on_cuda=True)
+    config = build_transformer_config(small_config(style, flags), EMULATED, on_cuda=True)
     assert config.bias_activation_fusion == is_fused
 
 
@@ -199,8 +200,8 @@ def test_overrides_reach_each_section() -> None:
     )  # fmt: skip
     assert transformer(config).fp32_residual_connection is True
     assert build_ddp_config(config).pad_buckets_for_high_nccl_busbw is True
-    assert build_optimizer_config(config, "local").apply_wd_to_qk_layernorm is True
-    assert build_optimizer_config(config, "local").decoupled_weight_decay is False
+    assert build_optimizer_config(config, LOCAL).apply_wd_to_qk_layernorm is True
+    assert build_optimizer_config(config, LOCAL).decoupled_weight_decay is False
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_every_translated_field_has_an_owner() -> None:
     config = small_config("llama")
     filled = {
         *mcore_config.shape_fields(config), *mcore_config.parallel_fields(config),
-        *mcore_config.precision_fields(config, "emulated"), *mcore_config.kernel_fields(config, "emulated", False),
+        *mcore_config.precision_fields(config, EMULATED), *mcore_config.kernel_fields(config, EMULATED, False),
     }  # fmt: skip
     assert {field for field in filled if override_refusal(field) is None} <= ours
 
@@ -249,7 +250,7 @@ def test_fields_that_megafp8s_own_step_ignores_are_refused() -> None:
     reasons = "megafp8's optimizer step|megatron-core's schedule|the fused grouped MLP"
     for field in WITHOUT_EFFECT:
         with pytest.raises(ConfigError, match=f"{field}: ({reasons})"):
-            build_optimizer_config(overridden(f"optimizer.{field}=1"), "local")
+            build_optimizer_config(overridden(f"optimizer.{field}=1"), LOCAL)
     with pytest.raises(ConfigError, match="delay_wgrad_compute: megatron-core's schedule"):
         transformer(overridden("transformer.delay_wgrad_compute=true"))
     with pytest.raises(ConfigError, match=r"moe_mlp_glu_interleave_size: the fused grouped MLP of megatron-core 0\.19"):
@@ -273,16 +274,16 @@ def test_weights_in_nvfp4_are_of_megatron_core_0_19() -> None:
     flags = "--fp4-format e2m1 --use-distributed-optimizer"
     if is_installed("<0.19"):
         with pytest.raises(ConfigError, match=r"\.fp4_param=True: .* in megatron-core 0\.19, and 0\.16\.1 is"):
-            transformer(overridden(words[0], flags=flags), "transformer_engine")
+            transformer(overridden(words[0], flags=flags), TRANSFORMER_ENGINE)
         with pytest.raises(ConfigError, match=r"no field fp4_param_gather: .* in megatron-core 0\.19, and 0\.16\.1 is"):
             build_ddp_config(overridden(words[1], flags=flags))
         return
     config = overridden(*words, flags=flags)
-    assert transformer(config, "transformer_engine").fp4_param and build_ddp_config(config).fp4_param_gather
+    assert transformer(config, TRANSFORMER_ENGINE).fp4_param and build_ddp_config(config).fp4_param_gather
     partly = [overridden(word, flags=flags) for word in words] + [overridden(*words, flags="--fp4-format e2m1")]
     for config in partly:
         with pytest.raises(ConfigError, match=r"ddp\.fp4_param_gather=True --use-distributed-optimizer$"):
-            transformer(config, "transformer_engine")
+            transformer(config, TRANSFORMER_ENGINE)
 
 
 def test_the_language_model_head_in_mxfp8_is_of_megatron_core_0_19() -> None:
@@ -290,16 +291,16 @@ def test_the_language_model_head_in_mxfp8_is_of_megatron_core_0_19() -> None:
     config = overridden("transformer.fp8_output_proj=True", flags="--fp8-format e4m3 --fp8-recipe mxfp8")
     if is_installed("<0.19"):
         with pytest.raises(ConfigError, match=r"no field fp8_output_proj: .* in megatron-core 0\.19, and 0\.16\.1 is"):
-            transformer(config, "transformer_engine")
+            transformer(config, TRANSFORMER_ENGINE)
         return
-    assert transformer(config, "transformer_engine").fp8_output_proj
+    assert transformer(config, TRANSFORMER_ENGINE).fp8_output_proj
     with pytest.raises(ConfigError, match="fp8_output_proj must be used together with fp8 mode"):
-        transformer(config, "emulated")
+        transformer(config, EMULATED)
 
 
 def test_activation_offloading() -> None:
     text = "--fine-grained-activation-offloading --offload-modules [core_attn attn_proj]"
-    built = transformer(small_config("llama", text), "transformer_engine")
+    built = transformer(small_config("llama", text), TRANSFORMER_ENGINE)
     assert (built.fine_grained_activation_offloading, built.offload_modules) == (True, ["core_attn", "attn_proj"])
     assert built.min_offloaded_tensor_size == 1 << 20
     with pytest.raises(ConfigError, match="is set by --fine-grained-activation-offloading: give that"):

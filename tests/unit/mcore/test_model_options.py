@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.config import flags
+from megafp8.config.layer_backends import LOCAL, TRANSFORMER_ENGINE, LayerBackend
 from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
@@ -17,7 +18,7 @@ NO_BIAS = "--disable-bias-linear"
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 2"
 
 
-def core_config(text: str, on_cuda: bool = False, implementation: str = "local"):
+def core_config(text: str, on_cuda: bool = False, implementation: LayerBackend = LOCAL):
     return build_transformer_config(flags.parse(f"{SHAPE} {text}".split()).config, implementation, on_cuda)
 
 
@@ -56,7 +57,7 @@ def test_a_negative_capacity_reaches_megatron_core_as_no_limit(factor: str, expe
     ],
 )
 def test_only_plain_activations_are_fused(text: str, is_fused: bool) -> None:
-    assert core_config(text, on_cuda=True, implementation="transformer_engine").bias_activation_fusion == is_fused
+    assert core_config(text, on_cuda=True, implementation=TRANSFORMER_ENGINE).bias_activation_fusion == is_fused
 
 
 def test_fields_of_layers() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megafp8.config import flags
+from megafp8.config.layer_backends import LOCAL
 from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
@@ -52,7 +53,7 @@ def definition(fast: float, slow: float, is_rounded: bool) -> torch.Tensor:
 )
 def test_frequencies_and_scale(extra: str, expected: torch.Tensor, scale: float) -> None:
     run = flags.parse(f"{FLAGS} {extra}".split()).config
-    config = build_transformer_config(run, "local", on_cuda=False)
+    config = build_transformer_config(run, LOCAL, on_cuda=False)
     fields = {name.removeprefix("yarn_"): value for name, value in yarn_attributes(run.model).items()}
     embedding = YarnRotaryEmbedding(
         CHANNELS, rotary_base=BASE, use_cpu_initialization=True,
@@ -66,5 +67,5 @@ def test_frequencies_and_scale(extra: str, expected: torch.Tensor, scale: float)
 
 def test_other_positions_have_no_scale() -> None:
     plain = flags.parse(["--num-layers", "1", "--hidden-size", "64", "--num-attention-heads", "2"])
-    config = build_transformer_config(plain.config, "local", on_cuda=False)
+    config = build_transformer_config(plain.config, LOCAL, on_cuda=False)
     assert _yarn_get_concentration_factor_from_config(config) == 1

@@ -5,6 +5,7 @@ from typing import Optional
 import pytest
 import torch
 
+from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.schema import ModelConfig
 from megafp8.mcore import cpu_patches
 
@@ -34,9 +35,9 @@ def test_bytes_per_score(softcapping: Optional[float], softmax_type: str) -> Non
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = explicit_attention(query, key, value, mask, 0.5, softcapping, offset)
     model = ModelConfig(attention_logit_softcapping=softcapping, softmax_type=softmax_type)
-    assert sum(saved.values()) == NUM_SCORES * explicit_score_bytes(model, "emulated", "unfused")
+    assert sum(saved.values()) == NUM_SCORES * explicit_score_bytes(model, EMULATED, "unfused")
     is_fused = softcapping is None and offset is None
-    assert (explicit_score_bytes(model, "emulated") == 0) == is_fused
+    assert (explicit_score_bytes(model, EMULATED) == 0) == is_fused
     assert output.requires_grad  # the saved tensors live until here
     is_in_torch = softcapping is not None
-    assert bool(explicit_score_bytes(model, "transformer_engine", "unfused")) == is_in_torch
+    assert bool(explicit_score_bytes(model, TRANSFORMER_ENGINE, "unfused")) == is_in_torch

@@ -11,6 +11,7 @@ import pytest
 from automatic_runs import BETA2, DELAYED, MIXTURE, MODEL, chosen, validated
 
 from megafp8.config import flags, settings
+from megafp8.config.layer_backends import EMULATED
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_with
 from megafp8.device import capability
@@ -195,7 +196,7 @@ def test_a_fault_at_a_number_that_the_run_does_not_have_is_refused(monkeypatch: 
     for extra in ("", DELAYED, "--fp8-format hybrid --fp8-recipe tensorwise --transformer-impl emulated"):
         with pytest.raises(ConfigError, match=r"step\.amax is in the histories of emulated layers with --fp8-recipe"):
             validated(extra)
-    assert validated(f"{DELAYED} --transformer-impl emulated").implementation == "emulated"
+    assert validated(f"{DELAYED} --transformer-impl emulated").implementation is EMULATED
 
 
 def test_a_bad_plan_of_faults_hides_no_other_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 from automatic_runs import DELAYED, MIXTURE, MODEL, chosen, validated
 
 from megafp8.config import flags
+from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE, LayerBackend
 from megafp8.device import capability
 from megafp8.planning import automatic
 
@@ -148,16 +149,16 @@ def test_untested_graphs_of_emulated_layers_have_to_be_asked_for(extra: str, set
 
 
 def test_the_memory_of_a_graph_is_that_of_the_layers_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    requested, estimate_stages = list[str](), automatic.estimate_stages
+    requested, estimate_stages = list[LayerBackend](), automatic.estimate_stages
 
-    def recorded(*arguments: Any, implementation: str) -> Any:
+    def recorded(*arguments: Any, implementation: LayerBackend) -> Any:
         requested.append(implementation)
         return estimate_stages(*arguments, implementation=implementation)
 
     monkeypatch.setattr(automatic, "estimate_stages", recorded)
-    for implementation in ("transformer_engine", "emulated"):
+    for implementation in (TRANSFORMER_ENGINE, EMULATED):
         chosen(f"{DELAYED} --transformer-impl {implementation}")
-    assert requested == ["transformer_engine", "emulated"]
+    assert requested == [TRANSFORMER_ENGINE, EMULATED]
 
 
 def test_no_graph_where_memory_does_not_suffice_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from plans import FP8, TENSOR, config_of, run_of
 
+from megafp8.config.layer_backends import LAYER_BACKENDS, TRANSFORMER_ENGINE
 from megafp8.device.capability import TARGETS
 from megafp8.device.gpus import GPUS, find_gpu
 from megafp8.planning import compute
@@ -70,21 +71,21 @@ def test_high_precision_variant_is_otherwise_the_same_run() -> None:
     [("h200", "transformer_engine", True), ("h200", "emulated", False), ("cpu", "transformer_engine", False)],
 )
 def test_a_dry_run_warns_where_the_gain_is_known(target: str, implementation: str, is_warned: bool) -> None:
-    text = warning_text(config_of(NARROW), TARGETS[target], implementation, 4096, 1)
+    text = warning_text(config_of(NARROW), TARGETS[target], LAYER_BACKENDS[implementation], 4096, 1)
     assert [line.startswith("warning: --fp8-recipe tensorwise") for line in text] == [True] * is_warned
-    text = warning_text(config_of(), TARGETS[target], implementation, 4096, 1)
+    text = warning_text(config_of(), TARGETS[target], LAYER_BACKENDS[implementation], 4096, 1)
     assert not any("faster than BF16" in line for line in text)
 
 
 @pytest.mark.parametrize("base", [{}, {"precision.fp8_format": None}])
 def test_a_precision_map_is_planned_and_gives_a_warning(base: dict[str, None]) -> None:
     mapped = NARROW | base | {"precision.precision_map": ("*.linear_fc2=tensorwise/hybrid",)}
-    (text,) = warning_text(config_of(mapped), TARGETS["h200"], "transformer_engine", 4096, 1)
+    (text,) = warning_text(config_of(mapped), TARGETS["h200"], TRANSFORMER_ENGINE, 4096, 1)
     assert (
         text.startswith("warning: the precision map is not expected to be faster than BF16") and "too small" not in text
     )
     scheduled = config_of(mapped | {"precision.fp8_schedule": "bf16:9,fp8"})
-    assert warning_text(scheduled, TARGETS["h200"], "transformer_engine", 4096, 1) == []
+    assert warning_text(scheduled, TARGETS["h200"], TRANSFORMER_ENGINE, 4096, 1) == []
 
 
 @pytest.mark.parametrize(("name", "gpu"), [("NVIDIA H200", "h200"), ("h100", "h100"), ("NVIDIA GB200", "gb200")])

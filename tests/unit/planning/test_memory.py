@@ -3,6 +3,7 @@
 import pytest
 
 from megafp8.config import dimensions, model_shapes
+from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -17,7 +18,7 @@ from megafp8.planning.memory import (
 from megafp8.planning.mixture_memory import COMMUNICATOR_BYTES, non_torch_bytes
 
 GIB = 2**30
-IMPLEMENTATIONS = ("transformer_engine", "emulated")
+IMPLEMENTATIONS = (TRANSFORMER_ENGINE, EMULATED)
 GPT = {
     "model.num_layers": 8,
     "model.hidden_size": 256,
@@ -180,7 +181,7 @@ def test_fp8_halves_saved_inputs_and_keeps_copies_of_weights():
     assert layer_activations(without_wgrad) == layer_activations(plain)
     quantizable, other = parameters_on_stage(fp8, 1024, 0)
     assert estimate_memory(fp8, 1, 1024).fp8_copies_bytes == 2 * quantizable
-    assert estimate_memory(fp8, 1, 1024, implementation="emulated").fp8_copies_bytes == quantizable
+    assert estimate_memory(fp8, 1, 1024, implementation=EMULATED).fp8_copies_bytes == quantizable
     gather = with_values(fp8, {"precision.fp8_param_gather": True})
     gathered, emulated = (estimate_memory(gather, 1, 1024, implementation=name) for name in IMPLEMENTATIONS)
     assert (gathered.weights_bytes, gathered.fp8_copies_bytes) == (2 * quantizable + 2 * other, 0)
@@ -197,7 +198,7 @@ def test_layers_in_high_precision_have_no_copies(stages, stage, excluded):
     )
     layers = 8 // stages
     quantizable, _ = parameters_on_stage(config, 1024, stage)
-    estimate = estimate_memory(config, stages, 1024, stage=stage, implementation="emulated")
+    estimate = estimate_memory(config, stages, 1024, stage=stage, implementation=EMULATED)
     assert estimate.fp8_copies_bytes == quantizable * (layers - excluded) // layers
 
 

@@ -3,6 +3,7 @@
 import pytest
 from plans import FP8, run_of
 
+from megafp8.config.layer_backends import EMULATED
 from megafp8.planning.compute import gemm_s, output_layer_casts_s, output_layer_s
 from megafp8.planning.memory import estimate_memory, layer_activations, parameters_on_stage
 from megafp8.planning.planned_run import (
@@ -104,5 +105,5 @@ def test_linears_count_by_their_size():
     assert "bf16" not in layers_by_recipe(run.config, 1, BACKWARD_GEMMS)
     one = mapped("layers.*=bf16", "*.linear_fc2=blockwise")
     quantizable, _ = parameters_on_stage(one.config, 128256, 0)
-    copies = estimate_memory(one.config, 2, 128256, implementation="emulated").fp8_copies_bytes
+    copies = estimate_memory(one.config, 2, 128256, implementation=EMULATED).fp8_copies_bytes
     assert copies == pytest.approx(fc2 * quantizable, rel=1e-6)

@@ -8,6 +8,7 @@ from typing import Optional
 import pytest
 
 from megafp8.config import flags
+from megafp8.config.layer_backends import EMULATED
 from megafp8.planning.micro_batch import (
     HEADING,
     Trial,
@@ -89,9 +90,9 @@ def test_predictions_bound_the_search() -> None:
 
 def test_prediction_grows_with_the_size_and_equals_the_planner() -> None:
     config = flags.parse(f"{SHAPE} --global-batch-size 16 --micro-batch-size auto".split()).config
-    small, large = predicted_bytes(config, (1, 16), 1, 1024, "emulated", 0).values()
+    small, large = predicted_bytes(config, (1, 16), 1, 1024, EMULATED, 0).values()
     assert 10 * small > large > small
-    assert predicted_bytes(config, (1,), 1, 1024, "emulated", 7) == {1: small + 7}
+    assert predicted_bytes(config, (1,), 1, 1024, EMULATED, 7) == {1: small + 7}
 
 
 def test_sizes_divide_the_batch_of_a_rank_and_break_no_rule() -> None:

@@ -16,6 +16,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 from megafp8.config import flags
+from megafp8.config.layer_backends import TRANSFORMER_ENGINE
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.te import counters, fused_mlp, patches, quantizers
 from megafp8.training import nonfinite_operands
@@ -124,7 +125,7 @@ counters.named_attentions = lambda chunk: [("layers.0.attention", attention), ("
 counters.named_linears = lambda chunk: zip(NAMES, (mlp.linear_fc1, mlp.linear_fc2), strict=True)
 model = "--num-layers 2 --hidden-size 256 --num-attention-heads 2 --bf16 --fp8-format hybrid"
 config = flags.parse(f"{model} --fp8-dot-product-attention".split()).config
-rows = nonfinite_operands.with_attention(config.model, NAMES)  # as with the other linears in high precision
+rows = counters.with_attention(config.model, NAMES)  # as with the other linears in high precision
 assert rows == ("layers.0.attention", *NAMES, "layers.1.attention"), rows
 monitor = OperandMonitor(counters.AmaxCounters(rows[:3], [mlp], torch.device("cpu")), [mlp])
 monitor.reset()
@@ -155,7 +156,7 @@ linears = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 with_attention = (linears[0], "attention", *linears[1:])
 for words, names in ((model, linears), (f"{model} --fp8-dot-product-attention", with_attention)):
     built = nonfinite_operands.build_operand_monitor(
-        flags.parse(words.split()).config, [mlp], "transformer_engine", torch.device("cpu")
+        flags.parse(words.split()).config, [mlp], TRANSFORMER_ENGINE, torch.device("cpu")
     )
     assert built is not None
     assert built.counters.linears == tuple(f"layers.{layer}.{name}" for layer in (0, 1) for name in names)

@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.config import flags
+from megafp8.config.layer_backends import TRANSFORMER_ENGINE
 from megafp8.mcore.config import build_transformer_config
 from megafp8.te import layers, patches
 from megafp8.te.attention import FP8Attention
@@ -26,7 +27,7 @@ OF_FORWARD, OF_BACKWARD = 9, 6  # Transformer Engine's names of attention's tens
 def core_config(text: str) -> TransformerConfig:
     """megatron-core's configuration of a run."""
     config = flags.parse(f"--num-layers 1 --hidden-size 256 --num-attention-heads 2 {text}".split()).config
-    return build_transformer_config(config, "transformer_engine", on_cuda=False)
+    return build_transformer_config(config, TRANSFORMER_ENGINE, on_cuda=False)
 
 
 def attention() -> FP8Attention:
@@ -73,7 +74,7 @@ assert torch.equal(second.get_extra_state(), first.get_extra_state())
 model = torch.nn.ModuleList([te.Linear(32, 32, bias=False, device="cpu"), attention()])
 assert layers.lacks_scales_of_attention(model)
 model[0].init_fp8_metadata(num_gemms=1)
-memory = DelayedScalingSnapshot([model], "transformer_engine")
+memory = DelayedScalingSnapshot([model], TRANSFORMER_ENGINE)
 for _step in range(3):
     memory.save()
 model[1].init_fp8_metadata(num_gemms=3)

@@ -150,7 +150,7 @@ def trained(gathers_codes, recipe, reshards, recomputes=False):
     with mock.patch("torch.cuda.is_available", lambda: True):
         chunk = Chunk(recipe, reshards, recomputes)
     if gathers_codes:
-        codes_of_models.gather_codes(CONFIG, SimpleNamespace(transformer_impl="transformer_engine"), chunk)
+        codes_of_models.give_codes(chunk, *fsdp_codes.codes_by_linear(CONFIG, chunk))
     traffic, found = CountedGather([chunk]), []
     random = torch.Generator().manual_seed(dist.get_rank())
     for _step in range(STEPS):
@@ -181,7 +181,7 @@ def trained(gathers_codes, recipe, reshards, recomputes=False):
 
 # The layers of `Chunk` are the inner two of four. The other two are in BF16.
 NAMES = [f"layers.{layer}.linear_{linear}" for layer in (1, 2) for linear in ("fc1", "fc2")]
-codes_of_models.named_linears = lambda chunk: [*zip(NAMES, chunk.linears, strict=True), ("layers.0.linear_fc1", None)]
+fsdp_codes.named_linears = lambda chunk: [*zip(NAMES, chunk.linears, strict=True), ("layers.0.linear_fc1", None)]
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=4),
     precision=PrecisionConfig(

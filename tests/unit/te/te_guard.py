@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from small_te_mlp import EPS, HIDDEN, small_mlp, swiglu, use_torch_operations
 
 from megafp8.config import flags, rules
+from megafp8.config.layer_backends import TRANSFORMER_ENGINE
 from megafp8.device import capability
 from megafp8.device.capability import TARGETS
 from megafp8.metrics.layer_statistics import INPUT_STATISTICS, input_statistics, swiglu_alignment
@@ -57,7 +58,7 @@ guard.unwrap_model = lambda chunks: chunks
 guard.dist = SimpleNamespace(all_reduce=lambda tensor, op: None, ReduceOp=SimpleNamespace(MAX=None))
 config = flags.parse(f"{RUN} --fp8-guard warn".split()).config
 run = SimpleNamespace(
-    config=config, implementation="transformer_engine", training_state=SimpleNamespace(chunks=[mlp]),
+    config=config, implementation=TRANSFORMER_ENGINE, training_state=SimpleNamespace(chunks=[mlp]),
     platform=SimpleNamespace(device=torch.device("cpu")),
 )  # fmt: skip
 

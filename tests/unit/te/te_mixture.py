@@ -9,6 +9,7 @@ from small_te_mlp import small_mlp
 from transformer_engine.common.recipe import DelayedScaling
 
 from megafp8.config import flags
+from megafp8.config.layer_backends import TRANSFORMER_ENGINE
 from megafp8.mcore.modules import mlp_submodules
 from megafp8.models import grouped_moe
 from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer
@@ -52,7 +53,7 @@ assert len(spec.params["exchange"].states) == 4
 
 # A snapshot has them from the start, and the state of Transformer Engine's linears once that exists.
 model = torch.nn.ModuleList([*layers, small_mlp()])
-snapshot = DelayedScalingSnapshot([model], "transformer_engine")
+snapshot = DelayedScalingSnapshot([model], TRANSFORMER_ENGINE)
 for num_states, is_complete in ((4, False), (4, False), (6, False), (6, True)):
     if num_states == 6:
         state = SimpleNamespace(scale=torch.ones(3), amax_history=torch.zeros(4, 3))

@@ -8,6 +8,7 @@ from megatron.core import fp4_utils, fp8_utils
 from transformer_engine.common import recipe as te_recipe
 
 from megafp8.config import flags, rules
+from megafp8.config.layer_backends import TRANSFORMER_ENGINE
 from megafp8.device import capability
 from megafp8.device.capability import TARGETS
 from megafp8.mcore.config import build_transformer_config
@@ -25,7 +26,7 @@ def recipe_of(text: str) -> Any:
     """The recipe of Transformer Engine's linears in a run."""
     config = flags.parse(f"{RUN} {text}".split()).config
     assert not (problems := rules.setting_problems(config, 1)), problems
-    core = build_transformer_config(config, "transformer_engine", on_cuda=False)
+    core = build_transformer_config(config, TRANSFORMER_ENGINE, on_cuda=False)
     return fp4_utils.get_fp4_recipe(core) if core.fp4 else fp8_utils.get_fp8_recipe(core)
 
 

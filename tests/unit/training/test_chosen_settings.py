@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from megafp8.config.layer_backends import EMULATED, LAYER_BACKENDS, TRANSFORMER_ENGINE, LayerBackend
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -17,7 +18,7 @@ TENSORWISE = LLAMA | {"precision.fp8_format": "hybrid", "precision.fp8_recipe": 
 FUSER, KERNELS = "--use-transformer-engine-op-fuser", "--quantize-kernels"
 
 
-def chosen(values: dict[str, Any], target: Target, implementation: str) -> dict[str, Choice]:
+def chosen(values: dict[str, Any], target: Target, implementation: LayerBackend) -> dict[str, Choice]:
     found = list(chosen_settings(with_values(RunConfig(), values), target, implementation))
     return {choice.flag: choice for choice in found}
 
@@ -38,20 +39,20 @@ def test_choices_are_one_line() -> None:
     ],
 )
 def test_layers_are_chosen_for_a_reason(target: Target, implementation: str, reason: str) -> None:
-    choice = chosen({}, target, implementation)["--transformer-impl"]
+    choice = chosen({}, target, LAYER_BACKENDS[implementation])["--transformer-impl"]
     assert (choice.value, choice.reason) == (implementation, reason)
 
 
 def test_what_was_asked_for_is_no_choice() -> None:
     values = {"precision.transformer_impl": "emulated", "precision.attention_backend": "sdpa"}
-    assert chosen(values, TARGETS["cpu"], "emulated") == {}
+    assert chosen(values, TARGETS["cpu"], EMULATED) == {}
     requested = {"precision.use_transformer_engine_op_fuser": True, "precision.quantize_kernels": "te"}
-    assert not {FUSER, KERNELS} & set(chosen(BLOCKWISE | requested, TARGETS["h100"], "transformer_engine"))
+    assert not {FUSER, KERNELS} & set(chosen(BLOCKWISE | requested, TARGETS["h100"], TRANSFORMER_ENGINE))
 
 
 def test_the_attention_backend_is_known_where_there_is_one() -> None:
-    assert chosen({}, TARGETS["cpu"], "emulated")["--attention-backend"].value == "sdpa"
-    assert "--attention-backend" not in chosen({}, TARGETS["h100"], "transformer_engine")
+    assert chosen({}, TARGETS["cpu"], EMULATED)["--attention-backend"].value == "sdpa"
+    assert "--attention-backend" not in chosen({}, TARGETS["h100"], TRANSFORMER_ENGINE)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,6 @@ def test_the_attention_backend_is_known_where_there_is_one() -> None:
     ],
 )
 def test_kernels_are_chosen(values: dict[str, Any], implementation: str, fused: bool, cast: bool) -> None:
-    found = chosen(values, TARGETS["h100"], implementation)
+    found = chosen(values, TARGETS["h100"], LAYER_BACKENDS[implementation])
     assert (FUSER in found, KERNELS in found) == (fused, cast)
     assert not cast or "blockwise" in found[KERNELS].reason

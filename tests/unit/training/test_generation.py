@@ -10,6 +10,7 @@ from saved_run import STEP, build_initial, configure, save_initial
 from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_weights
 from megafp8.checkpoint.metadata import read_config
+from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.rules.precision import uses_split_rope_kernel
 from megafp8.config.schema import RunConfig
 from megafp8.device.capability import TARGETS
@@ -257,17 +258,17 @@ def test_a_run_of_a_gpu_cluster_generates_on_a_cpu() -> None:
         fp8_format="hybrid", fp8_recipe="tensorwise",
     )  # fmt: skip
     config, implementation = single_device_config(there, TARGETS["cpu"])
-    assert implementation == "emulated"
+    assert implementation is EMULATED
     assert config.precision.fp8_recipe == "tensorwise"
     assert config.parallel.tensor_model_parallel_size == 1
     assert config.precision.quantize_kernels is None
     config, implementation = single_device_config(there, TARGETS["h200"])
-    assert (implementation, config.precision.quantize_kernels) == ("transformer_engine", "te")
+    assert (implementation, config.precision.quantize_kernels) == (TRANSFORMER_ENGINE, "te")
 
 
 def test_keys_are_rotated_by_megatron_core_which_caches_them_before() -> None:
     config, implementation = single_device_config(saved(transformer_impl="transformer_engine"), TARGETS["h200"])
-    assert implementation == "transformer_engine"
+    assert implementation is TRANSFORMER_ENGINE
     assert not uses_split_rope_kernel(config)
 
 
@@ -282,20 +283,20 @@ def test_a_mixture_drops_no_tokens_and_adds_no_noise() -> None:
 
 def test_layer_implementation_is_kept_where_it_runs() -> None:
     for layers in ("emulated", "local"):
-        assert single_device_config(saved(transformer_impl=layers), TARGETS["h200"])[1] == layers
+        assert single_device_config(saved(transformer_impl=layers), TARGETS["h200"])[1].name == layers
 
 
 def test_a_cache_has_the_layers_whose_attention_needs_no_plan_for_each_length() -> None:
     there = without_quantization(saved(transformer_impl="transformer_engine"))
-    assert single_device_config(there, TARGETS["h200"], uses_cache=True)[1] == "emulated"
+    assert single_device_config(there, TARGETS["h200"], uses_cache=True)[1] is EMULATED
     windowed = dataclasses.replace(there, model=dataclasses.replace(there.model, window_size="7,0"))
-    assert single_device_config(windowed, TARGETS["h200"], uses_cache=True)[1] == "emulated"
+    assert single_device_config(windowed, TARGETS["h200"], uses_cache=True)[1] is EMULATED
 
 
 def test_settings_that_only_emulation_has_keep_emulation() -> None:
     there = saved(fp8_format="hybrid", fp8_recipe="tensorwise", fp8_power_2_scale=True)
     config, implementation = single_device_config(there, TARGETS["h200"])
-    assert implementation == "emulated"
+    assert implementation is EMULATED
     assert config.precision.fp8_power_2_scale
 
 

@@ -10,6 +10,7 @@ import pytest
 from small_run import small_config
 
 from megafp8.checkpoint.progress import SMOOTHED, HighPrecisionFallback
+from megafp8.config.layer_backends import EMULATED, LAYER_BACKENDS
 from megafp8.errors import CheckpointError
 from megafp8.training import run as training_run
 from megafp8.training.resume import change_linears
@@ -27,12 +28,12 @@ def test_the_graph_of_a_step_is_dropped_with_a_change(linears: Any, monkeypatch:
     graph = SimpleNamespace(reset=lambda: calls.append("graph"))
     run = SimpleNamespace(
         training_state=SimpleNamespace(chunks=[]),
-        implementation="emulated",
+        implementation=EMULATED,
         graph=graph,
         wgrad_overwrite=SimpleNamespace(choose_weights=lambda: calls.append("overwrite")),
     )
     Run.change_linears(run, linears)  # type: ignore[arg-type]
-    assert calls == ([([], linears, "emulated"), "overwrite", "graph"] if linears else [])
+    assert calls == ([([], linears, EMULATED), "overwrite", "graph"] if linears else [])
 
 
 def resumed(
@@ -41,7 +42,9 @@ def resumed(
     """The notes of a run that resumes, and what it changes."""
     changed: list[Any] = []
     run = SimpleNamespace(
-        config=small_config("llama", flags), implementation=implementation, change_linears=changed.append
+        config=small_config("llama", flags),
+        implementation=LAYER_BACKENDS[implementation],
+        change_linears=changed.append,
     )
     return change_linears(run, Path("folder"), fallbacks), changed  # type: ignore[arg-type]
 

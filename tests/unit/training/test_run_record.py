@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megafp8.config.layer_backends import EMULATED, LAYER_BACKENDS
 from megafp8.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from megafp8.training.run_record import describe_threads, mapped_recipes, matmul_dtype, recipe_lines
 
 
 def lines_of(**precision: object) -> list[str]:
     config = RunConfig(model=ModelConfig(num_layers=4), precision=PrecisionConfig(bf16=True, **precision))
-    return recipe_lines(config, "emulated")
+    return recipe_lines(config, EMULATED)
 
 
 def test_the_resolved_recipe_has_a_line_for_each_gemm() -> None:
@@ -96,7 +97,7 @@ def test_high_precision_has_no_recipe() -> None:
      (PrecisionConfig(bf16=True, fp8_format="hybrid"), "emulated", "bf16")],
 )  # fmt: skip
 def test_peak_of_the_mfu_is_that_of_the_products(precision: PrecisionConfig, implementation: str, dtype: str) -> None:
-    assert matmul_dtype(precision, implementation) == dtype
+    assert matmul_dtype(precision, LAYER_BACKENDS[implementation]) == dtype
 
 
 def test_fp8_attention_is_reported() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.config.layer_backends import TRANSFORMER_ENGINE
 from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
@@ -26,7 +27,7 @@ def report(chosen: str, monkeypatch: pytest.MonkeyPatch, **precision: Any) -> li
     monkeypatch.setitem(sys.modules, layers.__name__, layers)
     written: list[Any] = []
     config = RunConfig(precision=PrecisionConfig(**precision))
-    run = SimpleNamespace(config=config, implementation="transformer_engine")
+    run = SimpleNamespace(config=config, implementation=TRANSFORMER_ENGINE)
     try:
         report_attention(run, SimpleNamespace(write=written.append), 1)  # type: ignore[arg-type]
     finally:

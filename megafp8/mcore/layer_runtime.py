@@ -1,0 +1,136 @@
+"""What a kind of layers does in the model of a rank: the interface of `te/runtime.py` and `models/layer_runtime.py`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Optional, Protocol
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules as BlockSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megafp8.config.schema import RunConfig
+
+Model = Sequence[Any]
+"""The chunks of this rank."""
+MultiTokenSpec = Optional[MultiTokenPredictionBlockSubmodules]
+"""None on all chunks but the last."""
+CodesOf = Callable[[Tensor, torch.Size], Any]
+"""Makes the `GatheredCodes` of a weight, of this rank's rows [n, K] and its shape (N, K)."""
+FsdpCodes = tuple[Mapping[Any, CodesOf], Callable[[], bool]]
+"""The codes by linear, and whether a forward pass finds the weights quantized already."""
+
+
+class LinearCounters(Protocol):
+    """The counts of this rank's linears in a step: `EmulatedCounters` of `models/layer_runtime.py`, or
+    `AmaxCounters` of `te/counters.py`.
+
+    Attributes:
+        linears: names of all quantized linears of the model, and of attention in FP8, the same on all ranks.
+    """
+
+    linears: tuple[str, ...]
+
+    def reset(self) -> None:
+        """Clear the counts before a step."""
+
+    def totals(self) -> Tensor:
+        """This rank's non-finite and saturated values, and infinite amaxes that a history would keep, int64 [3]."""
+
+    def table(self) -> Tensor:
+        """A copy of the counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]."""
+
+    def clear_infinite_amaxes(self) -> list[str]:
+        """Remove infinite amaxes from histories; names of the operands that had one."""
+
+
+class LayerRuntime(ABC):
+    """The mechanisms of a kind of layers that need torch. The defaults are for layers that have nothing to do."""
+
+    # ---- Building a model -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def block_spec(self, config: RunConfig, core: TransformerConfig, indices: Sequence[int]) -> BlockSpec:
+        """The spec of the transformer block of a model chunk.
+
+        Args:
+            indices: of its layers in the model.
+        """
+
+    @abstractmethod
+    def multi_token_spec(self, config: RunConfig, core: TransformerConfig, vp_stage: Optional[int]) -> MultiTokenSpec:
+        """The spec of multi-token prediction."""
+
+    @abstractmethod
+    def finish_chunk(self, config: RunConfig, chunk: GPTModel) -> None:
+        """Give a built chunk what specs cannot express: recipes of single linears, and that of the output layer."""
+
+    @abstractmethod
+    def fuse_wgrad_accumulation(self, chunks: Sequence[nn.Module]) -> None:
+        """Let the linears add wgrad to `main_grad` inside the GEMM, without rounding it to BF16 first.
+
+        It is set after construction, because megatron-core's own linears would require Apex in their constructors.
+        """
+
+    def writable_weights(self, config: RunConfig, chunks: list[nn.Module]) -> AbstractContextManager[None]:
+        """Context in which all weights can be initialized."""
+        return nullcontext()
+
+    def convert_weights(self, config: RunConfig, chunks: Sequence[nn.Module]) -> None:  # noqa: B027
+        """Store weights as codes, before megatron-core creates the parameter buffers."""
+
+    @abstractmethod
+    def fsdp_codes(self, config: RunConfig, chunk: Any) -> FsdpCodes:
+        """What FSDP2 gathers in place of weights in BF16."""
+
+    @abstractmethod
+    def set_optimizer_state(self, config: RunConfig, optimizers: Iterable[Any]) -> None:
+        """Prepare what distributed optimizers store in low precision."""
+
+    # ---- Training ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def counters(self, config: RunConfig, linears: Sequence[str], model: Model, device: torch.device) -> LinearCounters:
+        """Counters of non-finite and saturated operands.
+
+        Args:
+            linears: names of all quantized linears of the model, the same on all ranks.
+            model: the chunks of this rank, unwrapped.
+        """
+
+    @abstractmethod
+    def change_linears(self, model: Model, in_high_precision: Collection[str], smoothed: Collection[str]) -> None:
+        """Compute linears in high precision, or with a scale per channel, from now on; those of this rank.
+
+        Args:
+            model: the chunks of this rank, unwrapped.
+        """
+
+    def cached_weights(self, chunks: Sequence[Any]) -> AbstractContextManager[None]:
+        """Context of one step, whose microbatches share the codes of a weight."""
+        return nullcontext()
+
+    def delayed_state(self, chunk: Any) -> list[Tensor]:
+        """Amax histories and scales that are not those of a `DelayedState`, not copied."""
+        return []
+
+    def delayed_scales(self, chunk: Any) -> list[Tensor]:
+        """The scales among them, FP32."""
+        return []
+
+    def lacks_scales_of_attention(self, chunks: Sequence[Any]) -> bool:
+        """Whether layers with FP8 attention have no scales of attention yet."""
+        return False
+
+    def weights_with_fused_gradients(self, chunks: Sequence[Any]) -> list[nn.Parameter]:
+        """Weights whose first wgrad of a step can overwrite `main_grad`."""
+        return []
+
+    def attention_kernel(self) -> Optional[str]:
+        """The kernel that was selected in the last forward pass; None before the first one, and where it is torch's."""
+        return None
