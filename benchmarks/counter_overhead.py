@@ -12,7 +12,6 @@ The bar of 0.3% is for kernel time on a GPU (`gpu_counters.py`).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.models.layer_runtime import emulated_linears_by_name
 from megafp8.quantization import quantize
 from megafp8.training.evaluation import build_batches
-from megafp8.training.nonfinite_operands import OperandMonitor
+from megafp8.training.nonfinite_operands import OperandCounter
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
 
@@ -45,16 +44,17 @@ RECIPES = {
 def build_steps(run: Run, num_steps: int) -> dict[str, Callable[[], float]]:
     """A function for each side that takes one training step of the same run and returns its loss."""
     batches = build_batches(run, run.datasets[0], 0, num_steps * run.global_batch_size, num_workers=0)
-    steps, monitor = iter(range(num_steps)), run.operand_monitor
+    steps, monitor = iter(range(num_steps)), run.bad_steps.operands
     linears = [linear for _, linear in emulated_linears_by_name(run.training_state.chunks)]
     counts = [linear.counts for linear in linears]
 
-    def step(monitor: Optional[OperandMonitor]) -> float:
+    def step(counter: OperandCounter) -> float:
         for linear, own in zip(linears, counts, strict=True):
-            linear.counts = own if monitor is not None else None
-        return train_step(dataclasses.replace(run, operand_monitor=monitor), batches, Progress(next(steps))).loss
+            linear.counts = own if counter is monitor else None
+        run.bad_steps.operands = counter
+        return train_step(run, batches, Progress(next(steps))).loss
 
-    return {WITHOUT: lambda: step(None), WITH: lambda: step(monitor)}
+    return {WITHOUT: lambda: step(OperandCounter()), WITH: lambda: step(monitor)}
 
 
 class CpuTime:
@@ -90,10 +90,9 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     num_steps = 2 * (options.rounds + options.warmup)
     flags = f"--bf16 --transformer-impl emulated --fp8-amax-reduction te {RECIPES[options.recipe]}"
     run = start_run(command_line(options, num_steps, flags))
-    spent, monitor = CpuTime(), run.operand_monitor
-    assert monitor is not None
+    spent, monitor = CpuTime(), run.bad_steps.operands
     quantize.count_values = spent.of(quantize.count_values)
-    monitor.reset, monitor.local_totals = spent.of(monitor.reset), spent.of(monitor.local_totals)
+    monitor.reset, monitor.counts = spent.of(monitor.reset), spent.of(monitor.counts)
     times = timing.take_turns(build_steps(run, num_steps), rounds=options.rounds, warmup=options.warmup)
     end_runs()
     ratios = timing.ratios_to(WITHOUT, times)[WITH]

@@ -58,7 +58,10 @@ def measure(options: argparse.Namespace) -> None:
     times = timing.take_turns(steps, rounds=options.rounds, warmup=options.warmup)
     rank, last = dist.get_rank(), {side: done[-1] for side, done in results.items()}
     received: list[Any] = [None] * dist.get_world_size()
-    own = {side: (result.grad_reduce_bytes, result.param_gather_bytes or 0) for side, result in last.items()}
+    own = {
+        side: (result.metrics["grad_reduce_bytes"], result.metrics.get("param_gather_bytes", 0))
+        for side, result in last.items()
+    }
     dist.all_gather_object(received, own)
     end_runs()
     if rank == 0:

@@ -123,7 +123,7 @@ def our_trainer(validated: ValidatedRun) -> Trainer:
 
     def step(number: int) -> tuple[float, Optional[int]]:
         result = train(number)
-        return result.loss, result.param_gather_bytes
+        return result.loss, result.metrics.get("param_gather_bytes")
 
     return step
 

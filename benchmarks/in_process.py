@@ -20,14 +20,10 @@ from megafp8.device.platform import detect_platform, shutdown_distributed
 from megafp8.mcore.config import build_transformer_config
 from megafp8.mcore.process_groups import destroy_process_groups
 from megafp8.metrics.timers import StepTimer
-from megafp8.models.router import ExpertBiasSnapshot
-from megafp8.optimizer.fp8_reduction import build_fp8_reduction
-from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
-from megafp8.optimizer.gradient_communication import build_gradient_traffic, build_traffic
 from megafp8.training.checks import ValidatedRun, check
-from megafp8.training.nonfinite_operands import build_operand_monitor
 from megafp8.training.run import Run
 from megafp8.training.setup import build_training_run, build_training_state
+from megafp8.training.step_parts import ZeroedBuffers, build_bad_step_detector, reduction_parts, state_parts
 
 TRAINING = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -78,24 +74,17 @@ def add_run(first: Run, text: str) -> Run:
     training_state = build_training_state(
         config, transformer_config, implementation, first.vocab_size, world_size, first.platform
     )
-    fp8_reduction = build_fp8_reduction(config, training_state.chunks, first.platform.device)
-    gradient_traffic = build_gradient_traffic(config, training_state.chunks)
-    watched = config.training.check_for_nan_in_loss_and_grad
+    device, counts_loss = first.platform.device, first.rank_position.reports_loss
+    reductions = tuple(reduction_parts(config, training_state, device))
+    detector = build_bad_step_detector(config, training_state, implementation, device)
+    states = state_parts(config, training_state, implementation, device, counts_loss)
     return dataclasses.replace(
         first,
         config=config,
         implementation=implementation,
-        transformer_config=transformer_config,
         training_state=training_state,
-        wgrad_overwrite=None,
-        spike_detector=None,
-        delayed_snapshot=None,
-        bias_snapshot=ExpertBiasSnapshot(training_state.chunks) if config.model.moe_router_enable_expert_bias else None,
-        operand_monitor=build_operand_monitor(config, training_state.chunks, implementation, first.platform.device),
-        gradient_monitor=NonFiniteGradientMonitor(training_state.chunks, first.platform.device) if watched else None,
-        parameter_traffic=build_traffic(config, training_state.chunks),
-        gradient_traffic=gradient_traffic,
-        fp8_reduction=fp8_reduction,
+        parts=(ZeroedBuffers(training_state), detector, *states, *reductions),
+        bad_steps=detector,
         timer=StepTimer(),
     )
 

@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for recipe in RECIPES:
         bf16, fp8 = ([result.loss for result in results[f"{recipe} {side}"]] for side in SIDES)
         assert fp8 == bf16, f"{recipe}: losses differ, {fp8} against {bf16}"
-    gathered = {name: done[-1].param_gather_bytes for name, done in results.items()}
+    gathered = {name: done[-1].metrics["param_gather_bytes"] for name, done in results.items()}
     return {"rank": rank, "times": times, "gathered_bytes": gathered, "weight_bytes": weights}
 
 

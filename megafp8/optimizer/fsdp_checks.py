@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.optimizer.fsdp_traffic import add_reduction_hook
-from megafp8.optimizer.gradient_checks import is_finite, parameters_in_forward_order
+from megafp8.optimizer.gradient_checks import GradientNormCheck, is_finite, parameters_in_forward_order
 
 
-class ReducedGradientMonitor:
+class ReducedGradientMonitor(GradientNormCheck):
     """Finds non-finite values in this rank's rows of the reduced gradients.
 
     A NaN of one rank is then in the rows of others. With codes, whose casts read all gradients, one more read before
@@ -23,8 +23,10 @@ class ReducedGradientMonitor:
         is_local: whether the gradients of each module are also checked before they are reduced.
     """
 
+    origin_text = "--use-torch-fsdp2: a rank has rows of sums over ranks, each of which may have brought the value up"
+
     def __init__(self, chunks: list[Any], device: torch.device, is_local: bool):
-        self.chunks, self.device = chunks, device
+        super().__init__(chunks, device)
         self.gradients = [parameter.main_grad for chunk in chunks for parameter in chunk.parameters()]
         self._sums = [sums for chunk in chunks for sums in chunk.sums] if is_local else []
         self._bad_modules = torch.zeros(len(self._sums), device=device)
@@ -34,15 +36,16 @@ class ReducedGradientMonitor:
     def _check(self, bad: Tensor, gradients: Tensor) -> None:
         bad += ~is_finite(gradients)
 
-    @property
-    def bad(self) -> Tensor:
-        """Number of gradients that are not finite."""
+    def bad_gradients(self, squared_norm: Optional[Tensor]) -> Tensor:
+        """The number of gradients that are not finite, if there is no norm that tells."""
+        if squared_norm is not None:
+            return super().bad_gradients(squared_norm)
         bad = torch.zeros((), device=self.device)
         for gradient in self.gradients:
             bad += ~is_finite(gradient)
         return bad
 
-    def find_bad_gradients_in_modules(self) -> Optional[set[tuple[int, str]]]:
+    def find_local(self) -> Optional[set[tuple[int, str]]]:
         """(chunk, name) of this rank's non-finite gradients before they were reduced; None if no rank knows of any.
 
         They are those parameters of its bad modules whose sums are not finite. Collective.

@@ -3,7 +3,7 @@
 Detection: a norm is finite only if all elements are. Where the optimizer provides the norm of the reduced gradients,
 only that is checked. Otherwise `NonFiniteGradientMonitor` computes the norm of each bucket before it is reduced over
 the data-parallel ranks, because a NaN spreads to all ranks in the reduction. This reads the gradients once per step and
-does not synchronize; the result is one flag on the device. After the backward pass `reduce_step_totals` reduces loss
+does not synchronize; the result is one flag on the device. After the backward pass `sum_over_ranks` sums losses
 and flags over all ranks, so that all ranks skip the update or stop together. megatron-core's own check does not name a
 rank, and with BF16 weights it has none.
 
@@ -15,6 +15,7 @@ This holds only where every rank has the complete model: tensor-parallel ranks a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -45,10 +46,43 @@ def is_finite(tensor: Tensor) -> Tensor:
     return torch.isfinite(torch.linalg.vector_norm(tensor, dtype=torch.float32))  # an FP16 norm overflows at 65504
 
 
-class NonFiniteGradientMonitor:
+class GradientNormCheck:
+    """The check where the norm of the reduced gradients is enough, or where there is none (`--no-check-for-nan...`).
+
+    Args:
+        searches_buckets: whether the rank with non-finite values can be found in the gradient buffers afterwards.
+    """
+
+    origin_text = ""
+    """What a report says where the rank of a non-finite value is not known."""
+
+    def __init__(self, chunks: list[Any], device: torch.device, searches_buckets: bool = False):
+        self.chunks, self.device, self.searches_buckets = chunks, device, searches_buckets
+
+    def reset(self) -> None:
+        """Before a step."""
+
+    def bad_gradients(self, squared_norm: Optional[Tensor]) -> Tensor:
+        """0 on the device if this rank's checked gradients are finite.
+
+        Args:
+            squared_norm: of the gradient shards that this rank updates with; None where the optimizer takes the norm.
+        """
+        if squared_norm is None:
+            return torch.zeros((), device=self.device)
+        return (~torch.isfinite(squared_norm)).float()  # of all gradients that this rank has
+
+    def find_local(self) -> Optional[set[tuple[int, str]]]:
+        """(chunk, name) of this rank's gradients that were not finite before their reduction; None if that is not
+        known, or if they are checked before it. Collective."""
+        return find_bad_gradients_in_buckets(self.chunks) if self.searches_buckets else None
+
+
+class NonFiniteGradientMonitor(GradientNormCheck):
     """Records on the device whether this rank's local gradients are finite when their reduction starts."""
 
     def __init__(self, chunks: list[Any], device: torch.device):
+        super().__init__(chunks, device)
         self.bad = torch.zeros((), device=device)
         for chunk in chunks:
             for group in bucket_groups(chunk):
@@ -61,6 +95,9 @@ class NonFiniteGradientMonitor:
     def reset(self) -> None:
         """Clear the flag before the next step."""
         self.bad.zero_()
+
+    def bad_gradients(self, squared_norm: Optional[Tensor]) -> Tensor:
+        return self.bad
 
 
 class CodeCounts(NamedTuple):
@@ -87,89 +124,70 @@ class CodeCounts(NamedTuple):
         return self.num_saturated / self.num_values if self.num_values else 0.0
 
 
+LOSS, BAD_RANKS, SQUARED_NORM, STOPPING_RANKS = "loss", "bad ranks", "squared norm", "stopping ranks"
+OPERANDS = "operands"
+
+
 @dataclass(frozen=True)
 class StepTotals:
-    """Loss, gradient norm, and numbers of ranks with non-finite values and stop signals, reduced over all ranks.
+    """Numbers of a step, summed over all ranks, by name.
 
-    Attributes:
-        loss_sum: sum of the losses of the global batch in nats.
-        num_tokens: tokens that count in it.
-        num_bad_ranks: ranks with a non-finite loss or non-finite gradients.
-        squared_grad_norm: of all gradients; 0 where the ranks passed no `squared_norm`.
-        num_stopping_ranks: ranks that received a stop signal.
-        grad_codes: of gradients that are reduced in FP8.
-        num_non_finite, num_saturated: values of quantized operands, see `quantization/counters.py`.
-        num_infinite_amaxes: linears with infinite amaxes in their histories.
-        mtp_losses: mean loss of each depth of multi-token prediction.
+    LOSS has the sum of the losses of the global batch in nats, and the tokens that count in it. BAD_RANKS is the number
+    of ranks with a non-finite loss or non-finite gradients. SQUARED_NORM is of all gradients, where the optimizer gives
+    it. STOPPING_RANKS is the number of ranks that received a stop signal. OPERANDS has the non-finite and the saturated
+    values of quantized operands (`quantization/counters.py`), and the linears with infinite amaxes in their histories.
     """
 
-    loss_sum: float
-    num_tokens: float
-    num_bad_ranks: float
-    squared_grad_norm: float = 0.0
-    num_stopping_ranks: float = 0.0
-    grad_codes: CodeCounts = CodeCounts(0.0, 0.0, 0.0)
-    num_non_finite: float = 0.0
-    num_saturated: float = 0.0
-    num_infinite_amaxes: float = 0.0
-    mtp_losses: tuple[float, ...] = ()
+    sums: Mapping[str, tuple[float, ...]]
+
+    def __getitem__(self, name: str) -> tuple[float, ...]:
+        return self.sums[name]
+
+    def number(self, name: str) -> float:
+        """A sum that is one number; 0 if no rank gave it."""
+        return self.sums.get(name, (0.0,))[0]
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens that count in the loss."""
+        return self.sums[LOSS][1]
 
     @property
     def loss(self) -> float:
         """Mean loss per token; NaN without tokens."""
-        return self.loss_sum / self.num_tokens if self.num_tokens else float("nan")
+        loss, num_tokens = self.sums[LOSS]
+        return loss / num_tokens if num_tokens else float("nan")
 
     @property
     def grad_norm(self) -> float:
         """L2 norm of all gradients."""
-        return math.sqrt(self.squared_grad_norm)
+        return math.sqrt(self.number(SQUARED_NORM))
 
 
-def reduce_step_totals(
-    local_loss: Optional[Tensor],
-    bad_gradients: Tensor,
-    device: torch.device,
-    squared_norm: Optional[Tensor] = None,
-    is_stopping: bool = False,
-    grad_codes: Optional[Tensor] = None,
-    nonfinite_operands: Optional[Tensor] = None,
-    depth_sums: Optional[Tensor] = None,
-) -> StepTotals:
-    """Reduce losses, non-finite flags, squared norms, stop signals and counts over all ranks, in one all-reduce.
+def sum_over_ranks(numbers: Mapping[str, Tensor], device: torch.device) -> StepTotals:
+    """Sum named numbers over all ranks, in one all-reduce; all ranks give the same names and shapes."""
+    # FP64, because token counts exceed FP32's integers.
+    flat = torch.cat([value.to(device, torch.float64).flatten() for value in numbers.values()])
+    dist.all_reduce(flat)
+    sums = iter(flat.tolist())
+    return StepTotals({name: tuple(itertools.islice(sums, value.numel())) for name, value in numbers.items()})
+
+
+def loss_and_flags(
+    local_loss: Optional[Tensor], bad_gradients: Tensor, device: torch.device, is_stopping: bool = False
+) -> dict[str, Tensor]:
+    """LOSS, BAD_RANKS and STOPPING_RANKS of this rank.
 
     Args:
-        local_loss: (sum, tokens) of this rank; None on a rank whose loss is not counted.
+        local_loss: (sum, tokens); None on a rank whose loss is not counted.
         bad_gradients: 0 if the checked gradients of this rank are finite.
-        squared_norm: of this rank's gradient shards; None where the optimizer takes the norm.
-        is_stopping: whether this rank received a stop signal.
-        grad_codes: [3], the numbers of `CodeCounts` of this rank; None where gradients are not reduced in FP8.
-        nonfinite_operands: [3], `num_non_finite` to `num_infinite_amaxes` on this rank; None counts nothing.
-        depth_sums: (sum, tokens) of each depth of multi-token prediction [depths, 2], 0 on a rank whose loss is not
-            counted; None on all ranks without it.
     """
-    depths = 0 if depth_sums is None else len(depth_sums)
-    totals = torch.zeros(11 + 2 * depths, dtype=torch.float64, device=device)  # token counts exceed FP32's integers
-    if local_loss is not None:
-        totals[:2] = local_loss
-    totals[2] = (bad_gradients > 0) | ~torch.isfinite(totals[:2]).all()
-    if squared_norm is not None:
-        totals[3] = squared_norm
-    if is_stopping:
-        totals[4] = 1
-    if grad_codes is not None:
-        totals[5:8] = grad_codes
-    if nonfinite_operands is not None:
-        totals[8:11] = nonfinite_operands
-    if depth_sums is not None:
-        totals[11:] = depth_sums.flatten()
-    dist.all_reduce(totals)
-    loss_sum, num_tokens, num_bad, squared, num_stopping, *counts = totals[:11].tolist()
-    means = tuple(total / count if count else math.nan for total, count in totals[11:].view(-1, 2).tolist())
-    codes = CodeCounts(*counts[:3])
-    num_non_finite, num_saturated, num_infinite = counts[3:]
-    return StepTotals(
-        loss_sum, num_tokens, num_bad, squared, num_stopping, codes, num_non_finite, num_saturated, num_infinite, means
-    )
+    loss = torch.zeros(2, dtype=torch.float64, device=device) if local_loss is None else local_loss.double()
+    return {
+        LOSS: loss,
+        BAD_RANKS: (bad_gradients > 0) | ~torch.isfinite(loss).all(),
+        STOPPING_RANKS: torch.full((), float(is_stopping), device=device),
+    }
 
 
 class BadTensor(NamedTuple):

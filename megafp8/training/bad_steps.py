@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional, Union
+from types import MappingProxyType
+from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megafp8.checkpoint.progress import (
@@ -29,23 +28,31 @@ from megafp8.checkpoint.progress import (
     HighPrecisionFallback,
     Progress,
     SkippedSamples,
-    TrainingState,
 )
-from megafp8.config.schema import RunConfig
 from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.errors import NumericsError
 from megafp8.metrics.health_suggestions import for_nonfinite_values, suggestion_text
 from megafp8.optimizer import gradient_checks
-from megafp8.optimizer.fsdp_checks import ReducedGradientMonitor
-from megafp8.optimizer.fused_adam import FusedAdamOptimizer
+from megafp8.optimizer.gradient_checks import (
+    BAD_RANKS,
+    LOSS,
+    SQUARED_NORM,
+    STOPPING_RANKS,
+    StepTotals,
+    loss_and_flags,
+    sum_over_ranks,
+)
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale, describe_overflow
-from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.quantization.delayed_scaling import OPERANDS
 from megafp8.resilience import fault_injection
-from megafp8.training.nonfinite_operands import FORWARD_OPERANDS, MAX_NAMED, NonfiniteOperands
+from megafp8.training.nonfinite_operands import (
+    FORWARD_OPERANDS,
+    MAX_NAMED,
+    NonfiniteOperands,
+)
 from megafp8.training.run import Run, suggestion_case
+from megafp8.training.step_parts import Reports
 
-ROWS_OF_SUMS = "--use-torch-fsdp2: a rank has rows of sums over ranks, each of which may have brought the value up"
 SUM_OVERFLOWS = "gradients overflow in the sum over all ranks"
 
 
@@ -67,104 +74,52 @@ class BadStep:
 # ---- detection -------------------------------------------------------------------------------------------------------
 
 
-def build_gradient_monitor(
-    config: RunConfig, training_state: TrainingState, device: torch.device
-) -> Union[gradient_checks.NonFiniteGradientMonitor, ReducedGradientMonitor, None]:
-    """The check of each rank's local gradients before they are reduced; None where the gradient norm is enough.
-
-    The fused optimizer's norm is enough where every rank holds the complete model, or where there is no data
-    parallelism: `find_local_bad_gradients` can then tell afterwards which rank the non-finite values came from.
-    """
-    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    if not config.training.check_for_nan_in_loss_and_grad:
-        return None
-    if config.parallel.use_torch_fsdp2:
-        return ReducedGradientMonitor(training_state.chunks, device, is_local=config.precision.grad_reduce_in_fp8)
-    if isinstance(training_state.optimizer, FusedAdamOptimizer) and data_size in (1, dist.get_world_size()):
-        return None
-    return gradient_checks.NonFiniteGradientMonitor(training_state.chunks, device)
-
-
-def build_spike_detector(config: RunConfig) -> Optional[SpikeDetector]:
-    """The detector of loss spikes; None without `--spike-policy`."""
-    training = config.training
-    if training.spike_policy == "off":
-        return None
-    return SpikeDetector(
-        training.spike_window, training.spike_sigma, training.spike_min_steps, training.spike_norm_factor
-    )
-
-
-def reduce_step_totals(
-    run: Run,
-    local_loss: Optional[Tensor],
-    progress: Progress,
-    squared_norm: Optional[Tensor] = None,
-    depth_sums: Optional[Tensor] = None,
-) -> tuple[gradient_checks.StepTotals, Optional[BadStep], NonfiniteOperands]:
-    """Reduce the loss of a step over all ranks, and find out whether loss, gradients and operands are finite.
+def sum_step(
+    run: Run, reports: Reports, progress: Progress, squared_norm: Optional[Tensor] = None
+) -> tuple[StepTotals, Optional[BadStep]]:
+    """Sum the numbers of a step over all ranks, and find out whether loss, gradients and operands are finite.
 
     Args:
-        local_loss: (loss sum, tokens) of this rank; None on a rank that computes no loss.
+        reports: of the losses of this rank's microbatches.
         progress: before the step.
         squared_norm: of the gradient shards that this rank updates with; None where the optimizer takes the norm.
-        depth_sums: (loss sum, tokens) of each depth of multi-token prediction on this rank; None without it.
     """
-    device, monitor = run.platform.device, run.gradient_monitor
-    counted_loss = local_loss if run.rank_position.reports_loss else None
+    device, detector = run.platform.device, run.bad_steps
+    counted_loss = sum_losses(reports) if run.rank_position.reports_loss else None
     if counted_loss is not None:
         fault_injection.poison("step.loss", counted_loss[:1])
-    bad = torch.zeros((), device=device)
-    if squared_norm is not None and not isinstance(monitor, gradient_checks.NonFiniteGradientMonitor):
-        bad = (~torch.isfinite(squared_norm)).float()  # of all gradients that this rank has
-    elif monitor is not None:
-        bad = monitor.bad
-    operands = run.operand_monitor
-    if depth_sums is not None and not run.rank_position.reports_loss:
-        depth_sums = torch.zeros_like(depth_sums)
-    totals = gradient_checks.reduce_step_totals(
-        counted_loss,
-        bad,
-        device,
-        squared_norm,
-        bool(run.watchdog.received_signal),
-        None if run.fp8_reduction is None else run.fp8_reduction.counts,
-        None if operands is None else operands.local_totals(),
-        depth_sums,
-    )
-    run.watchdog.agree_to_stop(totals.num_stopping_ranks)
+    bad = detector.gradients.bad_gradients(squared_norm)
+    numbers = loss_and_flags(counted_loss, bad, device, bool(run.watchdog.received_signal))
+    if squared_norm is not None:
+        numbers[SQUARED_NORM] = squared_norm
+    for part in run.parts:
+        numbers |= part.counts(reports)
+    totals = sum_over_ranks(numbers, device)
+    run.watchdog.agree_to_stop(totals.number(STOPPING_RANKS))
     names_saturated = (progress.step + 1) % run.config.logging.log_interval == 0
-    nonfinite = NonfiniteOperands() if operands is None else operands.nonfinite_operands(totals, names_saturated)
-    if not totals.num_bad_ranks or not run.config.training.check_for_nan_in_loss_and_grad:
-        return totals, find_bad_operands(run, progress, nonfinite), nonfinite
-    is_loss_finite = math.isfinite(totals.loss_sum)
+    nonfinite = detector.nonfinite = detector.operands.nonfinite_operands(totals, names_saturated)
+    if not totals.number(BAD_RANKS) or not run.config.training.check_for_nan_in_loss_and_grad:
+        return totals, find_bad_operands(run, progress, nonfinite)
+    is_loss_finite = math.isfinite(totals[LOSS][0])
     if is_loss_finite and can_lower_loss_scale(run.training_state.optimizer):
         # The optimizer finds the overflow itself, skips the update and lowers the loss scale.
-        return totals, None, nonfinite
-    local_bad = find_local_bad_gradients(run)
+        return totals, None
+    local_bad = detector.gradients.find_local()
     ranks = gradient_checks.describe_bad_ranks(
         counted_loss, bool(bad > 0), run.training_state.chunks, describe_rank_samples(run, progress), local_bad
     )
-    if isinstance(monitor, ReducedGradientMonitor) and local_bad is None and is_loss_finite:
-        ranks.append(ROWS_OF_SUMS)
+    if local_bad is None and is_loss_finite and detector.gradients.origin_text:
+        ranks.append(detector.gradients.origin_text)
     if bad_step := find_bad_operands(run, progress, nonfinite, ranks, is_loss_finite):
-        return totals, bad_step, nonfinite
+        return totals, bad_step
     if nonfinite.non_finite_operands():
         ranks.append(f"operands of quantized linears: {nonfinite.describe()}")
-    return totals, non_finite_step(run, progress, ranks), nonfinite
+    return totals, non_finite_step(run, progress, ranks)
 
 
-def find_local_bad_gradients(run: Run) -> Optional[set[tuple[int, str]]]:
-    """(chunk, name) of the gradients of this rank that were not finite before they were reduced. Collective.
-
-    None if that is not known, or if the monitor read gradients before the reduction.
-    """
-    monitor = run.gradient_monitor
-    if isinstance(monitor, ReducedGradientMonitor):
-        return monitor.find_bad_gradients_in_modules()
-    if monitor is None and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
-        return gradient_checks.find_bad_gradients_in_buckets(run.training_state.chunks)
-    return None
+def sum_losses(reports: Reports) -> Optional[Tensor]:
+    """(loss sum, tokens) over the microbatches of a step; None on a rank without reports."""
+    return torch.stack([report["loss"] for report in reports]).sum(0) if reports else None
 
 
 def non_finite_step(run: Run, progress: Progress, causes: list[str]) -> BadStep:
@@ -204,14 +159,12 @@ def find_bad_operands(
 
 
 def find_spike(run: Run, progress: Progress, loss: float, grad_norm: float) -> Optional[BadStep]:
-    """The spike of a step's loss or gradient norm, if there is one; None without `--spike-policy`.
+    """The spike of a step's loss or gradient norm, if there is one.
 
     Args:
         progress: before the step.
     """
-    if run.spike_detector is None:
-        return None
-    text = run.spike_detector.find_spike(progress.history.window, loss, grad_norm)
+    text = run.bad_steps.spikes.find_spike(progress.history.window, loss, grad_norm)
     return None if text is None else BadStep(SPIKE, f"{text} ({describe_batch_samples(run, progress)})")
 
 
@@ -277,14 +230,14 @@ def progress_after_step(
     progress: Progress,
     bad_step: Optional[BadStep],
     values: Optional[tuple[float, float]],
-    grad_factor: float = 1.0,
+    changed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Progress:
     """The progress after a step.
 
     Args:
         bad_step: why its update was skipped, if it was.
         values: loss and gradient norm of a step that updated the weights; None where the loss scale overflowed.
-        grad_factor: of the next step.
+        changed: further fields that the step changes.
     """
     step, history = progress.step + 1, progress.history
     consumed = progress.consumed_samples + run.batch_size_at(progress.consumed_samples)
@@ -292,11 +245,10 @@ def progress_after_step(
         history = history.after_skip(SkippedSamples(progress.consumed_samples, consumed, step, bad_step.reason))
         history = history.after_fallback(bad_step.fallbacks)
     elif values is not None:
-        window = () if run.spike_detector is None else run.spike_detector.after_update(history.window, *values)
-        history = history.after_update(window)
+        history = history.after_update(run.bad_steps.spikes.after_update(history.window, *values))
     else:
         history = history.after_overflow()
-    return Progress(step, consumed, history, grad_factor, progress.origin)
+    return dataclasses.replace(progress, step=step, consumed_samples=consumed, history=history, **changed)
 
 
 def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_batches: int) -> Progress:

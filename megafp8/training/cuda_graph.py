@@ -151,7 +151,56 @@ class PassGraph:
         self.graph = graph
 
 
-class StepGraph:
+class EagerPasses:
+    """Runs the passes of steps and evaluations kernel by kernel.
+
+    Attributes:
+        has_graphs: whether passes may be replayed. A replay calls no hooks and cannot be timed within.
+        is_captured: whether steps are replayed now.
+    """
+
+    has_graphs = False
+
+    @property
+    def is_captured(self) -> bool:
+        return False
+
+    def reset(self) -> None:
+        """Drop what was captured, since tensors may be replaced."""
+
+    def run(
+        self, forward_backward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
+    ) -> list[dict[str, Tensor]]:
+        """Run forward-backward on the next microbatches.
+
+        Args:
+            forward_backward: runs forward-backward over an iterator of microbatches; returns the reports of the losses.
+            batches: None on a pipeline stage that reads none.
+            num_microbatches: the same in every step.
+
+        Returns:
+            The reports, valid until the next step.
+        """
+        return forward_backward(batches)
+
+    def run_with_hooks(
+        self,
+        forward_backward: Passes,
+        batches: Optional[Iterator[Batch]],
+        num_microbatches: int,
+        step_hooks: Sequence[StepHooks],
+    ) -> list[dict[str, Tensor]]:
+        """The same for a step with hooks, which `forward_backward` attaches."""
+        return forward_backward(batches)
+
+    def evaluate(
+        self, forward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
+    ) -> list[dict[str, Tensor]]:
+        """The same for the forward passes of an evaluation."""
+        return forward(batches)
+
+
+class StepGraph(EagerPasses):
     """The CUDA graphs of a run.
 
     Args:
@@ -193,24 +242,16 @@ class StepGraph:
         graphs = (each.graph for each in (self.step, *self.with_hooks.values()))
         return next((graph.pool() for graph in graphs if graph is not None), None)
 
+    has_graphs = True
+
     @property
     def is_captured(self) -> bool:
-        """Whether steps are replayed now."""
         return self.step.graph is not None
 
     def run(
         self, forward_backward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
     ) -> list[dict[str, Tensor]]:
-        """Run forward-backward on the next microbatches, eagerly while warming up, then from the graph.
-
-        Args:
-            forward_backward: runs forward-backward over an iterator of microbatches; returns the reports of the losses.
-            batches: None on a pipeline stage that reads none.
-            num_microbatches: the same in every step.
-
-        Returns:
-            The reports, valid until the next step.
-        """
+        """Eager while warming up, then from the graph."""
         if self.steps_left:
             self.steps_left -= 1
             return forward_backward(batches)
@@ -250,14 +291,14 @@ class StepGraph:
 
 def build_step_graph(
     config: RunConfig, chunks: list[Any], device: torch.device, counters: Sequence[ReceivedBytes]
-) -> Optional[StepGraph]:
-    """The CUDA graphs of a run; None where kernels are launched one by one.
+) -> EagerPasses:
+    """The CUDA graphs of a run, or passes kernel by kernel.
 
     Args:
         counters: of the bytes that a step receives.
     """
     if not derived.uses_cuda_graph(config):
-        return None
+        return EagerPasses()
     training = config.training
     has_evaluation = bool(training.cuda_graph_evaluation)
     return StepGraph(chunks, training.cuda_graph_warmup_steps, device, has_evaluation, counters)

@@ -17,12 +17,13 @@ from megafp8.config.batch_schedule import BatchSchedule, constant
 from megafp8.data.loader import build_loader
 from megafp8.metrics.records import EvalRecord
 from megafp8.metrics.sinks import Sinks
-from megafp8.optimizer.gradient_checks import reduce_step_totals
+from megafp8.optimizer.gradient_checks import LOSS, sum_over_ranks
 from megafp8.resilience import fault_injection
 from megafp8.resilience.watchdog import AFTER_STEP, EVALUATION
+from megafp8.training.bad_steps import sum_losses
 from megafp8.training.run import Run
 from megafp8.training.signals import is_stop_requested
-from megafp8.training.step import forward_or_replay, sum_losses
+from megafp8.training.step import forward_or_replay
 
 
 def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int) -> Optional[EvalRecord]:
@@ -53,9 +54,8 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
             if loss is not None:
                 total += loss
             fault_injection.point("evaluation.batch")
-    totals = reduce_step_totals(
-        total if run.rank_position.reports_loss else None, torch.zeros((), device=device), device
-    )
+    counted = total if run.rank_position.reports_loss else torch.zeros_like(total)
+    totals = sum_over_ranks({LOSS: counted}, device)
     return EvalRecord(
         step=step,
         split=split,
@@ -104,8 +104,8 @@ def evaluation_mode(run: Run) -> Iterator[None]:
     # With this function the interleaved schedule would start parameter gathers.
     param_sync, run.transformer_config.param_sync_func = run.transformer_config.param_sync_func, None
     try:
-        if run.delayed_snapshot is not None:
-            run.delayed_snapshot.save()
+        for part in run.parts:
+            part.begin_evaluation()
         with torch.no_grad():
             yield
     finally:
@@ -114,8 +114,8 @@ def evaluation_mode(run: Run) -> Iterator[None]:
             if has_hooks:
                 chunk.enable_forward_pre_hook()
             chunk.train()
-        if run.delayed_snapshot is not None:
-            run.delayed_snapshot.restore()
+        for part in run.parts:
+            part.end_evaluation()
 
 
 def build_batches(

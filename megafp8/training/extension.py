@@ -70,7 +70,7 @@ class LoopState:
         if not result.is_skipped:
             assert result.grad_norm is not None
             values = result.loss, result.grad_norm
-        self.progress = progress_after_step(self.run, self.progress, result.bad_step, values, result.next_grad_factor)
+        self.progress = progress_after_step(self.run, self.progress, result.bad_step, values, result.changed_progress)
 
     def move_to(self, progress: Progress) -> None:
         """Continue training from another position in the data."""

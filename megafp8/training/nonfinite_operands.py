@@ -14,9 +14,9 @@ step as a bad one (`bad_steps.py`), and `bf16` also computes the linears in high
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from megafp8.mcore.layer_runtime import LinearCounters
 from megafp8.metrics.records import OperandCounts
 from megafp8.models.grouped_moe import named_mixtures
 from megafp8.models.layer_runtime import layer_runtime
+from megafp8.optimizer.gradient_checks import OPERANDS as OPERAND_COUNTS
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, SATURATED
 from megafp8.quantization.delayed_scaling import OPERANDS
@@ -86,7 +87,32 @@ class NonfiniteOperands:
         return "; ".join(parts[:max_named]) + (f"; and {more} more" if more > 0 else "")
 
 
-class OperandMonitor:
+class OperandCounter:
+    """Counts the operands of a run in which nothing quantizes: none."""
+
+    def reset(self) -> None:
+        """Clear the counts before a step."""
+
+    def counts(self) -> Mapping[str, Tensor]:
+        """This rank's numbers, to sum over the ranks."""
+        return {}
+
+    def nonfinite_operands(self, totals: StepTotals, names_saturated: bool) -> NonfiniteOperands:
+        """The non-finite and saturated operands of a step over all ranks, and clear infinite amaxes.
+
+        Collective, with communication only if operands are named.
+
+        Args:
+            names_saturated: whether operands are named that saturate, where all are finite; the same on all ranks.
+        """
+        return NonfiniteOperands()
+
+    def metrics(self, nonfinite: NonfiniteOperands) -> Mapping[str, Any]:
+        """Fields of the step's record."""
+        return {}
+
+
+class OperandMonitor(OperandCounter):
     """Counts non-finite and saturated operands of this rank's linears and of experts in one launch, and names those of
     all ranks.
 
@@ -100,29 +126,27 @@ class OperandMonitor:
         self.experts = ExpertAmaxes(counters.linears, unwrap_model(list(chunks)))
 
     def reset(self) -> None:
-        """Clear the counts before a step."""
         self.counters.reset()
         self.experts.reset()
 
-    def local_totals(self) -> Tensor:
-        """This rank's part of the step's totals, int64 [3]; see `StepTotals`."""
-        return self.experts.add_to(self.counters.totals())
+    def counts(self) -> Mapping[str, Tensor]:
+        return {OPERAND_COUNTS: self.experts.add_to(self.counters.totals())}  # int64 [3]
+
+    def metrics(self, nonfinite: NonfiniteOperands) -> Mapping[str, Any]:
+        return {
+            "num_non_finite_operands": nonfinite.num_non_finite,
+            "num_saturated_operands": nonfinite.num_saturated,
+            "operand_counts": dict(nonfinite.counts) or None,
+        }
 
     def nonfinite_operands(self, totals: StepTotals, names_saturated: bool) -> NonfiniteOperands:
-        """The non-finite and saturated operands of a step over all ranks, and clear infinite amaxes.
-
-        Collective, with communication only if operands are named.
-
-        Args:
-            names_saturated: whether operands are named that saturate, where all are finite; the same on all ranks.
-        """
-        is_finite = not (totals.num_non_finite or totals.num_infinite_amaxes)
-        if is_finite and not (totals.num_saturated and names_saturated):
-            return NonfiniteOperands(num_saturated=int(totals.num_saturated))
+        num_non_finite, num_saturated, num_infinite_amaxes = map(int, totals[OPERAND_COUNTS])
+        if not (num_non_finite or num_infinite_amaxes) and not (num_saturated and names_saturated):
+            return NonfiniteOperands(num_saturated=num_saturated)
         linears, counts = self.counters.linears, self.experts.add_to_table(self.counters.table())
         dist.all_reduce(counts)
         names: tuple[str, ...] = ()
-        if totals.num_infinite_amaxes:
+        if num_infinite_amaxes:
             gathered: list[list[str]] = [[]] * dist.get_world_size()
             cleared = self.counters.clear_infinite_amaxes() + self.experts.clear_infinite_amaxes()
             dist.all_gather_object(gathered, cleared)
@@ -131,7 +155,7 @@ class OperandMonitor:
                      for column, operand in enumerate(OPERANDS)}  # fmt: skip
             names = tuple(sorted(everywhere, key=order.__getitem__))
         named = tuple(named_counts(linears, counts.cpu()))
-        return NonfiniteOperands(int(totals.num_non_finite), int(totals.num_saturated), named, names)
+        return NonfiniteOperands(num_non_finite, num_saturated, named, names)
 
 
 def named_counts(linears: Sequence[str], table: Tensor) -> Iterator[tuple[str, OperandCounts]]:
@@ -148,10 +172,10 @@ def named_counts(linears: Sequence[str], table: Tensor) -> Iterator[tuple[str, O
 
 def build_operand_monitor(
     config: RunConfig, chunks: Sequence[Any], implementation: LayerBackend, device: torch.device
-) -> Optional[OperandMonitor]:
-    """The monitor of a run; None without linears that quantize."""
+) -> OperandCounter:
+    """The counter of a run; it counts nothing where no linear quantizes."""
     if not precision_map.is_quantized(config.precision):
-        return None
+        return OperandCounter()
     linears = precision_map.linears_with_statistics(config.model, config.precision)
     counters = layer_runtime(implementation).counters(config, linears, unwrap_model(list(chunks)), device)
     return OperandMonitor(counters, chunks)

@@ -84,8 +84,7 @@ def run_training(validated: ValidatedRun) -> int:
                     build_training_run(config, platform, validated.implementation), watchdog=watchdog
                 )
                 train(run, details | describe_threads(run))
-            if run.graph is not None:
-                run.graph.reset()  # NCCL cannot destroy a communicator that a CUDA graph uses
+            run.graph.reset()  # NCCL cannot destroy a communicator that a CUDA graph uses
         watchdog.finish()
     exit_later(SHUTDOWN_TIMEOUT_S)
     shutdown_distributed()

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 
 from megafp8.checkpoint.directory import NON_PERSISTENT
 from megafp8.checkpoint.progress import HighPrecisionFallback, Progress, TrainingState
@@ -19,23 +20,17 @@ from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_hash import SampleHashChain
-from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.device.platform import Platform
 from megafp8.mcore.process_groups import RankPosition
 from megafp8.metrics.health_suggestions import Case
 from megafp8.metrics.timers import StepTimer
-from megafp8.models.router import ExpertBiasSnapshot
-from megafp8.optimizer.fp8_gradients import Fp8Reduction
-from megafp8.optimizer.fsdp_checks import ReducedGradientMonitor
-from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
-from megafp8.optimizer.gradient_communication import WgradOverwrite
-from megafp8.optimizer.received_bytes import ReceivedBytes
-from megafp8.optimizer.skip_update import SpikeDetector
+from megafp8.models.loss import build_forward_step
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.checks import machine_problems
-from megafp8.training.cuda_graph import StepGraph
-from megafp8.training.nonfinite_operands import OperandMonitor, fall_back
-from megafp8.training.precision import DelayedScalingSnapshot, high_precision
+from megafp8.training.cuda_graph import EagerPasses
+from megafp8.training.nonfinite_operands import fall_back
+from megafp8.training.precision import high_precision
+from megafp8.training.step_parts import BadStepDetector, StepPart
 
 
 @dataclass(frozen=True)
@@ -44,53 +39,39 @@ class Run:
     attribute.
 
     Attributes:
-        implementation: the layers in use.
         rank_position: position of this rank in the parallel layout.
+        implementation: the layers in use.
         vocab_size: rows of the embedding, padded.
         datasets: train, valid, test; None where there is none.
-        forward_step: megatron-core's callback that runs one microbatch.
-        wgrad_overwrite: lets the first wgrad of a step overwrite its buffer; None where buffers are zeroed.
-        spike_detector: detects loss spikes; None without `--spike-policy`.
-        delayed_snapshot: saves and restores the state of delayed scaling; None without it.
-        bias_snapshot: saves and restores the biases of experts; None without them.
-        gradient_monitor: finds non-finite local gradients; None where the check is off or the gradient norm is enough.
-        operand_monitor: counts non-finite and saturated values of quantized operands; None if nothing quantizes.
-        parameter_traffic: counts the bytes of parameter gathers; None without them.
-        gradient_traffic: the same of gradient reductions that are not in FP8.
-        fp8_reduction: state of the gradient reduction in FP8; None without it.
-        graph: the CUDA graphs of forward-backward; None where kernels are launched one by one.
+        parts: what features add to a step, in order; `bad_steps` is one of them.
+        bad_steps: finds non-finite numbers and spikes.
+        graph: runs the passes, from CUDA graphs or kernel by kernel.
         timer: measures steps. Every step waits for the loss, so the device is at most one update behind the host.
-        watchdog: of hangs and lost peers, also handles signals; one that was not started does nothing.
+        watchdog: watches the steps and handles signals; one that was not started does nothing.
     """
 
     config: RunConfig
     platform: Platform
     rank_position: RankPosition
     implementation: LayerBackend
-    tokenizer: Tokenizer
     vocab_size: int
     datasets: tuple[Any, Any, Any]
-    transformer_config: TransformerConfig
     training_state: TrainingState
-    forward_step: Callable[..., Any]
-    wgrad_overwrite: Optional[WgradOverwrite]
-    spike_detector: Optional[SpikeDetector]
-    delayed_snapshot: Optional[DelayedScalingSnapshot]
-    bias_snapshot: Optional[ExpertBiasSnapshot]
-    gradient_monitor: Union[NonFiniteGradientMonitor, ReducedGradientMonitor, None]
-    operand_monitor: Optional[OperandMonitor]
-    parameter_traffic: Optional[ReceivedBytes]
-    gradient_traffic: Optional[ReceivedBytes]
-    fp8_reduction: Optional[Fp8Reduction]
-    graph: Optional[StepGraph]
+    parts: Sequence[StepPart]
+    bad_steps: BadStepDetector
+    graph: EagerPasses
     timer: StepTimer
     watchdog: Watchdog = field(default_factory=Watchdog)
 
     @property
-    def byte_counters(self) -> list[ReceivedBytes]:
-        """Counters of what this rank receives in a step."""
-        codes = () if self.fp8_reduction is None else (self.fp8_reduction, self.fp8_reduction.within_node)
-        return [each for each in (self.parameter_traffic, self.gradient_traffic, *codes) if each is not None]
+    def transformer_config(self) -> TransformerConfig:
+        """The configuration that megatron-core's layers and schedules share."""
+        return get_model_config(self.training_state.chunks[0])
+
+    @cached_property
+    def forward_step(self) -> Callable[..., Any]:
+        """megatron-core's callback that runs one microbatch."""
+        return build_forward_step(self.platform.device, self.config.parallel.context_parallel_size)
 
     @property
     def seq_length(self) -> int:
@@ -168,10 +149,9 @@ class Run:
         if not linears:
             return
         fall_back(self.training_state.chunks, linears, self.implementation)
-        if self.wgrad_overwrite is not None:
-            self.wgrad_overwrite.choose_weights()
-        if self.graph is not None:
-            self.graph.reset()  # it has the kernels of before
+        for part in self.parts:
+            part.linears_changed()
+        self.graph.reset()  # it has the kernels of before
 
     @cached_property
     def sample_chain(self) -> Optional[SampleHashChain]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Optional
+from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -15,7 +14,6 @@ from megafp8.checkpoint.progress import TrainingState
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config import derived, dimensions, iterations, multi_token
 from megafp8.config.layer_backends import LayerBackend
-from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -27,23 +25,23 @@ from megafp8.metrics.timers import StepTimer
 from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
 from megafp8.models.grouped_moe import grouped_weights
 from megafp8.models.layer_runtime import layer_runtime
-from megafp8.models.loss import build_forward_step
-from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer import fused_adam
-from megafp8.optimizer.fp8_reduction import build_fp8_reduction
 from megafp8.optimizer.gradient_communication import (
     WgradOverwrite,
-    build_gradient_traffic,
-    build_traffic,
     inject_gradient_faults,
 )
 from megafp8.optimizer.schedules import build_schedule
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
-from megafp8.training.bad_steps import build_gradient_monitor, build_spike_detector
 from megafp8.training.cuda_graph import build_step_graph, check_graph_optimizer, side_stream
-from megafp8.training.nonfinite_operands import build_operand_monitor
-from megafp8.training.precision import DelayedScalingSnapshot
 from megafp8.training.run import Run
+from megafp8.training.step_parts import (
+    OverwrittenBuffers,
+    StepPart,
+    ZeroedBuffers,
+    build_bad_step_detector,
+    reduction_parts,
+    state_parts,
+)
 
 REPORT_INTERVAL_S = 60.0
 """Between messages about the preparation of the data, without `--verbose`."""
@@ -76,44 +74,31 @@ def build_training_run(
     training_state = build_training_state(
         config, transformer_config, implementation, vocab_size, rank_position.world_size, platform
     )
-    fp8_reduction = build_fp8_reduction(config, training_state.chunks, platform.device)
-    if fp8_reduction is not None:
-        training_state.gradient_residuals.extend(fp8_reduction.residuals)
-    parameter_traffic = (
-        training_state.optimizer if is_layer_wise(config) else build_traffic(config, training_state.chunks)
-    )
-    gradient_traffic = build_gradient_traffic(config, training_state.chunks)
-    gradient_monitor = build_gradient_monitor(
-        config, training_state, platform.device
-    )  # its checks come before the reduction
-    # After the monitor, which is then called on gradients with the injected faults.
+    device = platform.device
+    reductions = tuple(reduction_parts(config, training_state, device))
+    detector = build_bad_step_detector(config, training_state, implementation, device)
+    # After the detector, whose checks are then called on gradients with the injected faults.
     inject_gradient_faults(training_state.chunks)
-    is_delayed = derived.is_stateful(config.precision)
-    run = Run(
+    parts = (
+        build_gradient_buffers(config, training_state, implementation),
+        detector,
+        *state_parts(config, training_state, implementation, device, rank_position.reports_loss),
+        *reductions,
+    )
+    counters = [counter for part in parts for counter in part.byte_counters()]
+    return Run(
         config=config,
         platform=platform,
         rank_position=rank_position,
         implementation=implementation,
-        tokenizer=tokenizer,
         vocab_size=vocab_size,
         datasets=datasets,
-        transformer_config=transformer_config,
         training_state=training_state,
-        forward_step=build_forward_step(platform.device, config.parallel.context_parallel_size),
-        wgrad_overwrite=build_wgrad_overwrite(config, training_state, implementation),
-        spike_detector=build_spike_detector(config),
-        delayed_snapshot=DelayedScalingSnapshot(training_state.chunks, implementation) if is_delayed else None,
-        bias_snapshot=ExpertBiasSnapshot(training_state.chunks) if config.model.moe_router_enable_expert_bias else None,
-        gradient_monitor=gradient_monitor,
-        operand_monitor=build_operand_monitor(config, training_state.chunks, implementation, platform.device),
-        parameter_traffic=parameter_traffic,
-        gradient_traffic=gradient_traffic,
-        fp8_reduction=fp8_reduction,
-        graph=None,
+        parts=parts,
+        bad_steps=detector,
+        graph=build_step_graph(config, training_state.chunks, device, counters),
         timer=StepTimer(),
     )
-    graph = build_step_graph(config, training_state.chunks, platform.device, run.byte_counters)
-    return dataclasses.replace(run, graph=graph)
 
 
 def print_at_intervals(interval_s: float) -> Callable[[str], None]:
@@ -158,17 +143,15 @@ def build_training_state(
     return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size))
 
 
-def build_wgrad_overwrite(
-    config: RunConfig, training_state: TrainingState, implementation: LayerBackend
-) -> Optional[WgradOverwrite]:
-    """Overwriting of the gradient buffers by the first wgrad of a step; None where the layers do not support it."""
+def build_gradient_buffers(config: RunConfig, training_state: TrainingState, implementation: LayerBackend) -> StepPart:
+    """The gradient buffers: the first wgrad of a step overwrites them where the layers support it."""
     precision, stages = config.precision, config.parallel.pipeline_model_parallel_size
     is_fused = precision.gradient_overwrite and precision.gradient_accumulation_fusion
     if not is_fused or stages > 1 or not implementation.overwrites_gradients:
-        return None
+        return ZeroedBuffers(training_state)
     if multi_token.num_depths(config.model):
-        return None  # the output layer has several wgrads in a microbatch, of which only the first may overwrite
+        # The output layer has several wgrads in a microbatch, of which only the first may overwrite.
+        return ZeroedBuffers(training_state)
     fused_weights = layer_runtime(implementation).weights_with_fused_gradients
-    return WgradOverwrite(
-        training_state.chunks, lambda: [*fused_weights(training_state.chunks), *grouped_weights(training_state.chunks)]
-    )
+    chunks = training_state.chunks
+    return OverwrittenBuffers(WgradOverwrite(chunks, lambda: [*fused_weights(chunks), *grouped_weights(chunks)]))

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Optional, Union
+from dataclasses import dataclass, field
+from typing import Any, Optional, Union
 
-import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.config import multi_token
 from megafp8.mcore.process_groups import reset_param_gather
 from megafp8.models.layer_runtime import layer_runtime
-from megafp8.optimizer.fp8_gradients import next_factor
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
-from megafp8.optimizer.gradient_checks import CodeCounts, StepTotals
+from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_learning_rate, current_loss_scale
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.resilience import fault_injection
@@ -42,15 +39,9 @@ class StepResult:
         is_skipped: no update was made.
         bad_step: why it was skipped; None where a dynamic loss scale overflowed, which is no bad step.
         loss_scale: factor of the loss; None without a loss scale.
-        param_gather_bytes: bytes of updated weights that this rank received during the step; None where nothing is
-            gathered.
-        grad_reduce_bytes: the same of gradients.
-        grad_intra_node_bytes: of them, those from ranks of the same node or FSDP2's replica; None without two levels of
-            FP8 gradients.
-        grad_codes: FP8 codes of the gradients; None where they are not reduced in FP8.
-        grad_factor, next_grad_factor: automatic factor of the scales of FP8 gradients, of this step and the next one.
         nonfinite_operands: non-finite and saturated values of quantized operands.
-        mtp_losses: mean loss of each depth of multi-token prediction; None without it.
+        metrics: fields of the `StepRecord`, by the parts of the run.
+        changed_progress: fields of the progress that the step changes beside those of every step.
     """
 
     loss: float
@@ -60,14 +51,9 @@ class StepResult:
     is_skipped: bool
     bad_step: Optional[bad_steps.BadStep]
     loss_scale: Optional[float]
-    param_gather_bytes: Optional[int]
-    grad_reduce_bytes: Optional[int]
-    grad_codes: Optional[CodeCounts]
-    grad_factor: float
-    next_grad_factor: float
     nonfinite_operands: NonfiniteOperands = NonfiniteOperands()
-    mtp_losses: Optional[tuple[float, ...]] = None
-    grad_intra_node_bytes: Optional[int] = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    changed_progress: Mapping[str, Any] = field(default_factory=dict)
 
 
 def train_step(
@@ -92,7 +78,7 @@ def train_step(
     Raises:
         NumericsError: on all ranks: the step is bad and may not be skipped. The weights are unchanged.
     """
-    training_state = run.training_state
+    training_state, parts = run.training_state, run.parts
     fault_injection.point("step.begin", step=progress.step + 1)
     begin_step(run, progress)
     with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
@@ -102,14 +88,10 @@ def train_step(
         squared_norm = training_state.optimizer.squared_norm() if is_fused else None
         after_launch()
         fault_injection.point("step.after_backward")
-        totals, bad_step, nonfinite = bad_steps.reduce_step_totals(
-            run, sum_losses(reports), progress, squared_norm, sum_depth_losses(run, reports)
-        )
+        totals, bad_step = bad_steps.sum_step(run, reports, progress, squared_norm)
 
-    learning_rate, loss_scale = (
-        current_learning_rate(training_state.optimizer),
-        current_loss_scale(training_state.optimizer),
-    )
+    learning_rate = current_learning_rate(training_state.optimizer)
+    loss_scale = current_loss_scale(training_state.optimizer)
     is_updated, grad_norm, num_zeros = False, None, None
     if bad_step is None:
         fault_injection.point("step.before_update")
@@ -119,12 +101,12 @@ def train_step(
             is_updated, grad_norm, num_zeros, bad_step = update(run, progress, totals)
         fault_injection.poison("step.weights", next(training_state.chunks[0].parameters()))
         fault_injection.point("step.after_update")
+    changed: dict[str, Any] = {}
     if is_updated:
         training_state.schedule.step(increment=run.batch_size_at(progress.consumed_samples))
+        changed = {name: value for part in parts for name, value in part.changed_progress(progress, totals).items()}
     else:  # also where a loss scale overflowed
         undo_step(run, progress, bad_step)
-    grad_codes = None if run.fp8_reduction is None else totals.grad_codes
-    is_adapted = grad_codes is not None and is_updated and run.config.precision.grad_reduce_fp8_scaling == "tensor"
     return StepResult(
         loss=totals.loss,
         grad_norm=grad_norm,
@@ -134,29 +116,17 @@ def train_step(
         is_skipped=not is_updated,
         bad_step=bad_step,
         loss_scale=loss_scale,
-        param_gather_bytes=None if run.parameter_traffic is None else run.parameter_traffic.take(),
-        grad_reduce_bytes=reduced_bytes(run),
-        grad_codes=grad_codes,
-        grad_factor=progress.grad_factor,
-        next_grad_factor=next_factor(progress.grad_factor, totals.grad_codes) if is_adapted else progress.grad_factor,
-        nonfinite_operands=nonfinite,
-        mtp_losses=totals.mtp_losses or None,
-        grad_intra_node_bytes=reduced_within_node(run),
+        nonfinite_operands=run.bad_steps.nonfinite,
+        metrics={name: value for part in parts for name, value in part.metrics(progress, totals).items()},
+        changed_progress=changed,
     )
 
 
 def begin_step(run: Run, progress: Progress) -> None:
-    """Clear gradients and monitors, and save the state that a skipped step restores."""
+    """Clear gradients and counts, and save the state that a step without an update restores."""
     clear_gradients(run)
-    for monitor in (run.gradient_monitor, run.operand_monitor):
-        if monitor is not None:
-            monitor.reset()
-    if run.delayed_snapshot is not None and run.config.training.max_skipped_steps:
-        run.delayed_snapshot.save()
-    if run.fp8_reduction is not None:
-        run.fp8_reduction.begin_step(progress.grad_factor)
-    if run.bias_snapshot is not None:
-        run.bias_snapshot.save()
+    for part in run.parts:
+        part.begin(progress)
 
 
 def undo_step(run: Run, progress: Progress, bad_step: Optional[bad_steps.BadStep]) -> None:
@@ -165,27 +135,13 @@ def undo_step(run: Run, progress: Progress, bad_step: Optional[bad_steps.BadStep
     Raises:
         NumericsError: on all ranks: the step is bad and may not be skipped.
     """
-    if run.bias_snapshot is not None:
-        run.bias_snapshot.restore()
-    if run.fp8_reduction is not None:
-        run.fp8_reduction.clear_residuals()
+    for part in run.parts:
+        part.undo()
     if bad_step is not None:
         bad_steps.check_may_skip(run, progress, bad_step)
-        if run.delayed_snapshot is not None:
-            run.delayed_snapshot.restore()
+        for part in run.parts:
+            part.skip()
         run.change_linears(bad_step.fallbacks)
-
-
-def reduced_bytes(run: Run) -> Optional[int]:
-    """Bytes of gradients that this rank received in the step."""
-    if run.fp8_reduction is not None:
-        return run.fp8_reduction.received_bytes
-    return None if run.gradient_traffic is None else run.gradient_traffic.take()
-
-
-def reduced_within_node(run: Run) -> Optional[int]:
-    """Of them, those from ranks of the same node; None without two levels of ranks."""
-    return None if run.fp8_reduction is None else run.fp8_reduction.within_node.received_bytes or None
 
 
 def update(
@@ -221,11 +177,8 @@ def update(
 
 def clear_gradients(run: Run) -> None:
     """Reset the gradient buffers for the next step."""
-    if run.wgrad_overwrite is not None:
-        run.wgrad_overwrite.start()
-    else:
-        for chunk in run.training_state.chunks:
-            chunk.zero_grad_buffer()
+    for part in run.parts:
+        part.clear_gradients()
     run.training_state.optimizer.zero_grad()
 
 
@@ -239,14 +192,14 @@ def forward_backward_or_replay(
     """Forward-backward of a step, replayed from a CUDA graph where the run has one and the step may use it."""
 
     def eager(batches: Batches) -> list[dict[str, Tensor]]:
-        if run.graph is not None:
+        if run.graph.has_graphs:
             reset_param_gather(run.training_state.chunks)
         with ExitStack() as stack:
             for hooks in step_hooks:
                 stack.enter_context(hooks.attached())
             return forward_backward(run, batches, num_microbatches, forward_only=False)
 
-    if run.graph is None or is_eager:
+    if is_eager:
         return eager(batches)
     if step_hooks:
         return run.graph.run_with_hooks(eager, batches, num_microbatches, step_hooks)
@@ -259,7 +212,7 @@ def forward_or_replay(run: Run, batches: Batches, num_microbatches: int) -> list
     def eager(batches: Batches) -> list[dict[str, Tensor]]:
         return forward_backward(run, batches, num_microbatches, forward_only=True)
 
-    return eager(batches) if run.graph is None else run.graph.evaluate(eager, batches, num_microbatches)
+    return run.graph.evaluate(eager, batches, num_microbatches)
 
 
 def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:
@@ -293,20 +246,3 @@ def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches
     if rank_position.is_last_stage:
         readers.add(num_chunks - 1)
     return [batches if chunk in readers else None for chunk in range(num_chunks)]
-
-
-def sum_losses(reports: list[dict[str, Tensor]]) -> Optional[Tensor]:
-    """(loss sum, tokens) over the microbatches of a step; None on a rank without reports."""
-    return torch.stack([report["loss"] for report in reports]).sum(0) if reports else None
-
-
-def sum_depth_losses(run: Run, reports: list[dict[str, Tensor]]) -> Optional[Tensor]:
-    """(loss sum, tokens) of each depth of multi-token prediction over the microbatches of a step, [depths, 2].
-
-    It is 0 on a rank without reports, and None without multi-token prediction.
-    """
-    depths = multi_token.num_depths(run.config.model)
-    if not depths:
-        return None
-    none = torch.zeros(depths, 2, device=run.platform.device)
-    return sum((report["mtp_losses"] for report in reports), none)

@@ -79,6 +79,8 @@ def test_validation_does_not_change_training(world_size: int, flags: str) -> Non
 class Replays:
     """A graph as the host sees it: replays gather weights like the captured steps, and record nothing."""
 
+    has_graphs = True
+
     def __init__(self, chunks: list[Any], warm_up_steps: int):
         self.groups = [group for chunk in chunks for group in chunk.bucket_groups]
         self.steps_left, self.has_run_hooks = warm_up_steps, False

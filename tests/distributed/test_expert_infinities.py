@@ -21,6 +21,7 @@ interpreter.skip_without_kernels()
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.models.grouped_moe import GroupedExperts
+from megafp8.optimizer.gradient_checks import OPERANDS
 from megafp8.training.evaluation import build_batches
 from megafp8.training.step import train_step
 
@@ -68,9 +69,8 @@ def counted(flags: str, world_size: int, is_stacked: bool) -> tuple[list[str], f
     batches = build_batches(run, SourceSamples(config.data.seq_length), 0, run.global_batch_size, num_workers=0)
     nonfinite = train_step(run, batches, Progress(0, 0)).nonfinite_operands
     assert not nonfinite.infinite_amaxes, "no recipe here has a history"
-    assert run.operand_monitor is not None
-    run.operand_monitor.reset()
-    assert not run.operand_monitor.local_totals().any()
+    run.bad_steps.operands.reset()
+    assert not run.bad_steps.operands.counts()[OPERANDS].any()
     return sorted(name for name, counts in nonfinite.counts if counts.non_finite), nonfinite.num_non_finite
 
 

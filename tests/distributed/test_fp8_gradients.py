@@ -220,7 +220,7 @@ def steps(run: Run, num_steps: int, first: Optional[Progress] = None) -> tuple[l
     batches = build_batches(run, SourceSamples(run.config.data.seq_length), progress.consumed_samples, end, 0)
     for _ in range(num_steps):
         results.append(train_step(run, batches, progress))
-        factor = results[-1].next_grad_factor
+        factor = results[-1].changed_progress.get("grad_factor", progress.grad_factor)
         progress = Progress(progress.step + 1, progress.consumed_samples + batch, grad_factor=factor)
     return results, progress
 
@@ -233,7 +233,7 @@ def trained(config: RunConfig) -> tuple[list[float], list[float], int]:
     return (
         [result.loss for result in results],
         [result.grad_norm or 0.0 for result in results],
-        results[-1].grad_reduce_bytes or 0,
+        results[-1].metrics["grad_reduce_bytes"],
     )
 
 
@@ -277,7 +277,7 @@ def bytes_of_a_step(config: RunConfig) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", exchange)
         (result,), _ = steps(run, 1, Progress(1, run.global_batch_size))
-    return result.grad_reduce_bytes or 0, sum(seen)
+    return result.metrics["grad_reduce_bytes"], sum(seen)
 
 
 def test_bytes_are_a_quarter_of_fp32_and_half_of_bf16() -> None:

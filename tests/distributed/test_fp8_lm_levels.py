@@ -16,6 +16,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.optimizer.emulated_state import rounded_master, rounded_moment
 from megafp8.quantization.fp8_parameter import quantized_parameters
 from megafp8.training.extensions.replica_check import check_replicas
+from megafp8.training.step_parts import Fp8Gradients
 
 STEPS = 3
 BF16 = "--bf16 --use-distributed-optimizer"
@@ -89,10 +90,11 @@ def test_a_checkpoint_resumes_bitwise_and_in_other_layouts(level: str, tmp_path:
 def unreduced(config: RunConfig) -> tuple[list[float], set[float], str]:
     """Losses of a run without FP8 gradients, their unused factors, and a hash of the weights at the end."""
     run = calibrated(config)
-    assert run.fp8_reduction is None
+    assert not any(isinstance(part, Fp8Gradients) for part in run.parts)
     results = step_results(run, STEPS)
-    factors = {factor for each in results for factor in (each.grad_factor, each.next_grad_factor)}
-    assert all(each.grad_codes is None and each.grad_reduce_bytes is None for each in results)
+    factors = {each.metrics.get("grad_scale_factor", 1.0) for each in results}
+    assert not any(each.changed_progress for each in results)
+    assert all("grad_reduce_bytes" not in each.metrics for each in results)
     return [each.loss for each in results], factors, fingerprint(weights(run))
 
 

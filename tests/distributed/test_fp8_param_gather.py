@@ -152,7 +152,7 @@ def gathered_in_a_step(config: RunConfig) -> tuple[int, int, Run]:
         patch.setattr("megatron.core.distributed.param_and_grad_buffer.dist_all_gather_func", gather)
         samples, batch = SourceSamples(config.data.seq_length), run.global_batch_size
         result = train_step(run, build_batches(run, samples, batch, 2 * batch, num_workers=0), Progress(1, batch))
-    return result.param_gather_bytes, sum(seen), run
+    return result.metrics["param_gather_bytes"], sum(seen), run
 
 
 @pytest.mark.parametrize(

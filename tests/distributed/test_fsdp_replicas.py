@@ -26,6 +26,7 @@ from megafp8.optimizer.node_reduction import check_replica_in_node
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
+from megafp8.training.step_parts import Fp8Gradients
 
 SIZE, PER_NODE, STEPS, BLOCK = 4, 2, 3, 128
 FSDP = "--num-layers 2 --micro-batch-size 1 --use-torch-fsdp2 --no-gradient-accumulation-fusion"
@@ -102,8 +103,8 @@ def test_training_follows_the_reduction_without_codes(flags: str, options: str) 
     assert fp8[0].losses != plain[0].losses and fp8[0].num_skipped == plain[0].num_skipped < STEPS
     assert max(abs(a - b) for a, b in zip(fp8[0].losses, plain[0].losses, strict=True)) < FP8_GRADIENT_LOSS
     assert fp8[0].norms == pytest.approx(plain[0].norms, rel=NORM_BOUND)
-    codes = fp8[0].last.grad_codes
-    assert codes is not None and codes.num_values and codes.underflow_fraction < 0.1 and not codes.num_saturated
+    codes = fp8[0].last.metrics
+    assert codes["grad_underflow_fraction"] < 0.1 and codes["grad_saturated_fraction"] == 0
 
 
 def bytes_by_hand(chunk: Any, intra: str) -> tuple[int, int]:
@@ -136,7 +137,7 @@ def test_bytes_of_both_levels(intra: str) -> None:
         run = built(replica_config(f"--bf16 {PLAIN} {ALL_CODES} {INTRA} {intra}"))
         assert run.num_microbatches_at(0) == NUM_MICROBATCHES
         (result,) = step_results(run, 1)
-        total, within = result.grad_reduce_bytes or 0, result.grad_intra_node_bytes or 0
+        total, within = result.metrics["grad_reduce_bytes"], result.metrics["grad_intra_node_bytes"] or 0
         return (within, total - within), bytes_by_hand(run.training_state.chunks[0], intra)
 
     for found, expected in run_ranks(SIZE, received):
@@ -168,8 +169,8 @@ def test_replicas_send_complete_sums_in_the_last_backward_pass() -> None:
                 exact = rows.clone()
                 dist.all_reduce(exact, group=chunk.replicas.group)
                 found.append(float((sums.rows - exact).norm() / exact.norm()))
-            assert run.fp8_reduction is not None
-            assert run.fp8_reduction.counts[0] == sum(int(rows.count_nonzero()) for _, rows in sent)
+            (counts,) = (part.reduction.counts for part in run.parts if isinstance(part, Fp8Gradients))
+            assert counts[0] == sum(int(rows.count_nonzero()) for _, rows in sent)
             scale(factor)
 
         chunk.replicas._send, chunk.scale_gradients = keep, compare

@@ -22,6 +22,7 @@ from small_run import COMMON, FP8, STYLES
 
 from megafp8.analysis.runs import load_run
 from megafp8.config import flags
+from megafp8.config.layer_backends import EMULATED
 from megafp8.config.schema import RunConfig
 from megafp8.device.platform import Platform, detect_platform, peak_resident_bytes, resident_bytes
 from megafp8.errors import PREEMPTED, CheckpointError, ConfigError, DataError
@@ -219,7 +220,7 @@ def choose(
     if answer is not None:
         process.measure = answer
     search.TrialProcess = lambda setup: process
-    size, note = choose_micro_batch(config, detect_platform(), "emulated", Watchdog())
+    size, note = choose_micro_batch(config, detect_platform(), EMULATED, Watchdog())
     return size, note, process.requested
 
 
@@ -258,7 +259,7 @@ def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
 
         process.measure = measure
         search.TrialProcess = lambda setup: process
-        found, _ = choose_micro_batch(config, detect_platform(), "emulated", watchdog)
+        found, _ = choose_micro_batch(config, detect_platform(), EMULATED, watchdog)
         return found is None, len(process.requested), process.requested[-1], watchdog.exit_status, watchdog.reason
 
     assert run_ranks(2, start) == [(True, 2, 0, PREEMPTED, "SIGTERM to rank 1")] * 2, "one size, then closed"

@@ -222,7 +222,7 @@ def test_received_weights_are_counted() -> None:
         assert isinstance(optimizer, LayerWiseOptimizer)
         own = sum(weight.numel() for weight in optimizer.ownerships[0].of_this_rank)
         return (
-            result.param_gather_bytes,
+            result.metrics["param_gather_bytes"],
             own,
             sum(weight.numel() for weight in run.training_state.chunks[0].parameters()),
         )

@@ -83,7 +83,8 @@ def trained(config: RunConfig, ranks_per_node: int = PER_NODE) -> tuple[list[flo
     check_replicas(run, 4)
     last = results[-1]
     norms = [result.grad_norm or 0.0 for result in results]
-    return [result.loss for result in results], norms, last.grad_reduce_bytes or 0, last.grad_intra_node_bytes
+    total, within = last.metrics["grad_reduce_bytes"], last.metrics["grad_intra_node_bytes"]
+    return [result.loss for result in results], norms, total, within
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from small_run import FP8, PLAIN, VIRTUAL, build_run, fingerprint, small_config, train, weights
@@ -19,8 +20,9 @@ from torch import Tensor
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
-from megafp8.training.bad_steps import build_gradient_monitor
+from megafp8.optimizer.gradient_checks import GradientNormCheck
 from megafp8.training.run import Run
+from megafp8.training.step_parts import build_gradient_check
 
 BAD_STEP = 2
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
@@ -51,7 +53,9 @@ class WithNorm(FusedAdamOptimizer):
 def checked_by_norm(run: Run, spoil: Spoil) -> Run:
     """Disable the check of gradients before the reduction, from now on."""
     training_state = dataclasses.replace(run.training_state, optimizer=WithNorm(run))
-    return spoil(dataclasses.replace(run, training_state=training_state, gradient_monitor=None))
+    has_replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    run.bad_steps.gradients = GradientNormCheck(run.training_state.chunks, torch.device("cpu"), has_replicas)
+    return spoil(dataclasses.replace(run, training_state=training_state))
 
 
 def spoil_gradient(run: Run, value: float) -> Run:
@@ -68,7 +72,9 @@ def spoil_loss(run: Run, value: float) -> Run:
         output, loss = run.forward_step(batches, model)
         return output, lambda losses: loss(losses * value)
 
-    return dataclasses.replace(run, forward_step=forward_step)
+    spoiled = dataclasses.replace(run)
+    vars(spoiled)["forward_step"] = forward_step  # in place of the cached one
+    return spoiled
 
 
 def spoil_attention(run: Run, value: float) -> Run:
@@ -185,7 +191,7 @@ def test_gradients_are_checked_before_the_reduction_where_the_norm_cannot_name_t
 
     def watched() -> bool:
         run = checked_by_norm(build_run(config), unchanged)
-        return build_gradient_monitor(config, run.training_state, torch.device("cpu")) is not None
+        return type(build_gradient_check(config, run.training_state, torch.device("cpu"))) is not GradientNormCheck
 
     assert run_ranks(world_size, watched) == [is_watched] * world_size
 
@@ -246,7 +252,7 @@ def test_the_check_can_be_disabled() -> None:
 
     def step() -> tuple[float, float]:
         run = build_run(config)
-        assert run.gradient_monitor is None
+        assert type(run.bad_steps.gradients) is GradientNormCheck
         curve = train(spoil_loss(spoil_gradient(run, float("nan")), float("nan")), 1)
         return curve.losses[0], curve.grad_norms[0]
 

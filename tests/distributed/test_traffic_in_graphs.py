@@ -16,6 +16,7 @@ from small_run import FP8, SourceSamples, build_run, small_config
 from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
+from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.training import cuda_graph
 from megafp8.training.cuda_graph import Batch, Passes, build_step_graph
 from megafp8.training.evaluation import build_batches, evaluate
@@ -45,8 +46,10 @@ LOCAL = {"training.cuda_graph_impl": "local", "training.cuda_graph_warmup_steps"
 class Replays:
     """A graph as the host sees it: the capture runs its passes, and a replay runs them again, unseen by counters."""
 
+    has_graphs = True
+
     def __init__(self, run: Run):
-        self.graph, self.counters = run.graph, run.byte_counters
+        self.graph, self.counters = run.graph, byte_counters(run)
         self.passes: Optional[Passes] = None
         self.num_replays = 0
 
@@ -82,10 +85,15 @@ class Replays:
         return self.graph.evaluate(*arguments)
 
 
+def byte_counters(run: Run) -> list[ReceivedBytes]:
+    """What counts bytes in the passes of a run."""
+    return [counter for part in run.parts for counter in part.byte_counters()]
+
+
 def with_graph(run: Run) -> Run:
     """The run with the graph that `--cuda-graph-impl local` gives it."""
     graph = build_step_graph(
-        with_values(run.config, LOCAL), run.training_state.chunks, torch.device("cpu"), run.byte_counters
+        with_values(run.config, LOCAL), run.training_state.chunks, torch.device("cpu"), byte_counters(run)
     )
     return dataclasses.replace(run, graph=graph)
 
@@ -109,7 +117,7 @@ def bytes_of_steps(config: RunConfig, has_graph: bool) -> list[tuple[Optional[in
         for step in range(1, NUM_STEPS + 1):
             progress = Progress(step - 1, (step - 1) * size)
             result = train_step(run, batches, progress, is_eager=step == LAUNCHED)
-            received = result.param_gather_bytes, result.grad_reduce_bytes, result.grad_intra_node_bytes
+            received = (*map(result.metrics.get, ("param_gather_bytes", "grad_reduce_bytes", "grad_intra_node_bytes")),)
             found.append((*received, result.loss))
             if step in VALIDATED:
                 evaluate(run, "valid", samples, step, 0)

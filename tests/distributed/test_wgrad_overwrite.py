@@ -12,6 +12,7 @@ from torch import Tensor
 from megafp8.optimizer.gradient_communication import WgradOverwrite
 from megafp8.training.evaluation import build_batches
 from megafp8.training.step import clear_gradients, forward_backward
+from megafp8.training.step_parts import OverwrittenBuffers
 
 NUM_PASSES = 2  # the second step finds the gradients of the first
 RELATIVE = 1e-5  # FP32 sums in another order
@@ -25,7 +26,8 @@ def gradients_of(in_layer: bool) -> dict[str, Tensor]:
     (chunk,) = run.training_state.chunks
     if in_layer:
         weights = [chunk.module.output_layer.weight]
-        run = dataclasses.replace(run, wgrad_overwrite=WgradOverwrite(run.training_state.chunks, lambda: weights))
+        overwrite = WgradOverwrite(run.training_state.chunks, lambda: weights)
+        run = dataclasses.replace(run, parts=(OverwrittenBuffers(overwrite), *run.parts[1:]))
     for _ in range(NUM_PASSES):
         clear_gradients(run)
         batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)

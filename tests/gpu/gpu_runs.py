@@ -48,8 +48,7 @@ def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
     try:
         yield run
     finally:
-        if run.graph is not None:
-            run.graph.reset()  # before its communicators end, and not during the capture of the next run
+        run.graph.reset()  # before its communicators end, and not during the capture of the next run
         del run
         gc.collect()
         # megatron-core sets the attention backends that Transformer Engine may use, and refuses another choice later.
@@ -66,7 +65,7 @@ def check_graph_equals_launched_kernels(extra: str) -> None:
     for graph in ("", GRAPH):
         with gpu_run(f"{extra} {graph}") as run:
             found.append((train(run, 7), weights(run)))
-            assert (run.graph is not None and run.graph.is_captured) == bool(graph)
+            assert run.graph.is_captured == bool(graph)
     (plain, plain_weights), (captured, captured_weights) = found
     assert captured == plain
     assert not [name for name in plain_weights if not torch.equal(plain_weights[name], captured_weights[name])]

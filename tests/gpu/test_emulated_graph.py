@@ -69,7 +69,7 @@ def test_validations_in_a_graph_have_the_losses_of_launched_kernels(extra: str) 
                 record = evaluate(run, "valid", samples, step, 0)
                 assert record is not None
                 losses.append(record.loss)
-            assert not graph or (run.graph is not None and run.graph.evaluation.graph is not None)
+            assert not graph or run.graph.evaluation.graph is not None
             found.append(losses)
     assert found[0] == found[1]
 

@@ -89,7 +89,7 @@ def test_a_cuda_graph_equals_launched_kernels(recipe: str) -> None:
         with gpu_run(f"{flags_of(recipe)} {graph}") as run:
             losses = train(run, 7).losses
             found.append((losses, weights(run)))
-            assert (run.graph is not None and run.graph.is_captured) == bool(graph)
+            assert run.graph.is_captured == bool(graph)
     (plain, plain_weights), (captured, captured_weights) = found
     assert captured == plain
     assert all(torch.equal(plain_weights[name], captured_weights[name]) for name in plain_weights)

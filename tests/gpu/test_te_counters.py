@@ -125,7 +125,7 @@ def test_the_linear_is_moved_and_a_resumed_run_is_equal(recipe: str, tmp_path: P
         progress = Progress()
         for _ in range(4):
             _, progress = step(run, progress)
-        assert run.graph is not None and run.graph.is_captured
+        assert run.graph.is_captured
         before, handle = weights(run), make_infinite(run)
         result, progress = step(run, progress, is_eager=True)
         handle.remove()

@@ -51,8 +51,8 @@ def plant_outlier(run: Run) -> list[float]:
     linear.register_forward_hook(compare)
     linear._get_weight_and_bias_tensors = lambda: (weight_and_bias()[0] * mask, weight_and_bias()[1])
     linear.fuse_wgrad_accumulation = False
-    if run.wgrad_overwrite is not None:
-        run.wgrad_overwrite.choose_weights()
+    for part in run.parts:
+        part.linears_changed()
     return errors
 
 

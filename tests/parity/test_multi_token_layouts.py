@@ -72,7 +72,7 @@ def test_multi_token_prediction_follows_one_rank(model: str, world_size: int, fl
     assert all(rank == ranks[0] for rank in ranks)
     for ours, expected in zip(ranks[0], one_rank(model), strict=True):
         assert abs(ours.loss - expected.loss) <= LAYOUT_LOSS
-        assert ours.mtp_losses == pytest.approx(expected.mtp_losses, abs=LAYOUT_LOSS)
+        assert ours.metrics["mtp_losses"] == pytest.approx(expected.metrics["mtp_losses"], abs=LAYOUT_LOSS)
         assert abs(ours.grad_norm / expected.grad_norm - 1) <= LAYOUT_GRAD_NORM["llama"]
 
 
@@ -103,8 +103,8 @@ def test_multi_token_prediction_resumes_to_the_bit(model: str, flags: str, tmp_p
     expected = run_ranks(2, save_and_continue, config, tmp_path)
     resumed = run_ranks(2, load_and_continue, config, tmp_path)
     assert [results[1] for results in resumed] == [results[1] for results in expected]
-    assert [[step.mtp_losses for step in results[0]] for results in resumed] == [
-        [step.mtp_losses for step in results[0]] for results in expected
+    assert [[step.metrics["mtp_losses"] for step in results[0]] for results in resumed] == [
+        [step.metrics["mtp_losses"] for step in results[0]] for results in expected
     ]
 
 
@@ -112,7 +112,7 @@ def test_one_rank_loads_the_checkpoint_of_two_stages(tmp_path: Path) -> None:
     two = run_ranks(2, save_and_continue, config_of("dense", STAGES, 2), tmp_path)[1][0]
     one = run_ranks(1, load_and_continue, config_of("dense", ""), tmp_path)[0][0]
     assert abs(one[0].loss - two[0].loss) <= LAYOUT_LOSS
-    assert one[0].mtp_losses == pytest.approx(two[0].mtp_losses, abs=LAYOUT_LOSS)
+    assert one[0].metrics["mtp_losses"] == pytest.approx(two[0].metrics["mtp_losses"], abs=LAYOUT_LOSS)
 
 
 def test_without_its_loss_it_changes_nothing() -> None:
@@ -122,8 +122,8 @@ def test_without_its_loss_it_changes_nothing() -> None:
     for ours, expected in zip(unused, plain, strict=True):
         assert ours.loss == pytest.approx(expected.loss, abs=LAYOUT_LOSS)
         assert ours.grad_norm == pytest.approx(expected.grad_norm, rel=LAYOUT_GRAD_NORM["llama"])
-    trained = one_rank("dense")[-1].mtp_losses
-    assert all(ours < other for ours, other in zip(trained, unused[-1].mtp_losses, strict=True))
+    trained = one_rank("dense")[-1].metrics["mtp_losses"]
+    assert all(ours < other for ours, other in zip(trained, unused[-1].metrics["mtp_losses"], strict=True))
 
 
 def validation_loss(config: RunConfig) -> float:
@@ -160,7 +160,7 @@ def test_every_recipe_trains(recipe: str) -> None:
     linears, (first, second) = run_ranks(1, quantized_linears_and_steps, config)[0]
     names = {"eh_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
     assert linears == (set() if recipe == "nvfp4" else names)
-    assert second.loss < first.loss + 0.1 and second.mtp_losses[0] < first.mtp_losses[0] + 0.1
+    assert second.loss < first.loss + 0.1 and second.metrics["mtp_losses"][0] < first.metrics["mtp_losses"][0] + 0.1
 
 
 class OtherMaskedLabels(SourceSamples):

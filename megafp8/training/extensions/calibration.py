@@ -101,21 +101,15 @@ def calibrate(run: Run, progress: Progress) -> EventRecord:
     """
     started, samples = time.monotonic(), progress.consumed_samples
     random = rng_state()
-    if run.bias_snapshot is not None:
-        run.bias_snapshot.save()
+    for part in run.parts:
+        part.begin(progress)
     for _ in range(NUM_ITERATIONS):
         clear_gradients(run)
         batches = build_batches(run, run.datasets[0], samples, samples + run.batch_size_at(samples), num_workers=0)
         forward_backward(run, batches, run.num_microbatches_at(samples), forward_only=False)
         requantize_weights(run.training_state)
-    if run.parameter_traffic is not None:
-        run.parameter_traffic.take()  # does not count for the first step
-    if run.gradient_traffic is not None:
-        run.gradient_traffic.take()
-    if run.fp8_reduction is not None:
-        run.fp8_reduction.clear_residuals()
-    if run.bias_snapshot is not None:
-        run.bias_snapshot.restore()
+    for part in run.parts:
+        part.end_passes()
     restore_rng_state(random.data)
     seconds = time.monotonic() - started
     detail = f"delayed scales, from {NUM_ITERATIONS} iterations over the first batch in {seconds:.1f} s"

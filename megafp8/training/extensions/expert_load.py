@@ -123,7 +123,7 @@ class ExpertLoads(Extension):
             return
         step, interval = state.step + 1, state.run.config.logging.log_interval
         self.is_logged = step % interval == 0 or step in (state.first_step, state.total_steps)
-        collects = self.is_logged or state.run.graph is not None
+        collects = self.is_logged or state.run.graph.has_graphs
         self.sums.zero_()
         for layer, collector in zip(self.layers, self.loads, strict=True):
             load = collector if collects else None

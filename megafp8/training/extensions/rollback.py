@@ -100,8 +100,7 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, error: NumericsError) 
         raise NumericsError(
             f"{error}\n--spike-policy rollback: {folders[0]} has no complete checkpoint yet; lower --save-interval"
         ) from error
-    if run.graph is not None:
-        run.graph.reset()
+    run.graph.reset()
     # The run's own checkpoint is loaded completely, whatever flags the run started with.
     checkpoint = dataclasses.replace(run.config.checkpoint, no_load_optim=False, no_load_rng=False)
     config = dataclasses.replace(run.config, checkpoint=checkpoint)
@@ -117,6 +116,6 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, error: NumericsError) 
     sinks.write(EventRecord(step=chosen.step, name="rolled back", detail=detail))
     for note in chosen.notes:
         sinks.write(EventRecord(step=chosen.step, name="checkpoint", detail=note))
-    if run.parameter_traffic is not None:
-        run.parameter_traffic.take()  # the gather of the load does not count for the next step
+    for part in run.parts:
+        part.after_load()
     return resumed

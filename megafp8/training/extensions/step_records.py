@@ -74,11 +74,10 @@ class StepRecords(Extension):
 
         Steps are logged at `--log-interval`, and so are the first step of this process and the last of the run.
         """
-        run, times, nonfinite = state.run, state.run.timer.end_step(), result.nonfinite_operands
+        run, times = state.run, state.run.timer.end_step()
         tokens_per_second = self.batch_size * run.seq_length / (times.step_ms / 1000)
         flops_per_device = tokens_per_second * self.flops_per_token / run.rank_position.world_size
         ends = (state.first_step, state.total_steps)
-        codes, has_factor = result.grad_codes, run.config.precision.grad_reduce_fp8_scaling == "tensor"
         is_logged = state.step % run.config.logging.log_interval == 0 or state.step in ends
         joules, watts = None, None
         if self.energy is not None:
@@ -89,7 +88,6 @@ class StepRecords(Extension):
             consumed_samples=state.progress.consumed_samples,
             consumed_tokens=state.progress.consumed_samples * run.seq_length,
             loss=result.loss,
-            mtp_losses=result.mtp_losses,
             learning_rate=result.learning_rate,
             global_batch_size=self.batch_size,
             step_ms=times.step_ms,
@@ -100,21 +98,13 @@ class StepRecords(Extension):
             loss_scale=result.loss_scale,
             num_zeros_in_grad=result.num_zeros_in_grad,
             is_skipped=result.is_skipped,
-            param_gather_bytes=result.param_gather_bytes,
-            grad_reduce_bytes=result.grad_reduce_bytes,
-            grad_intra_node_bytes=result.grad_intra_node_bytes,
-            grad_underflow_fraction=None if codes is None else codes.underflow_fraction,
-            grad_saturated_fraction=None if codes is None else codes.saturated_fraction,
-            grad_scale_factor=result.grad_factor if has_factor else None,
-            num_non_finite_operands=None if run.operand_monitor is None else nonfinite.num_non_finite,
-            num_saturated_operands=None if run.operand_monitor is None else nonfinite.num_saturated,
-            operand_counts=dict(nonfinite.counts) or None,
             joules_per_token=joules,
             watts_per_device=watts,
             timers_ms=times.spans_ms,
             between_ms=times.between_ms or None,
             memory_peak_bytes=max_memory_bytes(run) if is_logged else None,
             params_norm=params_norm(run) if is_logged and run.config.logging.log_params_norm else None,
+            **result.metrics,
         )
 
 

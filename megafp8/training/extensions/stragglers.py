@@ -37,7 +37,7 @@ class Stragglers(Extension):
 
     def open(self, state: LoopState) -> None:
         run = state.run
-        self.is_active = run.graph is None and run.rank_position.world_size > 1
+        self.is_active = not run.graph.has_graphs and run.rank_position.world_size > 1
         if not self.is_active:
             return
         layout, is_first = layout_of(run.config, run.rank_position.world_size), run.rank_position.rank == 0

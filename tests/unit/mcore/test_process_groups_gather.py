@@ -66,9 +66,12 @@ def test_validation_gathers_with_second_copies(is_overlapped: bool, expected: li
         config=SimpleNamespace(parallel=SimpleNamespace(overlap_param_gather=is_overlapped)),
         training_state=SimpleNamespace(chunks=[Chunk(is_overlapped, done)]),
         transformer_config=SimpleNamespace(param_sync_func=None),
-        delayed_snapshot=SimpleNamespace(
-            save=lambda: remembered.append("remember"), restore=lambda: remembered.append("restore")
-        ),
+        parts=[
+            SimpleNamespace(
+                begin_evaluation=lambda: remembered.append("remember"),
+                end_evaluation=lambda: remembered.append("restore"),
+            )
+        ],
     )
     with contextlib.suppress(ValueError), evaluation_mode(run):
         assert done == [each for each in expected if each != "hook"] and remembered == ["remember"]

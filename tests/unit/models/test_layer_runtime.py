@@ -17,8 +17,8 @@ def te_layers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for the module that imports Transformer Engine."""
     layers: Any = ModuleType("megafp8.te.layers")
     monkeypatch.setitem(sys.modules, "megafp8.te.layers", layers)
-    monkeypatch.setattr("megafp8.te.layers", layers, raising=False)
-    monkeypatch.delitem(sys.modules, "megafp8.te.runtime", raising=False)
+    monkeypatch.setitem(sys.modules, "megafp8.te.runtime", layers)
+    del sys.modules["megafp8.te.runtime"]  # imported with the stand-in, and forgotten afterwards
     return layers
 
 

@@ -10,6 +10,9 @@ import torch
 from ranks import run_ranks
 
 from megafp8.optimizer.gradient_checks import (
+    BAD_RANKS,
+    LOSS,
+    STOPPING_RANKS,
     BadTensor,
     NonFiniteGradientMonitor,
     NonFiniteReport,
@@ -17,8 +20,9 @@ from megafp8.optimizer.gradient_checks import (
     describe_report,
     find_bad_tensor,
     is_finite,
+    loss_and_flags,
     parameters_in_forward_order,
-    reduce_step_totals,
+    sum_over_ranks,
 )
 
 CPU = torch.device("cpu")
@@ -85,8 +89,8 @@ def test_monitor_reads_the_bucket_at_that_time() -> None:
 
 
 def test_loss_is_a_mean_over_tokens() -> None:
-    assert StepTotals(loss_sum=12.0, num_tokens=8.0, num_bad_ranks=0.0).loss == 1.5
-    empty = StepTotals(loss_sum=0.0, num_tokens=0.0, num_bad_ranks=0.0).loss
+    assert StepTotals({LOSS: (12.0, 8.0)}).loss == 1.5
+    empty = StepTotals({LOSS: (0.0, 0.0)}).loss
     assert empty != empty, "no token: no loss, and no crash"
 
 
@@ -97,13 +101,23 @@ def test_ranks_agree() -> None:
     def ask() -> StepTotals:
         rank = torch.distributed.get_rank()
         losses = [torch.tensor([3.0, 2.0]), None, torch.tensor([5.0, 4.0]), torch.tensor([INF, 1.0])]
-        return reduce_step_totals(losses[rank], torch.tensor(float(rank == 2)), CPU, is_stopping=rank in (1, 3))
+        bad = torch.tensor(float(rank == 2))
+        return sum_over_ranks(loss_and_flags(losses[rank], bad, CPU, is_stopping=rank in (1, 3)), CPU)
 
     answers = run_ranks(4, ask)
-    assert answers == [StepTotals(INF, 7.0, 2.0, num_stopping_ranks=2.0)] * 4
-    assert run_ranks(1, lambda: reduce_step_totals(torch.tensor([3.0, 2.0]), torch.tensor(0.0), CPU)) == [
-        StepTotals(3.0, 2.0, 0.0)
-    ]
+    assert answers == [StepTotals({LOSS: (INF, 7.0), BAD_RANKS: (2.0,), STOPPING_RANKS: (2.0,)})] * 4
+
+
+def test_any_named_numbers_are_summed() -> None:
+    """A new number of a step needs a name only; tensors keep their order, and other numbers are 0."""
+
+    def ask() -> StepTotals:
+        numbers = {LOSS: torch.tensor([3.0, 2.0]), "tokens of experts": torch.tensor([[1, 2], [3, 2**53]])}
+        return sum_over_ranks(numbers, CPU)
+
+    (first, second) = run_ranks(2, ask)
+    assert first == second and first["tokens of experts"] == (2, 4, 6, 2**54)
+    assert first.loss == 1.5 and first.number(BAD_RANKS) == 0
 
 
 def test_first_bad_tensor() -> None:

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 
 from megafp8.config import flags
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE
-from megafp8.optimizer.gradient_checks import StepTotals
+from megafp8.optimizer.gradient_checks import OPERANDS, StepTotals
 from megafp8.te import counters, fused_mlp, patches, quantizers
 from megafp8.training import nonfinite_operands
 from megafp8.training.nonfinite_operands import NonfiniteOperands, OperandMonitor
@@ -43,8 +43,7 @@ def monitor_of(mlp: fused_mlp.SwiGLUFusedMLP) -> OperandMonitor:
 
 def totals_of(monitor: OperandMonitor) -> StepTotals:
     """As the step reduces them, on one rank."""
-    non_finite, saturated, infinite = map(float, monitor.local_totals())
-    return StepTotals(1.0, 1.0, 0.0, num_non_finite=non_finite, num_saturated=saturated, num_infinite_amaxes=infinite)
+    return StepTotals({name: tuple(map(float, value)) for name, value in monitor.counts().items()})
 
 
 def update(forward: bool, *amaxes: tuple[te.ops.BasicLinear, str, int, float]) -> None:
@@ -63,7 +62,7 @@ fc1, fc2 = operations_of(mlp, RECIPE)
 clean = [(fc1, "forward", 0, 2.0), (fc1, "forward", 1, 1.0), (fc2, "forward", 0, 4.0), (fc2, "forward", 1, 1.0)]
 update(True, *clean)
 update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, 1.0))
-assert monitor.local_totals().tolist() == [0, 0, 0]
+assert monitor.counts()[OPERANDS].tolist() == [0, 0, 0]
 assert monitor.nonfinite_operands(totals_of(monitor), True).counts == ()
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 4
 monitor.reset()
@@ -76,7 +75,7 @@ update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, 1.0))
 update(True, *clean, (fc1, "forward", 0, 2.1))
 update(False, (fc1, "backward", 0, 1.0), (fc2, "backward", 0, torch.inf))
 totals = totals_of(monitor)
-assert (totals.num_non_finite, totals.num_saturated, totals.num_infinite_amaxes) == (2, 1, 2)
+assert totals[OPERANDS] == (2, 1, 2)
 history = mlp.linear_fc2.fp8_meta["scaling_fwd"].amax_history
 assert torch.isinf(history[:, 0]).sum() == 1
 nonfinite = monitor.nonfinite_operands(totals, False)
@@ -93,7 +92,7 @@ monitor.reset()
 for _ in range(3):
     update(True, *clean, (fc2, "forward", 0, 8.0))
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 8
-assert monitor.local_totals().tolist() == [0, 1, 0]  # the first 8 was beyond the scale of 4
+assert monitor.counts()[OPERANDS].tolist() == [0, 1, 0]  # the first 8 was beyond the scale of 4
 assert monitor.nonfinite_operands(totals_of(monitor), False) == NonfiniteOperands(num_saturated=1)
 named = [name for name, found in monitor.nonfinite_operands(totals_of(monitor), True).counts if found.saturated]
 assert named == ["layers.0.linear_fc2.input.fprop", "layers.0.linear_fc2.input.wgrad"], named
@@ -103,7 +102,7 @@ RECIPE.amax_compute_algo = "most_recent"
 monitor.reset()
 update(True, *clean, (fc2, "forward", 0, torch.inf))
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 8, "of before"
-assert monitor.local_totals().tolist() == [1, 0, 0]
+assert monitor.counts()[OPERANDS].tolist() == [1, 0, 0]
 assert monitor.nonfinite_operands(totals_of(monitor), True).infinite_amaxes == ()
 update(True, *clean)
 assert fc2.get_quantizer("forward", 0).scale.item() == 448 / 4
@@ -114,7 +113,7 @@ other = monitor_of(mlp)
 other.reset()
 monitor.reset()
 update(True, *clean, (fc2, "forward", 0, torch.inf))
-assert other.local_totals().tolist() == [1, 0, 1] and monitor.local_totals().tolist() == [0, 0, 0]
+assert other.counts()[OPERANDS].tolist() == [1, 0, 1] and monitor.counts()[OPERANDS].tolist() == [0, 0, 0]
 
 # Attention in FP8 is no linear, and has a row of its own, where the forward pass has it.
 FP8GlobalStateManager.reset()
@@ -138,7 +137,7 @@ update(True, *clean, (fc1, "forward", 0, torch.inf))
 attention.quantizers["scaling_bwd"][META_DP].amax.fill_(1e6)
 update(False, (fc1, "backward", 0, torch.inf), (fc2, "backward", 0, 1.0))
 totals = totals_of(monitor)
-assert (totals.num_non_finite, totals.num_saturated, totals.num_infinite_amaxes) == (3, 1, 3)
+assert totals[OPERANDS] == (3, 1, 3)
 nonfinite = monitor.nonfinite_operands(totals, False)
 ends = ("input.fprop", "grad_output.dgrad", "grad_output.wgrad", "input.wgrad")
 assert nonfinite.describe(max_named=1) == "layers.0.attention.input (fprop): 1 non-finite; and 2 more", (
@@ -158,7 +157,7 @@ for words, names in ((model, linears), (f"{model} --fp8-dot-product-attention", 
     built = nonfinite_operands.build_operand_monitor(
         flags.parse(words.split()).config, [mlp], TRANSFORMER_ENGINE, torch.device("cpu")
     )
-    assert built is not None
+    assert isinstance(built, OperandMonitor)
     assert built.counters.linears == tuple(f"layers.{layer}.{name}" for layer in (0, 1) for name in names)
 
 # Current scaling: flags of quantizers, which our kernels set.
@@ -172,7 +171,7 @@ made = SimpleNamespace(_data=None, _transpose=None, _scale_inv=None)
 Float8CurrentScalingQuantizer.make_empty = lambda self, shape, dtype: made
 _, parts = quantizers.empty_result(fc2.get_quantizer("forward", 0), (128, 128), torch.bfloat16)
 parts.infinity.fill_(1)
-assert monitor.local_totals().tolist() == [1, 0, 0]
+assert monitor.counts()[OPERANDS].tolist() == [1, 0, 0]
 assert (
     monitor.nonfinite_operands(totals_of(monitor), True).describe()
     == "layers.0.linear_fc2.input (fprop, wgrad): 1 non-finite"
@@ -183,4 +182,4 @@ assert (
     "layers.0.linear_fc1.grad_output (dgrad, wgrad)" in monitor.nonfinite_operands(totals_of(monitor), True).describe()
 )
 monitor.reset()
-assert monitor.local_totals().tolist() == [0, 0, 0] and parts.infinity.item() == 0
+assert monitor.counts()[OPERANDS].tolist() == [0, 0, 0] and parts.infinity.item() == 0

@@ -15,6 +15,7 @@ from megafp8.errors import CheckpointError
 from megafp8.training import run as training_run
 from megafp8.training.resume import change_linears
 from megafp8.training.run import Run
+from megafp8.training.step_parts import OverwrittenBuffers
 
 FALLBACK = HighPrecisionFallback("layers.1.linear_fc2", 3, "reason")
 SMOOTH = HighPrecisionFallback("layers.0.linear_fc2", 3, "reason", SMOOTHED)
@@ -30,7 +31,7 @@ def test_the_graph_of_a_step_is_dropped_with_a_change(linears: Any, monkeypatch:
         training_state=SimpleNamespace(chunks=[]),
         implementation=EMULATED,
         graph=graph,
-        wgrad_overwrite=SimpleNamespace(choose_weights=lambda: calls.append("overwrite")),
+        parts=[OverwrittenBuffers(SimpleNamespace(choose_weights=lambda: calls.append("overwrite")))],  # type: ignore[arg-type]
     )
     Run.change_linears(run, linears)  # type: ignore[arg-type]
     assert calls == ([([], linears, EMULATED), "overwrite", "graph"] if linears else [])

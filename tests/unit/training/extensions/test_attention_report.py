@@ -25,6 +25,8 @@ def report(chosen: str, monkeypatch: pytest.MonkeyPatch, **precision: Any) -> li
     layers: Any = ModuleType("megafp8.te.layers")
     layers.selected_attention_backend = lambda: chosen
     monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    monkeypatch.setitem(sys.modules, "megafp8.te.runtime", layers)
+    del sys.modules["megafp8.te.runtime"]  # imported with the stand-in, and forgotten afterwards
     written: list[Any] = []
     config = RunConfig(precision=PrecisionConfig(**precision))
     run = SimpleNamespace(config=config, implementation=TRANSFORMER_ENGINE)

@@ -50,7 +50,7 @@ class Mixture:
     """A run of a mixture on one of three ranks, each of which has all layers; the extension before its first step."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, num_layers: int, rank: int = 0, graph: Any = None, interval: int = 1
+        self, monkeypatch: pytest.MonkeyPatch, num_layers: int, rank: int = 0, graph: bool = False, interval: int = 1
     ):
         self.written: list[Any] = []
         self.reduced: list[tuple[int, ...]] = []
@@ -58,8 +58,8 @@ class Mixture:
         self.layers = torch.nn.ModuleList(Layer(number) for number in range(1, num_layers + 1))
         config = flags.parse(f"{TINY} --num-layers {num_layers} --log-interval {interval}".split()).config
         run = SimpleNamespace(
-            config=config, graph=graph, training_state=SimpleNamespace(chunks=[self.layers]),
-            platform=SimpleNamespace(device=torch.device("cpu")),
+            config=config, graph=SimpleNamespace(has_graphs=graph),
+            training_state=SimpleNamespace(chunks=[self.layers]), platform=SimpleNamespace(device=torch.device("cpu")),
             rank_position=SimpleNamespace(rank=rank, world_size=3), timer=StepTimer(),
         )  # fmt: skip
         self.sinks = Sinks([SimpleNamespace(write=self.written.append, close=lambda: None)])
@@ -144,7 +144,7 @@ def test_each_record_is_of_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_replays_of_a_cuda_graph_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay runs the kernels of the capture, on the tensors of the capture, and calls no Python."""
-    mixture = Mixture(monkeypatch, 2, graph=object(), interval=4)
+    mixture = Mixture(monkeypatch, 2, graph=True, interval=4)
     captured: list[Any] = []
 
     def capture() -> None:

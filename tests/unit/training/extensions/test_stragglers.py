@@ -59,14 +59,14 @@ def test_every_time_is_in_one_median(monkeypatch: pytest.MonkeyPatch) -> None:
 class Recorded:
     """What an extension of one rank of several wrote and communicated; the others took 100 ms."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int, graph: Any = None, world_size: int = 8):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int, graph: bool = False, world_size: int = 8):
         self.records: list[Any] = []
         self.shapes: list[tuple[int, ...]] = []
         config = RunConfig(
             logging=LoggingConfig(log_interval=2), parallel=ParallelConfig(pipeline_model_parallel_size=2)
         )
         run = SimpleNamespace(
-            config=config, graph=graph, training_state=SimpleNamespace(chunks=[]),
+            config=config, graph=SimpleNamespace(has_graphs=graph), training_state=SimpleNamespace(chunks=[]),
             rank_position=SimpleNamespace(rank=rank, world_size=world_size),
             platform=SimpleNamespace(kind="cpu", device=torch.device("cpu")),
         )  # fmt: skip
@@ -100,9 +100,9 @@ def test_a_logged_step_has_one_reduction_of_one_time_a_rank(rank: int, monkeypat
     assert [(event.step, event.name, event.detail) for event in events] == [(2, "straggler", text)] * (rank == 0)
 
 
-@pytest.mark.parametrize(("graph", "world_size"), [(object(), 8), (None, 1)])
+@pytest.mark.parametrize(("graph", "world_size"), [(True, 8), (False, 1)])
 def test_nothing_is_compared_in_cuda_graphs_and_on_one_rank(
-    graph: Any, world_size: int, monkeypatch: pytest.MonkeyPatch
+    graph: bool, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Recorded(monkeypatch, 0, graph, world_size)
     assert found.shapes == [] and found.records == []

@@ -1,0 +1,319 @@
+"""What features add to a training step. A run has a list of the parts that it needs, and the step asks each in order.
+
+A part is what one feature does around forward-backward and the update: clear what it counts, name numbers that all
+ranks sum, restore what a step without an update must not have changed, and give fields of the step's record. The step
+(`step.py`) knows no part by name. A new number of a step is a part, a name in its `counts`, and a field of `StepRecord`
+in `metrics/records.py` that its `metrics` return.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megafp8.checkpoint.progress import Progress, TrainingState
+from megafp8.config import derived, multi_token
+from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.muon import is_layer_wise
+from megafp8.config.schema import RunConfig
+from megafp8.models.router import ExpertBiasSnapshot
+from megafp8.optimizer.fp8_gradients import Fp8Reduction, next_factor
+from megafp8.optimizer.fp8_reduction import build_fp8_reduction
+from megafp8.optimizer.fsdp_checks import ReducedGradientMonitor
+from megafp8.optimizer.fused_adam import FusedAdamOptimizer
+from megafp8.optimizer.gradient_checks import CodeCounts, GradientNormCheck, NonFiniteGradientMonitor, StepTotals
+from megafp8.optimizer.gradient_communication import WgradOverwrite, build_gradient_traffic, build_traffic
+from megafp8.optimizer.received_bytes import ReceivedBytes
+from megafp8.optimizer.skip_update import NoSpikes, SpikeDetector, SpikeRule
+from megafp8.training.nonfinite_operands import NonfiniteOperands, OperandCounter, build_operand_monitor
+from megafp8.training.precision import DelayedScalingSnapshot
+
+Reports = Sequence[Mapping[str, Tensor]]
+"""What the losses of the microbatches report on this rank; none on a rank that computes no loss."""
+
+
+class StepPart:
+    """What one feature adds to a step; all ranks call the methods of the same parts in the same order."""
+
+    def clear_gradients(self) -> None:
+        """Before forward-backward, also before passes that are no step."""
+
+    def begin(self, progress: Progress) -> None:
+        """Before a step; `progress` is that before it."""
+
+    def counts(self, reports: Reports) -> Mapping[str, Tensor]:
+        """After forward-backward: numbers of this rank, which are summed over all ranks. Names and shapes are the same
+        on all ranks."""
+        return {}
+
+    def undo(self) -> None:
+        """The step made no update, because it was bad or a loss scale overflowed."""
+
+    def skip(self) -> None:
+        """The step was bad, and the run goes on without its update; after `undo`."""
+
+    def changed_progress(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        """Fields of the progress that an update changes."""
+        return {}
+
+    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        """At the end of a step: fields of its `StepRecord`."""
+        return {}
+
+    def byte_counters(self) -> Iterator[ReceivedBytes]:
+        """What counts bytes in forward-backward, so that a replay of a CUDA graph counts them, too."""
+        yield from ()
+
+    def end_passes(self) -> None:
+        """After passes that are no step, which `begin` preceded: undo what they counted and changed."""
+
+    def after_load(self) -> None:
+        """After a checkpoint was loaded, which may have gathered weights."""
+
+    def begin_evaluation(self) -> None:
+        """Before forward passes on other data."""
+
+    def end_evaluation(self) -> None:
+        """After them."""
+
+    def linears_changed(self) -> None:
+        """Linears compute in another precision from now on."""
+
+
+class ZeroedBuffers(StepPart):
+    """Zeroes the gradient buffers."""
+
+    def __init__(self, state: TrainingState):
+        self.chunks = state.chunks
+
+    def clear_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+
+class OverwrittenBuffers(StepPart):
+    """Lets the first wgrad of a step overwrite its gradients, and zeroes the others."""
+
+    def __init__(self, overwrite: WgradOverwrite):
+        self.overwrite = overwrite
+
+    def clear_gradients(self) -> None:
+        self.overwrite.start()
+
+    def linears_changed(self) -> None:
+        self.overwrite.choose_weights()
+
+
+class AmaxHistories(StepPart):
+    """Keeps amaxes of skipped steps and of validations out of the state of delayed scaling.
+
+    Args:
+        can_skip: whether steps may be skipped, so that each step saves the state.
+    """
+
+    def __init__(self, snapshot: DelayedScalingSnapshot, can_skip: bool):
+        self.snapshot, self.can_skip = snapshot, can_skip
+
+    def begin(self, progress: Progress) -> None:
+        if self.can_skip:
+            self.snapshot.save()
+
+    def skip(self) -> None:
+        self.snapshot.restore()
+
+    def begin_evaluation(self) -> None:
+        self.snapshot.save()
+
+    def end_evaluation(self) -> None:
+        self.snapshot.restore()
+
+
+class ExpertBiases(StepPart):
+    """Restores the biases of experts where a step makes no update."""
+
+    def __init__(self, snapshot: ExpertBiasSnapshot):
+        self.snapshot = snapshot
+
+    def begin(self, progress: Progress) -> None:
+        self.snapshot.save()
+
+    def undo(self) -> None:
+        self.snapshot.restore()
+
+    def end_passes(self) -> None:
+        self.snapshot.restore()
+
+
+class Traffic(StepPart):
+    """Records the bytes that this rank received in a step, by the field of the record."""
+
+    def __init__(self, counter: ReceivedBytes, field: str):
+        self.counter, self.field = counter, field
+
+    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        return {self.field: self.counter.take()}
+
+    def byte_counters(self) -> Iterator[ReceivedBytes]:
+        yield self.counter
+
+    def end_passes(self) -> None:
+        self.counter.take()
+
+    after_load = end_passes
+
+
+class Fp8Gradients(StepPart):
+    """The reduction of gradients in FP8: its automatic factor, its error feedback, and its counts.
+
+    Args:
+        has_factor: whether the scales of parameters have an automatic factor, which follows from the counts.
+    """
+
+    def __init__(self, reduction: Fp8Reduction, has_factor: bool):
+        self.reduction, self.has_factor = reduction, has_factor
+
+    def begin(self, progress: Progress) -> None:
+        self.reduction.begin_step(progress.grad_factor)
+
+    def counts(self, reports: Reports) -> Mapping[str, Tensor]:
+        return {"grad_codes": self.reduction.counts}
+
+    def undo(self) -> None:
+        self.reduction.clear_residuals()
+
+    def changed_progress(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        codes = CodeCounts(*totals["grad_codes"])
+        return {"grad_factor": next_factor(progress.grad_factor, codes)} if self.has_factor else {}
+
+    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        codes = CodeCounts(*totals["grad_codes"])
+        return {
+            "grad_reduce_bytes": self.reduction.received_bytes,
+            "grad_intra_node_bytes": self.reduction.within_node.received_bytes or None,  # none without two levels
+            "grad_underflow_fraction": codes.underflow_fraction,
+            "grad_saturated_fraction": codes.saturated_fraction,
+        }
+
+    def end_passes(self) -> None:
+        self.reduction.clear_residuals()
+
+    def byte_counters(self) -> Iterator[ReceivedBytes]:
+        yield self.reduction
+        yield self.reduction.within_node
+
+
+class GradientFactor(StepPart):
+    """Records the automatic factor, also of a run on one rank, which reduces nothing."""
+
+    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        return {"grad_scale_factor": progress.grad_factor}
+
+
+class DepthLosses(StepPart):
+    """The mean loss of each depth of multi-token prediction.
+
+    Args:
+        is_counted: whether the loss of this rank counts; other ranks have copies of it.
+    """
+
+    def __init__(self, num_depths: int, device: torch.device, is_counted: bool):
+        self.zeros, self.is_counted = torch.zeros(num_depths, 2, device=device), is_counted
+
+    def counts(self, reports: Reports) -> Mapping[str, Tensor]:
+        counted = reports if self.is_counted else ()
+        return {"mtp_losses": sum((report["mtp_losses"] for report in counted), self.zeros)}  # sums and tokens
+
+    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        pairs = zip(totals["mtp_losses"][::2], totals["mtp_losses"][1::2], strict=True)
+        return {"mtp_losses": tuple(total / count if count else math.nan for total, count in pairs)}
+
+
+class BadStepDetector(StepPart):
+    """Finds bad steps: non-finite losses, gradients and operands, and spikes.
+
+    Attributes:
+        gradients: the check of this rank's gradients.
+        operands: counts non-finite and saturated operands.
+        spikes: the spike rule.
+        nonfinite: the operands of the last step.
+    """
+
+    def __init__(self, gradients: GradientNormCheck, operands: OperandCounter, spikes: SpikeRule):
+        self.gradients, self.operands, self.spikes = gradients, operands, spikes
+        self.nonfinite = NonfiniteOperands()
+
+    def begin(self, progress: Progress) -> None:
+        self.gradients.reset()
+        self.operands.reset()
+
+    def counts(self, reports: Reports) -> Mapping[str, Tensor]:
+        return self.operands.counts()
+
+    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        return self.operands.metrics(self.nonfinite)
+
+
+def build_bad_step_detector(
+    config: RunConfig, training_state: TrainingState, implementation: LayerBackend, device: torch.device
+) -> BadStepDetector:
+    """The detector of a run. The checks of its gradients come before their reduction."""
+    training = config.training
+    spikes: SpikeRule = NoSpikes()
+    if training.spike_policy != "off":
+        spikes = SpikeDetector(
+            training.spike_window, training.spike_sigma, training.spike_min_steps, training.spike_norm_factor
+        )
+    operands = build_operand_monitor(config, training_state.chunks, implementation, device)
+    return BadStepDetector(build_gradient_check(config, training_state, device), operands, spikes)
+
+
+def build_gradient_check(config: RunConfig, training_state: TrainingState, device: torch.device) -> GradientNormCheck:
+    """The check of each rank's local gradients before they are reduced, or of the gradient norm where that is enough.
+
+    The fused optimizer's norm is enough where every rank holds the complete model, or where there is no data
+    parallelism: `find_local` can then tell afterwards which rank the non-finite values came from.
+    """
+    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    if config.training.check_for_nan_in_loss_and_grad and config.parallel.use_torch_fsdp2:
+        return ReducedGradientMonitor(training_state.chunks, device, is_local=config.precision.grad_reduce_in_fp8)
+    norm_tells = isinstance(training_state.optimizer, FusedAdamOptimizer) and data_size in (1, dist.get_world_size())
+    if norm_tells or not config.training.check_for_nan_in_loss_and_grad:
+        return GradientNormCheck(training_state.chunks, device, searches_buckets=data_size > 1)
+    return NonFiniteGradientMonitor(training_state.chunks, device)
+
+
+def state_parts(
+    config: RunConfig, state: TrainingState, implementation: LayerBackend, device: torch.device, counts_loss: bool
+) -> Iterator[StepPart]:
+    """The parts that restore state of the layers, and those of the losses.
+
+    Args:
+        counts_loss: whether the loss of this rank counts.
+    """
+    if derived.is_stateful(config.precision):
+        snapshot = DelayedScalingSnapshot(state.chunks, implementation)
+        yield AmaxHistories(snapshot, can_skip=config.training.max_skipped_steps > 0)
+    if config.model.moe_router_enable_expert_bias:
+        yield ExpertBiases(ExpertBiasSnapshot(state.chunks))
+    if config.precision.grad_reduce_fp8_scaling == "tensor":
+        yield GradientFactor()
+    if depths := multi_token.num_depths(config.model):
+        yield DepthLosses(depths, device, counts_loss)
+
+
+def reduction_parts(config: RunConfig, state: TrainingState, device: torch.device) -> Iterator[StepPart]:
+    """The parts of the communication of gradients and weights. They hook into it, before the checks of gradients do."""
+    if reduction := build_fp8_reduction(config, state.chunks, device):
+        state.gradient_residuals.extend(reduction.residuals)
+        yield Fp8Gradients(reduction, config.precision.grad_reduce_fp8_scaling == "tensor")
+    counters = {
+        "param_gather_bytes": state.optimizer if is_layer_wise(config) else build_traffic(config, state.chunks),
+        "grad_reduce_bytes": build_gradient_traffic(config, state.chunks),
+    }
+    yield from (Traffic(counter, field) for field, counter in counters.items() if counter is not None)
