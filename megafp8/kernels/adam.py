@@ -90,9 +90,12 @@ class TensorTable:
             assert len(sizes) == 1 and all(t is None or t.is_contiguous() for t in row), sizes
             lengths += sizes
         addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in row] for row in rows]
+        # A tensor at another address forbids the wide loads for all: the alignment is one constant of the kernel.
         self.is_aligned = not any(address % ALIGNMENT_BYTES for row in addresses for address in row)
+        # The last chunk of a tensor may be shorter. Chunks never span two tensors.
         counts = [-(-length // chunk) for length in lengths]
         self.num_chunks = sum(counts)
+        # Built once and kept on the device: a step copies nothing from the host.
         self.addresses = torch.tensor(addresses, dtype=torch.int64).to(self.device)
         self.lengths = torch.tensor(lengths, dtype=torch.int64).to(self.device)
         of_row = torch.arange(len(rows), dtype=torch.int32)
@@ -105,6 +108,7 @@ def address(table, row, column: tl.constexpr, columns: tl.constexpr, dtype: tl.c
     """Pointer to a tensor of the table, with its alignment declared, which permits the widest loads."""
     pointer = tl.load(table + row * columns + column).to(tl.pointer_type(dtype))
     if aligned:
+        # Chunks begin at multiples of 1,024 elements or more, so that this also holds for their first element.
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
@@ -115,6 +119,7 @@ def restored_master(model, remainder):
     # The low half is signed: where it is negative, the high half was rounded up.
     low = remainder.to(tl.int32)
     high = model.to(tl.int16, bitcast=True).to(tl.int32)
+    # An addition, not an OR: a negative low half takes back the one that rounding added to the high half.
     return ((high << 16) + low).to(tl.float32, bitcast=True)
 
 
@@ -138,6 +143,7 @@ def loaded(pointers, offsets, mask):
 def loaded_moment(pointers, offsets, mask, scales):
     """Load a block of a moment in FP32. `scales` are its dequantization and its quantization scale, if it has them."""
     stored = loaded(pointers, offsets, mask)
+    # The moment's tensor is passed as bytes; `bitcast` gives them their FP8 type.
     if stored.dtype == tl.uint8:
         moment = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -161,6 +167,7 @@ def store_moment(pointers, offsets, mask, moment, scales, FORMAT: tl.constexpr):
 
 @triton.jit
 def first_moment(m, g, beta1):
+    # Explicitly fused, so that this kernel and `largest_kernel`, which calls it too, round alike.
     return tl.fma(m, beta1, (1.0 - beta1) * g)
 
 
@@ -183,13 +190,18 @@ def update_block(
     if REMAINDER:
         p = restored_master(loaded(models, offsets, mask), p)
 
+    # `grad_factor` is the 1 / tokens by which megatron-core multiplies the gradients. The norm that `clip` follows from
+    # is that of these products.
     g = (grad * grad_factor) * clip
     m = first_moment(m, g, beta1)
     v = second_moment(v, g, beta2)
+    # `tl.sqrt` and `/` are approximations on a GPU; these round as IEEE requires.
     root = tl.sqrt_rn(tl.div_rn(v, correction2)) + eps
+    # Decoupled weight decay: it is added to the update, not to the gradient.
     update = tl.fma(p, weight_decay, tl.div_rn(tl.div_rn(m, correction1), root))
     p = tl.fma(update, -learning_rate, p)
 
+    # Without a remainder the master weight is stored in FP32, and the model weight is its rounding to nearest even.
     stored = p
     rounded = p.to(tl.bfloat16)
     if REMAINDER:
@@ -214,6 +226,7 @@ def adam_kernel(
     """Update one block of one parameter. A program has one chunk, which is one block."""
     chunk = tl.program_id(0)
     row = tl.load(row_of_chunk + chunk)
+    # int64: a tensor may have more than 2^31 elements. Within a chunk offsets fit into int32.
     start = tl.load(index_of_chunk + chunk).to(tl.int64) * BLOCK
     left = tl.load(lengths + row) - start
     grad_factor = tl.load(grad_factors)
@@ -222,8 +235,10 @@ def adam_kernel(
     exp_avgs = address(table, row, 2, 5, EXP_AVG, ALIGNED) + start
     exp_avg_sqs = address(table, row, 3, 5, EXP_AVG_SQ, ALIGNED) + start
     models = address(table, row, 4, 5, tl.bfloat16, ALIGNED) + start
+    # Four numbers a row: dequantization and quantization scale of each moment. Not read for unscaled moments.
     scales = all_scales + 4 * row
     offsets = tl.arange(0, BLOCK)
+    # `left` is a scalar, so that all threads take the same branch. Complete chunks compile without masks.
     if left >= BLOCK:
         update_block(
             grads, masters, exp_avgs, exp_avg_sqs, models, scales, offsets, None, grad_factor, clip, learning_rate,
@@ -248,6 +263,7 @@ def squared_sum_kernel(
     left = tl.load(lengths + row) - first
     factor = tl.load(factors)
     values = address(table, row, 0, 1, DTYPE, ALIGNED) + first
+    # Each element adds 8 squares (SUM_BLOCKS) in FP32, and a reduction adds the elements. The sum over chunks is FP64.
     total = tl.zeros((BLOCK,), tl.float32)
     for block in range(BLOCKS):
         offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -257,6 +273,7 @@ def squared_sum_kernel(
         elif block * BLOCK < left:
             value = tl.load(values + offsets, mask=offsets < left, other=0.0).to(tl.float32) * factor
             total += value * value
+    # Each program has its own place: without atomic additions the sum has the same bits in every run.
     tl.store(sums + chunk, tl.sum(total))
 
 
@@ -273,6 +290,7 @@ def update_rows(table: TensorTable, grad_factor: Tensor, numbers: AdamStep, scal
     grad, master, exp_avg, exp_avg_sq, model = table.dtypes
     assert model in (None, torch.bfloat16) and (master != torch.int16 or model is not None)
     assert scales is not None or not {exp_avg, exp_avg_sq} & {torch.uint8, torch.float16}
+    # Triton passes these floats as FP32. The corrections must be powers of the same betas.
     beta1, beta2 = (float(torch.tensor(beta, dtype=torch.float32)) for beta in (numbers.beta1, numbers.beta2))
     adam_kernel[(table.num_chunks,)](
         table.addresses, table.lengths, table.row_of_chunk, table.index_of_chunk,
@@ -299,6 +317,7 @@ def squared_sum(table: TensorTable, factor: Tensor) -> Tensor:
         DTYPE=TRITON_TYPES[table.dtypes[0]], ALIGNED=table.is_aligned, BLOCK=SUM_BLOCK, BLOCKS=SUM_BLOCKS,
         num_warps=SUM_WARPS,
     )  # fmt: skip
+    # FP64: thousands of chunks would lose digits in FP32. It stays on the device.
     return sums.sum(dtype=torch.float64)
 
 
@@ -313,6 +332,7 @@ def largest_of_block(
         top_m = tl.maximum(top_m, tl.abs(m))
     if is_scaled(exp_avg_sqs.dtype.element_ty):
         v = second_moment(loaded_moment(exp_avg_sqs, offsets, mask, scales + 2), g, beta2)
+        # No absolute value: a second moment is never negative.
         top_v = tl.maximum(top_v, v)
     return top_m, top_v
 
@@ -339,6 +359,7 @@ def largest_kernel(
     top_m = tl.zeros((BLOCK,), tl.float32)
     top_v = tl.zeros((BLOCK,), tl.float32)
     for block in range(BLOCKS):
+        # Blocks of one chunk are accumulated elementwise; one reduction and one atomic operation follow.
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         if (block + 1) * BLOCK <= left:
             top_m, top_v = largest_of_block(
@@ -349,6 +370,8 @@ def largest_kernel(
                 top_m, top_v, grads, exp_avgs, exp_avg_sqs, scales, offsets, offsets < left, grad_factor, clip, beta1,
                 beta2,
             )  # fmt: skip
+    # Moments without a scale are not computed and need no amax. Magnitudes are ordered as their bits are, so that the
+    # maximum is exact in any order.
     if is_scaled(EXP_AVG):
         tl.atomic_max(largest + 2 * row, tl.max(top_m))
     if is_scaled(EXP_AVG_SQ):

@@ -58,6 +58,7 @@ class BlockwiseOutput:
 @triton.jit
 def scales_of(largest, on_overflow, POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr):
     """Quantization scales of blocks and their reciprocals."""
+    # Powers of two need no division: both scales follow from the exponent by integer arithmetic.
     if POWER_OF_TWO:
         scale, inverse = power_of_two_scales(largest, FORMAT)
     else:
@@ -72,12 +73,14 @@ def store_rows(
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store a tile in row blocks."""
+    # The amax of a row of a quarter is that of a row block: a tile is one block wide.
     scale0, inverse0 = scales_of(tl.max(tl.abs(y[0]), axis=1), on_overflow, POWER_OF_TWO, FORMAT)
     scale1, inverse1 = scales_of(tl.max(tl.abs(y[1]), axis=1), on_overflow, POWER_OF_TWO, FORMAT)
     scale2, inverse2 = scales_of(tl.max(tl.abs(y[2]), axis=1), on_overflow, POWER_OF_TWO, FORMAT)
     scale3, inverse3 = scales_of(tl.max(tl.abs(y[3]), axis=1), on_overflow, POWER_OF_TWO, FORMAT)
     # Quarter i has the rows 4 n + i. Joining puts the inverses of rows 4 n to 4 n + 3 next to each other.
     inverse = tl.reshape(tl.join(tl.join(inverse0, inverse2), tl.join(inverse1, inverse3)), [BLOCK_SIZE])
+    # Scales are [W / 128, T]: those of a tile's rows are adjacent.
     tl.store(scales + tile_column.to(tl.int64) * num_tokens + tile_row * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), inverse)
     codes += tile_offset(tile_row, tile_column, width, BLOCK_SIZE)
     tl.store(quarter_pointers(codes, width, 0, BLOCK_SIZE), cast_to_code(y[0] * scale0[:, None], FORMAT))
@@ -92,10 +95,12 @@ def store_columns(
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store a tile in column blocks, transposed."""
+    # A column block has all 128 rows of the tile, which are spread over the four quarters.
     largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
     scale, inverse = scales_of(tl.max(largest, axis=0), on_overflow, POWER_OF_TWO, FORMAT)
     tl.store(scales + tile_row.to(tl.int64) * width + tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), inverse)
     scale = scale[None, :]
+    # The four rows of a word are in one column block, so that they have one scale.
     words = cast_to_words(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale, FORMAT)
     store_words(words, codes, tile_row, tile_column, num_tokens, BLOCK_SIZE)
 
@@ -106,6 +111,7 @@ def store_tile(
     infinity, POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile, given as its four quarters, in row blocks and in column blocks."""
+    # NaN is ignored: the maximum is infinite only if a value is.
     if infinity is not None:
         largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
         flag_infinity(tl.max(largest, axis=0), infinity)
@@ -127,6 +133,7 @@ def cast_kernel(
     infinity, POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """inputs [T, W] to their quantized blocks."""
+    # Each program has complete blocks, so that the order of tiles changes no result, only cache hits.
     tile_row, tile_column = reversed_tile()
     store_tile(
         load_tile(inputs + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE), tile_row,
@@ -143,6 +150,7 @@ def swiglu_kernel(
     """inputs [T, 2 W] to the quantized blocks of silu(a) b [T, W]."""
     tile_row, tile_column = reversed_tile()
     inputs += tile_offset(tile_row, tile_column, 2 * width, BLOCK_SIZE)
+    # The halves of a row are W apart. Both tiles have the same rows, and the same columns of their half.
     a, b = load_tile(inputs, 2 * width, BLOCK_SIZE), load_tile(inputs + width, 2 * width, BLOCK_SIZE)
     store_tile(
         swiglu_tile(a, b, inputs.dtype.element_ty), tile_row, tile_column, num_tokens, width, on_overflow, row_codes,
@@ -155,11 +163,7 @@ def swiglu_backward_kernel(
     gradients, inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
     infinity, POWER_OF_TWO: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """gradients [T, W] and inputs [T, 2 W] to the quantized blocks of the inputs' gradients [T, 2 W].
-
-    A tile of da is stored before that of db is computed, for which a and dy are read again, from the cache: registers
-    hold only one tile of results.
-    """
+    """gradients [T, W] and inputs [T, 2 W] to the quantized blocks of the inputs' gradients [T, 2 W]."""
     TYPE: tl.constexpr = inputs.dtype.element_ty
     tile_row, tile_column = reversed_tile()
     inputs += tile_offset(tile_row, tile_column, 2 * width, BLOCK_SIZE)
@@ -170,8 +174,11 @@ def swiglu_backward_kernel(
         gate_gradient_tile(a, b, dy, TYPE), tile_row, tile_column, num_tokens, 2 * width, on_overflow, row_codes,
         row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, FORMAT, BLOCK_SIZE,
     )  # fmt: skip
+    # The tile of da is stored before that of db is computed, for which a and dy are read again, from the cache:
+    # registers hold only one tile of results.
     a, dy = load_tile(inputs, 2 * width, BLOCK_SIZE), load_tile(gradients, width, BLOCK_SIZE)
     store_tile(
+        # db lies W columns further right, at a multiple of 128.
         swiglu_tile(a, dy, TYPE), tile_row, tile_column + width // BLOCK_SIZE, num_tokens, 2 * width, on_overflow,
         row_codes, row_scales, column_codes, column_scales, infinity, POWER_OF_TWO, FORMAT, BLOCK_SIZE,
     )  # fmt: skip
@@ -189,6 +196,7 @@ def _launch(
 
     `registers` per thread are tuned: the compiler's own choice costs 4 to 11%.
     """
+    # `largest` replaces a scale that overflows, see `quant_scale_of`.
     tokens, largest = tensors[-1].shape[0], torch.finfo(tensors[-1].dtype).max
     kernel[(width // BLOCK_SIZE, tokens // BLOCK_SIZE)](
         *tensors, tokens, width, largest, to.row_codes, to.row_scales, to.column_codes, to.column_scales, to.infinity,

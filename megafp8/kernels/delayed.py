@@ -68,6 +68,7 @@ def cast_kernel(
     y = load_tile(inputs + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
     factor = tl.load(scale)
     store_codes(y, factor, tile_row, tile_column, num_tokens, width, rows, columns, FORMAT, BLOCK_SIZE)
+    # For the next scale. No program of this launch reads it.
     tl.atomic_max(amax, largest_of(y))
     store_inverse(factor, scale_inv)
 
@@ -81,6 +82,7 @@ def swiglu_kernel(
     inputs += tile_offset(tile_row, tile_column, 2 * width, BLOCK_SIZE)
     a, b = load_tile(inputs, 2 * width, BLOCK_SIZE), load_tile(inputs + width, 2 * width, BLOCK_SIZE)
     factor = tl.load(scale)
+    # FP32: the result is not rounded to the input's dtype before the cast.
     y = swiglu_tile(a, b, tl.float32)
     store_codes(y, factor, tile_row, tile_column, num_tokens, width, rows, columns, FORMAT, BLOCK_SIZE)
     tl.atomic_max(amax, largest_of(y))
@@ -99,6 +101,7 @@ def swiglu_backward_kernel(
     dy = load_tile(gradients + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
     factor = tl.load(scale)
     da = gate_gradient_tile(a, b, dy, tl.float32)
+    # da and db are the halves of one tensor [T, 2 W] with one scale and one amax.
     store_codes(da, factor, tile_row, tile_column, num_tokens, 2 * width, rows, columns, FORMAT, BLOCK_SIZE)
     db = swiglu_tile(a, dy, tl.float32)
     store_codes(

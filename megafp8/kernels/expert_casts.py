@@ -41,6 +41,7 @@ class RoutedCodes(NamedTuple):
 
 def _empty_codes(num_rows: int, width: int, scale_inv: Tensor) -> RoutedCodes:
     """Room for codes [num_rows, width]."""
+    # Uninitialized: what lies past the last expert's rows is never multiplied.
     return RoutedCodes(
         scale_inv.new_empty(num_rows, width, dtype=torch.uint8),
         scale_inv.new_empty(width, num_rows, dtype=torch.uint8),
@@ -71,8 +72,10 @@ class _Scales(NamedTuple):
 def _scales(scale: CastScale, num_experts: int, inputs: Tensor) -> _Scales:
     """Known scales, or amaxes of zero that a first launch has to raise."""
     if isinstance(scale, CurrentScale):
+        # Zeros, because atomic maxima of magnitudes raise them in the first launch.
         zeros = inputs.new_zeros(num_experts, dtype=torch.float32)
         return _Scales(zeros, None, scale.infinities, torch.empty_like(zeros))
+    # Delayed scaling finds infinities in its history of amaxes, not in this cast.
     known, amaxes = scale
     return _Scales(amaxes, known, None, torch.empty_like(known))
 
@@ -99,13 +102,17 @@ def gather_codes(
     """
     (num_rows,), width = rows.token_of_row.shape, inputs.shape[1]
     if prequantized is not None:
+        # The scales came with the codes, and their sender has computed the amaxes.
         scales = _Scales(None, None, None, prequantized)
     elif isinstance(scale, CurrentScale):
+        # The amax of a token is computed once, not once for each of its K rows. The map then gives each expert the
+        # maximum over its tokens, without a launch over rows.
         amaxes = torch.where(routing_map, token_amaxes(inputs)[:, None], 0.0).amax(0)
         scales = _Scales(amaxes, None, scale.infinities, torch.empty_like(amaxes))
     else:
         scales = _scales(scale, len(rows.ends), inputs)
     codes = _empty_codes(num_rows, width, scales.scale_inv)
+    # The grid covers the worst case; programs past the last live row return at once. See `routed_rows`.
     experts.gather_codes_kernel[(width // BLOCK_SIZE, num_rows // BLOCK_SIZE)](
         inputs, rows.token_of_row, rows.expert_of_block, scales.amaxes, scales.known, scales.infinities, rows.ends,
         *codes, num_rows, width, IS_SCALED=prequantized is not None,
@@ -129,6 +136,7 @@ def sum_rows(inputs: Tensor, rows: RoutedRows) -> Tensor:
     """The sum of the rows of each token: inputs [R, W] to [T, W], added in FP32."""
     (num_tokens, top_k), width = rows.rows_of_token.shape, inputs.shape[1]
     results = inputs.new_empty(num_tokens, width)
+    # A token reads its rows by index. Empty rows belong to no token, so that nobody reads them.
     experts.sum_rows_kernel[(num_tokens,)](
         inputs, rows.rows_of_token, results, width, TOP_K=top_k, WIDTH=triton.next_power_of_2(width)
     )
@@ -152,6 +160,7 @@ def swiglu_codes(
     """The codes of `swiglu`."""
     num_rows, width = inputs.shape[0], inputs.shape[1] // 2
     scales = _scales(scale, len(rows.ends), inputs)
+    # The first launch computes the same FP32 values as the second one and keeps only their amaxes.
     if scales.known is None:
         experts.swiglu_rows_kernel[(num_rows // ALIGNMENT,)](
             inputs, probs, rows.ends, rows.expert_of_block, None, scales.amaxes, width, NUM_EXPERTS=len(rows.ends),
@@ -168,6 +177,7 @@ def swiglu_codes(
 def swiglu_backward(gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows) -> tuple[Tensor, Tensor]:
     """Gradients of `swiglu`: of inputs [R, 2 W] BF16 and of probs FP32 [R]."""
     num_rows, width = gradients.shape
+    # Zeros, because no program writes the rows past the end.
     results, prob_gradients = torch.empty_like(inputs), torch.zeros_like(probs)
     experts.swiglu_gradients_rows_kernel[(num_rows // ALIGNMENT,)](
         gradients, inputs, probs, rows.ends, rows.expert_of_block, results, prob_gradients, None, width,
@@ -183,14 +193,17 @@ def swiglu_backward_codes(
     """Codes of the gradients of inputs, and the gradients of probs."""
     num_rows, width = gradients.shape
     scales = _scales(scale, len(rows.ends), inputs)
-    # A row of sums for each tile of columns: they are added in a fixed order.
+    # A row of sums for each tile of columns: they are added in a fixed order. Rows past the end stay zero.
     prob_sums = probs.new_zeros(1 if scales.known is None else width // GRADIENTS_BLOCK_SIZE, num_rows)
+    # The first launch has complete rows and stores complete sums. Where it is left out, each tile of the second one
+    # stores its own part, and the parts are added below.
     if scales.known is None:
         experts.swiglu_gradients_rows_kernel[(num_rows // ALIGNMENT,)](
             gradients, inputs, probs, rows.ends, rows.expert_of_block, None, prob_sums, scales.amaxes, width,
             NUM_EXPERTS=len(rows.ends), COLUMNS=COLUMNS,
         )  # fmt: skip
     codes = _empty_codes(num_rows, 2 * width, scales.scale_inv)
+    # Smaller tiles than in the forward pass: a program holds a, b, dy and two results in registers.
     experts.swiglu_gradients_codes_kernel[(width // GRADIENTS_BLOCK_SIZE, num_rows // GRADIENTS_BLOCK_SIZE)](
         gradients, inputs, probs, None if scales.known is None else prob_sums, rows.expert_of_block, scales.amaxes,
         scales.known, scales.infinities, rows.ends, *codes, num_rows, width,
@@ -204,6 +217,7 @@ def weight_codes(weights: Tensor, spec: FormatSpec, scale: CastScale = CurrentSc
     num_experts, num_rows, width = weights.shape
     scales = _scales(scale, num_experts, weights)
     if scales.known is None:
+        # About 1,024 programs in all; each strides over its expert's weights.
         programs = max(1, 1024 // num_experts)
         experts.weights_amax_kernel[(programs, num_experts)](weights, scales.amaxes, num_rows * width, COLUMNS=2048)
     codes = RoutedCodes(

@@ -50,6 +50,7 @@ class RowwiseCodes(NamedTuple):
 def raise_row_amax(y, row_amax, tile_row, QUARTER: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Raise the amaxes of every fourth row of a tile."""
     at = row_amax + tile_row * BLOCK_SIZE + 4 * tl.arange(0, BLOCK_SIZE // 4) + QUARTER
+    # Rows past the end raise amaxes too, but those of their own rows only, which nobody reads.
     tl.atomic_max(at, without_nan(tl.max(tl.abs(y), axis=1)))
 
 
@@ -68,8 +69,10 @@ def raise_amaxes(
     of_blocks = without_nan(
         tl.max(tl.reshape(largest, [BLOCK_SIZE // EXPERT_BLOCK, EXPERT_BLOCK // 4, BLOCK_SIZE]), axis=1)
     )
+    # A quarter has BLOCK_SIZE / 4 rows, of which four consecutive ones are in one block of 16 rows.
     block = tile_row * (BLOCK_SIZE // EXPERT_BLOCK) + tl.arange(0, BLOCK_SIZE // EXPERT_BLOCK)
     experts = tl.load(expert_of_block + block).to(tl.int64)
+    # int64: experts x width may be large. The amaxes of columns are [E, W]: an expert's columns have their own.
     at = column_amax + experts[:, None] * width + tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
     # Most blocks do not exceed what other programs have found. An older amax only leads to an update without effect.
     is_larger = of_blocks > tl.load(at, volatile=True)
@@ -85,6 +88,8 @@ def cast_tile(
     if rows is None:
         raise_amaxes(y, row_amax, column_amax, expert_of_block, tile_row, tile_column, width, end, BLOCK_SIZE)
     else:
+        # The scales of rows are computed from the amaxes in each program, and stored by the programs of the first
+        # column of tiles.
         store_quarter(
             y[0], row_amax, rows, row_scale_inv, tile_row, tile_column, width, FP32_MAX, 0, True, FORMAT, BLOCK_SIZE
         )
@@ -98,8 +103,11 @@ def cast_tile(
             y[3], row_amax, rows, row_scale_inv, tile_row, tile_column, width, FP32_MAX, 3, True, FORMAT, BLOCK_SIZE
         )
         experts = experts_of_tile(expert_of_block, tile_row, BLOCK_SIZE).to(tl.int64)
+        # [BLOCK_SIZE / 4, BLOCK_SIZE]: the four rows that `cast_to_words` packs into a word have one expert, and so one
+        # scale in each column.
         at = column_amax + experts[:, None] * width + tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
         scale = quant_scale_of(tl.load(at), FP32_MAX, True, FORMAT)
+        # The word holds four consecutive rows of a column, which are adjacent in the transpose.
         words = cast_to_words(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale, FORMAT)
         store_words(words, columns, tile_row, tile_column, num_rows, BLOCK_SIZE)
 
@@ -111,8 +119,10 @@ def store_column_scales(
 ):  # fmt: skip
     """The dequantization scales [E, W] of the columns of a tile, and the flags of infinite amaxes. The programs of a
     column of tiles divide the experts."""
+    # Every program of the grid takes part, also those past the last live row: an expert without rows has scales, too.
     for expert in range(tile_row, NUM_EXPERTS, tl.num_programs(1)):
         at = expert * width + tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        # int32 is enough for E x W amaxes. The first launch has ended, so that they are final.
         largest = tl.load(column_amax + at)
         tl.store(column_scale_inv + at, tl.div_rn(1.0, quant_scale_of(largest, FP32_MAX, True, FORMAT)))
         if infinities is not None:
@@ -126,6 +136,7 @@ def gather_kernel(
 ):  # fmt: skip
     """Amaxes or codes of the tokens inputs [T, W] of all rows. A program has one tile."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    # Before the test for the end, as the loop over experts needs all programs of a column.
     if rows is not None:
         store_column_scales(
             column_amax, column_scale_inv, infinities, tile_row, tile_column, width, NUM_EXPERTS, FORMAT, BLOCK_SIZE
@@ -134,6 +145,8 @@ def gather_kernel(
     if tile_row * BLOCK_SIZE >= end:
         return
     y = gathered_tile(inputs, token_of_row, tile_row, tile_column, width, BLOCK_SIZE)
+    # The first launch has no outputs and raises the amaxes; the second one computes the same values again and casts
+    # them.
     cast_tile(y, row_amax, column_amax, expert_of_block, rows, columns, row_scale_inv, tile_row, tile_column, num_rows,
               width, end, FORMAT, BLOCK_SIZE)  # fmt: skip
 
@@ -153,6 +166,7 @@ def swiglu_kernel(
     if tile_row * BLOCK_SIZE >= end:
         return
     y = swiglu_tile(inputs, probs, tile_row, tile_column, width, BLOCK_SIZE)
+    # The values stay FP32 in both launches, so that the amaxes are those of what is cast.
     cast_tile(y, row_amax, column_amax, expert_of_block, rows, columns, row_scale_inv, tile_row, tile_column, num_rows,
               width, end, FORMAT, BLOCK_SIZE)  # fmt: skip
 
@@ -166,6 +180,7 @@ def swiglu_gradients_kernel(
     """Amaxes or codes of the gradients of inputs [R, 2 W], and sums as in `gradients_quarter`. A program has one tile a
     half."""
     left, tile_row = tl.program_id(0), tl.program_id(1)
+    # da fills the left W columns of the codes and db the right ones: two tiles with W between them.
     right = left + width // BLOCK_SIZE
     if rows is not None:
         store_column_scales(
@@ -177,6 +192,7 @@ def swiglu_gradients_kernel(
     end = tl.load(ends + NUM_EXPERTS - 1)
     if tile_row * BLOCK_SIZE >= end:
         return
+    # `prob_sums` is None in the second launch: the first one has stored the sums already.
     da0, db0 = gradients_quarter(gradients, inputs, probs, prob_sums, tile_row, left, num_rows, width, 0, BLOCK_SIZE)
     da1, db1 = gradients_quarter(gradients, inputs, probs, prob_sums, tile_row, left, num_rows, width, 1, BLOCK_SIZE)
     da2, db2 = gradients_quarter(gradients, inputs, probs, prob_sums, tile_row, left, num_rows, width, 2, BLOCK_SIZE)
@@ -198,12 +214,14 @@ def weights_kernel(
     row_amax += expert * num_rows
     column_amax += expert * width
     if rows is None:
+        # The callee reads program ids 0 and 1 itself; id 2 has moved its pointers to one expert.
         amaxes_kernel(weights + start, row_amax, column_amax, None, width, BLOCK_SIZE)
     else:
         cast_kernel(weights + start, row_amax, column_amax, rows + start, row_scale_inv + expert * num_rows,
                     columns + start, column_scale_inv + expert * width, num_rows, width, FP32_MAX, True, FORMAT,
                     BLOCK_SIZE)  # fmt: skip
         if infinities is not None:
+            # The programs of one column of tiles all find the same and store 1 or nothing.
             largest = tl.max(tl.load(column_amax + tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)))
             tl.store(infinities + expert, 1, mask=largest == float("inf"))
 
@@ -219,6 +237,7 @@ class _Cast:
 
     def __init__(self, rows: RoutedRows, width: int, spec: FormatSpec, scale: CurrentScale, like: Tensor):
         (num_rows,), num_experts = rows.token_of_row.shape, len(rows.ends)
+        # One allocation and one launch for both amaxes, which have to start at 0.
         amaxes = like.new_zeros(num_rows + num_experts * width, dtype=torch.float32)
         scales = torch.empty_like(amaxes)
         self.amaxes = amaxes[:num_rows], amaxes[num_rows:]
@@ -239,6 +258,7 @@ class _Cast:
         """
         num_rows = len(self.codes.rows)
         outputs = self.codes if writes_codes else (None,) * len(self.codes)
+        # The grid covers the worst case, see `routed_rows`. All tiles are complete: R is a multiple of 128.
         kernel[(width // block_size, num_rows // block_size)](
             *arguments, *self.amaxes, self.infinities, *outputs, num_rows, width, **self.constants,
             BLOCK_SIZE=block_size, num_warps=8 if block_size == BLOCK_SIZE else 4,
@@ -252,6 +272,7 @@ def gather_codes(
     """Quantize the token of each row: inputs BF16 [T, W] to codes [R, W]. The routing map is not read."""
     width = inputs.shape[1]
     cast = _Cast(rows, width, spec, scale, inputs)
+    # The order of launches on the stream is the barrier between amaxes and codes.
     for writes_codes in (False, True):
         cast.launch(
             gather_kernel, inputs, rows.token_of_row, rows.expert_of_block, rows.ends, width=width,
@@ -289,6 +310,7 @@ def swiglu_backward_codes(
             swiglu_gradients_kernel, gradients, inputs, probs, sums, rows.expert_of_block, rows.ends, width=width,
             block_size=GRADIENTS_BLOCK_SIZE, writes_codes=writes_codes,
         )  # fmt: skip
+        # Stored by the first launch. The second one would only store the same numbers again.
         sums = None
     return cast.codes, prob_sums.sum(0)
 
@@ -304,6 +326,7 @@ def weight_codes(weights: Tensor, spec: FormatSpec, scale: CurrentScale = Curren
         torch.empty_like(column_amax),
     )
     for outputs in ((None,) * len(codes), codes):
+        # Without fusion of multiply and add the codes are those of `rowwise.cast`, byte for byte.
         weights_kernel[(width // BLOCK_SIZE, num_rows // BLOCK_SIZE, num_experts)](
             weights, row_amax, column_amax, scale.infinities, *outputs, num_rows, width, FORMAT=spec,
             BLOCK_SIZE=BLOCK_SIZE, num_warps=8, enable_fp_fusion=False,

@@ -44,23 +44,36 @@ def _wgrad_kernel(
     IS_FP8: tl.constexpr, IS_OVERWRITTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
+    # A program computes one tile [BLOCK_M, BLOCK_N] of one expert's weight gradients. Experts are the slowest index, so
+    # that programs that run at the same time share their operands.
     num_blocks_m, num_blocks_n = tl.cdiv(N, BLOCK_M), tl.cdiv(W, BLOCK_N)
     expert, tile = tl.program_id(0) // (num_blocks_m * num_blocks_n), tl.program_id(0) % (num_blocks_m * num_blocks_n)
+    # Grouped order: GROUP_SIZE_M tiles of rows go down before the next tile of columns, so that their operands are
+    # still in the L2 cache. The last group may have fewer tiles.
     first = tile // (GROUP_SIZE_M * num_blocks_n) * GROUP_SIZE_M
     in_group = min(num_blocks_m - first, GROUP_SIZE_M)
     n = (first + tile % (GROUP_SIZE_M * num_blocks_n) % in_group) * BLOCK_M
     w = tile % (GROUP_SIZE_M * num_blocks_n) // in_group * BLOCK_N
+    # The number of rows of an expert is known on the device only, so that the loop has a dynamic end. An expert without
+    # rows stores or adds zeros.
     start, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
     whole = start + (end - start) // BLOCK_K * BLOCK_K
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # Only complete blocks of rows: they need no mask, and the compiler pipelines the loop.
     for row in tl.range(start, whole, BLOCK_K):
+        # A descriptor's load gives zeros outside the tensor, so that the edges of N and W need no masks here.
         if IS_FP8:
+            # FP8 tensor cores take operands that are contiguous along the sum, which are the transposed codes [N, R]
+            # and [W, R].
             total = tl.dot(grad_output.load([n, row]), inputs.load([w, row]).T, total)
         else:
             total = tl.dot(grad_output.load([row, n]).T, inputs.load([row, w]), total)
     if whole < end:  # the rows of the next expert count as zeros, whatever they are
+        # The next expert's rows follow in the same block. Both operands are masked: NaN or infinity in one times 0 in
+        # the other would be NaN.
         live = whole + tl.arange(0, BLOCK_K) < end
         if IS_FP8:
+            # Masked as bytes: byte 0 is the number 0.
             a = tl.where(live[None, :], grad_output.load([n, whole]).to(tl.uint8, bitcast=True), 0)
             b = tl.where(live[None, :], inputs.load([w, whole]).to(tl.uint8, bitcast=True), 0)
             total = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True).T, total)
@@ -69,11 +82,14 @@ def _wgrad_kernel(
             b = tl.where(live[:, None], inputs.load([whole, w]), 0.0).to(tl.bfloat16)
             total = tl.dot(a.T, b, total)
     if IS_FP8:
+        # One scale for all rows of an expert: it can be taken out of the sum.
         total *= tl.load(grad_output_scale + expert) * tl.load(inputs_scale + expert)
     rows, columns = n + tl.arange(0, BLOCK_M), w + tl.arange(0, BLOCK_N)
     is_inside = (rows < N)[:, None] & (columns < W)[None, :]
+    # int64: E x N x W may exceed 2^31. Within one expert int32 is enough.
     target = main_grad + expert.to(tl.int64) * N * W + rows[:, None] * W + columns[None, :]
     if not IS_OVERWRITTEN:
+        # No other program has this tile: load, add and store need no atomic operation.
         total += tl.load(target, mask=is_inside, other=0.0)
     tl.store(target, total, mask=is_inside)
 
@@ -94,14 +110,17 @@ def add_wgrad(
         is_overwritten: main_grad holds nothing yet.
     """
     num_experts, n, w = main_grad.shape
+    # By the worst case of rows: how many an expert has is not known on the host.
     has_many = rows.token_of_row.numel() >= MANY_ROWS * num_experts
     if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
         (a, a_scale), (b, b_scale), is_fp8, tile = grad_output, inputs, True, FP8_TILES[has_many]
         a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
+        # What one load of a descriptor takes: [BLOCK_M, BLOCK_K] of codes [N, R]; of BF16 [R, N] the transpose.
         blocks = [tile.block_m, tile.block_k], [tile.block_n, tile.block_k]
     else:
         a, b, a_scale, b_scale, is_fp8, tile = grad_output, inputs, None, None, False, BF16_TILES[has_many]
         blocks = [tile.block_k, tile.block_m], [tile.block_k, tile.block_n]
+    # One dimension: the kernel divides the index itself, in the order that the L2 cache needs.
     grid = (triton.cdiv(n, tile.block_m) * triton.cdiv(w, tile.block_n) * num_experts,)
     _wgrad_kernel[grid](
         TensorDescriptor.from_tensor(a, blocks[0]), TensorDescriptor.from_tensor(b, blocks[1]), a_scale, b_scale,

@@ -38,12 +38,17 @@ ROWS = 32
 
 @triton.jit
 def amaxes_kernel(gradients, table, amaxes, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr):
+    # Six columns of the table for each program, see `encode`. They are int64: offsets may exceed 2^31.
     columns = table + tl.program_id(0).to(tl.int64) * 6
+    # The compiler cannot see the alignment of a loaded number. Told of it, it vectorizes the loads.
     start = tl.multiple_of(tl.load(columns), ALIGNMENT)
     stop = tl.multiple_of(tl.load(columns + 1), ALIGNMENT)
     parameter = tl.load(columns + 5)
     within = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    # The last row of a slice may be incomplete; what follows belongs to another parameter or is padding.
     x = widen(tl.load(gradients + start + within, mask=start + within < stop, other=0.0))
+    # Several programs have rows of one parameter. Magnitudes are ordered as their bits are: the maximum is exact in any
+    # order.
     tl.atomic_max(amaxes + parameter, tl.max(without_nan(tl.max(tl.abs(x), axis=1))))
 
 
@@ -56,23 +61,30 @@ def encode_kernel(
     start = tl.multiple_of(tl.load(columns), ALIGNMENT)
     stop = tl.multiple_of(tl.load(columns + 1), ALIGNMENT)
     first_code = tl.multiple_of(tl.load(columns + 2), ALIGNMENT)
+    # The number of a row fits into int32, whose remainder is cheaper than that of int64.
     first_row = tl.load(columns + 4).to(tl.int32) % sample
     rows = tl.arange(0, ROWS)
     within = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    # A row exists if its first element does. All of its BLOCK codes are stored, with zeros after the last element:
+    # receivers read complete rows.
     is_row = start + rows * BLOCK < stop
     x = widen(tl.load(gradients + start + within, mask=start + within < stop, other=0.0))
     if parameter_scales is None:
+        # NaN does not set the scale. Its code is NaN, so that the sum is NaN and is found.
         quant_scale, _, scale_codes = e8m0_scales(without_nan(tl.max(tl.abs(x), axis=1)), FORMAT)
         tl.store(message + tl.load(columns + 3) + rows, scale_codes, mask=is_row)
         scaled = x * quant_scale[:, None]
     else:
+        # Scales of parameters are known on all ranks; none is sent.
         scaled = x * tl.load(parameter_scales + tl.load(columns + 5))
     codes = cast_to_code(scaled, FORMAT)
     tl.store(message + first_code + within, codes, mask=is_row[:, None])
     if (first_row == 0) | (first_row + ROWS > sample):  # a remainder for each row costs more than the cast
         is_counted = is_row & ((first_row + rows) % sample == 0)
         num_values = tl.sum(((x != 0) & is_counted[:, None]).to(tl.int32))
+        # Without the sign: -0 is an underflow, too.
         num_nonzero_codes = tl.sum((((codes.to(tl.int32) & 0x7F) != 0) & is_counted[:, None]).to(tl.int32))
+        # FP64 holds integers below 2^53 exactly, so that additions in any order give the same count.
         tl.atomic_add(counts, num_values.to(tl.float64))
         tl.atomic_add(counts + 1, (num_values - num_nonzero_codes).to(tl.float64))
         if parameter_scales is not None:
@@ -91,13 +103,18 @@ def add_kernel(
     first_row = tl.load(columns + 2)
     rows = tl.arange(0, ROWS)
     within = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    # Codes exist for complete rows, sums only for elements of the parameter.
     is_row, inside = start + rows * BLOCK < stop, start + within < stop
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    # The row's place in the first rank's message. `rank_bytes` further is the same row of the next rank.
     message = received + first_row * BLOCK + first_code
     scales = received + first_row + first_scale
+    # The order of the ranks: every run adds in the same order, as the torch operations do.
     for _ in range(num_ranks):
+        # Rows past the end decode zeros with a finite scale, and are not stored.
         values = value_of_code(tl.load(message + within, mask=is_row[:, None], other=0).to(tl.int32), FORMAT)
         if parameter_scales is None:
+            # A product of a code and a power of two, which FP32 holds exactly unless it is subnormal.
             scale = e8m0_value(tl.load(scales + rows, mask=is_row, other=0).to(tl.int32))
             total += values * scale[:, None]
         else:
@@ -105,6 +122,7 @@ def add_kernel(
         message += rank_bytes
         scales += rank_bytes
     if divisor is not None:
+        # IEEE division, as torch divides by a tensor; `/` may be an approximation.
         total = tl.div_rn(total, tl.zeros_like(total) + divisor)
     tl.store(sums + start + within, total.to(sums.dtype.element_ty), mask=inside)
 
@@ -179,6 +197,7 @@ def add(
     """
     if len(table):
         add_kernel[(len(table),)](
+            # No division by 1: passed as None, the kernel is compiled without it.
             received, sums, table, parameter_scales, len(received) // num_ranks, *offsets, num_ranks,
             None if divisor == 1 else float(divisor), FORMAT=spec, BLOCK=block, ROWS=ROWS, ALIGNMENT=alignment,
             enable_fp_fusion=False,

@@ -40,8 +40,10 @@ def cast_groups_kernel(
 ):
     groups = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     inside = groups < num_groups
+    # Groups are contiguous and complete, so that one mask over groups is enough.
     at = elements_of(groups, GROUP)
     x = widen(tl.load(inputs + at, mask=inside[:, None], other=0.0))
+    # A group of zeros or NaN has the amax 0; `e8m0_scales` gives it a finite scale.
     quant_scale, _, scale_codes = e8m0_scales(without_nan(tl.max(tl.abs(x), axis=1)), FORMAT)
     tl.store(codes + at, cast_to_code(x * quant_scale[:, None], FORMAT), mask=inside[:, None])
     tl.store(scales + groups, scale_codes, mask=inside)
@@ -54,6 +56,7 @@ def decode_groups_kernel(
     groups = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     inside = groups < num_groups
     at = elements_of(groups, GROUP)
+    # Masked groups decode zeros with the smallest scale, and are not stored.
     values = value_of_code(tl.load(codes + at, mask=inside[:, None], other=0).to(tl.int32), FORMAT)
     dequant_scale = e8m0_value(tl.load(scales + groups, mask=inside, other=0).to(tl.int32))
     outputs_of = outputs.dtype.element_ty

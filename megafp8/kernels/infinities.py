@@ -22,7 +22,9 @@ def infinity_kernel(
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
     row, column = tile_row * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     at = scale_inv + tile_row * tile_stride + tl.arange(0, BLOCK_SIZE) * row_stride + tile_column * column_stride
+    # Masked rows load 0, which is not 1: their values are not read.
     is_read = tl.load(at, mask=row < num_rows, other=0.0) == 1.0
+    # Most programs end here, because few blocks have the scale 1.
     if tl.max(is_read.to(tl.int32)) == 1:
         offsets = row.to(tl.int64)[:, None] * width + column[None, :]
         x = tl.load(values + offsets, mask=is_read[:, None] & (column < width)[None, :], other=0.0)

@@ -37,6 +37,7 @@ NUM_WARPS = 4
 def angles_of(angles, token, mask, batch, HALF: tl.constexpr):
     """Cosines and sines [TOKENS, HALF] of tokens [TOKENS], which are indices over sequence and batch."""
     d = tl.arange(0, HALF)
+    # Angles are [S, D], one row for all of a batch; the second half repeats the first.
     angle = tl.load(angles + (token // batch)[:, None] * (2 * HALF) + d[None, :], mask=mask, other=0.0)
     return tl.cos(angle), tl.sin(angle)
 
@@ -123,6 +124,7 @@ def rotate_back_and_join_kernel(
     if amax is not None:
         # Rounding is monotonic: the rounded amax is the amax of the rounded numbers. The atomic operation may be
         # relaxed, because only a later kernel reads the result.
+        # Masked rows loaded undefined values: they must not reach the maximum.
         largest = tl.max(tl.where(mask, largest, 0.0)).to(joined.dtype.element_ty).to(tl.float32)
         tl.atomic_max(amax, largest, sem="relaxed")
 

@@ -42,6 +42,7 @@ def amaxes_kernel(inputs, row_amax, column_amax, num_non_finite, width, BLOCK_SI
     Amaxes start at 0. The bits of magnitudes are ordered as the numbers are: atomic maxima are exact in any order.
     """
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    # All tiles are complete, so that nothing is masked.
     y = load_tile(inputs + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
     y0, y1, y2, y3 = tl.abs(y[0]), tl.abs(y[1]), tl.abs(y[2]), tl.abs(y[3])
     if num_non_finite is not None:
@@ -49,8 +50,10 @@ def amaxes_kernel(inputs, row_amax, column_amax, num_non_finite, width, BLOCK_SI
             tl.where(y0 < INFINITY, 0, 1) + tl.where(y1 < INFINITY, 0, 1)
             + tl.where(y2 < INFINITY, 0, 1) + tl.where(y3 < INFINITY, 0, 1)
         )  # fmt: skip
+        # Nearly all tiles have none: the branch saves an atomic operation each.
         if number > 0:
             tl.atomic_add(num_non_finite, number.to(tl.int64))
+    # Several tiles share a row, and several share a column, so that both need atomic maxima.
     if row_amax is not None:
         rows = row_amax + tile_row * BLOCK_SIZE + 4 * tl.arange(0, BLOCK_SIZE // 4)  # a quarter has every fourth row
         tl.atomic_max(rows, without_nan(tl.max(y0, axis=1)))
@@ -73,6 +76,7 @@ def store_quarter(
     """Cast one quarter [BLOCK_SIZE / 4, BLOCK_SIZE] of a tile with row scales. The first tile of a row stores the
     scale."""
     index = tile_row * BLOCK_SIZE + 4 * tl.arange(0, BLOCK_SIZE // 4) + QUARTER
+    # All programs of a row of tiles compute the same scale from the final amax.
     scale = quant_scale_of(tl.load(row_amax + index), overflow, POWER_OF_TWO, FORMAT)
     tl.store(quarter_pointers(rows + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, QUARTER, BLOCK_SIZE),
              cast_to_code(y * scale[:, None], FORMAT))  # fmt: skip
@@ -98,8 +102,10 @@ def cast_kernel(
         store_quarter(y[3], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 3, POWER_OF_TWO,
                       FORMAT, BLOCK_SIZE)  # fmt: skip
     if columns is not None:
+        # Every program of a column of tiles computes the same scales.
         index = tile_column * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         scale = quant_scale_of(tl.load(column_amax + index), overflow, POWER_OF_TWO, FORMAT)
+        # Rows broadcast: the four rows of a word are in one column and have one scale.
         by_column = scale[None, :]
         words = cast_to_words(y[0] * by_column, y[1] * by_column, y[2] * by_column, y[3] * by_column, FORMAT)
         store_words(words, columns, tile_row, tile_column, num_tokens, BLOCK_SIZE)
@@ -141,6 +147,8 @@ def cast(
         inputs, row_amax if rows else None, column_amax if columns else None, num_non_finite, width,
         BLOCK_SIZE=BLOCK_SIZE, num_warps=8,
     )  # fmt: skip
+    # On the same stream: all amaxes are final when it starts. Without fusion of multiply and add the codes are those of
+    # torch, byte for byte.
     cast_kernel[tiles](
         inputs, row_amax, column_amax, *(by_row or (None, None)), *(by_column or (None, None)), tokens, width,
         torch.finfo(inputs.dtype).max, POWER_OF_TWO=is_power_of_two, FORMAT=spec, BLOCK_SIZE=BLOCK_SIZE, num_warps=8,

@@ -53,7 +53,9 @@ def statistics_kernel(
     amax = tl.zeros([ROWS, RUNS, RUN_VALUES], tl.float32)
     scale_min = tl.full([ROWS, RUNS, RUN_VALUES], float("inf"), tl.float32)
     scale_max = tl.zeros([ROWS, RUNS, RUN_VALUES], tl.float32)
+    # Programs of a strip stride over the rows.
     for first_row in range(tl.program_id(1) * ROWS, num_rows, tl.num_programs(1) * ROWS):
+        # int64: offsets may exceed 2^31.
         row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
         inside = (row < num_rows) & (column < num_columns)
         x = tl.load(values_ptr + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
@@ -70,6 +72,7 @@ def statistics_kernel(
         is_zero = magnitude == 0
         if BLOCK_ROWS > 0:
             across = tl.cdiv(num_columns, BLOCK_COLUMNS)
+            # A run then lies in one block, and one load of its scale serves all of its values.
             if BLOCK_COLUMNS % RUN_VALUES == 0:  # one scale a run
                 scale_column = run_column
             else:
@@ -81,6 +84,7 @@ def statistics_kernel(
             elif RULE == "e8m0":
                 scale = e8m0_value(scale.to(tl.int32))
             is_zero = is_zero | (scale == 0)
+            # Blocks that only have zeros, or whose scale is zero, say nothing about the range of scales.
             is_used = (is_zero == 0) & is_nonzero
             scale_min = tl.minimum(scale_min, tl.where(is_used, scale * factor, float("inf")))
             scale_max = tl.maximum(scale_max, tl.where(is_used, scale * factor, 0.0))
@@ -112,11 +116,13 @@ def statistics_kernel(
             runs += has_signal.to(tl.int32)
 
     channels = tl.max(amax, 0)
+    # The bits of magnitudes are ordered as the numbers are, so that an integer maximum is exact.
     if channel_bits_ptr is not None:
         tl.atomic_max(channel_bits_ptr + tl.reshape(column, [RUNS, RUN_VALUES]), bits_of(channels),
                       mask=tl.reshape(column, [RUNS, RUN_VALUES]) < num_columns)  # fmt: skip
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     own = sums_ptr + program * (10 + NUM_EXPONENTS)
+    # Stored once, by the first program: the number of elements is known without counting.
     num_values = (program == 0).to(tl.float64) * num_rows * num_columns  # of all programs
     tl.store(own, num_values)
     tl.store(own + 1, tl.sum(num_bad))
@@ -137,6 +143,7 @@ def statistics_kernel(
     else:  # one scale, which is used if there is a value that is not zero
         largest_scale = tl.where(largest > 0, factor, 0.0)
         smallest_scale = largest_scale
+    # A maximum over programs follows: negative infinity is neutral, and smallest scales are stored as reciprocals.
     has_scale = largest_scale > 0
     own = maxima_ptr + program * 4
     tl.store(own, largest)

@@ -88,9 +88,11 @@ def amax_kernel(inputs, amaxes, num_tokens, width, ROWS: tl.constexpr, BLOCK_SIZ
     """One amax for each program, amaxes [programs], of inputs [T, W]; the second launch takes their maximum."""
     largest = tl.zeros([ROWS, BLOCK_SIZE], tl.float32)
     for index in range(tl.program_id(0), num_tokens // ROWS * (width // BLOCK_SIZE), tl.num_programs(0)):
+        # Tile 0 is the last one: what the previous kernel wrote last is still in the L2 cache.
         row, column = start_of(num_tokens, width, index, ROWS, BLOCK_SIZE)
         x = widen(tl.load(inputs + row * width + column + offsets(width, ROWS, BLOCK_SIZE)))
         largest = tl.maximum(largest, tl.abs(x))
+    # Programs have their own places: no atomic operation, and nothing to set to 0 before.
     tl.store(amaxes + tl.program_id(0), tl.max(largest))
 
 
@@ -106,6 +108,7 @@ def swiglu_kernel(inputs, results, factors, amaxes, num_tokens, width, ROWS: tl.
         at = inputs + row * (2 * width) + column + offsets(2 * width, ROWS, BLOCK_SIZE)
         a, b = widen(tl.load(at)), widen(tl.load(at + width))
         s = exact_sigmoid(a)
+        # FP32, before it is rounded to the input's dtype: Transformer Engine takes its amax there, too.
         y = a * s * b
         tl.store(results + row * width + column + offsets(width, ROWS, BLOCK_SIZE), y.to(results.dtype.element_ty))
         largest = tl.maximum(largest, tl.abs(y))
@@ -151,6 +154,8 @@ def quantize_kernel(
     if NUM_AMAXES == 1:  # annotated: there was no first launch
         tile_row, tile_column = reversed_tile()
     y = load_tile(inputs + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
+    # Every program takes the maximum of the first launch's amaxes itself, which saves a launch. NUM_AMAXES is 1 or
+    # PROGRAMS, both powers of two.
     largest = tl.max(tl.load(amaxes + tl.arange(0, NUM_AMAXES)))
     scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, FORMAT)
     if (tile_row == 0) & (tile_column == 0):
@@ -173,6 +178,7 @@ def quantize_swiglu_gradients_kernel(
     inputs += tile_offset(tile_row, tile_column, 2 * width, BLOCK_SIZE)
     a, b = load_tile(inputs, 2 * width, BLOCK_SIZE), load_tile(inputs + width, 2 * width, BLOCK_SIZE)
     dy = load_tile(gradients + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
+    # One amax, raised by all programs of the first launch.
     largest = tl.load(amax)
     scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, FORMAT)
     if (tile_row == 0) & (tile_column == 0):
