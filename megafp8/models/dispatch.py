@@ -49,16 +49,22 @@ class CodeDispatcher(MoEAlltoAllTokenDispatcher):
         if self.rule is None:
             arrived, probs = super().token_dispatch(tokens, permuted_probs)
         else:
+            # As in the method that this replaces: from here on the splits are numbers on the host.
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
             counts = self._rows_of_experts(tokens)
+            # An expert has one scale, so that current scaling reduces the amaxes of all senders here. All ranks call
+            # it, also those without tokens.
             codes, scales = codes_of_experts(tokens, counts, self.rule, self.tp_ep_group, self._all_quant_scales())
             first = self.local_expert_indices[0]
+            # The scales of all experts are known on all ranks. This rank's experts are consecutive.
             self.scales = PrequantizedScale(*(each[first : first + self.num_local_experts] for each in scales))
             splits = [_numbers(self.output_splits), _numbers(self.input_splits)]
             arrived = _SendCodes.apply(tokens, codes, self.ep_group, *splits)
+            # Scores are a number a token, and are sent as they are.
             probs = all_to_all(self.ep_group, permuted_probs, self.output_splits, self.input_splits)
             itemsize = codes.itemsize
         if self.load is not None and torch.is_grad_enabled():
+            # What a rank sends to itself does not arrive from another one.
             sizes = _numbers(self.output_splits) or [len(tokens) // self.ep_size] * self.ep_size
             self.load.add_dispatched((len(arrived) - sizes[self.ep_group.rank()]) * tokens.shape[1] * itemsize)
         return arrived, probs
@@ -66,6 +72,7 @@ class CodeDispatcher(MoEAlltoAllTokenDispatcher):
     def _rows_of_experts(self, tokens: Tensor) -> Tensor:
         """Rows that this rank sends to each expert, int64 [E]."""
         if self.drop_and_pad:
+            # With a capacity all experts have the same number of rows, empty ones included.
             return torch.full((self.num_experts,), len(tokens) // self.num_experts, device=tokens.device)
         return self.routing_map.sum(dim=0)
 
@@ -96,6 +103,7 @@ class _SendCodes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         output_splits, input_splits = ctx.splits
+        # Backward, what was received is sent: the splits change roles.
         return _exchange(grad.contiguous(), ctx.group, input_splits, output_splits), None, None, None, None
 
 
@@ -114,9 +122,11 @@ class DispatchingLayer(MoELayer):
     """
 
     def __init__(self, config: Any, *args: Any, sends_codes: bool = False, pg_collection: Any = None, **kwargs: Any):
+        # The dispatcher below has to have the same groups as the base class.
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         super().__init__(config, *args, pg_collection=groups, **kwargs)
         self.sends_codes = sends_codes
+        # The base class has built megatron-core's dispatcher, which this one replaces.
         if config.moe_token_dispatcher_type == "alltoall" and self.ep_group.size() > 1:
             self.token_dispatcher = CodeDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
@@ -127,6 +137,7 @@ class DispatchingLayer(MoELayer):
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send the tokens, or their codes where the experts quantize their input."""
         if self.sends_codes:
+            # Asked in every pass: a phase in high precision has no rule, and sends tokens as they are.
             self.token_dispatcher.rule = self.experts.input_rule()
             self.token_dispatcher.quant_scales = self.experts.input_scales()
         return super().dispatch(hidden_states, probs)

@@ -54,6 +54,7 @@ class PaddedExperts(SequentialMLP):
     def __init__(self, *args: Any, alignment: int, noise_name: str, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.alignment = alignment
+        # Numbered over all ranks: experts of different ranks draw different noise.
         first = self.ep_group.rank() * self.num_local_experts
         for index, expert in enumerate(self.local_experts):
             if self.config.add_bias_linear:
@@ -77,11 +78,13 @@ class PaddedExperts(SequentialMLP):
         Returns:
             [T, H], and None for the bias, which is added already.
         """
+        # Set in every pass, also to None: scales of the last microbatch must not be used again.
         for index, expert in enumerate(self.local_experts):
             scales = self.prequantized
             expert.linear_fc1.prequantized = (
                 None if scales is None else PrequantizedScale(*(each[index] for each in scales))
             )
+        # The host waits for the sizes. With several experts `SequentialMLP` splits by them, and waits as well.
         counts = tokens_per_expert.tolist()
         padded = [round_up(count, self.alignment) for count in counts]
         if self.load is not None and torch.is_grad_enabled():
@@ -90,14 +93,17 @@ class PaddedExperts(SequentialMLP):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         rows = padded_positions(counts, padded, permuted_probs.device)
         inputs, probs = (
+            # `index_copy` is differentiable; padding rows are zeros and have no gradient.
             tensor.new_zeros(sum(padded), *tensor.shape[1:]).index_copy(0, rows, tensor)
             for tensor in (permuted_local_hidden_states, permuted_probs)
         )
+        # On the CPU, where `SequentialMLP` reads them without waiting.
         outputs, _ = super().forward(inputs, torch.tensor(padded), probs)
         return outputs.index_select(0, rows), None
 
     def input_rule(self) -> Optional[OperandRule]:
         """The rule by which the experts quantize their tokens for all GEMMs; None in a phase in high precision."""
+        # The linears of a layer's experts are built from one spec and share a recipe.
         linear = self.local_experts[0].linear_fc1
         recipe = getattr(linear, "recipe", None)
         if recipe is None or not linear.is_quantizing:
@@ -120,6 +126,7 @@ def padded_positions(counts: list[int], padded: list[int], device: torch.device)
         >>> padded_positions([2, 1], [4, 4], torch.device("cpu")).tolist()
         [0, 1, 4]
     """
+    # By how many rows each group moves: all padding before it.
     starts = torch.tensor([0, *padded[:-1]]).cumsum(0) - torch.tensor([0, *counts[:-1]]).cumsum(0)
     rows = torch.arange(sum(counts)) + starts.repeat_interleave(torch.tensor(counts))
     return rows.to(device)

@@ -95,6 +95,7 @@ def experts(
     Returns:
         BF16 [T, H].
     """
+    # `values_of_rows` is outside the function: autograd computes the gradients of `probs` from those of the rows.
     function = _BF16Experts if codes is None else _FP8Experts
     assert codes is not None or prequantized is None
     return function.apply(inputs, values_of_rows(probs, rows), fc1, fc2, routing_map, rows, codes, prequantized, scales)
@@ -112,9 +113,11 @@ def add_wgrad(
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None and is_fast:
+        # In the first microbatch of a step the buffer still has the gradients of the last one (`WgradOverwrite`).
         is_overwritten = getattr(main_grad, "is_overwritten", False)
         expert_wgrad.add_wgrad(main_grad, grad_output, inputs, rows, is_overwritten=is_overwritten)
         return main_grad_stand_in(weight)
+    # PyTorch's kernel can accumulate with all bits. Its product is BF16, and is added in a pass of its own.
     if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
         wgrad = grouped_linear.fp8_wgrad(grad_output, inputs, rows, is_fast)
     else:
@@ -134,6 +137,7 @@ class _BF16Experts(torch.autograd.Function):
         ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
         codes: None, prequantized: None, scales: ExpertScales,
     ) -> Tensor:  # fmt: skip
+        # The gathered tokens are saved, because wgrad of fc1 multiplies them.
         x = expert_casts.gather(inputs, rows)
         h = grouped_linear.fprop(x, fc1, rows)
         y = expert_casts.swiglu(h, probs, rows)
@@ -144,11 +148,13 @@ class _BF16Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         (x, h, y, probs), (fc1, fc2), rows = ctx.saved_tensors, ctx.weights, ctx.rows
+        # A token's output is a sum of rows: each of its rows has the gradient of the sum.
         dz = expert_casts.gather(grad.contiguous(), rows)
         dy = grouped_linear.dgrad(dz, fc2, rows)
         dfc2 = add_wgrad(fc2, dz, y, rows)
         dh, dprobs = expert_casts.swiglu_backward(dy, h, probs, rows)
         dfc1 = add_wgrad(fc1, dh, x, rows)
+        # A token was copied to its rows: its gradient is their sum.
         dx = expert_casts.sum_rows(grouped_linear.dgrad(dh, fc1, rows), rows)
         return dx, dprobs, dfc1, dfc2, None, None, None, None, None
 
@@ -160,6 +166,7 @@ class _FP8Experts(torch.autograd.Function):
         codes: ExpertCodes, prequantized: Optional[PrequantizedScale], scales: ExpertScales,
     ) -> Tensor:  # fmt: skip
         casts, dequant_scale = casts_of(codes.is_rowwise), None
+        # Infinite tokens arrived as finite codes; only the sender has seen them.
         if prequantized is not None:
             dequant_scale = prequantized.dequant_scale
             scales.fc1_input.record(prequantized.amax)
@@ -168,6 +175,7 @@ class _FP8Experts(torch.autograd.Function):
         y = casts.swiglu_codes(h, probs, rows, codes.spec, scales.fc2_input)
         # fprop alone reads codes by rows, wgrad alone reads the transposed ones.
         ctx.save_for_backward(*x.transposed, h, *y.transposed, probs, routing_map)
+        # Attributes, not saved tensors: wgrad is added to `main_grad` of these very parameters.
         ctx.weights, ctx.rows, ctx.codes, ctx.scales = (fc1, fc2), rows, codes, scales
         return expert_casts.sum_rows(grouped_linear.fp8_fprop(y, codes.fc2, rows), rows)
 
@@ -178,12 +186,14 @@ class _FP8Experts(torch.autograd.Function):
         x, y = ColumnCodes(x_columns, x_scale), ColumnCodes(y_columns, y_scale)
         # As in linears of the rowwise recipe, fprop alone accumulates fast.
         casts, is_fast = casts_of(codes.is_rowwise), not codes.is_rowwise
+        # One cast writes codes by rows, for dgrad, and transposed, for wgrad.
         dz = casts.gather_codes(grad.contiguous(), rows, routing_map, codes.spec, scale=scales.fc2_grad_output)
         dy = grouped_linear.fp8_dgrad(dz, codes.fc2, rows, is_fast)
         dfc2 = add_wgrad(fc2, dz.transposed, y, rows, is_fast)
         dh, dprobs = casts.swiglu_backward_codes(dy, h, probs, rows, codes.spec, scales.fc1_grad_output)
         dfc1 = add_wgrad(fc1, dh.transposed, x, rows, is_fast)
         dx = expert_casts.sum_rows(grouped_linear.fp8_dgrad(dh, codes.fc1, rows, is_fast), rows)
+        # All amaxes of the pass are recorded now, so that the scales may be updated.
         if scales.after_backward is not None:
             scales.after_backward()
         return dx, dprobs, dfc1, dfc2, None, None, None, None, None

@@ -69,6 +69,7 @@ class GroupedExperts(MegatronModule):
         ffn, hidden = config.moe_ffn_hidden_size, config.hidden_size
         self.linear_fc1 = stacked_weight(config, num_local_experts, 2 * ffn, hidden)
         self.linear_fc2 = stacked_weight(config, num_local_experts, hidden, ffn)
+        # `expt_dp` ranks have copies of these weights, `ep` ranks have other experts of the layer.
         self.data_group, self.expert_group = pg_collection.expt_dp, pg_collection.ep
         self.rule = None if recipe is None else recipe.rule(Operand.INPUT, Gemm.FPROP)
         self.quantizer_state = torch.nn.ModuleDict()
@@ -76,8 +77,10 @@ class GroupedExperts(MegatronModule):
         self.exchange = exchange or AmaxExchange()
         if recipe is not None and recipe.delayed is not None:
             for linear in LINEARS:
+                # One state for all experts: scales and histories have a dimension of experts.
                 self.quantizer_state[linear] = DelayedState(recipe, num_local_experts).to(self.linear_fc1.device)
                 self.exchange.join(self.quantizer_state[linear], amax_reduction_group(recipe.delayed))
+        # Not saved: the first microbatch of a step casts them.
         self.codes: Any = None
         self.is_first_microbatch = True
 
@@ -98,7 +101,9 @@ class GroupedExperts(MegatronModule):
         """The same of tokens [T, H]; `prequantized` is as for `grouped_experts.experts`."""
         from megafp8.models.grouped_experts import ExpertScales, experts  # needs Triton
 
+        # Assigned once, for all kernels of both passes.
         rows = route(routing_map, topk)
+        # Only passes with gradients count: evaluation is left out.
         if self.load is not None and torch.is_grad_enabled():
             self.load.add_rows(rows.ends[-1])
         (fc1, fc2), is_first_run = self._scales()
@@ -106,6 +111,7 @@ class GroupedExperts(MegatronModule):
         scales = ExpertScales(fc1.input, fc2.input, fc1.grad_output, fc2.grad_output, self._backward_ran)
         weights = self.linear_fc1, self.linear_fc2
         output = experts(tokens, probs.float(), *weights, routing_map, rows, codes, prequantized, scales)
+        # In evaluation, and in the second run of a recomputed pass, no amax of the forward pass was recorded.
         if is_first_run:
             for state in self.quantizer_state.values():
                 self.exchange.forward_ran(state)
@@ -113,11 +119,14 @@ class GroupedExperts(MegatronModule):
 
     def _scales(self) -> tuple[Sequence[Union[DelayedScales, CurrentScales]], bool]:
         """The scales of both linears, and whether this is the first run of a forward pass under delayed scaling."""
+        # Current scaling, or BF16: no scale is known before the cast.
         if self.rule is None or not self.is_quantizing or not self.quantizer_state:
+            # The flags are [3, E]: those of input, weight and output gradient, in the order of `CurrentScales`.
             return [CurrentScales(*map(CurrentScale, self.infinities.get(linear, ()))) for linear in LINEARS], False
         if self.is_first_microbatch:  # an error may have interrupted the last step
             for state in self.quantizer_state.values():
                 self.exchange.start_step_of(state)
+        # Both states are asked, because a recomputed pass stores or takes the scales of each.
         found = [state.scales_for_forward() for state in self.quantizer_state.values()]
         return [scales for scales, _ in found], found[0][1]
 
@@ -132,9 +141,11 @@ class GroupedExperts(MegatronModule):
         from megafp8.kernels.rounding import format_spec
         from megafp8.models.grouped_experts import cast_weights
 
+        # Weights change between steps only. Evaluation casts in every call.
         if self.codes is None or self.is_first_microbatch or not self.training:
             spec = format_spec(self.rule.format)
             is_rowwise = self.rule.block is not None
+            # Autograd sees the BF16 weights; the casts are not differentiated.
             fc1, fc2 = self.linear_fc1.detach(), self.linear_fc2.detach()
             self.codes = cast_weights(fc1, fc2, spec, *scales, is_rowwise=is_rowwise)
             self.is_first_microbatch = not self.training  # weights may change between evaluation and the next step
@@ -144,7 +155,9 @@ class GroupedExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Optional[Mapping[str, Any]] = None
     ) -> dict[str, Any]:
         """Keys and shapes of `SequentialMLP`: `experts.linear_fc1.weight` with a dimension of experts."""
+        # Data-parallel ranks of the experts have copies, of which the first one is saved.
         replica_id = (0, 0, self.data_group.rank())
+        # Experts are numbered over all expert-parallel ranks, so that any layout finds them.
         first = self.expert_group.rank() * len(self.linear_fc1)
         num_experts = self.expert_group.size() * len(self.linear_fc1)
         state: dict[str, Any] = {
@@ -153,10 +166,13 @@ class GroupedExperts(MegatronModule):
             )
             for name, weight, halves in zip(LINEARS, (self.linear_fc1, self.linear_fc2), (2, 1), strict=True)
         }
+        # Layers are an offset of the weights. These tensors have no dimension for it: the number becomes a part of the
+        # key.
         layer = "".join(f"{number}." for _, number, _ in sharded_offsets)
         for name, delayed in self.quantizer_state.items():
             for part, values in delayed.linear_states().items():
                 kind, _, index = part.rpartition(".")
+                # The expert's index on this rank becomes its number over all ranks.
                 key = f"{prefix}experts.{name}.quantizer_state.{layer}{first + int(index)}.{kind}"
                 state_key = f"{prefix}quantizer_state.{name}.{part}"
                 state[state_key] = ShardedTensor.from_rank_offsets(key, values, replica_id=replica_id)
@@ -195,13 +211,16 @@ class ExchangedExperts(GroupedExperts):
         tokens, probs, device = permuted_local_hidden_states, permuted_probs, permuted_probs.device
         experts = torch.arange(len(self.linear_fc1), device=device)
         num_tokens = len(tokens)
+        # Without `output_size`, `repeat_interleave` would wait for the device.
         expert_of_token = experts.repeat_interleave(tokens_per_expert.to(device), output_size=num_tokens)
         if not num_tokens:  # one that no expert has: the backward pass of the weights runs all the same
             tokens, probs = (torch.cat([each, each.new_zeros(1, *each.shape[1:])]) for each in (tokens, probs))
             expert_of_token = experts.new_full((1,), -1)
+        # -1 equals no expert, so that the added token gets no row.
         routing_map = expert_of_token[:, None] == experts
         scores = torch.where(routing_map, probs[:, None], 0.0)
         outputs = self.compute(tokens, scores, routing_map, topk=1, prequantized=self.prequantized)
+        # Without the added token.
         return outputs[:num_tokens], None
 
 
@@ -224,6 +243,7 @@ def stacked_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter
     """An uninitialized weight, with the attribute by which megatron-core finds its data-parallel group."""
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+    # megatron-core reduces weights whose `allreduce` is False over the data-parallel group of the experts.
     weight.allreduce = config.expert_model_parallel_size == 1
     return weight
 
@@ -242,7 +262,9 @@ def expert_factory(
 
     @torch.no_grad()
     def build(key: str, weight: Tensor, replica_id: ReplicaId, flattened_range: Optional[slice]) -> list[ShardedTensor]:
+        # Flat ranges, of the distributed optimizer, are cut in `checkpoint/optimizer_state.py`.
         assert flattened_range is None, "only complete tensors are saved"
+        # The dimension of experts follows those of `offsets`. A part has neither, hence `prepend_axis_num`.
         axis = len(offsets)
         return [
             ShardedTensor.from_rank_offsets(
@@ -255,6 +277,7 @@ def expert_factory(
 
     @torch.no_grad()
     def merge(parts: list[Tensor]) -> Tensor:
+        # The order of `build`: the halves of an expert, then the next expert.
         return torch.stack([torch.cat(parts[start : start + halves]) for start in range(0, len(parts), halves)])
 
     return ShardedTensorFactory(key, weight, build, merge, replica_id)
