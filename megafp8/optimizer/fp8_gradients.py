@@ -92,6 +92,7 @@ class Fp8Reduction(ReceivedBytes):
 
     def begin_step(self, factor: float) -> None:
         """Set the factor of a step, and count from 0."""
+        # In place: a CUDA graph reads these addresses.
         self.factor.fill_(factor)
         self.counts.zero_()
         self.received_bytes = self.within_node.received_bytes = 0
@@ -136,11 +137,14 @@ class BucketReduction:
         self.group, self.settings, self.step = group, settings, step
         self.shards, self.own, self.num_parameters = shards, shards[group.rank()], num_parameters
         num_rows = sum(shard.num_rows for shard in self.shards)
+        # Every `sample`-th row counts, so that a large bucket has about SAMPLE_ROWS of them.
         self.sample = max(1, num_rows // SAMPLE_ROWS)
+        # Rows are numbered over all shards, in the order of the ranks.
         self.first_own_row = sum(shard.num_rows for shard in self.shards[: group.rank()])
         self.unquantized_itemsize = gradients.itemsize
         self.zeros = gradients.new_zeros(BLOCK)
         self.fused: Optional[FusedRows] = None
+        # The kernels keep no errors of codes, which error feedback needs.
         if has_kernels(gradients) and not settings.has_feedback:
             self.fused = FusedRows(
                 shards, group.rank(), settings.format, settings.is_blockwise, self.unquantized_itemsize,
@@ -162,11 +166,14 @@ class BucketReduction:
             message, sizes = self._pack(gradients, codes, sent_scales)
         own_size, num_ranks = sizes[self.group.rank()], self.group.size()
         received = message.new_empty(own_size * num_ranks)
+        # All-to-all, not a reduce-scatter: the collective would add FP8 numbers at each hop. This rank receives equally
+        # much from each rank, and sends each its shard.
         work = dist.all_to_all_single(received, message, [own_size] * num_ranks, sizes, group=self.group, async_op=True)
         self.step.received_bytes += own_size * (num_ranks - 1)
         # `message` belongs to the collective until it has ended.
         return BucketWork(work, (message,), partial(self._finish, request, received, dequant_scale))
 
+    # Tables of the torch operations only; a fused reduction never needs it.
     @functools.cached_property
     def parameter_of_row(self) -> Tensor:
         """Int64 [rows]."""
@@ -193,6 +200,7 @@ class BucketReduction:
         """
         values = gather_rows(gradients, self.shards, self.zeros)
         if self.residual is not None:
+            # In place: `values` is a copy, and the gradients stay as they are.
             values = values.float().add_(self.residual)
         encode = self._encode_blocks if self.settings.is_blockwise else self._encode_parameters
         codes, dequant_scale, sent_scales = encode(values)
@@ -202,6 +210,7 @@ class BucketReduction:
         self.step.counts[1] += num_values - num_nonzero_codes
         if self.residual is not None:
             # An infinity must not stay in the residual of later steps.
+            # What the codes lost: added in the next step, before it is quantized.
             self.residual.copy_(values - self._decode(codes, dequant_scale)).nan_to_num_(0.0, 0.0, 0.0)
         return codes, dequant_scale, sent_scales
 
@@ -218,6 +227,7 @@ class BucketReduction:
         owners = self.parameter_of_row
         if len(values):
             row_amax = block_amax(values.view(len(values), 1, 1, BLOCK)).view(-1)
+            # Rows of a parameter are reduced to its amax, in any order: a maximum is exact.
             amax.scatter_reduce_(0, owners, row_amax, "amax")
         quant_scale, dequant_scale = self._parameter_scales(amax)
         scaled = values.float() * quant_scale[owners, None]
@@ -226,10 +236,12 @@ class BucketReduction:
 
     def _parameter_scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """Quant and dequant scales of parameters from this rank's amaxes, which become those of all ranks."""
+        # Every rank decodes with the same scale, and tensor-parallel copies get the same codes.
         reduce_amax(amax, self.group)
         self.step.received_bytes += 2 * amax.nbytes * (self.group.size() - 1) // self.group.size()
         quant_scale = quant_scale_of(amax, self.settings.format, ScaleRule.POWER_OF_TWO) * self.step.factor
         quant_scale.clamp_(max=FP32_MAX)
+        # An infinite amax: any code times infinity is not finite, so that the checks find it on every rank.
         return quant_scale, quant_scale.reciprocal().masked_fill_(amax == torch.inf, torch.inf)
 
     def _decode(self, codes: Tensor, dequant_scale: Tensor) -> Tensor:
@@ -247,6 +259,7 @@ class BucketReduction:
             of_shard.append(raw_codes[row * BLOCK : end * BLOCK])
             of_shard += [] if scales is None else [scales[row:end]]
             size, row = sum(map(len, of_shard)), end
+            # The next message starts at an aligned byte, so that its FP32 elements can be read in place.
             of_shard.append(raw_codes.new_zeros(-size % MESSAGE_ALIGNMENT))
             sizes.append(size + len(of_shard[-1]))
             parts += of_shard
@@ -259,10 +272,12 @@ class BucketReduction:
         gradients, num_ranks = request.gradients, self.group.size()
         divisor = num_ranks if request.is_average else 1
         unquantized = torch.zeros(self.own.num_unquantized, device=gradients.device)
+        # In the order of the ranks, in FP32, as the codes are added.
         for message in received.chunk(num_ranks) if self.own.unquantized else ():
             unquantized += message[: self.own.num_unquantized * self.unquantized_itemsize].view(gradients.dtype)
         if request.is_average:
             divide(unquantized, divisor)
+        # The kernel writes its sums into the bucket. An all-reduce needs them apart, to send them.
         if self.fused is not None and not request.is_complete:
             self.fused.add_to_gradients(received, gradients, dequant_scale, num_ranks, divisor)
             scatter_unquantized(gradients, self.own, unquantized)
@@ -308,6 +323,7 @@ class BucketReduction:
         ]
         padded = [round_up(size, MESSAGE_ALIGNMENT) for size in sizes]
         own, own_padded = sizes[self.group.rank()], padded[self.group.rank()]
+        # All ranks get the same message, which an all-to-all takes as many copies.
         message = torch.cat([*parts, parts[0].new_zeros(own_padded - own)]).repeat(num_ranks)
         received = message.new_empty(sum(padded))
         targets = [own_padded] * num_ranks
@@ -320,6 +336,7 @@ class BucketReduction:
         self, gradients: Tensor, work: Any, message: Tensor, received: Sequence[Tensor], sizes: Sequence[int]
     ) -> None:
         """Wait for the sums of all shards, and write them."""
+        # With NCCL the stream waits, not the host.
         work.wait()
         for shard, size, part in zip(self.shards, sizes, received, strict=True):
             end_unquantized = shard.num_unquantized * self.unquantized_itemsize

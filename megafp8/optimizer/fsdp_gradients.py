@@ -62,12 +62,16 @@ class Fp8ReduceScatter(DefaultReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Send the codes, and add them. Later work on the stream waits for the sums, so that no handle is needed."""
+        # `TorchFSDP` asks for sums. FSDP2 calls this on its stream of reductions, and takes no handle.
         assert not async_op and op == dist.ReduceOp.SUM and group.size() == self.group.size()
         assert input_tensor.numel() == self.num_elements, "a gradient is missing, or padded"
         received_before = self.step.received_bytes
+        # With NCCL the stream waits, not the host.
         self._reduction.start(Reduction(input_tensor, is_complete=False, is_average=False)).wait()
+        # Only the bytes of this reduction: another module's may have been counted before.
         if self.is_level:
             self.step.within_node.received_bytes += self.step.received_bytes - received_before
+        # The sums are in this rank's chunk of the input, where FSDP2 packed its rows.
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
@@ -82,6 +86,7 @@ class ReplicaReduceScatter(DefaultReduceScatter):
     ) -> None:
         """Add the gradients, and wait."""
         assert not async_op and op == dist.ReduceOp.SUM
+        # FSDP2's output has the dtype of the gradients: the sums are rounded once, within the replica.
         output_tensor.copy_(sum_within_node(input_tensor.to(self.dtype), group, self.step))
 
 
@@ -109,20 +114,25 @@ class QuantizedReplicaSums(ReplicaSums):
         self._reductions = {}
         for sums in all_sums:
             unquantized = [is_unquantized(parameter) for parameter in sums.parameters]
+            # `rows` are the sums of this rank's rows, without padding: they are divided among the replicas as a bucket
+            # is.
             shards = split_bucket(
                 list(pairwise([0, *accumulate(sums.sizes)])), unquantized, len(sums.rows), group.size()
             )
             self._reductions[sums] = PipelinedReduction(sums.rows, shards, len(unquantized), group, settings, step)
 
     def _send(self, sums: GradientSums) -> PartialWork:
+        # Send first, then add the module before it, whose codes have had the time of a backward pass to arrive.
         work = self._reductions[sums].start(Reduction(sums.rows, is_complete=True, is_average=False))
         self._add_last()
         self._last = work
         return work
 
     def _wait(self, works: Sequence[PartialWork]) -> None:
+        # The last module has no successor that would add its codes.
         self._add_last()
         self._last = None
+        # In the order in which they were sent, which is that of the backward pass on all ranks.
         for work in works:
             work.receive()
 
@@ -136,6 +146,7 @@ def rank_shards(sizes: Sequence[int], is_unquantized: Sequence[bool], num_ranks:
     offsets = [0, *accumulate(sizes)]
     slices = [
         [
+            # FSDP2 packs [rank, parameter]: rank r's rows of all parameters lie at r x (elements of a rank).
             GradientSlice(rank * offsets[-1] + offsets[i], rank * offsets[-1] + offsets[i + 1], i)
             for i in range(len(sizes))
         ]

@@ -62,10 +62,12 @@ class FusedAdamOptimizer(ChainedOptimizer):
 
     def __init__(self, optimizer: ChainedOptimizer, device: torch.device, num_copies: int = 1):
         super().__init__(optimizer.chained_optimizers)
+        # A divisor of the squared norm: the all-reduce of the step counts each shard as often as it exists.
         self._num_copies = num_copies
         self.grad_factor = torch.ones(1, device=device)
         self._tables: Optional[TensorTables] = None
         for part in self.parts():
+            # Loading replaces tensors of the state. The tables hold addresses, so that they are built again.
             part.optimizer.register_load_state_dict_post_hook(self._discard_tables)
 
     def parts(self) -> list[Any]:
@@ -74,13 +76,17 @@ class FusedAdamOptimizer(ChainedOptimizer):
 
     def finalize(self, model: list[Any], num_tokens: Optional[Tensor] = None, **options: Any) -> None:
         """Reduce the gradients as megatron-core does, and store the factor 1 / num_tokens for the step."""
+        # None in place of the tokens: megatron-core then leaves out its pass that divides the gradients.
         finalize_model_grads(model, None, **options)
         if num_tokens is None:
             self.grad_factor.fill_(1.0)
             return
         stages = parallel_state.get_pipeline_model_parallel_group()
+        # Only the last pipeline stage has counted tokens. Broadcast first, then add over the data-parallel ranks, as
+        # megatron-core does.
         dist.broadcast(num_tokens, parallel_state.get_pipeline_model_parallel_last_rank(), stages)
         dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        # `where`, because megatron-core's `if num_tokens > 0` lets the host wait. Without tokens the sums stay.
         self.grad_factor.copy_(torch.where(num_tokens > 0, 1.0 / num_tokens, 1.0))
 
     @torch.no_grad()
@@ -108,6 +114,7 @@ class FusedAdamOptimizer(ChainedOptimizer):
             True, the norm before clipping, and the number of zeros in the gradients if `log_num_zeros_in_grad` is set.
         """
         if grad_norm is None:
+            # One synchronization, also for the host: every rank gets the same sum, and so the same clipping factor.
             total = self.squared_norm()
             dist.all_reduce(total)
             grad_norm = math.sqrt(total.item())
@@ -116,6 +123,7 @@ class FusedAdamOptimizer(ChainedOptimizer):
             self.prepare_grads()
             num_zeros = self.count_zeros()
         max_norm = self.config.clip_grad
+        # The norm is that of the gradients divided by the tokens, since the kernel that took it has the same factor.
         clip = min(1.0, max_norm / (grad_norm + CLIP_EPSILON)) if max_norm > 0 else 1.0
         self._update(clip)
         return True, grad_norm, num_zeros
@@ -127,6 +135,7 @@ class FusedAdamOptimizer(ChainedOptimizer):
         tables = self.tables()
         for index, part in enumerate(self.parts()):
             for group_index, group in enumerate(part.optimizer.param_groups):
+                # Transformer Engine's Adam counts steps in the group too, where checkpoints have them.
                 group["step"] = group.get("step", 0) + 1
                 adam_step = AdamStep(
                     learning_rate=float(group["lr"]),
@@ -138,10 +147,14 @@ class FusedAdamOptimizer(ChainedOptimizer):
                     clip=clip,
                 )
                 for table, scales in tables.update.get((index, group_index), ()):
+                    # First the scales of the new moments, which takes a pass; then the update, which stores with them.
                     new_scales = None if scales is None else scales.update(self.grad_factor, adam_step)
                     update_rows(table, self.grad_factor, adam_step, new_scales)
+            # FP8 weights get their codes from the FP32 masters. The scales need the amax over all ranks with parts of
+            # the weight: a collective.
             if tables.has_fp8_weights:
                 quantize_param_shard(*part._get_fp8_params_and_shard_fp32_from_fp8(), part.data_parallel_group)
+            # With overlapped gathers the forward pass of the next step starts them.
             if isinstance(part, DistributedOptimizer) and not part.ddp_config.overlap_param_gather:
                 for chunk in part.model_chunks:
                     chunk.start_param_sync()
@@ -174,9 +187,11 @@ class TensorTables:
         for index, part in enumerate(parts):
             for group_index in range(len(part.optimizer.param_groups)):
                 rows: dict[Any, list[ParameterRow]] = {}
+                # Rows with the same dtypes share a launch, whose types are constants.
                 for model_param, shard, row in build_rows(part, group_index):
                     rows.setdefault(row.dtypes, []).append(row)
                     self.has_fp8_weights |= is_float8tensor(model_param)
+                    # Each gradient counts once: copies on tensor-parallel ranks and tied weights are left out.
                     if param_is_not_shared(shard) and tensor_parallel.param_is_not_tensor_parallel_duplicate(shard):
                         norm_grads.setdefault(row.grad.dtype, []).append((row.grad,))
                 if rows:

@@ -44,18 +44,25 @@ class FusedRows:
         table, first_row = list[tuple[int, ...]](), 0
         for shard in shards:
             self._begins.append(sum(self.sizes))
+            # Unquantized elements come first, at an aligned byte, because they are read as FP32 or BF16.
             codes = self._begins[-1] + shard.num_unquantized * unquantized_itemsize
             scales = codes + shard.num_rows * BLOCK
+            # For each program: where it reads, where its codes and scales go, the number of its first row, its
+            # parameter.
             table += [
                 (start, stop, codes + row * BLOCK, scales + row, first_row + row, parameter)
                 for start, stop, row, parameter in self._parts(shard)
             ]
             size = scales - self._begins[-1] + (shard.num_rows if is_blockwise else 0)
+            # All messages start at aligned bytes.
             self.sizes.append(round_up(size, alignment))
             first_row += shard.num_rows
+        # The rows that this rank adds. They are written either to their places in the bucket or, for an all-reduce, to
+        # rows without gaps, whose last one is padded to BLOCK.
         sums = list(self._parts(self.own))
         rows = [(row * BLOCK, row * BLOCK + round_up(stop - start, BLOCK), row, of) for start, stop, row, of in sums]
         offsets = [offset for each in table for offset in each[:3]]
+        # One number for all programs: it is a constant of the kernel. An odd size of one parameter can make it 1.
         self._alignment = gradient_rows.alignment_of(offsets, unquantized_itemsize)
         self._table, self._sums_table, self._rows_table = (
             torch.tensor(each, dtype=torch.int64, device=device).view(len(each), width)
@@ -67,6 +74,7 @@ class FusedRows:
         parameter."""
         first, step = 0, self._rows_per_program * BLOCK
         for slice_ in shard.quantized:
+            # A program stays within a slice, so that it has one parameter.
             for start in range(slice_.start, slice_.stop, step):
                 yield start, min(start + step, slice_.stop), first + (start - slice_.start) // BLOCK, slice_.parameter
             first += slice_.num_rows
@@ -115,6 +123,7 @@ class FusedRows:
         num_ranks: int,
         divisor: int,
     ) -> None:
+        # Offsets in each received message, which has the layout of the own shard.
         codes = self.own.num_unquantized * self.unquantized_itemsize
         offsets = (codes, codes + self.own.num_rows * BLOCK)
         self._kernels.add(

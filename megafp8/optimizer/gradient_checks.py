@@ -86,10 +86,12 @@ class NonFiniteGradientMonitor(GradientNormCheck):
         self.bad = torch.zeros((), device=device)
         for chunk in chunks:
             for group in bucket_groups(chunk):
+                # Called when the reduction of a bucket starts, while all of its gradients are still this rank's own.
                 add_grad_sync_hook(group, partial(self._check, group))
 
     def _check(self, group: Any) -> None:
         for bucket in group.buckets:
+            # A sum on the device: the host does not wait, and a later finite bucket does not clear it.
             self.bad += ~is_finite(bucket.grad_data)
 
     def reset(self) -> None:
@@ -214,6 +216,7 @@ def find_bad_tensor(chunks: list[Any], bad_gradients: Optional[Set[tuple[int, st
         bad_gradients: (chunk, name) of the non-finite gradients; if None, the gradients are checked here.
     """
     parameters = list(parameters_in_forward_order(chunks))
+    # One wait for the device for each tensor. That is slow, but runs only after a detection.
     for index, name, parameter in parameters:
         if not bool(is_finite(parameter.detach())):
             return BadTensor(WEIGHT, name, index)
@@ -238,6 +241,8 @@ def parameters_in_forward_order(chunks: list[Any]) -> Iterator[tuple[int, str, A
         order: dict[str, int] = {}  # of attention modules and of all other parameters
         for position, (name, _) in enumerate(named):
             order.setdefault(forward_order_unit(name), position)
+        # An attention module counts from its first parameter. Within it the output projection goes last; the sort is
+        # stable.
         named.sort(key=lambda item: (order[forward_order_unit(item[0])], PROJECTION in item[0]))
         yield from ((index, name, parameter) for name, parameter in named)
 
@@ -294,6 +299,7 @@ def describe_bad_ranks(
             samples=samples,
         )
     gathered: list[Optional[NonFiniteReport]] = [None] * dist.get_world_size()
+    # All ranks call it, also those that have nothing to report: the detection was agreed on before.
     dist.all_gather_object(gathered, report)
     reports = {rank: each for rank, each in enumerate(gathered) if each is not None}
     if bad_gradients is not None:  # if only the norm of a rank is bad, the cause may be another rank's gradients
@@ -310,7 +316,9 @@ def describe_report(report: NonFiniteReport, reports: Mapping[int, NonFiniteRepo
     """
     tensor = report.tensor
     chunk = f"chunk {tensor.chunk} " if tensor is not None and num_chunks > 1 else ""
+    # Ranks of one replica compute one loss: they pass activations and gradients to each other.
     peers = {rank: each for rank, each in reports.items() if each.replica == report.replica}
+    # In the backward pass later stages come first, so that their gradients may be the cause.
     earlier = [rank for rank, each in peers.items() if has_bad_gradient(each) and each.position > report.position]
     if tensor is None:
         found = f"first bad tensor: {report.fallback_text}"
@@ -352,6 +360,7 @@ def find_bad_gradients_in_buckets(chunks: Sequence[Any]) -> set[tuple[int, str]]
     values.
     """
     dense = [(index, chunk, chunk.bucket_groups) for index, chunk in enumerate(chunks)]
+    # Experts are reduced over other ranks than the other weights, and so have other shards.
     found = find_bad_shards(dense, parallel_state.get_data_parallel_group(with_context_parallel=True))
     experts = [(index, chunk, expert_bucket_groups(chunk)) for index, chunk in enumerate(chunks)]
     if any(groups for _, _, groups in experts):
@@ -366,10 +375,13 @@ ChunkGroups = tuple[int, Any, Sequence[Any]]
 def find_bad_shards(chunk_groups: Sequence[ChunkGroups], group: dist.ProcessGroup) -> set[tuple[int, str]]:
     """`find_bad_gradients_in_buckets` of buckets that one process group reduces. Collective over it."""
     shards = gradient_shards(chunk_groups, group.size())
+    # After the reduce-scatter, the own shard has the sum over all ranks, the other shards still the local values.
     local = {shard for shard, gradient in shards if not bool(is_finite(gradient))}
     gathered: list[set[GradientShard]] = [set()] * group.size()
     dist.all_gather_object(gathered, local, group=group)
     others = set().union(*(shards for rank, shards in enumerate(gathered) if rank != group.rank()))
+    # If another rank had non-finite values in this rank's shard, the sum here is not finite whatever this rank's own
+    # values were.
     is_bad = any(shard.owner != group.rank() or shard not in others for shard in local)
     return {(shard.chunk, shard.name) for shard in local} if is_bad else set()
 
@@ -379,10 +391,13 @@ def gradient_shards(chunk_groups: Sequence[ChunkGroups], num_ranks: int) -> Iter
     for index, chunk, groups in chunk_groups:
         names = {parameter: name.removeprefix("module.") for name, parameter in chunk.module.named_parameters()}
         for bucket in (bucket for group in groups for bucket in group.buckets):
+            # Buckets are padded to a multiple of the ranks.
             shard_size = bucket.grad_data.numel() // num_ranks
             for parameter in bucket.params_list:
                 gradient = parameter.main_grad.view(-1)
                 start = gradient.storage_offset() - bucket.grad_data.storage_offset()
+                # A parameter may lie in several shards; each has its own owner.
                 for owner in range(start // shard_size, (start + len(gradient) - 1) // shard_size + 1):
+                    # A slice past the end of the gradient is cut off by torch.
                     low, high = (max(0, edge * shard_size - start) for edge in (owner, owner + 1))
                     yield GradientShard(index, names[parameter], owner), gradient[low:high]

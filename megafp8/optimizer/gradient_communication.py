@@ -31,6 +31,7 @@ def add_grad_sync_hook(group: Any, hook: Callable[[], None]) -> Callable[[], Non
     Returns:
         A function that removes the hook. Several hooks of one group have to be removed in reverse order.
     """
+    # Bound before it is replaced: `remove` restores exactly this, so that nested hooks have to go in reverse order.
     start_grad_sync = group.start_grad_sync
 
     def call_and_start(*args: Any, **kwargs: Any) -> Any:
@@ -76,10 +77,13 @@ class WgradOverwrite:
     def __init__(self, chunks: Sequence[Any], find_weights: Callable[[], Sequence[nn.Parameter]]):
         self.chunks, self._find_weights = chunks, find_weights
         self.choose_weights()
+        # The weight's gradient has been delivered: this was the first microbatch.
         for weight in self.weights:
             # Further wgrads of the step are accumulated.
             weight.register_post_accumulate_grad_hook(partial(set_overwrite, is_overwritten=False))
         for chunk in chunks:
+            # megatron-core's `zero_grad_buffer` also resets the buffers, which would write the zeros that overwriting
+            # saves.
             for buffer in chunk.buffers:
                 buffer.reset = lambda: None
 
@@ -88,6 +92,7 @@ class WgradOverwrite:
         self.weights = self._find_weights()
         overwritten = set(self.weights)
         parameters = [parameter for chunk in self.chunks for parameter in chunk.params_with_grad]
+        # Without the overwritten weights: their old gradients stay until the first wgrad.
         self.zeroed = [parameter.main_grad for parameter in parameters if parameter not in overwritten]
 
     @torch.no_grad()
@@ -97,6 +102,7 @@ class WgradOverwrite:
             set_overwrite(weight, is_overwritten=True)
         torch._foreach_zero_(self.zeroed)
         for chunk in self.chunks:
+            # Still needed: it resets the flags of weights and bucket groups.
             chunk.zero_grad_buffer()
 
 
@@ -116,6 +122,7 @@ class ParameterTraffic(ReceivedBytes, TorchDispatchMode):
 
     def __init__(self, chunks: list[Any]) -> None:
         super().__init__()
+        # A dispatch mode sees the collectives inside, however megatron-core calls them.
         for group in (group for chunk in chunks for group in bucket_groups(chunk)):
             group.start_param_sync = self._counted(group.start_param_sync)
         for weight in quantized_parameters(chunks):
@@ -124,6 +131,7 @@ class ParameterTraffic(ReceivedBytes, TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the bytes of a collective."""
         name = function._schema.name
+        # The tensors of these operators are the output, then the input.
         if name in ("c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_"):
             self.received_bytes += num_bytes(args[0]) - num_bytes(args[1])
         elif name == "c10d::allreduce_":
@@ -164,6 +172,7 @@ class GradientTraffic(ReceivedBytes):
 
     def _count(self, group: Any, num_ranks: int) -> None:
         if group.grad_reduce_handle is None:  # else megatron-core ignores a repeated call
+            # A reduce-scatter, or an all-reduce, which is a reduce-scatter and an all-gather.
             num_phases = 1 if group.ddp_config.use_distributed_optimizer else 2
             reduced = sum(bucket.grad_data.nbytes for bucket in group.buckets)
             self.received_bytes += num_phases * reduced * (num_ranks - 1) // num_ranks

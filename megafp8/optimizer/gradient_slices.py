@@ -72,6 +72,7 @@ def parameter_ranges(bucket: Any) -> list[tuple[int, int]]:
     """(start, stop) of the gradient of each parameter in its bucket."""
     ranges = []
     for parameter in bucket.params_list:
+        # The gradients are views of the bucket's buffer: offsets in it are the places.
         gradient = parameter.main_grad
         assert gradient.untyped_storage().data_ptr() == bucket.grad_data.untyped_storage().data_ptr()
         start = gradient.storage_offset() - bucket.grad_data.storage_offset()
@@ -90,6 +91,7 @@ def split_bucket(
     """
     size = -(-num_elements // num_shards)
     shards = []
+    # A parameter that crosses a border of shards has a slice in each.
     for low in range(0, num_shards * size, size):
         slices = [
             GradientSlice(max(start, low), min(stop, low + size), index)
@@ -115,6 +117,7 @@ def split_shards(shards: Sequence[Shard], num_parts: int) -> list[list[Shard]]:
     for index in range(num_parts):
         part = []
         for shard in shards:
+            # The same fraction of every shard, so that each part is a message of about the same size to each rank.
             low, high = (shard.num_rows * each // num_parts for each in (index, index + 1))
             part.append(Shard(tuple(rows_of(shard, low, high)), shard.unquantized if index == 0 else ()))
         parts.append(part)
@@ -124,6 +127,7 @@ def split_shards(shards: Sequence[Shard], num_parts: int) -> list[list[Shard]]:
 def rows_of(shard: Shard, low: int, high: int) -> Iterator[GradientSlice]:
     """The quantized slices of rows [low, high) of a shard."""
     first = 0
+    # A slice of k rows: rows below `low` and from `high` on are cut off. The last row may be incomplete.
     for slice_ in shard.quantized:
         start = slice_.start + max(0, low - first) * BLOCK
         stop = min(slice_.stop, slice_.start + max(0, high - first) * BLOCK)
@@ -140,6 +144,7 @@ def gather_rows(gradients: Tensor, shards: Sequence[Shard], zeros: Tensor) -> Te
     """
     parts = []
     for slice_ in (slice_ for shard in shards for slice_ in shard.quantized):
+        # Slices are contiguous in the bucket; only the end of each is padded.
         parts.append(gradients[slice_.start : slice_.stop])
         if slice_.size % BLOCK:
             parts.append(zeros[: -slice_.size % BLOCK])
@@ -155,6 +160,7 @@ def scatter_rows(gradients: Tensor, shard: Shard, rows: Tensor, unquantized: Ten
         unquantized: [unquantized elements of the shard].
     """
     flat = rows.view(-1)
+    # Without the padding at the end of each slice.
     sources = [
         flat[start : start + slice_.size] for start, slice_ in zip(shard.row_starts, shard.quantized, strict=True)
     ]

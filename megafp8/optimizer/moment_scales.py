@@ -63,7 +63,9 @@ class MomentScales:
         """
         table = self.table
         dequant_scales = torch.cat(self.dequant_scales).view(-1, 2)
+        # Both columns are dequantization scales here: the kernel only reads the first. The second follows below.
         scales = torch.stack((dequant_scales, dequant_scales), dim=-1)
+        # Raised from zero by atomic maxima.
         amax = torch.zeros_like(dequant_scales)
         largest_kernel[(table.num_chunks,)](
             table.addresses,
@@ -87,6 +89,8 @@ class MomentScales:
         nominal, quant, dequant = self.new_scales.view(3, -1, 2)
         nominal.copy_(moment_dequant_scale(amax, self.format_max))
         torch.reciprocal(nominal, out=quant)
+        # Codes are multiplied by `quant`: their dequantization scale is its reciprocal, which may differ from `nominal`
+        # by a rounding.
         torch.reciprocal(quant, out=dequant)
         scales[..., 1] = quant
         torch._foreach_copy_(self.destinations, self.sources)

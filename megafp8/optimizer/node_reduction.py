@@ -86,6 +86,7 @@ class NodeGroups:
             nodes, own = ranks_by_node(ranks, self.ranks_per_node), dist.get_rank()
             intra = next(node for node in nodes if own in node)
             inter = [node[intra.index(own)] for node in nodes]
+            # Only the ranks of a new group have to call it.
             groups = [dist.new_group(list(each), use_local_synchronization=True) for each in (intra, inter)]
             self._built[ranks] = Nodes(groups[0], groups[1], self.dtype)
         return self._built[ranks]
@@ -152,9 +153,11 @@ class NodeReduction:
         """Add the gradients of the node, then send the codes of its sums."""
         gradients, (intra, inter, dtype) = request.gradients, self.nodes
         by_node = self._by_node(gradients).to(dtype)
+        # A reduce-scatter gives part l to rank l: the ranks of a node become the first dimension.
         sums = sum_within_node(by_node.transpose(0, 1).reshape(-1), intra, self.step).view(inter.size(), -1)
         if request.is_average:
             divide(sums, intra.size())
+        # This rank's shards in the bucket get the node's sums. The other shards keep local values.
         for node, target in enumerate(self._own_shards(gradients)):
             target.copy_(sums[node, : len(target)])
         return NodeWork(self.between.start(request), self, request)
@@ -162,12 +165,14 @@ class NodeReduction:
     def share(self, gradients: Tensor) -> None:
         """Send the sums of this rank's shards to the other ranks of the node, and write theirs."""
         intra, inter, _ = self.nodes
+        # An all-gather takes parts of equal size; the last shard may be shorter.
         own = gradients.new_zeros(inter.size(), -(-len(gradients) // (inter.size() * intra.size())))
         for node, source in enumerate(self._own_shards(gradients)):
             own[node, : len(source)] = source
         gathered = own.new_empty(intra.size(), *own.shape)
         dist.all_gather_into_tensor(gathered.view(-1), own.view(-1), group=intra)
         self.step.count_within_node(own.nbytes * (intra.size() - 1))
+        # Back to [nodes, ranks of a node, elements], the order of the bucket, without its padding.
         gradients.copy_(gathered.transpose(0, 1).reshape(-1)[: len(gradients)])
 
     def _by_node(self, gradients: Tensor) -> Tensor:

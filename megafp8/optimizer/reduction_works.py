@@ -53,6 +53,7 @@ class BucketWorks:
 
     def add(self) -> None:
         """`BucketWork.add` of all."""
+        # In the order in which they were started: the first one has had the most time to arrive.
         for work in self._works:
             work.add()
 

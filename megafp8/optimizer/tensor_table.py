@@ -112,6 +112,7 @@ def get_model_weight(part: DistributedOptimizer, model_param: torch.nn.Parameter
         return shard.detach()
     if model_param.dtype != torch.bfloat16 or is_float8tensor(model_param):
         return None
+    # The part of the parameter buffer that the gather sends.
     buffer_index, _, bucket_index = part.model_param_gbuf_map[model_param]
     bucket = part.buffers[buffer_index].buckets[bucket_index]
     world = part._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
