@@ -63,6 +63,8 @@ class GradientSums:
                 shape=parameter.shape, stride=parameter.stride(),
             )  # fmt: skip
             parameter.register_post_accumulate_grad_hook(free_gradient)
+        # FSDP2 calls the hook after its reduce-scatter, with the sums in `reduce_dtype`, and rounds them to the dtype
+        # of the parameters afterwards.
         module.set_all_reduce_hook(self._add)
 
     def start(self) -> None:
@@ -72,6 +74,7 @@ class GradientSums:
     def finish(self) -> None:
         """Set the sums to zero if no gradient came since `start`."""
         if self._is_overwritten:
+            # Otherwise the gradients of the last step would be applied again.
             self.rows.zero_()
 
     def multiply(self, factor: Any) -> None:

@@ -67,9 +67,11 @@ class TorchFSDP(TorchFullyShardedDataParallel):
 
     def __init__(self, config: TransformerConfig, ddp_config: Any, chunk: torch.nn.Module, num_replicas: int = 1):
         device = next(chunk.parameters()).device
+        # Without it FSDP2 reduces in the dtype of the gradients.
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
         group, replica_group = replica_groups(num_replicas)
         with wrapper_arguments(device.type, MixedPrecisionPolicy(reduce_dtype=grad_dtype)):
+            # The wrapper shards the modules while it is built, so that both arguments have to be in place before.
             super().__init__(config, ddp_config, chunk, sub_modules_to_wrap={TransformerLayer}, process_group=group)
         self.replicas = None if replica_group is None else ReplicaSums(replica_group)
         self.is_last_microbatch = True
@@ -77,8 +79,11 @@ class TorchFSDP(TorchFullyShardedDataParallel):
         self.quantized_weights: list[tuple[Any, Any]] = []
         self.sums: list[GradientSums] = []
         for module in fsdp_modules(self.module):
+            # FSDP2 would divide by the number of ranks. The divisor is the number of tokens, which is known after the
+            # last microbatch.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+            # A module whose parameters all belong to modules inside of it has none of its own.
             if fsdp_parameters(module):
                 self.sums.append(GradientSums(module, grad_dtype, self._send_if_complete))
 
@@ -93,11 +98,14 @@ class TorchFSDP(TorchFullyShardedDataParallel):
 
     def _send_if_complete(self, sums: GradientSums) -> None:
         if self.replicas is not None and self.is_last_microbatch:
+            # FSDP2's hook runs in the backward pass, module by module: sums travel while earlier layers are still
+            # computed.
             self.replicas.start(sums)
 
     def finish_grad_sync(self, *unused: Any, **options: Any) -> None:
         """Complete the gradients of a step, which are reduced in the backward pass of each microbatch."""
         for sums in self.sums:
+            # A module without gradients in this step has old sums: zeros before the replicas add them.
             sums.finish()
         if self.replicas is not None:
             self.replicas.finish(self.sums)
@@ -137,7 +145,9 @@ def unscale_rows(optimizer: MixedPrecisionOptimizer) -> bool:
     """Divide the main gradients by the loss scale; whether a value of any rank is not finite. Collective."""
     rows = [gradient.to_local() for gradient in optimizer._collect_main_grad_data_for_unscaling()]
     optimizer.found_inf.zero_()
+    # One launch: it divides, and sets the flag if a value is not finite.
     torch._amp_foreach_non_finite_check_and_unscale_(rows, optimizer.found_inf, optimizer.grad_scaler.inv_scale)
+    # Before any rank decides: a rank that skipped alone would have other weights.
     dist.all_reduce(optimizer.found_inf, op=dist.ReduceOp.MAX)
     return optimizer.found_inf.item() > 0
 
@@ -149,7 +159,9 @@ def replica_groups(num_replicas: int) -> tuple[dist.ProcessGroup, Optional[dist.
         return group, None
     ranks, size = dist.get_process_group_ranks(group), group.size() // num_replicas
     first = group.rank() // size * size
+    # Ranks r, size + r, ... have the same rows: position r of each replica.
     own, same = ranks[first : first + size], ranks[group.rank() % size :: size]
+    # All ranks of a group come here. `use_local_synchronization` asks no other rank to take part.
     shard, replica = (dist.new_group(each, use_local_synchronization=True) for each in (own, same))
     return shard, replica
 
@@ -164,7 +176,9 @@ def add_rows_in_place() -> None:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     gradients: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    # Each tensor-parallel rank has the same rows of a copy, which can be added without gathering them.
     gradients._unshard_if_dtensor = rows
+    # They were added in place: `main_grad` stays a view of `GradientSums.rows`.
     gradients._reshard_if_dtensor = lambda added, gradient: gradient
 
 
