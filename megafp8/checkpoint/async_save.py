@@ -71,6 +71,7 @@ class AsyncSaver:
             )  # fmt: skip
         self._plan = save.plan
         copy = HostCopy(save.plan.items, save.planner, self._copies)
+        # The optimizer calls this before it changes weights.
         self._training_state.pending_copies.append(lambda: copy.wait(self._timeout_s))
         return AsyncSave(save, copy, self._timeout_s, self._device)
 
@@ -92,6 +93,7 @@ class AsyncSave:
             copy.make()
             return prepared.write(copy.data)
 
+        # The thread calls no collective: what it needs from other ranks was done in `prepare_save`.
         self._work: Future[Any] = in_thread(work)
 
     def poll(self, is_waiting: bool = False) -> Optional[Path]:
@@ -105,6 +107,7 @@ class AsyncSave:
         """
         with save_errors(self._prepared.folder, self.progress.step):
             while self._is_done_everywhere(is_waiting):
+                # Twice: first all ranks have written their files, then rank 0 has written metadata and manifest.
                 if self._is_written:
                     return call_on_all_ranks(self._result)[0]
                 written = gather_on_rank_0(self._result)
@@ -120,6 +123,8 @@ class AsyncSave:
             wait([self._work], max(0.0, self._deadline - time.monotonic()))
         is_done = self._work.done() or time.monotonic() >= self._deadline
         flag = torch.tensor(int(is_done), device=self._device)
+        # The minimum: done only if all ranks are. A rank whose write hangs is done at its deadline, and raises in
+        # `_result`.
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag)
 
@@ -201,6 +206,7 @@ class HostCopy:
         finally:
             self._is_issued.set()
         if self._stream:
+            # The thread waits for the device, not the training thread.
             self._stream.copied.synchronize()
         if self._is_abandoned:
             raise CheckpointError("the copy to host memory was not complete before the weights changed")
@@ -210,6 +216,7 @@ class HostCopy:
         if not self._is_issued.wait(timeout_s):
             self._is_abandoned = True
         if self._stream:
+            # The update waits on the device, also if the copies are not complete when the host comes here.
             torch.cuda.current_stream().wait_event(self._stream.copied)
 
     def data(self, item: WriteItem) -> ItemData:
@@ -230,6 +237,7 @@ class CopyStream:
         torch.cuda.set_device(self._device)  # each thread has its own
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
+            # What was computed when the save began. Later kernels of the step may run beside the copies.
             stream.wait_event(self._computed)
             yield
             self.copied.record(stream)

@@ -29,6 +29,7 @@ def place_gated_rows(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
         for name, leaf in state.items()
     }
     if chunk.replicas is not None:
+        # Only one replica is saved. The copies of other replicas are numbered after those of its ranks.
         first = group.size() * chunk.replicas.group.rank()
         for leaf in nested_values(state):
             leaf.replica_id = (*leaf.replica_id[:-1], leaf.replica_id[-1] + first)
@@ -41,7 +42,9 @@ def gated_rows(factory: ShardedTensorFactory, group: dist.ProcessGroup) -> Shard
     The complete tensor has the gate rows of all tensor-parallel ranks, then their up rows. A tensor-parallel rank has
     gate and up rows, which R data-parallel ranks divide: rank r < R / 2 has part r of the gate rows.
     """
+    # megatron-core 0.16 cuts this rank's rows in half. The numbers of the first half tell where the rows belong.
     gate, *up = factory.build()
+    # One leaf: nothing was cut.
     if not up:
         return gate
     axis = gate.prepend_axis_num
@@ -49,8 +52,10 @@ def gated_rows(factory: ShardedTensorFactory, group: dist.ProcessGroup) -> Shard
     assert group.size() == 2 * half or group.size() == 1
     if group.size() == 1:
         return factory
+    # Its number among the gate halves is: tensor-parallel rank x ranks of the group + rank.
     tensor_rank = gate.global_offset[axis] // gate.local_shape[0] // group.size()
     num_parts = gate.axis_fragmentations[axis] // 2
+    # First all gate rows, by tensor-parallel rank, then all up rows.
     part = (0 if rank < half else num_parts // 2) + tensor_rank * half + rank % half
     layers = [(dim, gate.global_offset[dim], gate.axis_fragmentations[dim]) for dim in range(axis)]
     return ShardedTensor.from_rank_offsets(

@@ -60,8 +60,10 @@ def load_checkpoint(
         CheckpointError: the checkpoint is of another model, or lacks what is requested.
     """
     fault_injection.point("load.begin")
+    # A background save may still read the tensors that the load overwrites.
     training_state.wait_for_copies()
     common = load_common_state(path)
+    # Settings first: a mismatch is reported before anything is changed.
     saved = settings.from_json(common["config"])
     with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
     compatibility.check_settings(path, saved, config, with_optimizer)
@@ -69,11 +71,13 @@ def load_checkpoint(
     same_layout = tuple(common["layout"]) == state_dict.parallel_layout()
     with_rng = not (weights_only or config.checkpoint.no_load_rng or saved.checkpoint.no_save_rng) and same_layout
 
+    # The leaves' data are the parameters: tensors are read into them.
     model = state_dict.model_state(training_state.chunks)
     scale_note = ""
     if all(derived.is_stateful(each.precision) for each in (saved, config)):
         scale_note = local_scales.request(model, common.get(local_scales.KEY), local_scales.group_sizes(config))
     num_rows = embedding_rows(path)
+    # Before the load, while the state still has the parameters as data.
     known = state_dict.known_vocab_rows(model, num_rows)
     state = dict(model)
     if with_optimizer:
@@ -90,10 +94,12 @@ def load_checkpoint(
         state[gradient_residuals.KEY] = gradient_residuals.sharded_residuals(residuals)
     if with_rng:
         state["random_state"] = state_dict.rng_state()
+    # The load returns another dictionary; `load_converted` needs the boxes that were requested.
     requested = state.get("optimizer", {})
     state, key_notes = read_tensors(
         path, state, training_state.chunks, list(model), config.checkpoint.dist_ckpt_strictness
     )
+    # Before the optimizer: it copies masters of new rows from the weights.
     state_dict.fill_new_vocab_rows(known, num_rows)
     if with_optimizer:
         with torch.no_grad():
@@ -110,6 +116,7 @@ def load_checkpoint(
     if with_optimizer:
         requantize_weights(training_state)
     same_device = not with_rng or state_dict.is_rng_state_of_this_device(state["random_state"])
+    # Last, so that nothing after it draws from these states.
     if with_rng and same_device:
         state_dict.restore_rng_state(state["random_state"])
     consumers = "" if same_device else random_consumers(config)
@@ -184,8 +191,10 @@ def read_tensors(
     for name, chunk in zip(names, chunks, strict=True):
         module = unwrap_model(chunk)
         loaded = fsdp_rows.model_dtensors(module, state[name])
+        # `check_keys` reports the missing keys of all ranks together.
         absent |= set(module.load_state_dict(loaded, strict=False).missing_keys)
     not_loaded = {key for key in missing if compatibility.checkpoint_part(key) in parts and not is_extra_state(key)}
+    # Ranks have different layers, hence different keys; all ranks must raise the same error.
     absent_by_rank = call_on_all_ranks(lambda: {key for key in absent if not is_extra_state(key)})
     return state, compatibility.check_keys(path, strictness, set().union(*absent_by_rank), not_loaded)
 
@@ -197,6 +206,7 @@ def whole_tensor(factory: ShardedTensorFactory, merge: Callable[[Any], Any], pie
         factory: whose data is the tensor.
         merge: joins copies of the pieces.
     """
+    # Address 0: a tensor without elements.
     address = factory.data.untyped_storage().data_ptr()
     is_in_place = address and {piece.untyped_storage().data_ptr() for piece in nested_values(pieces)} == {address}
     return factory.data if is_in_place else merge(pieces)

@@ -38,12 +38,14 @@ def request_saved_masters(optimizer: dict[Any, Any], saved: RunConfig, config: R
         saved: settings of the checkpoint's run. In FP32 `load_converted` copies the weights.
     """
     if derived.params_dtype(saved.precision) == "fp32":
+        # The checkpoint has no masters: its weights are FP32 and are read as the weights.
         for values in sharded_weights(optimizer):
             del values["param"]
         return
     own, theirs = (COMPLETE, SHARDED) if has_flat_shards(saved) else (SHARDED, COMPLETE)
     for leaf in nested_values(optimizer):
         if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) and leaf.key.startswith(own):
+            # Only the keys differ: shapes and offsets are those of the weight, in both forms.
             leaf.key = theirs + leaf.key.removeprefix(own)
 
 
@@ -57,6 +59,7 @@ def sharded_weights(optimizer: dict[Any, Any]) -> Iterator[dict[str, Any]]:
 def recorded_step(saved: dict[str, Any]) -> int:
     """Return the number of steps in the state of one optimizer, as a checkpoint has it; 0 before the first one."""
     inner = saved.get("optimizer", saved)
+    # Groups may have different counts, such as a group without parameters on a rank.
     steps = [group["step"] for group in inner["param_groups"] if group.get("step") is not None]
     return int(max(steps, default=inner.get("state", {}).get("common_step", 0)))
 
@@ -76,6 +79,7 @@ def convert(part: Any, state: dict[str, Any], step: int) -> None:
     if isinstance(part.optimizer, torch.optim.Adam) and not isinstance(part, DistributedOptimizer):
         moments["common_step"] = torch.tensor(float(step))
     else:
+        # All other optimizers count in the parameter groups.
         groups = [group | {"step": step} for group in groups]
     if isinstance(part, DistributedOptimizer):
         state["optimizer"] = {"param_groups": groups}

@@ -58,12 +58,14 @@ def sharded_muon_state(part: Any, model: dict[str, Any], is_only_owner: bool) ->
     tensors: dict[str, dict[str, Any]] = {}
     for weight, values in muon_tensors(part):
         leaf = sharded[weight]
+        # The last entry numbers copies, of which 0 is saved.
         if is_only_owner:
             leaf = replace(leaf, replica_id=(*leaf.replica_id[:2], 0))
         tensors[leaf_name(len(tensors))] = {
             name: make_sharded_optimizer_tensor(leaf, value, f"optimizer.state.{name}")
             for name, value in values.items()
         }
+    # Parameters are numbers in torch's groups. Here tensors are found by the names of the weights.
     groups = [{**group, "params": []} for group in part.optimizer.param_groups]
     scaler = getattr(part, "grad_scaler", None)
     return {
@@ -86,6 +88,7 @@ def muon_tensors(part: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     for group in part.optimizer.param_groups:
         for tensor in group["params"]:
             weight = weight_of.get(tensor, tensor)
+            # An FP32 weight has no master of its own.
             yield weight, ({} if weight is tensor else {MASTER: tensor}) | part.optimizer.state[tensor]
 
 
@@ -126,9 +129,11 @@ def flat_range_boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[
     row = prod(shape[1:])
     begin, end = -(-first // row), last // row  # complete rows
     if first < begin * row:
+        # The end of the row in which the range begins, or all of a range within one row.
         yield from boxes_in_row(shape, begin - 1, first, min(last, begin * row))
     if begin < end:
         yield Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
+    # Not for a range within one row, which is complete already.
     if end >= begin and end * row < last:
         yield from boxes_in_row(shape, end, end * row, last)
 
@@ -167,6 +172,7 @@ def local_state(part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tens
     """
     state = part._get_main_param_and_optimizer_states(parameter)
     if has_param_remainder(part, parameter):
+        # The state has the low half. The high half is the model weight.
         state["param"] = join_master_weight(local_shard(part, parameter).detach(), state["param"])
     if returns_raw_moments(part):
         shard = local_shard(part, parameter)
@@ -244,11 +250,14 @@ def sharded_boxes(
     sharded: dict[int, ShardedTensor] = {}
     for leaf in leaves:
         assert leaf.data.is_contiguous(), f"{leaf.key}: a shard is not a contiguous range of the parameter's elements"
+        # The leaf is a view of the parameter's elements: its offset in them.
         start = leaf.data.storage_offset()
+        # The part of this rank's range that lies in the leaf. It may be empty, with `last` before `first`.
         first, last = max(local_range.start, start), min(local_range.stop, start + leaf.data.numel())
         position = first
         for box in flat_range_boxes(leaf.local_shape, first - start, max(first, last) - start):
             size = prod(box.sizes)
+            # `values` starts at the rank's first element, `position` counts in the parameter.
             offset = position - local_range.start
             sharded[len(sharded)] = sharded_box(leaf, box, values[offset : offset + size])
             position += size
@@ -289,6 +298,7 @@ def load_converted(
         known_rows: from `known_vocab_rows`. Master weights of further rows are copied from the weights.
         read: fills the data of sharded tensors from the checkpoint.
     """
+    # The order of `sharded_state`: numbers of parameters stand for the parameters.
     for (parameter, local_range), kinds in zip(local_ranges(part), requested["param_state"].values(), strict=True):
         for name in NAMES:
             boxes = list(kinds[name].values()) if name in kinds else []
@@ -299,6 +309,7 @@ def load_converted(
                 pieces = values.split([box.data.numel() for box in boxes])
                 read([replace(box, data=piece.view(box.local_shape)) for box, piece in zip(boxes, pieces, strict=True)])
                 if name == "param" and parameter in known_rows:
+                    # Where the new rows begin. Past the end of the range both slices are empty.
                     first = max(local_range.start, parameter[: known_rows[parameter]].numel())
                     values[first - local_range.start :] = flat_weight(parameter)[first : local_range.stop]
                 store(part, parameter, name, values)
@@ -328,6 +339,7 @@ def store(part: DistributedOptimizer, parameter: Tensor, name: str, values: Tens
         return
     if name == "param" and has_param_remainder(part, parameter):
         rounded, values = split_master_weight(values)
+        # The model weight is the high half of the same master.
         shard.copy_(rounded)
     part.optimizer.set_scaled_state(shard, "master_param" if name == "param" else name, values)
 

@@ -124,6 +124,8 @@ def first_intact(
     damaged: list[tuple[Path, str]] = []
     for step, folder in candidates:
         path = checkpoint_path(folder, step)
+        # Each rank hashes its part of the files. What one of them finds counts for all, so that all choose the same
+        # checkpoint.
         by_rank = call_on_all_ranks(partial(find_damage, path, with_hashes, *rank_and_size()))
         problems = list(dict.fromkeys(chain.from_iterable(by_rank)))
         if not problems:

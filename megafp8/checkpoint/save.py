@@ -109,6 +109,7 @@ class WriteLease:
 
     def revoke(self) -> None:
         """Prevent further changes. A change in progress has ended when this returns, unless the disk hangs."""
+        # Before the lock is taken, so that the next writer that enters sees it.
         self._is_revoked = True
         if self._lock.acquire(timeout=LEASE_TIMEOUT_S):
             self._lock.release()
@@ -154,6 +155,8 @@ class PreparedSave:
             written: by all ranks.
         """
         unfinished = directory.unfinished_path(self.folder, self.progress.step)
+        # The manifest comes after all that it lists, and the rename last: what a crash leaves before it is no
+        # checkpoint.
         self.writer.finish(self.plan.metadata, [each.results for each in written])
         save_config(BACKEND, str(unfinished))
         check_readable(unfinished)
@@ -162,6 +165,7 @@ class PreparedSave:
         manifest = build_manifest(unfinished, step, consumed_samples, state_dict.parallel_layout(), files)
         path = directory.publish(self.folder, step, manifest, self.lease)
         if self.keep is not None:
+            # After the new checkpoint is published: at no time is there none.
             directory.prune(self.folder, self.keep, protected_step=step, lease=self.lease)
         return path
 
@@ -216,8 +220,10 @@ def prepare_save(
     state = build_state_dict(config, training_state, progress, samples, is_written_later)
     fault_injection.point("save.state_gathered")
     sharded, common = save_preprocess(state, validate_access_integrity=False)
+    # Copies of other ranks are left out here, so that planning does not have to.
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     structure = [plan_signature(leaf) for leaves in flat.values() for leaf in leaves]
+    # Collective. All ranks have to agree: a rank with another structure makes all of them plan again.
     by_rank = call_on_all_ranks(lambda: (num_bytes_to_write(sharded), last is not None and last.structure == structure))
     if not all(is_same for _, is_same in by_rank):
         last = None
@@ -228,10 +234,12 @@ def prepare_save(
         directory.make_unfinished_folder(folder, progress.step, sum(num_bytes for num_bytes, _ in by_rank))
         torch.save(common, unfinished / COMMON_FILE)
 
+    # No rank writes before the folder exists: this call returns on all ranks together.
     call_on_rank_0(make_folder)
     writer = HashingWriter(unfinished)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     data = mcore_to_pyt_state_dict(flat, False)
+    # Planning gathers the items of all ranks on rank 0; a reused plan needs no communication.
     if last is None:
         (_, metadata, _), items, *_ = save_state_dict_async_plan(data, writer, planner=planner)
         last = ReusableSavePlan(structure, items, metadata)
@@ -261,6 +269,7 @@ def build_state_dict(
         is_written_later: clone what the next forward-backward changes, so that only weights and moments alias the
             run's.
     """
+    # First: an overlapped gather may still be writing the weights.
     finish_param_gather(config, training_state)
     state = state_dict.model_state(training_state.chunks)
     model = dict(state)
@@ -272,8 +281,11 @@ def build_state_dict(
         state |= gradient_residuals.state_to_save(config, training_state.gradient_residuals, is_written_later)
     if not config.checkpoint.no_save_rng:
         state["random_state"] = state_dict.rng_state()
+    # Weights and moments change in the next update, before which the run waits for the copy. Buffers change in the next
+    # forward pass.
     if is_written_later:
         clone_buffers(model)
+    # Last, because the other parts find weights by the parameter, which this replaces by a tensor.
     state_dict.use_rounded_master_weights(model, training_state.optimizer)
     return state | {
         "step": progress.step,

@@ -64,6 +64,7 @@ def sharding_metadata(chunks: list[Any]) -> dict[str, Any]:
 def model_state(chunks: list[Any]) -> dict[str, Any]:
     """Return the sharded weights of this rank's chunks: `model`, or `model0`, `model1`... if interleaved."""
     metadata = sharding_metadata(chunks)
+    # Each chunk has its own key, but names of weights inside are global, so that another pipeline layout finds them.
     return {
         "model" if len(chunks) == 1 else f"model{index}": fsdp_rows.place_gated_rows(
             chunk, unwrap_model(chunk).sharded_state_dict(metadata=metadata)
@@ -84,6 +85,7 @@ def optimizer_state(training_state: TrainingState, model: dict[str, Any], is_loa
     """
     parts = chained_optimizers(training_state.optimizer)
     if optimizer_parts.is_of_muon(parts[0]):
+        # With the layer-wise optimizer no other data-parallel rank has a weight's momentum: this rank saves it.
         is_only_owner = isinstance(training_state.optimizer, LayerWiseOptimizer)
         states = [optimizer_parts.sharded_muon_state(part, model, is_only_owner) for part in parts]
         return states[0] if len(parts) == 1 else dict(enumerate(states))
@@ -96,6 +98,7 @@ def optimizer_state(training_state: TrainingState, model: dict[str, Any], is_loa
             return training_state.optimizer.sharded_state_dict(
                 model, is_loading=is_loading, metadata=sharding_metadata(training_state.chunks)
             )
+    # An optimizer without parameters on this rank has not counted its steps.
     if len(parts) > 1:
         training_state.optimizer._synchronize_steps()
     states = [optimizer_parts.sharded_state(part, model, is_loading) for part in parts]
@@ -141,7 +144,9 @@ def load_optimizer_state(
     if not isinstance(parts[0], DistributedOptimizer):
         for parameter, num_known in known_rows.items():
             if (master := getattr(parameter, "main_param", None)) is not None:
+                # Rows that the checkpoint does not have were set in the weights; the masters follow them.
                 master[num_known:] = parameter[num_known:]
+    # megatron-core's load has replaced the groups' settings by the saved ones.
     for part, settings in zip(parts, preserved, strict=True):
         for group, values in zip(part.optimizer.param_groups, settings, strict=True):
             group.update(values)
@@ -169,6 +174,7 @@ def load_converted_state(
         for part, state in zip(parts, states, strict=True):
             optimizer_parts.load_converted(part, state, known_rows, read)
 
+    # Each rank reads other boxes: an error on one of them must stop all, or the gather below would wait forever.
     call_on_all_ranks(load)
     if parts[0].config.use_precision_aware_optimizer:
         # With BF16 remainders, the saved weight and the one rounded from its master weight may differ on ties.
@@ -191,6 +197,7 @@ def states_of_parts(parts: list[Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
             matched = [
                 group | {"params": own_group["params"]} for group, own_group in zip(matched, current, strict=True)
             ]
+        # `saved[0]` has what is common to all parts, such as the loss scale; this part's own values win.
         state = saved[0] | own[index]
         if "optimizer" in state:  # in FP32 without the distributed optimizer it is the state itself
             state["optimizer"] = own[index].get("optimizer", {}) | {"param_groups": matched}
@@ -217,6 +224,7 @@ def match_group(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str,
         each for each in saved
         if all(each.get(name, default) == group.get(name, default) for name, default in GROUP_IDENTITY)
     ]  # fmt: skip
+    # The same group of experts first, then any group with these settings, then the first one.
     exact = [each for each in same if each.get("is_expert_parallel") == group.get("is_expert_parallel")]
     found = next(iter(exact or same or saved))
     return found | ({"is_expert_parallel": group["is_expert_parallel"]} if "is_expert_parallel" in found else {})
@@ -268,6 +276,7 @@ def rng_state() -> ShardedObject:
         "cpu": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
         "tracker": {
+            # Graph-safe states are generators: they are saved as tensors, which any run can load.
             name: tensor_parallel.convert_cuda_rng_state(each, to_graphable=False)
             for name, each in tensor_parallel.get_cuda_rng_tracker().get_states().items()
         },
@@ -277,6 +286,7 @@ def rng_state() -> ShardedObject:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
+    # The offsets are this rank's coordinates, so that each rank reads its own state back.
     return ShardedObject("random_state", state, parallel_layout(), coordinates)
 
 
@@ -305,6 +315,7 @@ def known_vocab_rows(model: dict[str, Any], num_rows: int) -> dict[Tensor, int]:
         num_rows: embedding rows in the checkpoint.
     """
     return {
+        # The offset is in global rows. A shard may have all rows, some, or none of those that were saved.
         leaf.data: min(len(leaf.data), max(0, num_rows - leaf.global_offset[0]))
         for leaf in nested_values(model)
         if isinstance(leaf, ShardedTensor) and leaf.key in (EMBEDDING, OUTPUT_LAYER) and leaf.global_shape[0] > num_rows
@@ -322,6 +333,7 @@ def fill_new_vocab_rows(rows: dict[Tensor, int], num_rows: int) -> None:
         num_rows: embedding rows in the checkpoint.
     """
     for parameter, num_known in rows.items():
+        # Each tensor-parallel rank adds its own rows; a rank with none adds 0.
         mean = parameter[:num_known].sum(dim=0, dtype=torch.float32) / num_rows
         dist.all_reduce(mean, group=parallel_state.get_tensor_model_parallel_group())
         parameter[num_known:] = mean.to(parameter.dtype)
@@ -332,6 +344,7 @@ def use_rounded_master_weights(model: dict[str, Any], optimizer: MegatronOptimiz
 
     Only the rank that writes a weight keeps a copy, in CPU memory. The device holds one gathered bucket at a time.
     """
+    # Found by the codes, which a parameter and its leaf share.
     main_replicas = {
         id(leaf.data.codes): leaf
         for leaf in nested_values(model)
@@ -339,6 +352,7 @@ def use_rounded_master_weights(model: dict[str, Any], optimizer: MegatronOptimiz
         and isinstance(leaf.data, QuantizedParameter)
         and is_main_replica(leaf.replica_id)
     }
+    # All ranks take part in each gather, also those that keep nothing of it.
     for part in chained_optimizers(optimizer):
         for index, buffer in enumerate(getattr(part, "buffers", ())):
             if not isinstance(buffer.params[0], QuantizedParameter):
@@ -348,6 +362,7 @@ def use_rounded_master_weights(model: dict[str, Any], optimizer: MegatronOptimiz
                 for weight in bucket.params_list:
                     if leaf := main_replicas.get(id(weight.codes)):
                         first, last, _ = buffer.param_index_map[weight]
+                        # On the CPU at once: the next bucket needs the memory.
                         leaf.data = rounded[first - bucket.offset : last - bucket.offset].view(weight.shape).cpu()
 
 
@@ -358,9 +373,11 @@ def gather_rounded_master_weights(optimizer: Any, buffer_index: int, bucket_inde
     weight, bucket = buffer.params[0], buffer.buckets[bucket_index]
     rounded = torch.zeros(bucket.grad_data.numel(), dtype=weight.dtype, device=weight.device)
     shard = shard_buffer(rounded, group.size())[group.rank()]
+    # A buffer has parameters and gradients of one pair of dtypes.
     (ranges,) = optimizer.gbuf_ranges[buffer_index].values()
     for parameter, param_ranges in ranges[bucket_index]["param_map"].items():
         local = param_ranges["gbuf_local"]
+        # Only this rank's shard is filled; the gather fills the others.
         shard[local.start : local.end].copy_(parameter.main_param)
     dist.all_gather_into_tensor(rounded, shard, group=group)
     return rounded

@@ -147,6 +147,7 @@ class HashingStream:
         """Write all of `content`."""
         view = memoryview(content).cast("B")
         with self._hashed:
+            # Bounds the memory that is not hashed yet. A larger buffer is let through when nothing waits.
             self._hashed.wait_for(lambda: self._lag + len(view) <= MAX_LAG_BYTES or not self._lag)
             self._lag += len(view)
         self._chunks.put((view, self.owner) if len(view) >= MIN_SHARED_BYTES else (bytes(view), None))
