@@ -124,6 +124,7 @@ def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
         for linear in fusing_linears(model)
         for direction in ("scaling_fwd", "scaling_bwd")
     ]
+    # The states of other recipes have no history.
     return [state.scale for state in states if hasattr(state, "amax_history")]
 
 
@@ -183,6 +184,7 @@ def high_precision_weights(chunks: list[torch.nn.Module]) -> Iterator[None]:
         if isinstance(weight, QuantizedTensor)
     ]
     for module, name, weight in quantized:
+        # Uninitialized: it is filled within the context, and the FP8 weight is quantized from it afterwards.
         plain = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         module._parameters[name] = torch.nn.Parameter(plain)
     yield

@@ -52,6 +52,7 @@ def cast_flat_shards_by_rows() -> None:
             quantizer.set_usage(columnwise=False)
         return plain(quantizer, src, dst, noop_flag=noop_flag)
 
+    # On the class, so that quantizers that exist already use it, too.
     Float8Quantizer.update_quantized = update_quantized
 
 
@@ -70,6 +71,7 @@ def scale_moments_to_stay() -> None:
         if not (is_fp8 or stored.dtype == torch.float16):
             plain(self, name, values, stored, scale)
             return
+        # One pass, and no tensor of magnitudes.
         smallest, largest = torch.aminmax(values)
         amax = torch.maximum(-smallest, largest)
         if name == "master_param":
@@ -145,6 +147,7 @@ def serialize_tensors(tensors: dict[str, Tensor]) -> Tensor:
     """Serialize tensors to one uint8 tensor on the CPU."""
     file = io.BytesIO()
     torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, file)
+    # `frombuffer` wants writable memory.
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
@@ -241,6 +244,7 @@ def cast_by_kernels(recipes: Collection[str]) -> None:
     named = (registry.get(recipe).te_quantizer for recipe in recipes)
     ours = {name[1] for name in named if name is not None}
     for quantizer in (Float8Quantizer, *quantizers.CHECKED):
+        # What an earlier run in this process has wrapped is wrapped anew, not twice.
         plain = getattr(quantizer.quantize_impl, "__wrapped__", quantizer.quantize_impl)
         quantizer.quantize_impl = _with_kernels(plain, is_ours=quantizer.__name__ in ours)
 
@@ -268,6 +272,7 @@ def observe_amaxes(observe: Callable[[bool], None]) -> None:
             passes.
     """
     current = vars(FP8GlobalStateManager)["reduce_and_update_fp8_tensors"].__func__
+    # As in `cast_by_kernels`: an earlier run's function is replaced, not called as well.
     plain = getattr(current, "__wrapped__", current)
 
     @functools.wraps(plain)
