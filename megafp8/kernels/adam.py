@@ -167,7 +167,7 @@ def store_moment(pointers, offsets, mask, moment, scales, FORMAT: tl.constexpr):
 
 @triton.jit
 def first_moment(m, g, beta1):
-    # Explicitly fused, so that this kernel and `largest_kernel`, which calls it too, round alike.
+    # Explicitly fused, so that `adam_kernel` and `largest_kernel`, which both call it, round alike.
     return tl.fma(m, beta1, (1.0 - beta1) * g)
 
 

@@ -38,13 +38,11 @@ from megafp8.kernels.rounding import (
 
 @triton.jit
 def store_amax(bits_ptr, x):
-    """Raise an amax in memory to that of x.
-
-    The amax is stored as the bits of an FP32 number, which for magnitudes are ordered as the numbers are, so that an
-    integer atomic maximum is exact in any order. The load before it may be outdated, but the amax only grows: most
-    programs find it high enough already and skip the atomic operation.
-    """
+    """Raise an amax in memory, stored as the bits of an FP32 number, to that of x."""
+    # The bits of magnitudes are ordered as the numbers are: an integer atomic maximum is exact in any order.
     bits = bits_of(without_nan(tl.max(tl.abs(x))))
+    # The load may be outdated, but the amax only grows: most programs find it high enough already and skip the atomic
+    # operation.
     if bits > tl.load(bits_ptr):
         tl.atomic_max(bits_ptr, bits)
 

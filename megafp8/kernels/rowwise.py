@@ -37,10 +37,7 @@ class RowwiseOutput(NamedTuple):
 @triton.jit
 def amaxes_kernel(inputs, row_amax, column_amax, num_non_finite, width, BLOCK_SIZE: tl.constexpr):
     """Raise row_amax [T] and column_amax [W] to those of this program's tile, and add its non-finite values to a count;
-    each may be None.
-
-    Amaxes start at 0. The bits of magnitudes are ordered as the numbers are: atomic maxima are exact in any order.
-    """
+    each may be None."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
     # All tiles are complete, so that nothing is masked.
     y = load_tile(inputs + tile_offset(tile_row, tile_column, width, BLOCK_SIZE), width, BLOCK_SIZE)
@@ -53,7 +50,8 @@ def amaxes_kernel(inputs, row_amax, column_amax, num_non_finite, width, BLOCK_SI
         # Nearly all tiles have none: the branch saves an atomic operation each.
         if number > 0:
             tl.atomic_add(num_non_finite, number.to(tl.int64))
-    # Several tiles share a row, and several share a column, so that both need atomic maxima.
+    # Several tiles share a row, and several share a column. Amaxes start at 0, and the bits of magnitudes are ordered
+    # as the numbers are, so that atomic maxima are exact in any order.
     if row_amax is not None:
         rows = row_amax + tile_row * BLOCK_SIZE + 4 * tl.arange(0, BLOCK_SIZE // 4)  # a quarter has every fourth row
         tl.atomic_max(rows, without_nan(tl.max(y0, axis=1)))

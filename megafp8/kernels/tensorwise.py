@@ -121,16 +121,14 @@ def swiglu_kernel(inputs, results, factors, amaxes, num_tokens, width, ROWS: tl.
 def swiglu_gradients_amax_kernel(
     gradients, inputs, factors, amax, num_tokens, width, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):  # fmt: skip
-    """Raise amax to that of the gradients of inputs [T, 2 W], given those of SwiGLU's result [T, W] and its factors.
-
-    A token's channels in a tile are skipped where the largest gradient times the largest factor does not exceed the
-    amax that all programs have found so far. A program may see an older, smaller amax: then it reads inputs that it
-    could have skipped, and the result is the same.
-    """
+    """Raise amax to that of the gradients of inputs [T, 2 W], given those of SwiGLU's result [T, W] and its factors."""
     for index in range(tl.program_id(0), num_tokens // ROWS * (width // BLOCK_SIZE), tl.num_programs(0)):
         row, column = start_of(num_tokens, width, index, ROWS, BLOCK_SIZE)
         dy = widen(tl.load(gradients + row * width + column + offsets(width, ROWS, BLOCK_SIZE)))
         factor = tl.load(factors + tokens_of(num_tokens, row, column, ROWS, BLOCK_SIZE))
+        # A token's channels in a tile are skipped where the largest gradient times the largest factor does not exceed
+        # the amax that all programs have found so far. A program may see an older, smaller amax: then it reads inputs
+        # that it could have skipped, and the result is the same.
         bound = tl.max(tl.abs(dy), axis=1) * factor * SLACK
         # False for a NaN bound: its inputs are read. Threads load the amax separately and may see different values. The
         # minimum over all rows is exchanged between the warps, so that the branch is uniform.

@@ -173,7 +173,7 @@ class BucketReduction:
         # `message` belongs to the collective until it has ended.
         return BucketWork(work, (message,), partial(self._finish, request, received, dequant_scale))
 
-    # Tables of the torch operations only; a fused reduction never needs it.
+    # Only the torch operations need it, not the kernels.
     @functools.cached_property
     def parameter_of_row(self) -> Tensor:
         """Int64 [rows]."""
@@ -209,8 +209,7 @@ class BucketReduction:
         self.step.counts[0] += num_values
         self.step.counts[1] += num_values - num_nonzero_codes
         if self.residual is not None:
-            # An infinity must not stay in the residual of later steps.
-            # What the codes lost: added in the next step, before it is quantized.
+            # What the codes lost: added in the next step, before it is quantized. An infinity must not stay in it.
             self.residual.copy_(values - self._decode(codes, dequant_scale)).nan_to_num_(0.0, 0.0, 0.0)
         return codes, dequant_scale, sent_scales
 
@@ -312,10 +311,7 @@ class BucketReduction:
         return rows
 
     def _share(self, gradients: Tensor, rows: Tensor, unquantized: Tensor) -> Callable[[], None]:
-        """Send the sums of the own shard to all ranks; return what waits for all sums and writes them.
-
-        Shards differ in bytes, so that this is an all-to-all in which every rank gets the same message.
-        """
+        """Send the sums of the own shard to all ranks; return what waits for all sums and writes them."""
         num_ranks = self.group.size()
         parts = [unquantized.to(gradients.dtype).view(torch.uint8), rows.bfloat16().view(-1).view(torch.uint8)]
         sizes = [
@@ -323,7 +319,8 @@ class BucketReduction:
         ]
         padded = [round_up(size, MESSAGE_ALIGNMENT) for size in sizes]
         own, own_padded = sizes[self.group.rank()], padded[self.group.rank()]
-        # All ranks get the same message, which an all-to-all takes as many copies.
+        # Shards differ in bytes, which an all-gather does not take: an all-to-all, in which every rank gets a copy of
+        # the same message.
         message = torch.cat([*parts, parts[0].new_zeros(own_padded - own)]).repeat(num_ranks)
         received = message.new_empty(sum(padded))
         targets = [own_padded] * num_ranks
@@ -345,11 +342,7 @@ class BucketReduction:
 
 
 class PipelinedReduction:
-    """The reduction of one bucket in parts: one is quantized or added while others are sent. See `BucketReduction`.
-
-    Scales of parameters need all of a parameter, so that the bucket is then one part. So it is on a GPU, where a part
-    costs more to launch than to quantize.
-    """
+    """The reduction of one bucket in parts: one is quantized or added while others are sent. See `BucketReduction`."""
 
     def __init__(
         self,
@@ -361,6 +354,8 @@ class PipelinedReduction:
         step: Fp8Reduction,
     ):
         num_rows = sum(shard.num_rows for shard in shards)
+        # Scales of parameters need all of a parameter, so that the bucket is then one part. So it is on a GPU, where a
+        # part costs more to launch than to quantize.
         is_divided = settings.is_blockwise and not has_kernels(gradients)
         num_parts = max(1, min(MAX_PARTS, num_rows // ROWS_PER_PART)) if is_divided else 1
         self.parts = [
@@ -374,7 +369,8 @@ class PipelinedReduction:
 
 
 def divide(sums: Tensor, divisor: int) -> None:
-    """Divide in place. On a GPU torch would multiply with the reciprocal of a number, but divides by a tensor."""
+    """Divide in place."""
+    # On a GPU torch would multiply with the reciprocal of a number, but divides by a tensor.
     sums /= torch.full((), divisor, dtype=sums.dtype, device=sums.device)
 
 

@@ -86,15 +86,12 @@ class ReplicaReduceScatter(DefaultReduceScatter):
     ) -> None:
         """Add the gradients, and wait."""
         assert not async_op and op == dist.ReduceOp.SUM
-        # FSDP2's output has the dtype of the gradients: the sums are rounded once, within the replica.
+        # FSDP2's output has the dtype of its gradients, to which `copy_` converts the sums.
         output_tensor.copy_(sum_within_node(input_tensor.to(self.dtype), group, self.step))
 
 
 class QuantizedReplicaSums(ReplicaSums):
     """Adds the sums of replicas as codes.
-
-    The codes of a module are added, and its sums sent, when those of the next module have been sent: both phases of an
-    all-reduce overlap with the backward pass, except for the last module.
 
     Args:
         all_sums: of a chunk.
@@ -114,15 +111,15 @@ class QuantizedReplicaSums(ReplicaSums):
         self._reductions = {}
         for sums in all_sums:
             unquantized = [is_unquantized(parameter) for parameter in sums.parameters]
-            # `rows` are the sums of this rank's rows, without padding: they are divided among the replicas as a bucket
-            # is.
+            # The sums of this rank's rows are divided among the replicas as a bucket is among ranks.
             shards = split_bucket(
                 list(pairwise([0, *accumulate(sums.sizes)])), unquantized, len(sums.rows), group.size()
             )
             self._reductions[sums] = PipelinedReduction(sums.rows, shards, len(unquantized), group, settings, step)
 
     def _send(self, sums: GradientSums) -> PartialWork:
-        # Send first, then add the module before it, whose codes have had the time of a backward pass to arrive.
+        # The codes of a module are added, and its sums sent, when those of the next module have been sent: both phases
+        # of an all-reduce overlap with the backward pass, except for the last module.
         work = self._reductions[sums].start(Reduction(sums.rows, is_complete=True, is_average=False))
         self._add_last()
         self._last = work

@@ -355,9 +355,7 @@ class GradientShard(NamedTuple):
 def find_bad_gradients_in_buckets(chunks: Sequence[Any]) -> set[tuple[int, str]]:
     """(chunk, name) of the parameters for which this rank's local gradients are not finite.
 
-    Collective over the data-parallel groups, after a reduce-scatter. If another rank has non-finite local values in
-    this rank's own shard, those of this rank are unknown. They then count only if this rank has other non-finite
-    values.
+    Collective over the data-parallel groups, after a reduce-scatter.
     """
     dense = [(index, chunk, chunk.bucket_groups) for index, chunk in enumerate(chunks)]
     # Experts are reduced over other ranks than the other weights, and so have other shards.
@@ -381,7 +379,7 @@ def find_bad_shards(chunk_groups: Sequence[ChunkGroups], group: dist.ProcessGrou
     dist.all_gather_object(gathered, local, group=group)
     others = set().union(*(shards for rank, shards in enumerate(gathered) if rank != group.rank()))
     # If another rank had non-finite values in this rank's shard, the sum here is not finite whatever this rank's own
-    # values were.
+    # values were. They then count only if this rank has other non-finite values.
     is_bad = any(shard.owner != group.rank() or shard not in others for shard in local)
     return {(shard.chunk, shard.name) for shard in local} if is_bad else set()
 

@@ -77,7 +77,6 @@ class WgradOverwrite:
     def __init__(self, chunks: Sequence[Any], find_weights: Callable[[], Sequence[nn.Parameter]]):
         self.chunks, self._find_weights = chunks, find_weights
         self.choose_weights()
-        # The weight's gradient has been delivered: this was the first microbatch.
         for weight in self.weights:
             # Further wgrads of the step are accumulated.
             weight.register_post_accumulate_grad_hook(partial(set_overwrite, is_overwritten=False))
