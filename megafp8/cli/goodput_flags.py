@@ -1,125 +1,93 @@
-"""The flags of `megafp8 plan --goodput`, and the inputs of its simulation."""
+"""The flags of `megafp8 plan --goodput`, and the inputs of its formulas."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
+from megafp8.cli.common import given_flags
 from megafp8.errors import ConfigError
-from megafp8.planning import goodput_inputs as goodput
-from megafp8.planning.goodput_inputs import GB, RANGES, UNITS_S, GoodputInputs, range_problem
+from megafp8.planning import goodput
+from megafp8.planning.goodput import DAY_S, GB, GoodputInputs
 
 if TYPE_CHECKING:
     from megafp8.config.flags import ParsedArgs
     from megafp8.device.gpus import Gpu
 
-FLAGS: dict[str, tuple[str, str]] = {
-    "days": ("D", "duration of the run (default: 60)"),
-    "step_s": ("S", "duration of a step; default: the planner's prediction for the model"),
-    "tokens_per_step": ("N", "tokens of a step; default: the model's global batch"),
-    "gpu_failures_per_s": ("X", "failures of one GPU in 1,000 days (default: 0.303, Llama 3 405B)"),
-    "node_failures_per_s": (
+FLAGS = {
+    "--days": ("D", "duration of the run (default: 60)"),
+    "--step-s": ("S", "duration of a step; default: the planner's prediction for the model"),
+    "--tokens-per-step": ("N", "tokens of a step; default: the model's global batch"),
+    "--gpu-failures-per-1000-days": ("X", "failures of one GPU in 1,000 days (default: 0.303, Llama 3 405B)"),
+    "--node-failures-per-1000-days": (
         "X", "other failures of one node in 1,000 days: host, network, software (default: 1.37, Llama 3 405B)",
     ),
-    "failures_per_burst": ("N", "mean number of failures in a burst (default: 1, independent failures)"),
-    "burst_gap_s": ("S", "mean time between the failures of a burst (default: 600)"),
-    "hang_fraction": ("F", "share of failures that only a timeout detects (default: 0.017, Llama 3 405B)"),
-    "hardware_fraction": ("F", "share of failures after which a node is replaced (default: 0.78, Llama 3 405B)"),
-    "detection_s": (
-        "S", "from a crash to the end of all ranks, with diagnosis (default: 0, as the default of --restart-s has it)",
+    "--detection-s": (
+        "S", "mean time from a failure to the end of all ranks, with diagnosis (default: 0, as the default of "
+        "--restart-s has it)",
     ),
-    "hang_detection_s": ("S", "the same for a hang; default: --step-timeout-s, or what a run has without it"),
-    "restart_s": ("S", "from then to the first step, without the load (default: 17, measured on two CPU ranks)"),
-    "spare_nodes": ("N", "nodes that can replace others; default: one is always available"),
-    "repair_s": ("H", "hours until a replaced node is a spare (default: 24)"),
-    "maintenance_interval_s": ("D", "days between planned interruptions; default: there are none"),
-    "maintenance_s": ("M", "duration of one, without the restart (default: 0)"),
-    "stragglers_per_s": ("X", "how often nodes become slow, per 1,000 node-days (default: 0)"),
-    "straggler_slowdown": ("F", "duration of a step with a slow node, relative to one without (default: 1.2)"),
-    "straggler_s": ("H", "mean hours until a slow node is fast again (default: 1)"),
-    "replicas": ("N", "simulated runs (default: 99)"),
-    "seed": ("N", "seed of the simulation (default: 1)"),
-}  # fmt: skip
-"""Metavariable and help of each input with a flag; the flags are those of `RANGES`."""
-COUNTS = ("spare_nodes", "replicas", "seed")
-
-STORAGE_FLAGS = {
+    "--restart-s": ("S", "from then to the first step, without the load (default: 17, measured on two CPU ranks)"),
     "--checkpoint-gb": ("X", "size of a checkpoint; default: the model's weights, master weights and moments"),
     "--node-storage-gb-per-s": ("X", "storage bandwidth of one node (default: 1.3, measured on one local disk)"),
     "--storage-gb-per-s": ("X", "storage bandwidth of all nodes together (default: 2,000, Llama 3 405B)"),
     "--save-stall-s": ("S", "how long --async-save stops training (default: 0.142 of the save, measured on a CPU)"),
-}
-STORAGE_RANGES = {
-    "--checkpoint-gb": (1e-6, 1e9), "--node-storage-gb-per-s": (1e-3, 1e6), "--storage-gb-per-s": (1e-3, 1e9),
-    "--save-stall-s": (0, 1e6),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class GoodputRequest:
-    """What is simulated.
-
-    Attributes:
-        sources: where step time and checkpoint size come from.
-    """
-
-    inputs: GoodputInputs
-    sources: list[str]
+"""Metavariable and help of the flags of `goodput.RANGES`."""
+# Flags of the simulation that the formulas replaced, and what to give.
+REFUSED_FLAGS = {
+    **dict.fromkeys(("--replicas", "--simulation-seed"), "nothing is random any more: leave it out"),
+    **dict.fromkeys(("--failures-per-burst", "--burst-gap-s"), "count a burst as one failure in the two rates"),
+    **dict.fromkeys(("--hang-fraction", "--hang-detection-s"), "give the mean of crashes and hangs as --detection-s"),
+    **dict.fromkeys(
+        ("--hardware-fraction", "--spare-nodes", "--repair-hours"), "add the mean wait for a node to --restart-s"
+    ),
+    **dict.fromkeys(("--maintenance-interval-days", "--maintenance-minutes"), "take planned hours off --days"),
+    **dict.fromkeys(
+        ("--stragglers-per-1000-node-days", "--straggler-slowdown", "--straggler-hours"),
+        "give the mean duration of a step as --step-s",
+    ),
+    "--no-failures-while-down": "failures also strike while the run is down: leave it out",
+}
 
 
 def add_goodput_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--goodput` and its flags. All have the default None, so that one without `--goodput` is noticed."""
     group = parser.add_argument_group(
-        "goodput", "simulate the run with failures, saves and restarts (docs/goodput.md). Of the run's own flags, "
-        "--save-interval, --async-save and --step-timeout-s are used"
+        "goodput", "expected goodput of the run with failures, saves and restarts (docs/goodput.md). Of the run's own "
+        "flags, --save-interval and --async-save are used"
     )  # fmt: skip
     group.add_argument("--goodput", action="store_true", help="effective training time, tokens per day, save interval")
-    for name, (metavar, text) in FLAGS.items():
-        kind = int if name in COUNTS else float
-        group.add_argument(RANGES[name][0], dest=_dest(name), type=kind, metavar=metavar, help=text)
-    for flag, (metavar, text) in STORAGE_FLAGS.items():
+    for flag, (metavar, text) in FLAGS.items():
         group.add_argument(flag, type=float, metavar=metavar, help=text)
-    group.add_argument(
-        "--no-failures-while-down", action="store_true", default=None, help="failures strike only while the run trains"
-    )
-
-
-def _dest(name: str) -> str:
-    return f"goodput_{name}"
-
-
-def _storage(arguments: argparse.Namespace, flag: str) -> Optional[float]:
-    value: Optional[float] = getattr(arguments, flag[2:].replace("-", "_"))
-    return value
+    for flag, reason in REFUSED_FLAGS.items():
+        group.add_argument(flag, nargs="*", metavar="X", help=f"refused: {reason}")
 
 
 def goodput_problems(arguments: argparse.Namespace) -> Iterator[str]:
-    """Flags of the goodput group that are out of range or without effect."""
+    """Flags of the goodput group that are refused, out of range or without effect."""
+
+    def values(*flags: str) -> dict[str, Any]:
+        found = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in flags}
+        return {flag: value for flag, value in found.items() if value is not None}
+
+    yield from (f"{flag}: {REFUSED_FLAGS[flag]}" for flag in values(*REFUSED_FLAGS))
+    given = values(*FLAGS)
     if not arguments.goodput:
-        values = {RANGES[name][0]: getattr(arguments, _dest(name)) for name in FLAGS}
-        values |= {flag: _storage(arguments, flag) for flag in STORAGE_FLAGS}
-        values["--no-failures-while-down"] = arguments.no_failures_while_down
-        given = [flag for flag, value in values.items() if value is not None]
         if given:
             yield f"{', '.join(given)}: only with --goodput: add it, or remove the others"
         return
-    if arguments.scaling is not None:
-        yield "--scaling: not with --goodput, which simulates one number of GPUs: remove one of them"
-    if arguments.top is not None:
-        yield "--top: not with --goodput, which uses the fastest layout: remove one of them"
-    for name, given_value in given_inputs(arguments).items():
-        yield from range_problem(name, given_value)
-    for flag, (low, high) in STORAGE_RANGES.items():
-        value = _storage(arguments, flag)
-        if value is not None and not low <= value <= high:
-            yield f"{flag} {value:g}: must be {goodput.between(low, high)}"
+    for flag in values("--scaling", "--top", "--plot"):
+        yield f"{flag}: not with --goodput, which has one number of GPUs, the fastest layout and no picture: remove one"
+    for flag, value in given.items():
+        low, high = goodput.RANGES[flag]
+        if not low <= value <= high:  # NaN is not either
+            yield f"{flag} {value:g}: must be between {low:,g} and {high:,.0f}"
 
 
-def build_request(arguments: argparse.Namespace, parsed: ParsedArgs, gpu: Gpu) -> GoodputRequest:
-    """The inputs of the simulation, with the planner's prediction for what is not given.
+def build_inputs(arguments: argparse.Namespace, parsed: ParsedArgs, gpu: Gpu) -> tuple[GoodputInputs, list[str]]:
+    """The inputs of the formulas, with the planner's prediction for what is not given, and where they come from.
 
     Raises:
         ConfigError: neither a model nor step time, tokens and checkpoint size are given, nothing fits, or flags
@@ -129,7 +97,9 @@ def build_request(arguments: argparse.Namespace, parsed: ParsedArgs, gpu: Gpu) -
 
     if problems := list(numbers_are_in_range(parsed.config, arguments.gpus)):
         raise ConfigError(problems)
-    values = given_inputs(arguments)
+    values = given_flags(arguments, ("days", "step_s", "tokens_per_step", "detection_s", "restart_s"))
+    rates = given_flags(arguments, ("gpu_failures_per_1000_days", "node_failures_per_1000_days"))
+    values |= {name.replace("1000_days", "s"): rate / 1000 / DAY_S for name, rate in rates.items()}
     size_gb = arguments.checkpoint_gb
     step_origin = "given"
     size_origin = "its size was given" if size_gb is not None else "weights, master weights and moments"
@@ -146,35 +116,15 @@ def build_request(arguments: argparse.Namespace, parsed: ParsedArgs, gpu: Gpu) -
         size_gb = predicted_bytes / GB if size_gb is None else size_gb
     num_nodes = math.ceil(arguments.gpus / gpu.gpus_per_node)
     bytes_per_s = storage_bytes_per_s(arguments, num_nodes)
-    checkpoint, training = parsed.config.checkpoint, parsed.config.training
     write_s = size_gb * GB / bytes_per_s
-    if "hang_detection_s" not in values:
-        timeout_s = training.step_timeout_s
-        if timeout_s is None:
-            timeout_s = max(goodput.HANG_TIMEOUT_STEPS * values["step_s"], goodput.MIN_HANG_TIMEOUT_S)
-        # Without a step timeout, that of collectives ends a hang.
-        values["hang_detection_s"] = timeout_s or 60.0 * parsed.config.parallel.distributed_timeout_minutes
     inputs = GoodputInputs(
-        **values, num_gpus=arguments.gpus, num_nodes=num_nodes,
-        save_interval=checkpoint.save_interval, load_s=write_s, write_s=write_s,
-        stall_s=stall_s(arguments, checkpoint.async_save, write_s),
-        fails_while_down=not arguments.no_failures_while_down,
+        **values, num_gpus=arguments.gpus, num_nodes=num_nodes, save_interval=parsed.config.checkpoint.save_interval,
+        load_s=write_s, write_s=write_s, stall_s=stall_s(arguments, parsed.config.checkpoint.async_save, write_s),
     )  # fmt: skip
-    sources = [
+    return inputs, [
         f"a step of {inputs.tokens_per_step:,.0f} tokens takes {inputs.step_s:.4g} s ({step_origin})",
         f"a checkpoint of {size_gb:,.4g} GB ({size_origin}) is written and read at {bytes_per_s / GB:,.4g} GB/s",
     ]
-    return GoodputRequest(inputs, sources)
-
-
-def given_inputs(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Values of the inputs with flags, in the units of `GoodputInputs`."""
-    values = {name: getattr(arguments, _dest(name)) for name in FLAGS}
-    factors = {name: UNITS_S.get(RANGES[name][0], 1) for name in FLAGS}
-    return {
-        name: value if factors[name] == 1 else value / factors[name]
-        for name, value in values.items() if value is not None
-    }  # fmt: skip
 
 
 def predict(parsed: ParsedArgs, gpu: Gpu, num_gpus: int) -> tuple[str, float, float, int]:

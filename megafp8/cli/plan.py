@@ -2,15 +2,15 @@
 
     python tools/plan.py --model-preset llama3-70b --gpus 512 --gpu h200 --fp8-recipe tensorwise
     python tools/plan.py --model-preset llama3-8b --gpus 64 --gpu h100 --tensor-model-parallel-size 2 --plot plan.png
-    python tools/plan.py --goodput --model-preset llama3-405b --gpus 16384 --gpu h100 --plot goodput.png
+    python tools/plan.py --goodput --model-preset llama3-405b --gpus 16384 --gpu h100 --restart-s 300
 
 Accepts all flags of pretrain_gpt.py as well. Tensor, pipeline (also interleaved), context and expert parallelism,
 micro-batch size and recomputation are searched unless they are given. The output has memory, step time and traffic of
 the fastest layouts, and the flags of the first one for pretrain_gpt.py. Neither a GPU nor torch is needed.
 docs/planning.md describes the model and its errors against measurements.
 
-With --goodput the fastest layout is simulated over weeks: failures, saves, restarts (docs/goodput.md). The output has
-tokens per day, effective training time, the best save interval, and what to improve first.
+With --goodput the output has the expected tokens per day and effective training time of the fastest layout under
+failures, saves and restarts, where the time goes, and the best save interval (docs/goodput.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from megafp8.analysis.plotting import picture_problems
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
-from megafp8.cli.goodput_flags import add_goodput_flags, build_request, goodput_problems
+from megafp8.cli.goodput_flags import add_goodput_flags, build_inputs, goodput_problems
 from megafp8.errors import ConfigError
 from megafp8.utils.files import path_argument
 
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--plot",
         type=path_argument,
         metavar="PNG",
-        help="plot speed over numbers of GPUs, and the parts of memory and step time; with --goodput its results",
+        help="plot speed over numbers of GPUs, and the parts of memory and step time",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_goodput_flags(parser)
@@ -106,24 +106,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_goodput(arguments: argparse.Namespace, parsed: ParsedArgs, gpu: Gpu) -> int:
-    """Simulate the run and print its goodput; return 0.
+    """Print the goodput of the run; return 0.
 
     Raises:
         ConfigError: wrong flags, or nothing fits.
     """
-    from megafp8.planning.goodput import study_goodput
     from megafp8.planning.goodput_report import goodput_data, goodput_text
 
-    request = build_request(arguments, parsed, gpu)
-    goodput = study_goodput(request.inputs)
-    inputs = request.inputs
+    inputs, sources = build_inputs(arguments, parsed, gpu)
+    data = goodput_data(inputs, gpu.name, sources)
     cluster = f"{inputs.num_gpus:,} x {gpu.name} ({inputs.num_nodes:,} nodes)"
-    if arguments.json:
-        print(json.dumps(goodput_data(goodput, gpu.name, request.sources), indent=2))
-    else:
-        print(goodput_text(goodput, cluster, request.sources))
-    if arguments.plot:
-        from megafp8.analysis.plot_goodput import plot_goodput
-
-        print(f"wrote {plot_goodput(goodput, cluster, arguments.plot)}", file=sys.stderr)
+    print(json.dumps(data, indent=2) if arguments.json else goodput_text(data, cluster))
     return 0

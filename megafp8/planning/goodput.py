@@ -1,195 +1,135 @@
-"""Goodput of a run: effective training time and its range, tokens per day, where time goes, what to improve first."""
+"""Goodput of a long run by formulas: effective training time, its parts, and the best save interval.
+
+Failures are independent, with exponential gaps, and also strike while the run is down (Young, CACM 17(9), 1974; Daly,
+FGCS 22(3), 2006). docs/goodput.md has the assumptions and the difference to a simulation of single failures.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import statistics
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from megafp8.errors import ConfigError
-from megafp8.planning.goodput_inputs import DAY_S, GoodputInputs, input_problems
-from megafp8.planning.goodput_simulation import PARTS, Outcome, simulate
-from megafp8.planning.save_interval import (
-    BestInterval,
-    daly_interval_s,
-    find_best_interval,
-    long_run_fraction,
-    young_interval_s,
-)
+DAY_S = 86_400.0
+GB = 1e9
 
-MIN_COVERAGE = 0.9
+# Llama 3 405B, 54 days on 16,384 H100 in 2,048 nodes (The Llama 3 Herd of Models, 2024, section 3.3.4 and table 5).
+# 268 of the 419 unexpected interruptions were due to a GPU: faulty GPU 148, HBM3 72, SRAM 19, system processor 17,
+# silent data corruption 6, thermal interface and sensors 6. The other 151 belong to a node, the network or software.
+LLAMA_GPU_FAILURES_PER_1000_DAYS = 268 / (16_384 * 54) * 1000
+LLAMA_NODE_FAILURES_PER_1000_DAYS = 151 / (2_048 * 54) * 1000
+LLAMA_STORAGE_BYTES_PER_S = 2_000 * GB
+"""Sustained throughput of that cluster's storage (section 3.3.1)."""
 
+# benchmarks/RESULTS.md, "A run under faults": median time from the fault to the end of the first new step, two ranks
+# under torchrun on two CPU cores at a load of 3 to 15, 8 faults. It includes detection.
+SOAK_RESTART_S = 17.0
+# benchmarks/RESULTS.md, "Checkpoints": one rank to a local disk, and the stall of --async-save as a share of a save.
+NODE_STORAGE_BYTES_PER_S = 1.3 * GB
+ASYNC_STALL_FRACTION = 0.142
 
-@dataclass(frozen=True)
-class RunRange:
-    """A range that contains the result of another run with probability `coverage`."""
+RANGES: dict[str, tuple[float, float]] = {
+    "--days": (0.01, 3650), "--step-s": (1e-4, 1e5), "--tokens-per-step": (1, 1e12),
+    "--gpu-failures-per-1000-days": (0, 1e9), "--node-failures-per-1000-days": (0, 1e9),
+    "--detection-s": (0, 1e6), "--restart-s": (0, 1e6), "--checkpoint-gb": (1e-6, 1e9),
+    "--node-storage-gb-per-s": (1e-3, 1e6), "--storage-gb-per-s": (1e-3, 1e9), "--save-stall-s": (0, 1e6),
+}  # fmt: skip
+"""Permitted values of the flags that give the inputs, in the units of their names."""
 
-    low: float
-    high: float
-    coverage: float
-
-
-@dataclass(frozen=True)
-class Improvement:
-    """The gain from halving one cost."""
-
-    name: str
-    effective_fraction: float
-    gain_fraction: float
-    """Difference of the effective training time to that without the change, in long simulated runs."""
+USEFUL, SAVES, LOST, RESTARTS = "useful training", "stalls of saves", "lost work", "restarts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goodput:
-    """The result of a goodput study.
+class GoodputInputs:
+    """A run, its cluster and its failures. Times are in seconds, rates in failures per second.
 
     Attributes:
-        save_interval: steps between saves in all that follows; None: a run without failures does not save.
-        best: the search for the best interval; None without failures.
-        at_intervals: interval in steps and effective training time, by where the interval comes from.
-        run_fractions: effective training time of each simulated run.
-        effective_fraction: their mean.
-        standard_error: of that mean.
-        interval: of the effective training time of a single run.
-        parts: mean fraction of the elapsed time by part.
-        improvements: by gain.
-        num_failures, num_planned: means over the simulated runs.
+        step_s: duration of a step.
+        save_interval: steps between checkpoints; None: the best interval is used.
+        stall_s: time that training stops for a save. A synchronous save stops it until all is written.
+        write_s: time from the start of a save until its checkpoint is complete.
+        load_s: time to read a checkpoint after a restart.
+        gpu_failures_per_s, node_failures_per_s: rate of failures of one GPU, and of one node apart from its GPUs. Any
+            failure stops the run, because training is synchronous.
+        detection_s: mean time from a failure to the end of all ranks.
+        restart_s: mean time from then to the first step, without the load.
     """
 
-    inputs: GoodputInputs
-    save_interval: Optional[int]
-    best: Optional[BestInterval]
-    at_intervals: dict[str, tuple[int, float]]
-    run_fractions: list[float]
-    effective_fraction: float
-    standard_error: float
-    interval: RunRange
-    parts: dict[str, float]
-    num_failures: float
-    num_planned: float
-    improvements: list[Improvement]
+    num_gpus: int
+    num_nodes: int
+    days: float = 60.0
+    step_s: float
+    tokens_per_step: float
+    save_interval: Optional[int] = None
+    stall_s: float
+    write_s: float
+    load_s: float
+    gpu_failures_per_s: float = LLAMA_GPU_FAILURES_PER_1000_DAYS / 1000 / DAY_S
+    node_failures_per_s: float = LLAMA_NODE_FAILURES_PER_1000_DAYS / 1000 / DAY_S
+    detection_s: float = 0.0
+    restart_s: float = SOAK_RESTART_S
 
     @property
-    def tokens_per_day(self) -> float:
-        """Tokens of steps that are not lost, per day of elapsed time."""
-        return self.effective_fraction * self.full_speed_tokens_per_day
+    def failures_per_s(self) -> float:
+        """Rate of failures of all GPUs and nodes together."""
+        return self.num_gpus * self.gpu_failures_per_s + self.num_nodes * self.node_failures_per_s
+
+    @property
+    def mean_time_between_failures_s(self) -> float:
+        """Infinite without failures."""
+        return 1 / self.failures_per_s if self.failures_per_s else math.inf
 
     @property
     def full_speed_tokens_per_day(self) -> float:
         """Tokens per day without any interruption."""
-        return self.inputs.tokens_per_step * DAY_S / self.inputs.step_s
+        return self.tokens_per_step * DAY_S / self.step_s
 
 
-def study_goodput(inputs: GoodputInputs) -> Goodput:
-    """Simulate the run and its variants.
+def young_interval_s(stall_s: float, mtbf_s: float) -> float:
+    """The best time of training between saves, to first order (Young 1974).
 
-    Raises:
-        ConfigError: with every input that is out of range.
+    Args:
+        stall_s: time that a save stops training.
+        mtbf_s: mean time between failures.
     """
-    if problems := list(input_problems(inputs)):
-        raise ConfigError(problems)
-    best = find_best_interval(inputs)
-    used = inputs.save_interval or (best.steps if best else None)
-    outcomes = [
-        simulate(inputs, used, inputs.duration_s, f"{inputs.seed}/{replica}") for replica in range(inputs.replicas)
-    ]
-    fractions = [outcome.effective_fraction for outcome in outcomes]
-    return Goodput(
-        inputs=inputs,
-        save_interval=used,
-        best=best,
-        at_intervals=compare_intervals(inputs, best),
-        run_fractions=fractions,
-        effective_fraction=statistics.fmean(fractions),
-        standard_error=statistics.stdev(fractions) / math.sqrt(len(fractions)),
-        interval=prediction_interval(fractions),
-        parts=mean_parts(outcomes),
-        num_failures=statistics.fmean(outcome.num_failures for outcome in outcomes),
-        num_planned=statistics.fmean(outcome.num_planned for outcome in outcomes),
-        improvements=find_improvements(inputs, used),
-    )
+    return math.sqrt(2 * stall_s * mtbf_s)
 
 
-def prediction_interval(values: Sequence[float]) -> RunRange:
-    """The range between two order statistics that contains a further value with a probability of at least 90%.
+def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
+    """The same to higher order (Daly 2006, equation 37)."""
+    if stall_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = stall_s / (2 * mtbf_s)
+    return young_interval_s(stall_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
 
-    With n exchangeable values, a further one lies between the j-th smallest and the j-th largest with probability
-    (n + 1 - 2 j) / (n + 1), whatever their distribution; values that are equal only increase it. n must be at least 19.
+
+def best_save_interval(inputs: GoodputInputs) -> Optional[int]:
+    """Daly's interval in steps; None without failures. Asynchronous saves are not due before the last is complete."""
+    mtbf_s = inputs.mean_time_between_failures_s
+    if math.isinf(mtbf_s):
+        return None
+    interval_s = max(daly_interval_s(inputs.stall_s, mtbf_s), min(inputs.write_s - inputs.stall_s, mtbf_s))
+    return max(1, round(interval_s / inputs.step_s))
+
+
+def time_parts(inputs: GoodputInputs, save_interval: Optional[int]) -> dict[str, float]:
+    """Expected share of each part of the elapsed time; `USEFUL` is the effective training time.
+
+    Daly's equation 20: `useful` seconds of training take M e^(R/M) (e^((tau + stall)/M) - 1) useful/tau, with M the
+    mean time between failures, R the recovery and tau the training between saves. An asynchronous checkpoint counts
+    write - stall later: that much more must pass without a failure after a recovery, as if it were a part of R.
+
+    Args:
+        save_interval: in steps; None: the run never saves, and must have no failures.
     """
-    ordered, count = sorted(values), len(values)
-    rank = int((count + 1) * (1 - MIN_COVERAGE) / 2 + 1e-9)
-    if rank < 1:
-        raise ValueError(f"{count} values are too few for a coverage of {MIN_COVERAGE}")
-    return RunRange(ordered[rank - 1], ordered[-rank], (count + 1 - 2 * rank) / (count + 1))
-
-
-def mean_parts(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Mean fraction of the elapsed time by part."""
-    total_s = math.fsum(seconds for outcome in outcomes for seconds in outcome.parts_s.values())
-    return {part: math.fsum(outcome.parts_s[part] for outcome in outcomes) / total_s for part in PARTS}
-
-
-def compare_intervals(inputs: GoodputInputs, best: Optional[BestInterval]) -> dict[str, tuple[int, float]]:
-    """Effective training time at the best, the two formulas' and the given interval, in the same long run."""
-    intervals, known = {}, {}
-    if best is not None:
-        known = best.fractions
-        mtbf_s = inputs.mean_time_between_failures_s
-        formulas_s = {
-            "Young's formula": young_interval_s(inputs.stall_s, mtbf_s),
-            "Daly's formula": daly_interval_s(inputs.stall_s, mtbf_s),
-        }
-        intervals["best by simulation"] = best.steps
-        intervals |= {name: max(1, round(seconds / inputs.step_s)) for name, seconds in formulas_s.items()}
-    if inputs.save_interval is not None:
-        intervals["--save-interval"] = inputs.save_interval
-    return {
-        name: (steps, known[steps] if steps in known else long_run_fraction(inputs, steps))
-        for name, steps in intervals.items()
-    }
-
-
-def halved_costs(inputs: GoodputInputs) -> Iterator[tuple[str, GoodputInputs]]:
-    """The inputs with each cost halved in turn, as far as the cost is not zero."""
-
-    def halved(*names: str) -> GoodputInputs:
-        return dataclasses.replace(inputs, **{name: getattr(inputs, name) / 2 for name in names})
-
-    if inputs.gpu_failures_per_s:
-        yield "failures of GPUs", halved("gpu_failures_per_s")
-    if inputs.node_failures_per_s:
-        yield "failures of nodes", halved("node_failures_per_s")
-    if inputs.failures_per_s and inputs.detection_s:
-        yield "detection of crashes", halved("detection_s")
-    if inputs.failures_per_s and inputs.hang_fraction and inputs.hang_detection_s:
-        yield "detection of hangs", halved("hang_detection_s")
-    if inputs.restart_s:
-        yield "restart", halved("restart_s")
-    if inputs.load_s:
-        yield "loading a checkpoint", halved("load_s")
-    if inputs.stall_s:
-        yield "stall of a save", halved("stall_s") if inputs.is_async else halved("stall_s", "write_s")
-    if inputs.is_async:
-        yield "writing a checkpoint", dataclasses.replace(inputs, write_s=max(inputs.stall_s, inputs.write_s / 2))
-    if inputs.spare_nodes is not None and inputs.hardware_fraction and inputs.repair_s:
-        yield "repair of a node", halved("repair_s")
-    if inputs.maintenance_interval_s is not None:
-        yield (
-            "planned interruptions",
-            dataclasses.replace(inputs, maintenance_interval_s=2 * inputs.maintenance_interval_s),
-        )
-    if inputs.stragglers_per_s and inputs.straggler_slowdown > 1:
-        yield "stragglers", halved("stragglers_per_s")
-
-
-def find_improvements(inputs: GoodputInputs, save_interval: Optional[int]) -> list[Improvement]:
-    """The gain from halving each cost at the same save interval, the largest first."""
-    before = long_run_fraction(inputs, save_interval)
-    found = []
-    for name, changed in halved_costs(inputs):
-        after = long_run_fraction(changed, save_interval)
-        found.append(Improvement(name, after, after - before))
-    return sorted(found, key=lambda improvement: -improvement.gain_fraction)
+    if save_interval is None:
+        return {USEFUL: 1.0, SAVES: 0.0, LOST: 0.0, RESTARTS: 0.0}
+    rate = inputs.failures_per_s
+    recovery_s = inputs.detection_s + inputs.restart_s + inputs.load_s
+    interval_s = save_interval * inputs.step_s
+    stall_s = max(inputs.stall_s, inputs.write_s - interval_s)  # a save waits for the end of the one before
+    cycle = (interval_s + stall_s) * rate
+    growth = cycle / -math.expm1(-cycle) if cycle else 1.0
+    useful = growth * interval_s / (interval_s + stall_s) * math.exp(-(recovery_s + interval_s + inputs.write_s) * rate)
+    saves, restarts = useful * stall_s / interval_s, -math.expm1(-recovery_s * rate)
+    return {USEFUL: useful, SAVES: saves, LOST: max(0.0, 1 - useful - saves - restarts), RESTARTS: restarts}

@@ -140,9 +140,8 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "docs/goodput.md": {
         "megafp8 plan --goodput --model-preset": {
             "llama3-405b --gpus 16384": "llama-1b --gpus 8",
-            END: "--replicas 19 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1",
+            END: "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1",
         },
-        "megafp8 plan --goodput --gpus": {END: "--replicas 19"},
     },
     "docs/planning.md": {
         "python tools/plan.py": SMALL_PLAN,
