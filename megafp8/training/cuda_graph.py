@@ -110,10 +110,12 @@ class PassGraph:
         if self.graph is None:
             self.capture(passes, batches is not None, pool, generators)  # counts for the first replay
         else:
+            # Python does not run in a replay: add what the capture counted.
             for counter, received in zip(self.counters, self.received_bytes, strict=True):
                 counter.received_bytes += received
         assert self.graph is not None
         for noise, number in zip(self.noises, self.draws_per_replay, strict=True):
+            # Likewise for seeds of stochastic rounding, which are drawn in Python.
             noise.seed_draws(number)
         self.graph.replay()
         return self.reports
@@ -128,6 +130,7 @@ class PassGraph:
                     {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
                 )
             for name, tensor in batch.items():
+                # The graph reads these addresses. The copy is on the stream of the replay, and so before it.
                 self.inputs[index][name].copy_(tensor, non_blocking=True)
 
     def capture(self, passes: Passes, reads_batches: bool, pool: Any, generators: Sequence[torch.Generator]) -> None:
@@ -138,9 +141,11 @@ class PassGraph:
         draws = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
         noises = (generator for noise in self.noises for generator in noise.generators)
         for state in (*(tracker.get_states().values() if draws else ()), *generators, *noises):
+            # A replay advances the states of registered generators, as its passes would without a graph.
             graph.register_generator_state(state)
         # Not "global": other threads use the device meanwhile. Loaders pin memory, and NCCL's watchdog queries events.
         captured = torch.cuda.graph(graph, pool=pool, stream=capture_stream(), capture_error_mode="thread_local")
+        # The passes count while they are captured, although no kernel runs.
         before = [counter.received_bytes for counter in self.counters]
         with nullcontext() if draws else fixed_random_states(), captured:
             self.reports = passes(iter(self.inputs) if reads_batches else None)
@@ -255,6 +260,7 @@ class StepGraph(EagerPasses):
         if self.steps_left:
             self.steps_left -= 1
             return forward_backward(batches)
+        # With the memory of the graphs so far, as only one of them runs at a time.
         return self.step.run(forward_backward, batches, num_microbatches, self.pool)
 
     def run_with_hooks(
@@ -337,6 +343,7 @@ def side_stream() -> Iterator[None]:
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.11
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     stream, default = capture_stream(), torch.cuda.current_stream()
+    # What the default stream has launched comes before, and what it launches after the context comes later.
     stream.wait_stream(default)
     with torch.cuda.stream(stream):
         yield
