@@ -25,8 +25,8 @@ from benchmarks.planner_fit import fit
 from benchmarks.planner_measurements import FIT, HELD_OUT, MEASUREMENTS, Measurement
 from benchmarks.planner_published import LEFT_OUT, PUBLISHED, Published
 from megafp8.planning.layouts import LayoutSearch
-from megafp8.planning.memory import estimate_stages
 from megafp8.planning.step_time import step_time
+from megafp8.resources.memory import estimate_stages
 from megafp8.utils.formatting import markdown_table
 
 RESULTS = ROOT / "benchmarks/RESULTS.md"

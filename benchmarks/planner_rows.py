@@ -14,9 +14,9 @@ from megafp8.config.flags import parse
 from megafp8.device import capability
 from megafp8.device.gpus import GPUS, find_gpu
 from megafp8.errors import ConfigError
-from megafp8.planning.automatic import choose
-from megafp8.planning.memory import estimate_stages
 from megafp8.planning.step_time import step_time
+from megafp8.resources.automatic import choose
+from megafp8.resources.memory import estimate_stages
 from megafp8.utils.formatting import markdown_table
 
 GIB = 2**30

@@ -11,7 +11,7 @@ from typing import Optional
 from megafp8.config import flags, rules, settings, variants
 from megafp8.errors import ConfigError
 from megafp8.launch.process_pool import PooledRun
-from megafp8.planning.automatic import with_recorded
+from megafp8.resources.automatic import with_recorded
 from megafp8.utils.files import UnreadableFile, read_text
 
 

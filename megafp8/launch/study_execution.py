@@ -26,10 +26,10 @@ from megafp8.launch import slurm
 from megafp8.launch.job import Job, build_job, check_job
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.launch.study import Study, StudyRun, labels_text
-from megafp8.planning.automatic import with_choices
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.step_time import step_time
 from megafp8.resilience.run_state import RunState, current_state, last_recorded_step
+from megafp8.resources.automatic import with_choices
 from megafp8.utils.files import UnreadableFile, atomic_write_json, atomic_write_text, read_text
 from megafp8.utils.strict_json import parse_json
 

@@ -1,1 +1,1 @@
-"""What a run will need, before it runs: estimates from the configuration alone."""
+"""What a run will take and gain: step time, layouts, goodput and the dry run, from the configuration alone."""

@@ -16,9 +16,10 @@ from megafp8.config import derived, dimensions, iterations, latent_attention, mi
 from megafp8.config.model_shapes import count_parameters
 from megafp8.config.muon import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
-from megafp8.planning.memory import parameters_on_stage
-from megafp8.planning.mixture_memory import BYTES, expert_parameters_on_stage
-from megafp8.planning.planned_run import PlannedRun, quantized_fraction
+from megafp8.planning.planned_run import PlannedRun
+from megafp8.resources.memory import parameters_on_stage
+from megafp8.resources.mixture_memory import BYTES, expert_parameters_on_stage
+from megafp8.resources.recipe_shares import quantized_fraction
 
 COLLECTIVE_START_S, NVLINK_STEP_S, NETWORK_STEP_S = 8.4e-6, 3.4e-6, 14e-6
 NETWORK_FRACTION = 0.85

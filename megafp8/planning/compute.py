@@ -21,16 +21,10 @@ from megafp8.config import attention_layers, derived, dimensions, latent_attenti
 from megafp8.config.activations import is_gated
 from megafp8.config.rules.precision import uses_op_fuser, uses_split_rope_kernel
 from megafp8.config.saved_activations import ACTIVATION, NORM, PACKED_BYTES
-from megafp8.planning.memory import has_fused_loss
-from megafp8.planning.planned_run import (
-    BF16,
-    PlannedRun,
-    layer_gemms,
-    layer_linears,
-    output_layer_gemms,
-    output_layer_recipes,
-)
+from megafp8.planning.planned_run import PlannedRun, layer_gemms, layer_linears, output_layer_gemms
 from megafp8.recipes import registry
+from megafp8.resources.memory import has_fused_loss
+from megafp8.resources.recipe_shares import BF16, output_layer_recipes
 
 TILE = 128
 BF16_BYTES = 2

@@ -13,16 +13,17 @@ from megafp8.config.precision_map import GEMMS
 from megafp8.config.rules import cuda_graph
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
-from megafp8.planning import micro_batch
-from megafp8.planning.automatic import BF16_MOMENTS, MAX_BETA2_IN_BF16, Values
 from megafp8.planning.compute import cast_s, gemm_s, grad_output_rows
 from megafp8.planning.layouts import MICRO, recomputations
-from megafp8.planning.memory import estimate_stages
-from megafp8.planning.micro_batch import gib
-from megafp8.planning.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.planning.mixture_time import expert_warnings
-from megafp8.planning.planned_run import BF16, PlannedRun, layer_gemms, layer_linears
+from megafp8.planning.planned_run import PlannedRun, layer_gemms, layer_linears
 from megafp8.planning.step_time import step_time
+from megafp8.resources import micro_batch
+from megafp8.resources.automatic import BF16_MOMENTS, MAX_BETA2_IN_BF16, Values
+from megafp8.resources.memory import estimate_stages
+from megafp8.resources.micro_batch import gib
+from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
+from megafp8.resources.recipe_shares import BF16
 
 # ---- Predicted speedup of FP8 over BF16: per linear, including its casts, and for the complete step -----------------
 # The times are the planner's (`compute`, `step_time`). A linear quantizes its input and its grad_output once per

@@ -17,9 +17,9 @@ from megafp8.config.activations import is_gated
 from megafp8.config.checkpoint_size import FILES_PER_RANK, MAX_LAG_BYTES
 from megafp8.config.muon import is_muon
 from megafp8.config.schema import RunConfig
-from megafp8.planning.memory import MemoryEstimate, updated_parameters
-from megafp8.planning.micro_batch import gib
-from megafp8.planning.mixture_memory import BYTES, expert_parameters_on_stage
+from megafp8.resources.memory import MemoryEstimate, updated_parameters
+from megafp8.resources.micro_batch import gib
+from megafp8.resources.mixture_memory import BYTES, expert_parameters_on_stage
 
 STATE_BYTES = 3 * BYTES["fp32"]
 """Master weight and two moments of a parameter, in a checkpoint."""

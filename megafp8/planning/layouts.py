@@ -13,11 +13,11 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
 from megafp8.device.gpus import Gpu
-from megafp8.planning.automatic import with_choices
-from megafp8.planning.memory import MemoryEstimate, cuda_graph_memory_bytes, estimate_stages
-from megafp8.planning.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.planning.planned_run import CALIBRATION, Calibration, PlannedRun
 from megafp8.planning.step_time import StepTime, step_time
+from megafp8.resources.automatic import with_choices
+from megafp8.resources.memory import MemoryEstimate, cuda_graph_memory_bytes, estimate_stages
+from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 
 # ---- The ways to split the layers of a model over pipeline stages that the layout search tries ----------------------
 # Stages have as many layers where these divide. Otherwise the first and the last stage have fewer, which also balances

@@ -25,8 +25,9 @@ from megafp8.config.grouped_experts import grouped_expert_problems, one_launch_s
 from megafp8.config.schema import RunConfig
 from megafp8.planning.communication import RankGroup, all_to_all_s, ring_collective_s
 from megafp8.planning.compute import BF16_BYTES, TILE, LayerTime, bytes_per_element, cast_s, gemm_flops_per_s
-from megafp8.planning.mixture_memory import BYTES
-from megafp8.planning.planned_run import BF16, LinearGemm, PlannedRun, linear_gemms
+from megafp8.planning.planned_run import LinearGemm, PlannedRun, linear_gemms
+from megafp8.resources.mixture_memory import BYTES
+from megafp8.resources.recipe_shares import BF16
 
 TE_STREAMS = 4
 """Streams of Transformer Engine's grouped linear."""

@@ -1,8 +1,8 @@
-"""What --optimizer muon costs: FLOPs and seconds of Newton-Schulz, and bytes of state.
+"""What --optimizer muon costs: FLOPs and seconds of Newton-Schulz.
 
-Muon has one FP32 moment for a matrix of the layers, where Adam has two. A Newton-Schulz step on an (m, n) matrix with
-m <= n takes 4 m^2 n + 2 m^3 FLOPs, once an optimizer step and not once a token. Five of them on an (m, m) matrix take
-as many as the forward and backward passes of 5 m tokens through it. The router of a mixture is not counted.
+A Newton-Schulz step on an (m, n) matrix with m <= n takes 4 m^2 n + 2 m^3 FLOPs, once an optimizer step and not once a
+token. Five of them on an (m, m) matrix take as many as the forward and backward passes of 5 m tokens through it. The
+router of a mixture is not counted. `resources/memory.py` has the bytes of Muon's state.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from megafp8.config.activations import is_gated
 from megafp8.config.muon import is_layer_wise, is_muon
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.planning.mixture_memory import expert_layers_on_stage
 from megafp8.planning.planned_run import PlannedRun
+from megafp8.resources.mixture_memory import expert_layers_on_stage
 
-FP32_BYTES = 4
 PRODUCTS_PER_STEP = 3
 PEAKS = {"medium": "bf16", "high": "tf32", "highest": "fp32"}
 """--muon-fp32-matmul-prec -> dtype whose peak limits the products."""
@@ -117,24 +116,3 @@ def muon_lines(config: RunConfig, world_size: int) -> list[str]:
         f"muon: {num_matrices:,} matrices on the first stage, {newton_schulz_flops(config, 0) / 1e12:,.3f} TFLOP of "
         f"Newton-Schulz a step, {each}"
     ]
-
-
-def state_bytes(
-    config: RunConfig, world_size: int, *, matrices: int, others: int, experts: int, largest: int, itemsize: int
-) -> int:
-    """Bytes of optimizer state on the rank that has most of it.
-
-    Args:
-        matrices: elements of the matrices of the layers on the rank, with those of experts.
-        others: elements of all other weights.
-        experts: those of `matrices` that are of routed experts.
-        largest: elements of the largest weight, which one rank updates.
-        itemsize: bytes of an element's master weight and of its converted gradient.
-    """
-    of_matrix, of_other = itemsize + FP32_BYTES, itemsize + 2 * FP32_BYTES
-    if not is_layer_wise(config):
-        return matrices * of_matrix + others * of_other
-    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
-    expert_ranks = mixture.expert_data_size(config, world_size) if experts else 1
-    dense = max((matrices - experts) * of_matrix + others * of_other, ranks * largest * of_other)
-    return -(-dense // ranks) + -(-experts * of_matrix // expert_ranks)

@@ -11,10 +11,10 @@ from megafp8.config.settings import settings_by_name
 from megafp8.planning.communication import NETWORK_FRACTION
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.layouts import PlannedLayout
-from megafp8.planning.mixture_memory import FREE_MEMORY_FRACTION
 from megafp8.planning.plan import Plan, scaling_limits
 from megafp8.planning.planned_run import CALIBRATION
 from megafp8.planning.step_time import bytes_by_group
+from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION
 from megafp8.utils.formatting import text_table
 
 GIB = 2**30

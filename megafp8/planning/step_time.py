@@ -25,20 +25,20 @@ from megafp8.config import derived, iterations, mixture, model_shapes, multi_tok
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.muon import is_muon
 from megafp8.planning import communication, compute
-from megafp8.planning.memory import parameters_on_stage
-from megafp8.planning.mixture_memory import BYTES, SCALED, expert_layers_on_stage, expert_parameters_on_stage
 from megafp8.planning.mixture_time import exchanged_bytes, experts_time
 from megafp8.planning.muon_cost import newton_schulz_s
-from megafp8.planning.planned_run import (
+from megafp8.planning.planned_run import PlannedRun
+from megafp8.recipes import registry
+from megafp8.resources.memory import parameters_on_stage
+from megafp8.resources.mixture_memory import BYTES, SCALED, expert_layers_on_stage, expert_parameters_on_stage
+from megafp8.resources.recipe_shares import (
     BACKWARD_GEMMS,
     BF16,
     FORWARD_GEMMS,
-    PlannedRun,
     layers_by_recipe,
     output_layer_recipes,
     quantized_fraction,
 )
-from megafp8.recipes import registry
 
 # ---- Time of the optimizer in a step: the bytes that its kernels move -----------------------------------------------
 

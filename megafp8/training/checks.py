@@ -27,10 +27,10 @@ from megafp8.device.layer_support import (
 from megafp8.device.platform import enable_determinism, limit_device_connections, silence_other_ranks, world_size
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.mcore import cpu_patches
-from megafp8.planning import micro_batch
-from megafp8.planning.automatic import Choice, choose
 from megafp8.recipes import registry
 from megafp8.resilience import fault_injection
+from megafp8.resources import micro_batch
+from megafp8.resources.automatic import Choice, choose
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The settings that megafp8 chose where the command line gives `auto` or nothing, in one line with the reasons

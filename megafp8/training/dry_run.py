@@ -28,17 +28,17 @@ from megafp8.device.capability import Target
 from megafp8.device.gpus import find_gpu
 from megafp8.device.platform import detect_platform, resident_bytes
 from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
-from megafp8.planning import micro_batch
 from megafp8.planning.fit import fp8_warnings, memory_warnings
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
-from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
-from megafp8.planning.micro_batch import gib
-from megafp8.planning.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.planning.mixture_time import exchanged_bytes
 from megafp8.planning.muon_cost import muon_lines
 from megafp8.planning.planned_run import PlannedRun
-from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
 from megafp8.planning.step_time import step_time
+from megafp8.resources import micro_batch
+from megafp8.resources.memory import cuda_graph_memory_bytes, estimate_stages
+from megafp8.resources.micro_batch import gib
+from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
+from megafp8.resources.precision_table import format_precision_map, resolve_precision_map
 from megafp8.training.checks import ValidatedRun, check_with_size, chosen_settings, format_chosen, short_warnings
 from megafp8.training.resume import preview
 from megafp8.training.run_record import recipe_lines

@@ -22,12 +22,12 @@ from megafp8.device.platform import Platform, detect_platform, init_distributed,
 from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, OutOfMemory, PeerLost, RunFolderInUse, causes
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks, build_sinks
-from megafp8.planning.automatic import Choice
-from megafp8.planning.micro_batch import is_auto
 from megafp8.resilience import fault_injection
 from megafp8.resilience.run_lock import LOCK_FILE, RunLock, acquire_run_lock
 from megafp8.resilience.run_state import RunStateWriter, finished_state, first_state
 from megafp8.resilience.watchdog import PhaseClock, Watchdog
+from megafp8.resources.automatic import Choice
+from megafp8.resources.micro_batch import is_auto
 from megafp8.training.checks import ValidatedRun, check_with_size, chosen_settings, format_chosen, short_warnings
 from megafp8.training.evaluation import record_evaluation, validate
 from megafp8.training.extension import LoopState

@@ -24,8 +24,8 @@ from megafp8.device.platform import THREAD_VARIABLES, cores_per_rank
 from megafp8.metrics.records import RunRecord
 from megafp8.optimizer import fused_adam
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
-from megafp8.planning.precision_table import GemmPrecision, format_recipes, resolve_precision_map
 from megafp8.quantization import saved_activations
+from megafp8.resources.precision_table import GemmPrecision, format_recipes, resolve_precision_map
 from megafp8.training.run import Run
 
 LIBRARIES = ("torch", "megatron-core", "transformer-engine", "deep-ep", "numpy", "sentencepiece")

@@ -25,10 +25,10 @@ from megafp8.checkpoint.save import finish_param_gather, save_checkpoint
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config.layer_backends import EMULATED
 from megafp8.config.schema import RunConfig
-from megafp8.planning.memory import estimate_memory
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.fp8_parameter import WEIGHT, QuantizedParameter, quantized_parameters
 from megafp8.quantization.quantize import quantize
+from megafp8.resources.memory import estimate_memory
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.extensions.step_records import params_norm

@@ -14,8 +14,8 @@ from test_fp8_param_gather import RAGGED, check_codes, curve_of, gathered_in_a_s
 from megafp8.config.layer_backends import EMULATED
 from megafp8.config.schema import RunConfig
 from megafp8.models.experts import PaddedExperts
-from megafp8.planning.memory import estimate_memory
 from megafp8.quantization.fp8_parameter import QuantizedParameter, quantized_parameters
+from megafp8.resources.memory import estimate_memory
 
 GATHER = "--fp8-param-gather"
 EXPERTS = (

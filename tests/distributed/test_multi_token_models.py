@@ -13,7 +13,7 @@ from megafp8.checkpoint.convert.to_megatron import plan_megatron_export
 from megafp8.config import model_shapes
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
-from megafp8.planning.memory import parameters_on_stage
+from megafp8.resources.memory import parameters_on_stage
 from megafp8.training.language_model import load_language_model
 
 LLAMA = (

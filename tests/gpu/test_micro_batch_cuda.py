@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from megafp8.analysis.runs import load_run
-from megafp8.planning.micro_batch import best_size
+from megafp8.resources.micro_batch import best_size
 from megafp8.training.micro_batch_search.search import CHOICE_FILE, SizeChoice, read_choice
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,8 +24,8 @@ from megafp8.config.schema import moe as schema
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_by_name, settings_with
 from megafp8.mcore.cpu_patches import PATCHES
-from megafp8.planning import automatic
 from megafp8.recipes import registry
+from megafp8.resources import automatic
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -24,12 +24,15 @@ LEVELS = {
     "recipes": 2, "resilience": 2,
     "config": 3, "kernels": 3,
     "device": 4, "quantization": 4, "mcore": 4, "data": 4,
-    "te": 5, "planning": 5, "optimizer": 5, "metrics": 5, "checkpoint": 6,
+    "te": 5, "resources": 5, "planning": 6, "optimizer": 5, "metrics": 5,
+    "checkpoint": 6,
     "models": 7, "launch": 7, "analysis": 7,
     "training": 8,
     "cli": 9,
 }  # fmt: skip
-PARTS_WITHOUT_TORCH = {"errors", "utils", "recipes", "resilience", "config", "planning", "launch", "analysis", "cli"}
+PARTS_WITHOUT_TORCH = {
+    "errors", "utils", "recipes", "resilience", "config", "resources", "planning", "launch", "analysis", "cli",
+}  # fmt: skip
 PARTS_WITH_MEGATRON = {"data", "mcore", "te", "optimizer", "checkpoint", "models", "training"}
 PART_WITH_TRANSFORMER_ENGINE = "te"
 PATCHED_BY = {"megatron": "mcore", "torch": "mcore", "transformer_engine": "te"}

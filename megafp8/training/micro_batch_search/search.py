@@ -20,10 +20,10 @@ from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.device.platform import Platform, rank, resident_bytes, world_size
 from megafp8.errors import ConfigError, DataError
-from megafp8.planning import micro_batch
-from megafp8.planning.micro_batch import gib
-from megafp8.planning.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.resilience.watchdog import Watchdog
+from megafp8.resources import micro_batch
+from megafp8.resources.micro_batch import gib
+from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.training.micro_batch_search.messages import Failed, TooLarge, TrialResult, TrialSetup
 from megafp8.training.micro_batch_search.processes import TrialProcess
 from megafp8.training.run import run_folder

@@ -24,7 +24,7 @@ from megafp8.config.settings import with_values
 from megafp8.config.stages import microbatch_group_size
 from megafp8.device import platform as device_platform
 from megafp8.mcore import cpu_patches
-from megafp8.planning.micro_batch import last_batch_size, with_constant_batch, with_size
+from megafp8.resources.micro_batch import last_batch_size, with_constant_batch, with_size
 from megafp8.training.micro_batch_search.messages import (
     MEMORY_EXCEEDED_STATUS,
     Failed,

@@ -17,8 +17,8 @@ from megafp8.config.schema import RunConfig
 from megafp8.models import saved_activations
 from megafp8.models.layer_specs import InputSavingRMSNorm
 from megafp8.models.saved_activations import InputSaving, Packing
-from megafp8.planning.memory import layer_activations
 from megafp8.quantization.saved_activations import can_pack, pack, unpack
+from megafp8.resources.memory import layer_activations
 
 BOTH = "--fp8-saved-activations norm activation"
 SIZES = "--bf16 --ffn-hidden-size 192 --num-layers 2"

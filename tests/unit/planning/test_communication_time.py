@@ -10,12 +10,12 @@ from plans import FP8, PIPELINE, TENSOR, run_of
 from megafp8.config import iterations
 from megafp8.planning import communication, compute
 from megafp8.planning.communication import COLLECTIVE_START_S, RankGroup, ring_collective_s
-from megafp8.planning.memory import parameters_on_stage
 from megafp8.planning.step_time import (
     bytes_by_group,
     stage_time,
     step_time,
 )
+from megafp8.resources.memory import parameters_on_stage
 
 
 def test_ring_collectives_move_all_but_one_shard():

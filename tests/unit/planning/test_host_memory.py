@@ -7,7 +7,7 @@ from megafp8.config.checkpoint_size import FILES_PER_RANK, MAX_LAG_BYTES
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.host_memory import checkpoint_memory, largest_tensor_bytes
-from megafp8.planning.memory import estimate_memory
+from megafp8.resources.memory import estimate_memory
 
 VOCAB = 32_000
 MODEL = {

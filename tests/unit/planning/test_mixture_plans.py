@@ -12,7 +12,6 @@ from megafp8.config.settings import with_values
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
 from megafp8.planning import communication, layouts
-from megafp8.planning.automatic import with_choices
 from megafp8.planning.communication import RankGroup
 from megafp8.planning.mixture_time import (
     BF16_HOST_EXPERT_S,
@@ -34,6 +33,7 @@ from megafp8.planning.step_time import (
     step_time,
     weight_casts_s,
 )
+from megafp8.resources.automatic import with_choices
 
 ALLTOALL = {"parallel.moe_token_dispatcher_type": "alltoall", "parallel.expert_model_parallel_size": 8}
 

@@ -13,9 +13,9 @@ from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.communication import data_parallel_traffic
-from megafp8.planning.memory import estimate_memory
 from megafp8.planning.muon_cost import matrices_on_rank, muon_lines, newton_schulz_flops
 from megafp8.planning.step_time import optimizer_s
+from megafp8.resources.memory import estimate_memory
 
 LLAMA3_8B = PRESETS["llama3-8b"]
 # As docs/muon.md lists them: query, key, value, linear_proj, linear_fc1 and linear_fc2.

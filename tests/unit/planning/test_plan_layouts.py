@@ -12,10 +12,10 @@ from megafp8.errors import ConfigError
 from megafp8.planning import layouts
 from megafp8.planning import plan as planning_plan
 from megafp8.planning.layouts import find_layouts
-from megafp8.planning.mixture_memory import FREE_MEMORY_FRACTION
 from megafp8.planning.plan import make_plan, scaling_limits
 from megafp8.planning.report import plan_data, plan_text
 from megafp8.planning.step_time import MODEL_GEMM_PARTS
+from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION
 
 
 def search(changes=None, *, gpus=8, gpu="h200", given=()):

@@ -5,14 +5,10 @@ from plans import FP8, run_of
 
 from megafp8.config.layer_backends import EMULATED
 from megafp8.planning.compute import gemm_s, output_layer_casts_s, output_layer_s
-from megafp8.planning.memory import estimate_memory, layer_activations, parameters_on_stage
-from megafp8.planning.planned_run import (
-    BACKWARD_GEMMS,
-    FORWARD_GEMMS,
-    layers_by_recipe,
-    output_layer_gemms,
-)
+from megafp8.planning.planned_run import output_layer_gemms
 from megafp8.planning.step_time import stage_time, weight_casts_s
+from megafp8.resources.memory import estimate_memory, layer_activations, parameters_on_stage
+from megafp8.resources.recipe_shares import BACKWARD_GEMMS, FORWARD_GEMMS, layers_by_recipe
 
 # Runs whose map changes an MLP have no fused operations. The other runs here do not use them either.
 LAYERS = {"precision.use_transformer_engine_op_fuser": False}

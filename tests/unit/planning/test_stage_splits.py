@@ -12,9 +12,9 @@ from megafp8.config.settings import with_values
 from megafp8.device.gpus import GPUS
 from megafp8.planning import layouts
 from megafp8.planning.layouts import UNEVEN, pipeline_sizes, stage_splits, uneven_ends
-from megafp8.planning.memory import estimate_memory, estimate_stages, parameters_on_stage
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.step_time import stage_time, step_time
+from megafp8.resources.memory import estimate_memory, estimate_stages, parameters_on_stage
 
 PADDED_VOCAB = 128_256
 FLAGS = (

@@ -9,7 +9,7 @@ from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device.capability import TARGETS, Target
-from megafp8.planning.automatic import Choice
+from megafp8.resources.automatic import Choice
 from megafp8.training.checks import chosen_settings, format_chosen
 
 LLAMA = PRESETS["llama-1b"] | {"precision.bf16": True, "data.seq_length": 2048, "training.micro_batch_size": 2}

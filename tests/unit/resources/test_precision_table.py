@@ -3,7 +3,7 @@
 import pytest
 
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
+from megafp8.resources.precision_table import format_precision_map, resolve_precision_map
 
 
 def config_of(**precision: object) -> RunConfig:

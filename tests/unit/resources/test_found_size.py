@@ -12,8 +12,8 @@ from megafp8.config import settings
 from megafp8.config.schema import RunConfig
 from megafp8.device.platform import detect_platform
 from megafp8.errors import ConfigError
-from megafp8.planning.micro_batch import is_auto
 from megafp8.resilience.watchdog import Watchdog
+from megafp8.resources.micro_batch import is_auto
 from megafp8.training import checks, pretrain
 from megafp8.training.checks import ValidatedRun
 

@@ -16,7 +16,7 @@ from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_with
 from megafp8.device import capability
 from megafp8.errors import ConfigError
-from megafp8.planning import automatic
+from megafp8.resources import automatic
 from megafp8.training import checks
 from megafp8.training.checks import check
 

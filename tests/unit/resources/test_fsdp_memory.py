@@ -5,7 +5,7 @@ import pytest
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.planning.memory import MemoryEstimate, estimate_memory
+from megafp8.resources.memory import MemoryEstimate, estimate_memory
 
 RUN = {**PRESETS["llama-1b"], "data.seq_length": 2048, "training.micro_batch_size": 1, "precision.bf16": True,
        "training.global_batch_size": 16, "training.train_iters": 1}  # fmt: skip

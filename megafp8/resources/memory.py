@@ -25,7 +25,7 @@ size. Both come from peaks measured on an H200, not from source code. Without th
 GiB (llama-1b, 8 and 16 x 2048 tokens) and 1.64 GiB (hidden size 4096, 2 x 4096) in BF16, and by the same to within 0.02
 GiB in FP8. benchmarks/RESULTS.md has the error against every measured peak.
 
-All of this is allocated by torch. `process_memory.non_torch_bytes` is what a process takes on the device besides that.
+All of this is allocated by torch. `mixture_memory.non_torch_bytes` is what a process takes on the device besides that.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from megafp8.config import (
 )
 from megafp8.config.activations import is_gated
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE, LayerBackend
-from megafp8.config.muon import is_muon
+from megafp8.config.muon import is_layer_wise, is_muon
 from megafp8.config.saved_activations import ACTIVATION, NORM, PACKED_BYTES
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from megafp8.planning import mixture_memory, muon_cost
-from megafp8.planning.mixture_memory import BYTES, expert_layers_on_stage, expert_parameters_on_stage, mlp_channels
-from megafp8.planning.planned_run import BF16, layers_by_recipe, output_layer_recipes, quantized_fraction
 from megafp8.recipes import registry
+from megafp8.resources import mixture_memory
+from megafp8.resources.mixture_memory import BYTES, expert_layers_on_stage, expert_parameters_on_stage, mlp_channels
+from megafp8.resources.recipe_shares import BF16, layers_by_recipe, output_layer_recipes, quantized_fraction
 
 # ---- What one layer saves for the backward pass ---------------------------------------------------------------------
 
@@ -412,11 +412,33 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
         channels = padded_vocab if has_table else dimensions.ffn_hidden_size(config.model)
         assert config.model.hidden_size is not None
         largest = channels * config.model.hidden_size // config.parallel.tensor_model_parallel_size
-        return muon_cost.state_bytes(
+        return muon_state_bytes(
             config, world_size, matrices=quantizable, others=other, experts=expert_parameters_on_stage(config, stage),
             largest=largest, itemsize=master + gradients,
         )  # fmt: skip
     return updated * (master + moments + gradients)
+
+
+def muon_state_bytes(
+    config: RunConfig, world_size: int, *, matrices: int, others: int, experts: int, largest: int, itemsize: int
+) -> int:
+    """Bytes of Muon's state on the rank that has most of it: one FP32 moment for a matrix of the layers, where Adam has
+    two.
+
+    Args:
+        matrices: elements of the matrices of the layers on the rank, with those of experts.
+        others: elements of all other weights.
+        experts: those of `matrices` that are of routed experts.
+        largest: elements of the largest weight, which one rank updates.
+        itemsize: bytes of an element's master weight and of its converted gradient.
+    """
+    of_matrix, of_other = itemsize + BYTES["fp32"], itemsize + 2 * BYTES["fp32"]
+    if not is_layer_wise(config):
+        return matrices * of_matrix + others * of_other
+    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
+    expert_ranks = mixture.expert_data_size(config, world_size) if experts else 1
+    dense = max((matrices - experts) * of_matrix + others * of_other, ranks * largest * of_other)
+    return -(-dense // ranks) + -(-experts * of_matrix // expert_ranks)
 
 
 def updated_parameters(config: RunConfig, world_size: int, parameters: int, experts: int) -> int:

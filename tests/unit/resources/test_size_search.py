@@ -9,7 +9,7 @@ import pytest
 
 from megafp8.config import flags
 from megafp8.config.layer_backends import EMULATED
-from megafp8.planning.micro_batch import (
+from megafp8.resources.micro_batch import (
     HEADING,
     Trial,
     best_size,

@@ -12,7 +12,7 @@ from megafp8.mcore import cpu_patches
 cpu_patches.install()
 
 from megafp8.models.attention import explicit_attention
-from megafp8.planning.memory import explicit_score_bytes
+from megafp8.resources.memory import explicit_score_bytes
 
 BATCH, HEADS, LENGTH, CHANNELS = 2, 3, 64, 4
 NUM_SCORES = BATCH * HEADS * LENGTH * LENGTH

@@ -17,7 +17,7 @@ from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
-from megafp8.planning.memory import estimate_stages
+from megafp8.resources.memory import estimate_stages
 
 MAX_PREDICTED_RATIO = 1.5
 """Sizes with a prediction above this multiple of the limit are not tried. Predictions were within a quarter of measured

@@ -11,7 +11,7 @@ from automatic_runs import DELAYED, MIXTURE, MODEL, chosen, validated
 from megafp8.config import flags
 from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE, LayerBackend
 from megafp8.device import capability
-from megafp8.planning import automatic
+from megafp8.resources import automatic
 
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
 

@@ -48,11 +48,11 @@ from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
 from megafp8.device.nccl_environment import expandable_segments
-from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_stages
-from megafp8.planning.micro_batch import gib
-from megafp8.planning.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.recipes import registry
 from megafp8.resilience import fault_injection
+from megafp8.resources.memory import cuda_graph_memory_bytes, estimate_stages
+from megafp8.resources.micro_batch import gib
+from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 
 
 class Choice(NamedTuple):

@@ -7,7 +7,7 @@ from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.planning.memory import (
+from megafp8.resources.memory import (
     cuda_graph_memory_bytes,
     estimate_memory,
     estimate_stages,
@@ -15,7 +15,7 @@ from megafp8.planning.memory import (
     layers_in_flight,
     parameters_on_stage,
 )
-from megafp8.planning.mixture_memory import COMMUNICATOR_BYTES, non_torch_bytes
+from megafp8.resources.mixture_memory import COMMUNICATOR_BYTES, non_torch_bytes
 
 GIB = 2**30
 IMPLEMENTATIONS = (TRANSFORMER_ENGINE, EMULATED)

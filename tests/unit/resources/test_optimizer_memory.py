@@ -6,8 +6,8 @@ import pytest
 
 from megafp8.config import flags
 from megafp8.device.gpus import GPUS
-from megafp8.planning.automatic import with_choices
-from megafp8.planning.memory import MemoryEstimate, estimate_memory
+from megafp8.resources.automatic import with_choices
+from megafp8.resources.memory import MemoryEstimate, estimate_memory
 
 GIB = 2**30
 STATE = "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
