@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Optional
 
 import torch
 
 from megafp8.device import capability, platform
-from megafp8.launch.doctor import facts
 from megafp8.training.device_verification.verify import Device
 
 PACKAGES = ("megafp8", "torch", "megatron-core", "transformer-engine", "triton", "flash-attn")
 
 
-def find_device() -> Device:
-    """This machine's GPU, or its CPU."""
+def find_device(packages: Mapping[str, str], driver: Optional[str]) -> Device:
+    """This machine's GPU, or its CPU.
+
+    Args:
+        packages: versions of installed packages by name.
+        driver: version of the GPU's driver.
+    """
     target = capability.detect_target()
-    packages = facts.installed_packages()
     versions = {"Python": sys.version.split()[0]} | {name: packages[name] for name in PACKAGES if name in packages}
     is_gpu = target.kind == "cuda"
     if is_gpu:
-        driver, _, _ = facts.driver_facts()
         found = {"driver": driver, "CUDA": torch.version.cuda, "cuDNN": str(torch.backends.cudnn.version())}
         versions |= {name: value for name, value in found.items() if value is not None}
     return Device(

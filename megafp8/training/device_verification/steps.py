@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megafp8.analysis.runs import load_run
 from megafp8.errors import DataError
+from megafp8.metrics.records import RECORDS_FILE, StepRecord
+from megafp8.metrics.sinks.jsonl import current_records, read_records
 from megafp8.recipes import registry
 
 MODEL = (
@@ -89,7 +90,8 @@ def train(script: Path, folder: Path, flags: Sequence[str]) -> list[float]:
         raise DataError(f"training did not end in {TIMEOUT_S} s") from None
     if done.returncode != 0:
         raise DataError(f"training ended with status {done.returncode}: {(done.stderr or done.stdout).strip()[-500:]}")
-    losses = [step.loss for step in load_run(folder).steps]
+    records = current_records(read_records(folder / RECORDS_FILE))
+    losses = [record.loss for record in records if isinstance(record, StepRecord)]
     if len(losses) != NUM_STEPS:
         raise DataError(f"training recorded {len(losses)} steps of {NUM_STEPS}")
     return losses

@@ -283,7 +283,7 @@ def test_the_command_on_a_blackwell_stand_in(
     native = SimpleNamespace(TransformerEngineLayers=lambda: StandIn(fault, has_transpose=False))
     monkeypatch.setitem(sys.modules, "megafp8.te.native", native)
     monkeypatch.setattr(cpu_patches, "install", lambda: None)
-    monkeypatch.setattr(device, "find_device", lambda: blackwell)
+    monkeypatch.setattr(device, "find_device", lambda *_: blackwell)
     monkeypatch.setattr(steps, "train", lambda _, folder, flags: [4.0 * (1 + gap * (folder.name != "emulated"))])
     trial = {name: AttentionTrial(name, error=attention_error * (name == "fused"), ms=1.0) for name in verify.BACKENDS}
     monkeypatch.setattr(verify, "try_backend", lambda name: trial[name])
