@@ -36,7 +36,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         validated = check_command_line(sys.argv[1:] if argv is None else argv)
         if validated.invocation.dry_run:
             from megafp8.device.platform import rank
-            from megafp8.training.dry_run import describe_run
+            from megafp8.planning.dry_run import describe_run
 
             if rank() == 0:
                 print(describe_run(validated))

@@ -41,8 +41,8 @@ def test_there_is_an_example_of_each_kind() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_a_valid_script_and_a_plan_that_fits(example: Path, launcher, tmp_path: Path, capsys) -> None:
+    from megafp8.planning.dry_run import describe_run
     from megafp8.training.checks import check
-    from megafp8.training.dry_run import describe_run
 
     assert launcher.main([str(example), "--partition", "gpu", "--dry-run"]) == 0
     script = tmp_path / "job.sbatch"

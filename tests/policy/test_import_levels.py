@@ -24,11 +24,13 @@ LEVELS = {
     "recipes": 2, "resilience": 2,
     "config": 3, "kernels": 3,
     "device": 4, "quantization": 4, "mcore": 4, "data": 4,
-    "te": 5, "resources": 5, "planning": 6, "optimizer": 5, "metrics": 5,
+    "te": 5, "resources": 5, "optimizer": 5, "metrics": 5,
     "checkpoint": 6,
-    "models": 7, "launch": 7, "analysis": 7,
+    "models": 7,
     "training": 8,
-    "cli": 9,
+    "planning": 9,
+    "launch": 10, "analysis": 10,
+    "cli": 11,
 }  # fmt: skip
 PARTS_WITHOUT_TORCH = {
     "errors", "utils", "recipes", "resilience", "config", "resources", "planning", "launch", "analysis", "cli",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import flags
+from megafp8.planning.dry_run import describe_run
 from megafp8.training.checks import check
-from megafp8.training.dry_run import describe_run
 
 RUN = (
     "--train-iters 10 --lr 1e-4 --bf16 --fp8-format hybrid --fp8-recipe delayed --mock-data "

@@ -9,9 +9,9 @@ from megafp8.config.layer_backends import LAYER_BACKENDS, TRANSFORMER_ENGINE
 from megafp8.device.capability import TARGETS
 from megafp8.device.gpus import GPUS, find_gpu
 from megafp8.planning import compute
+from megafp8.planning.dry_run import warning_text
 from megafp8.planning.fit import fp8_warnings, in_high_precision, linear_gains
 from megafp8.planning.step_time import step_time
-from megafp8.training.dry_run import warning_text
 
 NARROW = FP8 | {
     "model.num_layers": 4, "model.hidden_size": 256, "model.ffn_hidden_size": 704, "model.num_attention_heads": 4,

@@ -2,6 +2,8 @@
 
 It is a summary of less than 60 lines. `--verbose` adds all settings, the place of every rank, the sizes that
 `--micro-batch-size auto` would try, and the precision of every GEMM.
+
+What needs torch or megatron-core is imported where it is used: planning works without them.
 """
 
 from __future__ import annotations
@@ -10,10 +12,9 @@ import importlib.util
 import os
 import textwrap
 from collections.abc import Collection, Sequence
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from megafp8 import __version__
-from megafp8.checkpoint.metadata import read_config
 from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, topology
 from megafp8.config.activations import is_gated
 from megafp8.config.expert_layers import is_mixture
@@ -26,8 +27,6 @@ from megafp8.config.topology import layout_of
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.capability import Target
 from megafp8.device.gpus import find_gpu
-from megafp8.device.platform import detect_platform, resident_bytes
-from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
 from megafp8.planning.fit import fp8_warnings, memory_warnings
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.mixture_time import exchanged_bytes
@@ -39,9 +38,9 @@ from megafp8.resources.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.resources.micro_batch import gib
 from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.resources.precision_table import format_precision_map, resolve_precision_map
-from megafp8.training.checks import ValidatedRun, check_with_size, chosen_settings, format_chosen, short_warnings
-from megafp8.training.resume import preview
-from megafp8.training.run_record import recipe_lines
+
+if TYPE_CHECKING:
+    from megafp8.training.checks import ValidatedRun
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The experts of a run in a dry run: their layout, the GEMMs of one expert and the tokens that ranks exchange
@@ -102,6 +101,9 @@ def describe_run(validated: ValidatedRun) -> str:
         ConfigError: megatron-core refuses the configuration.
         DataError: the tokenizer cannot be read.
     """
+    from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
+    from megafp8.training.checks import check_with_size, chosen_settings, format_chosen
+
     requested, world_size, automatic = validated.requested, validated.world_size, list[str]()
     is_verbose = requested.logging.verbose
     if micro_batch.is_auto(requested):
@@ -229,6 +231,8 @@ def batch_schedule_lines(config: RunConfig, world_size: int) -> list[str]:
 
 def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
     """The size with which `--micro-batch-size auto` would start, and a table of what it would try."""
+    from megafp8.device.platform import resident_bytes
+
     config, world_size = validated.invocation.config, validated.world_size
     target, implementation = validated.target, validated.implementation
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
@@ -248,6 +252,8 @@ def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
 
 def device_memory_bytes(target: Target) -> int:
     """Memory of a device of the target: a GPU that the planner knows, else the free memory of this machine."""
+    from megafp8.device.platform import detect_platform
+
     gpu = find_gpu(target.name)
     return detect_platform().free_memory_bytes() if gpu is None else gpu.memory_bytes
 
@@ -330,6 +336,9 @@ def checkpoint_text(config: RunConfig, validated: ValidatedRun, vocab_size: int)
     Raises:
         CheckpointError: a start would refuse the checkpoint, as far as its files and settings tell.
     """
+    from megafp8.checkpoint.metadata import read_config
+    from megafp8.training.resume import preview
+
     checkpoint, parsed = config.checkpoint, validated.invocation
     interval = "" if checkpoint.save_interval is None else f"every {checkpoint.save_interval} steps and "
     saves = f"saved to {checkpoint.save} {interval}at the end" if checkpoint.save else "none saved (no --save)"
@@ -351,6 +360,8 @@ def checkpoint_text(config: RunConfig, validated: ValidatedRun, vocab_size: int)
 
 def precision_text(config: RunConfig, implementation: LayerBackend) -> str:
     """The resolved recipes; with `--verbose` formats and scales of every GEMM."""
+    from megafp8.training.run_record import recipe_lines
+
     if config.logging.verbose:
         return "precision\n" + indented(format_precision_map(resolve_precision_map(config)))
     first, *others = recipe_lines(config, implementation) or [f"precision: {derived.params_dtype(config.precision)}"]
@@ -359,6 +370,8 @@ def precision_text(config: RunConfig, implementation: LayerBackend) -> str:
 
 def warning_lines(validated: ValidatedRun) -> list[str]:
     """The warnings of the checks."""
+    from megafp8.training.checks import short_warnings
+
     if validated.invocation.config.logging.verbose:
         return [f"notice: {warning}" for warning in validated.warnings]
     return shortened([f"notice: {warning}" for warning in short_warnings(validated.warnings)])
