@@ -39,7 +39,7 @@ def read_settings(checkpoint: CheckpointConfig, folders: Sequence[Path]) -> tupl
     from megafp8.mcore import cpu_patches
 
     cpu_patches.install()
-    from megafp8.checkpoint.convert.megatron_folder import refuse_megatron_folder
+    from megafp8.checkpoint.megatron_lm import refuse_megatron_folder
     from megafp8.checkpoint.metadata import read_config
     from megafp8.checkpoint.resume_point import choose_checkpoint
 

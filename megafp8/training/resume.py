@@ -10,9 +10,9 @@ from typing import Optional
 import torch.distributed as dist
 
 from megafp8.checkpoint import compatibility
-from megafp8.checkpoint.convert.megatron_folder import refuse_megatron_folder
 from megafp8.checkpoint.directory import CORRUPT, clean_up, list_steps, set_aside
 from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.megatron_lm import refuse_megatron_folder
 from megafp8.checkpoint.metadata import load_common_state, skip_history
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, HighPrecisionFallback, Progress
 from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_abandoned, retire_newer

@@ -11,10 +11,10 @@ from small_run import PLAIN, VIRTUAL, build_run, fingerprint, small_config, trai
 
 from megafp8.checkpoint.compatibility import with_explicit_sizes
 from megafp8.checkpoint.convert.from_megatron import plan_megatron_import
-from megafp8.checkpoint.convert.megatron_folder import COMMON_OBJECT
 from megafp8.checkpoint.convert.to_megatron import plan_megatron_export
 from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.megatron_lm import COMMON_OBJECT
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.standalone import CheckpointTensors

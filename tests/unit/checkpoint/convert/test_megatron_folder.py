@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.checkpoint.convert.megatron_folder import open_megatron_checkpoint, refuse_megatron_folder
+from megafp8.checkpoint.convert.megatron_folder import open_megatron_checkpoint
+from megafp8.checkpoint.megatron_lm import refuse_megatron_folder
 from megafp8.errors import CheckpointError
 
 ARGS = argparse.Namespace(tensor_model_parallel_size=2, data_parallel_size=3, context_parallel_size=2)
