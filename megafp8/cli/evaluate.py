@@ -106,6 +106,7 @@ def window_length(arguments: argparse.Namespace, model: LanguageModel) -> int:
 def open_data(arguments: argparse.Namespace, model: LanguageModel, size: int) -> tuple[Optional[int], Iterator[Any]]:
     """Return the number of tokens to predict, if it is known, and the batches."""
     from megafp8.data import token_windows
+    from megafp8.data.preprocessing.documents import read_texts
     from megafp8.data.preprocessing.sources import find_sources
     from megafp8.data.shards import read_index
     from megafp8.training.dataset_loss import validation_batches
@@ -119,8 +120,8 @@ def open_data(arguments: argparse.Namespace, model: LanguageModel, size: int) ->
         total = available if total is None else min(total, available)
         documents = token_windows.shard_documents(arguments.data_path)
     else:
-        sources = find_sources(arguments.input, on_message=log)
-        documents = token_windows.text_documents(sources, arguments.json_key, model.tokenizer)
+        texts = read_texts(find_sources(arguments.input, on_message=log), arguments.json_key)
+        documents = token_windows.text_documents(texts, model.tokenizer)
     length = window_length(arguments, model)
     samples = token_windows.windows(documents, length, arguments.tokens)
     return total, token_windows.microbatches(samples, size, length, model.tokenizer.vocab_size)

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megafp8.data.preprocessing.documents import read_texts
-from megafp8.data.preprocessing.sources import InputSource
 from megafp8.data.shards import bin_path, read_index
 from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.errors import DataError
@@ -38,14 +36,10 @@ def shard_documents(prefixes: Sequence[str]) -> Iterator[np.ndarray]:
             yield tokens[int(first) : stop].view(index.dtype)
 
 
-def text_documents(sources: Sequence[InputSource], key: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The token ids of each document of text files, with the end-of-document token after it.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
-    texts = read_texts(sources, key)
-    while group := list(itertools.islice(texts, DOCUMENTS_PER_CALL)):
+def text_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The token ids of each document, with the end-of-document token after it."""
+    remaining = iter(texts)
+    while group := list(itertools.islice(remaining, DOCUMENTS_PER_CALL)):
         for ids in tokenizer.tokenize_batch(group):
             yield np.array([*ids, tokenizer.eod], dtype=np.int64)
 

@@ -9,7 +9,6 @@ import pytest
 from shard_files import write_shard
 
 from megafp8.config.schema import DataConfig
-from megafp8.data.preprocessing.sources import find_sources
 from megafp8.data.token_windows import microbatches, shard_documents, text_documents, windows
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.errors import DataError
@@ -54,10 +53,9 @@ def test_one_token_has_nothing_to_predict() -> None:
     assert list(windows([np.array([3])], 4)) == []
 
 
-def test_text_ends_each_document(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "c"}\n', encoding="utf-8")
+def test_text_ends_each_document() -> None:
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="ByteLevelTokenizer"))
-    found = np.concatenate(list(text_documents(find_sources([str(tmp_path / "a.jsonl")]), "text", tokenizer)))
+    found = np.concatenate(list(text_documents(["ab", "c"], tokenizer)))
     assert list(found) == [*tokenizer.tokenize("ab"), tokenizer.eod, *tokenizer.tokenize("c"), tokenizer.eod]
 
 
