@@ -18,10 +18,10 @@ from typing import Any, Optional
 from megafp8.config import flags as config_flags
 from megafp8.config import precision_map, variants
 from megafp8.config.schema import AUTO, RunConfig
-from megafp8.config.settings import settings_by_flag, settings_by_name, value_of, with_values
+from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
-from megafp8.launch.stability_faults import FAULT_FLAGS, fault_arms, left_out_faults, length_problems
+from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, left_out_faults, length_problems
 from megafp8.launch.stability_sizes import (
     DROPOUT,
     MODEL_SETTINGS,
@@ -223,7 +223,7 @@ SET_BY_SUITE = {
     ),
 }
 """Settings that no part takes from the user, with what to do instead."""
-SET_BY_PART = {FAULTS: {*FAULT_FLAGS, "--fp8-guard-interval", "--transformer-impl"}, CONTROLS: {"--transformer-impl"}}
+SET_BY_PART = {FAULTS: FAULT_SETTINGS, CONTROLS: {"precision.transformer_impl"}}
 
 
 def flag_problems(suite: Suite) -> list[str]:
@@ -231,8 +231,7 @@ def flag_problems(suite: Suite) -> list[str]:
     config, given = suite.parsed.config, suite.given
     found = {name: f"set by the suite; remove it, and {text}" for name, text in SET_BY_SUITE.items() if name in given}
     for part in suite.parts:
-        names = {settings_by_flag()[flag].name for flag in SET_BY_PART.get(part, ())}
-        for name in sorted(given & names):
+        for name in sorted(given.intersection(SET_BY_PART.get(part, ()))):
             found.setdefault(name, f"set by the part {part}; remove it, or leave the part out of --parts")
     problems = [f"{settings_by_name()[name].flags[0]}: {text}" for name, text in found.items()]
     if precision_map.is_quantized(config.precision) and given.isdisjoint(variants.RECIPE_FLAGS):

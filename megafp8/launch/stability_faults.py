@@ -18,6 +18,7 @@ from megafp8.config.planted_faults import (
 )
 from megafp8.config.rules.planted_faults import unsupported_in_model
 from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.config.settings import settings_by_flag
 from megafp8.launch.study import Option
 
 CLEAN, REPAIR = "clean", "_with_"
@@ -42,8 +43,10 @@ ARMS = {
     f"{INFINITE_ACTIVATION}{REPAIR}bf16": f"{SPIKES} {WARN} --on-nonfinite-activation bf16",
 }
 """Name of an arm to its flags, but for those of the fault. Without a repair no step is skipped: a skip is a repair."""
-FAULT_FLAGS = {word for flags in ARMS.values() for word in flags.split() if word.startswith("--")}
-"""Flags of the arms, which the user cannot give."""
+FAULT_SETTINGS = {"precision.transformer_impl", "training.fp8_guard_interval"} | {
+    settings_by_flag()[word].name for flags in ARMS.values() for word in flags.split() if word.startswith("--")
+}
+"""Settings of the arms, which the user cannot give."""
 
 
 def fault_step(train_iters: int) -> int:
