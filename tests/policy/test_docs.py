@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from documented_commands import commands_in
 from syntax_trees import tree_of
-from test_import_levels import LEVELS
+from test_import_levels import CORE, LEVELS, MAY_IMPORT, WINGS
 
 from megafp8.cli.main import SUBCOMMANDS
 from megafp8.config import flags, grouped_experts, megatron_flags, mixture, rules
@@ -212,6 +212,11 @@ def test_the_architecture_lists_levels_and_patches() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     rows = table_rows(text, "level")
     assert {row[1].strip("`").rstrip("/").removesuffix(".py"): int(row[0]) for row in rows} == LEVELS
+    wings = {row[0]: CODE_SPAN.findall(row[1]) for row in table_rows(text, "group")}
+    assert wings == {CORE: []} | {wing: [f"{part}/" for part in parts] for wing, parts in WINGS.items()}
+    allowed = {row[0]: row[2] for row in table_rows(text, "group")}
+    texts = {CORE: "no wing", "cli": "all"}
+    assert allowed == {group: texts.get(group, ", ".join(sorted(others))) for group, others in MAY_IMPORT.items()}
     assert [row[0] for row in table_rows(text, "patch")] == [patch.name for patch in PATCHES]
 
 

@@ -18,7 +18,8 @@ from syntax_trees import tree_of
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megafp8"
 
-# A part (a folder, or a module at the top level) imports parts of lower levels only.
+# A part (a folder, or a module at the top level) imports parts of lower levels only. A wing inside of a folder of the
+# core is a part of its own.
 LEVELS = {
     "errors": 0, "utils": 1,
     "recipes": 2, "resilience": 2,
@@ -28,14 +29,35 @@ LEVELS = {
     "checkpoint": 6,
     "models": 7,
     "training": 8,
-    "planning": 9,
+    "planning": 9, "data/preprocessing": 9, "checkpoint/convert": 9, "training/device_verification": 9,
     "launch": 10, "analysis": 10,
     "cli": 11,
 }  # fmt: skip
+# The core trains. Wings use it, and it imports none of them. The parts of each wing, and the groups that it may import:
+WINGS = {
+    "plan": ("planning",),
+    "prepare": ("data/preprocessing",),
+    "convert": ("checkpoint/convert",),
+    "launch": ("launch",),
+    "report": ("analysis",),
+    "verify": ("training/device_verification",),
+    "cli": ("cli",),
+}
+CORE = "core"
+MAY_IMPORT = {
+    CORE: set(),
+    "plan": {CORE},
+    "prepare": {CORE},
+    "convert": {CORE},
+    "launch": {CORE, "plan"},
+    "report": {CORE, "plan"},
+    "verify": {CORE},
+    "cli": {CORE, *WINGS},
+}
 PARTS_WITHOUT_TORCH = {
     "errors", "utils", "recipes", "resilience", "config", "resources", "planning", "launch", "analysis", "cli",
 }  # fmt: skip
-PARTS_WITH_MEGATRON = {"data", "mcore", "te", "optimizer", "checkpoint", "models", "training"}
+PARTS_WITH_MEGATRON = {"data", "mcore", "te", "optimizer", "checkpoint", "checkpoint/convert", "models", "training"}
 PART_WITH_TRANSFORMER_ENGINE = "te"
 PATCHED_BY = {"megatron": "mcore", "torch": "mcore", "transformer_engine": "te"}
 
@@ -49,8 +71,15 @@ Violations = Iterator[tuple[int, str]]
 
 
 def part_of(file: str) -> str:
-    """ "quantization/linear.py" -> "quantization", "errors.py" -> "errors"."""
-    return file.split("/")[0].removesuffix(".py")
+    """ "quantization/linear.py" -> "quantization", "errors.py" -> "errors", "data/preprocessing/plan.py" ->
+    "data/preprocessing"."""
+    nested = "/".join(file.split("/")[:2])
+    return nested if nested in LEVELS else file.split("/")[0].removesuffix(".py")
+
+
+def group_of(part: str) -> str:
+    """The wing of a part, or the core."""
+    return next((wing for wing, parts in WINGS.items() if part in parts), CORE)
 
 
 def imported_modules(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
@@ -69,13 +98,28 @@ def imported_modules(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
 def upward_imports(tree: ast.AST, file: str) -> Violations:
     part = part_of(file)
     for line, name in imported_modules(tree, file):
-        names = name.split(".")
-        if names[0] != "megafp8" or len(names) < 2 or names[1] == part or names[1].startswith("__"):
+        other = imported_part(name)
+        if other is None or other == part:
             continue
-        if names[1] not in LEVELS:
-            yield line, f"{name}: give {names[1]} a level in this test"
-        elif LEVELS[names[1]] >= LEVELS[part]:
-            yield line, f"{part} (level {LEVELS[part]}) imports {name} (level {LEVELS[names[1]]})"
+        if other not in LEVELS:
+            yield line, f"{name}: give {other} a level in this test"
+        elif LEVELS[other] >= LEVELS[part]:
+            yield line, f"{part} (level {LEVELS[part]}) imports {name} (level {LEVELS[other]})"
+
+
+def imported_part(name: str) -> str | None:
+    """The part of an imported module of the package; None for a library, and for the package's own attributes."""
+    package, *names = name.split(".")
+    return part_of("/".join(names)) if package == "megafp8" and names and not names[0].startswith("__") else None
+
+
+def wing_imports(tree: ast.AST, file: str) -> Violations:
+    group = group_of(part_of(file))
+    for line, name in imported_modules(tree, file):
+        other = group_of(imported_part(name) or "")
+        if other != group and other not in MAY_IMPORT[group]:
+            allowed = ", ".join(sorted(MAY_IMPORT[group])) or "no wing"
+            yield line, f"{group} imports {name} of {other}; it may import {allowed}"
 
 
 def forbidden_libraries(tree: ast.AST, file: str) -> Violations:
@@ -178,7 +222,7 @@ def mutated_name(node: ast.AST) -> str:
     return changed.id if isinstance(changed, ast.Name) else ""
 
 
-RULES = (upward_imports, forbidden_libraries, patches, global_statements, mutable_module_state)
+RULES = (upward_imports, wing_imports, forbidden_libraries, patches, global_statements, mutable_module_state)
 
 BROKEN = [
     (upward_imports, "config/x.py", "import megafp8.device.gpus"),
@@ -186,6 +230,14 @@ BROKEN = [
     (upward_imports, "quantization/x.py", "def f():\n    from megafp8.metrics.records import StepRecord"),
     (upward_imports, "quantization/x.py", "from ..metrics import records"),
     (upward_imports, "quantization/x.py", "from megafp8.misc import anything"),
+    (upward_imports, "data/x.py", "from megafp8.data.preprocessing.documents import read_texts"),
+    (wing_imports, "data/x.py", "from megafp8.data.preprocessing.documents import read_texts"),
+    (wing_imports, "checkpoint/x.py", "from megafp8.checkpoint import convert"),
+    (wing_imports, "training/x.py", "def f():\n    import megafp8.planning.plan"),
+    (wing_imports, "training/x.py", "from .device_verification import verify"),
+    (wing_imports, "models/x.py", "from ..cli.common import log"),
+    (wing_imports, "planning/x.py", "from megafp8.launch.job import Job"),
+    (wing_imports, "training/device_verification/x.py", "from megafp8.analysis.runs import load_run"),
     (forbidden_libraries, "config/x.py", "import torch.nn as nn"),
     (forbidden_libraries, "analysis/x.py", "from torch import Tensor"),
     (forbidden_libraries, "quantization/x.py", "from megatron.core import parallel_state"),
@@ -247,7 +299,13 @@ def test_the_package_follows_the_rule(rule) -> None:
 
 def test_every_part_has_a_level() -> None:
     parts = {part_of(file) for file, _ in package_trees()} - {"__init__"}
-    assert parts <= set(LEVELS), f"give these a level: {sorted(parts - set(LEVELS))}"
+    assert parts == set(LEVELS), f"a part without a level, or a level without a part: {sorted(parts ^ set(LEVELS))}"
+
+
+def test_wings_stand_above_the_core() -> None:
+    of_wings = {part for parts in WINGS.values() for part in parts}
+    assert of_wings <= set(LEVELS)
+    assert max(LEVELS[part] for part in set(LEVELS) - of_wings) < min(LEVELS[part] for part in of_wings)
 
 
 def test_parts_without_torch_do_not_import_it_indirectly() -> None:
