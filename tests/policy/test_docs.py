@@ -60,6 +60,7 @@ RUN_FILES = {
     "comparison.md",
     "logs/watchdog/",
 }
+MOST_FILES_TO_READ, MOST_LINES_TO_READ = 35, 7000
 WORLD_SIZE = 1
 # Functions with the problems of a CUDA graph, as they begin an error.
 PROBLEMS = re.compile(r"_\w+_problems|_dropout_rates|grouped_expert_problems|expert_ranks_flag")
@@ -218,6 +219,15 @@ def test_the_architecture_lists_levels_and_patches() -> None:
     texts = {CORE: "no wing", "cli": "all"}
     assert allowed == {group: texts.get(group, ", ".join(sorted(others))) for group, others in MAY_IMPORT.items()}
     assert [row[0] for row in table_rows(text, "patch")] == [patch.name for patch in PATCHES]
+
+
+def test_the_core_is_read_in_an_afternoon() -> None:
+    """The reading order of CONTRIBUTING: files that exist, and not too many lines."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = [ROOT / row[0].strip("`") for row in table_rows(text, "file to read")]
+    assert [path for path in paths if not path.is_file()] == [] and len(set(paths)) == len(paths)
+    assert len(paths) <= MOST_FILES_TO_READ
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths) <= MOST_LINES_TO_READ
 
 
 def test_the_readme_is_one_page() -> None:
