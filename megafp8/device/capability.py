@@ -16,6 +16,7 @@ from megafp8.config import derived, dimensions, fp8_lm, mixture, precision_map
 from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE, LayerBackend, requested_backend
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.device import nccl_buffers
 from megafp8.device.layer_support import (
     attention_kernel_problems,
     context_parallel_attention_problems,
@@ -27,7 +28,6 @@ from megafp8.device.layer_support import (
     quantizer_problems,
     unsupported_in_model,
 )
-from megafp8.device.nccl_environment import expandable_segments
 from megafp8.recipes import registry
 from megafp8.recipes.base import ANY_LATER
 
@@ -179,14 +179,12 @@ def implementation_problems(config: RunConfig, target: Target, implementation: L
             f"--cp-comm-type a2a+p2p: only Transformer Engine exchanges in two levels, the {implementation} layers "
             "all-gather keys and values; remove it together with --hierarchical-context-parallel-sizes"
         )
-    if config.parallel.use_nccl_ub and target.kind != "cpu":
-        found += nccl_buffer_problems(config)
+    found += nccl_buffers.problems(config.parallel, target.kind, target.name)
     backend, kernels = config.parallel.pipeline_model_parallel_comm_backend, config.parallel.moe_expert_kernels
     of_cuda = {
         f"--pipeline-model-parallel-comm-backend {backend}": backend is not None,
         "--moe-expert-kernels triton": kernels == "triton",
         "--log-energy": config.logging.log_energy,
-        "--use-nccl-ub": bool(config.parallel.use_nccl_ub),
         f"--cuda-graph-impl {config.training.cuda_graph_impl}": derived.uses_cuda_graph(config),
     }
     if target.kind == "cpu":
@@ -198,15 +196,6 @@ def implementation_problems(config: RunConfig, target: Target, implementation: L
     else:
         found += te_only_options(config, target, implementation) + expert_kernel_problems(config, implementation)
     return found
-
-
-def nccl_buffer_problems(config: RunConfig) -> list[str]:
-    """Problems of `--use-nccl-ub` on a GPU."""
-    if config.parallel.distributed_backend == "gloo":
-        return ["--use-nccl-ub needs NCCL: remove it, or --distributed-backend gloo"]
-    if setting := expandable_segments():
-        return [f"--use-nccl-ub: torch has no memory pools for NCCL with {setting}; unset it, or remove the flag"]
-    return []
 
 
 def te_only_options(config: RunConfig, target: Target, implementation: LayerBackend) -> list[str]:

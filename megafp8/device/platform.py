@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.config.schema import LoggingConfig, ParallelConfig
-from megafp8.device.nccl_environment import prefer_copy_engines
+from megafp8.device.nccl_buffers import prefer_copy_engines
 from megafp8.device.rendezvous import join_store
 
 # Time for the first rank of a machine to raise the same error as another one.
@@ -206,8 +206,7 @@ def init_distributed(platform: Platform, parallel: ParallelConfig, store: Option
     """
     if platform.kind == "cuda":
         torch.cuda.set_device(platform.device)
-    if parallel.use_nccl_ub:
-        prefer_copy_engines()
+    prefer_copy_engines(parallel)
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)

@@ -28,6 +28,7 @@ from megafp8.config.stages import virtual_pipeline_size
 from megafp8.errors import ConfigError
 from megafp8.mcore.latent_attention import config_class, latent_fields
 from megafp8.mcore.multi_token import multi_token_fields
+from megafp8.mcore.nccl_buffers import ddp_fields
 from megafp8.mcore.overrides import DTYPES, fp4_weight_problems, parsed_overrides
 from megafp8.mcore.patches import is_installed
 
@@ -439,7 +440,7 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         "overlap_param_gather": bool(parallel.overlap_param_gather),
         "use_distributed_optimizer": has_flat_shards(config),
         "bucket_size": parallel.ddp_bucket_size,
-        "nccl_ub": bool(parallel.use_nccl_ub),
+        **ddp_fields(parallel),
         "fp8_param_gather": precision.fp8_param_gather,
     }
     fields |= parsed_overrides(config, "ddp", DistributedDataParallelConfig)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megafp8.config.schema import ParallelConfig
 from megafp8.mcore.patches import import_core
 
 BUFFERS_EVIDENCE = (
@@ -21,12 +22,17 @@ BUFFERS_EVIDENCE = (
 )
 
 
-def provide_allocator(device: torch.device) -> None:
-    """Let megatron-core allocate with torch's NCCL backend. torch.distributed must be initialized.
+def ddp_fields(parallel: ParallelConfig) -> dict[str, bool]:
+    """The field of megatron-core's configuration of gradient buffers."""
+    return {"nccl_ub": bool(parallel.use_nccl_ub)}
 
-    Args:
-        device: the rank's GPU.
-    """
+
+def provide_allocator(parallel: ParallelConfig) -> None:
+    """Let megatron-core allocate registered buffers with torch's NCCL backend. torch.distributed must be
+    initialized."""
+    if not parallel.use_nccl_ub:
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
     allocator = import_core("nccl_allocator")
     allocator._allocator = dist.group.WORLD._get_backend(device).mem_allocator
     allocator.init = lambda: None

@@ -48,7 +48,6 @@ FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType({
     "fp4": "--fp4-format",
     "grad_reduce_in_fp32": "--grad-reduce-in-bf16",
     "bucket_size": "--ddp-bucket-size",
-    "nccl_ub": "--use-nccl-ub",
     "average_in_collective": "--ddp-average-in-collective",
     "bias_activation_fusion": "--no-bias-swiglu-fusion or --no-bias-gelu-fusion",
 })  # fmt: skip
@@ -143,7 +142,8 @@ def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, A
 def override_refusal(field: str) -> Optional[str]:
     """Why `--override` must not set a field, and which flag does; None if it may."""
     flag = FLAG_OF_FIELD.get(field) or next(
-        ((setting.flags or setting.off)[0] for setting in all_settings() if setting.field == field), None
+        ((setting.flags or setting.off)[0] for setting in all_settings() if setting.field in (field, f"use_{field}")),
+        None,
     )
     if flag is not None:
         return f"{field} is set by {flag}: give that"

@@ -151,8 +151,7 @@ def add_gradient_buffers(
             for chunk in sharded:
                 give_codes(chunk, *layer_runtime(implementation).fsdp_codes(config, chunk))
         return sharded
-    if config.parallel.use_nccl_ub:
-        provide_allocator(torch.device("cuda", torch.cuda.current_device()))
+    provide_allocator(config.parallel)
     # Later chunks of a rank finish their backward pass earlier, so their buffers need no buckets to overlap.
     return [
         DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)

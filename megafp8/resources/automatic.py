@@ -3,7 +3,7 @@
     --use-distributed-optimizer      on GPUs with Adam, unless the checkpoint to resume was saved without it
     --overlap-grad-reduce            with the distributed optimizer of several data-parallel ranks
     --overlap-param-gather           the same
-    --use-nccl-ub                    with the latter, unless torch's allocator has expandable segments
+    registered NCCL buffers          with the latter (`device/nccl_buffers.py`)
     --cross-entropy-loss-fusion      Transformer Engine's kernel, with its layers
     --cuda-graph-impl                local where a step can be captured and memory allows it
     --cuda-graph-evaluation          on one GPU whose steps are a graph, without experts
@@ -44,10 +44,9 @@ from megafp8.config.rules.cuda_graph import default_graph_problems, evaluation_g
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_with, value_of, with_values
-from megafp8.device import capability
+from megafp8.device import capability, nccl_buffers
 from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
-from megafp8.device.nccl_environment import expandable_segments
 from megafp8.recipes import registry
 from megafp8.resilience import fault_injection
 from megafp8.resources.memory import cuda_graph_memory_bytes, estimate_stages
@@ -274,17 +273,8 @@ def _ranks_that_share(config: RunConfig, world_size: int) -> int:
 
 
 def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
-    """Registered with NCCL where weights are gathered beside the forward pass."""
-    parallel = config.parallel
-    if parallel.use_nccl_ub is not None:
-        return {}, []
-    is_shared = _ranks_that_share(config, world_size) > 1 and not parallel.use_torch_fsdp2
-    uses_nccl = target.kind == "cuda" and parallel.distributed_backend != "gloo"
-    if not (parallel.overlap_param_gather and is_shared and uses_nccl):
-        return {"parallel.use_nccl_ub": False}, []
-    if problem := expandable_segments():
-        return {"parallel.use_nccl_ub": False}, [Choice("--use-nccl-ub", "off", f"{problem} excludes it")]
-    return {"parallel.use_nccl_ub": True}, [Choice("--use-nccl-ub", "on", "copy engines gather weights")]
+    values, choice = nccl_buffers.choose(config.parallel, target.kind, _ranks_that_share(config, world_size))
+    return dict(values), [] if choice is None else [Choice(*choice)]
 
 
 def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:

@@ -25,7 +25,6 @@ from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_by_name, settings_with
 from megafp8.mcore.cpu_patches import PATCHES
 from megafp8.recipes import registry
-from megafp8.resources import automatic
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -186,13 +185,11 @@ def test_the_table_of_runs_without_graphs_names_every_problem() -> None:
 
 
 def test_every_automatic_setting_is_documented() -> None:
-    """In the page of flags, and where they are chosen."""
     rows = table_rows((ROOT / "docs/flags.md").read_text(encoding="utf-8"), "setting")
     documented = {flag for row in rows for flag in FLAG.findall(row[0])}
     flags_of = [setting.flags[0] for setting in settings_with(Role.AUTOMATIC).values()]
     wanted = {flag for flag in flags_of if flag != "--cross-entropy-fusion-impl"}  # with --cross-entropy-loss-fusion
     assert wanted - documented == set()
-    assert wanted - set(FLAG.findall(automatic.__doc__ or "")) == set()
 
 
 def test_getting_started_names_every_preset() -> None:

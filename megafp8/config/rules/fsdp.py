@@ -23,7 +23,6 @@ def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator
         (parallel.use_distributed_optimizer, "--use-distributed-optimizer", "it shards the optimizer state itself"),
         (parallel.overlap_grad_reduce, "--overlap-grad-reduce", "its reductions always overlap"),
         (parallel.overlap_param_gather, "--overlap-param-gather", "its gathers always overlap"),
-        (parallel.use_nccl_ub, "--use-nccl-ub", "it has no weight and gradient buffers"),
         (
             stages > 1,
             f"--pipeline-model-parallel-size {stages}",

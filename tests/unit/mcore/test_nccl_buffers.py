@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_cpu_patches import core_source
 
+from megafp8.config.schema import ParallelConfig
 from megafp8.mcore import nccl_buffers
 from megafp8.mcore.patches import import_core
 
@@ -26,7 +27,10 @@ def test_nothing_is_compiled_and_multicast_is_not_turned_on(monkeypatch: pytest.
     monkeypatch.setattr(nccl_buffers, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=world)))
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    nccl_buffers.provide_allocator(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    nccl_buffers.provide_allocator(ParallelConfig())
+    assert getattr(module, "_allocator", None) != "allocator"
+    nccl_buffers.provide_allocator(ParallelConfig(use_nccl_ub=True))
     module.init()
     assert module.create_nccl_mem_pool(symmetric=False) == "pool of allocator"
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"

@@ -6,15 +6,18 @@ import os
 
 import pytest
 
-from megafp8.device.nccl_environment import expandable_segments, prefer_copy_engines
+from megafp8.config.schema import ParallelConfig
+from megafp8.device.nccl_buffers import expandable_segments, prefer_copy_engines
 
 
 def test_a_given_policy_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_CTA_POLICY", raising=False)
-    prefer_copy_engines()
+    prefer_copy_engines(ParallelConfig())
+    assert "NCCL_CTA_POLICY" not in os.environ
+    prefer_copy_engines(ParallelConfig(use_nccl_ub=True))
     assert os.environ["NCCL_CTA_POLICY"] == "2"
     monkeypatch.setenv("NCCL_CTA_POLICY", "0")
-    prefer_copy_engines()
+    prefer_copy_engines(ParallelConfig(use_nccl_ub=True))
     assert os.environ["NCCL_CTA_POLICY"] == "0"
 
 
