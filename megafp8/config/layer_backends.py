@@ -32,8 +32,9 @@ class LayerBackend(ABC):
         pads_expert_tokens: experts pad their tokens to the alignment of GEMMs themselves.
         stacks_experts: the experts of a GPU may run in one launch; otherwise an expert is an MLP.
         quantizes: linears can have a recipe, or a scale per channel of their input.
-        emulates: linears quantize and then multiply in the dtype of the parameters.
-        multiplies_codes: GEMMs read FP8 and FP4.
+        emulates: linears quantize and multiply by our own code, in the dtype of the parameters where a device has no
+            GEMM of the codes.
+        has_native_gemms: GEMMs are Transformer Engine's, of FP8 and FP4.
         arithmetic: the kind of arithmetic of quantized linears, in records.
         is_quantized_by_megatron: megatron-core's configuration has the recipe.
         keeps_transposed_codes: a weight has codes for fprop, and their transpose for dgrad.
@@ -53,7 +54,7 @@ class LayerBackend(ABC):
     stacks_experts: ClassVar[bool] = True
     quantizes: ClassVar[bool] = True
     emulates: ClassVar[bool] = False
-    multiplies_codes: ClassVar[bool] = False
+    has_native_gemms: ClassVar[bool] = False
     arithmetic: ClassVar[str] = "emulated"
     is_quantized_by_megatron: ClassVar[bool] = False
     keeps_transposed_codes: ClassVar[bool] = False
@@ -64,6 +65,8 @@ class LayerBackend(ABC):
 
     def __str__(self) -> str:
         return self.name
+
+    __repr__ = __str__
 
     @abstractmethod
     def graph_limits(self, config: RunConfig, has_te: bool) -> Reasons:
@@ -85,7 +88,7 @@ class _TransformerEngine(LayerBackend):
     has_torch_attention = False
     has_fused_kernels = True
     pads_expert_tokens = False
-    multiplies_codes = True
+    has_native_gemms = True
     arithmetic = "TE"
     is_quantized_by_megatron = True
     keeps_transposed_codes = True

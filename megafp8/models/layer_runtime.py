@@ -1,4 +1,4 @@
-"""What emulated layers and megatron-core's own do in the model of a rank, and the choice of a runtime."""
+"""What layers without Transformer Engine, emulated ones and megatron-core's own, do in the model of a rank."""
 
 from __future__ import annotations
 
@@ -123,6 +123,7 @@ class EmulatedRuntime(LayerRuntime):
                 linear.move_to_high_precision()
 
     def cached_weights(self, chunks: Sequence[Any]) -> AbstractContextManager[None]:
+        # Each weight is quantized once for all microbatches of a step.
         return cached_weight_codes(chunks)
 
 

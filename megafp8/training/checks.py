@@ -67,7 +67,7 @@ def implementation_reason(target: Target, implementation: LayerBackend) -> str:
         return "no GPU"
     if target.transformer_engine is None:
         return "Transformer Engine is not installed"
-    has = "has" if implementation.multiplies_codes else "lacks"
+    has = "has" if implementation.has_native_gemms else "lacks"
     return f"Transformer Engine {has} the recipes"
 
 

@@ -128,7 +128,7 @@ def load_language_model(
 
     module = build_module(config, implementation, vocab_size, platform)
     load_weights(path, [module])
-    multiple = derived.gemm_alignment(config.precision) if implementation.multiplies_codes else 1
+    multiple = derived.gemm_alignment(config.precision) if implementation.has_native_gemms else 1
     assert config.data.seq_length is not None
     return LanguageModel(
         path=path,

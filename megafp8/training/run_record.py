@@ -84,7 +84,7 @@ def matmul_dtype(precision: PrecisionConfig, implementation: LayerBackend) -> st
     Transformer Engine multiplies FP32 in TF32."""
     families = {recipe.family for recipe in derived.used_recipes(precision)}
     dtype = derived.params_dtype(precision)
-    if not implementation.multiplies_codes:
+    if not implementation.has_native_gemms:
         return dtype
     if families:
         return "fp4" if "fp4" in families else "fp8"

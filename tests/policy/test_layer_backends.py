@@ -28,7 +28,7 @@ NAMED_IN = {
     "launch/stability.py": "the flags of its runs",
     "launch/stability_faults.py": "the flags of its runs",
     "device/capability.py": "the name of the package",
-    "training/dry_run.py": "the name of the package",
+    "planning/dry_run.py": "the name of the package",
     "mcore/cpu_patches.py": "the name of the package",
     "launch/doctor/checks.py": "the state of a recipe on this machine",
     "analysis/scaling_report.py": "the arithmetic in records",
@@ -108,6 +108,7 @@ def test_only_these_files_have_the_names() -> None:
         path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("*.py")) if list(names(tree_of(path)))
     }
     assert found <= set(NAMED_IN), f"name no layers in {sorted(found - set(NAMED_IN))}"
+    assert found == set(NAMED_IN), f"these name none any more: {sorted(set(NAMED_IN) - found)}"
 
 
 def test_the_setting_has_the_names_of_the_registry() -> None:

@@ -27,8 +27,8 @@ def test_the_setting_selects_a_backend(name: str) -> None:
 
 @pytest.mark.parametrize("backend", LAYER_BACKENDS.values(), ids=str)
 def test_facts_agree_with_each_other(backend: LayerBackend) -> None:
-    assert not (backend.emulates and backend.multiplies_codes)
-    assert backend.quantizes == (backend.emulates or backend.multiplies_codes)
+    assert not (backend.emulates and backend.has_native_gemms)
+    assert backend.quantizes == (backend.emulates or backend.has_native_gemms)
     assert ("sdpa" in backend.attention_backends) == backend.has_torch_attention
     assert backend.needs_transformer_engine == backend.has_fused_kernels != backend.has_torch_attention
     assert type(pickle.loads(pickle.dumps(backend))) is type(backend)  # it goes to other processes

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import megafp8.te
 from megafp8.config.layer_backends import EMULATED, LOCAL, TRANSFORMER_ENGINE, LayerBackend
 from megafp8.mcore.layer_runtime import LayerRuntime
 from megafp8.models.layer_runtime import EmulatedRuntime, layer_runtime
@@ -17,6 +18,7 @@ def te_layers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for the module that imports Transformer Engine."""
     layers: Any = ModuleType("megafp8.te.layers")
     monkeypatch.setitem(sys.modules, "megafp8.te.layers", layers)
+    monkeypatch.setattr(megafp8.te, "layers", layers, raising=False)  # where another test has imported it
     monkeypatch.setitem(sys.modules, "megafp8.te.runtime", layers)
     del sys.modules["megafp8.te.runtime"]  # imported with the stand-in, and forgotten afterwards
     return layers
