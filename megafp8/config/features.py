@@ -14,10 +14,6 @@ from megafp8.config.settings import settings_by_flag, value_of
 _FEATURES: Mapping[str, Callable[[RunConfig], bool]] = MappingProxyType(
     {
         "--cuda-graph-impl local": lambda config: config.training.cuda_graph_impl != "none",
-        # Of a dense model the need for experts is said.
-        "--moe-token-dispatcher-type flex": lambda config: (
-            not config.model.num_experts or config.parallel.moe_token_dispatcher_type == "flex"
-        ),
         "--optimizer muon": is_muon,
         "--position-embedding-type rope": lambda config: config.model.position_embedding_type in ("rope", "yarn"),
         "--recompute-granularity full": lambda config: derived.recompute_granularity(config.training) == "full",

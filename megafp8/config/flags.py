@@ -1,7 +1,7 @@
 """Command line of a run. The argparse parser is built from the schema: one group per section, one option per field.
 
 argparse stops at its first error. To report all problems at once, the command line is split into options (a flag and
-its values), and each is given to argparse separately. The values then override those of other sources (`sources.py`).
+its values), and each is given to argparse separately. The values then override those of other sources.
 """
 
 from __future__ import annotations

@@ -146,8 +146,9 @@ class StepTotals:
         return self.sums[name]
 
     def number(self, name: str) -> float:
-        """A sum that is one number; 0 if no rank gave it."""
-        return self.sums.get(name, (0.0,))[0]
+        """A sum that is one number."""
+        (number,) = self.sums[name]
+        return number
 
     @property
     def num_tokens(self) -> float:
@@ -162,7 +163,7 @@ class StepTotals:
 
     @property
     def grad_norm(self) -> float:
-        """L2 norm of all gradients."""
+        """L2 norm of all gradients, where the optimizer gave it."""
         return math.sqrt(self.number(SQUARED_NORM))
 
 

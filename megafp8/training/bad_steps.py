@@ -93,11 +93,13 @@ def sum_step(
     if squared_norm is not None:
         numbers[SQUARED_NORM] = squared_norm
     for part in run.parts:
-        numbers |= part.counts(reports)
+        counts = part.counts(reports)
+        assert not counts.keys() & numbers.keys(), f"two parts of a step count {counts.keys() & numbers.keys()}"
+        numbers |= counts
     totals = sum_over_ranks(numbers, device)
     run.watchdog.agree_to_stop(totals.number(STOPPING_RANKS))
     names_saturated = (progress.step + 1) % run.config.logging.log_interval == 0
-    nonfinite = detector.nonfinite = detector.operands.nonfinite_operands(totals, names_saturated)
+    nonfinite = detector.find_operands(totals, names_saturated)
     if not totals.number(BAD_RANKS) or not run.config.training.check_for_nan_in_loss_and_grad:
         return totals, find_bad_operands(run, progress, nonfinite)
     is_loss_finite = math.isfinite(totals[LOSS][0])
@@ -268,4 +270,4 @@ def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_ba
         moved_linears=failed.history.moved_linears,  # they stay in high precision
         warnings=failed.history.warnings,
     )
-    return Progress(loaded.step + num_batches, end, history, loaded.grad_factor, loaded.origin)
+    return dataclasses.replace(loaded, step=loaded.step + num_batches, consumed_samples=end, history=history)

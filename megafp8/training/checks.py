@@ -34,7 +34,7 @@ from megafp8.resources.automatic import Choice, choose
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The settings that megafp8 chose where the command line gives `auto` or nothing, in one line with the reasons
-# `planning/automatic.py` chooses those that are values of the configuration. The ones here follow from the
+# `resources/automatic.py` chooses those that are values of the configuration. The ones here follow from the
 # configuration and the machine without a change of it.
 
 

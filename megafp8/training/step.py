@@ -117,7 +117,7 @@ def train_step(
         bad_step=bad_step,
         loss_scale=loss_scale,
         nonfinite_operands=run.bad_steps.nonfinite,
-        metrics={name: value for part in parts for name, value in part.metrics(progress, totals).items()},
+        metrics=dict(itertools.chain.from_iterable(part.metrics(progress, totals).items() for part in parts)),
         changed_progress=changed,
     )
 

@@ -45,7 +45,7 @@ class StepPart:
         """Before forward-backward, also before passes that are no step."""
 
     def begin(self, progress: Progress) -> None:
-        """Before a step; `progress` is that before it."""
+        """Before a step, and before passes that are no step; `progress` is that before it."""
 
     def counts(self, reports: Reports) -> Mapping[str, Tensor]:
         """After forward-backward: numbers of this rank, which are summed over all ranks. Names and shapes are the same
@@ -74,7 +74,7 @@ class StepPart:
         """After passes that are no step, which `begin` preceded: undo what they counted and changed."""
 
     def after_load(self) -> None:
-        """After a checkpoint was loaded, which may have gathered weights."""
+        """After a rollback loaded a checkpoint, which may have gathered weights."""
 
     def begin_evaluation(self) -> None:
         """Before forward passes on other data."""
@@ -254,6 +254,11 @@ class BadStepDetector(StepPart):
 
     def counts(self, reports: Reports) -> Mapping[str, Tensor]:
         return self.operands.counts()
+
+    def find_operands(self, totals: StepTotals, names_saturated: bool) -> NonfiniteOperands:
+        """Find the non-finite and saturated operands of the step, and keep them for its record. Collective."""
+        self.nonfinite = self.operands.nonfinite_operands(totals, names_saturated)
+        return self.nonfinite
 
     def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
         return self.operands.metrics(self.nonfinite)

@@ -105,6 +105,7 @@ def test_training_follows_the_reduction_without_codes(flags: str, options: str) 
     assert fp8[0].norms == pytest.approx(plain[0].norms, rel=NORM_BOUND)
     codes = fp8[0].last.metrics
     assert codes["grad_underflow_fraction"] < 0.1 and codes["grad_saturated_fraction"] == 0
+    assert codes["grad_reduce_bytes"] > 0
 
 
 def bytes_by_hand(chunk: Any, intra: str) -> tuple[int, int]:

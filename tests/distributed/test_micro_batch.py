@@ -279,7 +279,7 @@ def test_the_choice_depends_on_the_linears_with_statistics() -> None:
     "flags_of_memory",
     [
         "--fine-grained-activation-offloading --offload-modules core_attn", "--min-offloaded-tensor-size 1024",
-        "--fp8-guard warn", "--no-one-pass-optimizer", "--moe-layer-recompute",
+        "--fp8-guard warn", "--no-one-pass-optimizer", "--moe-layer-recompute", "--reset-attention-mask",
     ],
 )  # fmt: skip
 def test_the_choice_depends_on_what_changes_memory(flags_of_memory: str) -> None:

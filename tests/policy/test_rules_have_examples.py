@@ -12,7 +12,7 @@ from megafp8.config.flags import build_parser
 from megafp8.config.layer_backends import EMULATED
 from megafp8.config.rules.base import UNSUPPORTED_SETTINGS
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import all_settings, settings_by_name, with_values
+from megafp8.config.settings import all_settings, settings_by_flag, settings_by_name, with_values
 
 
 def config_of(changes):
@@ -95,7 +95,10 @@ def test_tables_name_settings_and_numbers():
     for setting in all_settings():
         assert setting.range is None or setting.type in (int, float)
         for feature in filter(None, (setting.needs, setting.requires)):
-            assert feature.split()[0] in parser._option_string_actions, f"{setting.name}: {feature}"
+            flag, *words = feature.split()
+            assert flag in parser._option_string_actions, f"{setting.name}: {feature}"
+            needed = settings_by_flag()[flag]
+            assert not words or words[0] in needed.choices or (needed.auto and words == ["auto"]), feature
             has_feature(RunConfig(), feature)
     for entry in UNSUPPORTED_SETTINGS:
         assert not entry.is_requested(settings_by_name()[entry.setting].default), (

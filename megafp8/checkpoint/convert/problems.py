@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megafp8.config import rules
-from megafp8.config.rules.training import RANGE_RULES
+from megafp8.config.rules.declared import numbers_are_in_range
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import CheckpointError
@@ -31,7 +31,7 @@ def rule_problems(config: RunConfig) -> list[str]:
     """
     config = with_values(config, SMALLEST_RUN)
     # Other rules compute with the numbers.
-    return rules.found_by(RANGE_RULES, config, 1) or rules.setting_problems(config, 1)
+    return rules.found_by((numbers_are_in_range,), config, 1) or rules.setting_problems(config, 1)
 
 
 def check_problems(folder: Path, problems: list[str]) -> None:

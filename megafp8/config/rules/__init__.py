@@ -50,7 +50,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     *layers.RULES,
     declared.model_has_what_its_settings_require,
     declared.numbers_are_in_range,
-    *training.RANGE_RULES,
+    *training.PROFILE_RULES,
     *model.PARALLEL_RULES,
     *moe.PARALLEL_RULES,
     *pipeline.RULES,

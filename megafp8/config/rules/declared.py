@@ -62,7 +62,7 @@ def is_given(config: RunConfig, setting: Setting) -> bool:
 def shown(config: RunConfig, setting: Setting) -> object:
     """The value of a setting as messages show it."""
     value = value_of(config, setting.name)
-    return f"{value:g}" if isinstance(value, float) else setting.written(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else setting.written(value)
 
 
 HISTORY_SETTINGS = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")

@@ -65,7 +65,7 @@ def low_format_settings_need_a_format(config: RunConfig, world_size: int) -> Ite
 
 
 def recipe_settings_need_their_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Options of a recipe have no effect under another. `unused.py` has margin and amax history."""
+    """Options of a recipe have no effect under another. `declared.py` has margin and amax history."""
     precision = config.precision
     chosen = {"fp8": precision.fp8_recipe, "fp4": precision.fp4_recipe}
     used = precision_map.used_recipes(precision)

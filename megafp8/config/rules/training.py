@@ -1,4 +1,4 @@
-"""Rules about batch size and length of the run, ranges of numbers, skipped updates and loss spikes."""
+"""Rules about batch size and length of the run, profiles, skipped updates and loss spikes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def profile_ends_after_it_starts(config: RunConfig, world_size: int) -> Iterator
         )
 
 
-RANGE_RULES: tuple[Rule, ...] = (profiled_ranks_exist, profile_ends_after_it_starts)
+PROFILE_RULES: tuple[Rule, ...] = (profiled_ranks_exist, profile_ends_after_it_starts)
 
 
 def skipping_needs_the_check(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -91,7 +91,7 @@ class DataConfig:
         2, "data loader processes per rank; 0 loads data in the training process", range=NOT_NEGATIVE, role=Role.OUTPUT
     )
     reset_position_ids: bool = setting(False, "restart position ids at each document")
-    reset_attention_mask: bool = setting(False, "do not attend across documents")
+    reset_attention_mask: bool = setting(False, "do not attend across documents", role=Role.LEARNING | Role.MEMORY)
     eod_mask_loss: bool = setting(False, "exclude end-of-document tokens from the loss")
     create_attention_mask_in_dataloader: bool = setting(
         True,

@@ -1,7 +1,7 @@
 """Declaration of a setting: a dataclass field with everything that is known about it.
 
 Range checks, messages about settings without effect, what a resumed run compares, what the search for a micro-batch
-size depends on, and more follow from it. There is no other list of settings with such a property.
+size depends on, and more follow from it. Rules name settings where the condition is more than another setting.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Role(enum.Flag):
     SAMPLES = enum.auto()
     """Samples and their order: the indices of a dataset depend on it."""
     CARRIED = enum.auto()
-    """Read from the checkpoint with --use-checkpoint-args; in the section `parallel` with
+    """Read from the checkpoint with --use-checkpoint-args, beside the section `model`; in the section `parallel` with
     --use-mp-args-from-checkpoint-args."""
     MEMORY = enum.auto()
     """Memory or time of a step: --micro-batch-size auto searches again."""
     SPEED = enum.auto()
     """Speed, or which validations there are."""
     AUTOMATIC = enum.auto()
-    """Chosen by megafp8 (`planning/automatic.py`) where it is None or "auto"; a resumed run takes the choice again."""
+    """Chosen by megafp8 (`resources/automatic.py`) where it is None or "auto"; a resumed run takes the choice again."""
     OUTPUT = enum.auto()
     """What is saved and logged, when a run stops, time limits: no loss and no comparison of speeds."""
 

@@ -1,6 +1,6 @@
 """`--micro-batch-size auto`: the search for the fastest micro-batch size that fits, before the run is built.
 
-Each rank measures the sizes in a separate process (`processes.py`). `planning/micro_batch.py` chooses the order.
+Each rank measures the sizes in a separate process (`processes.py`). `resources/micro_batch.py` chooses the order.
 """
 
 from __future__ import annotations

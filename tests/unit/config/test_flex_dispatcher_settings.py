@@ -72,6 +72,9 @@ def test_its_options_do_nothing_with_another_dispatcher() -> None:
     assert len(warnings) == 2
     assert all(warning.endswith("has no effect without --moe-token-dispatcher-type flex") for warning in warnings)
     assert list(unused_settings(config_of(f"{words} {FLEX}"))) == []
+    dense = flags.parse(["--moe-flex-dispatcher-backend", "hybridep"]).config
+    (warning,) = unused_settings(dense)
+    assert warning == "--moe-flex-dispatcher-backend hybridep has no effect without --moe-token-dispatcher-type flex"
 
 
 def test_it_needs_a_gpu() -> None:
