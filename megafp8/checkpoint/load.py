@@ -24,7 +24,14 @@ from megafp8.checkpoint import (
     optimizer_exchange,
     state_dict,
 )
-from megafp8.checkpoint.metadata import embedding_rows, is_extra_state, load_common_state, load_errors, skip_history
+from megafp8.checkpoint.metadata import (
+    embedding_rows,
+    extension_states,
+    is_extra_state,
+    load_common_state,
+    load_errors,
+    skip_history,
+)
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.serialization import SafeLoadStrategy, SafeReader, read_boxes
 from megafp8.config import derived, settings
@@ -126,7 +133,8 @@ def load_checkpoint(
     if weights_only:
         return LoadResult(Progress(origin=origin), notes)
     history, grad_factor = skip_history(common), common.get("grad_factor", 1.0)
-    return LoadResult(Progress(common["step"], common["consumed_samples"], history, grad_factor, origin), notes)
+    step, samples, extensions = common["step"], common["consumed_samples"], extension_states(common)
+    return LoadResult(Progress(step, samples, history, grad_factor, origin, extensions), notes)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megafp8.checkpoint.manifest import FOLDER_NAME, MANIFEST, Manifest, build_manifest, write_manifest
-from megafp8.checkpoint.progress import SkipHistory
+from megafp8.checkpoint.progress import FORMER_FIELDS, SkipHistory
 from megafp8.checkpoint.serialization import COMMON_FILE, SafeLoadStrategy, SafeReader, check_before_reading
 from megafp8.checkpoint.state_dict import EMBEDDING
 from megafp8.config import settings
@@ -73,6 +73,7 @@ def check_form(common: dict[str, Any]) -> None:
     """Make what is made of the plain values later, so that values of another form are found when they are read."""
     settings.from_json(common["config"])
     skip_history(common)
+    extension_states(common)
     if common.get("samples") is not None:
         SampleHash.from_plain(common["samples"])
     counts = (common["step"], common["consumed_samples"], *common["layout"])
@@ -121,6 +122,18 @@ def check_readable(path: Path) -> None:
 def skip_history(common: dict[str, Any]) -> SkipHistory:
     """Return the skip-update history in a checkpoint's plain values; empty for older checkpoints."""
     return SkipHistory.from_plain(common["history"]) if "history" in common else SkipHistory()
+
+
+def extension_states(common: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the state of the training loop's extensions in a checkpoint's plain values, by name.
+
+    Each extension checks its own values when it loads them.
+    """
+    states, history = common.get("extensions", {}), common.get("history", {})
+    if not (isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())):
+        raise ValueError(f"extensions is {states!r}")
+    of_guard = {name: history[name] for name in FORMER_FIELDS if history.get(name)}  # of an earlier version
+    return {"LayerGuard": of_guard, **states} if of_guard else states
 
 
 def embedding_rows(path: Path) -> int:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 NOT_FINITE, SPIKE, ROLLBACK, OPERAND = "not finite", "spike", "rollback", "non-finite operand"
 HIGH_PRECISION, SMOOTHED = "high precision", "smoothed"
+# Of the guard, which has them in its own state now. Checkpoints keep the names, so that their hashes stay the same.
+FORMER_FIELDS = ("layer_trends", "warnings")
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,6 @@ class SkipHistory:
         window: (loss, grad norm) of recent updates, newest last; empty without spike detection.
         num_overflows: updates skipped because gradients overflowed at their loss scale.
         moved_linears: linears that the run moved to high precision or smoothed, in the order of the changes.
-        layer_trends: (statistic, layer, last values, newest last) of the guard; empty without it, and at first.
-        warnings: (statistic, layer or linear) of which the guard has warned.
     """
 
     skipped: tuple[SkippedSamples, ...] = ()
@@ -71,8 +71,6 @@ class SkipHistory:
     window: tuple[tuple[float, float], ...] = ()
     num_overflows: int = 0
     moved_linears: tuple[HighPrecisionFallback, ...] = ()
-    layer_trends: tuple[tuple[str, str, tuple[float, ...]], ...] = ()
-    warnings: tuple[tuple[str, str], ...] = ()
 
     def after_skip(self, samples: SkippedSamples) -> SkipHistory:
         """Return the history after a skipped update."""
@@ -109,7 +107,7 @@ class SkipHistory:
 
     def plain(self) -> dict[str, Any]:
         """Return plain values for `from_plain`."""
-        return asdict(self)
+        return {**asdict(self), **dict.fromkeys(FORMER_FIELDS, ())}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> SkipHistory:
@@ -121,10 +119,6 @@ class SkipHistory:
             window=tuple((loss, norm) for loss, norm in values["window"]),
             num_overflows=values.get("num_overflows", 0),  # older checkpoints lack it, and the next ones
             moved_linears=tuple(HighPrecisionFallback(**linear) for linear in values.get("moved_linears", ())),
-            layer_trends=tuple(
-                (statistic, layer, tuple(trend)) for statistic, layer, trend in values.get("layer_trends", ())
-            ),
-            warnings=tuple((statistic, name) for statistic, name in values.get("warnings", ())),
         )
 
 
@@ -138,6 +132,7 @@ class Progress:
         history: skipped updates.
         grad_factor: automatic factor of the scales of FP8 gradients.
         origin: JSON text of the model that the run started from, which a conversion wrote; None if there is none.
+        extensions: state of the loop's extensions by name, as a checkpoint has it; not kept up to date in the loop.
     """
 
     step: int = 0
@@ -145,6 +140,7 @@ class Progress:
     history: SkipHistory = SkipHistory()
     grad_factor: float = 1.0
     origin: Optional[str] = None
+    extensions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

@@ -287,6 +287,8 @@ def build_state_dict(
         clone_buffers(model)
     # Last, because the other parts find weights by the parameter, which this replaces by a tensor.
     state_dict.use_rounded_master_weights(model, training_state.optimizer)
+    if progress.extensions:
+        state["extensions"] = progress.extensions
     return state | {
         "step": progress.step,
         "consumed_samples": progress.consumed_samples,

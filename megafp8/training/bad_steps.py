@@ -268,6 +268,5 @@ def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_ba
         num_in_row=0,
         num_rollbacks=failed.history.num_rollbacks + 1,
         moved_linears=failed.history.moved_linears,  # they stay in high precision
-        warnings=failed.history.warnings,
     )
     return dataclasses.replace(loaded, step=loaded.step + num_batches, consumed_samples=end, history=history)

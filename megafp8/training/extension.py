@@ -6,12 +6,14 @@ by name. `extensions/__init__.py` lists them in the order of the calls.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import dataclasses
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Optional
+from typing import Any, ClassVar, Optional
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.errors import NumericsError
+from megafp8.device.collective_errors import error_text
+from megafp8.errors import CheckpointError, NumericsError
 from megafp8.metrics.sinks import Sinks
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.training.bad_steps import progress_after_step
@@ -35,6 +37,7 @@ class LoopState:
         stop_reason: set by an extension to end the loop before the run's last step.
         needs_eager_step: set by an extension in `before_step`: the step must not replay a CUDA graph.
         step_hooks: hooks in the passes of the step, which extensions add in `before_step`.
+        extensions: of the loop, in the order of the calls.
         saved_step: step of the newest checkpoint that this process wrote; None before the first.
     """
 
@@ -48,6 +51,7 @@ class LoopState:
     stop_reason: Optional[str] = None
     needs_eager_step: bool = False
     step_hooks: list[StepHooks] = field(default_factory=list)
+    extensions: Sequence[Extension] = ()
     saved_step: Optional[int] = None
 
     def __post_init__(self) -> None:
@@ -79,6 +83,24 @@ class LoopState:
         self.total_steps, end = run.last_step(progress), run.end_sample(progress)
         self.batches = build_batches(run, run.datasets[0], progress.consumed_samples, end, run.config.data.num_workers)
 
+    def with_extensions(self, progress: Progress) -> Progress:
+        """The progress with the present state of the extensions, as a checkpoint saves it."""
+        states = {extension.name: values for extension in self.extensions if (values := extension.state())}
+        return dataclasses.replace(progress, extensions=states)
+
+    def load_extensions(self, progress: Progress) -> None:
+        """Give every extension its state in the checkpoint of a progress.
+
+        Raises:
+            CheckpointError: an extension cannot read it.
+        """
+        for extension in self.extensions:
+            try:
+                extension.load_state(progress.extensions.get(extension.name, {}))
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                text = f"the checkpoint's state of {extension.name} cannot be read: {error_text(error)}"
+                raise CheckpointError(text) from error
+
     def close(self) -> None:
         """End the loader processes, also if something, such as the traceback of an error, still refers to the state."""
         if self.batches is not None:
@@ -94,9 +116,18 @@ class Extension:
     Attributes:
         span: the part of a step that the time of its methods counts for; None is the step without a name. What counts
             for no step, such as a validation, enters a span of its own (`metrics/timers.py`).
+        name: of its state in checkpoints, which must not change; empty without state.
     """
 
     span: ClassVar[Optional[str]] = None
+    name: ClassVar[str] = ""
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint saves of it: plain values, the same on all ranks; empty if there is nothing to save."""
+        return {}
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        """Before `open` and after a rollback, with what `state` gave or nothing; raises ValueError for other values."""
 
     def open(self, state: LoopState) -> None:
         """Before the first step. There is no step if it sets `state.stop_reason`."""

@@ -18,7 +18,9 @@ def train_steps(state: LoopState, extensions: Sequence[Extension]) -> None:
 
     Raises:
         NumericsError: a bad step that no extension recovers from.
+        CheckpointError: an extension cannot read its state in the checkpoint.
     """
+    state.extensions = extensions
     with loader_exits_as_data_errors(), closing(state), opened(extensions, state):
         state.run.timer.start()
         while not state.is_last:
@@ -67,6 +69,7 @@ def make_step(state: LoopState, extensions: Sequence[Extension]) -> None:
 @contextmanager
 def opened(extensions: Sequence[Extension], state: LoopState) -> Iterator[None]:
     """Open the extensions, and close them in reverse order at the end, also after an error."""
+    state.load_extensions(state.progress)
     with ExitStack() as stack:
         for extension in extensions:
             extension.open(state)

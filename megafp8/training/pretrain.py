@@ -152,7 +152,7 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
         if not run.config.training.skip_train:
             state = LoopState(run, sinks, progress, started)
             train_steps(state, build_extensions())
-            progress = state.progress
+            progress = state.with_extensions(state.progress)
         evaluate_at_end(run, sinks, progress, total_steps)
     return progress
 

@@ -151,6 +151,8 @@ def test_a_step_that_is_asked_for_is_not_replaced(saved: Path, capsys) -> None:
         {"local_scales": 2},
         {"local_scales": [2, None]},
         {"gradient_residual_places": 7},
+        {"extensions": 7},
+        {"extensions": {"LayerGuard": 7}},
     ],
     ids=lambda change: next(iter(change)),
 )

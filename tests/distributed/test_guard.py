@@ -18,11 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.guard_calibration import FAULTS, planted, statistics_of
 from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.metadata import extension_states, load_common_state
 from megafp8.checkpoint.progress import SMOOTHED, Progress
 from megafp8.metrics.layer_statistics import GROWTH, INPUT_STATISTICS, LIMITS
 from megafp8.metrics.records import GuardRecord
 from megafp8.metrics.sinks.jsonl import current_records, read_records
 from megafp8.models.layer_runtime import emulated_linears_by_name
+from megafp8.resilience import fault_injection
 from megafp8.training import pretrain
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.guard import Key, layer_warnings, recorded, updated_trends
@@ -98,6 +100,10 @@ def events(folder: Path) -> list[tuple[int, str, str]]:
     return [(e.step, e.name, e.detail) for e in load_run(folder).events if e.name in names]
 
 
+def guard_state(progress: Progress) -> Mapping[str, Any]:
+    return progress.extensions["LayerGuard"]
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_clean_runs_raise_no_alarm(recipe: str, tmp_path: Path) -> None:
     run_loop(tmp_path, f"{recipe} {EVERY_SECOND_STEP} bf16-layer --train-iters 6", first_bad_steps={})
@@ -166,7 +172,7 @@ def test_run_in_bf16_is_warned(tmp_path: Path) -> None:
     ((progress, _),) = run_loop(tmp_path, flags, first_bad_steps={}, style="gpt2")
     found = events(tmp_path)
     assert found and all(detail.startswith("attention logits of layers.") for *_, detail in found)
-    assert {statistic for statistic, *_ in progress.history.layer_trends} == set(GROWTH)
+    assert {statistic for statistic, *_ in guard_state(progress)["layer_trends"]} == set(GROWTH)
 
 
 def inflated_qk(warmup_steps: int) -> str:
@@ -187,9 +193,10 @@ def is_growth(values: Mapping[int, float], step: int) -> bool:
 
 def test_growth_in_the_warmup_is_no_alarm(tmp_path: Path) -> None:
     ((after, _),) = run_loop(tmp_path / "after", inflated_qk(1), first_bad_steps={}, style="gpt2")
-    assert any(" grew from " in detail for *_, detail in events(tmp_path / "after")) and after.history.layer_trends
+    assert any(" grew from " in detail for *_, detail in events(tmp_path / "after"))
+    assert guard_state(after)["layer_trends"]
     ((within, _),) = run_loop(tmp_path / "within", inflated_qk(11), first_bad_steps={}, style="gpt2")
-    assert events(tmp_path / "within") == [] and within.history.layer_trends == ()
+    assert events(tmp_path / "within") == [] and within.extensions == {}
     values = logits(tmp_path / "within")
     assert all(is_growth(values, step) for step in (26, 28, 30))
 
@@ -295,9 +302,28 @@ def test_resumed_run_warns_of_nothing_again(tmp_path: Path) -> None:
     ((resumed_progress, _),) = run_loop(tmp_path / "resumed", flags)
     ((progress, _),) = run_loop(tmp_path / "straight", flags)
     assert before and events(tmp_path / "resumed") == events(tmp_path / "straight")
-    assert progress == resumed_progress and set(progress.history.warnings) >= {
+    assert progress == resumed_progress and set(guard_state(progress)["warnings"]) >= {
         ("outlier share", "layers.1.linear_fc2.input")
     }
+
+
+def test_rollback_keeps_the_warnings_and_restores_the_trends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From step 29 to the checkpoint of step 26, and on from step 30. The warning came at step 28."""
+    plan = fault_injection.FaultPlan(fault_injection.read_plan("nan:step=29,at=step.loss"), rank=0)
+    for name in ("point", "poison"):
+        monkeypatch.setattr(fault_injection, name, getattr(plan, name))
+    back = "--save-interval 2 --spike-policy rollback --spike-rollback-steps 2 --spike-skip-batches 4 --train-iters 32"
+    flags, late = f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} warn {back}", {"layers.1.linear_fc2": 27}
+    ((progress, _),) = run_loop(tmp_path, flags, first_bad_steps=late)
+    failed, there, saved = (
+        extension_states(load_common_state(tmp_path / name))["LayerGuard"]
+        for name in ("iter_0000028.retired", "iter_0000026", "iter_0000030")
+    )
+    assert failed["warnings"] and not there["warnings"] and failed["layer_trends"] != there["layer_trends"]
+    assert saved == {"layer_trends": there["layer_trends"], "warnings": failed["warnings"]}
+    assert guard_state(progress)["warnings"][: len(failed["warnings"])] == failed["warnings"]
+    details = [detail for _, _, detail in events(tmp_path)]
+    assert len(details) == len(guard_state(progress)["warnings"]), "each once"
 
 
 def test_smoothed_linear_is_resumed(tmp_path: Path) -> None:
@@ -308,7 +334,7 @@ def test_smoothed_linear_is_resumed(tmp_path: Path) -> None:
     assert [(linear.name, linear.form) for linear in progress.history.moved_linears] == [
         ("layers.1.linear_fc2", SMOOTHED)
     ]
-    assert progress.history.layer_trends, "growth is compared with the values before the restart"
+    assert guard_state(progress)["layer_trends"], "growth is compared with the values before the restart"
     assert (progress, straight) == (resumed_progress, resumed), "to the bit"
     ((_, plain),) = run_loop(tmp_path / "warn", flags.replace("smooth-swiglu", "warn"))
     assert plain != straight
@@ -365,6 +391,6 @@ def test_growth_is_found_below_the_limit() -> None:
     ((_, detail),) = layer_warnings({key: 15.1}, {key: (1.0, 3.3, 6.0)})
     assert detail == "attention logits of layers.0 grew from 3.3 to 15.1 in 2 intervals"
     values = {key: float("inf"), ("kurtosis", "layers.0.linear_qkv.input"): 3.0, other: -1.0}
-    assert updated_trends(values, {key: (1.0, 2.0, 3.0, 4.0, 5.0), other: (7.0,)}) == (
-        (*key, (2.0, 3.0, 4.0, 5.0, 3e38)), (*other, (7.0,)),
-    )  # fmt: skip
+    assert updated_trends(values, {key: (1.0, 2.0, 3.0, 4.0, 5.0), other: (7.0,)}) == {
+        key: (2.0, 3.0, 4.0, 5.0, 3e38), other: (7.0,),
+    }  # fmt: skip

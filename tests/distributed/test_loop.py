@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import run_ranks
@@ -13,10 +15,15 @@ from small_run import PLAIN, VIRTUAL, build_run, fingerprint, small_config, weig
 from megafp8.analysis.runs import LoadedRun as Recorded
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import complete_steps
+from megafp8.checkpoint.metadata import load_common_state
 from megafp8.checkpoint.progress import Progress
 from megafp8.errors import CheckpointError
 from megafp8.metrics.timers import StepTimer, StepTimes
+from megafp8.training import pretrain
+from megafp8.training.extension import Extension, LoopState
+from megafp8.training.extensions import build_extensions
 from megafp8.training.pretrain import train
+from megafp8.training.step import StepResult
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
@@ -67,6 +74,32 @@ def test_a_resumed_run_has_the_records_of_the_unbroken_run(world_size: int, flag
     assert [record.step for record in parts.evals_of("valid")] == [2, 4, 6]
     assert [start.resumed_from_step for start in parts.runs] == [None, 4]
     assert complete_steps(tmp_path / "parts") == [4, 6]
+
+
+class StepCounter(Extension):
+    """Counts the steps of a run, also those of the process before."""
+
+    name, num_steps = "StepCounter", 0
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self.num_steps} if self.num_steps else {}
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        self.num_steps = values.get("steps", 0)
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        self.num_steps += 1
+
+
+@pytest.mark.parametrize("flags", [PLAIN, f"{PLAIN} --async-save"], ids=["plain", "async"])
+def test_the_state_of_an_extension_is_resumed(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_loop(tmp_path / "without", f"{flags} --exit-interval 2", 1)
+    assert "extensions" not in load_common_state(tmp_path / "without" / "iter_0000002")
+    monkeypatch.setattr(pretrain, "build_extensions", lambda: [StepCounter(), *build_extensions()])
+    run_loop(tmp_path / "with", f"{flags} --exit-interval 4", 1)
+    assert load_common_state(tmp_path / "with" / "iter_0000004")["extensions"] == {"StepCounter": {"steps": 4}}
+    progress, _ = run_loop(tmp_path / "with", flags, 1)
+    assert progress == Progress(6, 48, extensions={"StepCounter": {"steps": 6}})
 
 
 def test_checkpoints_at_the_interval_and_at_the_end(tmp_path: Path) -> None:

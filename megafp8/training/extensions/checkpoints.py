@@ -72,7 +72,7 @@ class Checkpoints(Extension):
         self.saver = CheckpointSaver(state.run, state.sinks)
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
-        is_saved = self.saver.save(state.progress, state.is_last)
+        is_saved = self.saver.save(state.with_extensions(state.progress), state.is_last)
         if is_saved and not state.is_last and is_stop_requested(state.run):
             state.stop_reason = record_stop_signals(state.run.watchdog)  # no second save of this step is needed
 

@@ -4,7 +4,7 @@ Every `--fp8-guard-interval` steps hooks take the statistics of `metrics/layer_s
 of each rank. One MAX all-reduce over all ranks follows, so that they take the same decision. Other steps have no hooks.
 A decision depends on the statistics of the step, and on the last values of those whose growth is limited, which are
 kept from some steps after the learning rate's warm-up on (`first_steps_not_stored`). They are in the checkpoint, as are
-the linears that were changed and the warnings that were given (`SkipHistory`), so that a resumed run decides as the
+the warnings that were given and the linears that were changed (`SkipHistory`), so that a resumed run decides as the
 uninterrupted one. All statistics are recorded (`GuardRecord`).
 """
 
@@ -59,16 +59,36 @@ EVENT = "guard"
 LARGEST_REMEMBERED = 3e38  # files hold no infinity
 Key = tuple[str, str]
 """A statistic and the layer or linear that it is of."""
+Trends = Mapping[Key, tuple[float, ...]]
+"""The last values that were kept, newest last, of the statistics in `GROWTH`."""
 
 
 class LayerGuard(Extension):
     """Warns of statistics above their limits, once for each layer or linear, and moves layers if the run wants it."""
 
     span = RECORDS
+    name = "LayerGuard"
 
     def __init__(self) -> None:
         self.statistics: Optional[LayerStatistics] = None
         self.is_collecting = False
+        self.trends: Trends = {}
+        self.warnings: list[Key] = []  # those that were given
+
+    def state(self) -> Mapping[str, Any]:
+        if not (self.trends or self.warnings):
+            return {}
+        trends = tuple((statistic, name, trend) for (statistic, name), trend in self.trends.items())
+        return {"layer_trends": trends, "warnings": tuple(self.warnings)}
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        """Trends are those of the checkpoint. After a rollback, warnings of the failed run stay."""
+        rows = values.get("layer_trends", ())
+        trends = {(statistic, name): tuple(float(value) for value in trend) for statistic, name, trend in rows}
+        given = [(statistic, name) for statistic, name in values.get("warnings", ())]
+        if not all(isinstance(text, str) for key in (*trends, *given) for text in key):
+            raise ValueError("a name of a statistic or layer is no text")
+        self.trends, self.warnings = trends, list(dict.fromkeys([*self.warnings, *given]))
 
     def before_step(self, state: LoopState) -> None:
         training, changed = state.run.config.training, state.progress.history.moved_linears
@@ -89,13 +109,10 @@ class LayerGuard(Extension):
         interval = state.run.config.training.fp8_guard_interval
         is_stored = state.step > first_steps_not_stored(state.run.warmup_steps, interval)
         # Before that there are none, unless an earlier version wrote the checkpoint.
-        stored = state.progress.history.layer_trends if is_stored else ()
-        trends = {(statistic, name): trend for statistic, name, trend in stored}
+        trends = self.trends if is_stored else {}
         for key, detail in layer_warnings(values, trends):
             self.handle(state, key, detail)
-        stored = updated_trends(values, trends) if is_stored else ()
-        history = dataclasses.replace(state.progress.history, layer_trends=stored)
-        state.progress = dataclasses.replace(state.progress, history=history)
+        self.trends = updated_trends(values, trends) if is_stored else {}
 
     def handle(self, state: LoopState, key: Key, detail: str) -> None:
         """Report a warning once, and change the layer if `--fp8-guard` says so and it helps."""
@@ -104,10 +121,8 @@ class LayerGuard(Extension):
         layer = ".".join(name.split(".")[:2])
         moves = guard == "bf16-layer" and limit.moves_layer
         smooths = guard == "smooth-swiglu" and smoothing_helps(statistic, name)
-        history = state.progress.history
-        if key not in history.warnings:
-            history = dataclasses.replace(history, warnings=(*history.warnings, key))
-            state.progress = dataclasses.replace(state.progress, history=history)
+        if key not in self.warnings:
+            self.warnings.append(key)
             if not (moves or smooths) and (suggestions := suggestion_text(statistic, name, suggestion_case(state.run))):
                 detail += f"; try: {suggestions}"
             state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
@@ -126,12 +141,8 @@ def recorded(values: Mapping[Key, float]) -> dict[str, dict[str, float]]:
     return found
 
 
-def layer_warnings(values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]]) -> Iterator[tuple[Key, str]]:
-    """The statistics above their limits, or that grew more than they may, with a description.
-
-    Args:
-        trends: the last values that were kept, newest last, of the statistics in `GROWTH`.
-    """
+def layer_warnings(values: Mapping[Key, float], trends: Trends) -> Iterator[tuple[Key, str]]:
+    """The statistics above their limits, or that grew more than they may, with a description."""
     for key, value in values.items():
         statistic, name = key
         if value > LIMITS[statistic].value:
@@ -145,16 +156,14 @@ def layer_warnings(values: Mapping[Key, float], trends: Mapping[Key, tuple[float
                 break
 
 
-def updated_trends(
-    values: Mapping[Key, float], trends: Mapping[Key, tuple[float, ...]]
-) -> tuple[tuple[str, str, tuple[float, ...]], ...]:
-    """The last values of the statistics in `GROWTH` with those of this step; a value below 0 was not taken."""
+def updated_trends(values: Mapping[Key, float], trends: Trends) -> Trends:
+    """The trends with the values of this step; a value below 0 was not taken."""
     found = {
         key: (*trends.get(key, ()), min(value, LARGEST_REMEMBERED))[-NUM_REMEMBERED:]
         for key, value in values.items()
         if key[0] in GROWTH and value >= 0
     }
-    return tuple((statistic, name, trend) for (statistic, name), trend in {**trends, **found}.items())
+    return {**trends, **found}
 
 
 def layer_snr(run: Run, num_updates: int) -> dict[Key, float]:

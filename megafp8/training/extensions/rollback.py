@@ -49,7 +49,9 @@ class Rollback(Extension):
         saver.finish(is_last=False)
         run.watchdog.enter("rollback", state.step + 1)
         progress = roll_back(run, state.sinks, state.progress, error)
-        saver.save(progress, is_last=progress.step == run.last_step(progress), is_due=True)
+        state.load_extensions(progress)
+        is_last = progress.step == run.last_step(progress)
+        saver.save(state.with_extensions(progress), is_last, is_due=True)
         saver.finish(is_last=False)
         state.move_to(progress)
         self.unsaved_step = progress.step

@@ -46,6 +46,9 @@ class State:
     def advance(self, result: Any) -> None:
         self.step += 1
 
+    def load_extensions(self, progress: Any) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -166,7 +169,7 @@ def test_loader_processes_end_with_the_loop_although_its_state_is_kept(
         datasets=[None],
         config=SimpleNamespace(data=data),
     )
-    progress: Any = SimpleNamespace(step=0, consumed_samples=0)
+    progress: Any = SimpleNamespace(step=0, consumed_samples=0, extensions={})
     state, num_processes = extension.LoopState(run, Sinks(()), progress, 0.0), list[int]()
 
     def read(state: Any) -> None:

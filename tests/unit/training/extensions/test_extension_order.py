@@ -42,6 +42,11 @@ def test_every_extension_is_in_the_list() -> None:
     assert sorted(NAMES) == sorted(defined)
 
 
+def test_every_state_has_a_name_of_its_own() -> None:
+    names = [each.name for each in build_extensions() if type(each).state is not Extension.state]
+    assert "LayerGuard" in names and "" not in names and len(names) == len(set(names))
+
+
 @pytest.mark.parametrize(
     ("method", "first", "then"),
     [
@@ -127,6 +132,7 @@ def test_ranks_agree_on_signals_after_a_save(
     extension.saver = Saver(saves)
     run = SimpleNamespace(watchdog=None)
     state = SimpleNamespace(run=run, progress=None, stop_reason=stop_reason, is_last=stop_reason is not None)
+    state.with_extensions = lambda progress: progress
     extension.after_step(state, None)
     assert state.stop_reason == expected
 
