@@ -65,6 +65,8 @@ def trained(config: RunConfig) -> Trained:
     if needs_calibration(run):
         calibrate(run, Progress())
     results = step_results(run, STEPS)
+    for part in run.parts:
+        assert not isinstance(part, Fp8Gradients) or part.reduction.counts[0] > 0  # values were quantized
     weights = [parameter.to_local().detach() for parameter in run.training_state.chunks[0].parameters()]
     norms = [result.grad_norm for result in results if result.grad_norm is not None]
     return Trained([each.loss for each in results], norms, STEPS - len(norms), weights, results[-1])

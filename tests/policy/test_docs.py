@@ -25,6 +25,7 @@ from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_by_name, settings_with
 from megafp8.mcore.cpu_patches import PATCHES
 from megafp8.recipes import registry
+from megafp8.resources import automatic
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -190,6 +191,8 @@ def test_every_automatic_setting_is_documented() -> None:
     flags_of = [setting.flags[0] for setting in settings_with(Role.AUTOMATIC).values()]
     wanted = {flag for flag in flags_of if flag != "--cross-entropy-fusion-impl"}  # with --cross-entropy-loss-fusion
     assert wanted - documented == set()
+    elsewhere = {"--use-nccl-ub"}  # in `device/nccl_buffers.py`, with all that it needs
+    assert wanted - elsewhere - set(FLAG.findall(automatic.__doc__ or "")) == set()
 
 
 def test_getting_started_names_every_preset() -> None:

@@ -30,9 +30,15 @@ def run_has_what_its_settings_require(config: RunConfig, world_size: int) -> Ite
 
 
 def _without_requirements(config: RunConfig, settings: Iterable[Setting]) -> Iterator[str]:
-    for setting in settings:
-        if setting.requires and is_given(config, setting) and not has_feature(config, setting.requires):
-            yield no_effect_without(setting.as_flag(shown(config, setting)), setting.requires)
+    needed = ((setting, setting.requires) for setting in settings)
+    yield from (no_effect_without(flag, feature) for flag, feature in _without_effect(config, needed))
+
+
+def _without_effect(config: RunConfig, needed: Iterable[tuple[Setting, str]]) -> Iterator[tuple[str, str]]:
+    """The flags of settings that are given and lack what they need, each with what that is."""
+    for setting, feature in needed:
+        if feature and is_given(config, setting) and not has_feature(config, feature):
+            yield setting.as_flag(shown(config, setting)), feature
 
 
 def unused_settings(config: RunConfig) -> Iterator[str]:
@@ -40,9 +46,8 @@ def unused_settings(config: RunConfig) -> Iterator[str]:
 
     Megatron-LM runs such command lines: its scripts and tests give one set of flags to many runs.
     """
-    for setting in all_settings():
-        if setting.needs and is_given(config, setting) and not has_feature(config, setting.needs):
-            yield f"{setting.as_flag(shown(config, setting))} has no effect without {setting.needs}"
+    needed = ((setting, setting.needs) for setting in all_settings())
+    yield from (f"{flag} has no effect without {feature}" for flag, feature in _without_effect(config, needed))
     if config.checkpoint.save is None and config.checkpoint.save_interval is not None:
         yield f"--save-interval {config.checkpoint.save_interval} has no effect without --save: nothing is saved"
     yield from _unused_amax_history(config)

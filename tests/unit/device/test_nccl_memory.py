@@ -6,8 +6,15 @@ import os
 
 import pytest
 
-from megafp8.config.schema import ParallelConfig
+from megafp8.config.rules.model import registered_buffers_have_ranks
+from megafp8.config.schema import ParallelConfig, RunConfig
 from megafp8.device.nccl_buffers import expandable_segments, prefer_copy_engines
+
+
+def test_fsdp2_has_no_buffers() -> None:
+    config = RunConfig(parallel=ParallelConfig(use_nccl_ub=True, use_torch_fsdp2=True))
+    (problem,) = registered_buffers_have_ranks(config, 2)
+    assert "--use-nccl-ub is not supported with --use-torch-fsdp2" in problem
 
 
 def test_a_given_policy_stays(monkeypatch: pytest.MonkeyPatch) -> None:
