@@ -43,7 +43,8 @@ from megafp8.resilience import fault_injection
 RANDOM_STATE_MODULES = ("megatron.core.tensor_parallel.random", "transformer_engine.pytorch.distributed")
 RANDOM_STATE_FUNCTIONS = ("_get_cuda_rng_state", "_set_cuda_rng_state")
 Batch = dict[str, Tensor]
-Passes = Callable[[Optional[Iterator[Batch]]], list[dict[str, Tensor]]]
+Batches = Optional[Iterator[Batch]]
+Passes = Callable[[Batches], list[dict[str, Tensor]]]
 """Runs passes over an iterator of microbatches, and returns the reports of the losses."""
 
 
@@ -94,7 +95,7 @@ class PassGraph:
     def run(
         self,
         passes: Passes,
-        batches: Optional[Iterator[Batch]],
+        batches: Batches,
         num_microbatches: int,
         pool: Any = None,
         generators: Sequence[torch.Generator] = (),
@@ -174,7 +175,7 @@ class EagerPasses:
         """Drop what was captured, since tensors may be replaced."""
 
     def run(
-        self, forward_backward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
+        self, forward_backward: Passes, batches: Batches, num_microbatches: int, step_hooks: Sequence[StepHooks] = ()
     ) -> list[dict[str, Tensor]]:
         """Run forward-backward on the next microbatches.
 
@@ -182,25 +183,14 @@ class EagerPasses:
             forward_backward: runs forward-backward over an iterator of microbatches; returns the reports of the losses.
             batches: None on a pipeline stage that reads none.
             num_microbatches: the same in every step.
+            step_hooks: which `forward_backward` attaches.
 
         Returns:
             The reports, valid until the next step.
         """
         return forward_backward(batches)
 
-    def run_with_hooks(
-        self,
-        forward_backward: Passes,
-        batches: Optional[Iterator[Batch]],
-        num_microbatches: int,
-        step_hooks: Sequence[StepHooks],
-    ) -> list[dict[str, Tensor]]:
-        """The same for a step with hooks, which `forward_backward` attaches."""
-        return forward_backward(batches)
-
-    def evaluate(
-        self, forward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
-    ) -> list[dict[str, Tensor]]:
+    def evaluate(self, forward: Passes, batches: Batches, num_microbatches: int) -> list[dict[str, Tensor]]:
         """The same for the forward passes of an evaluation."""
         return forward(batches)
 
@@ -235,7 +225,7 @@ class StepGraph(EagerPasses):
         self.steps_left = self.warm_up_steps
         self.is_evaluation_warm = False
         self.step, self.evaluation = self.new_graph(), self.new_graph()
-        self.with_hooks: dict[tuple[StepHooks, ...], PassGraph] = {}
+        self.by_hooks: dict[tuple[StepHooks, ...], PassGraph] = {(): self.step}
 
     def new_graph(self) -> PassGraph:
         """One that is not captured yet."""
@@ -244,7 +234,7 @@ class StepGraph(EagerPasses):
     @property
     def pool(self) -> Any:
         """The memory of the graphs of steps; None before the first capture."""
-        graphs = (each.graph for each in (self.step, *self.with_hooks.values()))
+        graphs = (each.graph for each in self.by_hooks.values())
         return next((graph.pool() for graph in graphs if graph is not None), None)
 
     has_graphs = True
@@ -254,37 +244,19 @@ class StepGraph(EagerPasses):
         return self.step.graph is not None
 
     def run(
-        self, forward_backward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
+        self, forward_backward: Passes, batches: Batches, num_microbatches: int, step_hooks: Sequence[StepHooks] = ()
     ) -> list[dict[str, Tensor]]:
-        """Eager while warming up, then from the graph."""
-        if self.steps_left:
-            self.steps_left -= 1
-            return forward_backward(batches)
-        # With the memory of the graphs so far, as only one of them runs at a time.
-        return self.step.run(forward_backward, batches, num_microbatches, self.pool)
-
-    def run_with_hooks(
-        self,
-        forward_backward: Passes,
-        batches: Optional[Iterator[Batch]],
-        num_microbatches: int,
-        step_hooks: Sequence[StepHooks],
-    ) -> list[dict[str, Tensor]]:
-        """The same for a step with hooks, with a graph for each combination of them.
-
-        The first one is eager, and so is every one that is needed to warm up.
-        """
+        """Eager while warming up and for the first step with these hooks, then from the graph of the hooks."""
         key = tuple(step_hooks)
-        if self.steps_left or key not in self.with_hooks:
+        if self.steps_left or key not in self.by_hooks:
             self.steps_left = max(0, self.steps_left - 1)
-            self.with_hooks.setdefault(key, self.new_graph())
+            self.by_hooks.setdefault(key, self.new_graph())
             return forward_backward(batches)
         generators = [each.generator for each in step_hooks if each.generator is not None]
-        return self.with_hooks[key].run(forward_backward, batches, num_microbatches, self.pool, generators)
+        # With the memory of the graphs so far, as only one of them runs at a time.
+        return self.by_hooks[key].run(forward_backward, batches, num_microbatches, self.pool, generators)
 
-    def evaluate(
-        self, forward: Passes, batches: Optional[Iterator[Batch]], num_microbatches: int
-    ) -> list[dict[str, Tensor]]:
+    def evaluate(self, forward: Passes, batches: Batches, num_microbatches: int) -> list[dict[str, Tensor]]:
         """The same for the forward passes of an evaluation.
 
         The first one is eager, and so are all before there is a graph of the steps, which has the memory.

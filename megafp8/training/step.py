@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Optional, Union
@@ -20,12 +20,9 @@ from megafp8.optimizer.schedules import can_lower_loss_scale, current_learning_r
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.resilience import fault_injection
 from megafp8.training import bad_steps
-from megafp8.training.cuda_graph import StepHooks
+from megafp8.training.cuda_graph import Batches, StepHooks
 from megafp8.training.nonfinite_operands import NonfiniteOperands
 from megafp8.training.run import Run
-
-Batch = dict[str, Tensor]
-Batches = Optional[Iterator[Batch]]
 
 
 @dataclass(frozen=True)
@@ -183,11 +180,7 @@ def clear_gradients(run: Run) -> None:
 
 
 def forward_backward_or_replay(
-    run: Run,
-    batches: Batches,
-    num_microbatches: int,
-    is_eager: bool = False,
-    step_hooks: Sequence[StepHooks] = (),
+    run: Run, batches: Batches, num_microbatches: int, is_eager: bool = False, step_hooks: Sequence[StepHooks] = ()
 ) -> list[dict[str, Tensor]]:
     """Forward-backward of a step, replayed from a CUDA graph where the run has one and the step may use it."""
 
@@ -201,9 +194,7 @@ def forward_backward_or_replay(
 
     if is_eager:
         return eager(batches)
-    if step_hooks:
-        return run.graph.run_with_hooks(eager, batches, num_microbatches, step_hooks)
-    return run.graph.run(eager, batches, num_microbatches)
+    return run.graph.run(eager, batches, num_microbatches, step_hooks)
 
 
 def forward_or_replay(run: Run, batches: Batches, num_microbatches: int) -> list[dict[str, Tensor]]:

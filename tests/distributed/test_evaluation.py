@@ -86,19 +86,18 @@ class Replays:
         self.steps_left, self.has_run_hooks = warm_up_steps, False
         self.captured: dict[str, list[bool]] = {}
 
-    def run(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
+    def run(
+        self, passes: Passes, batches: Iterator[Batch], num_microbatches: int, step_hooks: Any
+    ) -> list[dict[str, Tensor]]:
+        if step_hooks:
+            if "step" in self.captured and self.has_run_hooks:
+                return self.captured_or_replayed("step with hooks", passes, batches)
+            self.has_run_hooks = True
+            return passes(batches)
         if self.steps_left:
             self.steps_left -= 1
             return passes(batches)
         return self.captured_or_replayed("step", passes, batches)
-
-    def run_with_hooks(
-        self, passes: Passes, batches: Iterator[Batch], num_microbatches: int, step_hooks: Any
-    ) -> list[dict[str, Tensor]]:
-        if "step" not in self.captured or not self.has_run_hooks:
-            self.has_run_hooks = True
-            return passes(batches)
-        return self.captured_or_replayed("step with hooks", passes, batches)
 
     def captured_or_replayed(self, graph: str, passes: Passes, batches: Iterator[Batch]) -> list[dict[str, Tensor]]:
         noted, is_captured = [group.param_gather_dispatched for group in self.groups], graph in self.captured

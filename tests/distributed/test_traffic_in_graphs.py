@@ -18,7 +18,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.training import cuda_graph
-from megafp8.training.cuda_graph import Batch, Passes, build_step_graph
+from megafp8.training.cuda_graph import Passes, build_step_graph
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
@@ -77,9 +77,9 @@ class Replays:
         for counter, received in zip(self.counters, counted, strict=True):
             counter.received_bytes = received
 
-    def run(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, torch.Tensor]]:
+    def run(self, passes: Passes, *arguments: Any) -> list[dict[str, torch.Tensor]]:
         self.passes = passes
-        return self.graph.run(passes, batches, num_microbatches)
+        return self.graph.run(passes, *arguments)
 
     def evaluate(self, *arguments: Any) -> list[dict[str, torch.Tensor]]:
         return self.graph.evaluate(*arguments)

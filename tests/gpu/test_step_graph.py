@@ -134,7 +134,7 @@ def test_statistics_of_a_graph_equal_those_of_launched_kernels(extra: str) -> No
             samples, collector = SourceSamples(run.config.data.seq_length), StatisticsCollector(run)
             batches = build_batches(run, samples, 0, 12 * run.global_batch_size, num_workers=0)
             steps = [statistics_step(run, batches, step, collector, is_eager=step == 10) for step in range(1, 13)]
-            assert not graph or [each for each in run.graph.with_hooks.values() if each.graph]
+            assert not graph or [hooks for hooks, each in run.graph.by_hooks.items() if hooks and each.graph]
         found.append([  # of health events only the names: their suggestions depend on the flags
             leaves({"loss": result.loss} | {
                 f"{record.kind}s": record.name if isinstance(record, EventRecord) else dataclasses.asdict(record)
@@ -160,7 +160,7 @@ def test_what_the_guard_sees_in_a_graph_equals_what_it_sees_of_launched_kernels(
                 step_hooks = [*([guard.start()] if step % 2 == 0 else []), *collector.start_if_due(step)]
                 result = train_step(run, batches, Progress(step - 1), step_hooks=step_hooks)
                 seen.append((result.loss, guard.take() if step % 2 == 0 else {}))
-            assert not graph or len([each for each in run.graph.with_hooks.values() if each.graph]) == 2
+            assert not graph or len([hooks for hooks, each in run.graph.by_hooks.items() if hooks and each.graph]) == 2
         found.append(seen)
     assert found[0] == found[1] and max(found[0][1][1].values()) > 0
 

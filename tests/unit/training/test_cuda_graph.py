@@ -191,7 +191,7 @@ def test_a_step_with_hooks_has_a_graph_in_the_memory_of_the_others(
     assert attached == [1, 4] and (step.num_replays, with_hooks.num_replays) == (4, 2)
     assert device.pools == [None, step] and (step.random_states, with_hooks.random_states) == ([], [generator])
     run.graph.reset()
-    assert not run.graph.with_hooks
+    assert [*run.graph.by_hooks] == [()]
 
 
 def test_a_run_whose_steps_all_have_hooks_has_graphs_of_its_combinations(device: Device) -> None:
@@ -199,7 +199,7 @@ def test_a_run_whose_steps_all_have_hooks_has_graphs_of_its_combinations(device:
     one, other = (StepHooks(nullcontext), StepHooks(lambda: nullcontext()))
     losses = []
     for step_hooks in ([one], [one, other], [one], [one, other], [one], [one]):
-        (report,) = trainer.graph.run_with_hooks(trainer.passes, trainer.batches, MICROBATCHES, step_hooks)
+        (report,) = trainer.graph.run(trainer.passes, trainer.batches, MICROBATCHES, step_hooks)
         losses.append(report["loss"].item())
     losses += [trainer.step(), trainer.step()]
     assert losses == [9.0 * number + 3 for number in range(8)]

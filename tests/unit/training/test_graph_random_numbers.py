@@ -101,7 +101,7 @@ def test_replays_round_with_the_random_numbers_of_launched_steps(
             if not has_graph or number == 7:
                 passes(None)
             elif number in (1, 4, 6, 8, 10):
-                graph.run_with_hooks(passes, None, MICROBATCHES, [hooks])
+                graph.run(passes, None, MICROBATCHES, [hooks])
             else:
                 graph.run(passes, None, MICROBATCHES)
             graph.evaluate(lambda batches: passes(batches, is_step=False), None, MICROBATCHES)
