@@ -7,7 +7,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
-from megafp8.training.micro_batch_search.messages import MEMORY_EXCEEDED_STATUS, Failed, Measured, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search.messages import MEMORY_EXCEEDED_STATUS, TrialResult, TrialSetup
 
 FITS = 8
 """The largest size that a rank has room for, times its number plus 1."""
@@ -19,13 +19,13 @@ def serve(setup: TrialSetup, pipe: Connection) -> None:
     while True:
         size = pipe.recv()
         if size <= FITS:
-            pipe.send(Measured(1000 * size + rank, 10.0 / size + rank))
+            pipe.send(TrialResult(1000 * size + rank, 10.0 / size + rank))
         elif rank > 0 and setup.implementation == "breaks":
-            pipe.send(Failed("RuntimeError: Connection closed by peer"))
+            pipe.send(TrialResult(error="RuntimeError: Connection closed by peer"))
         elif rank > 0:
             time.sleep(60)  # in a collective that rank 0 never joins
         elif setup.implementation == "raises":
-            pipe.send(TooLarge("CUDA out of memory"))
+            pipe.send(TrialResult(too_large="CUDA out of memory"))
             os._exit(0)
         elif setup.implementation == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -35,6 +35,6 @@ def serve(setup: TrialSetup, pipe: Connection) -> None:
         elif setup.implementation == "crashes":
             os._exit(3)
         elif setup.implementation == "errs":
-            pipe.send(Failed("ValueError: no"))
+            pipe.send(TrialResult(error="ValueError: no"))
         else:
             time.sleep(60)

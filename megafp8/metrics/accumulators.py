@@ -11,17 +11,9 @@ from typing import Union
 import torch
 from torch import Tensor
 
+from megafp8.metrics import tensor_table
 from megafp8.metrics.quantization_error import ROUNDING, RUN_VALUES
-from megafp8.metrics.tensor_table import (
-    LOCAL_DB_LIMIT,
-    QUANTIZATION_MAXIMA,
-    QUANTIZATION_SUMS,
-    PartialStats,
-    build_partial_stats,
-    error_sums,
-    exponent_counts,
-    num_exponents,
-)
+from megafp8.metrics.tensor_table import PartialStats
 from megafp8.quantization.nvfp4 import unpack
 from megafp8.quantization.quantize import as_blocks, decode_values
 from megafp8.quantization.quantized_tensor import Quantized, sized_block
@@ -76,8 +68,8 @@ def accumulate(
             maxima["staleness"] = amax.double() / (used.double() * rule.format.max * 2.0**-margin)
     exponents = counts[:0]
     if has_exponents:
-        exponents = exponent_counts(counts, rule.format.mantissa_bits, rule.format.first_special_code)
-    return build_partial_stats(sums, maxima, exponents, channel_amax if has_channels else None)
+        exponents = tensor_table.exponent_counts(counts, rule.format.mantissa_bits, rule.format.first_special_code)
+    return tensor_table.build_partial_stats(sums, maxima, exponents, channel_amax if has_channels else None)
 
 
 def _magnitudes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,7 +144,7 @@ def _signal_and_noise(rows: Tensor, quantized: Quantized, amax: Tensor) -> dict[
         if not bool(torch.isfinite(values.sum())):
             is_finite = values.isfinite()
             values, dequantized = values.where(is_finite, 0.0), dequantized.where(is_finite, 0.0)
-        for name, value in error_sums(values, dequantized, amax).items():
+        for name, value in tensor_table.error_sums(values, dequantized, amax).items():
             totals[name] = totals[name] + value if name in totals else value
     square = amax.double().square()
     return totals | {"signal": totals["signal"] * square, "noise": totals["noise"] * square}
@@ -177,10 +169,10 @@ def accumulate_with_triton(
     rule, (num_rows, num_columns) = quantized.rule, rows.shape
     strips = math.ceil(num_columns / (RUNS * RUN_VALUES))
     parts = min(math.ceil(num_rows / ROWS), math.ceil(PROGRAMS / strips))
-    num_counts = num_exponents(rule.format) if has_exponents else 0
+    num_counts = tensor_table.num_exponents(rule.format) if has_exponents else 0
     sums, maxima = (
         torch.empty(strips * parts, width, dtype=torch.float64, device=rows.device)
-        for width in (len(QUANTIZATION_SUMS) + num_counts, len(QUANTIZATION_MAXIMA))
+        for width in (len(tensor_table.QUANTIZATION_SUMS) + num_counts, len(tensor_table.QUANTIZATION_MAXIMA))
     )
     channel_amax = torch.zeros(num_columns, device=rows.device) if has_channels else None
     kind = RULE_NAMES[ScaleRule.TWO_LEVEL] if rule.scale_rule.is_two_level else RULE_NAMES.get(rule.scale_rule, "fp32")
@@ -193,7 +185,7 @@ def accumulate_with_triton(
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=kind, IS_KNOWN=is_known,
         CAN_SATURATE=can_saturate(rule), IS_DELAYED=rule.scale_rule is ScaleRule.DELAYED,
         FORMAT=format_spec(rule.format), SCALE_FORMAT=format_spec(E4M3), NUM_EXPONENTS=num_counts,
-        BINS=1 << num_counts.bit_length(), LIMIT=LOCAL_DB_LIMIT, ROWS=ROWS, RUNS=RUNS,
+        BINS=1 << num_counts.bit_length(), LIMIT=tensor_table.LOCAL_DB_LIMIT, ROWS=ROWS, RUNS=RUNS,
         RUN_VALUES=RUN_VALUES, enable_fp_fusion=False, num_warps=NUM_WARPS,
     )  # fmt: skip
     return PartialStats(sums.sum(0), maxima.amax(0), channel_amax)

@@ -33,15 +33,7 @@ from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.errors import NumericsError
 from megafp8.metrics.health_suggestions import for_nonfinite_values, suggestion_text
 from megafp8.optimizer import gradient_checks
-from megafp8.optimizer.gradient_checks import (
-    BAD_RANKS,
-    LOSS,
-    SQUARED_NORM,
-    STOPPING_RANKS,
-    StepTotals,
-    loss_and_flags,
-    sum_over_ranks,
-)
+from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale, describe_overflow
 from megafp8.quantization.delayed_scaling import OPERANDS
 from megafp8.resilience import fault_injection
@@ -89,20 +81,20 @@ def sum_step(
     if counted_loss is not None:
         fault_injection.poison("step.loss", counted_loss[:1])
     bad = detector.gradients.bad_gradients(squared_norm)
-    numbers = loss_and_flags(counted_loss, bad, device, bool(run.watchdog.received_signal))
+    numbers = gradient_checks.loss_and_flags(counted_loss, bad, device, bool(run.watchdog.received_signal))
     if squared_norm is not None:
-        numbers[SQUARED_NORM] = squared_norm
+        numbers[gradient_checks.SQUARED_NORM] = squared_norm
     for part in run.parts:
         counts = part.counts(reports)
         assert not counts.keys() & numbers.keys(), f"two parts of a step count {counts.keys() & numbers.keys()}"
         numbers |= counts
-    totals = sum_over_ranks(numbers, device)
-    run.watchdog.agree_to_stop(totals.number(STOPPING_RANKS))
+    totals = gradient_checks.sum_over_ranks(numbers, device)
+    run.watchdog.agree_to_stop(totals.number(gradient_checks.STOPPING_RANKS))
     names_saturated = (progress.step + 1) % run.config.logging.log_interval == 0
     nonfinite = detector.find_operands(totals, names_saturated)
-    if not totals.number(BAD_RANKS) or not run.config.training.check_for_nan_in_loss_and_grad:
+    if not totals.number(gradient_checks.BAD_RANKS) or not run.config.training.check_for_nan_in_loss_and_grad:
         return totals, find_bad_operands(run, progress, nonfinite)
-    is_loss_finite = math.isfinite(totals[LOSS][0])
+    is_loss_finite = math.isfinite(totals[gradient_checks.LOSS][0])
     if is_loss_finite and can_lower_loss_scale(run.training_state.optimizer):
         # The optimizer finds the overflow itself, skips the update and lowers the loss scale.
         return totals, None

@@ -16,14 +16,8 @@ from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
-from megafp8.device import capability
+from megafp8.device import capability, layer_support
 from megafp8.device.capability import Target
-from megafp8.device.layer_support import (
-    exchange_library_problems,
-    expert_launch_warnings,
-    offloading_problems,
-    package_problems,
-)
 from megafp8.device.platform import enable_determinism, limit_device_connections, silence_other_ranks, world_size
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.mcore import cpu_patches
@@ -134,14 +128,14 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
             smallest = choose(micro_batch.with_size(requested, size), target, ranks, saved_config, parsed.given)[0]
             found += rules.setting_problems(smallest, ranks)
     found += capability.capability_problems(config, target)
-    local_problems = rules.path_problems(config, ranks) + package_problems(config.logging)
-    local_problems += offloading_problems(config) + exchange_library_problems(config)
+    local_problems = rules.path_problems(config, ranks) + layer_support.package_problems(config.logging)
+    local_problems += layer_support.offloading_problems(config) + layer_support.exchange_library_problems(config)
     warnings = list(parsed.warnings)
     implementation = capability.layer_backend(config, target)
     found += fault_problems(config, implementation)
     warnings += rules.warnings(config, implementation, ranks) + capability.emulation_warnings(config, target)
     warnings += capability.environment_warnings(config.precision, implementation)
-    warnings += expert_launch_warnings(config, target.kind, implementation)
+    warnings += layer_support.expert_launch_warnings(config, target.kind, implementation)
     if parsed.dry_run:
         warnings += unchecked_settings(config)
     if parsed.world_size is None and parsed.target is None:

@@ -30,9 +30,6 @@ from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.micro_batch_search import search
 from megafp8.training.micro_batch_search.messages import (
     MEMORY_EXCEEDED_STATUS,
-    Failed,
-    Measured,
-    TooLarge,
     TrialResult,
     TrialSetup,
 )
@@ -79,7 +76,7 @@ def test_a_trial_measures_training_steps(world_size: int, extra: str) -> None:
         return answers, all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
     for answers, is_unchanged in run_ranks(world_size, measure):
-        assert all(isinstance(answer, Measured) for answer in answers)
+        assert all(answer.ms_per_sample is not None for answer in answers)
         assert all(answer.ms_per_sample > 0 and answer.peak_bytes > 50 * MIB for answer in answers)
         assert not is_unchanged
 
@@ -103,7 +100,7 @@ def test_long_steps_are_extrapolated_from_short_ones(stages: int, second: float,
     trial = SimpleNamespace(run=run, setup=setup, platform=CPU, step=step, slowest_s=float, kinds=[1])
     trial.timed_counts = partial(TrialRun.timed_counts, trial)
     answer, num_microbatches = TrialRun.measure(trial, size), 32 // size
-    assert isinstance(answer, Measured)
+    assert answer.ms_per_sample is not None
     assert answer.ms_per_sample == pytest.approx(1000 * second * (0.5 + 0.25 * num_microbatches) / 32)
     assert all(count % stages == 0 and count <= num_microbatches for count in counts)
     assert max(counts) in (num_microbatches, 2 * stages) or second * (0.5 + 0.25 * max(counts)) < 1.5 * TIMED_S
@@ -146,8 +143,8 @@ def test_a_peak_above_the_limit_does_not_fit() -> None:
         trial.slowest_s, trial.timed_counts = float, partial(TrialRun.timed_counts, trial)
         return TrialRun.measure(trial, 4)
 
-    assert answer(7 * MIB) == TooLarge("took 0.01 GiB")
-    assert answer(8 * MIB) == Measured(8 * MIB, pytest.approx(1000 / auto_config().training.global_batch_size))
+    assert answer(7 * MIB) == TrialResult(too_large="took 0.01 GiB")
+    assert answer(8 * MIB) == TrialResult(8 * MIB, pytest.approx(1000 / auto_config().training.global_batch_size))
 
 
 def test_trials_use_a_constant_loss_scale() -> None:
@@ -206,7 +203,7 @@ class FakeProcess:
 
     def measure(self, size: int) -> TrialResult:
         self.requested.append(size)
-        return TooLarge("no room") if size > 2 else Measured(size * GIB, {1: self.one_ms, 2: 5.0}[size])
+        return TrialResult(too_large="no room") if size > 2 else TrialResult(size * GIB, {1: self.one_ms, 2: 5.0}[size])
 
     def close(self) -> None:
         self.requested.append(0)
@@ -336,11 +333,11 @@ def test_a_choice_of_another_machine_is_reused_and_reported(tmp_path: Path) -> N
 
 def test_a_model_that_fits_at_no_size_is_an_error() -> None:
     with pytest.raises(AssertionError) as failed:
-        run_ranks(1, choose, auto_config(), 1.0, lambda size: TooLarge("no room"))
+        run_ranks(1, choose, auto_config(), 1.0, lambda size: TrialResult(too_large="no room"))
     assert isinstance(failed.value.__cause__, ConfigError)
     assert "even 1 does not fit" in str(failed.value.__cause__) and "no room" in str(failed.value.__cause__)
     with pytest.raises(AssertionError, match="the trial of --micro-batch-size 8 failed: ValueError: no"):
-        run_ranks(1, choose, auto_config(), 1.0, lambda size: Failed("ValueError: no"))
+        run_ranks(1, choose, auto_config(), 1.0, lambda size: TrialResult(error="ValueError: no"))
 
 
 # ---- complete runs -------------------------------------------------------------------------------------------------

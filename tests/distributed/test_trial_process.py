@@ -11,7 +11,7 @@ from ranks import run_ranks
 from small_run import small_config
 
 from megafp8.errors import CheckpointError
-from megafp8.training.micro_batch_search.messages import Failed, Measured, TooLarge, TrialResult, TrialSetup
+from megafp8.training.micro_batch_search.messages import TrialResult, TrialSetup
 from megafp8.training.micro_batch_search.processes import TrialProcess
 
 
@@ -38,7 +38,7 @@ def test_out_of_memory_on_one_rank_rejects_the_size_on_all(end: str, reason: str
     """The other rank's waiting process is terminated, and new processes try the next size. The worst rank counts."""
     began = time.monotonic()
     heard = run_ranks(2, answers, [4, 16, 8], end)
-    assert heard[0] == heard[1] == [Measured(4001, 3.5), TooLarge(reason), Measured(8001, 2.25)]
+    assert heard[0] == heard[1] == [TrialResult(4001, 3.5), TrialResult(too_large=reason), TrialResult(8001, 2.25)]
     assert time.monotonic() - began < 30, "no rank waits for a finished trial"
 
 
@@ -48,7 +48,7 @@ def test_out_of_memory_on_one_rank_rejects_the_size_on_all(end: str, reason: str
 )
 def test_other_failures_are_reported_on_all_ranks(end: str, reason: str) -> None:
     heard = run_ranks(2, answers, [16], end, 2.0 if end == "hangs" else 30.0)
-    assert heard == [[Failed(reason)]] * 2
+    assert heard == [[TrialResult(error=reason)]] * 2
 
 
 def test_a_process_that_cannot_start_is_reported_on_all_ranks() -> None:
@@ -76,4 +76,4 @@ def test_a_single_rank_needs_no_collective() -> None:
         heard = [process.measure(4), process.measure(16)]
         return heard, process.process is None and process.store is None and dist.is_initialized()
 
-    assert run_ranks(1, one) == [([Measured(4000, 2.5), TooLarge("CUDA out of memory")], True)]
+    assert run_ranks(1, one) == [([TrialResult(4000, 2.5), TrialResult(too_large="CUDA out of memory")], True)]

@@ -96,34 +96,10 @@ def build_sinks(
     sinks: list[Sink] = []
     if run_folder is not None:
         sinks.append(JsonlSink(Path(run_folder) / RECORDS_FILE))
-    sinks.append(
-        ConsoleSink(
-            total_steps=total_steps,
-            total_samples=total_samples,
-            log_interval=logging.log_interval,
-            progress_bar=logging.progress_bar,
-            show_throughput=logging.log_throughput,
-            verbose=logging.verbose,
-            stream=stream,
-        )
-    )
+    sinks.append(ConsoleSink(logging, total_steps=total_steps, total_samples=total_samples, stream=stream))
     tensorboard_folder = logging.tensorboard_dir or (run_folder and str(Path(run_folder) / "tensorboard"))
     if tensorboard_folder:
-        sinks.append(
-            TensorBoardSink(
-                tensorboard_folder,
-                log_interval=logging.tensorboard_log_interval,
-                log_memory=logging.log_memory_to_tensorboard,
-                log_timers=logging.log_timers_to_tensorboard,
-            )
-        )
+        sinks.append(TensorBoardSink(tensorboard_folder, logging))
     if logging.wandb_project:
-        sinks.append(
-            WandbSink(
-                project=logging.wandb_project,
-                entity=logging.wandb_entity,
-                name=logging.wandb_exp_name,
-                folder=logging.wandb_save_dir,
-            )
-        )
+        sinks.append(WandbSink(logging))
     return Sinks(sinks)

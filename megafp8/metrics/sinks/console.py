@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Optional, TextIO
 
+from megafp8.config.schema import LoggingConfig
 from megafp8.metrics.records import EvalRecord, EventRecord, Record, RunRecord, StepRecord
 
 ETA_WINDOW_STEPS = 50
@@ -26,39 +27,32 @@ class ConsoleSink:
 
     def __init__(
         self,
+        logging: LoggingConfig,
         *,
         total_steps: int,
         total_samples: Optional[int] = None,
-        log_interval: int = 100,
-        progress_bar: Optional[bool] = None,
-        show_throughput: bool = True,
-        verbose: bool = True,
         stream: Optional[TextIO] = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """
         Args:
+            logging: with `--log-throughput` the lines have TFLOP/s and MFU, with `--verbose` also `SETUP_EVENTS`.
+                Without `--progress-bar` or its opposite, the bar shows if `stream` is a terminal.
             total_steps: step at which the run ends.
             total_samples: consumed samples at which it ends. The ETA then assumes that a step takes a time in
                 proportion to its samples, since the batch size may change. None: that all steps take the same time.
-            progress_bar: whether to show the bar; None: if `stream` is a terminal.
-            show_throughput: print TFLOP/s and MFU.
-            verbose: print `SETUP_EVENTS` as well.
             stream: default standard output.
             clock: seconds; replaced in tests.
         """
-        self._total_steps = total_steps
-        self._total_samples = total_samples
-        self._log_interval = log_interval
-        self._show_throughput = show_throughput
-        self._hidden_events = frozenset[str]() if verbose else SETUP_EVENTS
+        self._logging, self._total_steps, self._total_samples = logging, total_steps, total_samples
+        self._hidden_events = frozenset[str]() if logging.verbose else SETUP_EVENTS
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._pending: list[StepRecord] = []
         self._is_first_step = True
         self._step_times: deque[float] = deque(maxlen=ETA_WINDOW_STEPS + 1)
         self._step_samples: deque[int] = deque(maxlen=ETA_WINDOW_STEPS)
-        show_bar = self._stream.isatty() if progress_bar is None else progress_bar
+        show_bar = self._stream.isatty() if logging.progress_bar is None else logging.progress_bar
         self._bar = _build_bar(total_steps, self._stream) if show_bar else None
 
     def write(self, record: Record) -> None:
@@ -80,9 +74,9 @@ class ConsoleSink:
         self._pending.append(record)
         self._step_times.append(self._clock())
         self._step_samples.append(record.global_batch_size or 1)
-        is_due = self._is_first_step or record.step % self._log_interval == 0 or record.step >= self._total_steps
-        if is_due:
-            line = describe_steps(self._pending, show_throughput=self._show_throughput)
+        is_logged = record.step % self._logging.log_interval == 0
+        if self._is_first_step or is_logged or record.step >= self._total_steps:
+            line = describe_steps(self._pending, show_throughput=self._logging.log_throughput)
             remaining = self._remaining_seconds(record)
             eta = f" | ETA {format_duration(remaining)}" if remaining > 0 else ""
             self._print(f"{self._position(record.step)} | {line}{eta}")

@@ -15,8 +15,9 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Union
 
+from megafp8.config.schema import LoggingConfig
 from megafp8.errors import CapabilityError
 from megafp8.metrics.expert_statistics import expert_groups, expert_of, exponent_counts, spread_of
 from megafp8.metrics.records import (
@@ -42,12 +43,11 @@ class TensorBoardSink:
     A run record writes the configuration as text. After a resumption TensorBoard hides the points of repeated steps.
     """
 
-    def __init__(
-        self, folder: Union[str, Path], *, log_interval: int = 1, log_memory: bool = False, log_timers: bool = False
-    ):
+    def __init__(self, folder: Union[str, Path], logging: LoggingConfig):
         """
         Args:
-            log_interval: steps between points; evaluations and quantization statistics are always written.
+            logging: `--tensorboard-log-interval` is the number of steps between points; evaluations and quantization
+                statistics are always written.
 
         Raises:
             CapabilityError: tensorboard or google-crc32c is not installed.
@@ -67,9 +67,7 @@ class TensorBoardSink:
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09d}"
         self._file = LogFile(Path(folder) / name, "TensorBoard events", is_text=False)
         self._add_event(0, is_header=True, file_version=FILE_VERSION)
-        self._log_interval = log_interval
-        self._log_memory = log_memory
-        self._log_timers = log_timers
+        self._logging = logging
 
     def write(self, record: Record) -> None:
         if isinstance(record, RunRecord):
@@ -78,8 +76,12 @@ class TensorBoardSink:
             self._add_scalars(scalars(record), record.step)
             if isinstance(record, QuantizationRecord):
                 self._add_histograms(record)
-        elif isinstance(record, StepRecord) and record.step % self._log_interval == 0:
-            values = scalars(record, with_memory=self._log_memory, with_timers=self._log_timers)
+        elif isinstance(record, StepRecord) and record.step % self._logging.tensorboard_log_interval == 0:
+            values = scalars(
+                record,
+                with_memory=self._logging.log_memory_to_tensorboard,
+                with_timers=self._logging.log_timers_to_tensorboard,
+            )
             self._add_scalars(values, record.step)
             versus_samples = {f"{name} vs samples": values[name] for name in VERSUS_SAMPLES}
             self._add_scalars(versus_samples, record.consumed_samples)
@@ -148,9 +150,7 @@ class WandbSink:
     reported and counted, and none stops the run.
     """
 
-    def __init__(
-        self, *, project: str, entity: Optional[str] = None, name: Optional[str] = None, folder: Optional[str] = None
-    ):
+    def __init__(self, logging: LoggingConfig):
         """
         Raises:
             CapabilityError: wandb is not installed.
@@ -159,14 +159,19 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise CapabilityError(
-                f"--wandb-project {project} needs the package wandb, which cannot be imported ({error}): pip install "
-                "wandb, or remove the flag (records.jsonl and TensorBoard have the same values)"
+                f"--wandb-project {logging.wandb_project} needs the package wandb, which cannot be imported ({error}): "
+                "pip install wandb, or remove the flag (records.jsonl and TensorBoard have the same values)"
             ) from error
         self._histogram = wandb.Histogram
         self._outage = Outage("Weights & Biases", "records")
         self._run: Any = None
         try:
-            self._run = wandb.init(project=project, entity=entity, name=name, dir=folder)
+            self._run = wandb.init(
+                project=logging.wandb_project,
+                entity=logging.wandb_entity,
+                name=logging.wandb_exp_name,
+                dir=logging.wandb_save_dir,
+            )
         except Exception as error:
             self._outage.failed(error)
 
@@ -216,12 +221,7 @@ MODEL_FIELDS = ("gradient_signal", "gradient_noise", "gradient_noise_scale", "gr
                 "codes_changed_fraction")  # fmt: skip
 
 
-def scalars(
-    record: ScalarRecord,
-    *,
-    with_memory: bool = True,
-    with_timers: bool = True,
-) -> dict[str, float]:
+def scalars(record: ScalarRecord, *, with_memory: bool = True, with_timers: bool = True) -> dict[str, float]:
     """The measured scalars of one record.
 
     The load of experts is named `experts/FIELD/layer N`, statistics of `--fp8-guard` `guard/STATISTIC/NAME`.

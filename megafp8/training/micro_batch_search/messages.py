@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional, Union
+from typing import NamedTuple, Optional
 
 from megafp8.config.schema import RunConfig
 
@@ -32,26 +32,15 @@ class TrialSetup:
     store_prefix: str = ""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The size fits."""
+class TrialResult(NamedTuple):
+    """What a trial has found: the measured numbers of a size that fits, or one of the two texts.
 
-    peak_bytes: int
-    ms_per_sample: float
+    Attributes:
+        too_large: why the size does not fit, in a few words.
+        error: another error: its traceback, or what is known of it.
+    """
 
-
-@dataclass(frozen=True)
-class TooLarge:
-    """The size does not fit; the reason in a few words."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Another error: its traceback, or what is known of it."""
-
-    reason: str
-
-
-TrialResult = Union[Measured, TooLarge, Failed]
+    peak_bytes: Optional[int] = None
+    ms_per_sample: Optional[float] = None
+    too_large: str = ""
+    error: str = ""

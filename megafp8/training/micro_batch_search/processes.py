@@ -22,14 +22,7 @@ import torch.distributed as dist
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.device.platform import world_size
 from megafp8.training.micro_batch_search import trial
-from megafp8.training.micro_batch_search.messages import (
-    MEMORY_EXCEEDED_STATUS,
-    Failed,
-    Measured,
-    TooLarge,
-    TrialResult,
-    TrialSetup,
-)
+from megafp8.training.micro_batch_search.messages import MEMORY_EXCEEDED_STATUS, TrialResult, TrialSetup
 
 POLL_S = 0.1
 # For a process that exits on its own when the trial is cancelled.
@@ -38,15 +31,18 @@ CANCELLED = "called off"
 
 
 def worst_result(results: Sequence[TrialResult]) -> TrialResult:
-    """The cause, of the results of all ranks that are not all `Measured`.
+    """The cause where a rank has no measured numbers, else the largest ones.
 
     Lack of memory on one rank causes broken connections on others, so that it comes before other errors. A cancelled
     trial comes last.
     """
-    too_large = [each for each in results if isinstance(each, TooLarge)]
-    causes: list[TrialResult] = [each for each in too_large if each.reason != CANCELLED]
-    failures = [each for each in results if isinstance(each, Failed)]
-    return [*causes, *failures, *too_large][0]
+    too_large = [each for each in results if each.too_large and each.too_large != CANCELLED]
+    errors = [each for each in results if each.error]
+    cancelled = [each for each in results if each.too_large == CANCELLED]
+    if causes := [*too_large, *errors, *cancelled]:
+        return causes[0]
+    peaks, times_ms, *_ = zip(*results, strict=True)
+    return TrialResult(max(peaks), max(times_ms))
 
 
 class TrialProcess:
@@ -89,14 +85,12 @@ class TrialProcess:
         if self.process is None:
             self.start()
         result = self.try_size(size)
-        if not isinstance(result, Measured):
+        if result.ms_per_sample is None:
             self.cancel_others()
-        results = call_on_all_ranks(lambda: result)
-        measured = [each for each in results if isinstance(each, Measured)]
-        if len(measured) == len(results):
-            return Measured(max(each.peak_bytes for each in measured), max(each.ms_per_sample for each in measured))
-        self.close()
-        return worst_result(results)
+        worst = worst_result(call_on_all_ranks(lambda: result))
+        if worst.ms_per_sample is None:
+            self.close()
+        return worst
 
     def start(self) -> None:
         """Start this rank's process."""
@@ -118,24 +112,24 @@ class TrialProcess:
             self.pipe.send(size)
             while not self.pipe.poll(POLL_S):
                 if self.is_cancelled() and not self.pipe.poll(EXIT_WAIT_S):
-                    return TooLarge(CANCELLED)
+                    return TrialResult(too_large=CANCELLED)
                 if time.monotonic() > deadline:
-                    return Failed(f"no result within {self.timeout_s:g} s")
+                    return TrialResult(error=f"no result within {self.timeout_s:g} s")
             return self.pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return self.exit_result()
         except Exception:
-            return Failed(traceback.format_exc())
+            return TrialResult(error=traceback.format_exc())
 
     def exit_result(self) -> TrialResult:
         """The result of a process that ended without sending one, from its exit status."""
         self.process.join()
         status = self.process.exitcode
         if status == MEMORY_EXCEEDED_STATUS:
-            return TooLarge("the process exceeded the memory limit")
+            return TrialResult(too_large="the process exceeded the memory limit")
         if status == -signal.SIGKILL:
-            return TooLarge("the process was killed, probably because the system ran out of memory")
-        return Failed(f"the process exited with status {status}")
+            return TrialResult(too_large="the process was killed, probably because the system ran out of memory")
+        return TrialResult(error=f"the process exited with status {status}")
 
     def cancel_others(self) -> None:
         """Cancel the trials of other ranks, which wait for this one's."""

@@ -24,7 +24,7 @@ from megafp8.resilience.watchdog import Watchdog
 from megafp8.resources import micro_batch
 from megafp8.resources.micro_batch import gib
 from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
-from megafp8.training.micro_batch_search.messages import Failed, TooLarge, TrialResult, TrialSetup
+from megafp8.training.micro_batch_search.messages import TrialResult, TrialSetup
 from megafp8.training.micro_batch_search.processes import TrialProcess
 from megafp8.training.run import run_folder
 from megafp8.training.signals import record_stop_signals
@@ -255,10 +255,10 @@ def as_trial(size: int, predicted: int, result: TrialResult) -> micro_batch.Tria
     Raises:
         RuntimeError: the trial failed for another reason than memory.
     """
-    if isinstance(result, Failed):
-        raise RuntimeError(f"the trial of --micro-batch-size {size} failed: {result.reason}")
-    if isinstance(result, TooLarge):
-        return micro_batch.Trial(size=size, predicted_bytes=predicted, note=f"does not fit: {result.reason}")
+    peak_bytes, ms_per_sample, too_large, error = result
+    if error:
+        raise RuntimeError(f"the trial of --micro-batch-size {size} failed: {error}")
+    note = f"does not fit: {too_large}" if too_large else ""
     return micro_batch.Trial(
-        size=size, predicted_bytes=predicted, peak_bytes=result.peak_bytes, ms_per_sample=result.ms_per_sample
+        size=size, predicted_bytes=predicted, peak_bytes=peak_bytes, ms_per_sample=ms_per_sample, note=note
     )

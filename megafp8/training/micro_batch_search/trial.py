@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import Counter
 from multiprocessing.connection import Connection
-from typing import NoReturn, Optional
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,7 @@ from megafp8.config.stages import microbatch_group_size
 from megafp8.device import platform as device_platform
 from megafp8.mcore import cpu_patches
 from megafp8.resources.micro_batch import last_batch_size, with_constant_batch, with_size
-from megafp8.training.micro_batch_search.messages import (
-    MEMORY_EXCEEDED_STATUS,
-    Failed,
-    Measured,
-    TooLarge,
-    TrialResult,
-    TrialSetup,
-)
+from megafp8.training.micro_batch_search.messages import MEMORY_EXCEEDED_STATUS, TrialResult, TrialSetup
 from megafp8.utils.memory import is_out_of_memory
 from megafp8.utils.process import STOP_SIGNALS, set_worker_death_signal
 
@@ -49,19 +42,19 @@ def serve(setup: TrialSetup, pipe: Connection) -> NoReturn:
     set_worker_death_signal(signal.SIGKILL)  # if the rank ended during the imports of this process
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the ranks handle stop signals
-    result: Optional[TrialResult] = None
+    fits, trial_run = True, None
     try:
-        trial_run: Optional[TrialRun] = None
-        while not isinstance(result, (TooLarge, Failed)):
+        while fits:
             size = pipe.recv()
             trial_run = trial_run or TrialRun(setup, size)
             result = trial_run.measure(size)
             pipe.send(result)
+            fits = result.ms_per_sample is not None
     except EOFError:
         pass  # the rank is gone
     except BaseException as error:
-        text = f"{type(error).__name__}: {error}"
-        pipe.send(TooLarge(first_sentence(text)) if is_out_of_memory(error) else Failed(traceback.format_exc()))
+        too_large = first_sentence(f"{type(error).__name__}: {error}") if is_out_of_memory(error) else ""
+        pipe.send(TrialResult(too_large=too_large, error="" if too_large else traceback.format_exc()))
     os._exit(0)  # closing communicators may hang if a rank is gone
 
 
@@ -113,12 +106,12 @@ class TrialRun:
         seconds = {count: min(self.step(size, count, self.kinds[0]) for _ in range(REPEATS)) for count in counts}
         peak_bytes = self.platform.peak_memory_bytes() + self.setup.outside_bytes
         if peak_bytes > self.setup.limit_bytes:
-            return TooLarge(f"took {peak_bytes / 2**30:.2f} GiB")
+            return TrialResult(too_large=f"took {peak_bytes / 2**30:.2f} GiB")
         few, many = counts[0], counts[-1]
         step_s = seconds[many]
         if many < num_microbatches:  # extrapolate: each further microbatch takes as long as the measured ones
             step_s += (num_microbatches - many) * max(0.0, seconds[many] - seconds[few]) / (many - few)
-        return Measured(peak_bytes, 1000 * step_s / batch)
+        return TrialResult(peak_bytes, 1000 * step_s / batch)
 
     def timed_counts(self, num_microbatches: int, least_s: float) -> tuple[int, ...]:
         """The numbers of microbatches of the timed steps: the run's if its step is short, else two smaller numbers.

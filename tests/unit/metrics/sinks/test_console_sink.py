@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from megafp8.config.schema import LoggingConfig
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks.console import ConsoleSink, format_count, format_duration
 
@@ -25,7 +26,7 @@ class Clock:
 
 def test_lines_are_written_at_the_first_step_the_interval_and_the_end(make_step) -> None:
     stream = io.StringIO()
-    sink = ConsoleSink(total_steps=23, log_interval=10, stream=stream)
+    sink = ConsoleSink(LoggingConfig(log_interval=10), total_steps=23, stream=stream)
     for step in range(1, 24):
         sink.write(make_step(step))
     sink.close()
@@ -40,7 +41,9 @@ def test_lines_are_written_at_the_first_step_the_interval_and_the_end(make_step)
 def test_the_eta_counts_samples_where_the_batch_grows(make_step) -> None:
     """Two steps of 8 samples took 1 s each; 160 samples are left, in steps of 16."""
     stream = io.StringIO()
-    sink = ConsoleSink(total_steps=13, total_samples=184, log_interval=1, stream=stream, clock=Clock(1.0))
+    sink = ConsoleSink(
+        LoggingConfig(log_interval=1), total_steps=13, total_samples=184, stream=stream, clock=Clock(1.0)
+    )
     for step in (1, 2, 3):
         sink.write(make_step(step, global_batch_size=8, consumed_samples=8 * step))
     assert stream.getvalue().splitlines()[-1].endswith("| ETA 0:20")
@@ -48,7 +51,7 @@ def test_the_eta_counts_samples_where_the_batch_grows(make_step) -> None:
 
 def test_a_line_has_the_main_values(make_step) -> None:
     stream = io.StringIO()
-    sink = ConsoleSink(total_steps=400, log_interval=2, stream=stream, clock=Clock(0.5))
+    sink = ConsoleSink(LoggingConfig(log_interval=2), total_steps=400, stream=stream, clock=Clock(0.5))
     common = {"learning_rate": 3e-4, "model_tflops_per_device": 0.125, "mfu_fraction": 0.412}
     sink.write(make_step(118, loss=9.0, **common))
     sink.write(make_step(119, loss=3.0, step_ms=300.0, tokens_per_second=10000.0, **common))
@@ -61,7 +64,7 @@ def test_a_line_has_the_main_values(make_step) -> None:
 
 def test_unmeasured_and_unrequested_values_are_omitted(make_step) -> None:
     stream = io.StringIO()
-    sink = ConsoleSink(total_steps=1, stream=stream, show_throughput=False)
+    sink = ConsoleSink(LoggingConfig(log_throughput=False), total_steps=1, stream=stream)
     sink.write(make_step(1, grad_norm=None, model_tflops_per_device=1.0, mfu_fraction=0.5))
     line = stream.getvalue()
     assert "loss 4.0000" in line
@@ -71,7 +74,7 @@ def test_unmeasured_and_unrequested_values_are_omitted(make_step) -> None:
 
 def test_a_loss_that_is_not_a_number_is_shown(make_step) -> None:
     stream = io.StringIO()
-    sink = ConsoleSink(total_steps=9, log_interval=1, stream=stream)
+    sink = ConsoleSink(LoggingConfig(log_interval=1), total_steps=9, stream=stream)
     sink.write(make_step(1, loss=math.nan, loss_scale=1024.0, is_skipped=True))
     assert "loss nan" in stream.getvalue()
     assert "loss scale 1024" in stream.getvalue()
@@ -80,7 +83,7 @@ def test_a_loss_that_is_not_a_number_is_shown(make_step) -> None:
 
 def test_the_mean_loss_leaves_out_skipped_steps(make_step) -> None:
     stream = io.StringIO()
-    sink = ConsoleSink(total_steps=9, log_interval=3, stream=stream)
+    sink = ConsoleSink(LoggingConfig(log_interval=3), total_steps=9, stream=stream)
     for step, loss in enumerate((9.0, 2.0, math.nan, 3.0), start=1):
         sink.write(make_step(step + 2, loss=loss, is_skipped=math.isnan(loss)))
     assert "loss 2.5000" in stream.getvalue() and "1 skipped" in stream.getvalue()
@@ -89,7 +92,7 @@ def test_the_mean_loss_leaves_out_skipped_steps(make_step) -> None:
 def test_the_eta_counts_time_between_steps(make_step) -> None:
     """Steps of 100 ms that occur every 2 s, with evaluations between them: 2 s per remaining step."""
     stream = io.StringIO()
-    sink = ConsoleSink(total_steps=100, log_interval=40, stream=stream, clock=Clock(2.0))
+    sink = ConsoleSink(LoggingConfig(log_interval=40), total_steps=100, stream=stream, clock=Clock(2.0))
     for step in range(1, 41):
         sink.write(make_step(step))
     assert stream.getvalue().splitlines()[-1].endswith("ETA 2:00")
@@ -97,7 +100,7 @@ def test_the_eta_counts_time_between_steps(make_step) -> None:
 
 def test_run_evaluation_and_event_lines(make_run, make_eval) -> None:
     stream = io.StringIO()
-    sink = ConsoleSink(total_steps=400, stream=stream)
+    sink = ConsoleSink(LoggingConfig(), total_steps=400, stream=stream)
     sink.write(make_run(num_parameters=4_200_000, resumed_from_step=20))
     sink.write(
         make_run(device_name="NVIDIA H200", peak_flops={"bf16": 989.4e12}, peak_source="sheet", mfu_dtype="bf16")
@@ -121,7 +124,7 @@ def test_run_evaluation_and_event_lines(make_run, make_eval) -> None:
 @pytest.mark.parametrize("verbose", [True, False])
 def test_how_a_run_was_built_is_shown_on_request(verbose: bool) -> None:
     stream = io.StringIO()
-    sink = ConsoleSink(total_steps=400, stream=stream, verbose=verbose)
+    sink = ConsoleSink(LoggingConfig(verbose=verbose), total_steps=400, stream=stream)
     for name in ("optimizer", "parameter gather", "threads"):
         sink.write(EventRecord(step=0, name=name, detail="as it is"))
     names = [line.split(" | ")[1].partition(":")[0] for line in stream.getvalue().splitlines()]
@@ -131,7 +134,7 @@ def test_how_a_run_was_built_is_shown_on_request(verbose: bool) -> None:
 def test_the_bar_shows_on_a_terminal_only(make_step) -> None:
     terminal, pipe = Terminal(), io.StringIO()
     for stream in (terminal, pipe):
-        sink = ConsoleSink(total_steps=3, log_interval=1, stream=stream)
+        sink = ConsoleSink(LoggingConfig(log_interval=1), total_steps=3, stream=stream)
         for step in range(1, 4):
             sink.write(make_step(step))
         sink.close()
@@ -147,7 +150,7 @@ def test_the_flag_overrides_the_terminal(make_step, stream_type: type) -> None:
     shown = {}
     for progress_bar in (True, False):
         stream = stream_type()
-        sink = ConsoleSink(total_steps=3, progress_bar=progress_bar, stream=stream)
+        sink = ConsoleSink(LoggingConfig(progress_bar=progress_bar), total_steps=3, stream=stream)
         sink.write(make_step(1))
         sink.close()
         shown[progress_bar] = "\r" in stream.getvalue()

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megafp8.config.schema import LoggingConfig
 from megafp8.errors import CapabilityError
 from megafp8.metrics.records import GuardRecord
 from megafp8.metrics.sinks.trackers import TensorBoardSink
@@ -19,7 +20,7 @@ def read_scalars(folder) -> dict[str, dict[int, float]]:
 
 
 def test_scalars_have_the_names_and_units_of_megatron(tmp_path, make_run, make_step, make_eval) -> None:
-    sink = TensorBoardSink(tmp_path)
+    sink = TensorBoardSink(tmp_path, LoggingConfig())
     sink.write(make_run())
     sink.write(make_step(2, loss=3.5, model_tflops_per_device=400.0, timers_ms={"forward": 50.0}))
     sink.write(make_eval(2, 3.0))
@@ -40,7 +41,8 @@ def test_scalars_have_the_names_and_units_of_megatron(tmp_path, make_run, make_s
 
 
 def test_options_select_the_written_values(tmp_path, make_step) -> None:
-    sink = TensorBoardSink(tmp_path, log_interval=3, log_memory=True, log_timers=True)
+    logging = LoggingConfig(tensorboard_log_interval=3, log_memory_to_tensorboard=True, log_timers_to_tensorboard=True)
+    sink = TensorBoardSink(tmp_path, logging)
     for step in range(1, 8):
         sink.write(make_step(step, memory_peak_bytes=2**30, timers_ms={"forward": 50.0}))
     sink.close()
@@ -52,14 +54,14 @@ def test_options_select_the_written_values(tmp_path, make_step) -> None:
 
 def test_a_resumed_run_hides_rolled_back_points(tmp_path, make_run, make_step) -> None:
     """Two event files, as written by two processes: of steps 3 and 4 only the second one's remain."""
-    first = TensorBoardSink(tmp_path)
+    first = TensorBoardSink(tmp_path, LoggingConfig())
     first.write(make_run())
     for step in range(1, 5):
         first.write(make_step(step, loss=9.0))
     first.close()
     (old,) = tmp_path.iterdir()
     old.rename(old.with_name(old.name.replace("tfevents.", "tfevents.0")))  # sorts before, like an older time
-    second = TensorBoardSink(tmp_path)
+    second = TensorBoardSink(tmp_path, LoggingConfig())
     second.write(make_run(resumed_from_step=2))
     second.write(make_step(3, loss=1.0))
     second.close()
@@ -67,7 +69,7 @@ def test_a_resumed_run_hides_rolled_back_points(tmp_path, make_run, make_step) -
 
 
 def test_the_configuration_is_a_text(tmp_path, make_run) -> None:
-    sink = TensorBoardSink(tmp_path)
+    sink = TensorBoardSink(tmp_path, LoggingConfig())
     sink.write(make_run(config={"model": {"num_layers": 17}}))
     sink.close()
     accumulator_module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -81,19 +83,21 @@ def test_the_configuration_is_a_text(tmp_path, make_run) -> None:
 def test_without_a_package_the_error_names_the_fix(missing, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(CapabilityError, match="pip install tensorboard google-crc32c"):
-        TensorBoardSink(tmp_path)
+        TensorBoardSink(tmp_path, LoggingConfig())
 
 
 def test_neither_torch_nor_tensorflow_is_imported_for_it(tmp_path) -> None:
     code = (
-        "import sys; from megafp8.metrics.sinks import TensorBoardSink; assert 'tensorboard' not in sys.modules; "
-        f"TensorBoardSink({str(tmp_path)!r}).close(); assert not {{'torch', 'tensorflow'}} & set(sys.modules)"
+        "import sys; from megafp8.config.schema import LoggingConfig; "
+        "from megafp8.metrics.sinks import TensorBoardSink; assert 'tensorboard' not in sys.modules; "
+        f"TensorBoardSink({str(tmp_path)!r}, LoggingConfig()).close(); "
+        "assert not {'torch', 'tensorflow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_quantization_statistics_are_scalars_and_histograms(tmp_path, make_statistics) -> None:
-    sink = TensorBoardSink(tmp_path, log_interval=1000)
+    sink = TensorBoardSink(tmp_path, LoggingConfig(tensorboard_log_interval=1000))
     record = make_statistics(100, of_input={"sqnr_db": math.inf}, gradient_noise_scale=12.5)
     sink.write(dataclasses.replace(record, what_if={"mxfp8": record.tensors}))
     sink.close()
@@ -114,7 +118,7 @@ def test_quantization_statistics_are_scalars_and_histograms(tmp_path, make_stati
 
 
 def test_statistics_of_the_guard_are_scalars(tmp_path) -> None:
-    sink = TensorBoardSink(tmp_path, log_interval=1000)
+    sink = TensorBoardSink(tmp_path, LoggingConfig(tensorboard_log_interval=1000))
     sink.write(GuardRecord(step=20, statistics={"attention logits": {"layers.0": 7.5, "layers.1": math.inf}}))
     sink.close()
     assert read_scalars(tmp_path) == {
@@ -125,7 +129,7 @@ def test_statistics_of_the_guard_are_scalars(tmp_path) -> None:
 def test_a_temporarily_missing_folder_loses_only_its_content(tmp_path, make_run, make_step, capsys) -> None:
     """A file takes its place, and then it can be created again: a complete event file, with the session's start."""
     folder = tmp_path / "boards"
-    sink = TensorBoardSink(folder)
+    sink = TensorBoardSink(folder, LoggingConfig())
     sink.write(make_run(config={"model": {"num_layers": 17}}))
     sink.write(make_step(1))
     shutil.rmtree(folder)
@@ -148,7 +152,7 @@ def test_a_temporarily_missing_folder_loses_only_its_content(tmp_path, make_run,
 
 def test_a_folder_that_is_a_file_from_the_start(tmp_path, make_run, make_step, capsys) -> None:
     (tmp_path / "boards").write_text("")
-    sink = TensorBoardSink(tmp_path / "boards")
+    sink = TensorBoardSink(tmp_path / "boards", LoggingConfig())
     sink.write(make_run())
     sink.write(make_step(1))
     sink.close()

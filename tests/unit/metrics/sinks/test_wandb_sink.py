@@ -3,6 +3,7 @@ import types
 
 import pytest
 
+from megafp8.config.schema import LoggingConfig
 from megafp8.errors import CapabilityError
 from megafp8.metrics.records import EventRecord, GuardRecord
 from megafp8.metrics.sinks.trackers import WandbSink
@@ -31,7 +32,7 @@ def test_records_arrive(monkeypatch, make_run, make_step, make_eval, make_statis
 
     module = types.SimpleNamespace(init=init, Histogram=lambda np_histogram: np_histogram)
     monkeypatch.setitem(sys.modules, "wandb", module)
-    sink = WandbSink(project="p", entity="e", name="n", folder="f")
+    sink = WandbSink(LoggingConfig(wandb_project="p", wandb_entity="e", wandb_exp_name="n", wandb_save_dir="f"))
     sink.write(make_run())
     sink.write(make_step(1))
     sink.write(make_eval(1, 3.0))
@@ -55,14 +56,14 @@ def test_records_arrive(monkeypatch, make_run, make_step, make_eval, make_statis
 def test_requested_but_missing_wandb_is_an_error_with_the_fix(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(CapabilityError, match=r"--wandb-project mine .*pip install wandb"):
-        WandbSink(project="mine")
+        WandbSink(LoggingConfig(wandb_project="mine"))
 
 
 def test_a_service_that_fails_stops_no_run(monkeypatch, make_run, make_step, capsys) -> None:
     run = FakeRun()
     module = types.SimpleNamespace(init=lambda **arguments: run, Histogram=None)
     monkeypatch.setitem(sys.modules, "wandb", module)
-    sink = WandbSink(project="p")
+    sink = WandbSink(LoggingConfig(wandb_project="p"))
     sink.write(make_run())
     works = run.log
     monkeypatch.setattr(run, "log", lambda values, step: works(values, step) if step > 2 else 1 / 0)
@@ -87,7 +88,7 @@ def test_a_service_that_fails_to_start_is_not_retried(monkeypatch, make_run, mak
         raise ConnectionError("no network")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Histogram=None))
-    sink = WandbSink(project="p")
+    sink = WandbSink(LoggingConfig(wandb_project="p"))
     sink.write(make_run())
     sink.write(make_step(1))
     sink.close()
