@@ -45,7 +45,7 @@ from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
 DATA, TENSOR, EXPERT = "data-parallel", "tensor-parallel", "expert data-parallel"
-TensorHashes = list[tuple[str, str, int]]  # name, kinds of the groups that hold it, hash
+TensorHashes = list[tuple[str, tuple[str, ...], int]]  # name, kinds of the groups that hold it, hash
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,12 @@ class Replica:
     """A tensor that other ranks hold as well.
 
     Attributes:
-        is_on_tensor_ranks: held by the tensor-parallel ranks as well as by the data-parallel ones.
-        is_of_expert: held by the expert data-parallel ranks in place of both.
+        kinds: of the groups whose ranks hold it.
     """
 
     name: str
     tensor: Tensor
-    is_on_tensor_ranks: bool
-    is_of_expert: bool = False
+    kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,8 @@ def check_replicas(run: Run, step: int) -> None:
     hashes = hasher.of_all([copy.tensor for copy in copies])
     found = find_mismatches(gather_hashes(run, copies, hashes, hasher))
     if found:
-        by_rank = hashes_by_rank(copies, hashes)
+        local = [(copy.name, copy.kinds, value) for copy, value in zip(copies, hashes.tolist(), strict=True)]
+        by_rank = call_on_all_ranks(lambda: local)
         lines = "\n".join(f"  {describe_mismatch(each, by_rank)}" for each in found)
         raise NumericsError(
             f"step {step}: replicas of the weights differ between ranks "
@@ -152,18 +151,23 @@ def replicas_of(run: Run) -> list[Replica]:
     for number, chunk in enumerate(run.training_state.chunks):
         prefix = f"chunk {number} " if len(run.training_state.chunks) > 1 else ""
         for name, parameter in chunk.module.named_parameters():
-            name, is_of_expert = prefix + name.removeprefix("module."), is_reduced_over_expert_ranks(parameter)
-            is_shared = not is_of_expert and not getattr(parameter, "tensor_model_parallel", False)
-            stored = stored_tensors(parameter)
-            copies += [Replica(name + part, tensor, is_shared, is_of_expert) for part, tensor in stored]
+            name, kinds = prefix + name.removeprefix("module."), kinds_of(parameter)
+            copies += [Replica(name + part, tensor, kinds) for part, tensor in stored_tensors(parameter)]
             master = getattr(parameter, "main_param", None)
             if has_full_masters and master is not None:
-                copies.append(Replica(f"master weight of {name}", master, is_shared, is_of_expert))
+                copies.append(Replica(f"master weight of {name}", master, kinds))
         for name, module in chunk.module.named_modules():
             if isinstance(module, DelayedState) and module.options.is_reduced_over_data:
                 name = prefix + name.removeprefix("module.")
-                copies += [Replica(f"{name}.{part}", tensor, False) for part, tensor in module.named_buffers()]
+                copies += [Replica(f"{name}.{part}", tensor, (DATA,)) for part, tensor in module.named_buffers()]
     return copies
+
+
+def kinds_of(parameter: Any) -> tuple[str, ...]:
+    """The kinds of groups whose ranks hold a weight."""
+    if is_reduced_over_expert_ranks(parameter):
+        return (EXPERT,)
+    return (DATA,) if getattr(parameter, "tensor_model_parallel", False) else (DATA, TENSOR)
 
 
 def stored_tensors(parameter: Any) -> list[tuple[str, Tensor]]:
@@ -180,9 +184,9 @@ def stored_tensors(parameter: Any) -> list[tuple[str, Tensor]]:
 
 def gather_hashes(run: Run, copies: Sequence[Replica], hashes: Tensor, hasher: BitHash) -> list[RankHashes]:
     """The combined hashes of all ranks, by one all-gather of a few bytes."""
-    is_shared, is_of_expert = (
-        torch.tensor(flags, dtype=torch.bool, device=hashes.device)
-        for flags in ([copy.is_on_tensor_ranks for copy in copies], [copy.is_of_expert for copy in copies])
+    masks = (
+        torch.tensor([kind in copy.kinds for copy in copies], dtype=torch.bool, device=hashes.device)
+        for kind in (DATA, TENSOR, EXPERT)
     )
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     num_splits = parallel_state.get_expert_tensor_parallel_world_size()
@@ -191,8 +195,7 @@ def gather_hashes(run: Run, copies: Sequence[Replica], hashes: Tensor, hasher: B
     position = torch.tensor(
         [run.rank_position.pipeline_rank, run.rank_position.tensor_rank, data_rank, expert], device=hashes.device
     )
-    parts = (hashes * ~is_of_expert, hashes * is_shared, hashes * is_of_expert)
-    local = torch.stack([*position, *map(hasher.combined, parts)])
+    local = torch.stack([*position, *(hasher.combined(hashes * mask) for mask in masks)])
     rows = local.new_empty(dist.get_world_size() * len(local))
     dist.all_gather_into_tensor(rows, local)
     return [RankHashes(rank, *values) for rank, values in enumerate(rows.view(-1, len(local)).tolist())]
@@ -218,26 +221,11 @@ def find_mismatches(rows: Sequence[RankHashes]) -> list[ReplicaMismatch]:
     return found
 
 
-def hashes_by_rank(copies: Sequence[Replica], hashes: Tensor) -> list[TensorHashes]:
-    """The hash of each replica, by rank."""
-    local = [(copy.name, kinds_of(copy), value) for copy, value in zip(copies, hashes.tolist(), strict=True)]
-    return call_on_all_ranks(lambda: local)
-
-
-def kinds_of(copy: Replica) -> str:
-    """The kinds of groups whose ranks hold a replica, separated by commas."""
-    if copy.is_of_expert:
-        return EXPERT
-    return f"{DATA},{TENSOR}" if copy.is_on_tensor_ranks else DATA
-
-
 def describe_mismatch(found: ReplicaMismatch, by_rank: Sequence[TensorHashes]) -> str:
     """One line: the ranks that differ, and the first tensor in which they do."""
     of_group = zip(*(by_rank[rank] for rank in found.ranks), strict=True)
     first = next(
-        same[0][0]
-        for same in of_group
-        if found.kind in same[0][1].split(",") and len({value for _, _, value in same}) > 1
+        same[0][0] for same in of_group if found.kind in same[0][1] and len({value for _, _, value in same}) > 1
     )
     others = [rank for rank in found.ranks if rank not in found.outliers]
     outliers = f"rank{'s' if len(found.outliers) > 1 else ''} {', '.join(map(str, found.outliers))}"

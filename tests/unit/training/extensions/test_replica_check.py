@@ -11,7 +11,7 @@ from megafp8.training.extensions.replica_check import (
     find_mismatches,
 )
 
-BOTH = f"{DATA},{TENSOR}"
+BOTH = (DATA, TENSOR)
 
 
 def rows(data: int, tensor: int = 1, pipeline: int = 1, **changed: int) -> list[RankHashes]:
@@ -50,7 +50,7 @@ def test_tensors_replicated_over_tensor_ranks_are_compared() -> None:
 
 
 def test_the_first_tensor_that_differs() -> None:
-    by_rank = [[("a", DATA, rank), ("b", BOTH, 7), ("c", BOTH, 5 if rank == 1 else 4)] for rank in range(3)]
+    by_rank = [[("a", (DATA,), rank), ("b", BOTH, 7), ("c", BOTH, 5 if rank == 1 else 4)] for rank in range(3)]
     found = ReplicaMismatch(TENSOR, (0, 1, 2), (1,))
     assert describe_mismatch(found, by_rank) == "tensor-parallel: rank 1 differs from 0, 2; first tensor: c", (
         "a is split over them"
