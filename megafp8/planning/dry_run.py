@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Optional
 
 from megafp8 import __version__
@@ -152,12 +152,11 @@ def vocabulary_size(config: RunConfig) -> int:
 
 def settings_text(config: RunConfig, given: Collection[str]) -> str:
     """Every setting with its value; `*` marks those given on the command line."""
-    lines = []
-    for setting in all_settings():
-        value = setting.written(value_of(config, setting.name))
-        mark = "*" if setting.name in given else " "
-        lines.append(f"{mark} {setting.name} = {value}")
-    return "settings (* given on the command line)\n" + indented("\n".join(lines))
+    lines = (
+        f"{'*' if setting.name in given else ' '} {setting.name} = {setting.written(value_of(config, setting.name))}"
+        for setting in all_settings()
+    )
+    return section("settings (* given on the command line)", lines)
 
 
 def model_text(config: RunConfig) -> str:
@@ -186,7 +185,7 @@ def layout_text(config: RunConfig, target: Target, implementation: LayerBackend,
         f"layout: {world_size} x {target.name}, {implementation} layers: tensor {layout.tensor} x context "
         f"{layout.context} x pipeline {layout.pipeline} (virtual {layout.virtual}) x data {layout.data}"
     )
-    return head + "\n" + indented("\n".join(lines))
+    return section(head, lines)
 
 
 def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
@@ -206,7 +205,7 @@ def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
         f"{steps:,} steps = {samples * config.data.seq_length:,} tokens; {flops / 1e9:,.3f} GFLOP a token, "
         f"{flops * tokens / 1e12:,.3f} TFLOP a step",
     )
-    return "size\n" + indented("\n".join(lines))
+    return section("size", lines)
 
 
 def batch_schedule_lines(config: RunConfig, world_size: int) -> list[str]:
@@ -245,9 +244,7 @@ def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
     notes = dict.fromkeys(predicted, micro_batch.NOT_TRIED) | dict.fromkeys(candidates, "") | {first: "first"}
     trials = [micro_batch.Trial(size=size, predicted_bytes=each, note=notes[size]) for size, each in predicted.items()]
     head = f"micro-batch size: auto, to be tried below {gib(limit_bytes)} GiB a rank; what follows is for {first}"
-    return first, head + "\n" + indented(
-        "\n".join([*micro_batch.refused_sizes(config, world_size), micro_batch.table(trials)])
-    )
+    return first, section(head, [*micro_batch.refused_sizes(config, world_size), micro_batch.table(trials)])
 
 
 def device_memory_bytes(target: Target) -> int:
@@ -285,7 +282,7 @@ def memory_text(
     lines.append(f"host memory for checkpoints: {host_memory_text(host)}")
     gpu = find_gpu(target.name)
     available = "" if gpu is None else f"; {gpu.name} has {gib(gpu.memory_bytes)} GiB"
-    return f"memory of one rank, estimated{available}\n" + indented("\n".join(lines))
+    return section(f"memory of one rank, estimated{available}", lines)
 
 
 def speed_text(
@@ -327,7 +324,7 @@ def data_text(config: RunConfig) -> str:
         f"validation on {training.eval_iters} global batches {size}{interval}at the end" if training.eval_iters
         else "no validation (--eval-iters 0)"
     )  # fmt: skip
-    return "\n".join([f"data: {', '.join(sources)}", *map(indented, (f"tokenizer {tokenizer}", validation))])
+    return section(f"data: {', '.join(sources)}", (f"tokenizer {tokenizer}", validation))
 
 
 def checkpoint_text(config: RunConfig, validated: ValidatedRun, vocab_size: int) -> tuple[str, Optional[RunConfig]]:
@@ -355,7 +352,7 @@ def checkpoint_text(config: RunConfig, validated: ValidatedRun, vocab_size: int)
     loads = f"starts from step 0 with the weights of {found.path}" if weights_only else (
         f"resumes from step {found.step} ({found.path})"
     )  # fmt: skip
-    return "\n".join([f"checkpoints: {saves}; {loads}", *map(indented, found.notes)]), read_config(found.path)
+    return section(f"checkpoints: {saves}; {loads}", found.notes), read_config(found.path)
 
 
 def precision_text(config: RunConfig, implementation: LayerBackend) -> str:
@@ -363,9 +360,9 @@ def precision_text(config: RunConfig, implementation: LayerBackend) -> str:
     from megafp8.training.run_record import recipe_lines
 
     if config.logging.verbose:
-        return "precision\n" + indented(format_precision_map(resolve_precision_map(config)))
+        return section("precision", [format_precision_map(resolve_precision_map(config))])
     first, *others = recipe_lines(config, implementation) or [f"precision: {derived.params_dtype(config.precision)}"]
-    return "\n".join([first, *map(indented, shortened([line.strip() for line in others]))])
+    return section(first, shortened([line.strip() for line in others]))
 
 
 def warning_lines(validated: ValidatedRun) -> list[str]:
@@ -407,6 +404,6 @@ def shortened_words(words: Sequence[str]) -> str:
     return " ".join(words[:MAX_WORDS]) + rest
 
 
-def indented(text: str) -> str:
-    """The text, each line indented by two."""
-    return textwrap.indent(text, "  ", predicate=lambda line: True)
+def section(head: str, lines: Iterable[str]) -> str:
+    """A heading, and lines below it that are indented by two; a line may hold several."""
+    return "\n".join([head, *(textwrap.indent(line, "  ", predicate=lambda _: True) for line in lines)])

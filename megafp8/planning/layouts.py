@@ -252,18 +252,9 @@ def candidates(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[s
         splits = splits[:MAX_MIXTURE_SPLITS] if is_routed else splits
         experts = expert_layouts(config, tensor, world_size // pipeline, given)
         for split, micro, recompute, expert in itertools.product(splits, micro_batches, recomputes, experts):
-            values = {
-                TENSOR: tensor,
-                CONTEXT: context,
-                PIPELINE: pipeline,
-                MICRO: micro,
-                **split,
-                **recompute,
-                **expert,
-            }
-            if SEQUENCE not in given:
-                values[SEQUENCE] = tensor > 1
-            yield with_values(config, values)
+            sizes_chosen = {TENSOR: tensor, CONTEXT: context, PIPELINE: pipeline, MICRO: micro}
+            sequence = {} if SEQUENCE in given else {SEQUENCE: tensor > 1}
+            yield with_values(config, {**sizes_chosen, **split, **recompute, **expert, **sequence})
 
 
 def recomputations(config: RunConfig) -> tuple[dict[str, Any], ...]:

@@ -192,16 +192,12 @@ def expert_warnings(run: PlannedRun) -> list[str]:
         if bf16 < MIN_SPEEDUP * quantized:
             lines.append(
                 f"FP8 does not pay in these experts: {bf16 / quantized:.2f} of BF16's speed, with casts and launches; "
-                f"{suggestion(config)}"
+                f"{MORE_TOKENS if is_one_launch(config) else one_launch_suggestion(config)}"
             )
     return lines
 
 
-def suggestion(config: RunConfig) -> str:
-    """What makes FP8 experts faster."""
-    if is_one_launch(config):
-        return "more tokens for each expert need a larger micro batch or more expert-parallel ranks"
-    return one_launch_suggestion(config)
+MORE_TOKENS = "more tokens for each expert need a larger micro batch or more expert-parallel ranks"
 
 
 MIN_SPEEDUP = 1.05

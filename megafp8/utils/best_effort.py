@@ -122,7 +122,6 @@ class LogFile:
         self._outage = Outage(str(path), unit, f"training continues, {unit} wait in memory", report)
         self._report = report
         self._backlog: deque[tuple[bytes, bool]] = deque()
-        self._backlog_bytes = 0
         self._headers: list[bytes] = []
         self._descriptor = CLOSED
 
@@ -138,7 +137,6 @@ class LogFile:
             The number of entries lost in an outage that this call ends, 0 without one.
         """
         self._backlog.append((entry, is_header))
-        self._backlog_bytes += len(entry)
         return self._flush(sync)
 
     def close(self) -> None:
@@ -148,7 +146,6 @@ class LogFile:
         if self._backlog:
             self._outage.lose(len(self._backlog))
             self._backlog.clear()
-            self._backlog_bytes = 0
         self._outage.close()
         self._close_descriptor()
 
@@ -158,7 +155,6 @@ class LogFile:
             while self._backlog:
                 self._write(self._backlog[0][0])
                 entry, is_header = self._backlog.popleft()
-                self._backlog_bytes -= len(entry)
                 if is_header:
                     self._headers.append(entry)
             if sync:
@@ -183,7 +179,6 @@ class LogFile:
         size = os.fstat(self._descriptor).st_size
         if size == 0:
             self._backlog.extendleft((entry, True) for entry in reversed(self._headers))
-            self._backlog_bytes += sum(map(len, self._headers))
             self._headers.clear()
         elif self._is_text and os.pread(self._descriptor, 1, size - 1) != b"\n":
             try:
@@ -213,16 +208,13 @@ class LogFile:
 
     def _drop_oldest(self) -> int:
         """Drop the oldest entries until the backlog is within its limit. Returns their number."""
-        num_lost, headers = 0, []
-        while self._backlog and self._backlog_bytes > self._most_bytes:
-            entry, is_header = self._backlog.popleft()
-            if is_header:
-                headers.append(entry)
-            else:
-                self._backlog_bytes -= len(entry)
-                num_lost += 1
-        self._backlog.extendleft((entry, True) for entry in reversed(headers))
-        return num_lost
+        num_before = len(self._backlog)
+        excess_bytes = sum(len(entry) for entry, _ in self._backlog) - self._most_bytes
+        for entry, is_header in list(self._backlog) if excess_bytes > 0 else ():
+            if excess_bytes > 0 and not is_header:
+                self._backlog.remove((entry, is_header))
+                excess_bytes -= len(entry)
+        return num_before - len(self._backlog)
 
     def _close_descriptor(self) -> None:
         if self._descriptor != CLOSED:
