@@ -151,7 +151,10 @@ class ProcessPool:
                 run = waiting.popleft()
                 if self.is_due(run):
                     self._start(run)
-            self._forward_signal()
+            if self._must_forward:
+                self._must_forward = False
+                for running in self._running:
+                    running.process.terminate()
             if self.on_steps is not None:
                 self.on_steps({running.run.name: last_recorded_step(running.run.folder) for running in self._running})
             time.sleep(POLL_S if self._running else 0)
@@ -187,13 +190,6 @@ class ProcessPool:
     def _on_signal(self, number: int, frame: Optional[FrameType]) -> None:
         """Only set flags: the signal may arrive while a run is being started and is not in the list yet."""
         self.is_stopping = self._must_forward = True
-
-    def _forward_signal(self) -> None:
-        """After a signal, ask all running processes to save and end."""
-        if self._must_forward:
-            self._must_forward = False
-            for running in self._running:
-                running.process.terminate()
 
 
 def build_outcome(ended: _RunningProcess) -> RunOutcome:

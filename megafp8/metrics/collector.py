@@ -100,7 +100,10 @@ class StatisticsPlan:
 def build_statistics_plan(config: RunConfig) -> StatisticsPlan:
     """The plan of `--fp8-log-layers` and `--fp8-what-if`."""
     what_if = [(True, registry.get(name).rules()) for name in derived.what_if_recipes(config.logging)]
-    linears, choices = tracked_linears(config), precision_map.resolve(config.model, config.precision)
+    names = precision_map.linears_with_statistics(config.model, config.precision)
+    patterns = derived.log_layer_patterns(config.logging)
+    linears = tuple(name for name in names if any(precision_map.matches_pattern(name, each) for each in patterns))
+    choices = precision_map.resolve(config.model, config.precision)
     recipes = {
         linear: build_linear_recipe(config.precision, choices[name_of_all_experts(linear)]) for linear in linears
     }
@@ -115,13 +118,6 @@ def build_statistics_plan(config: RunConfig) -> StatisticsPlan:
         for operand in Operand
     }
     return StatisticsPlan(linears, tracked, build_recipe(config.precision), recipes)
-
-
-def tracked_linears(config: RunConfig) -> tuple[str, ...]:
-    """Names of the linears that the patterns match: quantized ones, or in high precision those of all layers."""
-    names = precision_map.linears_with_statistics(config.model, config.precision)
-    patterns = derived.log_layer_patterns(config.logging)
-    return tuple(name for name in names if any(precision_map.matches_pattern(name, pattern) for pattern in patterns))
 
 
 def tracked_tensors(linear: str, operand: Operand, recipe: LinearRecipe, is_what_if: bool) -> Iterator[TrackedTensor]:

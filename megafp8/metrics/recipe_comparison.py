@@ -109,7 +109,10 @@ def inspect_tensor(
 
 def _stats_of(rows: Tensor, rule: OperandRule, delayed_amax_ratio: float) -> QuantizationStats:
     """Quantize [rows, columns] by a rule and measure the error."""
-    scale = _delayed_scale(rows, rule, delayed_amax_ratio)
+    scale = None
+    if rule.scale_rule is ScaleRule.DELAYED:
+        amax = compute_amax(rows) * delayed_amax_ratio
+        scale = DelayedScale(quant_scale_of(amax, rule.format, rule.scale_rule), amax=None)
     generator = torch.Generator(rows.device).manual_seed(0) if rule.is_stochastic else None
     quantized = quantize(rows, rule, delayed=scale, generator=generator)
     values = transformed(rows, rule, quantized.signs)
@@ -138,13 +141,6 @@ def recipe_rules(recipe: str, fmt: str, operand: Operand) -> dict[str, OperandRu
         assert rule is not None, f"{recipe} quantizes all GEMMs"
         rules[orientation] = rule
     return {BOTH: rules["row"]} if rules["row"] == rules["column"] else rules
-
-
-def _delayed_scale(rows: Tensor, rule: OperandRule, amax_ratio: float) -> Optional[DelayedScale]:
-    """The delayed scale of a history with this multiple of the tensor's amax; None for other scale rules."""
-    if rule.scale_rule is not ScaleRule.DELAYED:
-        return None
-    return DelayedScale(quant_scale_of(compute_amax(rows) * amax_ratio, rule.format, rule.scale_rule), amax=None)
 
 
 SUFFIXES = (".npy", ".pt", ".pth", ".safetensors")

@@ -230,7 +230,7 @@ def batch_schedule_lines(config: RunConfig, world_size: int) -> list[str]:
 
 def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
     """The size with which `--micro-batch-size auto` would start, and a table of what it would try."""
-    from megafp8.device.platform import resident_bytes
+    from megafp8.device.platform import detect_platform, resident_bytes
 
     config, world_size = validated.invocation.config, validated.world_size
     target, implementation = validated.target, validated.implementation
@@ -238,21 +238,14 @@ def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
     outside = non_torch_bytes(config, world_size) if target.kind == "cuda" else resident_bytes()
     sizes = micro_batch.possible_sizes(config, world_size)
     predicted = micro_batch.predicted_bytes(config, sizes, world_size, vocab_size, implementation, outside)
-    memory_bytes, limit_gib = device_memory_bytes(target), config.training.micro_batch_size_memory_limit
+    gpu, limit_gib = find_gpu(target.name), config.training.micro_batch_size_memory_limit
+    memory_bytes = detect_platform().free_memory_bytes() if gpu is None else gpu.memory_bytes
     limit_bytes = int((1 - FREE_MEMORY_FRACTION) * memory_bytes) if limit_gib is None else int(limit_gib * GIB)
     candidates, first = micro_batch.sizes_to_try(predicted, limit_bytes), micro_batch.first_size(predicted, limit_bytes)
     notes = dict.fromkeys(predicted, micro_batch.NOT_TRIED) | dict.fromkeys(candidates, "") | {first: "first"}
     trials = [micro_batch.Trial(size=size, predicted_bytes=each, note=notes[size]) for size, each in predicted.items()]
     head = f"micro-batch size: auto, to be tried below {gib(limit_bytes)} GiB a rank; what follows is for {first}"
     return first, section(head, [*micro_batch.refused_sizes(config, world_size), micro_batch.table(trials)])
-
-
-def device_memory_bytes(target: Target) -> int:
-    """Memory of a device of the target: a GPU that the planner knows, else the free memory of this machine."""
-    from megafp8.device.platform import detect_platform
-
-    gpu = find_gpu(target.name)
-    return detect_platform().free_memory_bytes() if gpu is None else gpu.memory_bytes
 
 
 def memory_text(

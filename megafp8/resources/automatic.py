@@ -84,16 +84,11 @@ Saved = Callable[[RunConfig], Optional[RunConfig]]
 """The configuration in the checkpoint whose optimizer state a run resumes; None without one."""
 
 
-def no_checkpoint(config: RunConfig) -> Optional[RunConfig]:
-    """The answer for a run that starts from step 0."""
-    return None
-
-
 def choose(
     config: RunConfig,
     target: Target,
     world_size: int,
-    saved_config: Saved = no_checkpoint,
+    saved_config: Saved = lambda config: None,
     given: Collection[str] = (),
 ) -> tuple[RunConfig, tuple[Choice, ...]]:
     """Replace automatic settings by values; each choice depends on those before it.

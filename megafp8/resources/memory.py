@@ -275,24 +275,19 @@ def estimate_memory(
     gradient_bytes = backward_bytes(config, _tokens(config), BYTES[derived.params_dtype(config.precision)])
     updated = updated_parameters(config, world_size, parameters, expert_parameters_on_stage(config, stage))
     copies_bytes = mixture_memory.update_bytes(config) * updated
+    error_bytes = ERROR_BYTES if config.precision.grad_reduce_fp8_error_feedback else 0
     estimate = MemoryEstimate(
         stage=stage,
         parameters=parameters,
         weights_bytes=weights_bytes,
         fp8_copies_bytes=fp8_copies_bytes,
-        gradients_bytes=parameters * _gradient_itemsize(config.precision),
+        gradients_bytes=parameters * (BYTES[derived.grad_dtype(config.precision)] + error_bytes),
         optimizer_bytes=_optimizer_bytes(config, world_size, padded_vocab, stage, updated),
         activations_bytes=activations_bytes,
         logits_bytes=logits_bytes,
         buffers_bytes=max(0, gradient_bytes - logits_bytes, copies_bytes - activations_bytes - logits_bytes),
     )
     return shard(config, world_size, estimate, quantizable)  # type: ignore[no-any-return]
-
-
-def _gradient_itemsize(precision: PrecisionConfig) -> int:
-    """Bytes of a gradient, and of its error that is fed back."""
-    feedback = BYTES["fp32"] if precision.grad_reduce_fp8_error_feedback else 0
-    return BYTES[derived.grad_dtype(precision)] + feedback
 
 
 def estimate_stages(

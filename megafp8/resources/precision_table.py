@@ -40,7 +40,8 @@ def resolve_precision_map(config: RunConfig) -> list[GemmPrecision]:
     chosen = precision_map.resolve(config.model, config.precision)
     rows = []
     kinds = dict.fromkeys(name.split(".", 2)[2] for name in chosen if name != OUTPUT_LAYER)
-    for linear in sorted(kinds, key=order_of_kind):
+    order = (*ATTENTION_LINEARS, *MLP_LINEARS)
+    for linear in sorted(kinds, key=lambda kind: order.index(kind) if kind in order else len(order)):
         layers: dict[LinearChoice, list[int]] = {}
         for name, choice in chosen.items():
             if name != OUTPUT_LAYER and name.split(".", 2)[2] == linear:
@@ -49,12 +50,6 @@ def resolve_precision_map(config: RunConfig) -> list[GemmPrecision]:
             gemm_precision(linear, as_ranges(numbers), choice, config.precision) for choice, numbers in layers.items()
         ]
     return [*rows, gemm_precision(OUTPUT_LAYER, "-", chosen[OUTPUT_LAYER], config.precision)]
-
-
-def order_of_kind(linear: str) -> int:
-    """The linears of dense layers first, in the order of the forward pass, then those of experts."""
-    order = (*ATTENTION_LINEARS, *MLP_LINEARS)
-    return order.index(linear) if linear in order else len(order)
 
 
 def gemm_precision(linear: str, layers: str, chosen: LinearChoice, precision: PrecisionConfig) -> GemmPrecision:

@@ -131,12 +131,11 @@ class TensorBoardSink:
 
     def _add_event(self, step: int, *, is_header: bool = False, **content: Any) -> None:
         event = self._event_pb2.Event(wall_time=time.time(), step=step, **content)
-        self._file.append(self._framed(event.SerializeToString()), is_header=is_header)
-
-    def _framed(self, data: bytes) -> bytes:
-        """A record of a TFRecord file: the length, its checksum, the data and their checksum, little-endian."""
+        data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
-        return length + self._masked_checksum(length) + data + self._masked_checksum(data)
+        # A record of a TFRecord file: the length, its checksum, the data and their checksum, little-endian.
+        framed = length + self._masked_checksum(length) + data + self._masked_checksum(data)
+        self._file.append(framed, is_header=is_header)
 
     def _masked_checksum(self, data: bytes) -> bytes:
         checksum = self._crc32c(data)

@@ -177,7 +177,9 @@ def layer_snr(run: Run, num_updates: int) -> dict[Key, float]:
 
 def move_layer(state: LoopState, layer: str, reason: str) -> None:
     """Compute all linears of a layer in high precision from the next step on; all ranks call it."""
-    linears = [HighPrecisionFallback(name, state.step, reason) for name in quantized_linears(state.run, layer)]
+    config = state.run.config
+    names = precision_map.linears_with_statistics(config.model, config.precision)
+    linears = [HighPrecisionFallback(name, state.step, reason) for name in names if name.startswith(f"{layer}.")]
     detail = f"{layer} is in high precision from step {state.step + 1} on: {reason}"
     change_linears(state, linears, "layer moved", detail)
 
@@ -192,12 +194,6 @@ def smooth_layer(state: LoopState, layer: str, reason: str) -> None:
     names = ", ".join(linear.name for linear in linears)
     detail = f"{names} has a scale per channel from step {state.step + 1} on: {reason}"
     change_linears(state, linears, "layer smoothed", detail)
-
-
-def quantized_linears(run: Run, layer: str) -> list[str]:
-    """The names of a layer's linears that quantize."""
-    names = precision_map.linears_with_statistics(run.config.model, run.config.precision)
-    return [name for name in names if name.startswith(f"{layer}.")]
 
 
 def change_linears(state: LoopState, linears: list[HighPrecisionFallback], event: str, detail: str) -> None:

@@ -85,8 +85,8 @@ class TrialProcess:
         if self.process is None:
             self.start()
         result = self.try_size(size)
-        if result.ms_per_sample is None:
-            self.cancel_others()
+        if result.ms_per_sample is None and self.store is not None:
+            self.store.set(f"called off {self.num_started}", "1")  # the trials of other ranks wait for this one's
         worst = worst_result(call_on_all_ranks(lambda: result))
         if worst.ms_per_sample is None:
             self.close()
@@ -130,11 +130,6 @@ class TrialProcess:
         if status == -signal.SIGKILL:
             return TrialResult(too_large="the process was killed, probably because the system ran out of memory")
         return TrialResult(error=f"the process exited with status {status}")
-
-    def cancel_others(self) -> None:
-        """Cancel the trials of other ranks, which wait for this one's."""
-        if self.store is not None:
-            self.store.set(f"called off {self.num_started}", "1")
 
     def is_cancelled(self) -> bool:
         """Whether another rank's trial did not fit or failed."""
