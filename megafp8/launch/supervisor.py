@@ -121,9 +121,8 @@ class Supervisor:
 
     def run_until_done(self) -> int:
         """`run` with the log open."""
-        ctypes.CDLL(None).prctl(
-            PR_SET_CHILD_SUBREAPER, 1
-        )  # orphans of a killed launcher become children of this process
+        # Orphans of a killed launcher become children of this process.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         for number in handled_stop_signals():
             signal.signal(number, self.forward)
         signal.signal(signal.SIGALRM, lambda *_: kill_all(psutil.Process().children(recursive=True)))

@@ -276,9 +276,8 @@ def for_stale_scales(case: Case) -> Iterator[Suggestion]:
 def for_stalled_weights(case: Case) -> Iterator[Suggestion]:
     """Updates that do not change a weight: the possible causes."""
     clip = ", --clip-grad" if case.config.optimizer.clip_grad else ""
-    yield Suggestion(
-        (), f"check --lr and its schedule at this step{clip}, and whether gradients of the layer underflow"
-    )
+    why = f"check --lr and its schedule at this step{clip}, and whether gradients of the layer underflow"
+    yield Suggestion((), why)
 
 
 def for_outliers(case: Case) -> Iterator[Suggestion]:
@@ -288,11 +287,6 @@ def for_outliers(case: Case) -> Iterator[Suggestion]:
     decay = case.config.optimizer.weight_decay
     yield Suggestion(("--weight-decay", f"{2 * decay:g}" if decay else "0.01"))
     yield from high_precision_linear(case)
-
-
-def for_idle_experts(case: Case) -> Iterator[Suggestion]:
-    """Experts without tokens."""
-    yield from more_balance(case)
 
 
 def for_collapsed_router(case: Case) -> Iterator[Suggestion]:

@@ -43,7 +43,7 @@ from megafp8.config.planted_faults import ALIGNED_SWIGLU
 from megafp8.config.rules.cuda_graph import default_graph_problems, evaluation_graph_problems
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import Role
-from megafp8.config.settings import settings_with, value_of, with_values
+from megafp8.config.settings import settings_by_name, settings_with, value_of, with_values
 from megafp8.device import capability, nccl_buffers
 from megafp8.device.capability import Target
 from megafp8.device.gpus import Gpu, find_gpu
@@ -100,11 +100,11 @@ def choose(
     Returns:
         The configuration, and the choices in their order.
     """
-    values, made = _distributed_optimizer(config, target, world_size, saved_config)
-    config = with_values(config, values)
+    sharding = partial(_distributed_optimizer, saved_config=saved_config)
     performance = partial(_performance, saved_config=saved_config, given=given)
+    made: list[Choice] = []
     for chooser in (
-        _accumulation, performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _evaluation_graph,
+        sharding, _accumulation, performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _evaluation_graph,
         _expert_kernels,
     ):  # fmt: skip
         values, choices = chooser(config, target, world_size)
@@ -246,20 +246,14 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
     replicas = _ranks_that_share(config, world_size)
     has_buffers = bool(parallel.use_distributed_optimizer) and not parallel.use_torch_fsdp2
     helps = has_buffers and target.kind == "cuda" and replicas > 1
-    reduces, gathers = parallel.overlap_grad_reduce, parallel.overlap_param_gather
-    if reduces is None:
-        reduces = helps
+    reduces = helps if parallel.overlap_grad_reduce is None else parallel.overlap_grad_reduce
+    gathers = parallel.overlap_param_gather
     if gathers is None:
         gathers = helps and reduces and has_flat_shards(config)  # only beside buckets whose reduction overlaps
     values: Values = {"parallel.overlap_grad_reduce": reduces, "parallel.overlap_param_gather": gathers}
-    flags = (
-        ("--overlap-grad-reduce", "parallel.overlap_grad_reduce"),
-        ("--overlap-param-gather", "parallel.overlap_param_gather"),
-    )
+    chosen = (name for name, value in values.items() if value and value_of(config, name) is None)
     reason = f"{replicas} ranks share gradients"
-    return values, [
-        Choice(flag, "on", reason) for flag, name in flags if value_of(config, name) is None and values[name]
-    ]
+    return values, [Choice(settings_by_name()[name].flags[0], "on", reason) for name in chosen]
 
 
 def _ranks_that_share(config: RunConfig, world_size: int) -> int:

@@ -14,7 +14,7 @@ from megafp8.config import multi_token
 from megafp8.config.mixture import expert_tensor_size, is_mixture
 from megafp8.config.schema import RunConfig
 from megafp8.metrics.expert_load import COLLAPSE, IDLE, NUM_LASTING, ExpertRecord, layer_load, load_warnings
-from megafp8.metrics.health_suggestions import for_collapsed_router, for_idle_experts, suggestion_text
+from megafp8.metrics.health_suggestions import for_collapsed_router, more_balance, suggestion_text
 from megafp8.metrics.records import EventRecord, Record
 from megafp8.metrics.timers import RECORDS
 from megafp8.models.dispatch import CodeDispatcher
@@ -26,7 +26,7 @@ from megafp8.training.step import StepResult
 
 NUM_SUMS = 8
 """Of a layer, besides the tokens of each expert."""
-SUGGESTIONS = {COLLAPSE: for_collapsed_router, IDLE: for_idle_experts}
+SUGGESTIONS = {COLLAPSE: for_collapsed_router, IDLE: more_balance}
 
 
 class LoadCollector:

@@ -7,7 +7,7 @@ from load_records import MANY, records_of
 
 from megafp8.config import flags, rules
 from megafp8.metrics.expert_load import COLLAPSE, IDLE, ExpertRecord, load_warnings
-from megafp8.metrics.health_suggestions import Case, accepted, for_collapsed_router, for_idle_experts
+from megafp8.metrics.health_suggestions import Case, accepted, for_collapsed_router, more_balance
 from megafp8.metrics.records import from_json, to_json
 from megafp8.metrics.sinks.trackers import scalars
 
@@ -109,7 +109,7 @@ def test_the_suggestion_fits_the_run(extra: str, expected: list[str]) -> None:
     command = f"{TINY} {extra}".split()
     case = Case(flags.parse(command).config, 1)
     assert rules.setting_problems(case.config, 1) == []
-    for_idle = accepted(case, for_idle_experts(case))
+    for_idle = accepted(case, more_balance(case))
     assert [" ".join(suggestion.words) for suggestion in for_idle] == expected
     for_collapse = accepted(case, for_collapsed_router(case))
     assert [" ".join(suggestion.words) for suggestion in for_collapse][:-2] == expected
