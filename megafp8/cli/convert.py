@@ -11,9 +11,9 @@ to-hf writes weights (in files of at most --max-shard-size), config.json, genera
 files; a model that came from such a folder keeps its family and special tokens. from-hf writes a checkpoint that every
 layout can load, its tokenizer, and a config.json with the settings of the model, which are also printed as flags. A
 conversion and its inverse give the same bits; values that are rounded or left out are reported. Memory holds few
-tensors at a time, and the peak is printed. A model that the target format does not support is refused with all reasons;
---drop-mtp-layers leaves out multi-token prediction. --dry-run reports them without writing. --check-logits compares the
-result with transformers before it gets its name. No file can run code when it is read.
+tensors at a time, to-hf one file; the peak is printed. A model that the target format does not support is refused with
+all reasons; --drop-mtp-layers leaves out multi-token prediction. --dry-run reports them without writing. --check-logits
+compares the result with transformers before it gets its name. No file can run code when it is read.
 
 from-megatron and to-megatron convert dense models in --ckpt-format torch_dist with optimizer state, schedule, number
 of samples and random state, bit for bit. from-megatron writes the arguments that it understood to config.json, and

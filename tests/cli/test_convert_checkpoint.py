@@ -372,7 +372,7 @@ def test_a_failed_conversion_leaves_nothing(tool: ModuleType, tmp_path: Path, mo
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megafp8.checkpoint.convert.safetensors_writer.write_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     assert "No space left" in refused(tool, capsys, tmp_path, "to-hf", run, tmp_path / "out")
     monkeypatch.setattr("megafp8.checkpoint.writer._write_item", full)
     assert "No space left" in refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "out")

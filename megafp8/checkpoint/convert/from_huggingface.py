@@ -21,12 +21,12 @@ from megafp8.checkpoint.convert.prediction_layers import prediction_problems, pr
 from megafp8.checkpoint.convert.problems import check_problems, format_problems, rule_problems
 from megafp8.checkpoint.convert.safetensors_files import (
     SAFETENSORS_DTYPES,
-    SafetensorsFolder,
-    TensorSpec,
+    StoredTensor,
     dequantize_weight,
     read_json,
     scale_block,
     scale_suffixes,
+    stored_tensors,
     write_json,
 )
 from megafp8.checkpoint.convert.tensor_mapping import StackedExperts, TensorMapping
@@ -142,8 +142,8 @@ def plan_import(
     check_quantization(hf_config)
     token_ids = read_token_ids(hf_config)
     check_problems(folder, hf_config.problems + size_problems(model_settings))
-    files = SafetensorsFolder(folder)
-    stored = hf_weights(files, family)
+    tensors = stored_tensors(folder)
+    stored = hf_weights(folder, tensors, family)
     extra = prediction_weights(stored, family, model_settings["model.num_layers"])
     check_problems(folder, prediction_problems(extra, drops_prediction_layers))
     stored = {name: tensor for name, tensor in stored.items() if name not in extra}
@@ -153,11 +153,11 @@ def plan_import(
     config = with_values(RunConfig(), model_settings | {
         "data.seq_length": seq_length, "checkpoint.no_save_optim": True, "checkpoint.no_save_rng": True,
     })  # fmt: skip
-    check_problems(folder, count_problems(config, files, family.has_stacked_experts(stored)))
+    check_problems(folder, count_problems(config, len(tensors), family.has_stacked_experts(stored)))
     num_tokens = model_settings["model.vocab_size"]
     num_rows = dimensions.padded_vocab_size(config, num_tokens)
     table = family.tensor_table(config.model, num_tokens, num_rows, family.has_stacked_experts(stored))
-    reader = WeightReader(files, stored, hf_config.section("quantization_config").fields.get("weight_block_size"))
+    reader = WeightReader(folder, stored, hf_config.section("quantization_config").fields.get("weight_block_size"))
     check_problems(folder, hf_config.problems + reader.problems + tensor_problems(table, stored, family, config))
     # Rules list the linears of all experts, so the sizes are checked first.
     check_problems(folder, [f"config.json: {problem}" for problem in rule_problems(config)])
@@ -185,42 +185,41 @@ def size_problems(model_settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def count_problems(config: RunConfig, files: SafetensorsFolder, is_stacked: bool) -> list[str]:
-    """Return a problem if config.json describes more tensors than there are, before they are listed."""
+def count_problems(config: RunConfig, found: int, is_stacked: bool) -> list[str]:
+    """Return a problem if config.json describes more tensors than are found, before they are listed."""
     per_layer = 1 if is_stacked else config.model.num_experts or 1
     count = sum(per_layer if has_experts else 1 for has_experts in mixture.expert_layers(config.model))
-    found = len(files.tensors)
     return [f"the files have {found:,} tensors, and by config.json at least {count:,}"] if count > found else []
 
 
-def hf_weights(files: SafetensorsFolder, family: HFFamily) -> dict[str, tuple[str, TensorSpec]]:
-    """Map complete tensor names to (name in the file, tensor). Models saved without their head omit the prefix.
+def hf_weights(folder: Path, tensors: Mapping[str, StoredTensor], family: HFFamily) -> dict[str, StoredTensor]:
+    """Return the weights by complete name. Models saved without their head omit the prefix.
 
     Raises:
         CheckpointError: a tensor that is not a buffer of the family has a dtype that weights do not have.
     """
-    is_bare = not any(name.startswith(family.prefix) for name in files.tensors)
+    is_bare = not any(name.startswith(family.prefix) for name in tensors)
     named = {
-        (family.prefix + name if is_bare and name != family.output_weight else name): (name, tensor)
-        for name, tensor in files.tensors.items()
+        (family.prefix + name if is_bare and name != family.output_weight else name): tensor
+        for name, tensor in tensors.items()
     }
-    weights = {name: each for name, each in named.items() if not family.buffers.fullmatch(name)}
+    weights = {name: tensor for name, tensor in named.items() if not family.buffers.fullmatch(name)}
     known = SAFETENSORS_DTYPES.values()
-    check_problems(files.folder, [
+    check_problems(folder, [
         f"{name} is {str(tensor.dtype).removeprefix('torch.')}; weights are {', '.join(SAFETENSORS_DTYPES)}"
-        for name, (_, tensor) in weights.items() if tensor.dtype not in known
+        for name, tensor in weights.items() if tensor.dtype not in known
     ])  # fmt: skip
     return weights
 
 
 def tensor_problems(
-    table: list[TensorMapping], stored: Mapping[str, tuple[str, TensorSpec]], family: HFFamily, config: RunConfig
+    table: list[TensorMapping], stored: Mapping[str, StoredTensor], family: HFFamily, config: RunConfig
 ) -> list[str]:
     """Return how the files differ from what config.json describes."""
     expected = {name: shape for row in table for name, shape in row.hf_shapes().items()}
     optional = {family.output_weight} if config.model.share_embeddings_and_output_weights else set()
     problems = [f"{name} is missing" for name in expected if name not in stored]
-    for name, (_, tensor) in stored.items():
+    for name, tensor in stored.items():
         if name in expected and tensor.shape != expected[name]:
             problems.append(f"{name} has shape {tensor.shape} and by config.json {expected[name]}")
         elif name not in expected and not (name in optional or is_scale(name)):
@@ -242,7 +241,7 @@ def tied_output_problems(reader: WeightReader, embedding: str, output: str, conf
     """
     if not config.model.share_embeddings_and_output_weights or output not in reader.stored:
         return []
-    if torch.equal(reader.load_stored(output), reader.load_stored(embedding)):
+    if torch.equal(reader.stored[output].load(), reader.stored[embedding].load()):
         return []
     return [f"{output} differs from the embedding, although config.json has tie_word_embeddings true"]
 
@@ -257,11 +256,9 @@ def check_quantization(hf_config: HFConfig) -> None:
         quantization.require("format", "float-quantized", default=None)
 
 
-def choose_dtype(stored: Mapping[str, tuple[str, TensorSpec]], requested: Optional[str]) -> tuple[str, list[str]]:
+def choose_dtype(stored: Mapping[str, StoredTensor], requested: Optional[str]) -> tuple[str, list[str]]:
     """Return the name of the weights' dtype in the checkpoint, and notes."""
-    weights = [
-        tensor for name, (_, tensor) in stored.items() if not is_scale(name) and not name.endswith(HF_EXPERT_BIAS)
-    ]
+    weights = [tensor for name, tensor in stored.items() if not is_scale(name) and not name.endswith(HF_EXPERT_BIAS)]
     is_quantized = any(tensor.dtype == torch.float8_e4m3fn for tensor in weights)
     largest = max(
         (tensor for tensor in weights if tensor.dtype != torch.float8_e4m3fn),
@@ -289,13 +286,13 @@ class WeightReader:
         notes: for the user.
     """
 
-    def __init__(self, files: SafetensorsFolder, stored: Mapping[str, tuple[str, TensorSpec]], block_size: Any):
-        self.files, self.stored = files, stored
+    def __init__(self, folder: Path, stored: Mapping[str, StoredTensor], block_size: Any):
+        self.folder, self.stored = folder, stored
         self.problems: list[str] = []
         self.not_finite: list[str] = []
         self._scales: dict[str, tuple[str, Optional[Block]]] = {}
         used = set()
-        for name, (_, tensor) in stored.items():
+        for name, tensor in stored.items():
             if tensor.dtype == torch.float8_e4m3fn:
                 used.add(self._find_scale(name, tensor, block_size))
         unused = [name for name in stored if is_scale(name) and name not in used]
@@ -303,30 +300,26 @@ class WeightReader:
         left_out = [name for name in unused if name.endswith(ACTIVATION_SCALES)]
         self.notes = [f"{len(left_out)} scales of activations are left out ({left_out[0]})"] if left_out else []
 
-    def _find_scale(self, name: str, tensor: TensorSpec, block_size: Any) -> Optional[str]:
+    def _find_scale(self, name: str, tensor: StoredTensor, block_size: Any) -> Optional[str]:
         prefix = name.removesuffix("weight")
         scale = next((prefix + suffix for suffix in scale_suffixes() if prefix + suffix in self.stored), None)
         if scale is None:
             self.problems.append(f"{name} is FP8 and has no scale beside it")
             return None
-        block = scale_block(tensor.shape, self.stored[scale][1].shape, block_size)
+        block = scale_block(tensor.shape, self.stored[scale].shape, block_size)
         if isinstance(block, str):
             self.problems.append(f"{name}: {block}")
         else:
             self._scales[name] = scale, block
         return scale
 
-    def load_stored(self, name: str) -> Tensor:
-        """Load a tensor as stored."""
-        return self.files.load(self.stored[name][0])
-
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         """Load a weight in a given dtype."""
         if name in self._scales:
             scale, block = self._scales[name]
-            weight = dequantize_weight(self.load_stored(name), self.load_stored(scale), block, dtype)
+            weight = dequantize_weight(self.stored[name].load(), self.stored[scale].load(), block, dtype)
         else:
-            weight = self.load_stored(name).to(dtype)
+            weight = self.stored[name].load().to(dtype)
         if not all(extreme.isfinite() for extreme in weight.aminmax()):  # NaN is an extreme, too
             self.not_finite.append(f"{name}: {non_finite_summary(weight)}")
         return weight
@@ -339,7 +332,7 @@ class WeightReader:
         """
         if self.not_finite:
             raise CheckpointError(
-                f"{self.files.folder} holds numbers that are not finite, with which no run can start; fetch the "
+                f"{self.folder} holds numbers that are not finite, with which no run can start; fetch the "
                 f"model again, or take another one:\n{format_problems(sorted(self.not_finite))}"
             )
 

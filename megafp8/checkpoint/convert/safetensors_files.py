@@ -1,6 +1,6 @@
 """Safetensors files of Hugging Face models: read one tensor at a time, written one file at a time.
 
-Nothing is pickled. While writing, only the tensors of one file are in memory.
+Nothing is pickled.
 
 FP8 weights are exported as codes and dequantization scales, in forms that others read (`recipes.base.ExportForm`).
 
@@ -19,7 +19,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
-from megafp8.checkpoint.directory import UNFINISHED
+from megafp8.checkpoint.directory import SPARE_BYTES, UNFINISHED
 from megafp8.config.schema import PrecisionConfig
 from megafp8.errors import CapabilityError, CheckpointError
 from megafp8.quantization.quantize import dequantize, quantize
@@ -66,36 +66,36 @@ def safetensors() -> Any:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor in a file."""
+class StoredTensor:
+    """A tensor in a file.
 
+    Attributes:
+        name: in the file.
+    """
+
+    path: Path
+    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def load(self) -> Tensor:
+        """Load it to the CPU.
 
-class SafetensorsFolder:
-    """The tensors of a model's folder.
+        The file is opened again, so that the pages that were read are released together with the tensor.
+        """
+        with safetensors().safe_open(self.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self.name)
+        return tensor
 
-    Attributes:
-        folder: of the model.
-        tensors: by name.
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a model's folder by name, without reading them.
 
     Raises:
         CheckpointError: there are no safetensors files, or they are damaged.
     """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._paths: dict[str, Path] = {}
-        self.tensors: dict[str, TensorSpec] = {}
-        for file in weight_files(folder):
-            for name, tensor in self._read_header(folder / file):
-                if name in self.tensors:
-                    raise CheckpointError(f"{folder} holds {name} twice")
-                self.tensors[name] = tensor
-
-    def _read_header(self, path: Path) -> Iterator[tuple[str, TensorSpec]]:
-        library = safetensors()
+    library, found = safetensors(), dict[str, StoredTensor]()
+    for path in weight_files(folder):
         try:
             open_regular(path).close()  # safetensors would block on a named pipe
             file = library.safe_open(path, framework="pt")
@@ -103,32 +103,26 @@ class SafetensorsFolder:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
         for name in file.keys():  # noqa: SIM118 (not a dict)
             header = file.get_slice(name)
-            dtype = header.get_dtype()
-            known = SAFETENSORS_DTYPES.get(dtype) or BUFFER_DTYPES.get(dtype)
-            if known is None:
-                raise CheckpointError(f"{path}: {name} is {dtype}; weights are {', '.join(SAFETENSORS_DTYPES)}")
-            self._paths[name] = path
-            yield name, TensorSpec(tuple(header.get_shape()), known)
-
-    def load(self, name: str) -> Tensor:
-        """Load a tensor to the CPU.
-
-        The file is opened again, so that the pages that were read are released together with the tensor.
-        """
-        with safetensors().safe_open(self._paths[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+            dtype = SAFETENSORS_DTYPES.get(header.get_dtype()) or BUFFER_DTYPES.get(header.get_dtype())
+            if dtype is None:
+                raise CheckpointError(
+                    f"{path}: {name} is {header.get_dtype()}; weights are {', '.join(SAFETENSORS_DTYPES)}"
+                )
+            if name in found:
+                raise CheckpointError(f"{folder} holds {name} twice")
+            found[name] = StoredTensor(path, name, tuple(header.get_shape()), dtype)
+    return found
 
 
-def weight_files(folder: Path) -> list[str]:
-    """Return the names of the files with weights.
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with weights.
 
     Raises:
         CheckpointError: there are none or only pickles, or the index names files outside the folder.
     """
     if not (folder / INDEX_FILE).is_file():
         if (folder / SINGLE_FILE).is_file():
-            return [SINGLE_FILE]
+            return [folder / SINGLE_FILE]
         if pickles := sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern)):
             raise CheckpointError(
                 f"{folder} has its weights in {pickles[0]}, a pickle, which could run code: convert it where you trust "
@@ -145,7 +139,7 @@ def weight_files(folder: Path) -> list[str]:
         raise CheckpointError(
             f"{folder / INDEX_FILE} names {invalid[0]!r}: weights are in safetensors files of that folder"
         )
-    return names
+    return [folder / name for name in names]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -166,6 +160,70 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write an object as indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """Tensors that are made together.
+
+    Attributes:
+        num_bytes: size of all of them.
+        make: returns them by name, contiguous.
+    """
+
+    num_bytes: int
+    make: Callable[[], dict[str, Tensor]]
+
+
+def write_batches(
+    folder: Path, batches: Sequence[TensorBatch], max_file_bytes: int, on_bytes: Callable[[int], Any]
+) -> None:
+    """Write safetensors files, with an index if there is more than one. Memory holds the tensors of one file.
+
+    Args:
+        max_file_bytes: of tensors per file; a larger batch gets a separate file.
+        on_bytes: called with the size of each batch that was made.
+
+    Raises:
+        CheckpointError: the disk has not enough free space, or a file cannot be written.
+    """
+    library, shards = safetensors(), split_into_files(batches, max_file_bytes)
+    num_bytes, free = sum(batch.num_bytes for batch in batches), shutil.disk_usage(folder).free
+    if num_bytes + SPARE_BYTES > free:
+        raise CheckpointError(f"{folder} has {free / 1e9:.3f} GB free and the files take {num_bytes / 1e9:.3f} GB")
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for batch in shard:
+            tensors |= batch.make()
+            on_bytes(batch.num_bytes)
+        weight_map |= dict.fromkeys(tensors, file)
+        try:
+            (folder / file).touch()
+            # The library replaces the file by one that only its owner may read.
+            mode = (folder / file).stat().st_mode
+            library.torch.save_file(tensors, folder / file, {"format": "pt"})
+            (folder / file).chmod(mode)
+        except (OSError, library.SafetensorError) as error:
+            raise CheckpointError(f"{folder / file} cannot be written: {error}") from error
+    if len(shards) > 1:
+        write_json(
+            folder / INDEX_FILE, {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        )
+
+
+def split_into_files(batches: Sequence[TensorBatch], max_bytes: int) -> list[list[TensorBatch]]:
+    """Divide batches over files, in order."""
+    shards: list[list[TensorBatch]] = [[]]
+    room = max_bytes
+    for batch in batches:
+        if shards[-1] and batch.num_bytes > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(batch)
+        room -= batch.num_bytes
+    return shards
 
 
 @contextmanager

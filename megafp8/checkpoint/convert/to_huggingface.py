@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Optional
 
@@ -16,8 +17,7 @@ from megafp8.checkpoint.convert import safetensors_files
 from megafp8.checkpoint.convert.families import family_of_run
 from megafp8.checkpoint.convert.family import HFFamily
 from megafp8.checkpoint.convert.origin import GENERATION_FILE, Origin, origin_of, special_tokens
-from megafp8.checkpoint.convert.safetensors_files import TensorSpec, WeightForm, write_json
-from megafp8.checkpoint.convert.safetensors_writer import TensorBatch, write_batches
+from megafp8.checkpoint.convert.safetensors_files import TensorBatch, WeightForm, write_batches, write_json
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
 from megafp8.checkpoint.convert.tokenizer import files_to_copy, tokenizer_notes, write_tokenizer
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, is_extra_state, load_common_state, load_errors
@@ -289,13 +289,10 @@ def tensor_batch(
     tensors: CheckpointTensors, row: TensorMapping, dtype: torch.dtype, form: Optional[WeightForm]
 ) -> TensorBatch:
     """Return the batch of Hugging Face tensors for one tensor of the checkpoint."""
-    shapes, dtype = row.hf_shapes(), row.dtype or dtype
-    if form is None:
-        specs = {name: TensorSpec(shape, dtype) for name, shape in shapes.items()}
-    else:
-        specs = {name: TensorSpec(shape, torch.float8_e4m3fn) for name, shape in shapes.items()}
-        for name, shape in shapes.items():
-            specs[form.scale_name(name)] = TensorSpec(form.scale_shape(shape), torch.float32)
+    shapes, dtype = row.hf_shapes().values(), row.dtype or dtype
+    num_bytes = sum(prod(shape) for shape in shapes) * (dtype if form is None else torch.float8_e4m3fn).itemsize
+    if form is not None:
+        num_bytes += sum(prod(form.scale_shape(shape)) for shape in shapes) * torch.float32.itemsize
 
     def make() -> dict[str, Tensor]:
         tensor = tensors.load(row.name)
@@ -305,7 +302,7 @@ def tensor_batch(
             made = safetensors_files.quantize_weight(row, tensor, form)
         return {name: to_cpu(tensor.contiguous()) for name, tensor in made.items()}
 
-    return TensorBatch(specs, make)
+    return TensorBatch(num_bytes, make)
 
 
 def export_notes(

@@ -96,7 +96,10 @@ def test_shared_experts_are_quantized_and_the_bias_is_not(name: str, tmp_path: P
     folder = write_hf_folder(tmp_path / "theirs", fields, random_weights(fields, torch.bfloat16))
     plan_import(folder).write(tmp_path / "ours", tmp_path / "ours", lambda done: None)
     export = plan_export(tmp_path / "ours", ExportOptions(quantizes=True, fp8_recipe="rowwise"))
-    dtypes = {name: spec.dtype for batch in export.batches for name, spec in batch.tensors.items()}
+    made = [batch.make() for batch in export.batches]
+    sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in made]
+    assert sizes == [batch.num_bytes for batch in export.batches]
+    dtypes = {name: tensor.dtype for tensors in made for name, tensor in tensors.items()}
     layer = "model.layers.1."
     for linear in ("self_attn.kv_b_proj", "mlp.shared_experts.up_proj", "mlp.experts.7.down_proj"):
         assert dtypes[f"{layer}{linear}.weight"] == torch.float8_e4m3fn

@@ -16,12 +16,12 @@ from torch import Tensor
 from megafp8.checkpoint.convert.safetensors_files import (
     INDEX_FILE,
     SINGLE_FILE,
-    SafetensorsFolder,
-    TensorSpec,
+    TensorBatch,
     publish_folder,
     read_json,
+    stored_tensors,
+    write_batches,
 )
-from megafp8.checkpoint.convert.safetensors_writer import TensorBatch, write_batches
 from megafp8.errors import CheckpointError
 
 WEIGHTS = {f"layer.{n}.weight": torch.full((4, 8), n, dtype=torch.bfloat16) for n in range(5)}
@@ -29,10 +29,7 @@ WEIGHTS = {f"layer.{n}.weight": torch.full((4, 8), n, dtype=torch.bfloat16) for 
 
 def pieces(weights: dict[str, Tensor]) -> list[TensorBatch]:
     return [
-        TensorBatch(
-            {name: TensorSpec(tuple(weight.shape), weight.dtype)}, lambda name=name, weight=weight: {name: weight}
-        )
-        for name, weight in weights.items()
+        TensorBatch(weight.nbytes, lambda name=name, weight=weight: {name: weight}) for name, weight in weights.items()
     ]
 
 
@@ -42,8 +39,10 @@ def test_shards(max_bytes: int, num_files: int, tmp_path: Path) -> None:
     write_batches(tmp_path, pieces(WEIGHTS), max_bytes, counted.append)
     assert sum(counted) == 5 * 64 and len(list(tmp_path.glob("*.safetensors"))) == num_files
     assert same(weights_in(tmp_path), WEIGHTS)
-    files = SafetensorsFolder(tmp_path)
-    assert all(torch.equal(files.load(name), weight) for name, weight in WEIGHTS.items())
+    stored = stored_tensors(tmp_path)
+    assert all(torch.equal(stored[name].load(), weight) for name, weight in WEIGHTS.items())
+    (tmp_path / "other").touch()
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "other").stat().st_mode}
     if num_files == 1:
         assert not (tmp_path / INDEX_FILE).exists()
         return
@@ -98,7 +97,7 @@ def waits_for_a_writer(folder: Path) -> None:
 def test_damaged_files_are_refused(make: Callable[[Path], object], text: str, tmp_path: Path) -> None:
     make(tmp_path)
     with pytest.raises(CheckpointError, match=text):
-        SafetensorsFolder(tmp_path)
+        stored_tensors(tmp_path)
 
 
 def test_a_folder_appears_only_when_complete(tmp_path: Path) -> None:
