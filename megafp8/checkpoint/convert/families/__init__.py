@@ -1,53 +1,34 @@
-"""The supported families of Hugging Face models, one module each."""
+"""The supported families of Hugging Face models."""
 
 from __future__ import annotations
 
 from typing import Any, Optional
 
-from megafp8.checkpoint.convert.families import (
-    deepseek_v2,
-    deepseek_v3,
-    gemma2,
-    gemma3,
-    gpt2,
-    gpt_neox,
-    granite,
-    llama,
-    mistral,
-    mixtral,
-    olmo2,
-    olmoe,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    smollm3,
-    starcoder2,
-)
+from megafp8.checkpoint.convert.families import deepseek, gemma, gpt, llama, mixtures
 from megafp8.checkpoint.convert.family import HFFamily
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
 
 # A run is exported as the first family that supports its model.
 FAMILIES = (
-    llama.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    mistral.FAMILY,
-    smollm3.FAMILY,
-    olmo2.FAMILY,
-    granite.FAMILY,
-    phi3.FAMILY,
-    gemma2.FAMILY,
-    gemma3.FAMILY,
-    starcoder2.FAMILY,
-    gpt_neox.FAMILY,
-    mixtral.FAMILY,
-    qwen3_moe.FAMILY,
-    olmoe.FAMILY,
-    deepseek_v2.FAMILY,
-    deepseek_v3.FAMILY,
-    gpt2.FAMILY,
+    llama.LLAMA,
+    llama.QWEN2,
+    llama.QWEN3,
+    llama.MISTRAL,
+    llama.SMOLLM3,
+    llama.OLMO2,
+    llama.GRANITE,
+    llama.PHI3,
+    gemma.GEMMA2,
+    gemma.GEMMA3,
+    gpt.STARCODER2,
+    gpt.GPT_NEOX,
+    mixtures.MIXTRAL,
+    mixtures.QWEN3_MOE,
+    mixtures.OLMOE,
+    deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3,
+    gpt.GPT2,
 )
 MODEL_TYPES = tuple(family.model_type for family in FAMILIES)
 

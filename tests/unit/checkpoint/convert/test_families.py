@@ -11,7 +11,7 @@ import pytest
 from hf_folders import FAMILY_MODELS as MODEL
 from hf_folders import GPT2, LLAMA, MODELS, settings_of
 
-from megafp8.checkpoint.convert.families import family_of_hf_config, family_of_run, gpt2, llama
+from megafp8.checkpoint.convert.families import family_of_hf_config, family_of_run, gpt, llama
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.config import flags, mixture
 from megafp8.config.model_shapes import PRESETS
@@ -86,13 +86,13 @@ def test_rotary_settings_as_transformers_5_has_them() -> None:
 def test_gelu_variants(name: str, is_tanh: bool) -> None:
     config = settings_of(GPT2 | {"activation_function": name})
     assert config.precision.bias_gelu_fusion is is_tanh
-    assert (gpt2.FAMILY.to_hf_config(config)["activation_function"] == "gelu") is not is_tanh
+    assert (gpt.GPT2.to_hf_config(config)["activation_function"] == "gelu") is not is_tanh
 
 
 def test_the_tanh_gelu_without_a_fused_bias() -> None:
     config = config_of(f"{GPT2_FLAGS} --openai-gelu --no-bias-gelu-fusion")
-    assert gpt2.FAMILY.unsupported_features(config) == []
-    assert gpt2.FAMILY.to_hf_config(config)["activation_function"] == "gelu_new"
+    assert gpt.GPT2.unsupported_features(config) == []
+    assert gpt.GPT2.to_hf_config(config)["activation_function"] == "gelu_new"
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_the_tanh_gelu_without_a_fused_bias() -> None:
     ],
 )
 def test_settings_without_a_llama_equivalent_are_refused(flag: str, named: str) -> None:
-    assert llama.FAMILY.unsupported_features(config_of(LLAMA_FLAGS)) == []
-    (problem,) = llama.FAMILY.unsupported_features(config_of(f"{LLAMA_FLAGS} {flag}"))
+    assert llama.LLAMA.unsupported_features(config_of(LLAMA_FLAGS)) == []
+    (problem,) = llama.LLAMA.unsupported_features(config_of(f"{LLAMA_FLAGS} {flag}"))
     assert problem.startswith(named)
 
 
@@ -131,8 +131,8 @@ def test_settings_without_a_llama_equivalent_are_refused(flag: str, named: str) 
     ],
 )
 def test_settings_without_a_gpt2_equivalent_are_refused(flag: str, named: str) -> None:
-    assert gpt2.FAMILY.unsupported_features(config_of(GPT2_FLAGS)) == []
-    (problem,) = gpt2.FAMILY.unsupported_features(config_of(f"{GPT2_FLAGS} {flag}"))
+    assert gpt.GPT2.unsupported_features(config_of(GPT2_FLAGS)) == []
+    (problem,) = gpt.GPT2.unsupported_features(config_of(f"{GPT2_FLAGS} {flag}"))
     assert problem.startswith(named)
 
 

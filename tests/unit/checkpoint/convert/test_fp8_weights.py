@@ -34,7 +34,7 @@ OF_RUN = {
 
 def linears(fields: dict) -> list[TensorMapping]:
     model = replace(settings_of(fields).model, vocab_size=131)
-    return [row for row in llama.FAMILY.tensor_table(model, 131, 256) if row.is_linear]
+    return [row for row in llama.LLAMA.tensor_table(model, 131, 256) if row.is_linear]
 
 
 def weight_of(row: TensorMapping) -> torch.Tensor:

@@ -1,30 +1,25 @@
-"""Fields of `config.json` of DeepSeek's models: multi-latent attention, its YaRN, and the selection of experts."""
+"""DeepSeek-V2, V2-Lite and V3 (DeepSeek-AI 2024): multi-latent attention, and experts that a router selects.
+
+transformers has no layers of multi-token prediction in its model. Files of the hub have them after the last layer.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from megafp8.checkpoint.convert.fields import Rotary
+from megafp8.checkpoint.convert.families import llama, mixtures
+from megafp8.checkpoint.convert.family import HFFamily
+from megafp8.checkpoint.convert.fields import Field, Fixed, Rotary, Value, read_num_layers, shape_fields
 from megafp8.checkpoint.convert.hf_config import HFConfig
-from megafp8.checkpoint.convert.layer_fields import read_num_layers
 from megafp8.config import expert_layers
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
-# Fields, their settings, and what transformers takes where they are absent.
-LATENT_SIZES = {
-    "kv_lora_rank": ("kv_lora_rank", 512),
-    "qk_nope_head_dim": ("qk_head_dim", 128),
-    "qk_rope_head_dim": ("qk_pos_emb_head_dim", 64),
-    "v_head_dim": ("v_head_dim", 128),
-}
-QUERY_RANK = 1536
-
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """Heads of multi-latent attention and the ranks of its projections. Every query head has its own key and value.
+    """Heads of multi-latent attention. Every query head has its own key and value.
 
     Attributes:
         groups: key/value heads where config.json has none; 0 is one for each query head.
@@ -39,20 +34,10 @@ class LatentHeads:
         hf_config.require("num_key_value_heads", heads, default=self.groups or heads)
         if self.divides_width and hidden % heads:
             hf_config.problems.append(f"config.json: hidden_size {hidden} is not a multiple of {heads} heads")
-        is_compressed = hf_config.fields.get("q_lora_rank", QUERY_RANK) is not None
-        values: dict[str, Any] = {
-            "model.num_attention_heads": heads,
-            "model.q_lora_rank": hf_config.positive_int("q_lora_rank", QUERY_RANK) if is_compressed else None,
-        }
-        for field, (setting, default) in LATENT_SIZES.items():
-            values[f"model.{setting}"] = hf_config.positive_int(field, default)
-        return values
+        return {"model.num_attention_heads": heads}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        model = config.model
-        fields = {name: getattr(model, setting) for name, (setting, _) in LATENT_SIZES.items()}
-        heads = model.num_attention_heads
-        return fields | {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": model.q_lora_rank}
+        return dict.fromkeys(("num_attention_heads", "num_key_value_heads"), config.model.num_attention_heads)
 
 
 @dataclass(frozen=True)
@@ -123,24 +108,6 @@ class SharedExperts:
 
 
 @dataclass(frozen=True)
-class ScoreFactor:
-    """Factor of the scores of the chosen experts.
-
-    Attributes:
-        default: where config.json has none.
-    """
-
-    default: float
-
-    def read(self, hf_config: HFConfig) -> dict[str, Any]:
-        factor = hf_config.number("routed_scaling_factor", self.default)
-        return {"model.moe_router_topk_scaling_factor": None if factor == 1 else factor}
-
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        return {"routed_scaling_factor": config.model.moe_router_topk_scaling_factor or 1.0}
-
-
-@dataclass(frozen=True)
 class ExpertGroups:
     """Groups of experts, of which a token selects some before it selects experts.
 
@@ -202,3 +169,90 @@ class NormalizedSigmoids:
 
     def write(self, config: RunConfig) -> dict[str, Any]:
         return {"norm_topk_prob": config.model.moe_router_topk > 1}
+
+
+ATTENTION = f"{llama.LAYER}self_attn."
+SHARED = f"{llama.LAYER}mlp.shared_experts."
+NAMES = (
+    llama.NAMES
+    | mixtures.EXPERT_NAMES
+    | {
+        "decoder.layers.{}.input_layernorm": (f"{llama.LAYER}input_layernorm",),
+        f"{llama.ATTENTION}linear_q_proj": (f"{ATTENTION}q_proj",),
+        f"{llama.ATTENTION}linear_q_down_proj": (f"{ATTENTION}q_a_proj",),
+        f"{llama.ATTENTION}linear_q_up_proj.layer_norm": (f"{ATTENTION}q_a_layernorm",),
+        f"{llama.ATTENTION}linear_q_up_proj": (f"{ATTENTION}q_b_proj",),
+        f"{llama.ATTENTION}linear_kv_down_proj": (f"{ATTENTION}kv_a_proj_with_mqa",),
+        f"{llama.ATTENTION}linear_kv_up_proj.layer_norm": (f"{ATTENTION}kv_a_layernorm",),
+        f"{llama.ATTENTION}linear_kv_up_proj": (f"{ATTENTION}kv_b_proj",),
+        f"{llama.MLP}shared_experts.linear_fc1": (f"{SHARED}gate_proj", f"{SHARED}up_proj"),
+        f"{llama.MLP}shared_experts.linear_fc2": (f"{SHARED}down_proj",),
+    }
+)
+# The norms of compressed queries, keys and values have an epsilon of 1e-6 there, and here that of all norms.
+EPSILON = 1e-6
+SETTINGS = llama.SETTINGS | {"multi_latent_attention": True, "qk_layernorm": True, "norm_epsilon": EPSILON}
+
+
+def common_fields(heads: LatentHeads, *, positions: int) -> tuple[Field, ...]:
+    """Return the fields that both versions have."""
+    return (
+        *shape_fields(Fixed("hidden_act", ("silu",)), Fixed("rms_norm_eps", (EPSILON,)), positions=positions),
+        llama.NO_ATTENTION_BIAS,
+        Fixed("moe_layer_freq", (1,)),
+        LatentRotary(),
+        Value("kv_lora_rank", "kv_lora_rank", 512),
+        Value("qk_nope_head_dim", "qk_head_dim", 128),
+        Value("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+        Value("v_head_dim", "v_head_dim", 128),
+        heads,
+        Value("q_lora_rank", "q_lora_rank", 1536, is_optional=True),
+    )
+
+
+def score_factor(default: float) -> Value:
+    """Return the field with the factor of the scores of the chosen experts."""
+    return Value("routed_scaling_factor", "moe_router_topk_scaling_factor", default, neutral=1.0)
+
+
+# V2 and V2-Lite: a softmax over all experts selects.
+DEEPSEEK_V2 = HFFamily(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    names=NAMES,
+    stacked_names=mixtures.STACKED_NAMES,
+    fields=(
+        *common_fields(LatentHeads(divides_width=True), positions=2048),
+        Fixed("mlp_bias", (False,)),
+        Value("n_routed_experts", "num_experts", 64, other="num_experts"),
+        FirstDense(0),
+        SharedExperts(2, 1407),
+        score_factor(1.0),
+        Fixed("scoring_func", ("softmax",)),
+        Fixed("norm_topk_prob", (False,)),
+        ExpertGroups(1, ("greedy", "group_limited_greedy")),
+    ),
+    settings=SETTINGS | {"moe_router_pre_softmax": True},
+)
+
+# V3: sigmoids with a bias select.
+DEEPSEEK_V3 = HFFamily(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    names=NAMES,
+    stacked_names=mixtures.STACKED_NAMES,
+    fields=(
+        *common_fields(LatentHeads(groups=128), positions=4096),
+        Fixed("rope_interleave", (True,)),
+        Value("n_routed_experts", "num_experts", 256, other="num_local_experts"),
+        FirstDense(3),
+        SharedExperts(1, 2048),
+        score_factor(2.5),
+        Fixed("scoring_func", ("sigmoid",)),
+        ExpertGroups(2, ("noaux_tc", "noaux_tc"), groups=8, chosen=4, experts=8),
+        NormalizedSigmoids(),
+        Fixed("num_nextn_predict_layers", (0,), is_read=False),
+    ),
+    settings=SETTINGS | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    has_prediction_layers=True,
+)
