@@ -6,18 +6,21 @@ own layers' weights the same names in checkpoints, but its modules have the norm
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Optional
 
 from torch import Tensor
 
-from megafp8.checkpoint.state_dict import EMBEDDING, OUTPUT_LAYER
-from megafp8.config import dimensions
+from megafp8.checkpoint.convert.model_tensors import ModelTensor, model_tensors
 from megafp8.config.schema import ModelConfig
 
 POSITIONS = "embedding.position_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm"
+# The dimension of a weight that tensor-parallel ranks split; they have all of the others.
+SPLIT_DIMS = {
+    "word_embeddings": 0, "output_layer": 0, "linear_qkv": 0, "linear_proj": 1, "linear_fc1": 0, "linear_fc2": 1
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,51 +56,24 @@ def gpt_weights(model: ModelConfig, num_rows: int, has_fused_norms: bool = True)
         num_rows: of the embedding.
         has_fused_norms: the order of Transformer Engine's layers, otherwise of megatron-core's own.
     """
-    assert model.num_layers is not None and model.hidden_size is not None
-    hidden = model.hidden_size
-    weights = [Weight(EMBEDDING, (num_rows, hidden), 0)]
-    if model.position_embedding_type == "learned_absolute":
-        weights.append(Weight(POSITIONS, (model.max_position_embeddings or 0, hidden)))
-    layer = list(layer_weights(model, has_fused_norms))
-    for number in range(model.num_layers):
-        weights += [replace(weight, name=f"decoder.layers.{number}.{weight.name}") for weight in layer]
-    weights += norm(model, f"{FINAL_NORM}.", hidden)
-    if not model.share_embeddings_and_output_weights:
-        weights.append(Weight(OUTPUT_LAYER, (num_rows, hidden), 0))
-    return weights
+    # Attention's output projection is made before the linear of its inputs, and so before that one's norm if it has it.
+    first = ("linear_proj",) if has_fused_norms else ("linear_qkv.layer_norm", "linear_proj")
+    weights = []
+    for _, group in groupby(model_tensors(model, num_rows), key=lambda tensor: tensor.layer):
+        tensors = list(group)
+        leading = [tensor for name in first for tensor in tensors if tensor.module.endswith(name)]
+        weights += leading + [tensor for tensor in tensors if tensor not in leading]
+    return [split_weight(tensor, is_gated=model.swiglu) for tensor in weights]
 
 
-def layer_weights(model: ModelConfig, has_fused_norms: bool) -> Iterator[Weight]:
-    """Yield the weights of one layer, named without the layer's prefix."""
-    assert model.hidden_size is not None
-    hidden, ffn = model.hidden_size, dimensions.ffn_hidden_size(model)
-    query, key = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
-    input_norm = norm(model, "self_attention.linear_qkv.layer_norm_", hidden)
-    mlp_norm = norm(model, "mlp.linear_fc1.layer_norm_", hidden)
-    has_qkv_bias = model.add_bias_linear or model.add_qkv_bias
-    if not has_fused_norms:
-        yield from input_norm
-    yield from linear("self_attention.linear_proj", (hidden, query), 1, model.add_bias_linear)
-    if has_fused_norms:
-        yield from input_norm
-    yield from linear("self_attention.linear_qkv", (query + 2 * key, hidden), 0, has_qkv_bias)
-    if model.qk_layernorm:
-        channels = dimensions.kv_channels(model)
-        yield from norm(model, "self_attention.q_layernorm.", channels)
-        yield from norm(model, "self_attention.k_layernorm.", channels)
-    yield from mlp_norm
-    for weight in linear("mlp.linear_fc1", (ffn * (2 if model.swiglu else 1), hidden), 0, model.add_bias_linear):
-        yield replace(weight, is_gated=model.swiglu)
-    yield from linear("mlp.linear_fc2", (hidden, ffn), 1, model.add_bias_linear)
+def split_weight(tensor: ModelTensor, is_gated: bool) -> Weight:
+    """Return a tensor with the way in which tensor-parallel ranks split it.
 
-
-def norm(model: ModelConfig, prefix: str, num_channels: int) -> list[Weight]:
-    """Return the weights of a norm."""
-    names = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
-    return [Weight(prefix + name, (num_channels,)) for name in names]
-
-
-def linear(name: str, shape: tuple[int, int], split_dim: int, has_bias: bool) -> list[Weight]:
-    """Return weight and bias of a linear. Ranks that split its inputs (dim 1) each have the complete bias."""
-    weight = Weight(f"{name}.weight", shape, split_dim)
-    return [weight, Weight(f"{name}.bias", shape[:1], 0 if split_dim == 0 else None)] if has_bias else [weight]
+    Args:
+        is_gated: the model has a gated MLP.
+    """
+    linear = tensor.module.rpartition(".")[2]
+    split_dim = SPLIT_DIMS.get(linear)
+    if split_dim == 1 and tensor.kind == "bias":
+        split_dim = None  # ranks that split the inputs of a linear each have the complete bias
+    return Weight(tensor.name, tensor.shape, split_dim, is_gated and linear == "linear_fc1")

@@ -17,7 +17,7 @@ import torch
 from megafp8.checkpoint.convert.megatron_unread import unread_arguments
 from megafp8.config import attention_layers, dimensions, stages
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import read_settings, settings_by_name, value_of
+from megafp8.config.settings import all_settings, read_settings, settings_by_name, value_of
 from megafp8.errors import ConfigError
 from megafp8.mcore.overrides import DTYPES
 
@@ -44,16 +44,10 @@ SAME_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "seed", "eval_iters",
             "eval_interval", "rampup_batch_size", "decrease_batch_size_if_needed",
         ),
-        "optimizer": (
-            "optimizer", "lr", "min_lr", "lr_warmup_init", "lr_decay_style", "lr_decay_iters", "lr_decay_samples",
-            "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_wsd_decay_style", "lr_wsd_decay_iters",
-            "lr_wsd_decay_samples", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay",
-            "end_weight_decay", "weight_decay_incr_style", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum",
-            "muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_scale_mode", "muon_extra_scale_factor",
-            "muon_num_ns_steps", "muon_coefficient_type", "muon_fp32_matmul_prec", "muon_tp_mode",
-            "clip_grad", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
-            "use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
-            "exp_avg_sq_dtype",
+        # All but those that are not converted.
+        "optimizer": tuple(
+            setting.field for setting in all_settings()
+            if setting.section == "optimizer" and setting.field not in ("muon_scalar_optimizer", "one_pass_optimizer")
         ),
         "precision": (
             "bf16", "fp16", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad",
