@@ -13,8 +13,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -73,14 +74,50 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointParts:
+    """What a checkpoint is written from.
+
+    Attributes:
+        common: plain values, as in `save.build_state_dict`.
+        sources: tensors by name.
+        objects: other sharded values, by name.
+    """
+
+    common: Mapping[str, Any]
+    sources: Mapping[str, LazyTensor]
+    objects: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(source.num_bytes for source in self.sources.values())
+
+    def reporting(self, on_bytes: Callable[[int], Any]) -> CheckpointParts:
+        """Return parts that call `on_bytes` with the size of each tensor that was made."""
+
+        def make(source: LazyTensor) -> Tensor:
+            tensor = source.make()
+            on_bytes(source.num_bytes)
+            return tensor
+
+        sources = {name: replace(source, make=partial(make, source)) for name, source in self.sources.items()}
+        return replace(self, sources=sources)
+
+
 def save_weights(
-    folder: Path, config: RunConfig, sources: Mapping[str, LazyTensor], origin: Optional[str] = None
+    folder: Path,
+    config: RunConfig,
+    sources: Mapping[str, LazyTensor],
+    origin: Optional[str] = None,
+    on_bytes: Callable[[int], Any] = lambda num_bytes: None,
 ) -> Path:
     """Save a weights-only checkpoint of step 0, as `--no-save-optim --no-save-rng` would.
 
     Args:
         sources: every weight of the model, by name.
         origin: where the model came from, as in `Progress`.
+        on_bytes: called with the size of each tensor that was made.
 
     Returns:
         The folder of the checkpoint.
@@ -92,22 +129,15 @@ def save_weights(
         "step": IMPORT_STEP, "consumed_samples": 0, "samples": None, "origin": origin, "config": to_json(config),
         "layout": list(SINGLE_RANK_LAYOUT), "content_metadata": content_metadata(),
     }  # fmt: skip
-    return save_parts(folder, common, sources, {}, has_stacks=not is_mixture(config.model))
+    parts = CheckpointParts(common=common, sources=sources).reporting(on_bytes)
+    return save_parts(folder, parts, has_stacks=not is_mixture(config.model))
 
 
-def save_parts(
-    folder: Path,
-    common: Mapping[str, Any],
-    sources: Mapping[str, LazyTensor],
-    objects: Mapping[str, Any],
-    has_stacks: bool = True,
-) -> Path:
+def save_parts(folder: Path, parts: CheckpointParts, has_stacks: bool = True) -> Path:
     """Save a checkpoint from its parts.
 
     Args:
-        common: plain values, as in `save.build_state_dict`, with step, consumed_samples and layout.
-        sources: tensors by name.
-        objects: other sharded values, by name.
+        parts: with step, consumed_samples and layout among the plain values.
         has_stacks: store equal tensors of all layers as one.
 
     Returns:
@@ -116,11 +146,11 @@ def save_parts(
     Raises:
         CheckpointError: as `save_weights`.
     """
-    step = common["step"]
+    common, step = parts.common, parts.common["step"]
     unfinished = directory.unfinished_path(folder, step)
     try:
-        directory.make_unfinished_folder(folder, step, sum(source.num_bytes for source in sources.values()))
-        files = write_files(unfinished, common, sources, objects, has_stacks)
+        directory.make_unfinished_folder(folder, step, parts.num_bytes)
+        files = write_files(unfinished, parts, has_stacks)
         check_readable(unfinished)
         manifest = build_manifest(unfinished, step, common["consumed_samples"], tuple(common["layout"]), files)
         return directory.publish(folder, step, manifest)
@@ -128,30 +158,24 @@ def save_parts(
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
 
-def write_files(
-    folder: Path,
-    common: Mapping[str, Any],
-    sources: Mapping[str, LazyTensor],
-    objects: Mapping[str, Any],
-    has_stacks: bool = True,
-) -> dict[str, FileEntry]:
+def write_files(folder: Path, parts: CheckpointParts, has_stacks: bool = True) -> dict[str, FileEntry]:
     """Write all files of a checkpoint except the manifest; return the manifest entries of the tensor files."""
-    torch.save(dict(common), folder / COMMON_FILE)
+    torch.save(dict(parts.common), folder / COMMON_FILE)
     save_config(BACKEND, str(folder))
-    items = build_write_items(sources, has_stacks)
-    source_by_index = {item.index: source for item, source in zip(items, sources.values(), strict=True)}
-    items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
+    items = build_write_items(parts.sources, has_stacks)
+    source_by_index = {item.index: source for item, source in zip(items, parts.sources.values(), strict=True)}
+    items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in parts.objects]
 
     def make(item: WriteItem) -> Tensor | io.BytesIO:
         if item.type == WriteItemType.BYTE_IO:
-            return serialized(objects[item.index.fqn])
+            return serialized(parts.objects[item.index.fqn])
         return make_tensor(source_by_index[item.index], item)
 
     writer = HashingWriter(folder, num_files=1)  # so that memory holds few tensors
     plans, metadata = create_default_global_save_plan([SavePlan(items)])
     (plan,) = writer.prepare_global_plan(plans)
     writer.prepare_write_data(plan, planner=None)
-    writer.finish(metadata, [writer.write(make, common.get("step", IMPORT_STEP))])
+    writer.finish(metadata, [writer.write(make, parts.common.get("step", IMPORT_STEP))])
     return writer.written
 
 
@@ -259,6 +283,11 @@ class CheckpointTensors:
         """
         location = self.locations[name]
         return self._read(name, location.key, location.chunk, location.dtype).view(location.shape)
+
+    def lazy(self, name: str) -> LazyTensor:
+        """Return a tensor that is read when it is written."""
+        location = self.locations[name]
+        return LazyTensor(location.shape, location.dtype, partial(self.load, name))
 
     def load_range(self, name: str, first: int, last: int) -> Tensor:
         """Read elements `first` to `last` (exclusive) of a flat tensor. Shape: (last - first,).

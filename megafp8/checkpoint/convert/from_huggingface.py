@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -18,7 +16,7 @@ from megafp8.checkpoint.convert.family import HF_EXPERT_BIAS, HFFamily
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.checkpoint.convert.origin import Origin, read_generation, read_token_ids
 from megafp8.checkpoint.convert.prediction_layers import prediction_problems, prediction_weights
-from megafp8.checkpoint.convert.problems import check_problems, format_problems, rule_problems
+from megafp8.checkpoint.convert.problems import check_problems, format_problems, rule_problems, shape_problems
 from megafp8.checkpoint.convert.safetensors_files import (
     SAFETENSORS_DTYPES,
     StoredTensor,
@@ -103,8 +101,7 @@ class Import:
             folder / TOKENIZER_FOLDER, final.absolute() / TOKENIZER_FOLDER
         )  # fmt: skip
         tokenizer_settings = {f"data.{field}": value for field, value in found.items()}
-        config, sources = with_values(self.config, tokenizer_settings), report_bytes(self.sources, on_bytes)
-        save_weights(folder, config, sources, self.origin.text())
+        save_weights(folder, with_values(self.config, tokenizer_settings), self.sources, self.origin.text(), on_bytes)
         self.reader.check_finite()
         model_config = with_values(self.model_config, tokenizer_settings)
         write_json(folder / "config.json", changed_settings(model_config))
@@ -218,13 +215,13 @@ def tensor_problems(
     """Return how the files differ from what config.json describes."""
     expected = {name: shape for row in table for name, shape in row.hf_shapes().items()}
     optional = {family.output_weight} if config.model.share_embeddings_and_output_weights else set()
-    problems = [f"{name} is missing" for name in expected if name not in stored]
-    for name, tensor in stored.items():
-        if name in expected and tensor.shape != expected[name]:
-            problems.append(f"{name} has shape {tensor.shape} and by config.json {expected[name]}")
-        elif name not in expected and not (name in optional or is_scale(name)):
-            problems.append(f"{name} is not part of a {family.architecture} as config.json describes it")
-    return problems
+    found = {
+        name: tensor.shape
+        for name, tensor in stored.items()
+        if name in expected or not (name in optional or is_scale(name))
+    }
+    kind = f"a {family.architecture} as config.json describes it"
+    return shape_problems(expected, found, " and by config.json", kind)
 
 
 def is_scale(name: str) -> bool:
@@ -359,17 +356,6 @@ def lazy_tensor(row: TensorMapping, reader: WeightReader, dtype: torch.dtype) ->
         return row.layout.join(list(parts)).contiguous()
 
     return LazyTensor(row.shape, dtype, make)
-
-
-def report_bytes(sources: Mapping[str, LazyTensor], on_bytes: Callable[[int], Any]) -> dict[str, LazyTensor]:
-    """Return sources that call `on_bytes` after a tensor was made."""
-
-    def make(source: LazyTensor) -> Tensor:
-        tensor = source.make()
-        on_bytes(source.num_bytes)
-        return tensor
-
-    return {name: dataclasses.replace(source, make=partial(make, source)) for name, source in sources.items()}
 
 
 def import_notes(table: list[TensorMapping], tokenizer: Optional[FoundTokenizer], num_tokens: int) -> list[str]:

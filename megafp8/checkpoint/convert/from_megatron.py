@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from torch import Tensor
 
-from megafp8.checkpoint.convert.from_huggingface import changed_settings, report_bytes
+from megafp8.checkpoint.convert.from_huggingface import changed_settings
 from megafp8.checkpoint.convert.gpt_weights import Weight, gpt_weights
 from megafp8.checkpoint.convert.megatron_args import settings_of_args
 from megafp8.checkpoint.convert.megatron_buckets import Layout, bucket_sources, common_optimizer_state
 from megafp8.checkpoint.convert.megatron_folder import CONSUMED_SAMPLES, MegatronCheckpoint, open_megatron_checkpoint
-from megafp8.checkpoint.convert.problems import check_problems, rule_problems
+from megafp8.checkpoint.convert.problems import check_problems, rule_problems, shape_problems
 from megafp8.checkpoint.convert.safetensors_files import write_json
-from megafp8.checkpoint.metadata import EXTRA_STATE_MARKERS, OPTIMIZER_PREFIX, load_errors
-from megafp8.checkpoint.standalone import CheckpointTensors, LazyTensor, save_parts
+from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, is_extra_state, load_errors
+from megafp8.checkpoint.standalone import CheckpointParts, CheckpointTensors, LazyTensor, save_parts
 from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
 from megafp8.config.muon import is_muon
 from megafp8.config.schema import RunConfig
@@ -30,33 +28,23 @@ from megafp8.optimizer.schedules import Schedule
 
 # Layouts of the distributed optimizer's state that are read: tensors like the weights, and buckets.
 TENSORS, BUCKETS = "fully_reshardable", "dp_reshardable"
+# Names of a rank's random states here and in Megatron-LM.
+RANDOM_STATES = {"cpu": "torch_rng_state", "device": "cuda_rng_state", "tracker": "rng_tracker_states"}
 # Names of a gated MLP's two halves where every layer has its own tensors.
 GATE, VALUE = "_w", "_v"
 
 
-@dataclass(frozen=True)
-class MegatronImport:
+@dataclass(frozen=True, kw_only=True)
+class MegatronImport(CheckpointParts):
     """A planned conversion.
 
     Attributes:
         config: settings of the run, without those of saving.
-        common: plain values of the new checkpoint.
-        sources: its tensors, by name.
-        objects: its random states, by name.
         notes: for the user.
     """
 
-    source: MegatronCheckpoint
     config: RunConfig
-    common: dict[str, Any]
-    sources: dict[str, LazyTensor]
-    objects: dict[str, Any]
     notes: list[str]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all tensors."""
-        return sum(source.num_bytes for source in self.sources.values())
 
     def write(self, folder: Path, on_bytes: Callable[[int], Any]) -> None:
         """Write a run folder: the checkpoint, and config.json for `--config`.
@@ -64,7 +52,7 @@ class MegatronImport:
         Raises:
             CheckpointError: a file is damaged, or the folder cannot be written.
         """
-        save_parts(folder, self.common, report_bytes(self.sources, on_bytes), self.objects)
+        save_parts(folder, self.reporting(on_bytes))
         write_json(folder / "config.json", changed_settings(self.config))
 
 
@@ -118,13 +106,15 @@ def build_import(source: MegatronCheckpoint, with_optimizer: bool) -> MegatronIm
             f"it does not say how many samples its run had read ({CONSUMED_SAMPLES}), which counts as 0: training "
             "starts at the first sample again, and repeats those that the model has seen"
         )
-    saved = with_values(config, {"checkpoint.no_save_optim": not with_optimizer, "checkpoint.no_save_rng": not objects,
-                                 "parallel.use_distributed_optimizer": is_distributed(source)})  # fmt: skip
+    saved = with_values(config, {
+        "checkpoint.no_save_optim": not with_optimizer, "checkpoint.no_save_rng": not objects,
+        "parallel.use_distributed_optimizer": has_distributed_state(source.common),
+    })  # fmt: skip
     common |= {
         "step": source.step, "consumed_samples": consumed_samples or 0, "samples": None,
         "config": to_json(saved), "layout": list(layout), "content_metadata": content_metadata(),
     }  # fmt: skip
-    return MegatronImport(source, config, common, sources, objects, notes)
+    return MegatronImport(common=common, sources=sources, objects=objects, config=config, notes=notes)
 
 
 def model_alone(values: Mapping[str, Any], num_rows: int) -> RunConfig:
@@ -143,43 +133,33 @@ def missing_sizes(config: RunConfig) -> list[str]:
 def tensor_source(tensors: CheckpointTensors, name: str) -> Optional[LazyTensor]:
     """Return a stored tensor, or the two halves of one, as a lazy tensor; None if it is absent."""
     if name in tensors.locations:
-        location = tensors.locations[name]
-        return LazyTensor(location.shape, location.dtype, partial(tensors.load, name))
+        return tensors.lazy(name)
     halves = [tensors.locations.get(name + suffix) for suffix in (GATE, VALUE)]
     if halves[0] is None or halves[1] is None or halves[0].shape != halves[1].shape:
         return None
     shape = (2 * halves[0].shape[0], *halves[0].shape[1:])
-    return LazyTensor(shape, halves[0].dtype, partial(join_halves, tensors, name))
-
-
-def join_halves(tensors: CheckpointTensors, name: str) -> Tensor:
-    """Read gate and value of a gated MLP as one tensor."""
-    return torch.cat([tensors.load(name + suffix) for suffix in (GATE, VALUE)])
+    return LazyTensor(
+        shape, halves[0].dtype, lambda: torch.cat([tensors.load(name + suffix) for suffix in (GATE, VALUE)])
+    )
 
 
 def weight_problems(
     tensors: CheckpointTensors, weights: list[Weight], sources: dict[str, Optional[LazyTensor]]
 ) -> list[str]:
     """Return how the tensors differ from those of the model that the arguments describe."""
-    problems = []
-    for weight in weights:
-        found = sources[weight.name]
-        if found is None:
-            problems.append(f"{weight.name} is missing")
-        elif found.shape != weight.shape:
-            problems.append(f"{weight.name} has shape {found.shape}, and by the arguments {weight.shape}")
     known = set(sources) | {name + suffix for name in sources for suffix in (GATE, VALUE)}
-    others = (name for name in tensors.locations if not name.startswith(OPTIMIZER_PREFIX))
-    return problems + [
-        f"{name} is not part of a dense GPT with these arguments"
-        for name in others
-        if name not in known and not any(marker in name for marker in EXTRA_STATE_MARKERS)
-    ]
+    found = {name: source.shape for name, source in sources.items() if source is not None} | {
+        name: location.shape
+        for name, location in tensors.locations.items()
+        if not (name in known or name.startswith(OPTIMIZER_PREFIX) or is_extra_state(name))
+    }
+    expected = {weight.name: weight.shape for weight in weights}
+    return shape_problems(expected, found, ", and by the arguments", "a dense GPT with these arguments")
 
 
-def is_distributed(source: MegatronCheckpoint) -> bool:
-    """Return whether the checkpoint has the state of a distributed optimizer."""
-    state = source.common.get("optimizer")
+def has_distributed_state(common: Mapping[str, Any]) -> bool:
+    """Return whether the plain values of a checkpoint have the state of a distributed optimizer."""
+    state = common.get("optimizer")
     return isinstance(state, dict) and "param_state_sharding_type" in state
 
 
@@ -246,8 +226,6 @@ def random_states(source: MegatronCheckpoint, tensors: CheckpointTensors) -> dic
         for replica in range(num_replicas):
             each = saved[replica if len(saved) == num_replicas else 0]
             found[f"random_state/shard_{stage}.{rank}.{replica}_{num_stages}.{num_ranks}.{num_replicas}"] = {
-                "cpu": each["torch_rng_state"],
-                "device": each["cuda_rng_state"],
-                "tracker": each["rng_tracker_states"],
+                name: each[theirs] for name, theirs in RANDOM_STATES.items()
             }
     return found

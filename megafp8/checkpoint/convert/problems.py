@@ -34,6 +34,24 @@ def rule_problems(config: RunConfig) -> list[str]:
     return rules.found_by((numbers_are_in_range,), config, 1) or rules.setting_problems(config, 1)
 
 
+def shape_problems(
+    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], contrast: str, kind: str
+) -> list[str]:
+    """Return how the shapes of tensors differ from those of a model.
+
+    Args:
+        contrast: what is between the two shapes, such as ` instead of`.
+        kind: of the model, as text.
+    """
+    problems = []
+    for name, shape in expected.items():
+        if name not in found:
+            problems.append(f"{name} is missing")
+        elif found[name] != shape:
+            problems.append(f"{name} has shape {found[name]}{contrast} {shape}")
+    return problems + [f"{name} is not part of {kind}" for name in found if name not in expected]
+
+
 def check_problems(folder: Path, problems: list[str]) -> None:
     """Raise if there are problems.
 

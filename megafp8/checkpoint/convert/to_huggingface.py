@@ -17,6 +17,7 @@ from megafp8.checkpoint.convert import safetensors_files
 from megafp8.checkpoint.convert.families import family_of_run
 from megafp8.checkpoint.convert.family import HFFamily
 from megafp8.checkpoint.convert.origin import GENERATION_FILE, Origin, origin_of, special_tokens
+from megafp8.checkpoint.convert.problems import shape_problems
 from megafp8.checkpoint.convert.safetensors_files import TensorBatch, WeightForm, write_batches, write_json
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
 from megafp8.checkpoint.convert.tokenizer import files_to_copy, tokenizer_notes, write_tokenizer
@@ -219,17 +220,14 @@ def check_tensors(
     Raises:
         CheckpointError: with all differences.
     """
-    found = {name: at.shape for name, at in tensors.locations.items() if not name.startswith(OPTIMIZER_PREFIX)}
+    others = (OPTIMIZER_PREFIX,) if ignored is None else (OPTIMIZER_PREFIX, ignored)
+    found = {
+        name: location.shape
+        for name, location in tensors.locations.items()
+        if not (name.startswith(others) or is_extra_state(name))
+    }
     expected = {row.name: row.shape for row in table}
-    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    unknown = [name for name in found.keys() - expected.keys() if not is_extra_state(name)]
-    unknown = [name for name in unknown if ignored is None or not name.startswith(ignored)]
-    problems += [f"{name} is not part of such a model" for name in unknown]
-    problems += [
-        f"{name} has shape {found[name]} instead of {shape}"
-        for name, shape in expected.items() if name in found and found[name] != shape
-    ]  # fmt: skip
-    if problems:
+    if problems := shape_problems(expected, found, " instead of", "such a model"):
         raise CheckpointError(f"{path} does not hold what its settings say:\n  " + "\n  ".join(sorted(problems)))
 
 

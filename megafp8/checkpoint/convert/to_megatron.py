@@ -15,23 +15,22 @@ from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-import torch
 
 from megafp8.checkpoint import gradient_residuals
-from megafp8.checkpoint.convert.from_huggingface import report_bytes
-from megafp8.checkpoint.convert.from_megatron import tensor_source
+from megafp8.checkpoint.convert.from_megatron import RANDOM_STATES, has_distributed_state
 from megafp8.checkpoint.convert.megatron_args import args_of_settings, unexpressed_settings
 from megafp8.checkpoint.convert.problems import format_problems
 from megafp8.checkpoint.directory import POINTER, checkpoint_path
-from megafp8.checkpoint.metadata import EXTRA_STATE_MARKERS, OPTIMIZER_PREFIX, check_readable, load_common_state
+from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, check_readable, is_extra_state, load_common_state
 from megafp8.checkpoint.resume_point import find_source
-from megafp8.checkpoint.standalone import CheckpointTensors, LazyTensor, write_files
+from megafp8.checkpoint.standalone import CheckpointParts, CheckpointTensors, write_files
 from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
 from megafp8.config import derived
 from megafp8.config.muon import is_muon
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import from_json
 from megafp8.errors import CheckpointError
+from megafp8.mcore.overrides import DTYPES
 from megafp8.optimizer.schedules import Schedule
 from megafp8.utils.integers import numpy_seed
 
@@ -43,29 +42,18 @@ MODULES_WITH_EXTRA_STATE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class MegatronExport:
+@dataclass(frozen=True, kw_only=True)
+class MegatronExport(CheckpointParts):
     """A planned conversion.
 
     Attributes:
         path: the checkpoint.
-        common: plain values of the new checkpoint.
-        sources: its tensors, by name.
-        objects: random states and extra states, by name.
         notes: for the user.
     """
 
     path: Path
     step: int
-    common: dict[str, Any]
-    sources: dict[str, LazyTensor]
-    objects: dict[str, Any]
     notes: list[str]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all tensors."""
-        return sum(source.num_bytes for source in self.sources.values())
 
     def write(self, folder: Path, on_bytes: Callable[[int], Any]) -> None:
         """Write the folder of a run of Megatron-LM.
@@ -76,7 +64,7 @@ class MegatronExport:
         path = checkpoint_path(folder, self.step)
         try:
             path.mkdir(parents=True)
-            write_files(path, self.common, report_bytes(self.sources, on_bytes), self.objects)
+            write_files(path, self.reporting(on_bytes))
             check_readable(path)
             (folder / POINTER).write_text(f"{self.step}\n")
         except OSError as error:
@@ -105,9 +93,9 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
             f"{path} has the state of --optimizer muon, which Megatron-LM saves in parts that depend on the layout: "
             "export the weights only (--no-load-optim)"
         )
-    quantizers = [name for name in tensors.locations if any(marker in name for marker in EXTRA_STATE_MARKERS)]
+    quantizers = [name for name in tensors.locations if is_extra_state(name)]
     sources = {
-        name: required_source(tensors, name)
+        name: tensors.lazy(name)
         for name in tensors.locations
         if name not in quantizers
         and not name.startswith(OPTIMIZER_PREFIX + gradient_residuals.KEY)
@@ -137,14 +125,7 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
             name: value for name, value in saved["schedule"].items() if name not in Schedule.EXTRA_KEYS
         }
     objects = random_objects | extra_states(config)
-    return MegatronExport(path, saved["step"], common, sources, objects, notes)
-
-
-def required_source(tensors: CheckpointTensors, name: str) -> LazyTensor:
-    """Return a stored tensor as a lazy tensor."""
-    source = tensor_source(tensors, name)
-    assert source is not None
-    return source
+    return MegatronExport(common=common, sources=sources, objects=objects, path=path, step=saved["step"], notes=notes)
 
 
 def megatron_arguments(
@@ -152,8 +133,6 @@ def megatron_arguments(
 ) -> Namespace:
     """Return the arguments of a Megatron-LM run that had saved this checkpoint."""
     num_stages, num_ranks, num_replicas = saved["layout"]
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    state = saved.get("optimizer")
     return args_of_settings(
         config,
         {
@@ -163,12 +142,12 @@ def megatron_arguments(
             "skipped_train_samples": 0,
             "padded_vocab_size": tensors.locations[EMBEDDING].shape[0],
             "max_position_embeddings": config.model.max_position_embeddings or config.data.seq_length,
-            "params_dtype": dtypes[derived.params_dtype(config.precision)],
+            "params_dtype": DTYPES[derived.params_dtype(config.precision)],
             "world_size": num_stages * num_ranks * num_replicas,
             "data_parallel_size": num_replicas // config.parallel.context_parallel_size,
             "tensor_model_parallel_size": num_ranks,
             "pipeline_model_parallel_size": num_stages,
-            "use_distributed_optimizer": isinstance(state, dict) and "param_state_sharding_type" in state,
+            "use_distributed_optimizer": has_distributed_state(saved),
             "no_save_optim": None if with_optimizer else True,
             "no_save_rng": None if with_random else True,
         },
@@ -200,9 +179,7 @@ def random_states(tensors: CheckpointTensors, layout: tuple[int, ...], seed: int
             {
                 "random_rng_state": random.Random(stage_seed).getstate(),
                 "np_rng_state": np.random.RandomState(numpy_seed(stage_seed)).get_state(),
-                "torch_rng_state": state["cpu"],
-                "cuda_rng_state": state["device"],
-                "rng_tracker_states": state["tracker"],
+                **{theirs: state[name] for name, theirs in RANDOM_STATES.items()},
             }
         ]
     return found
