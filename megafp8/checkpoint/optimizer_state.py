@@ -52,9 +52,7 @@ def sharded_muon_state(part: Any, model: dict[str, Any], is_only_owner: bool) ->
         is_only_owner: no other data-parallel rank has this rank's state.
     """
     part.optimizer.initialize()
-    sharded = {
-        leaf.data: leaf for leaf in nested_values(model) if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
-    }
+    sharded = leaf_by_weight(model)
     tensors: dict[str, dict[str, Any]] = {}
     for weight, values in muon_tensors(part):
         leaf = sharded[weight]
@@ -73,6 +71,11 @@ def sharded_muon_state(part: Any, model: dict[str, Any], is_only_owner: bool) ->
         "tensors": tensors,
         **({"grad_scaler": scaler.state_dict()} if scaler else {}),
     }
+
+
+def leaf_by_weight(model: dict[str, Any]) -> dict[Tensor, ShardedTensor | ShardedTensorFactory]:
+    """How each weight of a sharded state is sharded."""
+    return {leaf.data: leaf for leaf in nested_values(model) if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))}
 
 
 def leaf_name(index: int) -> str:
@@ -154,9 +157,7 @@ def sharded_state(part: DistributedOptimizer, model: dict[str, Any], is_loading:
     """
     if is_loading:
         part.load_state_dict(part.state_dict())  # allocates the optimizer state, as megatron-core does
-    sharded = {
-        leaf.data: leaf for leaf in nested_values(model) if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
-    }
+    sharded = leaf_by_weight(model)
     state: dict[int, dict[str, Any]] = {}
     for parameter, local_range in local_ranges(part):
         values = tensors_to_load(part, parameter) if is_loading else local_state(part, parameter)

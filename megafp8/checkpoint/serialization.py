@@ -32,6 +32,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.utils import _ReaderView
 from torch.futures import Future
 
 from megafp8.device.collective_errors import call_on_all_ranks, gather_on_rank_0
@@ -186,56 +187,28 @@ class SafeReader(FileSystemReader):
         return super().read_data(replace(plan, items=[]), planner)
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        file_slice = cast(IO[bytes], FileSlice(file, sinfo.offset, sinfo.length))  # RawIOBase has what IO declares
+        file_slice = cast(IO[bytes], FileSlice(cast(io.IOBase, file), sinfo.offset, sinfo.length))
         check_archive(file_slice, sinfo.length, sinfo.relative_path)
         return file_slice
 
 
-class FileSlice(io.RawIOBase):
-    """A byte range of an open file as a file. torch's own view mishandles seeks from the end.
+class FileSlice(_ReaderView):
+    """A byte range of an open file as a file.
 
-    Args:
-        file: buffered or unbuffered; not read by others meanwhile.
-        start: offset of the first byte.
-        length: in bytes.
+    torch's own view takes offsets from the end with the opposite sign, and reads beyond the slice after a seek past its
+    end.
     """
 
-    def __init__(self, file: IO[bytes], start: int, length: int):
-        super().__init__()
-        self._file, self._start, self._length = file, start, length
-        self._position = 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Change the position within the slice.
+        """Change the position within the slice, at most to its end; return it.
 
         Raises:
             OSError: the position is before the start.
         """
-        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self.len}[whence]
         if position < 0:
             raise OSError(f"cannot seek to {position}, before the start")
-        self._position = position
-        return position
-
-    def tell(self) -> int:
-        """Return the position from the start of the slice."""
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Read into a buffer, at most to the end of the slice; return the number of bytes."""
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
-        self._file.seek(self._start + self._position)
-        num_bytes = self._file.readinto(view) or 0  # type: ignore[attr-defined]
-        self._position += num_bytes
-        return num_bytes
+        return super().seek(min(position, self.len)) - self.offset
 
 
 class SafeLoadPlanner(strategies.MCoreLoadPlanner):

@@ -201,7 +201,7 @@ def from_hf(options: argparse.Namespace) -> None:
             described = plan.write(folder, options.output, bar.update)
             memory = peak_memory()
             (checkpoint,) = folder.glob("iter_*")
-            checked = checked_logits(options, checkpoint, options.source, plan.num_tokens)
+            checked = checked_logits(options, checkpoint, options.source, plan.origin.num_tokens)
         size = f"{plan.num_bytes / 1e9:.3f} GB, {memory}"
         print(f"{options.source} ({plan.origin.model_type}) is now {options.output}: {size}{checked}")
         print(f"to train from it: --config {options.output / 'config.json'} --pretrained-checkpoint {options.output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from megafp8.checkpoint.convert.families import family_of_hf_config
 from megafp8.checkpoint.convert.family import HF_EXPERT_BIAS, HFFamily
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.checkpoint.convert.origin import Origin, read_generation, read_token_ids
-from megafp8.checkpoint.convert.prediction_layers import prediction_problems, prediction_weights
 from megafp8.checkpoint.convert.problems import check_problems, format_problems, rule_problems, shape_problems
 from megafp8.checkpoint.convert.safetensors_files import (
     SAFETENSORS_DTYPES,
@@ -72,12 +72,6 @@ class Import:
     def num_bytes(self) -> int:
         """Size of all tensors."""
         return sum(source.num_bytes for source in self.sources.values())
-
-    @property
-    def num_tokens(self) -> int:
-        """Size of the vocabulary, without padding."""
-        size: int = self.model_settings["model.vocab_size"]
-        return size
 
     @property
     def model_config(self) -> RunConfig:
@@ -207,6 +201,27 @@ def hf_weights(folder: Path, tensors: Mapping[str, StoredTensor], family: HFFami
         for name, tensor in weights.items() if tensor.dtype not in known
     ])  # fmt: skip
     return weights
+
+
+def prediction_weights(stored: Mapping[str, StoredTensor], family: HFFamily, num_layers: int) -> list[str]:
+    """Return the names of tensors of multi-token prediction, which are layers after the last one, and not converted."""
+    if not family.has_prediction_layers:
+        return []
+    layer = re.compile(re.escape(family.prefix) + r"layers\.(\d+)\.")
+    found = {name: layer.match(name) for name in stored}
+    return sorted(name for name, each in found.items() if each is not None and int(each[1]) >= num_layers)
+
+
+def prediction_problems(names: list[str], drops_prediction_layers: bool) -> list[str]:
+    """Return a problem unless layers of multi-token prediction are there and dropped, or neither."""
+    if names and not drops_prediction_layers:
+        return [
+            f"num_nextn_predict_layers: {len(names)} tensors of multi-token prediction ({names[0]}), which are "
+            "not converted; --drop-mtp-layers leaves them out"
+        ]
+    if drops_prediction_layers and not names:
+        return ["--drop-mtp-layers: there are no layers of multi-token prediction; remove it"]
+    return []
 
 
 def tensor_problems(

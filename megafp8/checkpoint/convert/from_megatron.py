@@ -11,10 +11,10 @@ from typing import Any, Optional
 import torch
 
 from megafp8.checkpoint.convert.from_huggingface import changed_settings
-from megafp8.checkpoint.convert.gpt_weights import Weight, gpt_weights
 from megafp8.checkpoint.convert.megatron_args import settings_of_args
 from megafp8.checkpoint.convert.megatron_buckets import Layout, bucket_sources, common_optimizer_state
 from megafp8.checkpoint.convert.megatron_folder import CONSUMED_SAMPLES, MegatronCheckpoint, open_megatron_checkpoint
+from megafp8.checkpoint.convert.model_tensors import Weight, gpt_weights
 from megafp8.checkpoint.convert.problems import check_problems, rule_problems, shape_problems
 from megafp8.checkpoint.convert.safetensors_files import write_json
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, is_extra_state, load_errors

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.convert.gpt_weights import FINAL_NORM, POSITIONS, Weight
+from megafp8.checkpoint.convert.model_tensors import FINAL_NORM, POSITIONS, Weight
 from megafp8.checkpoint.optimizer_state import NAMES
 from megafp8.checkpoint.standalone import LAYER_PATTERN, CheckpointTensors, LazyTensor
 from megafp8.checkpoint.state_dict import EMBEDDING, OUTPUT_LAYER

@@ -157,17 +157,14 @@ class FusedQKV:
         return self.groups.join(parts[0].split((num_rows - 2 * key_rows, key_rows, key_rows)))
 
 
-@dataclass(frozen=True)
-class FusedTransposedQKV:
-    """megatron-core's QKV rows and one transposed matrix (GPT-2's `c_attn`), with as many keys as queries."""
-
-    groups: GroupedQKV
+class FusedTransposedQKV(FusedQKV):
+    """megatron-core's QKV rows and one transposed matrix with all queries, keys and values (GPT-2's `c_attn`)."""
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return (torch.cat(self.groups.split(tensor)).t(),)
+        return (super().split(tensor)[0].t(),)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        return self.groups.join(parts[0].t().chunk(3))
+        return super().join([parts[0].t()])
 
 
 @dataclass(frozen=True)
