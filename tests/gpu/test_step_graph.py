@@ -61,7 +61,7 @@ def variants() -> Iterator[str]:
     for recipe in RECIPES:
         yield f"{RECIPES[recipe]} --recompute-granularity selective --recompute-modules core_attn mlp"
         yield f"{RECIPES[recipe]} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    yield f"{RECIPES['delayed']} {FUSER} --recompute-granularity selective --recompute-modules layernorm mlp"
+    yield f"{RECIPES['tensorwise']} {FUSER} --recompute-granularity selective --recompute-modules layernorm mlp"
     for recipe in ("bf16", "delayed"):
         yield f"{RECIPES[recipe]} {DROPOUT}"
 
