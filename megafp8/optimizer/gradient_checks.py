@@ -1,11 +1,12 @@
 """Checks for non-finite losses and gradients, and locates the rank and tensor that caused them.
 
-Detection: a norm is finite only if all elements are. Where the optimizer provides the norm of the reduced gradients,
-only that is checked. Otherwise `NonFiniteGradientMonitor` computes the norm of each bucket before it is reduced over
-the data-parallel ranks, because a NaN spreads to all ranks in the reduction. This reads the gradients once per step and
-does not synchronize; the result is one flag on the device. After the backward pass `sum_over_ranks` sums losses
-and flags over all ranks, so that all ranks skip the update or stop together. megatron-core's own check does not name a
-rank, and with BF16 weights it has none.
+Detection: a norm is finite only if all elements are. Only the fused optimizer's norm of the reduced gradients is
+checked where that is enough to find the rank afterwards (`build_gradient_check` in `training/step_parts.py`). Otherwise
+`NonFiniteGradientMonitor` computes the norm of each bucket before it is reduced over the data-parallel ranks, because a
+NaN spreads to all ranks in the reduction. This reads the gradients once per step and does not synchronize; the result
+is one flag on the device. FSDP2 has its own check (`fsdp_checks.py`). After the backward pass `sum_over_ranks` sums
+losses and flags over all ranks, so that all ranks skip the update or stop together. megatron-core's own check does not
+name a rank, and with BF16 weights it has none.
 
 Location: the search for the tensor runs only after a detection. If the gradients are already reduced, the local
 gradients of a rank can still be checked. A reduce-scatter overwrites only the shard that a rank owns and leaves its

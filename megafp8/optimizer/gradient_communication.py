@@ -26,7 +26,7 @@ from megafp8.resilience import fault_injection
 
 
 def add_grad_sync_hook(group: Any, hook: Callable[[], None]) -> Callable[[], None]:
-    """Call a function before each gradient reduction of a bucket group.
+    """Call a function before each gradient reduction of a bucket group; of several, the one added last comes first.
 
     Returns:
         A function that removes the hook. Several hooks of one group have to be removed in reverse order.
