@@ -175,7 +175,7 @@ def build_optimizer(
         agree_on_overflow(parts)
     quantize_assigned_weights(chunks)  # after the master weights are copied
     transformer_config.grad_scale_func = optimizer.scale_loss
-    transformer_config.finalize_model_grads_func = finalize_model_grads
+    transformer_config.finalize_model_grads_func = finalize_model_grads  # the fused Adam replaces it
     is_interleaved = len(chunks) > 1
     parallel = config.parallel
     transformer_config.no_sync_func = [chunk.no_sync for chunk in chunks] if is_interleaved else chunks[0].no_sync

@@ -1,7 +1,8 @@
 """Cross-entropy loss with equal weight per token, independent of micro-batch size and parallel layout.
 
-Every rank returns the sum over its tokens and their number, and megatron-core divides the gradients by the number of
-tokens of the global batch. A mean of per-microbatch means would give tokens of a half-masked sequence a double weight.
+Every rank returns the sum over its tokens and their number. megatron-core divides the gradients by the number of
+tokens of the global batch, and `optimizer/fused_adam.py`, where it is used, does so within the update. A mean of
+per-microbatch means would give tokens of a half-masked sequence a double weight.
 """
 
 from __future__ import annotations
