@@ -1,4 +1,4 @@
-"""Evaluation: loss on validation and test data."""
+"""Evaluation: loss on validation and test data. Also `build_batches`, by which training gets its microbatches, too."""
 
 from __future__ import annotations
 

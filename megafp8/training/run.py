@@ -43,6 +43,7 @@ class Run:
         implementation: the layers in use.
         vocab_size: rows of the embedding, padded.
         datasets: train, valid, test; None where there is none.
+        training_state: model chunks, optimizer and schedule.
         parts: what features add to a step, in order; `bad_steps` is one of them.
         bad_steps: finds non-finite numbers and spikes.
         graph: runs the passes, from CUDA graphs or kernel by kernel.
