@@ -3,7 +3,8 @@
 Each section is a frozen dataclass; `RunConfig` has one field per section. The flag of a field `hidden_size` is
 `--hidden-size` unless its declaration gives another. Flags, defaults and meanings are Megatron-LM's where Megatron-LM
 has the flag. `None` means "not given"; functions of `config/` (`derived.py`, `dimensions.py`, `iterations.py`) compute
-the value to use, and never write it back.
+the value to use, and never write it back. Only settings with `Role.AUTOMATIC`, and a few that `resources/automatic.py`
+names, have their chosen values in the configuration of a run.
 
 The modules of this package do without `from __future__ import annotations`, so that the types of fields are objects
 and not strings that would have to be evaluated.

@@ -36,7 +36,8 @@ class Role(enum.Flag):
     SPEED = enum.auto()
     """Speed, or which validations there are."""
     AUTOMATIC = enum.auto()
-    """Chosen by megafp8 (`resources/automatic.py`) where it is None or "auto"; a resumed run takes the choice again."""
+    """Chosen by megafp8 (`resources/automatic.py`) where it is None or "auto". A resumed run chooses anew; a
+    comparison that goes on (`launch/compared_runs.py`) sees no difference in it."""
     OUTPUT = enum.auto()
     """What is saved and logged, when a run stops, time limits: no loss and no comparison of speeds."""
 
