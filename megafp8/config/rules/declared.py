@@ -71,6 +71,8 @@ def shown(config: RunConfig, setting: Setting) -> object:
 
 
 HISTORY_SETTINGS = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+"""Options of delayed scaling that another recipe only warns about: Megatron-LM's scripts give them with all recipes.
+`precision.py` refuses other options there, and these too in a run without FP8."""
 
 
 def _unused_amax_history(config: RunConfig) -> Iterator[str]:
