@@ -1,4 +1,4 @@
-"""Memory registered with NCCL (`--use-nccl-ub`): where it is possible, where it is chosen, and its environment.
+"""Memory registered with NCCL, its user buffers (`--use-nccl-ub`): where it is possible or chosen, and its environment.
 
 `mcore/nccl_buffers.py` has the allocator.
 """

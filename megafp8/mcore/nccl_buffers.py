@@ -2,7 +2,7 @@
 
 megatron-core compiles an allocator at the first start, for which CUDA's compiler and NCCL's headers must be installed,
 and it turns NVLink multicast on whatever the environment says. The allocator of torch's NCCL backend is used instead,
-and the environment stays.
+and the environment stays. `device/nccl_buffers.py` has what the flag needs.
 
 `BUFFERS_EVIDENCE` quotes the code. A test fails when a quoted text is gone.
 """

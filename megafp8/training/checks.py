@@ -27,7 +27,7 @@ from megafp8.resources import micro_batch
 from megafp8.resources.automatic import Choice, choose
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The settings that megafp8 chose where the command line gives `auto` or nothing, in one line with the reasons
+# The settings that megafp8 chose where the command line gives `auto` or nothing, in one line with the reasons.
 # `resources/automatic.py` chooses those that are values of the configuration. The ones here follow from the
 # configuration and the machine without a change of it.
 
@@ -121,7 +121,7 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     requested = config
     config, choices = choose(requested, target, ranks, saved_config, parsed.given)
     parsed = dataclasses.replace(parsed, config=config)
-    found = micro_batch.setting_problems(config, ranks)
+    found = micro_batch.setting_problems(config, ranks)  # of all rules, also with a size that is not known yet
     if micro_batch.is_auto(config) and not found:
         # Choices that wait for the size, such as a CUDA graph, may break rules: reported before the trials.
         for size in micro_batch.possible_sizes(config, ranks)[:1]:
