@@ -4,10 +4,8 @@
 
 A small model trains on the bytes of Python's standard library, in one process, with the loop's own extensions. Clean
 runs have `--fp8-guard warn`, `--spike-policy skip` and counters of operands; any of their events is a false alarm. Each
-fault of `--planted-fault` is planted into runs of the same seeds, without a repair and with each repair.
-
-Runs and figures are those of the part `faults` of `megafp8 stability` (`megafp8/launch/stability_faults.py`,
-`megafp8/analysis/stability_faults.py`). Runs in the JSON file are not repeated, so that a benchmark resumes.
+fault (`layer_faults.py`) is planted into runs of the same seeds, without a repair and with each repair, and compared
+with the clean run of its seed (`fault_costs.py`). Runs in the JSON file are not repeated, so that a benchmark resumes.
 """
 
 from __future__ import annotations
@@ -25,18 +23,24 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import timing
+from benchmarks.fault_costs import CLEAN, HEADER, REPAIR, fault_rows, row_cells
 from benchmarks.in_process import end_runs, start_run
-from megafp8.analysis.stability_faults import CLEAN, HEADER, REPAIR, fault_rows, row_cells
+from benchmarks.layer_faults import (
+    ALIGNED_SWIGLU,
+    INFINITE_ACTIVATION,
+    INFLATED_QK,
+    OUTLIER_CHANNEL,
+    SPIKE_BATCH,
+    Fault,
+    PlantedFault,
+)
 from megafp8.checkpoint.progress import Progress
 from megafp8.cli import corpus, preprocess
-from megafp8.config.planted_faults import GRADUAL_FAULTS
 from megafp8.errors import NumericsError
-from megafp8.launch.stability_faults import ARMS
 from megafp8.metrics.records import EventRecord, StepRecord
 from megafp8.metrics.sinks import Sinks
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions.guard import LayerGuard
-from megafp8.training.extensions.planted_fault import PlantedFault
 from megafp8.training.extensions.step_records import StepRecords
 from megafp8.training.loop import train_steps
 from megafp8.training.run import Run
@@ -57,6 +61,23 @@ TRAINING = (
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 "
     "--num-threads 1 --num-workers 0 --eval-iters 0 --no-progress-bar --log-interval 1000"
 )
+WARN = "--fp8-guard warn"
+SPIKES = "--spike-policy skip --max-skipped-steps 3"
+ARMS = {
+    CLEAN: f"{SPIKES} {WARN}",
+    OUTLIER_CHANNEL: WARN,
+    f"{OUTLIER_CHANNEL}{REPAIR}bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
+    ALIGNED_SWIGLU: WARN,
+    f"{ALIGNED_SWIGLU}{REPAIR}bf16-layer": f"{SPIKES} --fp8-guard bf16-layer",
+    f"{ALIGNED_SWIGLU}{REPAIR}smooth-swiglu": f"{SPIKES} --fp8-guard smooth-swiglu",
+    INFLATED_QK: WARN,
+    SPIKE_BATCH: WARN,
+    f"{SPIKE_BATCH}{REPAIR}skip": f"{SPIKES} {WARN}",
+    INFINITE_ACTIVATION: WARN,
+    f"{INFINITE_ACTIVATION}{REPAIR}skip": f"{SPIKES} {WARN} --on-nonfinite-activation skip",
+    f"{INFINITE_ACTIVATION}{REPAIR}bf16": f"{SPIKES} {WARN} --on-nonfinite-activation bf16",
+}
+"""Name of an arm to its flags. Without a repair no step is skipped: a skip is a repair."""
 
 
 class Arm(NamedTuple):
@@ -100,25 +121,22 @@ def arms_of(options: argparse.Namespace) -> list[Arm]:
     return clean + planted
 
 
-def train(run: Run) -> Records:
-    """Train to the end, with the guard."""
+def train(run: Run, fault: Optional[Fault]) -> Records:
+    """Train to the end, with the guard and with a fault if there is one."""
     records = Records()
     state = LoopState(run=run, sinks=Sinks([records]), progress=Progress(), started=time.monotonic())
     with suppress(NumericsError):  # the run stopped, and has recorded why
-        train_steps(state, [PlantedFault(), StepRecords(), LayerGuard()])
+        train_steps(state, [*([PlantedFault(fault)] if fault else []), StepRecords(), LayerGuard()])
     return records
 
 
 def flags_of(arm: Arm, options: argparse.Namespace, data: Path) -> str:
     """The command line of a run."""
-    fault = arm.name.partition(REPAIR)[0]
-    planted = "" if fault == CLEAN else f"--planted-fault {fault} --planted-fault-step {options.fault_step}"
-    growth = f"--planted-fault-growth {options.growth}" if fault in GRADUAL_FAULTS else ""
     text = f"--tokenizer-type ByteLevelTokenizer --data-path {data}_text_document --split 90,10,0"
     return (
         f"{MODEL} {TRAINING} {RECIPES[arm.recipe]} --train-iters {options.steps} --seed {arm.seed} "
         f"--fp8-guard-interval {options.guard_interval} "
-        f"{text} --data-cache-path {data.parent / 'cache'} {ARMS[arm.name]} {planted} {growth}"
+        f"{text} --data-cache-path {data.parent / 'cache'} {ARMS[arm.name]}"
     )
 
 
@@ -171,7 +189,9 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     data = prepare_data(options.folder)
     wanted = arms_of(options)
     for arm in (arm for arm in wanted if arm not in found):
-        records = train(start_run(flags_of(arm, options, data)))
+        kind = arm.name.partition(REPAIR)[0]
+        fault = None if kind == CLEAN else Fault(kind, options.fault_step, options.growth)
+        records = train(start_run(flags_of(arm, options, data)), fault)
         end_runs()
         found[arm] = {"losses": records.losses, "norms": records.norms, "events": records.events}
         if options.json:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.analysis import stability_statistics
-from megafp8.analysis.stability_faults import FaultRow, fault_rows
 from megafp8.analysis.stability_gaps import SuiteGap, control_row, spread_row
 from megafp8.analysis.stability_runs import SuiteRun, load_suite, losses_by_seed, names_of
 from megafp8.analysis.stability_sweep import SweepRow, sweep_rows
@@ -40,7 +39,6 @@ class SuiteReport:
     sweep: tuple[SweepRow, ...]
     controls: tuple[SuiteGap, ...]
     continuation: tuple[SuiteGap, ...]
-    faults: tuple[FaultRow, ...]
     problems: tuple[str, ...]
 
     def of_part(self, part: str) -> list[SuiteRun]:
@@ -74,7 +72,6 @@ def build_report(folder: Path) -> SuiteReport:
         of_part.setdefault(run.part, []).append(run)
     pairs, sweep = of_part.get("pairs", []), of_part.get("sweep", [])
     controls, continuation = of_part.get("controls", []), of_part.get("continuation", [])
-    faults = [run for run in of_part.get("faults", []) if run.run is not None and not run.problem]
     base_losses = list(losses_by_seed(pairs, BASELINE).values())
     has_spread = len(base_losses) > 1 and all(map(math.isfinite, base_losses))
     return SuiteReport(
@@ -85,18 +82,8 @@ def build_report(folder: Path) -> SuiteReport:
         sweep=tuple(sweep_rows(sweep)),
         controls=tuple(control_row(controls, bad, good) for bad, good in info.get("known_bad", {}).items() if controls),
         continuation=tuple(spread_row(continuation, name) for name in names_of(continuation) if name != BASELINE),
-        faults=tuple(planted_rows(faults, info.get("fault_step"))),
         problems=tuple(
             f"{run.part}: {' '.join(run.choice.values())}: {run.problem or 'no validation'}"
             for run in runs if run.final_loss is None
         ),
     )  # fmt: skip
-
-
-def planted_rows(runs: Sequence[SuiteRun], first_step: Optional[int]) -> list[FaultRow]:
-    """The rows of planted faults, from the losses and events of runs with a result."""
-    if first_step is None:
-        return []
-    of_arm = {(run.recipe, run.choice["fault"], run.seed): run.run for run in runs if run.run is not None}
-    losses = {arm: run.series("loss").tolist() for arm, run in of_arm.items()}
-    return fault_rows(losses, {arm: run.events for arm, run in of_arm.items()}, first_step)

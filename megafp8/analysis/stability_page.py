@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
@@ -12,30 +11,11 @@ from megafp8.analysis import plot_comparison, plot_stability
 from megafp8.analysis.comparison_page import facts, run_warnings
 from megafp8.analysis.html import render, to_svg
 from megafp8.analysis.percent import rounded, signed, signed_interval
-from megafp8.analysis.plot_faults import plot_faults
 from megafp8.analysis.plot_stability import drawn_recipes
 from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, WITHIN
 from megafp8.analysis.stability import SuiteReport, build_report
-from megafp8.analysis.stability_faults import (
-    ALARM,
-    HEADER,
-    IN_TIME,
-    LAST,
-    LATE,
-    LEAD,
-    MISSED,
-    NO_ALARM,
-    NO_HARM,
-    NOT_REPAIRED,
-    RECOVERED,
-    REPAIRED,
-    WINDOW,
-    WORSE_FRACTION,
-    FaultRow,
-    row_cells,
-)
 from megafp8.analysis.stability_gaps import WORSE, SuiteGap
-from megafp8.analysis.stability_runs import losses_by_seed, names_of
+from megafp8.analysis.stability_runs import losses_by_seed
 from megafp8.analysis.stability_sweep import AS_WIDE, NARROWER, WIDER, SweepRow, divergence_limit
 from megafp8.config.variants import BASELINE
 from megafp8.utils.files import atomic_write_text
@@ -46,10 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE = "Stability of recipes"
-FAULT_GOOD = (NO_ALARM, IN_TIME, REPAIRED)
-GOOD = (WITHIN, WORSE, AS_WIDE, WIDER, *FAULT_GOOD)  # of a control, worse is what the suite has to find
-BAD = (BEYOND, NARROWER, ALARM, LATE, MISSED, NOT_REPAIRED)
-NOT_DECIDED = "not-decided"
+GOOD = (WITHIN, WORSE, AS_WIDE, WIDER)  # of a control, worse is what the suite has to find
+BAD = (BEYOND, NARROWER)
 CROSSES = "A cross on the right is of runs that diverged, one on the left of what they are compared with."
 CLASSES = {**dict.fromkeys(GOOD, "within"), **dict.fromkeys(BAD, "beyond")}
 
@@ -92,13 +70,12 @@ def render_page(report: SuiteReport) -> str:
     seeds = f", {report.info['seeds']} paired seeds" if has_pairs else ""
     device = "" if not loaded else f", {loaded[0].info.world_size} x {loaded[0].info.device_name}"
     unfinished = f"{len(report.problems)} runs have no result: {'; '.join(report.problems[:5])}"
-    left_out = left_out_faults(report)
     return render(
         "stability.html.jinja",
         title=TITLE,
         headline=headline(report),
         conditions=f"{model}size {report.info['size']}{seeds}{device}",
-        warnings=[*run_warnings(loaded), *left_out, *([unfinished] if report.problems else [])],
+        warnings=[*run_warnings(loaded), *([unfinished] if report.problems else [])],
         sections=[section_content(section) for section in sections(report, has_figures=True)],
         facts=facts(loaded[0]) if loaded else [],
     )
@@ -106,14 +83,8 @@ def render_page(report: SuiteReport) -> str:
 
 def section_content(section: Section) -> dict[str, object]:
     """A section as the template takes it."""
-    rows = [{"cells": row, "verdict_class": verdict_class(row[1])} for row in section.rows]
+    rows = [{"cells": row, "verdict_class": CLASSES.get(row[1], "not-decided")} for row in section.rows]
     return {**vars(section), "rows": rows}
-
-
-def verdict_class(text: str) -> str:
-    """The style of a verdict; of two after another, that of the worse one."""
-    classes = [CLASSES.get(verdict, NOT_DECIDED) for verdict in text.split(", ")]
-    return next(each for each in ("beyond", NOT_DECIDED, "within") if each in classes)
 
 
 def headline(report: SuiteReport) -> str:
@@ -125,8 +96,6 @@ def headline(report: SuiteReport) -> str:
         if row.verdict != CONTROL:
             sentences.append(f"{row.name}: gap against bf16's own spread over seeds: {row.verdict}.")
     sentences += [f"{row.name}: stable range of learning rates {row.verdict}." for row in report.sweep if row.verdict]
-    if report.faults:
-        sentences.append(faults_sentence(report.faults))
     if report.controls:
         found = sum(row.verdict == WORSE for row in report.controls)
         sentences.append(f"{found} of {len(report.controls)} known-bad controls came out worse than their good forms.")
@@ -143,32 +112,18 @@ def baseline_divergences(report: SuiteReport) -> Optional[str]:
     return f"{BASELINE} itself diverged in {num_diverged} of {len(losses)} seeds" if num_diverged else None
 
 
-def faults_sentence(rows: Sequence[FaultRow]) -> str:
-    """How many rows of planted faults are good, which are not, and how many faults did no harm."""
-    decided = [row for row in rows if verdict_class(row.verdict) != NOT_DECIDED]
-    good = sum(verdict_class(row.verdict) == "within" for row in decided)
-    harmless = sum(row.verdict.endswith(NO_HARM) for row in rows)
-    text = f"{good} of {len(decided)} rows of planted faults with a verdict are as they should be"
-    return f"{text}; in {harmless} more there was no harm to repair." if harmless else f"{text}."
-
-
 def sections(report: SuiteReport, *, has_figures: bool = False) -> list[Section]:
     """The parts that have rows, in order."""
     found = [
-        pairs_section(report, has_figures), sweep_section(report, has_figures), faults_section(report, has_figures),
+        pairs_section(report, has_figures), sweep_section(report, has_figures),
         controls_section(report, has_figures), continuation_section(report, has_figures),
     ]  # fmt: skip
     return [section for section in found if section.rows]
 
 
-def left_out_faults(report: SuiteReport) -> list[str]:
-    """The planted faults that the model cannot have, with the reasons."""
-    return [f"Left out of the planted faults: {reason}" for reason in report.info.get("left_out", ())]
-
-
 def to_text(report: SuiteReport) -> str:
     """Verdicts for the terminal."""
-    parts = [headline(report), *left_out_faults(report)]
+    parts = [headline(report)]
     for section in sections(report):
         parts += [section.title, text_table(list(section.header), [list(row) for row in section.rows])]
     return "\n\n".join([*parts, *report.problems])
@@ -248,33 +203,8 @@ def ratio_text(octaves: float) -> str:
     return "<0.01x" if ratio < 0.01 else ">100x" if ratio > 100 else f"{ratio:.2f}x"
 
 
-def faults_section(report: SuiteReport, has_figures: bool) -> Section:
-    """Part (c): planted faults."""
-    runs, step = report.of_part("faults"), report.info.get("fault_step")
-    figures = [
-        figure_content(
-            f"Loss with planted faults, {name}", plot_faults(runs, name, step),
-            f"Training loss, a mean of {WINDOW} steps; a line is a seed. Dashed: the first step with the fault. The "
-            "panels end at half more than the clean run's loss; a cross is a run that stopped.",
-        )
-        for name in names_of(runs) if has_figures and report.faults and step is not None
-    ]  # fmt: skip
-    return Section(
-        name="faults", title="Planted faults",
-        text=f"Faults planted from step {step} on, against the clean run of the same seed. A gradual fault is noticed "
-        f"in time if the first event is at least {LEAD} steps before the loss, a mean of {WINDOW} steps, is "
-        f"{WORSE_FRACTION:.0%} worse; a sudden one in its own step, whose own loss is left out. With a repair a second "
-        "verdict follows: repaired, if in every seed in which the fault did harm without it (a loss "
-        f"{WORSE_FRACTION:.0%} worse, or {RECOVERED:.0%} at the end) the repair was made and the mean of the last "
-        f"{LAST} losses is within {RECOVERED:.0%}; no harm, if the fault did none. "
-        "The interval is that of the mean loss lost over seeds. "
-        "Steps are counted from the fault.",
-        header=HEADER, rows=tuple(row_cells(row) for row in report.faults), figures=tuple(filter(None, figures)),
-    )  # fmt: skip
-
-
 def controls_section(report: SuiteReport, has_figures: bool) -> Section:
-    """Part (d): known-bad controls."""
+    """Part (c): known-bad controls."""
     figures = [] if not (has_figures and report.controls) else [
         figure_content(
             "Known-bad controls", plot_stability.plot_gap_rows(report.controls),
@@ -299,7 +229,7 @@ def controls_section(report: SuiteReport, has_figures: bool) -> Section:
 
 
 def continuation_section(report: SuiteReport, has_figures: bool) -> Section:
-    """Part (e): a checkpoint continued in every recipe."""
+    """Part (d): a checkpoint continued in every recipe."""
     drawn = drawn_recipes(report.of_part("continuation")) if has_figures else []
     figures = [] if not drawn else [
         figure_content(

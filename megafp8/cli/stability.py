@@ -4,9 +4,9 @@
     python launcher/stability.py --output-dir runs/stability --parts pairs,controls -- --data-path ... --num-layers 12
 
 Parts: pairs (paired runs over seeds, compared with BF16's own spread), sweep (learning rates to divergence), controls
-(settings that are known to be worse), faults (planted ones: noticed when, repaired by what), and with --checkpoint
-continuation. Without --data-path after --, the suite prepares bytes of Python's standard library. Repeating the command
-starts or resumes what is not done, and writes OUTPUT_DIR/report again. With --slurm the runs are job arrays.
+(settings that are known to be worse), and with --checkpoint continuation. Without --data-path after --, the suite
+prepares bytes of Python's standard library. Repeating the command starts or resumes what is not done, and writes
+OUTPUT_DIR/report again. With --slurm the runs are job arrays.
 docs/stability.md describes verdicts and sizes. Exit status: 0 if all runs have a result or are submitted, 64 for wrong
 flags, 75 after a signal or while another process has one of the runs, else that of the first run that failed.
 """
@@ -40,7 +40,7 @@ DATA_SETTINGS = ("data.data_path", "data.train_data_path", "data.mock_data")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from megafp8.launch.stability import CONTINUATION, NUM_FAULT_SEEDS, NUM_SEEDS, PAIRED, PARTS, SUITE_FILE
+    from megafp8.launch.stability import CONTINUATION, FAULTS_ELSEWHERE, NUM_SEEDS, PAIRED, PARTS, SUITE_FILE
     from megafp8.launch.stability_sizes import SIZES
     from megafp8.recipes import registry
 
@@ -63,9 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sizes = ", ".join(f"{size.sweep_seeds} at {name}" for name, size in SIZES.items())
     parser.add_argument("--sweep-seeds", type=int, metavar="N", help=f"seeds of the part sweep (default: {sizes})")
-    parser.add_argument(
-        "--fault-seeds", type=int, metavar="N", help=f"seeds of the part faults (default: {NUM_FAULT_SEEDS})"
-    )
+    parser.add_argument("--fault-seeds", metavar="N", help=f"refused: {FAULTS_ELSEWHERE}")
     parser.add_argument(
         "--checkpoint", type=path_text, default="", metavar="FOLDER", help="checkpoint for the part continuation"
     )
@@ -113,8 +111,6 @@ def main(argv: Sequence[str]) -> int:
     stability_checkpoint.check_continuation(suite.checkpoint, parts, has_prepared_data(suite))
     runs = stability.unique_runs(parts)
     queued = study_execution.queued_ids(study.folder)
-    for reason in stability.left_out(suite):
-        print(f"part {stability.FAULTS}: left out: {reason}", file=sys.stderr)
     progress = [study_execution.run_progress(run, queued) for run in runs]
     due = [each.run for each in progress if stability.is_unfinished(each)]
     if options.status:
@@ -198,9 +194,9 @@ def read_suite(options: argparse.Namespace) -> Suite:
     Raises:
         ConfigError: combinations of flags that are wrong.
     """
-    from megafp8.launch.stability import CONTINUATION, NUM_FAULT_SEEDS, NUM_SEEDS, PARTS, Suite
+    from megafp8.launch.stability import CONTINUATION, FAULTS_ELSEWHERE, NUM_SEEDS, PARTS, Suite
 
-    problems = []
+    problems = [] if options.fault_seeds is None else [f"--fault-seeds {options.fault_seeds}: {FAULTS_ELSEWHERE}"]
     if options.parallel is not None and (options.parallel < 1 or options.slurm):
         problems.append(f"--parallel {options.parallel}: must be at least 1, and is not for --slurm")
     if options.gpus < 1:
@@ -220,7 +216,6 @@ def read_suite(options: argparse.Namespace) -> Suite:
     return Suite(
         folder=options.output_dir, size=options.size, parts=parts, recipes=words_of(options.recipes),
         num_seeds=NUM_SEEDS if options.seeds is None else options.seeds, num_sweep_seeds=options.sweep_seeds,
-        num_fault_seeds=NUM_FAULT_SEEDS if options.fault_seeds is None else options.fault_seeds,
         flags=(*data_flags(options), *options.flags), checkpoint=options.checkpoint,
         checkpoint_flags=stability_checkpoint.read_flags(options.checkpoint) if options.checkpoint else (),
         gpus=options.gpus, slurm=slurm,
@@ -229,12 +224,11 @@ def read_suite(options: argparse.Namespace) -> Suite:
 
 def seed_problems(options: argparse.Namespace, parts: Sequence[str]) -> list[str]:
     """Numbers of seeds that no part uses."""
-    from megafp8.launch.stability import FAULTS, PAIRED, SWEEP
+    from megafp8.launch.stability import PAIRED, SWEEP
 
     problems = []
     for flag, number, users in (
         ("--seeds", options.seeds, PAIRED), ("--sweep-seeds", options.sweep_seeds, (SWEEP,)),
-        ("--fault-seeds", options.fault_seeds, (FAULTS,)),
     ):  # fmt: skip
         if number is not None and parts and not set(users) & set(parts):
             problems.append(f"{flag} {number}: has no effect without {' or '.join(users)} in --parts; remove it")

@@ -21,7 +21,15 @@ from typing import Any, NoReturn, Optional
 from megafp8 import __version__
 from megafp8.config import dimensions, fp8_lm, megatron_flags, model_shapes
 from megafp8.config.schema import AUTO, RunConfig
-from megafp8.config.settings import Setting, all_settings, read_settings, section_titles, value_of, with_values
+from megafp8.config.settings import (
+    Setting,
+    all_settings,
+    read_settings,
+    section_titles,
+    settings_by_flag,
+    value_of,
+    with_values,
+)
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import UnreadableFile, path_text, printable, read_text
@@ -235,7 +243,7 @@ def build_parser(program: Optional[str] = None) -> argparse.ArgumentParser:
     )
     _add_general_options(parser)
     groups = {name: parser.add_argument_group(name, title) for name, title in section_titles().items()}
-    for setting in all_settings():
+    for setting in (each for each in all_settings() if not each.former):
         add_setting(groups.get(setting.section) or parser.add_argument_group("overrides"), setting)
     return parser
 
@@ -387,6 +395,9 @@ def _classify(
     for (flag, *words), problems in unknown:
         if not flag:
             problems.append(f"{words[0]!r} does not belong to any flag")
+            continue
+        if flag in settings_by_flag():
+            refused.setdefault(settings_by_flag()[flag].former, (problems, []))[1].append(flag)
             continue
         verdict = megatron_flags.classify(flag, words, given)
         if verdict is None:

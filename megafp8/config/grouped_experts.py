@@ -12,7 +12,6 @@ from typing import Any
 
 from megafp8.config import mixture, multi_token, precision_map
 from megafp8.config.activations import is_plain_swiglu
-from megafp8.config.planted_faults import INFINITE_ACTIVATION
 from megafp8.config.precision_map import EXPERTS, MLP_LINEARS, LinearChoice
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -42,8 +41,6 @@ def grouped_expert_problems(config: RunConfig) -> Iterator[str]:
         yield "--fp8-param-gather"
     if config.training.recompute_granularity is not None:
         yield "--recompute-granularity"
-    if config.training.planted_fault == INFINITE_ACTIVATION:
-        yield f"--planted-fault {INFINITE_ACTIVATION}, whose linear is not called"
     if config.training.fine_grained_activation_offloading:
         yield "--fine-grained-activation-offloading"
     if not config.precision.bf16 or config.precision.fp8_power_2_scale or config.precision.fp8_tensorwise_margin:

@@ -51,6 +51,7 @@ class Setting:
     needs: str
     requires: str
     role: Role
+    former: str
 
     @property
     def section(self) -> str:
@@ -260,6 +261,8 @@ def _flatten(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _convert(setting: Setting, value: Any) -> Any:
+    if setting.former and value != setting.default:
+        raise ValueError(f"{value!r}: {setting.former}")
     if value is None and setting.optional:
         return None
     if setting.auto and value in ("auto", AUTO):

@@ -11,7 +11,6 @@ from megafp8.config import derived, mixture, precision_map
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_problems, one_launch_suggestion
 from megafp8.config.layer_backends import LayerBackend
-from megafp8.config.planted_faults import EMULATED_FAULTS, INFINITE_ACTIVATION
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
 from megafp8.recipes import registry
@@ -139,7 +138,6 @@ def quantizer_problems(config: RunConfig) -> list[str]:
         for flag, is_given in requested.items()
         if is_given
     ]
-    found += planted_fault_problems(config)
     cast = triton_cast_recipes(config)
     unseen = [
         recipe.name for recipe in derived.used_recipes(config.precision)
@@ -159,23 +157,6 @@ def quantizer_problems(config: RunConfig) -> list[str]:
     if changing and config.precision.fp8_saved_activations:
         found.append(
             f"{changing} with --fp8-saved-activations: an MLP that then runs linear by linear saves others; remove one"
-        )
-    return found
-
-
-def planted_fault_problems(config: RunConfig) -> list[str]:
-    """Faults that need to see inside Transformer Engine's linears and its fused MLP."""
-    training, found = config.training, []
-    if training.planted_fault in EMULATED_FAULTS:
-        found.append(
-            f"--planted-fault {training.planted_fault}: Transformer Engine's layers do not support it: they compute "
-            "the norm inside linear_fc1 and SwiGLU inside a fused MLP; use --planted-fault inflated-qk, or "
-            "--transformer-impl emulated"
-        )
-    if training.planted_fault == INFINITE_ACTIVATION and uses_op_fuser(config):
-        found.append(
-            "--planted-fault infinite-activation: Transformer Engine's fused MLP calls no linear_fc2; use "
-            "--no-use-transformer-engine-op-fuser"
         )
     return found
 

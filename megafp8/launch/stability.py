@@ -21,7 +21,6 @@ from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
-from megafp8.launch.stability_faults import FAULT_SETTINGS, fault_arms, left_out_faults, length_problems
 from megafp8.launch.stability_sizes import (
     DROPOUT,
     MODEL_SETTINGS,
@@ -38,15 +37,15 @@ from megafp8.recipes.known_bad import KNOWN_BAD
 from megafp8.utils.files import atomic_write_json
 
 SUITE_FILE = "stability.json"
-NUM_SEEDS, NUM_FAULT_SEEDS = 5, 2
-PAIRS, SWEEP, FAULTS, CONTROLS, CONTINUATION = "pairs", "sweep", "faults", "controls", "continuation"
+NUM_SEEDS = 5
+PAIRS, SWEEP, CONTROLS, CONTINUATION = "pairs", "sweep", "controls", "continuation"
 PARTS = {
     PAIRS: "paired runs over seeds, through the decay of the learning rate",
     SWEEP: "a sweep of the learning rate to divergence",
-    FAULTS: "planted faults: what is noticed when, and what repairs it",
     CONTROLS: "settings that are known to be worse, each against its good form",
     CONTINUATION: "continuation of a checkpoint in BF16 and in each recipe",
 }
+FAULTS_ELSEWHERE = "the suite plants no faults; use benchmarks/planted_faults.py"
 
 PAIRED = (PAIRS, CONTROLS, CONTINUATION)
 """Parts whose verdicts are over paired seeds."""
@@ -85,7 +84,6 @@ class Suite:
     parts: tuple[str, ...]
     recipes: tuple[str, ...]
     num_seeds: int = NUM_SEEDS
-    num_fault_seeds: int = NUM_FAULT_SEEDS
     num_sweep_seeds: Optional[int] = None
     flags: tuple[str, ...] = ()
     checkpoint: str = ""
@@ -160,7 +158,7 @@ class PartRun:
 
 
 def build_study(suite: Suite) -> Study:
-    """The study of a suite: one grid for each part, or one for each recipe of it.
+    """The study of a suite: one grid for each part.
 
     Raises:
         ConfigError: an unknown part or recipe, or flags that the suite sets itself.
@@ -171,12 +169,11 @@ def build_study(suite: Suite) -> Study:
         raise ConfigError(problems)
     if problems := batch_problems(suite):
         raise ConfigError(problems)
-    study = Study(
+    return Study(
         path=suite.folder / SUITE_FILE, name="stability", folder=suite.folder,
-        common=Option(sizes={"gpus": float(suite.gpus)}), grids=(), slurm=suite.slurm, slurm_flag="--job",
+        common=Option(sizes={"gpus": float(suite.gpus)}), slurm=suite.slurm, slurm_flag="--job",
+        grids=tuple(part_grid(suite, part) for part in suite.parts),
     )  # fmt: skip
-    grids = tuple(grid for part in suite.parts for grid in part_grids(suite, part))
-    return dataclasses.replace(study, grids=grids)
 
 
 def batch_problems(suite: Suite) -> list[str]:
@@ -194,14 +191,14 @@ def batch_problems(suite: Suite) -> list[str]:
 def suite_problems(suite: Suite) -> list[str]:
     """What is wrong with a suite; empty if nothing is."""
     problems = [f"--parts {part}: choose from {', '.join(PARTS)}" for part in suite.parts if part not in PARTS]
+    if "faults" in suite.parts:
+        problems.append(f"--parts faults: {FAULTS_ELSEWHERE}")
     if CONTINUATION in suite.parts and not suite.checkpoint:
         problems.append(f"--parts {CONTINUATION}: give the checkpoint to continue with --checkpoint FOLDER")
     if suite.num_seeds < 2:
         problems.append(f"--seeds {suite.num_seeds}: intervals over seeds need at least 2")
     if suite.num_sweep_seeds is not None and suite.num_sweep_seeds < 2:
         problems.append(f"--sweep-seeds {suite.num_sweep_seeds}: intervals over seeds need at least 2")
-    if suite.num_fault_seeds < 1:
-        problems.append(f"--fault-seeds {suite.num_fault_seeds}: must be at least 1")
     if BASELINE in suite.recipes or CONTROL in suite.recipes:
         problems.append(f"--recipes: {BASELINE} and {CONTROL} are in every suite; remove them")
     if not suite.recipes:
@@ -212,18 +209,14 @@ def suite_problems(suite: Suite) -> list[str]:
 
 
 SET_BY_SUITE = {
-    "training.seed": "give the number of seeds with --seeds, --sweep-seeds or --fault-seeds",
+    "training.seed": "give the number of seeds with --seeds or --sweep-seeds",
     "checkpoint.use_checkpoint_args": f"give the checkpoint with --checkpoint: the part {CONTINUATION} takes its model",
     "checkpoint.pretrained_checkpoint": f"give it with --checkpoint, for the part {CONTINUATION}",
     **dict.fromkeys(variants.FOLDER_FLAGS, "give the folder of all runs with --output-dir"),
     **dict.fromkeys(variants.RECIPE_FLAGS, "name recipes with --recipes, such as delayed-e4m3"),
-    **dict.fromkeys(
-        ("training.planted_fault", "training.planted_fault_step", "training.planted_fault_growth"),
-        f"name the part {FAULTS} in --parts, which plants them all",
-    ),
 }
 """Settings that no part takes from the user, with what to do instead."""
-SET_BY_PART = {FAULTS: FAULT_SETTINGS, CONTROLS: {"precision.transformer_impl"}}
+SET_BY_PART = {CONTROLS: {"precision.transformer_impl"}}
 
 
 def flag_problems(suite: Suite) -> list[str]:
@@ -243,8 +236,8 @@ def flag_problems(suite: Suite) -> list[str]:
     return problems
 
 
-def part_grids(suite: Suite, part: str) -> list[Grid]:
-    """The grids of a part: one, or one for each recipe. Each has the axes `part`, `recipe` and `seed`."""
+def part_grid(suite: Suite, part: str) -> Grid:
+    """The grid of a part, with the axes `part`, `recipe` and `seed` and one of its own."""
     size, given, shared = SIZES[suite.size], suite.given, suite.part_settings[part]
 
     def recipes(*names: str) -> tuple[Option, ...]:
@@ -256,19 +249,11 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
         return {"part": (Option(name=part, flags=shared.flags),), "recipe": recipes, **axes, "seed": seeds}
 
     if part == PAIRS:
-        return [grid(recipes(BASELINE, CONTROL, *suite.recipes), suite.num_seeds)]
+        return grid(recipes(BASELINE, CONTROL, *suite.recipes), suite.num_seeds)
     if part == SWEEP:
         rates = [suite.base_rate * factor for factor in size.factors]
         lrs = tuple(Option(name=f"lr{rate:.3g}", flags=rate_flags(rate, given)) for rate in rates)
-        return [grid(recipes(BASELINE, *suite.recipes), suite.num_sweep_seeds or size.sweep_seeds, lr=lrs)]
-    if part == FAULTS:
-        grids = []
-        for recipe in recipes(*suite.recipes):
-            config = config_flags.parse_with_problems((*shared.flags, *recipe.flags))[0].config
-            if problems := length_problems(config):
-                raise ConfigError(problems)
-            grids.append(grid((recipe,), suite.num_fault_seeds, fault=fault_arms(config)))
-        return grids
+        return grid(recipes(BASELINE, *suite.recipes), suite.num_sweep_seeds or size.sweep_seeds, lr=lrs)
     if part == CONTROLS:
         good = recipes(*dict.fromkeys(good for good, _ in KNOWN_BAD.values()))
         bad = tuple(Option(name=name, flags=("--bf16", *flags.split())) for name, (_, flags) in KNOWN_BAD.items())
@@ -276,9 +261,9 @@ def part_grids(suite: Suite, part: str) -> list[Grid]:
         emulated = tuple(
             dataclasses.replace(each, flags=(*each.flags, "--transformer-impl", "emulated")) for each in (*good, *bad)
         )
-        return [grid(emulated, suite.num_seeds)]
+        return grid(emulated, suite.num_seeds)
     start = Option(name="continued", flags=("--pretrained-checkpoint", suite.checkpoint))
-    return [grid(recipes(BASELINE, *suite.recipes), suite.num_seeds, start=(start,))]
+    return grid(recipes(BASELINE, *suite.recipes), suite.num_seeds, start=(start,))
 
 
 def rate_flags(rate: float, given: Collection[str]) -> tuple[str, ...]:
@@ -307,19 +292,11 @@ def unique_runs(parts: Sequence[PartRun]) -> list[StudyRun]:
     return list({each.run.id: each.run for each in parts}.values())
 
 
-def left_out(suite: Suite) -> list[str]:
-    """What the part of planted faults leaves out because of its model, with the reasons."""
-    return left_out_faults(suite.part_settings[FAULTS].config.model) if FAULTS in suite.parts else []
-
-
 def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
     """Write the runs of every part to the suite's folder, for the report."""
     content = {
         "size": suite.size, "parts": list(suite.parts), "recipes": list(suite.recipes), "seeds": suite.num_seeds,
         "lr": suite.base_rate,
-        "fault_step": next((each.run.config.training.planted_fault_step for each in runs if each.part == FAULTS
-                            and each.run.config.training.planted_fault != "none"), None),
-        "left_out": left_out(suite),
         "known_bad": {name: good for name, (good, _) in KNOWN_BAD.items()},
         "runs": [
             {"part": each.part, "folder": each.run.folder.name, "tokens": each.run.tokens, **each.choice}

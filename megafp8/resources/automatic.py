@@ -39,7 +39,6 @@ from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.grouped_experts import grouped_expert_problems
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.muon import has_flat_shards
-from megafp8.config.planted_faults import ALIGNED_SWIGLU
 from megafp8.config.rules.cuda_graph import default_graph_problems, evaluation_graph_problems
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import Role
@@ -218,9 +217,7 @@ def _new_problem(config: RunConfig, values: Values, target: Target, world_size: 
     return next((problem for problem in after if problem not in before), None)
 
 
-def _distributed_optimizer(
-    config: RunConfig, target: Target, world_size: int, saved_config: Saved
-) -> tuple[Values, list[Choice]]:
+def _distributed_optimizer(config: RunConfig, target: Target, saved_config: Saved) -> tuple[Values, list[Choice]]:
     """On GPUs: one-pass update, sharded state. A resumed run keeps its checkpoint's form, to continue to the bit."""
     if config.parallel.use_distributed_optimizer is not None:
         return {}, []
@@ -232,10 +229,6 @@ def _distributed_optimizer(
     else:
         is_sharded = target.kind == "cuda" and config.optimizer.optimizer == "adam"
         reason = "one-pass update, sharded state"
-        is_turned = config.training.planted_fault == ALIGNED_SWIGLU
-        if is_sharded and is_turned and _ranks_that_share(config, world_size) > 1:
-            reason = f"--planted-fault {ALIGNED_SWIGLU} turns complete master weights"
-            return {"parallel.use_distributed_optimizer": False}, [Choice("--use-distributed-optimizer", "off", reason)]
     choice = [Choice("--use-distributed-optimizer", "on", reason)] if is_sharded else []
     return {"parallel.use_distributed_optimizer": is_sharded}, choice
 

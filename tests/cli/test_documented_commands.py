@@ -227,6 +227,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "python -m pytest tests/faults": TESTS,
         "python -m pytest tests/faults --long": TESTS,
         "python benchmarks/chaos_soak.py": f"{RUN_BY}tests/faults/test_chaos_soak.py",
+        "python benchmarks/planted_faults.py": f"{RUN_BY}tests/unit/benchmarks/test_stability_benchmarks.py",
     },
     "docs/telemetry.md": {"bash examples/quickstart.sh": f"{RUN_BY}tests/cli/test_quickstart.py"},
 }

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
+from planted_runs import train_with
 from ranks import run_ranks
 from small_run import build_run, fingerprint, small_config, weights
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from benchmarks.guard_calibration import FAULTS, planted, statistics_of
+from benchmarks.layer_faults import Fault
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.metadata import extension_states, load_common_state
 from megafp8.checkpoint.progress import SMOOTHED, Progress
@@ -25,7 +24,6 @@ from megafp8.metrics.records import GuardRecord
 from megafp8.metrics.sinks.jsonl import current_records, read_records
 from megafp8.models.layer_runtime import emulated_linears_by_name
 from megafp8.resilience import fault_injection
-from megafp8.training import pretrain
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.guard import Key, layer_warnings, recorded, updated_trends
 
@@ -71,6 +69,7 @@ def run_loop(
     first_bad_steps: Mapping[str, int] = OUTLIERS,
     style: str = "llama",
     enlarge: Callable[[torch.Tensor], None] = enlarge_channel,
+    fault: Optional[Fault] = None,
 ) -> list[tuple[Progress, str]]:
     """The training loop with the guard, and with outliers in the inputs of linears from these steps on."""
     config = small_config(style, f"{LOOP} --save {folder} --load {folder} {flags}", world_size)
@@ -79,7 +78,7 @@ def run_loop(
         run = build_run(config)
         for name, step in first_bad_steps.items():
             add_outliers(run, name, 1 if list(folder.glob("iter_*")) else step, enlarge)
-        return pretrain.train(run), fingerprint(weights(run))
+        return train_with(run, fault), fingerprint(weights(run))
 
     return run_ranks(world_size, start)
 
@@ -167,20 +166,19 @@ def test_logits_are_those_of_the_scale_and_cap_of_the_run() -> None:
 
 def test_run_in_bf16_is_warned(tmp_path: Path) -> None:
     """Of what does not depend on quantization."""
-    fault = "--planted-fault inflated-qk --planted-fault-step 18 --planted-fault-growth 8"
-    flags = f"--bf16 {EVERY_SECOND_STEP} warn {fault} --train-iters 22"
-    ((progress, _),) = run_loop(tmp_path, flags, first_bad_steps={}, style="gpt2")
+    flags, fault = f"--bf16 {EVERY_SECOND_STEP} warn --train-iters 22", Fault("inflated-qk", first_step=18, growth=8)
+    ((progress, _),) = run_loop(tmp_path, flags, first_bad_steps={}, style="gpt2", fault=fault)
     found = events(tmp_path)
     assert found and all(detail.startswith("attention logits of layers.") for *_, detail in found)
     assert {statistic for statistic, *_ in guard_state(progress)["layer_trends"]} == set(GROWTH)
 
 
-def inflated_qk(warmup_steps: int) -> str:
+def run_inflated_qk(folder: Path, warmup_steps: int, flags: str = "") -> Progress:
     """A run in BF16 whose attention logits grow from step 18 on, but not beyond the fixed limit."""
-    return (
-        f"--bf16 {EVERY_SECOND_STEP} warn --train-iters 31 --lr-warmup-iters {warmup_steps} "
-        "--planted-fault inflated-qk --planted-fault-step 18 --planted-fault-growth 1.7"
-    )
+    flags = f"--bf16 {EVERY_SECOND_STEP} warn --train-iters 31 --lr-warmup-iters {warmup_steps} {flags}"
+    fault = Fault("inflated-qk", first_step=18, growth=1.7)
+    ((progress, _),) = run_loop(folder, flags, first_bad_steps={}, style="gpt2", fault=fault)
+    return progress
 
 
 def is_growth(values: Mapping[int, float], step: int) -> bool:
@@ -192,10 +190,10 @@ def is_growth(values: Mapping[int, float], step: int) -> bool:
 
 
 def test_growth_in_the_warmup_is_no_alarm(tmp_path: Path) -> None:
-    ((after, _),) = run_loop(tmp_path / "after", inflated_qk(1), first_bad_steps={}, style="gpt2")
+    after = run_inflated_qk(tmp_path / "after", warmup_steps=1)
     assert any(" grew from " in detail for *_, detail in events(tmp_path / "after"))
     assert guard_state(after)["layer_trends"]
-    ((within, _),) = run_loop(tmp_path / "within", inflated_qk(11), first_bad_steps={}, style="gpt2")
+    within = run_inflated_qk(tmp_path / "within", warmup_steps=11)
     assert events(tmp_path / "within") == [] and within.extensions == {}
     values = logits(tmp_path / "within")
     assert all(is_growth(values, step) for step in (26, 28, 30))
@@ -203,15 +201,14 @@ def test_growth_in_the_warmup_is_no_alarm(tmp_path: Path) -> None:
 
 def test_growth_is_compared_with_values_20_steps_after_the_warmup(tmp_path: Path) -> None:
     """Also in a run that is interrupted before and after the first of these values."""
-    flags = inflated_qk(5)
-    ((straight, _),) = run_loop(tmp_path / "straight", flags, first_bad_steps={}, style="gpt2")
+    straight = run_inflated_qk(tmp_path / "straight", warmup_steps=5)
     found, values = events(tmp_path / "straight"), logits(tmp_path / "straight")
     assert all(is_growth(values, step) for step in (26, 28, 30))
     assert found and min(step for step, *_ in found) == 30, "the values of 5 + 20 steps are not compared with"
     for interval in (19, 27):
         folder = tmp_path / f"resumed_after_{interval}"
-        run_loop(folder, f"{flags} --exit-interval {interval}", first_bad_steps={}, style="gpt2")
-        ((resumed, _),) = run_loop(folder, flags, first_bad_steps={}, style="gpt2")
+        run_inflated_qk(folder, 5, f"--exit-interval {interval}")
+        resumed = run_inflated_qk(folder, 5)
         assert resumed == straight and events(folder) == found
 
 
@@ -352,8 +349,9 @@ def test_linear_is_smoothed_on_all_ranks(tmp_path: Path) -> None:
 
 def test_a_smoothed_input_is_judged_after_its_scales(tmp_path: Path) -> None:
     """Values that one scale for the tensor would put below the normal numbers are no warning any more."""
-    fault = "--planted-fault aligned-swiglu --planted-fault-step 3 --planted-fault-growth 16"
-    run_loop(tmp_path, f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} smooth-swiglu {fault} --train-iters 8", 1, {})
+    fault = Fault("aligned-swiglu", first_step=3, growth=16)
+    flags = f"{RECIPES['tensorwise']} {EVERY_SECOND_STEP} smooth-swiglu --train-iters 8"
+    run_loop(tmp_path, flags, first_bad_steps={}, fault=fault)
     found = events(tmp_path)
     smoothed = {detail.split()[0] for step, name, detail in found if (step, name) == (4, "layer smoothed")}
     assert smoothed == {"layers.0.linear_fc2", "layers.1.linear_fc2"}

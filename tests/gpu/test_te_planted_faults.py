@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from requirements import require_transformer_engine
@@ -12,20 +15,23 @@ require_transformer_engine()
 from gpu_runs import RECIPES, gpu_run
 from small_run import SourceSamples
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.layer_faults import Fault, LayerFault
 from megafp8.checkpoint.progress import Progress
 from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
-from megafp8.training.extensions.planted_fault import LayerFault
 from megafp8.training.step import StepResult, train_step
 
-FLAGS = "--cuda-graph-impl none --max-skipped-steps 1 --planted-fault-step 2"
+FLAGS = "--cuda-graph-impl none --max-skipped-steps 1 --no-use-transformer-engine-op-fuser"
+"""A fused MLP calls no linear_fc2, into which an infinite value could be planted."""
 
 
 def results(recipe: str, fault: str) -> list[StepResult]:
     """Two steps: the second has the fault."""
     found: list[StepResult] = []
-    with gpu_run(f"{RECIPES[recipe]} {FLAGS} --planted-fault {fault}") as run:
-        planted, progress = LayerFault(run), Progress()
+    with gpu_run(f"{RECIPES[recipe]} {FLAGS}") as run:
+        planted, progress = LayerFault(run, Fault(fault, first_step=2)), Progress()
         samples = SourceSamples(run.config.data.seq_length)
         for step in (1, 2):
             planted.start(step)
@@ -48,8 +54,8 @@ def test_faults_change_their_step_only(recipe: str) -> None:
 
 def test_attention_logits_are_inflated() -> None:
     """With --qk-layernorm they could not be."""
-    with gpu_run(f"{RECIPES['tensorwise']} {FLAGS} --planted-fault inflated-qk --planted-fault-growth 32") as run:
-        planted, seen = LayerFault(run), []
+    with gpu_run(f"{RECIPES['tensorwise']} {FLAGS}") as run:
+        planted, seen = LayerFault(run, Fault("inflated-qk", first_step=2, growth=32)), []
         (linear,) = planted.linears[:1]
         linear.register_forward_hook(lambda _, args, output: seen.append(output[0].detach().clone()))
         hidden = torch.randn(256, 1, run.config.model.hidden_size, device="cuda", dtype=torch.bfloat16)

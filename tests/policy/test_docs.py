@@ -22,7 +22,7 @@ from megafp8.config.model_shapes import PRESETS
 from megafp8.config.rules import cuda_graph
 from megafp8.config.schema import moe as schema
 from megafp8.config.schema.setting import Role
-from megafp8.config.settings import settings_by_name, settings_with
+from megafp8.config.settings import settings_by_flag, settings_by_name, settings_with
 from megafp8.mcore.cpu_patches import PATCHES
 from megafp8.recipes import registry
 from megafp8.resources import automatic
@@ -81,13 +81,13 @@ def table_rows(text: str, header: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
-    """The flags of pretrain_gpt.py, the tools and torchrun."""
+    """The flags of pretrain_gpt.py, also those of settings that are gone, the tools and torchrun."""
     help_texts = (
         subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, timeout=60).stdout
         for tool in TOOLS
     )
     of_tools = {flag for text in help_texts for flag in FLAG.findall(text)}
-    return of_tools | set(flags.build_parser()._option_string_actions) | TORCHRUN_FLAGS | TEST_FLAGS
+    return of_tools | {*flags.build_parser()._option_string_actions, *settings_by_flag()} | TORCHRUN_FLAGS | TEST_FLAGS
 
 
 @each_document

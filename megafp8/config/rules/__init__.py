@@ -26,7 +26,6 @@ from megafp8.config.rules import (
     mtp,
     optimizer,
     pipeline,
-    planted_faults,
     precision,
     precision_map,
     recompute,
@@ -68,7 +67,6 @@ SETTING_RULES: tuple[Rule, ...] = (
     *statistics.RULES,
     *training.SKIPPED_UPDATE_RULES,
     *guard.RULES,
-    *planted_faults.RULES,
     declared.run_has_what_its_settings_require,
     *base.RULES,
 )

@@ -8,7 +8,6 @@ from megafp8.config import derived, dimensions, gemm_alignment, model_shapes, pr
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.layer_backends import requested_backend
-from megafp8.config.planted_faults import INFINITE_ACTIVATION
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, has_shape, no_effect_without
 from megafp8.config.rules.declared import HISTORY_SETTINGS
 from megafp8.config.schema import RunConfig
@@ -303,7 +302,7 @@ def uses_op_fuser(config: RunConfig) -> bool:
         (precision_map.changes_mlps(model, precision) if model.num_layers is not None else precision.precision_map)
         or precision.fp8_schedule is not None or precision.first_last_layers_bf16
         or derived.recompute_granularity(training) is not None or config.parallel.use_torch_fsdp2
-        or config.parallel.tensor_model_parallel_size > 1 or training.planted_fault == INFINITE_ACTIVATION
+        or config.parallel.tensor_model_parallel_size > 1
         or (training.on_nonfinite_activation != "warn" and not shows_amaxes)
     )  # fmt: skip
     return bool(is_plain and is_supported and not needs_layers)

@@ -89,6 +89,7 @@ def setting(
     needs: str = "",
     requires: str = "",
     role: Optional[Role] = None,
+    former: str = "",
 ) -> Any:
     """Declare one field of a section.
 
@@ -111,9 +112,20 @@ def setting(
         requires: as `needs`, but the run is refused: where the user most likely expects another model, precision or
             starting point than the run would have, and where only megafp8 has the setting.
         role: what it changes; by default the role of its section.
+        former: of a setting that is gone, what to use in its place, see `former_setting`.
     """
     metadata = {
         "help": help, "flags": flags, "off": off, "choices": choices, "many": many, "auto": auto, "metavar": metavar,
         "maximum": maximum, "is_path": path, "range": range, "needs": needs, "requires": requires, "role": role,
+        "former": former,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
+
+
+def former_setting(default: Any, instead: str) -> Any:
+    """Declare a setting that is gone. Files of earlier versions have it, so that it can be read with its default.
+
+    Args:
+        instead: refuses its flag and any other value, with what to use in its place.
+    """
+    return setting(default, "", former=instead)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar, Optional
 
-from megafp8.config.planted_faults import GRADUAL_FAULTS, SUDDEN_FAULTS
 from megafp8.config.schema.setting import (
     AT_LEAST_1,
     COEFFICIENT,
@@ -15,9 +14,11 @@ from megafp8.config.schema.setting import (
     POSITIVE_LIMIT,
     Range,
     Role,
+    former_setting,
     setting,
 )
 
+PLANTED_ELSEWHERE = "a run plants no faults; use benchmarks/planted_faults.py"
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 
 
@@ -238,17 +239,9 @@ class TrainingConfig:
         role=Role.LEARNING | Role.MEMORY,
     )
     fp8_guard_interval: int = setting(20, "steps between the statistics of --fp8-guard", range=AT_LEAST_1)
-    planted_fault: str = setting(
-        "none",
-        "to test --fp8-guard and other policies: a fault that the run plants into its layers; outlier-channel, "
-        "aligned-swiglu (both: emulated layers only) and inflated-qk grow in every step, spike-batch and "
-        "infinite-activation last one step",
-        choices=("none", *GRADUAL_FAULTS, *SUDDEN_FAULTS),
-    )
-    planted_fault_step: int = setting(1, "first step of --planted-fault", range=AT_LEAST_1)
-    planted_fault_growth: float = setting(
-        1.05, "factor above 1 by which a gradual --planted-fault grows in a step", range=Range(1, 1e3, low_open=True)
-    )
+    planted_fault: str = former_setting("none", PLANTED_ELSEWHERE)
+    planted_fault_step: int = former_setting(1, PLANTED_ELSEWHERE)
+    planted_fault_growth: float = former_setting(1.05, PLANTED_ELSEWHERE)
     spike_policy: str = setting(
         "off",
         "reaction to spikes of the loss or the gradient norm; skip: skip the update, rollback: return to a checkpoint "

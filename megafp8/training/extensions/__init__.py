@@ -9,7 +9,6 @@ from megafp8.training.extensions.checkpoints import AsyncSaves, Checkpoints
 from megafp8.training.extensions.every_run import GarbageCollection, Heartbeat, StopConditions, Validation
 from megafp8.training.extensions.expert_load import ExpertLoads
 from megafp8.training.extensions.guard import LayerGuard
-from megafp8.training.extensions.planted_fault import PlantedFault
 from megafp8.training.extensions.precision_schedule import PrecisionSchedule
 from megafp8.training.extensions.profiler import Profiler
 from megafp8.training.extensions.replica_check import ReplicaCheck
@@ -24,7 +23,6 @@ def build_extensions() -> list[Extension]:
     checkpoints = Checkpoints()
     return [
         PrecisionSchedule(),
-        PlantedFault(),  # its hooks come before those that observe
         AmaxCalibration(),  # after a change of precision, which may need scales
         StepRecords(),  # the step record is the first of a step
         ExpertLoads(),

@@ -150,27 +150,6 @@ EXAMPLES = {
         1,
         "--fp8-guard smooth-swiglu: the inputs of linear_fc2 in all layers are in high precision",
     ),
-    "planted_fault_has_a_location": (
-        {"training.planted_fault_step": 5},
-        1,
-        "--planted-fault-step 5 has no effect without --planted-fault",
-    ),
-    "planted_fault_shows": (
-        {"training.planted_fault": "spike-batch", "training.planted_fault_step": 101},
-        1,
-        "--planted-fault-step 101 is after the last step of the run, 100",
-    ),
-    "alignment_reaches_master_weights": (
-        {
-            "model.swiglu": True,
-            "precision.fp8_format": "hybrid",
-            "precision.fp8_recipe": "tensorwise",
-            "training.planted_fault": "aligned-swiglu",
-            "parallel.use_distributed_optimizer": True,
-        },
-        2,
-        "--use-distributed-optimizer: each of 2 ranks has a part of the master weights",
-    ),
     "spikes_are_detectable": (
         {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.spike_window": 16},
         1,

@@ -12,12 +12,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+
 from benchmarks import known_bad_controls, planted_faults
-from megafp8.analysis.stability_faults import FaultCost, fault_cost
-from megafp8.config.planted_faults import ALIGNED_SWIGLU, INFLATED_QK
+from benchmarks.fault_costs import CLEAN, REPAIR, FaultCost, fault_cost
+from benchmarks.layer_faults import ALIGNED_SWIGLU, INFLATED_QK
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of
-from megafp8.launch.stability_faults import CLEAN, REPAIR
 from megafp8.metrics.records import EventRecord
 from megafp8.utils.integers import round_up
 

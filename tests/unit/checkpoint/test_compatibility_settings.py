@@ -51,7 +51,6 @@ OTHERS = (
     ("--fp8-lm-level O1", "precision.fp8_lm_level"),
     ("--no-use-precision-aware-optimizer", "optimizer.use_precision_aware_optimizer"),
     ("--micro-batch-size 2", "training.micro_batch_size"),
-    ("--planted-fault spike-batch", "training.planted_fault"),
     ("--override optimizer.clip_grad=2", "overrides"),
 )
 # A checkpoint of step 10 of 16 in samples.

@@ -27,11 +27,6 @@ OTHERS = ["experts in another precision than BF16 or tensorwise e4m3, delayed e4
         ("--tensor-model-parallel-size 2", ["tensor-parallel ranks without expert-parallel ones"]),
         (f"{HYBRID} {TRITON}", OTHERS),
         (HYBRID, OTHERS),
-        (f"{DELAYED} --planted-fault inflated-qk", []),
-        (
-            f"{DELAYED} --planted-fault infinite-activation",
-            ["--planted-fault infinite-activation, whose linear is not called"],
-        ),
         (f"{ROWWISE} {TRITON}", []),
         (ROWWISE, ["emulated experts, unless --moe-expert-kernels triton is given"]),
         (f"--fp8-format hybrid --fp8-recipe rowwise {TRITON}", OTHERS),

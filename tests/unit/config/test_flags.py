@@ -12,6 +12,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of, with_values
 from megafp8.errors import ConfigError
 
+PRESENT = [setting for setting in all_settings() if not setting.former]
 # Megatron-LM's text-LM example scripts combined: their command line must be accepted unchanged.
 MEGATRON_COMMAND_LINE = """
 --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -187,7 +188,7 @@ def test_a_configuration_can_be_spelled_as_flags(preset):
 @pytest.mark.parametrize("which", [0, -1])
 def test_every_spelling_of_every_setting_can_be_given(which):
     argv, expected = [], {}
-    for setting in all_settings():
+    for setting in PRESENT:
         if setting.type is bool:
             spellings = [(flag, True) for flag in setting.flags] + [(flag, False) for flag in setting.off]
             spelling, expected[setting.name] = spellings[which]
@@ -208,7 +209,7 @@ def test_help_shows_every_flag_with_its_default_and_imports_no_torch():
         "assert not {'torch', 'numpy', 'megatron'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for setting in all_settings():
+    for setting in PRESENT:
         assert all(flag in done.stdout for flag in setting.flags + setting.off)
     assert "(default: 0.02)" in done.stdout
     assert "The shape of the GPT." in done.stdout
@@ -243,3 +244,18 @@ def test_settings_of_a_file_are_told_from_those_of_flags(tmp_path) -> None:
     assert parsed.given == {"optimizer.lr"}
     assert parsed.from_file == {"model.num_layers", "model.swiglu", "optimizer.lr"}
     assert parse(["--config", str(path), "--model-preset", "tiny"]).from_file == {"optimizer.lr"}
+
+
+def test_flags_of_settings_that_are_gone_are_one_problem_that_says_what_to_use():
+    line = "--planted-fault inflated-qk --planted-fault-step 5 --planted-fault-growth 2 --lr 1e-3"
+    _, problems = flags.parse_with_problems(line.split())
+    assert problems == [
+        "--planted-fault, --planted-fault-step, --planted-fault-growth: a run plants no faults; use "
+        "benchmarks/planted_faults.py"
+    ]
+
+
+def test_files_of_earlier_versions_have_settings_that_are_gone_with_their_defaults():
+    assert settings.from_json('{"training": {"planted_fault": "none", "planted_fault_growth": 1.05}}') == RunConfig()
+    with pytest.raises(ConfigError, match="training.planted_fault: 'inflated-qk': a run plants no faults; use"):
+        settings.from_json('{"training": {"planted_fault": "inflated-qk"}}')

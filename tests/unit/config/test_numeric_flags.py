@@ -24,7 +24,7 @@ from megafp8.launch.study import read_number
 from megafp8.metrics.recipe_comparison import sample_distribution
 from megafp8.utils.numbers import number, whole_number
 
-NUMERIC = [setting for setting in all_settings() if setting.type in (int, float)]
+NUMERIC = [setting for setting in all_settings() if setting.type in (int, float) and not setting.former]
 NOT_PLAIN = ("٣", "４", "1_000", "+5", " 4", "4 ", "4\n", "0x10", "", "-", "1e", "nan", "-inf", "1e400", "9" * 65)
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1 "

@@ -63,7 +63,6 @@ FC2_MAPPED = SMALL | {"precision.precision_map": ("*.linear_fc2=bf16",)}
         (TENSORWISE | {"training.on_nonfinite_activation": "skip"}, False, False),
         (TENSORWISE | GRAPH | {"training.on_nonfinite_activation": "skip"}, True, True),
         (DELAYED | {"training.on_nonfinite_activation": "skip"}, True, True),
-        (DELAYED | {"training.planted_fault": "infinite-activation"}, False, False),
         (BLOCKWISE | {"parallel.tensor_model_parallel_size": 2}, False, False),
         (BLOCKWISE | {"parallel.pipeline_model_parallel_size": 2}, True, True),
         (BLOCKWISE | {"parallel.context_parallel_size": 2}, True, True),

@@ -32,12 +32,6 @@ def test_one_gpu() -> None:
     assert config.parallel.overlap_grad_reduce is False and config.parallel.overlap_param_gather is False
 
 
-def test_a_fault_that_turns_master_weights_has_them_complete() -> None:
-    fault = f"{DELAYED} --swiglu --transformer-impl emulated --planted-fault aligned-swiglu"
-    for world_size, value in ((1, "on"), (2, "off")):
-        assert chosen(fault, world_size=world_size)["--use-distributed-optimizer"] == value
-
-
 def test_several_gpus_overlap_their_communication() -> None:
     found = chosen(DELAYED, world_size=8)
     assert found["--overlap-grad-reduce"] == found["--overlap-param-gather"] == "on"

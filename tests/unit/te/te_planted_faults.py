@@ -6,27 +6,28 @@ import te_without_cuda  # noqa: F401  (first)
 import torch
 import transformer_engine.pytorch as te
 
+from benchmarks import layer_faults
+from benchmarks.layer_faults import Fault, LayerFault
 from megafp8.config import flags
-from megafp8.training.extensions import planted_fault
 
 RUN = (
     "--model-preset tiny --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --micro-batch-size 2 "
     "--global-batch-size 8 --train-iters 8 --lr 1e-3 --bf16 --fp8-format hybrid --fp8-recipe tensorwise --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 500 --planted-fault-step 2 --planted-fault-growth 9 --planted-fault"
+    "--tokenizer-type NullTokenizer --vocab-size 500"
 )
 NAMES = tuple(f"layers.{layer}.{name}" for layer in (0, 1) for name in ("linear_qkv", "linear_fc1", "linear_fc2"))
 te.Linear.forward = lambda self, inputs: (inputs.clone(), None)  # as megatron-core's linears: the output and no bias
-planted_fault.unwrap_model = lambda chunks: chunks
+layer_faults.unwrap_model = lambda chunks: chunks
 
 
-def outputs(fault: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def outputs(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Of all linears in the steps 1 and 2; they return their inputs, which are 1."""
     linears = [te.Linear(32, 32, bias=False, device="cpu") for _ in NAMES]
-    planted_fault.named_linears = lambda chunk: zip(NAMES, linears, strict=True)
+    layer_faults.named_linears = lambda chunk: zip(NAMES, linears, strict=True)
     chunk = SimpleNamespace(embedding=SimpleNamespace(word_embeddings=torch.nn.Identity()))
     training_state = SimpleNamespace(chunks=[chunk])
-    config = flags.parse(f"{RUN} {fault}".split()).config
-    planted = planted_fault.LayerFault(SimpleNamespace(config=config, vocab_size=500, training_state=training_state))
+    run = SimpleNamespace(config=flags.parse(RUN.split()).config, vocab_size=500, training_state=training_state)
+    planted = LayerFault(run, Fault(kind, first_step=2, growth=9))
     found = []
     for step in (1, 2):
         planted.start(step)

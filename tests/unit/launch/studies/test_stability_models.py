@@ -14,7 +14,6 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from megafp8.analysis.stability_page import publish_suite, to_text
 from megafp8.checkpoint.standalone import LazyTensor, save_weights
 from megafp8.cli import stability as command
 from megafp8.config import flags
@@ -25,15 +24,12 @@ from megafp8.errors import ConfigError
 from megafp8.launch.stability import (
     CONTINUATION,
     CONTROLS,
-    FAULTS,
     PAIRS,
     PARTS,
     SWEEP,
     Suite,
     build_study,
-    left_out,
     part_runs,
-    write_suite_file,
 )
 from megafp8.launch.stability_sizes import SIZES
 from megafp8.launch.study import StudyRun
@@ -103,7 +99,7 @@ def test_a_file_with_all_settings_gives_those_of_the_suite_only_if_it_changes_th
     suite = Suite(folder=tmp_path, size="tiny", parts=(PAIRS,), recipes=("tensorwise",), flags=("--config", str(path)))
     assert suite.given == {f"model.{name}" for name in vars(model)}
     assert "training.seed" in dataclasses.replace(suite, flags=(*suite.flags, "--seed", "1234")).given
-    found = runs_of(tmp_path, PAIRS, FAULTS, flags=(*DATA, "--config", str(path)))
+    found = runs_of(tmp_path, PAIRS, CONTROLS, flags=(*DATA, "--config", str(path)))
     assert all(run.config.model == model for run in found)
 
 
@@ -220,30 +216,3 @@ def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path: Path) -> None:
 def test_a_given_micro_batch_size_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--micro-batch-size 16 and 4 sequences per rank"):
         runs_of(tmp_path, PAIRS, gpus=4, flags=(*DATA, "--micro-batch-size", "16"))
-
-
-def test_a_mixture_has_the_faults_that_need_no_dense_layer(tmp_path: Path) -> None:
-    found = runs_of(tmp_path, FAULTS, CONTROLS, PAIRS, flags=(*DATA, "--model-preset", "tiny-moe"))
-    planted = {run.config.training.planted_fault for run in found}
-    assert planted == {"none", "inflated-qk", "spike-batch", "infinite-activation"}
-    arms = ("outlier-channel with --num-experts 4", "aligned-swiglu with --num-experts 4")
-    reasons = left_out(
-        Suite(folder=tmp_path, size="tiny", parts=(FAULTS,), recipes=(), flags=("--model-preset", "tiny-moe"))
-    )
-    assert len(reasons) == 2 and all(arm in reason for arm, reason in zip(arms, reasons, strict=True))
-
-
-def test_what_is_left_out_is_said_and_written(tmp_path: Path, capsys) -> None:
-    words = ["--output-dir", str(tmp_path / "suite"), "--recipes", "tensorwise", "--parts", "faults", "--dry-run"]
-    assert command.main([*words, "--", "--model-preset", "qwen3-0.6b"]) == 0
-    found = capsys.readouterr()
-    assert "part faults: left out: --planted-fault inflated-qk with --qk-layernorm" in found.err
-    assert "inflated-qk" not in found.out and "spike-batch_with_skip" in found.out
-    suite = Suite(
-        folder=tmp_path, size="tiny", parts=(FAULTS,), recipes=("tensorwise",),
-        flags=(*DATA, "--model-preset", "tiny-moe"),
-    )  # fmt: skip
-    write_suite_file(suite, part_runs(build_study(suite)))
-    report, _ = publish_suite(tmp_path)
-    for page in ((tmp_path / "report" / "stability.html").read_text(), to_text(report)):
-        assert "Left out of the planted faults: --planted-fault outlier-channel with --num-experts 4" in page

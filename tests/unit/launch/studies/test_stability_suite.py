@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.analysis import stability_faults, stability_runs
+from megafp8.analysis import stability_runs
 from megafp8.cli.stability import main, run_suite
 from megafp8.config import flags
-from megafp8.config.planted_faults import GRADUAL_FAULTS
 from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch import process_pool, stability, study_execution
 from megafp8.launch.stability import (
-    FAULTS,
     KNOWN_BAD,
     PAIRS,
     SWEEP,
@@ -28,7 +26,6 @@ from megafp8.launch.stability import (
     unique_runs,
     write_suite_file,
 )
-from megafp8.launch.stability_faults import ARMS, CLEAN, REPAIR, fault_step
 from megafp8.launch.stability_sizes import SIZES
 from megafp8.launch.study import expand
 from megafp8.launch.study_execution import StudyProgress, build_jobs
@@ -115,7 +112,7 @@ def test_a_divergence_is_a_result(tmp_path: Path, exit_status: int, finished: bo
         ({"recipes": ("fp3",)}, "--recipes fp3: unknown; choose from tensorwise(?!.*--variant)"),
         ({"recipes": ("nvfp4-e5m2",)}, "--recipes nvfp4-e5m2: unknown"), ({"recipes": ()}, "--recipes names no recipe"),
         ({"flags": (*DATA, "--eval-iters", "0")}, "--eval-iters 0: verdicts are on the last validation"),
-        ({"flags": (*DATA, "--planted-fault", "inflated-qk")}, "--planted-fault: set by the suite; .* name the part"),
+        ({"flags": (*DATA, "--planted-fault", "inflated-qk")}, "--planted-fault: .* benchmarks/planted_faults.py"),
         ({"flags": (*DATA, "--fp8-format", "e4m3")}, "--fp8-format: set by the suite; .* --recipes"),
         ({"flags": (*DATA, "--precision", "output_layer=tensorwise")}, "quantize, which would apply to bf16, too"),
         ({"flags": (*DATA, "--save", "x")}, "--save: set by the suite; .* --output-dir"),
@@ -137,8 +134,8 @@ def test_wrong_suites_are_refused(tmp_path: Path, fields: dict, text: str) -> No
         (["--recipes", ""], "--recipes names no recipe"),
         (["--parts", "sweep", "--seeds", "7"], "--seeds 7: has no effect without pairs or controls or continuation"),
         (["--parts", "pairs", "--sweep-seeds", "3"], "--sweep-seeds 3: has no effect without sweep"),
-        (["--parts", "pairs", "--fault-seeds", "3"], "--fault-seeds 3: has no effect without faults"),
-        (["--fault-seeds", "0"], "--fault-seeds 0: must be at least 1"),
+        (["--fault-seeds", "3"], "--fault-seeds 3: the suite plants no faults; use benchmarks/planted_faults.py"),
+        (["--parts", "faults"], "--parts faults: the suite plants no faults; use benchmarks/planted_faults.py"),
         (["--seeds", "0"], "--seeds 0: intervals over seeds need at least 2"),
         (["--sweep-seeds", "0"], "--sweep-seeds 0: intervals over seeds need at least 2"),
         (["--parts", "continuation", "--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
@@ -161,50 +158,16 @@ def test_a_dry_run_lists_every_run(tmp_path: Path, capsys) -> None:
     assert lines[-1] == "6 runs, 6 to start" and lines[0].startswith("pairs-bf16-seed1: ")
 
 
-def test_faults_have_a_clean_run_and_the_repairs_that_a_recipe_supports(tmp_path: Path) -> None:
-    suite = suite_of(tmp_path, FAULTS, recipes=("tensorwise", "delayed"), num_fault_seeds=1)
-    runs = part_runs(build_study(suite))
-    arms = {name: [run.choice["fault"] for run in runs if run.choice["recipe"] == name] for name in suite.recipes}
-    assert arms["tensorwise"] == list(ARMS)
-    assert set(ARMS) - set(arms["delayed"]) == {"aligned-swiglu_with_smooth-swiglu"}
-    for run in runs:
-        training = run.run.config.training
-        assert training.planted_fault == (
-            "none" if run.choice["fault"] == "clean" else run.choice["fault"].split("_")[0]
-        )
-        assert training.train_iters == 300
-        if run.choice["fault"] in GRADUAL_FAULTS:
-            steps = training.train_iters - training.planted_fault_step
-            assert 2**25 < training.planted_fault_growth**steps < 2**40
-    assert json.loads(write_suite_file(suite, runs).read_text())["fault_step"] == fault_step(300) == 75
-
-
 def test_the_report_reads_the_names_that_the_suite_writes() -> None:
-    assert (CLEAN, REPAIR) == (stability_faults.CLEAN, stability_faults.REPAIR)
     assert stability.SUITE_FILE == stability_runs.SUITE_FILE
     assert process_pool.OUTPUT_FILE == stability_runs.OUTPUT_FILE
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--fp8-guard", "off"),
-        ("--spike-policy", "skip", "--max-skipped-steps", "2"),
-        ("--transformer-impl", "emulated"),
-    ],
-)
-def test_what_the_arms_of_the_faults_set_is_refused_in_that_part_only(tmp_path: Path, words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=f"{words[0]}: set by the part faults; remove it, or leave the part out"):
-        build_study(suite_of(tmp_path, FAULTS, flags=(*DATA, *words)))
-    if words[0] != "--fp8-guard":
-        part_runs(build_study(suite_of(tmp_path, PAIRS, flags=(*DATA, *words))))
-
-
-def test_runs_without_a_repair_skip_no_step(tmp_path: Path) -> None:
-    for run in part_runs(build_study(suite_of(tmp_path, FAULTS, num_fault_seeds=1))):
-        training, name = run.run.config.training, run.choice["fault"]
-        assert (training.max_skipped_steps > 0) == (name == CLEAN or REPAIR in name), name
-        assert (training.spike_policy == "skip") == (name == CLEAN or REPAIR in name), name
+def test_what_the_controls_set_is_refused_in_that_part_only(tmp_path: Path) -> None:
+    words = ("--transformer-impl", "emulated")
+    with pytest.raises(ConfigError, match=f"{words[0]}: set by the part controls; remove it, or leave the part out"):
+        build_study(suite_of(tmp_path, "controls", flags=(*DATA, *words)))
+    part_runs(build_study(suite_of(tmp_path, PAIRS, flags=(*DATA, *words))))
 
 
 def rates_of(runs, part: str) -> set[tuple[float, float]]:
@@ -212,14 +175,15 @@ def rates_of(runs, part: str) -> set[tuple[float, float]]:
 
 
 def test_a_given_learning_rate_is_that_of_all_parts_and_its_minimum_follows(tmp_path: Path) -> None:
-    parts, flags = (PAIRS, SWEEP, FAULTS), (*DATA, "--lr", "1e-3")
+    parts, flags = (PAIRS, SWEEP, "controls"), (*DATA, "--lr", "1e-3")
     runs = part_runs(build_study(suite_of(tmp_path, *parts, flags=flags)))
-    assert rates_of(runs, PAIRS) == rates_of(runs, FAULTS) == {(1e-3, 1e-4)}
+    assert rates_of(runs, PAIRS) == rates_of(runs, "controls") == {(1e-3, 1e-4)}
     assert sorted(lr for lr, _ in rates_of(runs, SWEEP)) == pytest.approx([1e-3 * n for n in SIZES["tiny"].factors])
     assert all(minimum == pytest.approx(lr / 10) for lr, minimum in rates_of(runs, SWEEP))
     runs = part_runs(build_study(suite_of(tmp_path, *parts, flags=(*DATA, "--min-lr", "1e-5"))))
     assert {minimum for part in parts for _, minimum in rates_of(runs, part)} == {1e-5}
-    assert {lr for lr, _ in rates_of(runs, FAULTS)} == {1.5e-3} and SIZES["tiny"].lr in dict(rates_of(runs, PAIRS))
+    assert {lr for lr, _ in rates_of(runs, "controls")} == {SIZES["tiny"].lr}
+    assert SIZES["tiny"].lr in dict(rates_of(runs, PAIRS))
 
 
 def test_the_seeds_of_the_sweep_are_those_of_the_size_or_given(tmp_path: Path) -> None:
@@ -275,10 +239,3 @@ def test_the_status_is_that_of_the_first_run_that_failed(
     monkeypatch.setattr(stability, "is_finished", lambda _: is_finished_afterwards)
     runs = expand(build_study(suite_of(tmp_path, PAIRS)))
     assert run_suite(runs, runs, None) == expected
-
-
-def test_given_lengths_are_kept_and_short_ones_refused(tmp_path: Path) -> None:
-    runs = part_runs(build_study(suite_of(tmp_path, FAULTS, flags=(*DATA, "--train-iters", "400", "--lr", "2e-3"))))
-    assert {(run.run.config.training.train_iters, run.run.config.optimizer.lr) for run in runs} == {(400, 2e-3)}
-    with pytest.raises(ConfigError, match="--train-iters 200 is too short for faults to grow"):
-        build_study(suite_of(tmp_path, FAULTS, flags=(*DATA, "--train-iters", "200")))

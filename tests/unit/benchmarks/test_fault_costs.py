@@ -1,32 +1,28 @@
-"""Verdicts on planted faults in a stability suite: detection, harm and repair, seed by seed."""
+"""Verdicts on planted faults: detection, harm and repair, seed by seed."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megafp8.analysis.plot_faults import plot_faults, trailing_mean
-from megafp8.analysis.stability import build_report
-from megafp8.analysis.stability_faults import (
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks.fault_costs import (
     EVENTS,
     HEADER,
     REPAIR_EVENTS,
     FaultCost,
+    FaultRow,
     detection_verdict,
     fault_cost,
     fault_rows,
     repair_verdict,
     row_cells,
 )
-from megafp8.analysis.stability_page import publish_suite, to_text, verdict_class
-from megafp8.analysis.stability_runs import SUITE_FILE
 from megafp8.metrics.records import EventRecord
-from megafp8.metrics.sinks import JsonlSink
 
 FAULT_STEP, CLEAN = 11, [4.0] * 100
 HARMED = CLEAN[:80] + [5.0] * 20
@@ -51,26 +47,21 @@ VERDICTS = {
 }  # fmt: skip
 
 
-def write_faults(folder: Path, write_run: Callable[..., Path], num_seeds: int = 1) -> None:
-    """A suite whose fault is in step 11 and whose losses are 5% worse from step 81 on."""
-    runs = []
-    for arm, (losses, steps) in ARMS.items():
+def rows_of(num_seeds: int) -> dict[str, FaultRow]:
+    """The rows of runs whose fault is in step 11 and whose losses are 5% worse from step 81 on, by arm."""
+    losses, events = {}, {}
+    for arm, (own, steps) in ARMS.items():
         for seed in range(1, num_seeds + 1):
-            name = f"{arm}-seed{seed}"
-            sink = JsonlSink(write_run(name, losses, validations={100: losses[-1]}, recipe="fp8") / "records.jsonl")
-            for step in steps:
-                sink.write(EventRecord(step=step, name=EVENT[arm.partition("_with_")[2]], detail=f"event of {arm}"))
-            sink.write(EventRecord(step=50, name="checkpoint saved", detail="no event of a fault"))
-            sink.close()
-            runs.append({"part": "faults", "folder": name, "recipe": "fp8", "seed": f"seed{seed}", "fault": arm})
-    content = {"size": "tiny", "seeds": 5, "fault_step": FAULT_STEP, "runs": runs}
-    (folder / SUITE_FILE).write_text(json.dumps(content))
+            name = EVENT[arm.partition("_with_")[2]]
+            found = [EventRecord(step=step, name=name, detail=f"event of {arm}") for step in steps]
+            saved = EventRecord(step=50, name="checkpoint saved", detail="no event of a fault")
+            losses["fp8", arm, f"seed{seed}"], events["fp8", arm, f"seed{seed}"] = own, [*found, saved]
+    rows = fault_rows(losses, events, FAULT_STEP)
+    return {f"{row.fault}_with_{row.repair}" if row.repair else row.fault: row for row in rows}
 
 
-def test_faults_are_compared_with_the_clean_run(tmp_path: Path, write_run: Callable[..., Path]) -> None:
-    write_faults(tmp_path, write_run)
-    report = build_report(tmp_path)
-    found = {f"{row.fault}_with_{row.repair}" if row.repair else row.fault: row for row in report.faults}
+def test_faults_are_compared_with_the_clean_run() -> None:
+    found = rows_of(num_seeds=1)
     assert {arm: row.verdict for arm, row in found.items()} == VERDICTS
     first = found["outlier-channel"].costs[0]
     assert (first.noticed, first.worse, first.recovered) == (10, 71, None)
@@ -79,21 +70,10 @@ def test_faults_are_compared_with_the_clean_run(tmp_path: Path, write_run: Calla
     assert (repaired.repaired, repaired.recovered) == (10, 67)  # the mean of 10 is within 1% again
 
 
-def test_the_page_has_a_picture_and_intervals_over_seeds(tmp_path: Path, write_run: Callable[..., Path]) -> None:
-    write_faults(tmp_path, write_run, num_seeds=2)
-    report, (page, _) = publish_suite(tmp_path)
-    text = page.read_text()
-    assert text.count("<svg") == 2 and "Loss with planted faults, fp8" in text
-    assert "5 of 8 rows of planted faults with a verdict are as they should be; in 1 more" in to_text(report)
-    column = HEADER.index("95% interval")
-    cells = {row.fault: row_cells(row) for row in report.faults if not row.repair}
-    assert cells["outlier-channel"][column] == "+25.00% to +25.00%" and cells["clean"][column] == "-"
-    figure = plot_faults(report.of_part("faults"), "fp8", FAULT_STEP)
-    assert figure is not None
-    assert [len(axes.get_title("left")) > 0 for axes in figure.axes] == [True] * 5 + [False]
-    _, labels = figure.axes[0].get_legend_handles_labels()
-    assert set(labels) == {"clean", "no repair", "bf16-layer", "skip", "bf16"}
-    assert plot_faults(report.of_part("faults"), "other", FAULT_STEP) is None
+def test_intervals_are_over_seeds() -> None:
+    column, found = HEADER.index("95% interval"), rows_of(num_seeds=2)
+    cells = {arm: row_cells(found[arm])[column] for arm in ("outlier-channel", "clean")}
+    assert cells == {"outlier-channel": "+25.00% to +25.00%", "clean": "-"}
 
 
 def cost(**fields) -> FaultCost:
@@ -169,14 +149,3 @@ def test_a_run_that_stopped_lost_everything() -> None:
     (found,) = row.costs
     assert (found.noticed, found.worse, found.recovered, found.lost_fraction) == (4, 8, None, math.inf)
     assert row.verdict == "late" and row.lost is None and "stopped" in row_cells(row)
-
-
-def test_the_worse_of_two_verdicts_gives_the_style() -> None:
-    assert verdict_class("in time, repaired") == "within" == verdict_class("in time")
-    assert verdict_class("late, repaired") == "beyond" == verdict_class("in time, not repaired")
-    assert verdict_class("in time, no harm") == "not-decided" == verdict_class("not watched")
-
-
-def test_trailing_means_skip_losses_that_are_not_finite() -> None:
-    found = trailing_mean(np.array([math.nan, 2.0, 4.0, math.inf] + [3.0] * 20))
-    assert math.isnan(found[0]) and found[1:4].tolist() == [2.0, 3.0, 3.0] and found[-1] == 3.0

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
+from benchmarks.layer_faults import SPIKE_BATCH, SUDDEN_FAULTS
 from megafp8.analysis.percent import signed_interval
 from megafp8.analysis.seed_statistics import UNDECIDED, Interval, mean_interval
-from megafp8.config.planted_faults import SPIKE_BATCH, SUDDEN_FAULTS
 from megafp8.metrics.records import EventRecord
 
 CLEAN, REPAIR = "clean", "_with_"

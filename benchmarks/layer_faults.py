@@ -1,10 +1,9 @@
-"""A fault that a run plants into its layers (`--planted-fault`), to test what notices it and what repairs it.
+"""Faults that are planted into the layers of a run, to test what notices them and what repairs them.
 
-Gradual faults grow by `--planted-fault-growth` with every step from `--planted-fault-step` on, sudden ones last one
-step. All layers that quantize the linear have the fault, because a small model hardly needs a single layer; in a
-mixture a gradual fault of an MLP is in dense layers and shared experts. In a run without quantization `inflated-qk` is
-in all layers, and `spike-batch` needs none; the others are refused. What a run plants depends on the step only, so that
-a resumed run continues it.
+Gradual faults grow with every step from the first on, sudden ones last one step. All layers that quantize the linear
+have the fault, because a small model hardly needs a single layer; in a mixture a gradual fault of an MLP is in dense
+layers and shared experts. In a run without quantization `inflated-qk` is in all layers, and `spike-batch` needs none.
+What is planted depends on the step only, so that a resumed run continues it.
 
     outlier-channel       gradual: a channel of the input of linear_fc1 grows
     aligned-swiglu        gradual: a channel of SwiGLU's output grows, and its two weights turn to the same direction
@@ -15,64 +14,93 @@ a resumed run continues it.
 
 The channels grow by powers of two by which the weights of the linear shrink. In high precision no bit depends on it, so
 that all that is lost is lost by the quantization, and a repair can be compared with a run without the fault. Only
-emulated layers can have such a channel (`device/layer_support.py`); the other faults need only a call of the linear.
+emulated layers can have such a channel, since Transformer Engine computes the norm inside linear_fc1 and SwiGLU inside
+a fused MLP; the other faults need only a call of the linear. A layer must be complete on every rank, and for
+`aligned-swiglu` so must its master weights.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megafp8.config.planted_faults import (
-    ALIGNED_SWIGLU,
-    EMULATED_FAULTS,
-    INFINITE_ACTIVATION,
-    INFLATED_QK,
-    SPIKE_BATCH,
-)
-from megafp8.config.planted_linears import planted_linears
-from megafp8.config.schema import ModelConfig
+from megafp8.config.guarded_linears import is_of_routed_experts
+from megafp8.config.precision_map import linears_with_statistics
+from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.errors import NumericsError
 from megafp8.mcore.modules import named_linears
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
+OUTLIER_CHANNEL, ALIGNED_SWIGLU, INFLATED_QK = "outlier-channel", "aligned-swiglu", "inflated-qk"
+SPIKE_BATCH, INFINITE_ACTIVATION = "spike-batch", "infinite-activation"
+GRADUAL_FAULTS = (OUTLIER_CHANNEL, ALIGNED_SWIGLU, INFLATED_QK)
+SUDDEN_FAULTS = (SPIKE_BATCH, INFINITE_ACTIVATION)
+MLP_FAULTS = (OUTLIER_CHANNEL, ALIGNED_SWIGLU)  # gradual ones of MLPs through which all tokens pass
+LINEARS = {
+    OUTLIER_CHANNEL: "linear_fc1", ALIGNED_SWIGLU: "linear_fc2", INFLATED_QK: "linear_qkv",
+    INFINITE_ACTIVATION: "linear_fc2",
+}  # fmt: skip
+"""Kind of a fault to the linear of a layer that has it; others need none."""
 CHANNEL = 0
 TURN = 0.1  # of the way to the direction of the other weight, with every step
 
 
-class PlantedFault(Extension):
-    """Plants the run's fault, if it has one."""
+@dataclass(frozen=True)
+class Fault:
+    """What is planted.
 
-    def __init__(self) -> None:
-        self.fault: Optional[LayerFault] = None
+    Attributes:
+        first_step: the first step with the fault, and the only one with a sudden fault.
+        growth: factor by which a gradual fault grows in a step.
+    """
+
+    kind: str
+    first_step: int = 1
+    growth: float = 1.05
+
+
+class PlantedFault(Extension):
+    """Plants a fault. Its place is before the extensions that observe, whose hooks then come later."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
 
     def open(self, state: LoopState) -> None:
-        if state.run.config.training.planted_fault != "none":
-            self.fault = LayerFault(state.run)
+        self.layers = LayerFault(state.run, self.fault)
 
     def before_step(self, state: LoopState) -> None:
-        if self.fault is not None:
-            self.fault.start(state.step + 1)
-            state.needs_eager_step = True  # a replay calls no hooks
+        self.layers.start(state.step + 1)
+        state.needs_eager_step = True  # a replay calls no hooks
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
-        if self.fault is not None:
-            self.fault.end_step()
+        self.layers.end_step()
 
     def recover(self, state: LoopState, error: NumericsError) -> bool:
-        if self.fault is not None:
-            self.fault.end_step()
+        self.layers.end_step()
         return False
 
 
+def planted_linears(kind: str, model: ModelConfig, precision: PrecisionConfig) -> tuple[str, ...]:
+    """Names of the linears that have a fault: the quantized ones, or all of a run in high precision.
+
+    A gradual fault of an MLP is in those through which all tokens pass: a routed expert may have none in a step.
+    """
+    return tuple(
+        name
+        for name in linears_with_statistics(model, precision)
+        if name.endswith(f".{LINEARS.get(kind)}") and not (kind in MLP_FAULTS and is_of_routed_experts(name))
+    )
+
+
 class LayerFault:
-    """The fault of a run.
+    """The fault in the layers of a run.
 
     Attributes:
         factor: by which a gradual fault has grown.
@@ -80,16 +108,15 @@ class LayerFault:
         spoiled: the linear with an infinite value in this step; None before it is found.
     """
 
-    def __init__(self, run: Run):
-        training, model = run.config.training, run.config.model
-        self.kind, self.first_step, self.growth = (
-            training.planted_fault, training.planted_fault_step, training.planted_fault_growth,
-        )  # fmt: skip
-        self.model, self.vocab_size, self.chunks = model, run.vocab_size, unwrap_model(run.training_state.chunks)
+    def __init__(self, run: Run, fault: Fault):
+        self.kind, self.first_step, self.growth = fault.kind, fault.first_step, fault.growth
+        self.model, self.vocab_size = run.config.model, run.vocab_size
+        self.chunks = unwrap_model(run.training_state.chunks)
         self.factor, self.is_active = 1.0, False
         self.spoiled: Optional[nn.Module] = None
         named = dict(pair for chunk in self.chunks for pair in named_linears(chunk))
-        chosen = [name for name in planted_linears(self.kind, model, run.config.precision) if name in named]
+        chosen = [name for name in planted_linears(self.kind, self.model, run.config.precision) if name in named]
+        assert chosen or self.kind == SPIKE_BATCH, f"no linear of the model can have {self.kind}"
         self.linears: list[Any] = [named[name] for name in chosen]
         mlps = [name.rpartition(".")[0] for name in chosen] if self.kind == ALIGNED_SWIGLU else []
         self.gated: list[Any] = [named[f"{mlp}.linear_fc1"] for mlp in mlps]
@@ -113,7 +140,7 @@ class LayerFault:
         num_steps = max(0, step - self.first_step + 1)
         self.is_active, self.spoiled = step == self.first_step, None
         self.factor = self.growth**num_steps
-        if self.kind not in EMULATED_FAULTS or not num_steps:
+        if self.kind not in MLP_FAULTS or not num_steps:
             return
         self.factor = 2.0 ** math.floor(math.log2(self.factor))
         for linear in self.linears:
