@@ -47,17 +47,16 @@ class SuiteReport:
 
     def to_plain(self) -> dict[str, Any]:
         """Everything but the records, for JSON."""
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "runs"}
-        rows = {
-            key: [dataclasses.asdict(row) for row in value]
-            for key, value in plain.items()
-            if value and dataclasses.is_dataclass(next(iter(value), None) if isinstance(value, tuple) else None)
-        }
         results = [
             {"part": run.part, **run.choice, "final_loss": run.final_loss, "is_diverged": run.is_diverged}
             for run in self.runs
         ]
-        return {**plain, **rows, "runs": results}
+        parts = ("pairs", "sweep", "controls", "continuation")
+        return {
+            "info": self.info, "spread_fraction": self.spread_fraction,
+            **{part: [dataclasses.asdict(row) for row in getattr(self, part)] for part in parts},
+            "problems": self.problems, "runs": results,
+        }  # fmt: skip
 
 
 def build_report(folder: Path) -> SuiteReport:

@@ -95,7 +95,8 @@ def test_settings_of_the_suite_are_refused_in_a_file_too(tmp_path: Path) -> None
 def test_a_file_with_all_settings_gives_those_of_the_suite_only_if_it_changes_them(tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
     model = flags.parse(["--model-preset", "tiny-gpt2"]).config.model
-    path.write_text(json.dumps({"model": vars(model), "training": {"seed": 1234, "fp8_guard": "off"}}))
+    precision = {"transformer_impl": RunConfig().precision.transformer_impl}
+    path.write_text(json.dumps({"model": vars(model), "training": {"seed": 1234}, "precision": precision}))
     suite = Suite(folder=tmp_path, size="tiny", parts=(PAIRS,), recipes=("tensorwise",), flags=("--config", str(path)))
     assert suite.given == {f"model.{name}" for name in vars(model)}
     assert "training.seed" in dataclasses.replace(suite, flags=(*suite.flags, "--seed", "1234")).given
