@@ -8,7 +8,6 @@ report reads it and the records only.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -103,7 +102,7 @@ class Suite:
         A file may hold all settings, as that of a run does. It gives those that the suite sets only if it changes them.
         """
         config, from_file = self.parsed.config, self.parsed.from_file
-        set_by_suite = from_file & {*SET_BY_SUITE, *itertools.chain.from_iterable(SET_BY_PART.values())}
+        set_by_suite = from_file & {*SET_BY_SUITE, SET_BY_CONTROLS}
         defaults = {name for name in set_by_suite if value_of(config, name) == settings_by_name()[name].default}
         return self.parsed.given | (from_file - defaults)
 
@@ -216,16 +215,15 @@ SET_BY_SUITE = {
     **dict.fromkeys(variants.RECIPE_FLAGS, "name recipes with --recipes, such as delayed-e4m3"),
 }
 """Settings that no part takes from the user, with what to do instead."""
-SET_BY_PART = {CONTROLS: {"precision.transformer_impl"}}
+SET_BY_CONTROLS = "precision.transformer_impl"
 
 
 def flag_problems(suite: Suite) -> list[str]:
     """Flags of all runs that the suite sets itself, or with which it has no verdict."""
     config, given = suite.parsed.config, suite.given
     found = {name: f"set by the suite; remove it, and {text}" for name, text in SET_BY_SUITE.items() if name in given}
-    for part in suite.parts:
-        for name in sorted(given.intersection(SET_BY_PART.get(part, ()))):
-            found.setdefault(name, f"set by the part {part}; remove it, or leave the part out of --parts")
+    if CONTROLS in suite.parts and SET_BY_CONTROLS in given:
+        found[SET_BY_CONTROLS] = f"set by the part {CONTROLS}; remove it, or leave the part out of --parts"
     problems = [f"{settings_by_name()[name].flags[0]}: {text}" for name, text in found.items()]
     if precision_map.is_quantized(config.precision) and given.isdisjoint(variants.RECIPE_FLAGS):
         problems.append("the flags of all runs quantize, which would apply to bf16, too: name recipes with --recipes")
